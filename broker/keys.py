@@ -1,0 +1,72 @@
+"""Every key that a run has in Redis, named in one place.
+
+All keys of a run share the hash tag ``{run}``, so that they live in one slot of a cluster and a
+script may touch any of them.
+"""
+
+from __future__ import annotations
+
+import re
+
+from broker.errors import ConfigError
+
+COORDINATORS = "coordinators"  # the group that reads `triggers` and `uploads`
+TRAINERS = "trainers"  # the group that reads `tasks` and every `tasks:<owner>`
+
+_NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
+
+
+def check_name(what: str, name: str) -> str:
+    """The name, if it may be part of a key; else ConfigError."""
+    if not _NAME.fullmatch(name):
+        raise ConfigError(
+            f"{what}: {name!r} is no name: letters, digits, '.', '_' and '-', at most 63, "
+            "the first a letter or a digit"
+        )
+    return name
+
+
+class Keys:
+    """The keys of one run."""
+
+    def __init__(self, run: str) -> None:
+        self.name = check_name("run.name", run)
+        self.prefix = prefix = f"fedstream:{{{run}}}:"
+        # what is, as hashes and sorted sets
+        self.run = prefix + "run"  # the run's record: state, layout, target
+        self.head = prefix + "head"  # the newest version
+        self.kept = prefix + "kept"  # versions whose blob is still there
+        self.lineage = prefix + "lineage"  # version -> digest, of the newest versions
+        self.open = prefix + "open"  # task -> trigger, for all tasks not yet ended
+        self.admitted = prefix + "admitted"  # task -> the attempt that was admitted
+        self.ended = prefix + "ended"  # the newest ended tasks, in order of their ids
+        self.counts = prefix + "counts"  # tasks by outcome and reason, strays by reason
+        self.tokens = prefix + "tokens"  # role -> fencing token
+        self.trainers = prefix + "trainers"  # trainer -> what it said of itself
+        self.alive = prefix + "alive"  # trainer -> when it was last heard, Redis's clock
+        self.owners = prefix + "owners"  # device -> the trainer that owns it
+        self.rates = prefix + "rates"  # trainer -> triggers of its own in this second
+        # what flows, as streams
+        self.triggers = prefix + "triggers"
+        self.tasks = prefix + "tasks"
+        self.uploads = prefix + "uploads"
+        self.queue = prefix + "queue"
+        self.models = prefix + "models"
+        self.events = prefix + "events"
+        self.dead = prefix + "dead"
+
+    def tasks_of(self, owner: str) -> str:
+        """The tasks of a trainer that owns devices."""
+        return f"{self.tasks}:{owner}"
+
+    def leader(self, role: str) -> str:
+        """The lease of a role that one process holds at a time."""
+        return f"{self.prefix}leader:{role}"
+
+    def model(self, blob: str) -> str:
+        """The blob of a model."""
+        return f"{self.prefix}model:{blob}"
+
+    def update(self, blob: str) -> str:
+        """The blob of an update."""
+        return f"{self.prefix}update:{blob}"

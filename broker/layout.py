@@ -1,0 +1,157 @@
+"""Layout of a model, and the model itself as one block of bytes.
+
+A model travels, rests and is mixed as one flat float32 vector. The layout names what lies where:
+parameters first, then floating-point buffers (BatchNorm's statistics), and beside the vector the
+integer buffers (counters), which are never averaged. The bytes of a model are
+
+    int64[integers] ++ float32[floats]        little-endian, integers first so that both are aligned
+
+and the layout's signature, checked wherever a model changes hands, tells two layouts apart.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import msgpack
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from broker.errors import LayoutMismatch
+
+Kind = Literal["parameter", "buffer", "integer"]
+Floats = npt.NDArray[np.float32]
+Integers = npt.NDArray[np.int64]
+
+_ORDER: tuple[Kind, ...] = ("parameter", "buffer", "integer")
+
+
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """One named tensor: its shape, the dtype it has in the user's module, and its role."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    kind: Kind
+
+    @property
+    def count(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The tensors of a model, ordered: parameters, floating-point buffers, integers."""
+
+    tensors: tuple[Tensor, ...]
+
+    def __post_init__(self) -> None:
+        kinds = [_ORDER.index(tensor.kind) for tensor in self.tensors]
+        if kinds != sorted(kinds):
+            raise LayoutMismatch("a layout lists parameters, then buffers, then integers")
+        if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
+            raise LayoutMismatch("a layout names every tensor once")
+
+    def _count(self, kind: Kind) -> int:
+        return sum(tensor.count for tensor in self.tensors if tensor.kind == kind)
+
+    @cached_property
+    def parameters(self) -> int:
+        """Elements of the vector that are trained: ``floats[:parameters]``."""
+        return self._count("parameter")
+
+    @cached_property
+    def floats(self) -> int:
+        """Elements of the float32 vector: parameters and floating-point buffers."""
+        return self.parameters + self._count("buffer")
+
+    @cached_property
+    def integers(self) -> int:
+        """Elements of the int64 vector beside it."""
+        return self._count("integer")
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes of one model."""
+        return 4 * self.floats + 8 * self.integers
+
+    @cached_property
+    def signature(self) -> str:
+        """Digest of the layout: equal exactly if two layouts are equal."""
+        return xxhash.xxh3_128_hexdigest(self.encode())
+
+    def encode(self) -> bytes:
+        """The layout as msgpack, the same bytes for the same layout."""
+        rows = [[t.name, list(t.shape), t.dtype, t.kind] for t in self.tensors]
+        packed = msgpack.packb(rows)
+        assert isinstance(packed, bytes)  # noqa: S101  (packb's type is Any)
+        return packed
+
+    @classmethod
+    def decode(cls, data: bytes) -> Layout:
+        """The layout that :meth:`encode` wrote. Raises LayoutMismatch for anything else."""
+        try:
+            rows: Any = msgpack.unpackb(data)
+            return cls(
+                tuple(Tensor(n, tuple(shape), dtype, kind) for n, shape, dtype, kind in rows)
+            )
+        except (ValueError, TypeError, msgpack.UnpackException) as error:
+            raise LayoutMismatch(f"this is no layout: {error}") from error
+
+
+class Model:
+    """A model of a given layout: one buffer, with ``floats`` and ``integers`` as views into it.
+
+    The buffer belongs to the model; whoever keeps it must not let two models share one.
+    """
+
+    __slots__ = ("buffer", "floats", "integers", "layout")
+
+    def __init__(self, layout: Layout, buffer: npt.NDArray[np.uint8] | None = None) -> None:
+        if buffer is None:
+            buffer = np.empty(layout.nbytes, dtype=np.uint8)
+        if buffer.dtype != np.uint8 or buffer.shape != (layout.nbytes,):
+            raise LayoutMismatch(
+                f"the layout takes {layout.nbytes} bytes, the buffer has {buffer.nbytes}"
+            )
+        split = 8 * layout.integers
+        self.layout = layout
+        self.buffer = buffer
+        self.integers: Integers = buffer[:split].view(np.int64)
+        self.floats: Floats = buffer[split:].view(np.float32)
+
+    @property
+    def parameters(self) -> Floats:
+        """The trained part of the vector (a view)."""
+        return self.floats[: self.layout.parameters]
+
+    def digest(self) -> str:
+        """xxh3 (128 bit) of the bytes, in hexadecimal."""
+        return xxhash.xxh3_128_hexdigest(self.buffer.data)
+
+    def copy(self) -> Model:
+        """A model of the same layout and values with a buffer of its own."""
+        return Model(self.layout, self.buffer.copy())
+
+    def tensors(self) -> dict[str, npt.NDArray[Any]]:
+        """Every tensor by name, in its shape: views for float32 and int64, else copies.
+
+        dtypes that numpy lacks (bfloat16) come as float32, the width in which they are mixed.
+        """
+        found: dict[str, npt.NDArray[Any]] = {}
+        at = {"float": 0, "integer": 0}
+        for tensor in self.layout.tensors:
+            vector, which = (
+                (self.integers, "integer") if tensor.kind == "integer" else (self.floats, "float")
+            )
+            values = vector[at[which] : at[which] + tensor.count].reshape(tensor.shape)
+            at[which] += tensor.count
+            dtype = tensor.dtype if tensor.dtype != "bfloat16" else "float32"
+            found[tensor.name] = values.astype(dtype, copy=False)
+        return found

@@ -1,0 +1,65 @@
+"""Leases: roles that one process holds at a time, with a token that fences its predecessors."""
+
+from __future__ import annotations
+
+import secrets
+
+from broker.client import Client
+from broker.errors import Fenced
+from broker.keys import Keys
+from broker.scripts import Script
+
+_ACQUIRE = Script("acquire")
+_HOLD = Script("hold")
+_YIELD = Script("yield")
+
+
+class Lease:
+    """A role under a name. The token grows with every holder and is checked by every write.
+
+    The lease only decides who may try; correctness rests on the token: a holder that was stopped
+    past its lease and goes on finds its token foreign.
+    """
+
+    def __init__(self, client: Client, keys: Keys, role: str, name: str, *, seconds: float) -> None:
+        self._client = client
+        self._keys = {"leader": keys.leader(role), "tokens": keys.tokens}
+        self._milliseconds = round(seconds * 1000)
+        self._nonce = secrets.token_hex(8)
+        self.role = role
+        self.name = name
+        self.seconds = seconds
+        self.number = 0  # the epoch: 0 while the role is not held
+
+    @property
+    def token(self) -> str:
+        """What every write of the holder shows."""
+        return f"{self.number}:{self._nonce}"
+
+    async def acquire(self, *, at_least: int = 0) -> bool:
+        """Takes the role unless another holds it. The token is above ``at_least``."""
+        number, _wait_ms = await _ACQUIRE(
+            self._client,
+            self._keys,
+            self.role,
+            self.name,
+            self._nonce,
+            self._milliseconds,
+            at_least,
+        )
+        self.number = int(number)
+        return self.number > 0
+
+    async def hold(self) -> bool:
+        """Renews the lease. False: Redis lost it, acquire again. Raises Fenced."""
+        holder = f"{self.name}|{self._nonce}"
+        reply = await _HOLD(
+            self._client, self._keys, self.role, self.token, holder, self._milliseconds
+        )
+        if reply == b"fenced":
+            raise Fenced(f"another {self.role} has taken over (mine is token {self.token})")
+        return bool(reply == b"held")
+
+    async def release(self) -> None:
+        """Lets the next one in without waiting for the lease to run out."""
+        await _YIELD(self._client, self._keys, f"{self.name}|{self._nonce}")

@@ -1,0 +1,506 @@
+"""The ledger of a run: which tasks are open, which answer was admitted, what every task came to.
+
+Each method is one Lua script (``broker/lua``), so every change is whole or not at all, and
+``issued = applied + buffered + refused + given up + dead + open`` holds at any moment.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import msgpack
+
+from broker.client import Client
+from broker.errors import Fenced, NoRun
+from broker.keys import COORDINATORS, Keys
+from broker.layout import Layout
+from broker.messages import (
+    OUTCOMES,
+    CloseRound,
+    Dead,
+    Event,
+    GiveUp,
+    Outcome,
+    RoundEnd,
+    Task,
+    Trigger,
+    Upload,
+    Version,
+)
+from broker.scripts import Script
+from broker.streams import Entry
+
+_SCRIPTS = {
+    name: Script(name)
+    for name in (
+        "abandon", "admit", "announce", "bury", "close_round", "commit", "create", "dispatch",
+        "finish_run", "finish_task", "leave", "look", "retire", "trigger",
+    )
+}  # fmt: skip
+
+State = Literal["running", "finished"]
+
+
+def _packed(value: object) -> bytes:
+    """Arguments of a script. Redis's cmsgpack knows no binary type: bytes ride as strings."""
+    packed = msgpack.packb(value, use_bin_type=False)
+    assert isinstance(packed, bytes)  # noqa: S101  (packb's type is Any)
+    return packed
+
+
+def _fields(values: Mapping[str, object]) -> list[str | bytes]:
+    """A mapping as the flat list that HSET takes, without what is None."""
+    flat: list[str | bytes] = []
+    for name, value in values.items():
+        if value is not None:
+            flat += (name, value if isinstance(value, bytes) else str(value))
+    return flat
+
+
+def _mapping(flat: Sequence[bytes]) -> dict[str, bytes]:
+    return {name.decode(): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+
+
+@dataclass(frozen=True)
+class Run:
+    """The record of a run: what was decided when it was created, and whether it is over."""
+
+    layout: Layout
+    strategy: str
+    task: str
+    devices: int
+    versions: int  # the run ends with this one
+    seed: int
+    created: float  # seconds since 1970
+    max_staleness: int | None = None
+    state: State = "running"
+    why: str | None = None  # it finished
+    finished: float | None = None  # seconds since 1970
+
+    def _record(self) -> list[str | bytes]:
+        return _fields(
+            {name: value for name, value in self.__dict__.items() if name != "layout"}
+            | {
+                "layout": self.layout.signature,
+                "size": self.layout.nbytes,
+                "tensors": self.layout.encode(),
+            }
+        )
+
+    @classmethod
+    def _parsed(cls, record: Mapping[str, bytes]) -> Run:
+        number = record.get("max_staleness")
+        finished = record.get("finished")
+        return cls(
+            layout=Layout.decode(record["tensors"]),
+            strategy=record["strategy"].decode(),
+            task=record["task"].decode(),
+            devices=int(record["devices"]),
+            versions=int(record["versions"]),
+            seed=int(record["seed"]),
+            created=float(record["created"]),
+            max_staleness=None if number is None else int(number),
+            state="finished" if record["state"] == b"finished" else "running",
+            why=record["why"].decode() if "why" in record else None,
+            finished=None if finished is None else float(finished),
+        )
+
+
+@dataclass(frozen=True)
+class Head:
+    """The newest version, and what the updater holds beside it."""
+
+    version: int
+    digest: str
+    blob: str
+    time: float  # seconds since 1970, the updater's clock
+    epoch: int
+    buffered: int = 0  # updates that wait for more
+    mean_staleness: float = 0.0  # moving average over what was applied or buffered
+
+    @classmethod
+    def _parsed(cls, record: Mapping[str, bytes]) -> Head:
+        return cls(
+            version=int(record["version"]),
+            digest=record["digest"].decode(),
+            blob=record["blob"].decode(),
+            time=float(record["time"]),
+            epoch=int(record["epoch"]),
+            buffered=int(record.get("buffered", 0)),
+            mean_staleness=float(record.get("mean_staleness", 0.0)),
+        )
+
+
+@dataclass(frozen=True)
+class View:
+    """Everything countable about a run, read in one step."""
+
+    run: Run
+    head: Head
+    counts: Mapping[str, int]
+    open: tuple[Trigger, ...]
+    admitted: int  # of the open ones: in the updater's queue
+    queue: int  # entries, admitted updates and control entries
+    triggers: int
+    uploads: int
+    trainers: int  # alive
+    kept: int  # versions whose model can be read
+    dead: int
+    owned: tuple[int, ...]  # devices that a trainer owns; where there are any, only they train
+    now: float  # seconds since 1970, Redis's clock
+
+    @property
+    def issued(self) -> int:
+        """Tasks ever triggered."""
+        return self.counts.get("issued", 0)
+
+    @cached_property
+    def outcomes(self) -> dict[Outcome, int]:
+        """Ended tasks by outcome. With the open ones they add up to ``issued``."""
+        return {outcome: self.counts.get(outcome, 0) for outcome in OUTCOMES}
+
+    def reasons(self, outcome: str) -> dict[str, int]:
+        """The counts of an outcome (or of ``stray``: uploads that ended no task) by reason."""
+        prefix = f"{outcome}:"
+        return {
+            name.removeprefix(prefix): n
+            for name, n in sorted(self.counts.items())
+            if name.startswith(prefix)
+        }
+
+
+@dataclass(frozen=True)
+class End:
+    """One task ends."""
+
+    task: str
+    attempt: str
+    outcome: Outcome
+    reason: str = ""
+    device: int | None = None
+    version: int | None = None
+    staleness: int | None = None
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class Commit:
+    """What one step of the updater changes, all at once."""
+
+    version: Version | None  # None: no new version, only ends
+    buffered: int
+    mean_staleness: float
+    ends: Sequence[End] = ()
+    entries: Sequence[str] = ()  # of the queue, done
+    updates: Sequence[str] = ()  # blobs of updates, done
+    retired: Sequence[str] = ()  # blobs of models
+    finish: str | None = None  # why the run is over with this
+
+
+class Ledger:
+    """The state of one run in Redis, changed by scripts alone."""
+
+    def __init__(self, client: Client, keys: Keys, service: str) -> None:
+        self._client = client
+        self._service = service
+        self.keys = keys
+
+    async def _script(
+        self, name: str, *arguments: Any, rest: Sequence[str] = (), **keys: str
+    ) -> Any:
+        return await _SCRIPTS[name](
+            self._client, {**self.keys.__dict__, **keys}, *arguments, rest=rest
+        )
+
+    def _event(self, **fields: Any) -> dict[str, Any]:
+        event = {"v": 1, "k": Event.kind, "service": self._service, "time": time.time(), **fields}
+        return {name: value for name, value in event.items() if value is not None}
+
+    # what is
+
+    async def look(self) -> View:
+        """Everything countable. Raises NoRun while the run was not created."""
+        reply = await self._script("look")
+        run, head, counts, *numbers, now = reply
+        opened, admitted, queue, triggers, uploads, trainers, kept, dead, owned = numbers
+        if not run:
+            raise NoRun(f"there is no run {self.keys.name!r} in Redis at {self._client.address}")
+        return View(
+            run=Run._parsed(_mapping(run)),  # noqa: SLF001  (its own module)
+            head=Head._parsed(_mapping(head)),  # noqa: SLF001
+            counts={name: int(value) for name, value in _mapping(counts).items()},
+            open=tuple(Trigger.decode(data) for data in opened),
+            admitted=admitted,
+            queue=queue,
+            triggers=triggers,
+            uploads=uploads,
+            trainers=trainers,
+            kept=kept,
+            dead=dead,
+            owned=tuple(sorted(int(device) for device in owned)),
+            now=float(now),
+        )
+
+    async def run(self) -> Run:
+        """The run's record. Raises NoRun."""
+        record = _mapping(await self._client.call("HGETALL", self.keys.run))
+        if not record:
+            raise NoRun(f"there is no run {self.keys.name!r} in Redis at {self._client.address}")
+        return Run._parsed(record)  # noqa: SLF001  (its own module)
+
+    async def head(self) -> Head | None:
+        """The newest version; None before the first."""
+        record = _mapping(await self._client.call("HGETALL", self.keys.head))
+        return Head._parsed(record) if record else None  # noqa: SLF001  (its own module)
+
+    async def kept(self) -> dict[str, int]:
+        """Blobs of the models that can be read, with their versions, oldest first."""
+        flat = await self._client.call("ZRANGE", self.keys.kept, 0, -1, "WITHSCORES")
+        return {blob.decode(): int(float(v)) for blob, v in zip(flat[::2], flat[1::2], strict=True)}
+
+    async def digest(self, version: int) -> str | None:
+        """The digest of one of the newest versions."""
+        found = await self._client.call("HGET", self.keys.lineage, version)
+        return found.decode() if found else None
+
+    async def trainers(self) -> dict[str, dict[str, Any]]:
+        """What every trainer that is alive said of itself last, by name."""
+        record = _mapping(await self._client.call("HGETALL", self.keys.trainers))
+        return {name: msgpack.unpackb(about) for name, about in sorted(record.items())}
+
+    async def owners(self) -> dict[int, str]:
+        """Which trainer owns which device."""
+        record = _mapping(await self._client.call("HGETALL", self.keys.owners))
+        return {int(device): owner.decode() for device, owner in record.items()}
+
+    # the scheduler's part
+
+    async def trigger(self, token: str, limit: int, draw: int, triggers: Iterable[Trigger]) -> int:
+        """Opens tasks while fewer than ``limit`` are open: how many were.
+
+        ``draw`` is the number of tasks issued when they were drawn; if others were issued since,
+        none is opened. Raises Fenced.
+        """
+        pairs = [part for t in triggers for part in (t.task, t.encode())]
+        reply = await self._script("trigger", token, limit, draw, *pairs)
+        if reply == b"fenced":
+            raise Fenced(f"another scheduler leads now (mine is token {token})")
+        return reply if isinstance(reply, int) else 0
+
+    async def ask(self, wish: CloseRound | Trigger) -> None:
+        """Asks the coordinator: to end a round, or for a task of an anarchic device's own."""
+        await self._client.call("XADD", self.keys.triggers, "*", "m", wish.encode())
+
+    # the coordinator's part
+
+    async def dispatch(self, entry: Entry, trigger: Trigger, *, rate: int, limit: int) -> str:
+        """Makes a trigger a task, of the pool or of the device's owner: what became of it.
+
+        A device's own trigger is taken up to ``rate`` a second and trainer, while fewer than
+        ``limit`` tasks are open.
+        """
+        about = {
+            "group": COORDINATORS, "entry": entry.id, "task": trigger.task,
+            "device": trigger.device, "origin": trigger.origin, "rate": rate, "limit": limit,
+        }  # fmt: skip
+        task = Task.of(trigger).encode()
+        reply = await self._script("dispatch", _packed(about), task, trigger.encode())
+        return str(reply.decode())
+
+    async def close_round(self, entry: Entry, closing: CloseRound) -> str:
+        """Gives up a round's unanswered tasks, and tells the updater through the queue."""
+        about = {
+            "group": COORDINATORS, "entry": entry.id, "tasks": closing.tasks, "why": closing.why,
+        }  # fmt: skip
+        end = RoundEnd(version=closing.version, why=closing.why).encode()
+        reply = await self._script("close_round", _packed(about), end, _packed(self._event()))
+        return str(reply.decode())
+
+    async def admit(
+        self, entry: Entry, answer: Upload | GiveUp, *, size_limit: int
+    ) -> tuple[str, str]:
+        """Admits an answer to the queue, or not: ('admitted' | 'refused' | ..., reason)."""
+        about: dict[str, object] = {
+            "group": COORDINATORS, "entry": entry.id,
+            "task": answer.task, "attempt": answer.attempt,
+        }  # fmt: skip
+        event = self._event(device=answer.device)
+        if isinstance(answer, GiveUp):
+            about["give_up"] = answer.reason
+            blob = self.keys.update(f"{answer.task}.{answer.attempt}")
+        else:
+            blob = self.keys.update(answer.blob)
+            about |= {
+                "tau": answer.tau, "base": answer.base, "layout": answer.layout,
+                "size": answer.size, "size_limit": size_limit,
+            }  # fmt: skip
+        verdict, reason = await self._script(
+            "admit", _packed(about), answer.encode(), _packed(event), rest=[blob]
+        )
+        return verdict.decode(), reason.decode()
+
+    async def bury(
+        self,
+        stream: str,
+        group: str,
+        entry: Entry,
+        reason: str,
+        *,
+        task: Task | None = None,
+        deliveries: int = 0,
+    ) -> bool:
+        """Moves an entry to ``dead``, and ends its task."""
+        name = stream.removeprefix(self.keys.prefix)
+        dead = Dead(
+            stream=name, entry=entry.id, reason=reason, time=time.time(),
+            deliveries=deliveries, data=entry.data,
+        )  # fmt: skip
+        event = self._event(device=task.device if task else None)
+        return bool(
+            await self._script(
+                "bury", group, entry.id, dead.encode(), task.task if task else "", reason,
+                _packed(event), stream=stream,
+            )
+        )  # fmt: skip
+
+    async def abandon(self, owner: str) -> int:
+        """Gives up what waits for an owner that is gone: how many tasks."""
+        event = _packed(self._event())
+        stream = self.keys.tasks_of(owner)
+        return int(await self._script("abandon", "owner gone", event, tasks=stream))
+
+    async def silent(self, seconds: float) -> list[str]:
+        """Trainers that were not heard for so long."""
+        now = await self._client.call("TIME")
+        names = await self._client.call(
+            "ZRANGEBYSCORE", self.keys.alive, "-inf", int(now[0]) - seconds
+        )
+        return [name.decode() for name in names]
+
+    # the trainers' part
+
+    async def announce(
+        self, name: str, about: Mapping[str, Any], devices: Sequence[int] = ()
+    ) -> bool:
+        """Says that a trainer is alive and owns ``devices``: whether it is new."""
+        event = self._event(what="trainer", text=f"{name} joined")
+        return bool(
+            await self._script(
+                "announce", name, _packed(dict(about)), _packed(list(devices)), _packed(event)
+            )
+        )
+
+    async def leave(self, name: str, *, silent_s: float = 0.0) -> bool:
+        """Strikes a trainer off the register if it was silent for so long: whether it did."""
+        how = f"was not heard for {silent_s:g} s" if silent_s else "left"
+        event = self._event(what="trainer", text=f"{name} {how}")
+        return bool(await self._script("leave", name, silent_s, _packed(event)))
+
+    async def answer(self, stream: str, group: str, entry: Entry, answer: Upload | GiveUp) -> bool:
+        """Says the answer to a task and ends its lease; False if the lease is over."""
+        return bool(
+            await self._script("finish_task", group, entry.id, answer.encode(), tasks=stream)
+        )
+
+    # the updater's part
+
+    async def create(self, token: str, run: Run, version: Version, *, again: bool = False) -> str:
+        """Makes the run with its first version: 'created', 'exists', 'unwritten' or 'lost'.
+
+        ``again`` publishes ``version`` over whatever is there, after Redis lost it. 'unwritten':
+        the model's blob is not there; 'lost': so is the token. Raises Fenced.
+        """
+        about: dict[str, Any] = {
+            "token": token, "run": run._record(), "head": self._head(version, 0, 0.0),  # noqa: SLF001
+            "version": version.version, "digest": version.digest, "blob": version.blob,
+        }  # fmt: skip
+        if again:
+            about["again"] = True
+        blob = self.keys.model(version.blob)
+        reply = await self._script("create", _packed(about), version.encode(), blob=blob)
+        return self._unless_fenced(reply, token)
+
+    async def commit(self, token: str, commit: Commit) -> str:
+        """Publishes, ends and deletes in one step, or does nothing at all: what happened.
+
+        'done' (also when it was done before, and only the reply was lost); 'lost': Redis was
+        emptied; 'behind:<version>': its head is not this version's parent; 'finished': the run is
+        over; 'unwritten': the model's blob is not there. Raises Fenced.
+        """
+        version = commit.version
+        ends = [
+            (
+                end.task, end.attempt, end.outcome, end.reason,
+                self._event(
+                    device=end.device, version=end.version,
+                    staleness=end.staleness, weight=end.weight,
+                ),
+            )
+            for end in commit.ends
+        ]  # fmt: skip
+        about: dict[str, Any] = {
+            "token": token, "ends": ends, "entries": list(commit.entries),
+            "retired": list(commit.retired), "time": repr(time.time()),
+            "head": self._head(version, commit.buffered, commit.mean_staleness),
+        }  # fmt: skip
+        if commit.finish is not None:
+            about["finish"] = commit.finish
+        if version is not None:
+            about |= {"version": version.version, "digest": version.digest, "blob": version.blob}
+        reply = await self._script(
+            "commit", _packed(about), version.encode() if version else b"",
+            blob=self.keys.model(version.blob if version else "none"),
+            rest=[
+                *(self.keys.update(blob) for blob in commit.updates),
+                *(self.keys.model(blob) for blob in commit.retired),
+            ],
+        )  # fmt: skip
+        return self._unless_fenced(reply, token)
+
+    async def retire(self, token: str, blobs: Sequence[str]) -> str:
+        """Deletes models out of turn, which takes no memory: 'done' or 'lost'. Raises Fenced."""
+        rest = [self.keys.model(blob) for blob in blobs]
+        return self._unless_fenced(await self._script("retire", token, *blobs, rest=rest), token)
+
+    def _unless_fenced(self, reply: bytes, token: str) -> str:
+        if reply == b"fenced":
+            raise Fenced(f"another updater has taken over (mine is token {token})")
+        return reply.decode()
+
+    def _head(self, version: Version | None, buffered: int, staleness: float) -> list[str | bytes]:
+        values: dict[str, object] = {"buffered": buffered, "mean_staleness": repr(staleness)}
+        if version is not None:
+            values |= {
+                "version": version.version, "digest": version.digest, "blob": version.blob,
+                "time": repr(version.time), "epoch": version.epoch,
+            }  # fmt: skip
+        return _fields(values)
+
+    async def finish(self, why: str) -> bool:
+        """Ends the run: whether it was running."""
+        event = self._event(what="run", text=f"finished: {why}")
+        now = time.time()
+        return bool(await self._script("finish_run", why, repr(now), _packed(event)))
+
+    # everybody's part
+
+    async def tell(self, event: Event) -> None:
+        """Writes an event for whoever observes."""
+        await self._client.call(
+            "XADD", self.keys.events, "MAXLEN", "~", 10_000, "*", "m", event.encode()
+        )
+
+    async def purge(self) -> int:
+        """Deletes every key of the run: how many there were."""
+        cursor, deleted = b"0", 0
+        pattern = self.keys.prefix.replace("[", r"\[") + "*"
+        while True:
+            cursor, found = await self._client.call("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
+            if found:
+                deleted += await self._client.call("UNLINK", *found)
+            if cursor == b"0":
+                return int(deleted)

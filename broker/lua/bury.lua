@@ -1,0 +1,9 @@
+-- keys: stream dead open admitted ended events counts
+-- An entry that can't be processed leaves its stream for `dead`; its task, if it has one, ends.
+local group, entry, dead, task, reason, event = unpack(ARGV)
+guard()
+if group ~= '' and redis.call('XACK', key.stream, group, entry) == 0 then return 0 end
+if redis.call('XDEL', key.stream, entry) == 0 then return 0 end
+bury(dead)
+if task ~= '' then end_task(task, '', 'dead', reason, cmsgpack.unpack(event)) end
+return 1

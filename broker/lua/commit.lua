@@ -1,0 +1,30 @@
+-- keys: tokens run head blob models kept lineage queue open admitted ended events counts
+-- Everything that follows from what the updater did, in one step and only by its rightful holder.
+-- ARGV: the change, the version's entry ('' if there is none). rest: blobs to delete.
+local a = cmsgpack.unpack(ARGV[1])
+local foreign = fenced(a.token, 'updater')
+if foreign then return foreign end
+guard()
+if a.version then
+  local head = tonumber(redis.call('HGET', key.head, 'version') or '-1')
+  if head == a.version and redis.call('HGET', key.head, 'digest') == a.digest then return 'done' end
+  if head ~= a.version - 1 then return 'behind:' .. head end
+  if redis.call('HGET', key.run, 'state') ~= 'running' then return 'finished' end
+  if redis.call('PERSIST', key.blob) + redis.call('EXISTS', key.blob) == 0 then return 'unwritten' end
+  redis.call('HSET', key.lineage, a.version, a.digest)
+  redis.call('HDEL', key.lineage, a.version - LINEAGE_KEPT)
+  redis.call('ZADD', key.kept, a.version, a.blob)
+  redis.call('XADD', key.models, 'MAXLEN', '~', VERSIONS_TOLD, '*', 'm', ARGV[2])
+end
+redis.call('HSET', key.head, unpack(a.head))
+for _, ended in ipairs(a.ends) do
+  local task, attempt, outcome, reason, event = unpack(ended)
+  end_task(task, attempt, outcome, reason ~= '' and reason or nil, event)
+end
+if #a.entries > 0 then redis.call('XDEL', key.queue, unpack(a.entries)) end
+for _, blob in ipairs(a.retired) do redis.call('ZREM', key.kept, blob) end
+for i = first_rest, #KEYS do redis.call('UNLINK', KEYS[i]) end
+if a.finish then
+  redis.call('HSET', key.run, 'state', 'finished', 'why', a.finish, 'finished', a.time)
+end
+return 'done'

@@ -1,0 +1,26 @@
+-- keys: triggers open run tasks owners counts rates
+-- A trigger becomes a task. The scheduler's are in `open` already; a device's own enter it here,
+-- within its rate and the limit. A device that a trainer owns is that trainer's to serve.
+local a = cmsgpack.unpack(ARGV[1])
+guard()
+if redis.call('XACK', key.triggers, a.group, a.entry) == 0 then return 'repeated' end
+redis.call('XDEL', key.triggers, a.entry)
+local is_open = redis.call('HEXISTS', key.open, a.task) == 1
+if a.origin == 'scheduler' then
+  if not is_open then return 'ended' end
+else
+  if is_open or redis.call('HGET', key.run, 'state') ~= 'running' then return 'repeated' end
+  local second = redis.call('TIME')[1]
+  local at, used = string.match(redis.call('HGET', key.rates, a.origin) or '', '^(%d+):(%d+)$')
+  used = at == second and tonumber(used) or 0
+  if used >= a.rate or redis.call('HLEN', key.open) >= a.limit then
+    count('stray:trigger over the limit')
+    return 'limited'
+  end
+  redis.call('HSET', key.rates, a.origin, second .. ':' .. (used + 1))
+  redis.call('HSET', key.open, a.task, ARGV[3])
+  count('issued')
+end
+local owner = redis.call('HGET', key.owners, a.device)
+redis.call('XADD', owner and key.tasks .. ':' .. owner or key.tasks, '*', 'm', ARGV[2])
+return 'sent'

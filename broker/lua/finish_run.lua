@@ -1,0 +1,6 @@
+-- keys: run events counts
+if redis.call('HGET', key.run, 'state') ~= 'running' then return 0 end
+guard()
+redis.call('HSET', key.run, 'state', 'finished', 'why', ARGV[1], 'finished', ARGV[2])
+tell(cmsgpack.unpack(ARGV[3]))
+return 1

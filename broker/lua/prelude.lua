@@ -1,0 +1,56 @@
+local EVENTS_KEPT, VERSIONS_TOLD, ENDED_KEPT = 10000, 10000, 20000
+local LINEAGE_KEPT, DEAD_KEPT = 4096, 1000
+
+-- Fails here, before anything was done, if Redis is out of memory.
+local function guard()
+  redis.call('HINCRBY', key.counts, 'issued', 0)
+end
+
+local function count(what)
+  redis.call('HINCRBY', key.counts, what, 1)
+end
+
+local function tell(event)
+  redis.call('XADD', key.events, 'MAXLEN', '~', EVENTS_KEPT, '*', 'm', cmsgpack.pack(event))
+end
+
+local function pairs_of(list)
+  local map = {}
+  for i = 1, #list, 2 do map[list[i]] = list[i + 1] end
+  return map
+end
+
+-- Ends an open task: 1 if it was open, 0 if it had ended before.
+local function end_task(task, attempt, outcome, reason, event)
+  if redis.call('HDEL', key.open, task) == 0 then return 0 end
+  redis.call('HDEL', key.admitted, task)
+  redis.call('ZADD', key.ended, 0, task .. '|' .. attempt .. '|' .. outcome)
+  local over = redis.call('ZCARD', key.ended) - ENDED_KEPT
+  if over > 0 then redis.call('ZREMRANGEBYRANK', key.ended, 0, over - 1) end
+  count(outcome)
+  if reason then count(outcome .. ':' .. reason) end
+  event.what, event.task, event.outcome, event.reason = 'outcome', task, outcome, reason
+  tell(event)
+  return 1
+end
+
+-- How a task ended: attempt and outcome, or nil. Ids are ordered, so the set is an index.
+local function ended_as(task)
+  local found = redis.call('ZRANGEBYLEX', key.ended, '[' .. task .. '|', '[' .. task .. '}', 'LIMIT', 0, 1)[1]
+  if not found then return nil end
+  return string.match(found, '^[^|]*|([^|]*)|(.*)$')
+end
+
+local function bury(dead)
+  local over = redis.call('XLEN', key.dead) + 1 - DEAD_KEPT
+  if over > 0 then redis.call('HINCRBY', key.counts, 'dead_letters_lost', over) end
+  redis.call('XADD', key.dead, 'MAXLEN', DEAD_KEPT, '*', 'm', dead)
+  count('dead_letters')
+end
+
+-- Whether a role's token is another's ('fenced'), or gone with all of Redis's data ('lost').
+local function fenced(token, role)
+  local now = redis.call('HGET', key.tokens, role)
+  if now == token then return nil end
+  return now and 'fenced' or 'lost'
+end

@@ -1,0 +1,257 @@
+"""What the services say to each other: small, frozen, versioned messages in msgpack.
+
+A stream entry has one field ``m``: a msgpack map with the schema version ``v``, the kind ``k`` and
+the message's fields. Weights never ride in a message; it names a blob. A reader ignores fields that
+it does not know and fills in defaults for those that are missing, so that services one release
+apart understand each other; ``v`` changes only when that is no longer enough.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, overload
+
+import msgpack
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from broker.errors import BadMessage
+
+SCHEMA = 1
+
+Count = Annotated[int, Field(ge=0)]
+Name = Annotated[str, Field(min_length=1, max_length=200)]
+Outcome = Literal["applied", "buffered", "refused", "given_up", "dead"]
+A = TypeVar("A", bound="Message")
+B = TypeVar("B", bound="Message")
+OUTCOMES: tuple[Outcome, ...] = ("applied", "buffered", "refused", "given_up", "dead")
+
+
+class Message(BaseModel):
+    """Base of all messages."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    kind: ClassVar[str]
+
+    def encode(self) -> bytes:
+        """The message as the bytes of a stream entry."""
+        fields = {name: value for name, value in self.__dict__.items() if value is not None}
+        packed = msgpack.packb({"v": SCHEMA, "k": self.kind, **fields}, default=_plain)
+        assert isinstance(packed, bytes)  # noqa: S101  (packb's type is Any)
+        return packed
+
+    @classmethod
+    def decode(cls, data: bytes) -> Self:
+        """The message of this kind in ``data``. Raises BadMessage."""
+        return decode(data, cls)
+
+
+def _plain(value: object) -> dict[str, Any]:
+    if isinstance(value, BaseModel):
+        return dict(value.__dict__)
+    raise TypeError(f"{type(value).__name__} can't ride in a message")
+
+
+class Trigger(Message):
+    """A training task is wanted. The scheduler's, or an anarchic device's own."""
+
+    kind: ClassVar[str] = "trigger"
+    task: Name
+    device: Count
+    seed: Count
+    steps: Annotated[int, Field(ge=1)] | None = None
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    why: str = ""
+    origin: Name = "scheduler"  # else the name of the trainer that wrote it
+    version: Count | None = None  # rounds: train from this version
+    deadline: float | None = None  # rounds: seconds since 1970 after which no answer counts
+
+
+class CloseRound(Message):
+    """The round on top of a version ends now; its unanswered tasks are given up."""
+
+    kind: ClassVar[str] = "close_round"
+    version: Count
+    tasks: tuple[Name, ...]
+    why: str
+
+
+class Task(Message):
+    """Train: which device, how long, from which seed (and, in rounds, from which version)."""
+
+    kind: ClassVar[str] = "task"
+    task: Name
+    device: Count
+    seed: Count
+    steps: Annotated[int, Field(ge=1)] | None = None
+    epochs: Annotated[int, Field(ge=1)] | None = None
+    version: Count | None = None
+    deadline: float | None = None
+
+    @classmethod
+    def of(cls, trigger: Trigger) -> Task:
+        """The task that a trigger asks for."""
+        return cls(
+            task=trigger.task,
+            device=trigger.device,
+            seed=trigger.seed,
+            steps=trigger.steps,
+            epochs=trigger.epochs,
+            version=trigger.version,
+            deadline=trigger.deadline,
+        )
+
+
+class Upload(Message):
+    """A device has trained x_tau into x_new, which lies in a blob."""
+
+    kind: ClassVar[str] = "upload"
+    task: Name
+    attempt: Name
+    device: Count
+    trainer: Name
+    tau: Count
+    base: Name  # digest of x_tau
+    layout: Name  # signature
+    digest: Name
+    size: Count  # bytes
+    samples: Count  # in the device's data
+    steps: Count  # H, as done
+    lr: float  # gamma
+    loss: float | None = None  # mean training loss over the steps
+    seconds: float = 0.0  # that the device took
+
+    @property
+    def blob(self) -> str:
+        """The blob's name. It follows from task and attempt: nobody can name another's."""
+        return f"{self.task}.{self.attempt}"
+
+
+class GiveUp(Message):
+    """A device will not finish this task."""
+
+    kind: ClassVar[str] = "give_up"
+    task: Name
+    attempt: Name
+    device: Count
+    trainer: Name
+    reason: Name
+
+
+class RoundEnd(Message):
+    """A control entry of the queue: what arrived for this version is all there will be."""
+
+    kind: ClassVar[str] = "round_end"
+    version: Count
+    why: str = ""
+
+
+class Contribution(BaseModel):
+    """One update in a version."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    task: Name
+    device: Count
+    tau: Count
+    staleness: Count
+    weight: float
+    samples: Count
+    steps: Count
+    loss: float | None = None
+
+
+class Version(Message):
+    """A version of the global model was published."""
+
+    kind: ClassVar[str] = "version"
+    version: Count
+    time: float  # seconds since 1970, the updater's clock
+    epoch: Count
+    parent: Count | None
+    digest: Name
+    blob: Name
+    size: Count
+    updates: tuple[Contribution, ...] = ()
+
+
+class Event(Message):
+    """Something that an observer may want to know. ``what`` says which fields are there."""
+
+    kind: ClassVar[str] = "event"
+    what: Name  # outcome, stray, evaluation, trainer, run, error
+    service: Name
+    time: float
+    task: str | None = None
+    device: Count | None = None
+    outcome: Outcome | None = None
+    reason: str | None = None
+    version: Count | None = None
+    staleness: Count | None = None
+    weight: float | None = None
+    metrics: dict[str, float] | None = None
+    text: str | None = None
+
+
+class Dead(Message):
+    """An entry that could not be processed, kept for an operator."""
+
+    kind: ClassVar[str] = "dead"
+    stream: Name
+    entry: Name
+    reason: str
+    time: float
+    deliveries: Count = 0
+    data: bytes = b""
+
+
+_KINDS: dict[str, type[Message]] = {
+    message.kind: message
+    for message in (
+        Trigger,
+        CloseRound,
+        Task,
+        Upload,
+        GiveUp,
+        RoundEnd,
+        Version,
+        Event,
+        Dead,
+    )
+}
+
+
+@overload
+def decode(data: bytes, first: type[A], /) -> A: ...
+@overload
+def decode(data: bytes, first: type[A], second: type[B], /) -> A | B: ...
+def decode(data: bytes, /, *kinds: type[Message]) -> Message:
+    """The message in ``data``, which must be one of ``kinds``. Raises BadMessage."""
+    try:
+        fields = msgpack.unpackb(data, use_list=False, strict_map_key=True)
+    except (ValueError, msgpack.UnpackException) as error:
+        raise BadMessage(f"not msgpack: {error}") from error
+    if not isinstance(fields, dict) or not isinstance(fields.get("v"), int):
+        raise BadMessage("not a message: a map with the schema version 'v' was expected")
+    if fields["v"] != SCHEMA:
+        raise BadMessage(f"schema {fields['v']}, but this release speaks {SCHEMA}")
+    cls = next((kind for kind in kinds if kind.kind == fields.get("k")), None)
+    if cls is None:
+        expected = " or ".join(kind.kind for kind in kinds)
+        raise BadMessage(f"a message of kind {fields.get('k')!r}, expected {expected}")
+    try:
+        return cls.model_validate(fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise BadMessage(f"{cls.kind}: {where}: {first['msg']}") from error
+
+
+def task_id(time_ms: int, entropy: bytes | None = None) -> str:
+    """A UUIDv7 (RFC 9562): ordered by time, unique by 74 random bits."""
+    noise = int.from_bytes(entropy or secrets.token_bytes(10), "big") & ((1 << 74) - 1)
+    number = (time_ms & ((1 << 48) - 1)) << 80
+    number |= 0x7 << 76 | (noise >> 62) << 64 | 0b10 << 62 | noise & ((1 << 62) - 1)
+    text = struct.pack(">QQ", number >> 64, number & ((1 << 64) - 1)).hex()
+    return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))

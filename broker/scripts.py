@@ -1,0 +1,54 @@
+"""The Lua scripts: state changes that belong together, each checked and done in one step.
+
+A script names the keys it touches in its first line, ``-- keys: open counts``; they arrive in the
+script as ``key.open`` and ``key.counts``. Keys not fixed in number (blobs) come behind them, as
+``rest``. What several scripts share is in ``lua/prelude.lua``.
+
+Redis decides at a script's start whether memory is short, and then fails its first write that takes
+memory. So every script that takes memory makes such a write before it frees or deletes anything
+(``guard``): out of memory, it does nothing at all rather than half.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
+from typing import Any
+
+from broker.client import Argument, Client
+from broker.errors import NoScript
+
+_LUA = files("broker") / "lua"
+
+
+class Script:
+    """One script of ``broker/lua``, loaded into Redis when first needed."""
+
+    def __init__(self, name: str) -> None:
+        body = (_LUA / f"{name}.lua").read_text()
+        first = re.match(r"-- keys:([a-z_ ]*)\n", body)
+        if first is None:
+            raise ValueError(f"lua/{name}.lua does not begin with '-- keys: ...'")
+        self.name = name
+        self.keys = first.group(1).split()
+        table = ", ".join(f"{key} = KEYS[{n}]" for n, key in enumerate(self.keys, 1))
+        header = f"local key = {{{table}}}\nlocal first_rest = {len(self.keys) + 1}\n"
+        text = header + (_LUA / "prelude.lua").read_text() + body
+        self.source = text.encode()
+        self._sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest()
+
+    async def __call__(
+        self,
+        client: Client,
+        keys: Mapping[str, str],
+        *arguments: Argument,
+        rest: Sequence[str] = (),
+    ) -> Any:
+        """Runs it. Repeats it only where Redis says that it does not know the script."""
+        named = [*(keys[name] for name in self.keys), *rest]
+        try:
+            return await client.call("EVALSHA", self._sha, len(named), *named, *arguments)
+        except NoScript:
+            return await client.call("EVAL", self.source, len(named), *named, *arguments)

@@ -1,0 +1,136 @@
+"""Streams: appending, reading, consumer groups, and taking over what a crashed consumer left.
+
+Work streams have no length limit: an entry is deleted when it is acknowledged. A block is short and
+ends by itself, so that stopping never cancels a read that Redis has already answered.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from broker.client import Client
+from broker.errors import BrokerError
+from broker.scripts import Script
+
+BLOCK_MS = 1000
+
+_CLAIM = Script("claim")
+_RENEW = Script("renew")
+_REAP = Script("reap")
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of a stream."""
+
+    id: str
+    data: bytes
+
+    @property
+    def time(self) -> float:
+        """When Redis took it, in seconds since 1970."""
+        return int(self.id.partition("-")[0]) / 1000
+
+
+def _entries(rows: Any) -> list[Entry]:
+    """Entries from a reply. An entry without our field gets empty data, which no message is."""
+    return [
+        Entry(id_.decode(), dict(zip(fields[::2], fields[1::2], strict=True)).get(b"m", b""))
+        for id_, fields in rows
+    ]
+
+
+class Reader:
+    """Reads streams from given ids on, without a group."""
+
+    def __init__(self, client: Client, after: dict[str, str]) -> None:
+        self._client = client
+        self._after = dict(after)
+
+    async def read(self, *, count: int = 100, block_ms: int = BLOCK_MS) -> dict[str, list[Entry]]:
+        """What is new in each stream, at most ``count`` each; {} after ``block_ms``; 0 polls."""
+        block = ("BLOCK", block_ms) if block_ms else ()
+        names = list(self._after)
+        reply = await self._client.call(
+            "XREAD", "COUNT", count, *block, "STREAMS", *names, *self._after.values(),
+            wait_s=block_ms / 1000,
+        )  # fmt: skip
+        found = {name.decode(): _entries(rows) for name, rows in reply or ()}
+        for name, entries in found.items():
+            self._after[name] = entries[-1].id
+        return found
+
+    def rewind(self, stream: str, after: str = "0") -> None:
+        """Reads ``stream`` from behind ``after`` next time."""
+        self._after[stream] = after
+
+
+class Group:
+    """One consumer's part in a group that shares the entries of a stream."""
+
+    def __init__(self, client: Client, stream: str, group: str, consumer: str) -> None:
+        self._client = client
+        self.stream = stream
+        self.group = group
+        self.consumer = consumer
+
+    async def ensure(self) -> None:
+        """Creates stream and group where they are missing."""
+        try:
+            await self._client.call("XGROUP", "CREATE", self.stream, self.group, "0", "MKSTREAM")
+        except BrokerError as error:
+            if "BUSYGROUP" not in str(error):
+                raise
+
+    async def read(self, *, count: int = 1, block_ms: int = BLOCK_MS) -> list[Entry]:
+        """Entries nobody was given yet; [] after ``block_ms`` without one; 0 doesn't wait."""
+        block = ("BLOCK", block_ms) if block_ms else ()
+        command = (
+            "XREADGROUP", "GROUP", self.group, self.consumer, "COUNT", count, *block,
+            "STREAMS", self.stream, ">",
+        )  # fmt: skip
+        try:
+            reply = await self._client.call(*command, wait_s=block_ms / 1000)
+        except BrokerError as error:
+            if "NOGROUP" not in str(error):
+                raise
+            await self.ensure()  # Redis was emptied under us
+            return []
+        return _entries(reply[0][1]) if reply else []
+
+    async def claim(
+        self, *, idle_ms: int, most: int, own: bool = False, quiet: bool = False, count: int = 10
+    ) -> tuple[list[Entry], list[tuple[Entry, int]]]:
+        """Takes over what was idle for ``idle_ms``: (entries, [(poison, deliveries)]).
+
+        ``own``: only what this very consumer was given before it crashed or lost the reply.
+        ``quiet``: counts no delivery, because Redis was at fault and not the entry. An entry that
+        was delivered ``most`` times already is poison: it is shown, not taken. Without a consumer
+        name nothing is taken.
+        """
+        taken, poison = await _CLAIM(
+            self._client,
+            {"stream": self.stream},
+            self.group, self.consumer, idle_ms, most, self.consumer if own else "", count,
+            "quiet" if quiet else "",
+        )  # fmt: skip
+        return _entries(taken), [(_entries([row])[0], int(times)) for row, times in poison]
+
+    async def renew(self, entry: Entry) -> bool:
+        """Renews the lease of an entry; False if it is another's, or done."""
+        return bool(
+            await _RENEW(self._client, {"stream": self.stream}, self.group, self.consumer, entry.id)
+        )
+
+    async def release(self, entry: Entry) -> None:
+        """Hands an entry back: anybody may claim it at once."""
+        # IDLE of a day is longer than any lease, so the next claim takes it.
+        await self._client.call(
+            "XCLAIM", self.stream, self.group, self.consumer, 0, entry.id,
+            "IDLE", 86_400_000, "JUSTID",
+        )  # fmt: skip
+
+    async def reap(self, consumer: str) -> bool:
+        """Removes a consumer that has nothing pending (removing it would destroy its entries)."""
+        return bool(await _REAP(self._client, {"stream": self.stream}, self.group, consumer))

@@ -1,0 +1,132 @@
+"""What the coordinator answers over HTTP: the run's status, and models as safetensors."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from aiohttp import web
+from safetensors.numpy import save
+
+from broker import blobs
+from broker.client import Client
+from broker.errors import BlobMissing, BrokerError, FedstreamError, NoRun
+from broker.keys import Keys
+from broker.layout import Layout, Model
+from broker.ledger import Ledger, View
+
+
+def status(name: str, view: View) -> dict[str, Any]:
+    """A run's status as plain data: for HTTP, for `fedstream status`, for summaries."""
+    run, head = view.run, view.head
+    return {
+        "run": name,
+        "state": run.state,
+        "why": run.why,
+        "task": run.task,
+        "strategy": run.strategy,
+        "devices": run.devices,
+        "parameters": run.layout.parameters,
+        "model_bytes": run.layout.nbytes,
+        "created": run.created,
+        "finished": run.finished,
+        "version": head.version,
+        "versions": run.versions,
+        "published": head.time,
+        "epoch": head.epoch,
+        "digest": head.digest,
+        "mean_staleness": head.mean_staleness,
+        "buffered_now": head.buffered,
+        "tasks": {"issued": view.issued, **view.outcomes, "open": len(view.open)},
+        "refused": view.reasons("refused"),
+        "given_up": view.reasons("given_up"),
+        "dead": view.reasons("dead"),
+        "strays": view.reasons("stray"),
+        "admitted": view.admitted,
+        "queue": view.queue,
+        "triggers": view.triggers,
+        "uploads": view.uploads,
+        "trainers": view.trainers,
+        "kept_versions": view.kept,
+        "dead_letters": view.dead,
+    }
+
+
+class App:
+    """The routes of the coordinator."""
+
+    def __init__(self, client: Client, ledger: Ledger, keys: Keys) -> None:
+        self._client = client
+        self._ledger = ledger
+        self._keys = keys
+        self._layout: Layout | None = None
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        """GET routes under /v1."""
+        return (
+            web.get("/v1/runs/{run}", _answering(self._status)),
+            web.get("/v1/models/{version}", _answering(self._model)),
+        )
+
+    async def _status(self, request: web.Request) -> web.Response:
+        name = request.match_info["run"]
+        if name != self._keys.name:
+            return _problem(404, f"this deployment serves run {self._keys.name!r}, not {name!r}")
+        about = status(name, await self._ledger.look())
+        return web.json_response(about | {"register": await self._ledger.trainers()})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        """A model as safetensors. Its digest is the ETag: a copy that is current costs nothing."""
+        wanted = request.match_info["version"]
+        if wanted != "latest" and not wanted.isdecimal():
+            return _problem(400, f"{wanted!r} is no version: a number, or 'latest'")
+        head = await self._ledger.head()
+        if head is None:
+            return _problem(404, "there is no model yet")
+        version = head.version if wanted == "latest" else int(wanted)
+        kept = {number: blob for blob, number in (await self._ledger.kept()).items()}
+        digest = head.digest if version == head.version else await self._ledger.digest(version)
+        if version not in kept or digest is None:
+            return _problem(404, f"version {wanted} is not kept; kept are {_ranges(kept)}")
+        headers = {"ETag": f'"{digest}"', "X-Fedstream-Version": str(version)}
+        if f'"{digest}"' in request.headers.get("If-None-Match", ""):
+            return web.Response(status=304, headers=headers)
+        if self._layout is None:
+            self._layout = (await self._ledger.run()).layout
+        model = Model(self._layout)
+        await blobs.read(self._client, self._keys.model(kept[version]), model, digest=digest)
+        body = await asyncio.to_thread(save, model.tensors(), {"version": str(version)})
+        return web.Response(body=body, content_type="application/octet-stream", headers=headers)
+
+
+def _answering(handler: Any) -> Any:
+    """The handler, with trouble as an answer: 503 where it may pass, 404 where nothing is there."""
+
+    async def answer(request: web.Request) -> web.Response:
+        try:
+            response: web.Response = await handler(request)
+        except (NoRun, BlobMissing) as error:
+            return _problem(404, str(error))
+        except BrokerError as error:
+            return _problem(503 if error.retriable else 500, str(error))
+        except FedstreamError as error:
+            return _problem(500, str(error))
+        return response
+
+    return answer
+
+
+def _problem(status_code: int, text: str) -> web.Response:
+    return web.json_response({"error": text}, status=status_code)
+
+
+def _ranges(versions: Sequence[int] | dict[int, str]) -> str:
+    """Versions in few words: 3, 5-20."""
+    parts: list[list[int]] = []
+    for version in sorted(versions):
+        if parts and version == parts[-1][1] + 1:
+            parts[-1][1] = version
+        else:
+            parts.append([version, version])
+    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in parts) or "none"

@@ -1,0 +1,196 @@
+"""When to trigger a task and for whom: pure functions of what the scheduler sees and its draw.
+
+Draw n belongs to the n-th task ever issued and is a function of (seed, n) alone, so that a
+scheduler that takes over goes on with the very draws its predecessor would have made.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from broker.messages import Trigger, task_id
+from runtime.config import Section
+from runtime.steps import Steps
+
+Positive = Annotated[float, Field(gt=0)]
+
+
+class InFlight(Section):
+    """N tasks in flight; without n, as many as trainers are alive. Delays are exponential."""
+
+    kind: Literal["in_flight"] = "in_flight"
+    n: Annotated[int, Field(ge=1)] | None = None
+    mean_delay_s: Annotated[float, Field(ge=0)] = 0.0  # before each trigger (random timing)
+
+
+class Poisson(Section):
+    """Triggers at the times of a Poisson process, as long as fewer than n tasks are in flight."""
+
+    kind: Literal["poisson"] = "poisson"
+    rate: Positive = 1.0  # per second
+    n: Annotated[int, Field(ge=1)] = 100
+
+
+class Rounds(Section):
+    """Rounds of k devices; a round that is not full after the time-out ends with what it has."""
+
+    kind: Literal["rounds"] = "rounds"
+    k: Annotated[int, Field(ge=1)] = 10
+    timeout_s: Positive = 600.0
+
+
+class Anarchic(Section):
+    """No triggers: devices decide by themselves (Anarchic Federated Learning)."""
+
+    kind: Literal["none"] = "none"
+
+
+Policy = Annotated[InFlight | Poisson | Rounds | Anarchic, Field(discriminator="kind")]
+
+
+@dataclass(frozen=True)
+class HoldBack:
+    """What holds the scheduler back."""
+
+    max_queue: int  # entries
+    target_staleness: float | None  # versions, mean
+    memory_budget: int | None  # bytes of Redis
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the scheduler sees."""
+
+    now: float  # seconds since 1970
+    issued: int  # tasks so far: the next draw
+    version: int
+    open: tuple[Trigger, ...]
+    queue: int
+    kept: int  # versions
+    buffered: int  # updates that wait for more
+    mean_staleness: float
+    trainers: int  # alive
+    model_bytes: int
+    devices: tuple[int, ...]  # that can be reached
+    last: float  # when it triggered last, or took office
+    round_since: float  # when it first saw this version, or closed a round without arrivals
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the scheduler does now, and when it looks again if nothing happens before."""
+
+    triggers: tuple[Trigger, ...] = ()
+    limit: int = 0  # tasks open at the same time
+    close: tuple[int, tuple[str, ...]] | None = None  # a version's round ends: its open tasks
+    wake_at: float | None = None  # seconds since 1970
+    held: str = ""  # why there are fewer tasks than the policy wants
+
+
+def in_flight(policy: InFlight | Poisson, seen: Situation) -> int:
+    """How many tasks the policy wants open at the same time."""
+    n = policy.n if policy.n is not None else max(1, seen.trainers)
+    return min(n, max(1, len(seen.devices)))
+
+
+def held_back(wanted: int, hold: HoldBack, seen: Situation) -> tuple[int, str]:
+    """(N, why) after what holds back. N is never below 1, so that the run goes on."""
+    if hold.memory_budget is not None and seen.model_bytes > 0:
+        # open + queue + kept + 2 models must fit, open being what may still be added to
+        room = hold.memory_budget // seen.model_bytes - seen.queue - seen.kept - 2
+        if room < wanted:
+            return max(1, room), "memory"
+    if seen.queue >= hold.max_queue + seen.buffered:
+        return 1, "queue"  # buffered updates stay in the queue: they are no backlog
+    if hold.target_staleness is not None and seen.mean_staleness > hold.target_staleness:
+        return 1, "staleness"
+    return wanted, ""
+
+
+def plan(policy: Policy, steps: Steps, hold: HoldBack, seed: int, seen: Situation) -> Plan:
+    """What to do now."""
+    if isinstance(policy, Anarchic):
+        return Plan()
+    if isinstance(policy, Rounds):
+        return _plan_round(policy, steps, seed, seen)
+    limit, why = held_back(in_flight(policy, seen), hold, seen)
+    delay = policy.mean_delay_s if isinstance(policy, InFlight) else 1.0 / policy.rate
+    busy = {trigger.device for trigger in seen.open}
+    triggers: list[Trigger] = []
+    last = seen.last
+    while len(seen.open) + len(triggers) < limit:
+        rng = draw(seed, seen.issued + len(triggers))
+        due = last + (rng.expovariate(1.0 / delay) if delay else 0.0)
+        if due > seen.now:
+            return Plan(tuple(triggers), limit, wake_at=due, held=why)
+        idle = [device for device in seen.devices if device not in busy]
+        if not idle:
+            break
+        trigger = _trigger(rng, idle, steps, seen.now, why="in flight")
+        triggers.append(trigger)
+        busy.add(trigger.device)
+        last = seen.now
+    return Plan(tuple(triggers), limit, held=why)
+
+
+def _plan_round(policy: Rounds, steps: Steps, seed: int, seen: Situation) -> Plan:
+    """A round on top of the newest version: k answers, open or in; at the time-out, its end.
+
+    A task that ends without an answer (given up, refused, dead) is replaced by another device's.
+    """
+    mine = [trigger for trigger in seen.open if trigger.version == seen.version]
+    past = [t for t in seen.open if t.version is not None and t.version < seen.version]
+    if past:
+        return Plan(close=(seen.version - 1, tuple(trigger.task for trigger in past)))
+    deadline = seen.round_since + policy.timeout_s
+    if seen.now >= deadline and (mine or seen.buffered):
+        return Plan(close=(seen.version, tuple(trigger.task for trigger in mine)))
+    missing = policy.k - len(mine) - seen.buffered
+    busy = {trigger.device for trigger in seen.open}
+    triggers: list[Trigger] = []
+    for n in range(max(0, missing)):
+        rng = draw(seed, seen.issued + n)
+        idle = [device for device in seen.devices if device not in busy]
+        if not idle:
+            break
+        trigger = _trigger(
+            rng, idle, steps, seen.now,
+            why="round", version=seen.version, deadline=deadline,
+        )  # fmt: skip
+        triggers.append(trigger)
+        busy.add(trigger.device)
+    return Plan(tuple(triggers), len(seen.open) + len(triggers), wake_at=deadline)
+
+
+def draw(seed: int, n: int) -> random.Random:
+    """Draw n of a scheduler."""
+    return random.Random(f"{seed}:{n}")
+
+
+def _trigger(
+    rng: random.Random,
+    idle: Sequence[int],
+    steps: Steps,
+    now: float,
+    *,
+    why: str,
+    version: int | None = None,
+    deadline: float | None = None,
+) -> Trigger:
+    device = rng.choice(idle)
+    count, epochs = steps.draw(rng)
+    return Trigger(
+        task=task_id(int(now * 1000)),
+        device=device,
+        seed=rng.getrandbits(63),
+        steps=count,
+        epochs=epochs,
+        why=why,
+        version=version,
+        deadline=deadline,
+    )

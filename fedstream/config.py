@@ -1,0 +1,97 @@
+"""The whole configuration: one table per part, each declared beside what it configures.
+
+Every service reads the same file, so that what two of them must agree on is written once. The
+defaults train the built-in task `digits` well, with ten devices of two classes each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from broker.client import RedisSettings
+from broker.keys import check_name
+from coordinator.scheduler import SchedulerSettings
+from coordinator.scheduling import InFlight, Policy, Rounds
+from coordinator.service import CoordinatorSettings
+from runtime.config import Section, load
+from runtime.health import HttpSettings
+from runtime.logging import LogSettings
+from runtime.tasks import LeaseSettings
+from trainer.devices import DeviceSettings
+from trainer.evaluator import EvaluatorSettings
+from trainer.service import TrainerSettings
+from trainer.solvers import Sgd, SolverSettings
+from trainer.task import TaskSettings
+from updater.service import UpdaterSettings
+from updater.strategies import FedAsyncSettings, FedAvgSettings, StrategySettings
+
+
+class RunSettings(Section):
+    """What is to be done, and when it is done."""
+
+    name: str = "demo"
+    versions: Annotated[int, Field(ge=1)] = 400  # the run ends with this one
+    target_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None  # or when this is reached
+    seed: Annotated[int, Field(ge=0)] = 0  # of version 0 and of the scheduler's draws
+
+
+class Settings(Section):
+    """All of it."""
+
+    run: RunSettings = RunSettings()
+    redis: RedisSettings = RedisSettings()
+    http: HttpSettings = HttpSettings()
+    log: LogSettings = LogSettings()
+    task: TaskSettings = TaskSettings()
+    strategy: StrategySettings = FedAsyncSettings()
+    solver: SolverSettings = Sgd()
+    scheduler: SchedulerSettings = SchedulerSettings()
+    coordinator: CoordinatorSettings = CoordinatorSettings()
+    lease: LeaseSettings = LeaseSettings()
+    updater: UpdaterSettings = UpdaterSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    devices: DeviceSettings = DeviceSettings()
+    evaluator: EvaluatorSettings = EvaluatorSettings()
+
+    @model_validator(mode="after")
+    def _agree(self) -> Settings:
+        """What one table says must suit the others; the message names both keys."""
+        policy, strategy = self.scheduler.policy, self.strategy
+        if isinstance(strategy, FedAvgSettings) and policy is not None:
+            if not isinstance(policy, Rounds):
+                raise ValueError(
+                    f"strategy.name = 'fedavg' needs scheduler.policy.kind = 'rounds', "
+                    f"not {policy.kind!r}: leave scheduler.policy out"
+                )
+            if policy.k < strategy.clients_per_round:
+                raise ValueError(
+                    f"scheduler.policy.k = {policy.k} is below strategy.clients_per_round = "
+                    f"{strategy.clients_per_round}: no round would ever be full"
+                )
+        if isinstance(policy, Rounds) and not isinstance(strategy, FedAvgSettings):
+            raise ValueError(
+                f"scheduler.policy.kind = 'rounds' needs strategy.name = 'fedavg', "
+                f"not {strategy.name!r}"
+            )
+        return self
+
+    @property
+    def policy(self) -> Policy:
+        """The scheduler's policy: the one that is named, else the one that suits the strategy."""
+        if self.scheduler.policy is not None:
+            return self.scheduler.policy
+        if isinstance(self.strategy, FedAvgSettings):
+            return Rounds(k=self.strategy.clients_per_round)
+        return InFlight()
+
+
+def read(path: Path | None, sets: Sequence[str] = ()) -> Settings:
+    """The configuration: file, then environment, then ``sets``. Raises ConfigError."""
+    settings = load(Settings, path=path, environ=os.environ, sets=sets)
+    check_name("run.name", settings.run.name)
+    return settings

@@ -1,0 +1,107 @@
+"""Builds each service from the configuration. torch is imported only by those that need it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from broker.keys import Keys
+from broker.ledger import Run
+from coordinator.scheduler import Scheduler
+from coordinator.service import Coordinator
+from fedstream.config import Settings
+from runtime.service import Service, serve
+from trainer.evaluator import Evaluator
+from trainer.service import Trainer
+from trainer.task import load_task
+from updater.service import Updater
+
+if TYPE_CHECKING:
+    from broker.layout import Model
+    from trainer.task import Task
+
+DEVICES = 10  # where neither the configuration nor the task says how many
+
+
+def task_of(settings: Settings) -> Task:
+    """The user's task, or a built-in one."""
+    return load_task(settings.task.name, settings.task)
+
+
+def found(settings: Settings) -> tuple[Run, Model]:
+    """A new run: its record, and version 0 drawn from the run's seed."""
+    from trainer.vector import initial
+
+    task = task_of(settings)
+    model = initial(task, settings.run.seed)
+    run = Run(
+        layout=model.layout,
+        strategy=settings.strategy.name,
+        task=settings.task.name,
+        devices=settings.task.devices or task.devices or DEVICES,
+        versions=settings.run.versions,
+        seed=settings.run.seed,
+        created=time.time(),
+        max_staleness=settings.strategy.build().max_staleness,
+    )
+    return run, model
+
+
+def _coordinator(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    service = Coordinator(
+        settings.coordinator, settings.lease, keys=keys, redis=settings.redis, name=name
+    )
+    return service, settings.coordinator.drain_s
+
+
+def _scheduler(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    service = Scheduler(
+        settings.scheduler, settings.policy,
+        keys=keys, redis=settings.redis, name=name, seed=settings.run.seed,
+    )  # fmt: skip
+    return service, settings.scheduler.drain_s
+
+
+def _updater(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    service = Updater(
+        settings.updater, settings.strategy.build(),
+        keys=keys, redis=settings.redis, name=name,
+        founded_as=settings.strategy.name, found=lambda: found(settings),
+    )  # fmt: skip
+    return service, settings.updater.drain_s
+
+
+def _trainer(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    service = Trainer(
+        settings.trainer, settings.solver, settings.devices, settings.lease,
+        keys=keys, redis=settings.redis, name=name, load=lambda: task_of(settings),
+    )  # fmt: skip
+    return service, settings.trainer.drain_s
+
+
+def _evaluator(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    service = Evaluator(
+        settings.evaluator, keys=keys, redis=settings.redis, name=name,
+        load=lambda: task_of(settings), target=settings.run.target_accuracy,
+    )  # fmt: skip
+    return service, settings.evaluator.drain_s
+
+
+_BUILDERS: dict[str, Callable[[Settings, Keys, str], tuple[Service, float]]] = {
+    "coordinator": _coordinator,
+    "scheduler": _scheduler,
+    "updater": _updater,
+    "trainer": _trainer,
+    "evaluator": _evaluator,
+}
+ROLES = tuple(_BUILDERS)
+
+
+def serve_role(role: str, settings: Settings, name: str) -> int:
+    """Runs a service as this process until it is told to stop: the exit code."""
+    service, drain_s = _BUILDERS[role](settings, Keys(settings.run.name), name)
+    return serve(
+        service, http=settings.http, log=settings.log, run=settings.run.name, name=name,
+        drain_s=drain_s,
+    )  # fmt: skip

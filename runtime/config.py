@@ -1,0 +1,321 @@
+"""Configuration: one TOML file, overridden by the environment, overridden by ``--set``.
+
+``load`` merges the three layers and validates the result once against a pydantic model. Whatever
+is wrong is reported together, one line per key, each with the value, what is allowed and where it
+came from. ``dump`` writes resolved settings back as TOML.
+"""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from dataclasses import dataclass
+from difflib import get_close_matches
+from types import NoneType, UnionType
+from typing import (
+    TYPE_CHECKING,
+    Annotated,
+    Literal,
+    TypeAlias,
+    TypeGuard,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+)
+
+import tomli_w
+from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic_core import to_json
+
+from broker.errors import ConfigError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from pathlib import Path
+
+    from pydantic_core import ErrorDetails
+
+M = TypeVar("M", bound=BaseModel)
+
+_PREFIX = "FEDSTREAM_"
+_TAGS = ("kind", "name")  # the fields that choose between alternative tables
+_SHOWN = 80  # characters of a wrong value that a message repeats
+
+
+class Section(BaseModel):
+    """Base of every configuration section: frozen, strict, no unknown keys, only finite numbers.
+
+    Strict: ``"1"`` is not ``1`` and ``1.0`` is not an integer; an integer may stand for a float.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+@dataclass
+class _Leaf:
+    """A value, where it came from, and the text it was written as (environment and --set)."""
+
+    value: object
+    source: str
+    text: str | None = None
+
+
+_Tree: TypeAlias = "dict[str, _Tree | _Leaf]"
+
+
+def load(
+    schema: type[M], *, path: Path | None, environ: Mapping[str, str], sets: Sequence[str] = ()
+) -> M:
+    """Read and validate the settings; later layers win: file, environment, ``a.b.c=value`` sets.
+
+    ``FEDSTREAM_<SECTION>__<KEY>`` is a key of the configuration, to any depth; a name without a
+    double underscore is not (Kubernetes sets ``FEDSTREAM_<SERVICE>_PORT`` and the like). Values
+    from environment and sets are TOML, or else strings. A layer that changes the ``kind`` or
+    ``name`` of a table with alternatives drops the keys that earlier layers gave it: they
+    belonged to the other kind.
+
+    Raises ConfigError, with one line for every key that is wrong.
+    """
+    tree: _Tree = {}
+    for layer in (_from_file(path), _from_environment(environ), _from_sets(sets)):
+        tree = _merge(tree, layer, [schema])
+    return _validate(schema, tree)
+
+
+def dump(settings: BaseModel) -> str:
+    """TOML text of settings; ``load`` of it gives equal ones. None is left out: TOML has none."""
+    return tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True))
+
+
+# Layers: each a tree of its own whose leaves know their source.
+
+
+def _from_file(path: Path | None) -> _Tree:
+    if path is None:
+        return {}
+    try:
+        with path.open("rb") as file:
+            table = tomllib.load(file)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror}") from error
+    except ValueError as error:  # TOMLDecodeError (names the line) or UnicodeDecodeError
+        raise ConfigError(f"{path}: not valid TOML: {error}") from error
+    return {key: _node(value, str(path)) for key, value in table.items()}
+
+
+def _from_environment(environ: Mapping[str, str]) -> _Tree:
+    tree: _Tree = {}
+    ours = (name for name in environ if name.startswith(_PREFIX))
+    names = [name for name in ours if "__" in name.removeprefix(_PREFIX)]
+    # The environment has no order: tables first, then the keys inside them.
+    for name in sorted(names, key=lambda name: (name.count("__"), name)):
+        keys = name.removeprefix(_PREFIX).lower().split("__")
+        _put(tree, keys, _parse(environ[name], name))
+    return tree
+
+
+def _from_sets(sets: Iterable[str]) -> _Tree:
+    tree: _Tree = {}
+    for item in sets:
+        key, equals, text = item.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set {item}: expected key=value, as in --set strategy.alpha=0.3")
+        _put(tree, key.strip().split("."), _parse(text, "--set"))
+    return tree
+
+
+def _parse(text: str, source: str) -> _Tree | _Leaf:
+    """One TOML value; text that is none is a string."""
+    if any("\ud800" <= character <= "\udfff" for character in text):  # undecodable bytes
+        raise ConfigError(f"{source}: not valid UTF-8")
+    try:
+        table = tomllib.loads(f"value = {text}")
+    except tomllib.TOMLDecodeError:
+        return _Leaf(text, source)
+    if len(table) > 1:  # line breaks in the text: more than one value
+        return _Leaf(text, source)
+    return _node(table["value"], source, text)
+
+
+def _node(value: object, source: str, text: str | None = None) -> _Tree | _Leaf:
+    if isinstance(value, dict):
+        return {key: _node(inner, source) for key, inner in value.items()}
+    return _Leaf(value, source, text)
+
+
+def _put(tree: _Tree, keys: Sequence[str], node: _Tree | _Leaf) -> None:
+    for key in keys[:-1]:
+        below = tree.get(key)
+        if not isinstance(below, dict):
+            below = tree[key] = {}
+        tree = below
+    tree[keys[-1]] = node
+
+
+def _merge(below: _Tree, above: _Tree, types: list[object]) -> _Tree:
+    if len(types) > 1 and any(_differs(below.get(tag), above.get(tag)) for tag in _TAGS):
+        return above
+    merged = dict(below)
+    for key, node in above.items():
+        old = merged.get(key)
+        if isinstance(old, dict) and isinstance(node, dict):
+            node = _merge(old, node, _inside(types, key))
+        merged[key] = node
+    return merged
+
+
+def _differs(old: _Tree | _Leaf | None, new: _Tree | _Leaf | None) -> bool:
+    return isinstance(old, _Leaf) and isinstance(new, _Leaf) and old.value != new.value
+
+
+# Validation. JSON, because pydantic's strict mode takes a list for a tuple and a string for a
+# path from JSON, and from Python values it does not.
+
+
+def _validate(schema: type[M], tree: _Tree) -> M:
+    try:
+        return schema.model_validate_json(to_json(_plain(tree)))
+    except ValidationError as error:
+        wrong = [_Wrong(schema, tree, details) for details in error.errors(include_url=False)]
+        if any(item.becomes_text() for item in wrong):
+            return _validate(schema, tree)
+        lines: dict[str, list[str]] = {}
+        for item in wrong:  # the alternatives of a union each complain about the same key
+            lines.setdefault(item.given(), []).append(item.expected())
+        message = (
+            f"{given}: {' or '.join(dict.fromkeys(expected))}" for given, expected in lines.items()
+        )
+        raise ConfigError("\n".join(message)) from error
+
+
+def _plain(node: _Tree | _Leaf) -> object:
+    if isinstance(node, _Leaf):
+        return node.value
+    return {key: _plain(inner) for key, inner in node.items()}
+
+
+class _Wrong:
+    """One of pydantic's complaints, in terms of the keys that the user wrote."""
+
+    def __init__(self, schema: type[BaseModel], tree: _Tree, details: ErrorDetails) -> None:
+        self.details = details
+        self.key: list[str | int] = []
+        self.types: list[object] = [schema]  # what the key may be
+        self.holder: list[object] = []  # what the table around it may be
+        for part in details["loc"]:
+            if isinstance(part, str) and len(self.types) > 1:  # not a key: names an alternative
+                self.types = [one for one in self.types if part in _labels(one)] or self.types
+            else:
+                self.key.append(part)
+                self.holder, self.types = self.types, _inside(self.types, part)
+        if "discriminator" in details.get("ctx", {}):
+            self.key.append(details["ctx"]["discriminator"].strip("'"))
+        self.node = _find(tree, self.key)
+
+    def becomes_text(self) -> bool:
+        """Take the text of a value where a string is wanted: a password may be digits only."""
+        leaf, details = self.node, self.details
+        if not isinstance(leaf, _Leaf) or leaf.text is None or details["type"] != "string_type":
+            return False
+        if leaf.value != details["input"]:  # an item of a list: the text is the list's
+            return False
+        leaf.value = leaf.text
+        return True
+
+    def given(self) -> str:
+        """The key, its value unless that is a table, and its sources."""
+        text = _dotted(self.key) or "configuration"
+        absent = self.details["type"] in ("missing", "union_tag_not_found")
+        if isinstance(self.node, _Leaf) and not absent:
+            value = self.details.get("ctx", {}).get("tag", self.details["input"])
+            text += f" = {to_json(value, fallback=repr).decode()[:_SHOWN]}"
+        sources = dict.fromkeys(_sources(self.node)) if self.node else {}
+        return f"{text} (from {', '.join(sources)})" if sources else text
+
+    def expected(self) -> str:
+        kinds = {label for one in self.types for label in _labels(one)[1:]}
+        match self.details["type"]:
+            case "extra_forbidden":
+                return self._unknown()
+            case "missing":
+                return "required, but not given"
+            case "union_tag_not_found":
+                return f"required, but not given; one of {', '.join(sorted(kinds))}"
+            case "union_tag_invalid":
+                return f"must be one of {', '.join(sorted(kinds))}"
+            case "model_type" | "dict_type":
+                return "must be a table"
+            case _:
+                text = re.sub(r"^(Value error|Assertion failed), ", "", self.details["msg"])
+                return re.sub(r"^[A-Z]\w* should ", "must ", text)
+
+    def _unknown(self) -> str:
+        *table, key = self.key
+        allowed = [name for one in self.holder if _is_model(one) for name in one.model_fields]
+        near = get_close_matches(str(key), allowed, n=1)
+        if near:
+            return f"unknown key; did you mean {_dotted([*table, *near])}?"
+        return f"unknown key; allowed here: {', '.join(allowed)}"
+
+
+def _dotted(key: Sequence[str | int]) -> str:
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in key)
+    return "".join(parts).removeprefix(".")
+
+
+def _find(tree: _Tree, key: Iterable[str | int]) -> _Tree | _Leaf | None:
+    """The node of a key; for a key inside a list, the list."""
+    node: _Tree | _Leaf | None = tree
+    for part in key:
+        if not isinstance(node, dict):
+            break
+        node = node.get(str(part))
+    return node
+
+
+def _sources(node: _Tree | _Leaf) -> Iterator[str]:
+    if isinstance(node, _Leaf):
+        yield node.source
+    else:
+        for inner in node.values():
+            yield from _sources(inner)
+
+
+# The schema: which types a key may have. A list of more than one means that there are alternatives.
+
+
+def _alternatives(annotation: object) -> list[object]:
+    """The members of a union (one for any other type), without None."""
+    if get_origin(annotation) is Annotated:
+        return _alternatives(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, UnionType):
+        return [one for member in get_args(annotation) for one in _alternatives(member)]
+    return [] if annotation is NoneType else [annotation]
+
+
+def _inside(types: Iterable[object], key: str | int) -> list[object]:
+    """The types that ``key`` may have in a value of ``types``."""
+    found: list[object] = []
+    for one in types:
+        if _is_model(one):
+            if key in one.model_fields:
+                found += _alternatives(one.model_fields[str(key)].annotation)
+        elif arguments := [argument for argument in get_args(one) if argument is not Ellipsis]:
+            # dict[str, V]: V; list[V] and tuple[V, ...]: V; tuple[V, W]: by place
+            place = min(key, len(arguments) - 1) if isinstance(key, int) else -1
+            found += _alternatives(arguments[place])
+    return found
+
+
+def _labels(one: object) -> list[str]:
+    """What pydantic may call an alternative in ``loc``: its name, or a value of its tag."""
+    labels = [getattr(one, "__name__", str(one))]
+    if _is_model(one):
+        tags = [one.model_fields[tag].annotation for tag in _TAGS if tag in one.model_fields]
+        labels += [value for tag in tags if get_origin(tag) is Literal for value in get_args(tag)]
+    return labels
+
+
+def _is_model(one: object) -> TypeGuard[type[BaseModel]]:
+    return isinstance(one, type) and issubclass(one, BaseModel)

@@ -1,0 +1,46 @@
+"""Roles that one process holds at a time: waiting for the lease, and working while it lasts."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from broker.errors import FedstreamError, Fenced
+from broker.lease import Lease
+from runtime.backoff import pause
+from runtime.service import Context, repeat
+
+
+async def lead(
+    context: Context, lease: Lease, work: Callable[[], Coroutine[Any, Any, None]]
+) -> None:
+    """Waits for the role, then works and renews the lease until stop; lets the next one in at once.
+
+    A process that waits is ready: it could take over. Raises Fenced if the role is taken away.
+    """
+
+    async def take() -> bool:
+        if not await lease.acquire():
+            await pause(context.stop, lease.seconds / 4)
+        return lease.number > 0
+
+    async def hold() -> None:
+        # Not held: Redis lost it. Nobody else can have had it since, unless they were quicker.
+        if not await lease.hold() and not await lease.acquire(at_least=lease.number):
+            raise Fenced(f"another {lease.role} took over while Redis was away")
+        await pause(context.stop, lease.seconds / 4)
+
+    await repeat(context, "standby", take)
+    if not lease.number:
+        return  # stopped while it waited
+    context.log.info("leading", epoch=lease.number)
+    try:
+        async with asyncio.TaskGroup() as group:
+            group.create_task(repeat(context, "lease", hold))
+            group.create_task(work())
+    finally:
+        try:
+            await lease.release()
+        except FedstreamError as error:
+            context.log.warning("lease left to run out", reason=str(error))

@@ -1,0 +1,66 @@
+"""Logging: structlog for our own lines; the standard library's come out in the same form.
+
+One event is one line on stderr: JSON for machines, aligned text on a terminal. Values bound with
+``structlog.contextvars`` (task, device, version) ride on every line of the asyncio task.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import TYPE_CHECKING, Literal
+
+import structlog
+
+from runtime.config import Section
+
+if TYPE_CHECKING:
+    from structlog.typing import EventDict, Processor, WrappedLogger
+
+
+class LogSettings(Section):
+    """What is logged, and in which form."""
+
+    level: Literal["debug", "info", "warning", "error"] = "info"
+    format: Literal["auto", "json", "console"] = "auto"  # auto: console on a terminal, else JSON
+
+
+def configure(settings: LogSettings, **bound: object) -> None:
+    """Set logging up for this process; ``bound`` (run, service) rides on every line."""
+    terminal = sys.stderr.isatty()
+    level = logging.getLevelNamesMapping()[settings.level.upper()]
+
+    # A processor rather than context variables: those do not reach threads.
+    def bind(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+        return {**bound, **event}
+
+    shared: list[Processor] = [
+        structlog.contextvars.merge_contextvars,
+        bind,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    ending: list[Processor]
+    if settings.format == "console" or (settings.format == "auto" and terminal):
+        plain = structlog.dev.plain_traceback
+        ending = [structlog.dev.ConsoleRenderer(colors=terminal, exception_formatter=plain)]
+    else:
+        ending = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
+
+    # Our own lines bypass the standard library: below the level a call is a no-op, above it one
+    # write.
+    structlog.configure(
+        processors=[*shared, *ending],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(
+        structlog.stdlib.ProcessorFormatter(
+            foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],
+            processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, *ending],
+        )
+    )
+    logging.root.handlers[:] = [handler]
+    logging.root.setLevel(level)

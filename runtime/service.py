@@ -1,0 +1,250 @@
+"""The life of a service process: start, loops that survive a broken Redis, signals, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+import structlog
+import uvloop
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter
+
+from broker.errors import ConfigError, FedstreamError
+from runtime.backoff import Backoff, pause
+from runtime.health import Health, HttpSettings, routes
+from runtime.logging import LogSettings, configure
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+    from types import FrameType
+
+    from structlog.typing import FilteringBoundLogger
+
+_CLOSE_S = 2.0  # for requests still being answered, and for a cancelled service to end
+
+
+@dataclass
+class Context:
+    """What the runtime gives a service; one per process."""
+
+    stop: asyncio.Event  # set: take no new work
+    health: Health
+    registry: CollectorRegistry
+    log: FilteringBoundLogger
+    retries: Counter = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.retries = Counter(
+            "fedstream_retries",
+            "Steps of a loop that failed in a way that may pass, and were tried again.",
+            ["loop"],
+            registry=self.registry,
+        )
+
+
+class Service(Protocol):
+    """One role of the pipeline."""
+
+    @property
+    def role(self) -> str:
+        """The service's name in logs, such as ``updater``."""
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        """HTTP routes of its own, besides health and metrics."""
+
+    async def run(self, context: Context) -> None:
+        """Work until ``context.stop`` is set, then drain and return.
+
+        Readiness checks are registered before the first await: HTTP is already served.
+        """
+
+
+async def repeat(
+    context: Context,
+    name: str,
+    step: Callable[[], Awaitable[bool | None]],
+    *,
+    within_s: float = 30.0,
+) -> None:
+    """Call ``step`` until stop, or until it returns true, through trouble that passes.
+
+    A retriable FedstreamError is waited out with jittered back-off; every other exception
+    propagates. The loop beats before every step; liveness expects that within ``within_s``
+    seconds, and a step that may take longer beats by itself. Ready: the last step succeeded.
+    """
+    log = context.log.bind(loop=name)
+    retries = context.retries.labels(name)
+    # A wait is at most half the promise, so that the loop also beats in time while it waits.
+    backoff = Backoff(most_s=min(5.0, within_s / 2), rng=random.Random())
+    trouble_since: float | None = None
+    works = False
+    context.health.expect(name, within_s)
+    context.health.ready_when(name, lambda: works)
+    try:
+        while not context.stop.is_set():
+            context.health.beat(name)
+            try:
+                finished = await step()
+            except FedstreamError as error:
+                if not error.retriable:
+                    raise
+                context.health.beat(name)
+                works = False
+                retries.inc()
+                if trouble_since is None:
+                    trouble_since = time.monotonic()
+                    log.warning("retrying", error=type(error).__name__, reason=str(error))
+                await pause(context.stop, backoff.next())
+            else:
+                works = True
+                if trouble_since is not None:
+                    log.info("recovered", lost_s=round(time.monotonic() - trouble_since, 3))
+                    trouble_since = None
+                    backoff.reset()
+                if finished:
+                    return
+    finally:
+        context.health.release(name)
+
+
+def serve(
+    service: Service, *, http: HttpSettings, log: LogSettings, run: str, name: str, drain_s: float
+) -> int:
+    """Run a service as this process; the exit code.
+
+    Stop order, on SIGTERM, SIGINT or when the service returns:
+
+    1. ``stop`` is set: not ready any more, the loops take no new work.
+    2. The service drains and returns. One that has not after ``drain_s`` seconds is cancelled,
+       and the process then leaves by ``os._exit``: a hanging thread would hold it for ever.
+    3. HTTP closes: last, so that probes and metrics see the drain.
+
+    Kubernetes' grace period must exceed ``drain_s`` by 5 s. A second signal ends the process at
+    once, with 128 + its number.
+
+    Exit codes: 0 stopped cleanly; 1 a FedstreamError, or a drain that took too long; 2 a
+    ConfigError; 70 any other exception.
+    """
+    configure(log, run=run, service=service.role, name=name)
+    logger: FilteringBoundLogger = structlog.get_logger()
+    try:
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(_live(service, http, logger, drain_s))
+    except (Exception, asyncio.CancelledError) as error:
+        return _report(error, logger)
+    logger.info("stopped")
+    return 0
+
+
+def _report(error: BaseException, log: FilteringBoundLogger) -> int:
+    """Log what ended the service; the exit code that says so."""
+    causes = list(_causes(error))
+    if not all(isinstance(cause, FedstreamError) for cause in causes):
+        log.error("crashed", exc_info=error)
+        return 70
+    for cause in causes:
+        log.error("failed", error=type(cause).__name__, reason=str(cause))
+    return 2 if any(isinstance(cause, ConfigError) for cause in causes) else 1
+
+
+def _causes(error: BaseException) -> Iterator[BaseException]:
+    """The exceptions themselves, out of the groups in which task groups raise them."""
+    if isinstance(error, BaseExceptionGroup):
+        for inner in error.exceptions:
+            yield from _causes(inner)
+    else:
+        yield error
+
+
+async def _live(
+    service: Service, http: HttpSettings, log: FilteringBoundLogger, drain_s: float
+) -> None:
+    stop = asyncio.Event()
+    context = Context(stop, Health(), CollectorRegistry(), log)
+    context.health.ready_when("running", lambda: not stop.is_set())
+    with _signals(context):
+        async with _listening(service, context, http):
+            clean = await _drained(service, context, drain_s)
+    if not clean:
+        # Not through a normal exit: it waits for threads, and one that hangs may be the reason.
+        os._exit(1)
+
+
+async def _drained(service: Service, context: Context, drain_s: float) -> bool:
+    """Run the service to its end; whether it returned at most ``drain_s`` seconds after stop."""
+    work = asyncio.create_task(service.run(context), name=service.role)
+    stopping = asyncio.create_task(context.stop.wait(), name="stop")
+    await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
+    context.stop.set()
+    await asyncio.wait((work, stopping), timeout=drain_s)
+    if work.done():
+        await work  # raises what it raised
+        return True
+    context.log.error("cancelled: the drain took too long", drain_s=drain_s)
+    work.cancel()
+    await asyncio.wait((work,), timeout=_CLOSE_S)
+    if work.done() and not work.cancelled() and (error := work.exception()):
+        context.log.error("failed while it was cancelled", exc_info=error)
+    return False
+
+
+@asynccontextmanager
+async def _listening(service: Service, context: Context, http: HttpSettings) -> AsyncIterator[None]:
+    """Serve HTTP inside the block."""
+    app = web.Application()
+    app.add_routes([*routes(context.health, context.registry), *service.routes()])
+    # No access log: probes and scrapes would be most of the lines.
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_S)
+    await runner.setup()
+    try:
+        try:
+            await web.TCPSite(runner, http.host, http.port).start()
+        except OSError as error:
+            reason = error.strerror or error
+            raise FedstreamError(
+                f"cannot listen on host {http.host!r}, port {http.port}: {reason}"
+            ) from error
+        host, port = runner.addresses[0][:2]
+        context.log.info("serving", host=host, port=port)
+        yield
+    finally:
+        await runner.cleanup()
+
+
+@contextmanager
+def _signals(context: Context) -> Iterator[None]:
+    """Inside the block the first SIGTERM or SIGINT sets ``stop``, a second one exits at once.
+
+    Plain handlers rather than the event loop's: the second signal must also end a process whose
+    event loop is stuck.
+    """
+    loop = asyncio.get_running_loop()
+
+    def begin_stop(number: int) -> None:
+        context.log.info("stopping", signal=signal.Signals(number).name)
+        context.stop.set()
+
+    def first(number: int, _frame: FrameType | None) -> None:
+        for each in before:
+            signal.signal(each, second)
+        # Not here: a handler may interrupt a line that is being logged.
+        loop.call_soon_threadsafe(begin_stop, number)
+
+    def second(number: int, _frame: FrameType | None) -> None:
+        os._exit(128 + number)
+
+    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+    for each in before:
+        signal.signal(each, first)
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)

@@ -1,0 +1,318 @@
+"""Configuration: which layer wins, what is said about a wrong key, dump as load's inverse."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal, Self
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import Field, model_validator
+
+from broker.errors import ConfigError
+from runtime.config import Section, dump, load
+
+
+class FedAsync(Section):
+    name: Literal["fedasync"] = "fedasync"
+    alpha: float = Field(default=0.6, gt=0, le=1)
+
+
+class FedBuff(Section):
+    name: Literal["fedbuff"] = "fedbuff"
+    k: int = Field(default=10, ge=1)
+
+
+class Poisson(Section):
+    kind: Literal["poisson"]
+    rate: float = 1.0
+
+
+class Rounds(Section):
+    kind: Literal["rounds"]
+    size: int = 10
+
+
+class Retry(Section):
+    first: float = 0.1
+    most: float = 5.0
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Self:
+        if self.first > self.most:
+            raise ValueError("first must not exceed most")
+        return self
+
+
+class Run(Section):
+    name: str = "run"
+    seed: int = 0
+    out: Path | None = None
+    tags: tuple[str, ...] = ()
+    weights: dict[str, float] = Field(default_factory=dict)
+    port: int | Literal["any"] = "any"
+    quick: bool = False
+
+
+class Sample(Section):
+    run: Run = Run()
+    strategy: Annotated[FedAsync | FedBuff, Field(discriminator="name")] = FedAsync()
+    policies: tuple[Annotated[Poisson | Rounds, Field(discriminator="kind")], ...] = ()
+    policy: Annotated[Poisson | Rounds, Field(discriminator="kind")] | None = None
+    retry: Retry = Retry()
+
+
+def load_file(tmp_path: Path, text: str, *sets: str, **environ: str) -> Sample:
+    path = tmp_path / "run.toml"
+    path.write_text(text, encoding="utf-8")
+    return load(Sample, path=path, environ=environ, sets=sets)
+
+
+def load_sets(*sets: str, **environ: str) -> Sample:
+    return load(Sample, path=None, environ=environ, sets=sets)
+
+
+def refusal(*sets: str, **environ: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        load_sets(*sets, **environ)
+    return str(caught.value)
+
+
+# Layers
+
+
+def test_without_layers_the_defaults_hold() -> None:
+    assert load_sets() == Sample()
+
+
+def test_later_layers_win_key_by_key(tmp_path: Path) -> None:
+    settings = load_file(
+        tmp_path,
+        '[run]\nname = "file"\nseed = 1\nquick = true\n',
+        "run.seed=3",
+        FEDSTREAM_RUN__SEED="2",
+        FEDSTREAM_RUN__NAME="environment",
+    )
+    assert settings.run == Run(name="environment", seed=3, quick=True)
+
+
+def test_names_without_a_double_underscore_are_not_configuration() -> None:
+    environ = {"FEDSTREAM_DATA": "/data", "FEDSTREAM_UPDATER_PORT": "tcp://10.0.0.1", "X__Y": "1"}
+    assert load(Sample, path=None, environ=environ) == Sample()
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "value"),
+    [
+        ("seed", "7", 7),
+        ("quick", "true", True),
+        ("name", "plain text, with = and #", "plain text, with = and #"),
+        ("name", '"quoted"', "quoted"),
+        ("name", "", ""),
+        ("name", "two\nlines = 2", "two\nlines = 2"),
+        ("name", "1\nlines = 2", "1\nlines = 2"),
+        ("name", "0042", "0042"),
+        ("name", "20240101", "20240101"),
+        ("name", "1e5", "1e5"),
+        ("name", "true", "true"),
+        ("tags", '["a", "b"]', ("a", "b")),
+        ("weights", "{a = 1, b = 0.5}", {"a": 1.0, "b": 0.5}),
+        ("out", "/tmp/run", Path("/tmp/run")),  # noqa: S108 (nothing is written there)
+    ],
+)
+def test_values_are_toml_or_else_text(key: str, text: str, value: object) -> None:
+    assert getattr(load_sets(f"run.{key}={text}").run, key) == value
+    assert getattr(load_sets(**{f"FEDSTREAM_RUN__{key.upper()}": text}).run, key) == value
+
+
+def test_environment_keys_override_a_table_from_the_environment() -> None:
+    settings = load_sets(FEDSTREAM_RUN__WEIGHTS__A="2", FEDSTREAM_RUN__WEIGHTS="{a = 1, b = 1}")
+    assert settings.run.weights == {"a": 2.0, "b": 1.0}
+
+
+def test_a_table_replaces_a_value_and_the_last_set_wins() -> None:
+    assert load_sets("run=1", "run.seed=2").run.seed == 2
+    assert load_sets("run.seed=1", "run.seed=2").run.seed == 2
+
+
+def test_a_change_of_kind_drops_the_keys_of_the_other_kind(tmp_path: Path) -> None:
+    text = '[strategy]\nname = "fedasync"\nalpha = 0.3\n'
+    settings = load_file(tmp_path, text, "strategy.name=fedbuff", "strategy.k=3")
+    assert settings.strategy == FedBuff(k=3)
+
+
+def test_the_same_kind_again_keeps_the_keys(tmp_path: Path) -> None:
+    text = '[strategy]\nname = "fedasync"\nalpha = 0.3\n'
+    assert load_file(tmp_path, text, "strategy.name=fedasync").strategy == FedAsync(alpha=0.3)
+
+
+def test_a_name_that_chooses_nothing_drops_nothing(tmp_path: Path) -> None:
+    settings = load_file(tmp_path, '[run]\nname = "a"\nseed = 4\n', "run.name=b")
+    assert settings.run == Run(name="b", seed=4)
+
+
+# Refusals: the key as the user wrote it, the value, what is allowed, the source
+
+
+@pytest.mark.parametrize(
+    ("sets", "message"),
+    [
+        (
+            ("strategy={name='fedasync', alpha=2}",),
+            "strategy.alpha = 2 (from --set): must be less than or equal to 1",
+        ),
+        (
+            ("strategy.name=fedavg",),
+            'strategy.name = "fedavg" (from --set): must be one of fedasync, fedbuff',
+        ),
+        (
+            ("strategy.alpha=0.5",),
+            "strategy.name: required, but not given; one of fedasync, fedbuff",
+        ),
+        (
+            ("strategy.name=fedasync", "strategy.alhpa=0.5"),
+            "strategy.alhpa = 0.5 (from --set): unknown key; did you mean strategy.alpha?",
+        ),
+        (("strategy=3",), "strategy = 3 (from --set): must be a table"),
+        (("run=3",), "run = 3 (from --set): must be a table"),
+        (("runn.seed=3",), "runn (from --set): unknown key; did you mean run?"),
+        (
+            ("retry.zzz=1",),
+            "retry.zzz = 1 (from --set): unknown key; allowed here: first, most",
+        ),
+        (("run.seed='1'",), 'run.seed = "1" (from --set): must be a valid integer'),
+        (("run.seed=1.0",), "run.seed = 1.0 (from --set): must be a valid integer"),
+        (("run.quick=yes",), 'run.quick = "yes" (from --set): must be a valid boolean'),
+        (("retry.most=inf",), "retry.most = Infinity (from --set): must be a finite number"),
+        (
+            ("run.port=some",),
+            "run.port = \"some\" (from --set): must be a valid integer or must be 'any'",
+        ),
+        (
+            ("run.weights.a.b=1",),
+            "run.weights.a (from --set): must be a valid number",
+        ),
+        (('run.tags=["a", 1]',), "run.tags[1] = 1 (from --set): must be a valid string"),
+        (
+            ("policy.kind=rounds", "policy.size=x"),
+            'policy.size = "x" (from --set): must be a valid integer',
+        ),
+        (
+            ("policies=[{kind='rounds'}, {kind='poisson', rat=1}]",),
+            "policies[1].rat = 1 (from --set): unknown key; did you mean policies[1].rate?",
+        ),
+        (
+            ("policies=[{rate=1}]",),
+            "policies[0].kind (from --set): required, but not given; one of poisson, rounds",
+        ),
+        (("retry.first=9",), "retry (from --set): first must not exceed most"),
+    ],
+)
+def test_a_refusal_names_key_value_source_and_what_is_allowed(
+    sets: tuple[str, ...], message: str
+) -> None:
+    assert refusal(*sets) == message
+
+
+def test_a_missing_key_is_named() -> None:
+    class Strict(Section):
+        run: Run
+        seed: int
+
+    with pytest.raises(ConfigError) as caught:
+        load(Strict, path=None, environ={})
+    assert str(caught.value).splitlines() == [
+        "run: required, but not given",
+        "seed: required, but not given",
+    ]
+
+
+def test_a_check_of_the_whole_has_no_key() -> None:
+    class Whole(Section):
+        seed: int = 0
+
+        @model_validator(mode="after")
+        def _odd(self) -> Self:
+            if self.seed % 2:
+                raise ValueError("seed must be even")
+            return self
+
+    with pytest.raises(ConfigError, match=r"^configuration \(from --set\): seed must be even$"):
+        load(Whole, path=None, environ={}, sets=["seed=1"])
+
+
+def test_every_wrong_key_has_its_line_and_its_source(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load_file(tmp_path, "[run]\nseed = 'x'\n", "retry.most=no", FEDSTREAM_RUN__QUICK="2")
+    assert str(caught.value).splitlines() == [
+        f'run.seed = "x" (from {tmp_path}/run.toml): must be a valid integer',
+        "run.quick = 2 (from FEDSTREAM_RUN__QUICK): must be a valid boolean",
+        'retry.most = "no" (from --set): must be a valid number',
+    ]
+
+
+def test_a_long_value_is_cut() -> None:
+    assert len(refusal(f"run.seed={'x' * 10_000}")) < 200
+
+
+def test_a_file_that_is_missing_or_not_toml(tmp_path: Path) -> None:
+    missing = tmp_path / "missing.toml"
+    with pytest.raises(ConfigError, match=r"missing\.toml: cannot be read: No such file"):
+        load(Sample, path=missing, environ={})
+    with pytest.raises(ConfigError, match=r"run\.toml: not valid TOML: .*line 2"):
+        load_file(tmp_path, "[run]\nseed = = 1\n")
+
+
+def test_an_environment_in_another_encoding() -> None:
+    latin = b"caf\xe9".decode("utf-8", "surrogateescape")  # what os.environ makes of it
+    assert refusal(FEDSTREAM_RUN__NAME=latin) == "FEDSTREAM_RUN__NAME: not valid UTF-8"
+
+
+def test_a_file_in_another_encoding(tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(b'[run]\nname = "caf\xe9"\n')
+    with pytest.raises(ConfigError, match=r"run\.toml: not valid TOML: .*utf-8"):
+        load(Sample, path=path, environ={})
+
+
+@pytest.mark.parametrize("item", ["run.seed", "=1", ""])
+def test_a_set_without_key_and_value(item: str) -> None:
+    assert refusal(item).startswith(f"--set {item}: expected key=value")
+
+
+# dump
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+text = st.text(st.characters(codec="utf-8"))
+policies = st.one_of(
+    st.builds(Poisson, kind=st.just("poisson"), rate=finite),
+    st.builds(Rounds, kind=st.just("rounds"), size=st.integers()),
+)
+samples = st.builds(
+    Sample,
+    run=st.builds(
+        Run,
+        name=text,
+        seed=st.integers(),
+        out=st.none() | st.just(Path("out")),
+        tags=st.lists(text).map(tuple),
+        weights=st.dictionaries(text, finite),
+        port=st.integers() | st.just("any"),
+        quick=st.booleans(),
+    ),
+    strategy=st.one_of(
+        st.builds(FedAsync, name=st.just("fedasync"), alpha=st.floats(0, 1, exclude_min=True)),
+        st.builds(FedBuff, name=st.just("fedbuff"), k=st.integers(1)),
+    ),
+    policies=st.lists(policies).map(tuple),
+    policy=st.none() | policies,
+    retry=st.just(Retry()),
+)
+
+
+@given(samples)
+def test_load_of_dump_is_the_same(tmp_path_factory: pytest.TempPathFactory, sample: Sample) -> None:
+    path = tmp_path_factory.getbasetemp() / "dumped.toml"
+    path.write_bytes(dump(sample).encode())
+    assert load(Sample, path=path, environ={}) == sample

@@ -1,0 +1,117 @@
+"""Health: what is overdue, what is not ready, and what the probes see over real HTTP."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+from aiohttp import ClientSession, web
+from prometheus_client import CollectorRegistry, Counter
+from pydantic import ValidationError
+
+from runtime.health import Health, HttpSettings, routes
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+class Clock:
+    now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_loop_is_overdue_until_it_beats_again() -> None:
+    clock = Clock()
+    health = Health(clock)
+    health.expect("claim", 2.0)
+    health.expect("renew", 10.0)
+    clock.now += 2.0
+    assert health.overdue() == []
+    clock.now += 3.5
+    assert health.overdue() == ["claim: 3.5 s overdue"]
+    health.beat("claim")
+    assert health.overdue() == []
+
+
+def test_a_released_loop_need_not_beat() -> None:
+    clock = Clock()
+    health = Health(clock)
+    health.expect("claim", 2.0)
+    health.release("claim")
+    clock.now += 60.0
+    assert health.overdue() == []
+
+
+def test_a_beat_that_nobody_expects_is_a_mistake() -> None:
+    with pytest.raises(KeyError, match="claim"):
+        Health().beat("claim")
+
+
+def test_ready_while_every_check_holds() -> None:
+    health = Health()
+    connected = [False]
+    assert health.not_ready() == []
+    health.ready_when("redis", lambda: connected[0])
+    health.ready_when("model", lambda: True)
+    assert health.not_ready() == ["redis"]
+    connected[0] = True
+    assert health.not_ready() == []
+
+
+@pytest.mark.parametrize("port", [-1, 65536, "80"])
+def test_a_port_is_a_port(port: object) -> None:
+    with pytest.raises(ValidationError):
+        HttpSettings.model_validate({"port": port})
+
+
+class Probe:
+    """A server with the health routes, and a client of it."""
+
+    def __init__(self) -> None:
+        self.clock = Clock()
+        self.health = Health(self.clock)
+        self.registry = CollectorRegistry()
+        self.url = ""
+
+    async def get(self, path: str) -> tuple[int, object]:
+        async with ClientSession() as session, session.get(self.url + path) as reply:
+            return reply.status, await reply.json()
+
+
+@pytest.fixture
+async def probe() -> AsyncIterator[Probe]:
+    probe = Probe()
+    app = web.Application()
+    app.add_routes(routes(probe.health, probe.registry))
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    host, port = runner.addresses[0]
+    probe.url = f"http://{host}:{port}"
+    yield probe
+    await runner.cleanup()
+
+
+async def test_livez_names_the_loop_that_hangs(probe: Probe) -> None:
+    probe.health.expect("claim", 1.0)
+    assert await probe.get("/livez") == (200, {"alive": True, "overdue": []})
+    probe.clock.now += 2.0
+    status, body = await probe.get("/livez")
+    assert (status, body) == (503, {"alive": False, "overdue": ["claim: 1.0 s overdue"]})
+
+
+async def test_readyz_names_what_is_missing(probe: Probe) -> None:
+    assert await probe.get("/readyz") == (200, {"ready": True, "missing": []})
+    probe.health.ready_when("redis", lambda: False)
+    assert await probe.get("/readyz") == (503, {"ready": False, "missing": ["redis"]})
+
+
+async def test_metrics_are_the_registrys_and_the_processs(probe: Probe) -> None:
+    Counter("applied", "Updates applied.", registry=probe.registry).inc(3)
+    async with ClientSession() as session, session.get(probe.url + "/metrics") as reply:
+        assert reply.headers["Content-Type"].startswith("text/plain; version=")
+        lines = (await reply.text()).splitlines()
+    assert "applied_total 3.0" in lines
+    assert any(line.startswith("process_resident_memory_bytes ") for line in lines)

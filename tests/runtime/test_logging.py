@@ -1,0 +1,128 @@
+"""Logging: one JSON object a line, for our own events and for those of the standard library."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import threading
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import structlog
+
+from runtime.logging import LogSettings, configure
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+
+@pytest.fixture(autouse=True)
+def logging_restored() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+    structlog.contextvars.clear_contextvars()
+
+
+def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return [json.loads(line) for line in captured.err.splitlines()]
+
+
+def test_an_event_carries_what_was_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    configure(LogSettings(), run="r1", service="updater")
+    structlog.get_logger().info("applied", version=7)
+    [line] = lines(capsys)
+    stamp = line.pop("timestamp")
+    assert stamp.endswith("Z")
+    assert abs(datetime.now(UTC) - datetime.fromisoformat(stamp)).total_seconds() < 60
+    assert line == {
+        "run": "r1",
+        "service": "updater",
+        "level": "info",
+        "event": "applied",
+        "version": 7,
+    }
+
+
+def test_the_standard_library_comes_out_in_the_same_form(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure(LogSettings(), run="r1", service="updater")
+    logging.getLogger("aiohttp.server").warning("odd request from %s", "10.0.0.1")
+    [line] = lines(capsys)
+    assert line["timestamp"]
+    assert line["event"] == "odd request from 10.0.0.1"
+    assert (line["run"], line["level"], line["logger"]) == ("r1", "warning", "aiohttp.server")
+
+
+def test_exceptions_are_one_string(capsys: pytest.CaptureFixture[str]) -> None:
+    configure(LogSettings())
+    try:
+        raise ValueError("no such thing")
+    except ValueError:
+        structlog.get_logger().exception("ours")
+        logging.getLogger("theirs").exception("theirs")
+    for line in lines(capsys):
+        assert line["level"] == "error"
+        assert line["exception"].startswith("Traceback")
+        assert line["exception"].endswith("ValueError: no such thing")
+
+
+def test_the_level_holds_for_both(capsys: pytest.CaptureFixture[str]) -> None:
+    configure(LogSettings(level="warning"))
+    for log in (structlog.get_logger(), logging.getLogger("theirs")):
+        log.info("not this")
+        log.warning("this")
+    assert [line["event"] for line in lines(capsys)] == ["this", "this"]
+
+
+async def test_context_is_bound_per_task(capsys: pytest.CaptureFixture[str]) -> None:
+    configure(LogSettings())
+    both = asyncio.Barrier(2)
+
+    async def work(task: str) -> None:
+        structlog.contextvars.bind_contextvars(task=task)
+        await both.wait()
+        structlog.get_logger().info("worked")
+        logging.getLogger("theirs").info("worked")
+
+    await asyncio.gather(work("t1"), work("t2"))
+    assert sorted(line["task"] for line in lines(capsys)) == ["t1", "t1", "t2", "t2"]
+
+
+def test_run_and_service_reach_threads(capsys: pytest.CaptureFixture[str]) -> None:
+    configure(LogSettings(), run="r1")
+    thread = threading.Thread(target=lambda: structlog.get_logger().info("trained"))
+    thread.start()
+    thread.join()
+    assert lines(capsys)[0]["run"] == "r1"
+
+
+def test_configured_twice_a_line_comes_once(capsys: pytest.CaptureFixture[str]) -> None:
+    configure(LogSettings())
+    configure(LogSettings())
+    logging.getLogger("theirs").info("once")
+    assert len(lines(capsys)) == 1
+
+
+def test_console_is_text(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    configure(LogSettings(format="console"))
+    structlog.get_logger().info("applied", version=7)
+    plain = capsys.readouterr().err
+    assert "applied" in plain
+    assert "version=7" in plain
+    assert "\x1b[" not in plain  # no colours in a file
+
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    configure(LogSettings())
+    structlog.get_logger().info("applied", version=7)
+    assert "\x1b[" in capsys.readouterr().err

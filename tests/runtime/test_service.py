@@ -1,0 +1,401 @@
+"""The life of a service: loops that recover, exit codes, and real signals to real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import structlog
+from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
+
+from broker.errors import ConfigError, DataError, Fenced, OutOfMemory, Unavailable
+from runtime.health import Health, HttpSettings
+from runtime.logging import LogSettings
+from runtime.service import Context, repeat, serve
+
+if TYPE_CHECKING:
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
+
+    from aiohttp import web
+
+HERE = Path(__file__).parent
+
+
+@pytest.fixture
+def context() -> Context:
+    return Context(asyncio.Event(), Health(), CollectorRegistry(), structlog.get_logger())
+
+
+# repeat
+
+
+async def test_a_loop_steps_until_stop_and_beats(context: Context) -> None:
+    steps = 0
+
+    async def step() -> None:
+        nonlocal steps
+        steps += 1
+        context.health.beat("claim")  # known while the loop runs
+        if steps == 3:
+            context.stop.set()
+
+    await repeat(context, "claim", step)
+    assert steps == 3
+    with pytest.raises(KeyError):
+        context.health.beat("claim")  # released: a drain may take long
+
+
+async def test_a_step_that_returns_true_ends_its_loop(context: Context) -> None:
+    answers = [False, False, True]
+
+    async def step() -> bool:
+        return answers.pop(0)
+
+    await repeat(context, "standby", step)
+    assert answers == []
+    assert not context.stop.is_set()
+
+
+async def test_trouble_that_passes_is_waited_out_and_told_once(context: Context) -> None:
+    failures = [Unavailable("redis is loading"), OutOfMemory("full"), Unavailable("gone")]
+
+    async def step() -> None:
+        if failures:
+            raise failures.pop(0)
+        context.stop.set()
+
+    with capture_logs() as events:
+        await repeat(context, "claim", step, within_s=0.02)
+    trouble, over = events
+    assert trouble == {
+        "log_level": "warning",
+        "event": "retrying",
+        "loop": "claim",
+        "error": "Unavailable",
+        "reason": "redis is loading",
+    }
+    assert (over["log_level"], over["event"], over["loop"]) == ("info", "recovered", "claim")
+    assert over["lost_s"] >= 0
+    labels = {"loop": "claim"}
+    assert context.registry.get_sample_value("fedstream_retries_total", labels) == 3
+
+
+async def test_new_trouble_is_told_again(context: Context) -> None:
+    outcomes: list[Exception | None] = [Unavailable("a"), None, Unavailable("b"), None]
+
+    async def step() -> None:
+        outcome = outcomes.pop(0)
+        if not outcomes:
+            context.stop.set()
+        if outcome:
+            raise outcome
+
+    with capture_logs() as events:
+        await repeat(context, "claim", step, within_s=0.02)
+    names = [event["event"] for event in events]
+    assert names == ["retrying", "recovered", "retrying", "recovered"]
+
+
+async def test_a_loop_in_trouble_beats_in_time_and_ends_on_stop(
+    context: Context, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[float] = []
+
+    async def pause(stop: asyncio.Event, seconds: float) -> bool:
+        waits.append(seconds)
+        if len(waits) == 100:
+            stop.set()
+        return stop.is_set()
+
+    async def step() -> None:
+        raise Unavailable("redis is down")
+
+    monkeypatch.setattr("runtime.service.pause", pause)
+    await repeat(context, "claim", step, within_s=2.0)
+    assert len(waits) == 100
+    assert 0.5 < max(waits) <= 1.0
+
+
+@pytest.mark.parametrize("error", [Fenced("another updater"), ValueError("a bug")])
+async def test_every_other_exception_ends_the_loop(context: Context, error: Exception) -> None:
+    async def step() -> None:
+        raise error
+
+    with pytest.raises(type(error)):
+        await repeat(context, "claim", step)
+
+
+# serve: exit codes, in this process
+
+
+@pytest.fixture
+def logging_restored() -> Iterator[None]:
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    yield
+    root.handlers[:] = handlers
+    root.setLevel(level)
+    structlog.reset_defaults()
+
+
+class Scripted:
+    """A service whose run is given."""
+
+    role = "scripted"
+
+    def __init__(self, run: Callable[[Context], Awaitable[None]]) -> None:
+        self._run = run
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        return []
+
+    async def run(self, context: Context) -> None:
+        await self._run(context)
+
+
+def live(
+    capsys: pytest.CaptureFixture[str],
+    run: Callable[[Context], Awaitable[None]],
+    port: int = 0,
+) -> tuple[int, list[dict[str, Any]]]:
+    """The exit code of a service, and what it logged."""
+    code = serve(
+        Scripted(run),
+        http=HttpSettings(port=port),
+        log=LogSettings(format="json"),
+        run="r1",
+        name="scripted-0",
+        drain_s=5.0,
+    )
+    return code, [json.loads(line) for line in capsys.readouterr().err.splitlines()]
+
+
+async def returns(context: Context) -> None:
+    context.log.info("working")
+
+
+async def loses_its_role(context: Context) -> None:
+    async def step() -> None:
+        raise Fenced("another updater took over")
+
+    async with asyncio.TaskGroup() as group:  # as services with several loops do
+        group.create_task(repeat(context, "apply", step))
+        group.create_task(context.stop.wait())
+
+
+async def misses_its_data(_context: Context) -> None:
+    raise DataError("no data at /data")
+
+
+async def is_misconfigured(_context: Context) -> None:
+    raise ConfigError("run.seed: wrong\nrun.name: wrong")
+
+
+async def has_a_bug(_context: Context) -> None:
+    raise ZeroDivisionError("a bug")
+
+
+async def cancels_itself(_context: Context) -> None:
+    raise asyncio.CancelledError
+
+
+@pytest.mark.usefixtures("logging_restored")
+def test_a_service_that_returns_stops_cleanly(capsys: pytest.CaptureFixture[str]) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    code, lines = live(capsys, returns)
+    assert code == 0
+    assert [line["event"] for line in lines] == ["serving", "working", "stopped"]
+    bound = {"run": "r1", "service": "scripted", "name": "scripted-0"}
+    assert all(bound.items() <= line.items() for line in lines)
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.usefixtures("logging_restored")
+@pytest.mark.parametrize(
+    ("run", "code", "error", "reason"),
+    [
+        (loses_its_role, 1, "Fenced", "another updater took over"),
+        (misses_its_data, 1, "DataError", "no data at /data"),
+        (is_misconfigured, 2, "ConfigError", "run.seed: wrong\nrun.name: wrong"),
+    ],
+)
+def test_an_error_of_ours_is_one_line(
+    capsys: pytest.CaptureFixture[str],
+    run: Callable[[Context], Awaitable[None]],
+    code: int,
+    error: str,
+    reason: str,
+) -> None:
+    exit_code, [serving, failed] = live(capsys, run)
+    assert (exit_code, serving["event"]) == (code, "serving")
+    assert (failed["event"], failed["error"], failed["reason"]) == ("failed", error, reason)
+    assert "exception" not in failed
+
+
+@pytest.mark.usefixtures("logging_restored")
+@pytest.mark.parametrize(
+    ("run", "last"),
+    [
+        (has_a_bug, "ZeroDivisionError: a bug"),
+        (cancels_itself, "asyncio.exceptions.CancelledError"),
+    ],
+)
+def test_an_unexpected_exception_leaves_its_traceback(
+    capsys: pytest.CaptureFixture[str],
+    run: Callable[[Context], Awaitable[None]],
+    last: str,
+) -> None:
+    code, [_, crashed] = live(capsys, run)
+    assert (code, crashed["event"]) == (70, "crashed")
+    assert crashed["exception"].startswith("Traceback")
+    assert crashed["exception"].endswith(last)
+
+
+@pytest.mark.usefixtures("logging_restored")
+def test_a_port_in_use_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, [failed] = live(capsys, returns, port)
+    assert code == 1
+    assert failed["reason"].startswith(f"cannot listen on host '127.0.0.1', port {port}: ")
+    assert "address already in use" in failed["reason"]
+
+
+# serve: signals, in processes of its own
+
+
+class Child:
+    """A sample service as a process; ``until`` reads its log."""
+
+    def __init__(self, kind: str, drain_s: float) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, HERE / "sample_services.py", kind, str(drain_s)],
+            env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.seen: list[str] = []
+        serving = self.until("serving")
+        self.url = f"http://{serving['host']}:{serving['port']}"
+
+    def until(self, event: str) -> dict[str, Any]:
+        assert self.process.stderr
+        for text in self.process.stderr:
+            line: dict[str, Any] = json.loads(text)
+            self.seen.append(line["event"])
+            if line["event"] == event:
+                return line
+        raise AssertionError(f"ended without {event!r}; said {self.seen}")
+
+    def get(self, path: str, data: bytes | None = None) -> tuple[int, str]:
+        try:
+            with urllib.request.urlopen(self.url + path, data, timeout=10) as reply:  # noqa: S310
+                return reply.status, reply.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
+
+    def signal(self, number: int) -> None:
+        self.process.send_signal(number)
+
+    def exit_code(self) -> int:
+        return self.process.wait(timeout=30)
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Child]]:
+    children: list[Child] = []
+
+    def start(kind: str, drain_s: float = 30.0) -> Child:
+        children.append(Child(kind, drain_s))
+        return children[-1]
+
+    yield start
+    for child in children:
+        child.process.kill()
+        child.process.wait()
+        assert child.process.stderr
+        child.process.stderr.close()
+
+
+def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come true"
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_drains_while_http_is_served(start: Callable[..., Child], number: int) -> None:
+    child = start("Drains")
+    assert child.get("/readyz")[0] == 200
+    child.signal(number)
+    child.until("draining")
+    assert child.seen[-2:] == ["stopping", "draining"]
+    assert child.get("/readyz") == (503, '{"ready": false, "missing": ["running"]}')
+    assert child.get("/livez")[0] == 200
+    assert child.get("/finish", b"")[0] == 200
+    child.until("drained")
+    child.until("stopped")
+    assert child.exit_code() == 0
+
+
+def test_a_service_has_routes_of_its_own_beside_health(start: Callable[..., Child]) -> None:
+    child = start("Sample")
+    assert child.get("/hello") == (200, "hello")
+    assert child.get("/livez") == (200, '{"alive": true, "overdue": []}')
+    assert "process_resident_memory_bytes" in child.get("/metrics")[1]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_exits_hard(start: Callable[..., Child], number: int) -> None:
+    child = start("Drains")
+    child.signal(signal.SIGTERM)
+    child.until("draining")
+    child.signal(number)
+    assert child.exit_code() == 128 + number
+
+
+def test_a_second_signal_ends_a_stuck_event_loop(start: Callable[..., Child]) -> None:
+    child = start("BlocksLoop")
+    child.signal(signal.SIGTERM)
+    child.until("blocking")
+    child.signal(signal.SIGTERM)
+    assert child.exit_code() == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("kind", ["Hangs", "HangsInThread"])
+def test_a_drain_that_takes_too_long_is_cancelled(start: Callable[..., Child], kind: str) -> None:
+    child = start(kind, drain_s=0.1)
+    assert child.get("/hello")[0] == 200  # what answers after `run` has begun
+    child.signal(signal.SIGTERM)
+    assert child.until("cancelled: the drain took too long")["drain_s"] == 0.1
+    assert child.exit_code() == 1
+
+
+def test_what_a_cancelled_service_raises_is_logged(start: Callable[..., Child]) -> None:
+    child = start("FailsWhenCancelled", drain_s=0.1)
+    child.signal(signal.SIGTERM)
+    line = child.until("failed while it was cancelled")
+    assert line["exception"].endswith("OSError: disk full")
+    assert child.exit_code() == 1
+
+
+def test_a_loop_that_hangs_shows_on_livez(start: Callable[..., Child]) -> None:
+    child = start("Hangs")
+    wait_until(lambda: child.get("/livez")[0] == 503)
+    [overdue] = json.loads(child.get("/livez")[1])["overdue"]
+    assert overdue.startswith("claim: ")

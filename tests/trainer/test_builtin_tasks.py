@@ -1,0 +1,105 @@
+"""The built-in tasks: real digits at once, MNIST from wherever the user has it."""
+
+from __future__ import annotations
+
+import gzip
+import struct
+from typing import TYPE_CHECKING
+
+import numpy as np
+import pytest
+import torch
+
+from broker.errors import DataError
+from trainer.task import Classes, Iid, TaskSettings, load_task
+from trainer.tasks import Bytes, Split, digits, mnist
+from trainer.vector import initial
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+
+
+def idx(values: Bytes) -> bytes:
+    """Values as an IDX file, as http://yann.lecun.com/exdb/mnist describes it."""
+    return struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + values.tobytes()
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Forty training and ten test images, in which every pixel is six times the class."""
+    monkeypatch.delenv("FEDSTREAM_DATA", raising=False)
+    folder = tmp_path / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    labels = np.tile(np.arange(10, dtype=np.uint8), 4)
+    images = np.broadcast_to(6 * labels[:, None, None], (40, 28, 28)).astype(np.uint8)
+    for name, values in zip(FILES, (images, labels, images[:10], labels[:10]), strict=True):
+        (folder / f"{name}-ubyte").write_bytes(idx(values))
+    return tmp_path
+
+
+def classes(task: Split, device: int) -> set[int]:
+    return set(task.device_data(device).tensors[1].tolist())
+
+
+def test_digits_splits_all_training_data_by_the_settings() -> None:
+    task = digits(TaskSettings(devices=5, partition=Classes(p=2)))
+    assert [len(classes(task, device)) for device in range(5)] == [2] * 5
+    sizes = [len(task.device_data(device)) for device in range(5)]
+    assert sum(sizes) + len(task.test_data()) == 1797
+    counts = torch.bincount(task.test_data().tensors[1])
+    assert ((counts >= 35) & (counts <= 37)).all()  # a fifth of 174 to 183
+    x = task.device_data(0).tensors[0]
+    assert x.dtype == torch.float32
+    again = digits(TaskSettings(devices=5, partition=Classes(p=2)))
+    assert torch.equal(again.device_data(0).tensors[0], x)
+
+
+def test_digits_has_ten_devices_unless_told_and_no_eleventh() -> None:
+    task = load_task("digits", TaskSettings())
+    assert task.devices == 10
+    for device in (-1, 10):
+        with pytest.raises(DataError, match=f"no device {device}: task.devices = 10"):
+            task.device_data(device)
+
+
+@pytest.mark.parametrize("partition", [Iid(), Classes(p=1)])
+@pytest.mark.parametrize("packed", [False, True])
+def test_mnist_is_read_packed_or_not(root: Path, *, packed: bool, partition: Iid | Classes) -> None:
+    for file in [*root.rglob("*-ubyte")] if packed else []:
+        file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
+        file.unlink()
+    task = mnist(TaskSettings(data_root=str(root), partition=partition))
+    x, y = task.device_data(3).tensors
+    assert (x.shape, y.dtype) == ((4, 784), torch.int64)
+    expected = (6 * y / 255 - 0.1307) / 0.3081
+    assert torch.allclose(x, expected.float().unsqueeze(1).expand_as(x), atol=1e-6)
+    assert task.test_data().tensors[1].tolist() == list(range(10))
+    assert not initial(task, seed=0).floats.any()  # starts at zero
+
+
+def test_mnist_is_found_by_the_environment(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FEDSTREAM_DATA", str(root))
+    assert len(mnist(TaskSettings(devices=4)).device_data(0)) == 10
+
+
+def test_missing_mnist_says_what_where_and_how_to_get_it(root: Path) -> None:
+    with pytest.raises(DataError, match=r"needs a folder .*--data-root or set FEDSTREAM_DATA"):
+        mnist(TaskSettings())
+    (root / "MNIST/raw/t10k-images-idx3-ubyte").unlink()
+    with pytest.raises(DataError, match=r"t10k-images-idx3-ubyte.*is not in") as caught:
+        mnist(TaskSettings(data_root=str(root)))
+    for words in (str(root / "MNIST" / "raw"), "--data-root", "FEDSTREAM_DATA", "task.download"):
+        assert words in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", ["", "short", "not gzip"])
+def test_damaged_mnist_names_the_file(root: Path, damage: str) -> None:
+    file = root / "MNIST/raw/train-images-idx3-ubyte"
+    whole = file.read_bytes()
+    file.unlink()
+    packed = {"": b"", "short": gzip.compress(whole[:-1]), "not gzip": whole}[damage]
+    file.with_name(f"{file.name}.gz").write_bytes(packed)
+    with pytest.raises(DataError, match=r"train-images-idx3-ubyte.gz is damaged: .*fetch it anew"):
+        mnist(TaskSettings(data_root=str(root)))

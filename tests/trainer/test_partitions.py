@@ -1,0 +1,85 @@
+"""Partitions: nothing lost, nothing twice, and the classes that the AFL paper's numbers need."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.errors import DataError
+from trainer.partitions import Rows, by_classes, iid
+
+
+def labels_of(classes: int, each: int = 40) -> Rows:
+    return np.random.default_rng(0).permutation(np.repeat(np.arange(classes), each))
+
+
+def assert_covers_once(parts: list[Rows], total: int) -> None:
+    assert np.array_equal(np.sort(np.concatenate(parts)), np.arange(total))
+
+
+@given(st.integers(1, 60), st.integers(0, 40), st.integers(0, 2**32))
+def test_iid_deals_every_row_once_and_evenly(devices: int, more: int, seed: int) -> None:
+    labels = np.zeros(devices + more, dtype=np.int64)
+    parts = iid(labels, devices, seed)
+    assert len(parts) == devices
+    assert_covers_once(parts, len(labels))
+    sizes = [len(part) for part in parts]
+    assert max(sizes) - min(sizes) <= 1
+
+
+def test_iid_refuses_more_devices_than_rows() -> None:
+    with pytest.raises(DataError, match="3 samples cannot be split over 4 devices"):
+        iid(np.zeros(3), 4, seed=0)
+
+
+@given(st.integers(2, 12), st.integers(1, 30), st.data(), st.integers(0, 2**32))
+def test_by_classes_gives_p_classes_each_and_every_class_alike(
+    classes: int, devices: int, data: st.DataObject, seed: int
+) -> None:
+    smallest = -(-classes // devices)
+    if smallest > classes:
+        return
+    p = data.draw(st.integers(smallest, classes))
+    labels = labels_of(classes)
+    parts = by_classes(labels, devices, p, seed)
+    assert_covers_once(parts, len(labels))
+    held = [set(labels[part]) for part in parts]
+    assert {len(own) for own in held} == {p}
+    holders = [sum(name in own for own in held) for name in range(classes)]
+    assert max(holders) - min(holders) <= (1 if devices * p % classes else 0)
+
+
+@pytest.mark.parametrize(("devices", "p"), [(10, 1), (10, 2), (10, 5), (10, 10), (100, 1)])
+def test_the_papers_partitions_hold_each_class_exactly_m_p_tenths_times(
+    devices: int, p: int
+) -> None:
+    labels = labels_of(10, each=200)
+    held = [set(labels[part]) for part in by_classes(labels, devices, p, seed=3)]
+    for name in range(10):
+        assert sum(name in own for own in held) == devices * p / 10
+
+
+def test_by_classes_repeats_by_seed_and_mixes_classes_differently_by_another() -> None:
+    labels = labels_of(10)
+    first, again, other = (by_classes(labels, 10, 2, seed) for seed in (1, 1, 2))
+    assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
+    pairs = [{frozenset(labels[part]) for part in parts} for parts in (first, other)]
+    assert pairs[0] != pairs[1]
+
+
+@pytest.mark.parametrize(
+    ("devices", "p", "words"),
+    [
+        (4, 2, "4 devices of p = 2 classes hold 8 of 10 classes: take at least 5 devices or p = 3"),
+        (10, 11, "p = 11 classes each: the data has 10 classes"),
+        (10, 0, "p = 0 classes each"),
+        (100, 10, "class 0 has 40 samples, too few for the 100 devices that hold it"),
+    ],
+)
+def test_by_classes_refuses_what_cannot_be_met_with_the_numbers(
+    devices: int, p: int, words: str
+) -> None:
+    with pytest.raises(DataError, match=words):
+        by_classes(labels_of(10), devices, p, seed=0)

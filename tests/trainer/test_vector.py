@@ -1,0 +1,141 @@
+"""A module as a vector: everything that state_dict carries, once, in order, and back unchanged."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from broker.errors import LayoutMismatch
+from broker.layout import Model
+from trainer.task import Task
+from trainer.vector import initial, layout_of, load, read
+
+
+class Mixed(nn.Module):
+    """One of each: tied weights, bfloat16, BatchNorm, a mask, a buffer that is not persistent."""
+
+    mask: torch.Tensor
+
+    def __init__(self, width: int = 3) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(width, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.narrow = nn.Linear(width, 2, dtype=torch.bfloat16)
+        self.head = nn.Linear(width, width, bias=False)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.tensor(0.5))
+        self.register_buffer("mask", torch.ones(2, dtype=torch.bool))
+        self.register_buffer("scratch", torch.zeros(7), persistent=False)
+
+
+def scrambled(seed: int, width: int) -> Mixed:
+    module = Mixed(width)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for tensor in [*module.parameters(), module.norm.running_mean, module.norm.running_var]:
+            assert tensor is not None
+            tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    assert module.norm.num_batches_tracked is not None
+    module.norm.num_batches_tracked.fill_(2**40 + seed)  # no float32 holds it
+    module.mask[0] = False
+    return module
+
+
+def test_the_layout_lists_parameters_then_buffers_then_integers_each_tensor_once() -> None:
+    rows = [(t.name, t.shape, t.dtype, t.kind) for t in layout_of(Mixed()).tensors]
+    assert rows == [
+        ("scale", (), "float32", "parameter"),
+        ("embedding.weight", (3, 3), "float32", "parameter"),
+        ("norm.weight", (3,), "float32", "parameter"),
+        ("norm.bias", (3,), "float32", "parameter"),
+        ("narrow.weight", (2, 3), "bfloat16", "parameter"),
+        ("narrow.bias", (2,), "bfloat16", "parameter"),
+        ("norm.running_mean", (3,), "float32", "buffer"),
+        ("norm.running_var", (3,), "float32", "buffer"),
+        ("mask", (2,), "bool", "integer"),
+        ("norm.num_batches_tracked", (), "int64", "integer"),
+    ]
+
+
+@given(st.integers(0, 1000), st.integers(1, 6))
+def test_what_was_read_loads_into_another_module_bit_for_bit(seed: int, width: int) -> None:
+    source, target = scrambled(seed, width), Mixed(width)
+    model = Model(layout_of(source))
+    read(source, model)
+    load(model, target)
+    for name, tensor in source.state_dict().items():
+        assert torch.equal(target.state_dict()[name], tensor), name
+    assert target.head.weight is target.embedding.weight
+    again = Model(model.layout)
+    read(target, again)
+    assert again.digest() == model.digest()
+
+
+def test_the_vector_holds_the_values_by_name() -> None:
+    module = scrambled(1, 3)
+    model = Model(layout_of(module))
+    read(module, model)
+    for name, values in model.tensors().items():
+        assert np.array_equal(values, module.state_dict()[name].to(torch.float64).numpy()), name
+
+
+def test_batchnorm_statistics_that_training_changes_travel() -> None:
+    module = nn.BatchNorm1d(2)
+    before, after = Model(layout_of(module)), Model(layout_of(module))
+    read(module, before)
+    module(torch.tensor([[1.0, 2.0], [3.0, 6.0]]))
+    read(module, after)
+    assert np.array_equal(before.parameters, after.parameters)
+    assert after.tensors()["running_mean"] == pytest.approx([0.2, 0.4])
+    assert (before.integers.tolist(), after.integers.tolist()) == ([0], [1])
+
+
+def test_a_model_of_read_only_bytes_loads_too() -> None:
+    module = scrambled(2, 3)
+    model = Model(layout_of(module))
+    read(module, model)
+    load(Model(model.layout, np.frombuffer(model.buffer.tobytes(), np.uint8)), target := Mixed())
+    assert torch.equal(target.scale, module.scale)
+
+
+def test_another_layout_is_refused_with_the_tensor_that_differs() -> None:
+    model = Model(layout_of(nn.Linear(2, 2)))
+    with pytest.raises(
+        LayoutMismatch, match=r"the module has .*weight.*\(2, 3\).*the model .*2, 2"
+    ):
+        load(model, nn.Linear(3, 2))
+    with pytest.raises(LayoutMismatch, match=r"the module has None, the model .*bias"):
+        read(nn.Linear(2, 2, bias=False), model)
+
+
+@pytest.mark.parametrize(
+    ("module", "words"),
+    [
+        (nn.Linear(2, 2, dtype=torch.complex64), "weight is of torch.complex64"),
+        (nn.LazyLinear(2), "weight is not initialised yet"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
+def test_tensors_that_cannot_be_mixed_are_refused_by_name(module: nn.Module, words: str) -> None:
+    with pytest.raises(LayoutMismatch, match=words):
+        layout_of(module)
+
+
+class Random(Task):
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 3)
+
+    def device_data(self, device: int) -> TensorDataset:
+        raise AssertionError("an initial model needs no data")
+
+
+def test_the_initial_model_follows_from_the_seed_and_leaves_torchs_generator_alone() -> None:
+    state = torch.get_rng_state()
+    assert initial(Random(), 1).digest() == initial(Random(), 1).digest()
+    assert initial(Random(), 1).digest() != initial(Random(), 2).digest()
+    assert torch.equal(torch.get_rng_state(), state)

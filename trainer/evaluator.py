@@ -1,0 +1,144 @@
+"""The evaluator: follows the versions, measures the newest on the test data, tells the metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated
+
+from aiohttp import web
+from prometheus_client import Gauge
+from pydantic import Field
+
+from broker import blobs
+from broker.client import Client, RedisSettings
+from broker.errors import BlobMissing, DataError, NoRun
+from broker.keys import Keys
+from broker.layout import Model
+from broker.ledger import Head, Ledger
+from broker.messages import Event
+from broker.streams import Reader
+from runtime.backoff import pause
+from runtime.config import Section
+from runtime.service import Context, repeat
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.data import Dataset
+
+    from trainer.task import Task as Learning
+
+
+class EvaluatorSettings(Section):
+    """How often the model is measured."""
+
+    every: Annotated[int, Field(ge=1)] = 10  # versions; the last one of a run is always measured
+    threads: Annotated[int, Field(ge=1)] = 1  # of torch
+    drain_s: Annotated[float, Field(gt=0)] = 20.0
+
+
+class Evaluator:
+    """The service. ``load`` makes the user's task; ``target`` is an accuracy that ends the run."""
+
+    role = "evaluator"
+
+    def __init__(
+        self,
+        settings: EvaluatorSettings,
+        *,
+        keys: Keys,
+        redis: RedisSettings,
+        name: str,
+        load: Callable[[], Learning],
+        target: float | None,
+    ) -> None:
+        self._settings = settings
+        self._keys = keys
+        self._name = name
+        self._load = load
+        self._target = target
+        self._client = Client(redis, name)
+        self._ledger = Ledger(self._client, keys, name)
+        self._models = Reader(self._client, {keys.models: "0"})
+        self._measured: int | None = None  # the version measured last
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        """None of its own."""
+        return ()
+
+    async def run(self, context: Context) -> None:
+        """Measures until stop."""
+        self._context = context
+        self._metrics = Gauge(
+            "fedstream_metric", "The newest measurement.", ["metric"], registry=context.registry
+        )
+        loaded = False
+        context.health.ready_when("task loaded", lambda: loaded)
+        await asyncio.to_thread(self._prepare)
+        loaded = True
+        if self._data is None:
+            context.log.info("nothing to measure: the task has no test data")
+        try:
+            await repeat(context, "models", self._step, within_s=600.0)
+        finally:
+            await self._client.close()
+
+    def _prepare(self) -> None:
+        import torch
+
+        torch.set_num_threads(self._settings.threads)
+        self._learning = self._load()
+        self._data: Dataset[object] | None = self._learning.test_data()
+        self._module: nn.Module = self._learning.model()
+
+    async def _step(self) -> None:
+        """Measures the newest version if it is due, else waits for the next."""
+        try:
+            run = await self._ledger.run()
+        except NoRun:
+            await pause(self._context.stop, 0.2)
+            return
+        head = await self._ledger.head()
+        if head is not None and self._data is not None and self._is_due(head, run.state):
+            await self._measure(head, Model(run.layout))
+        elif run.state == "finished" or self._data is None:
+            await pause(self._context.stop, 0.5)
+        else:
+            await self._models.read(count=1000)
+
+    def _is_due(self, head: Head, state: str) -> bool:
+        if self._measured is None:
+            return True
+        behind = head.version - self._measured
+        return behind >= self._settings.every or (state == "finished" and behind != 0)
+
+    async def _measure(self, head: Head, model: Model) -> None:
+        try:
+            key = self._keys.model(head.blob)
+            await blobs.read(self._client, key, model, digest=head.digest)
+        except BlobMissing:
+            return  # it was the newest no more
+        metrics = await asyncio.to_thread(self._evaluate, model)
+        self._measured = head.version
+        for name, value in metrics.items():
+            self._metrics.labels(name).set(value)
+        self._context.log.info("measured", version=head.version, **metrics)
+        await self._ledger.tell(
+            Event(
+                what="evaluation", service=self._name, time=time.time(),
+                version=head.version, metrics=metrics,
+            )
+        )  # fmt: skip
+        if self._target is not None and metrics.get("accuracy", 0.0) >= self._target:
+            why = f"accuracy {metrics['accuracy']:.4f} at version {head.version}"
+            await self._ledger.finish(why)
+
+    def _evaluate(self, model: Model) -> dict[str, float]:
+        """The task's metrics; runs in a thread."""
+        from trainer import vector
+
+        if self._data is None:
+            raise DataError("there is no test data to measure a model by")
+        vector.load(model, self._module)
+        return {k: float(v) for k, v in self._learning.metrics(self._module, self._data).items()}

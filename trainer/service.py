@@ -1,0 +1,421 @@
+"""The trainer: takes a task and the newest model, trains off the event loop, answers.
+
+In a pool any replica serves any device's partition; a trainer that owns devices serves only theirs.
+While a task runs, its lease is renewed; a trainer that loses the lease stops at the next batch, one
+that is told to stop hands the task back. Whatever kills it, the task is delivered again, and the
+first answer counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import secrets
+import socket
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Annotated
+
+from aiohttp import web
+from prometheus_client import Counter, Histogram
+from pydantic import Field
+from structlog.contextvars import bound_contextvars
+
+from broker import blobs
+from broker.client import Client, RedisSettings
+from broker.errors import (
+    BadMessage,
+    BlobMissing,
+    FedstreamError,
+    LayoutMismatch,
+    NoRun,
+    Unavailable,
+)
+from broker.keys import TRAINERS, Keys
+from broker.layout import Model
+from broker.ledger import Head, Ledger, Run
+from broker.messages import Event, GiveUp, Task, Trigger, Upload, task_id
+from broker.streams import Entry, Group
+from runtime.backoff import pause
+from runtime.config import Section
+from runtime.service import Context, repeat
+from runtime.steps import Epochs, Steps
+from runtime.tasks import LeaseSettings
+from trainer.devices import DeviceSettings, behaviour
+from trainer.solvers import Cancelled, SolverSettings, Trained, Work
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from trainer.task import Task as Learning
+
+_HEARTBEAT_S = 2.0
+_PARTITIONS_KEPT = 64  # data sets of devices that are kept open
+
+
+class Initiative(Section):
+    """An anarchic trainer decides by itself when to take part and how many steps to do."""
+
+    rate: Annotated[float, Field(gt=0)] = 1.0  # per second, while it has nothing to do
+    steps: Steps = Epochs()
+
+
+class TrainerSettings(Section):
+    """What one trainer serves, and what it may use."""
+
+    owns: tuple[Annotated[int, Field(ge=0)], ...] = ()  # devices; () is a replica of the pool
+    anarchic: Initiative | None = None
+    threads: Annotated[int, Field(ge=1)] = 1  # of torch
+    blob_expiry_s: Annotated[float, Field(gt=0)] = 600.0  # an update that is never admitted
+    drain_s: Annotated[float, Field(gt=0)] = 20.0
+
+
+@dataclass(frozen=True)
+class _Answered:
+    """A model that was trained, as it is uploaded."""
+
+    trained: Trained
+    model: Model
+    digest: str
+
+
+class Trainer:
+    """The service. ``load`` makes the user's task; it is called once, off the event loop."""
+
+    role = "trainer"
+
+    def __init__(
+        self,
+        settings: TrainerSettings,
+        solver: SolverSettings,
+        devices: DeviceSettings,
+        lease: LeaseSettings,
+        *,
+        keys: Keys,
+        redis: RedisSettings,
+        name: str,
+        load: Callable[[], Learning],
+    ) -> None:
+        self._settings = settings
+        self._solver = solver
+        self._devices = devices
+        self._lease = lease
+        self._keys = keys
+        self._name = name
+        self._load = load
+        self._client = Client(redis, name)
+        self._ledger = Ledger(self._client, keys, name)
+        stream = keys.tasks_of(name) if settings.owns else keys.tasks
+        self._tasks = Group(self._client, stream, TRAINERS, name)
+        self._unsure: str | None = "crash"  # we may hold tasks that we don't know of, and why
+        self._swept = 0.0
+        self._run: Run | None = None
+        self._base: tuple[Head, Model] | None = None  # the newest version that we have
+        self._out: Model | None = None
+        self._now: Task | None = None
+        self._raised: set[str] = set()
+        self._answers = 0
+        self._thread = ThreadPoolExecutor(1, "training")
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        """None of its own."""
+        return ()
+
+    async def run(self, context: Context) -> None:
+        """Works until stop; a task in hand goes back at the next batch."""
+        self._context = context
+        self._done = Counter(
+            "fedstream_trainer_tasks", "Tasks by what became of them here.", ["end"],
+            registry=context.registry,
+        )  # fmt: skip
+        self._seconds = Histogram(
+            "fedstream_task_seconds", "How long a task took.", ["part"], registry=context.registry
+        )
+        loaded = False
+        context.health.ready_when("task loaded", lambda: loaded)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._prepare)
+        loaded = True
+        try:
+            await repeat(context, "run", self._joined)
+            if context.stop.is_set():
+                return
+            async with asyncio.TaskGroup() as group:
+                group.create_task(repeat(context, "heartbeat", self._announce))
+                group.create_task(repeat(context, "tasks", self._step))
+                if self._settings.anarchic is not None:
+                    anarchy = partial(self._take_initiative, self._settings.anarchic)
+                    group.create_task(repeat(context, "initiative", anarchy))
+        finally:
+            try:
+                await self._ledger.leave(self._name)
+            except FedstreamError as error:
+                context.log.warning("left without a good-bye", reason=str(error))
+            await self._client.close()
+            self._thread.shutdown(wait=False)
+
+    def _prepare(self) -> None:
+        """Loads torch and the task, in the thread that trains."""
+        import torch
+
+        from trainer.vector import layout_of
+
+        torch.set_num_threads(self._settings.threads)
+        self._learning = self._load()
+        self._module = self._learning.model()
+        self._layout = layout_of(self._module)
+        self._data = lru_cache(_PARTITIONS_KEPT)(self._learning.device_data)
+
+    async def _joined(self) -> bool:
+        """Whether the run is there and this trainer's model is the run's."""
+        try:
+            run = await self._ledger.run()
+        except NoRun:
+            await pause(self._context.stop, 0.2)
+            return False
+        if run.layout.signature != self._layout.signature:
+            raise LayoutMismatch(
+                f"the model of this trainer's task has {self._layout.parameters} parameters in "
+                f"{len(self._layout.tensors)} tensors, run {self._keys.name!r} was made with "
+                f"{run.layout.parameters} in {len(run.layout.tensors)}: give every service the "
+                "same task, or purge the run"
+            )
+        self._run = run
+        self._out = Model(run.layout)
+        await self._tasks.ensure()
+        return True
+
+    # register
+
+    async def _announce(self) -> None:
+        about = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "owns": list(self._settings.owns),
+            "device": self._now.device if self._now else None,
+            "answers": self._answers,
+        }
+        await self._ledger.announce(self._name, about, self._settings.owns)
+        await pause(self._context.stop, _HEARTBEAT_S)
+
+    async def _take_initiative(self, initiative: Initiative) -> None:
+        """Anarchic: triggers a task for one of its devices, when it has nothing to do."""
+        rng = random.Random()
+        await pause(self._context.stop, rng.expovariate(initiative.rate))
+        if self._now is not None or self._context.stop.is_set() or self._run is None:
+            return
+        run = await self._ledger.run()
+        if run.state == "finished":
+            return
+        steps, epochs = initiative.steps.draw(rng)
+        trigger = Trigger(
+            task=task_id(time.time_ns() // 1_000_000),
+            device=rng.choice(self._settings.owns or range(run.devices)),
+            seed=rng.getrandbits(63),
+            steps=steps,
+            epochs=epochs,
+            why="own initiative",
+            origin=self._name,
+        )
+        await self._ledger.ask(trigger)
+
+    # one task
+
+    async def _step(self) -> None:
+        """One task: one that was ours, one that another lost, or a new one."""
+        for entry in await self._next():
+            try:
+                task = Task.decode(entry.data)
+            except BadMessage as error:
+                await self._ledger.bury(self._tasks.stream, TRAINERS, entry, str(error))
+                continue
+            with bound_contextvars(task=task.task, device=task.device):
+                self._now = task
+                try:
+                    await self._perform(entry, task)
+                finally:
+                    self._now = None
+
+    async def _next(self) -> list[Entry]:
+        """The next entry, if there is one within a second."""
+        if self._unsure is not None:
+            await self._tasks.ensure()
+            entries, _ = await self._tasks.claim(
+                idle_ms=0, most=self._lease.attempts, own=True, quiet=self._unsure == "trouble",
+                count=1,
+            )  # fmt: skip
+            if not entries:
+                self._unsure = None
+            return entries
+        if time.monotonic() - self._swept > self._lease.seconds / 4:
+            entries, _ = await self._tasks.claim(
+                idle_ms=round(self._lease.seconds * 1000), most=self._lease.attempts, count=1
+            )
+            if entries:
+                return entries
+            self._swept = time.monotonic()
+        self._unsure = "trouble"  # unless the read comes back
+        entries = await self._tasks.read()
+        if not entries:
+            self._unsure = None
+        return entries  # in hand: sure again once it is answered
+
+    async def _perform(self, entry: Entry, task: Task) -> None:
+        """A task from its model to its answer."""
+        started = time.monotonic()
+        attempt = secrets.token_hex(6)
+        async with self._leased(entry) as lost:
+            cancelled = lambda: lost.is_set() or self._context.stop.is_set()  # noqa: E731
+            try:
+                answer = await self._answer(task, attempt, started, cancelled)
+            except Cancelled:
+                end = "lease lost" if lost.is_set() else "handed back"
+                if not lost.is_set():
+                    await self._tasks.release(entry)
+                self._unsure = None
+                self._context.log.info("task not finished", end=end)
+                self._done.labels(end).inc()
+                return
+            said = await self._ledger.answer(self._tasks.stream, TRAINERS, entry, answer)
+        self._unsure = None
+        self._answers += said
+        end = answer.kind if said else "lease lost"
+        self._done.labels(end).inc()
+        self._seconds.labels("whole").observe(time.monotonic() - started)
+        self._context.log.debug("task done", end=end)
+
+    async def _answer(
+        self, task: Task, attempt: str, started: float, cancelled: Callable[[], bool]
+    ) -> Upload | GiveUp:
+        """Trains, and uploads the model; or says why not. Raises Cancelled."""
+        give_up = partial(
+            GiveUp, task=task.task, attempt=attempt, device=task.device, trainer=self._name
+        )
+        if task.deadline is not None and time.time() > task.deadline:
+            return give_up(reason="deadline passed")
+        head, base = await self._newest()
+        if task.version is not None and task.version != head.version:
+            return give_up(reason="round over")
+        simulated = behaviour(self._devices, task.device, task.seed)
+        if simulated.drops_out:
+            await self._device_time(simulated.latency_s * 0.5, cancelled)
+            return give_up(reason="dropped out")
+        work = Work(
+            device=task.device, task=task.task, version=head.version, seed=task.seed,
+            steps=task.steps, epochs=task.epochs, solver=self._solver, cancelled=cancelled,
+        )  # fmt: skip
+        try:
+            with self._seconds.labels("training").time():
+                done = await asyncio.get_running_loop().run_in_executor(
+                    self._thread, self._train, base, work
+                )
+        except Cancelled:
+            raise
+        except Exception as error:
+            await self._report(error, work)
+            return give_up(reason=f"raised {type(error).__name__}")
+        await self._device_time(simulated.latency_s - (time.monotonic() - started), cancelled)
+        upload = Upload(
+            task=task.task, attempt=attempt, device=task.device, trainer=self._name,
+            tau=head.version, base=head.digest, layout=self._layout.signature,
+            digest=done.digest, size=done.model.layout.nbytes, samples=done.trained.samples,
+            steps=done.trained.steps, lr=self._solver.lr, loss=done.trained.loss,
+            seconds=time.monotonic() - started,
+        )  # fmt: skip
+        with self._seconds.labels("upload").time():
+            await blobs.write(
+                self._client, self._keys.update(upload.blob), done.model,
+                expire_s=self._settings.blob_expiry_s,
+            )  # fmt: skip
+        return upload
+
+    def _train(self, base: Model, work: Work) -> _Answered:
+        """Trains the module from ``base``; runs in the training thread."""
+        from trainer import vector
+
+        vector.load(base, self._module)
+        trained = self._learning.train(self._module, self._data(work.device), work)
+        out = self._out or Model(self._layout)
+        vector.read(self._module, out)
+        return _Answered(trained, out, out.digest())
+
+    async def _newest(self) -> tuple[Head, Model]:
+        """The newest version; one that vanishes while it is read was the newest no more."""
+        with self._seconds.labels("download").time():
+            while True:
+                head = await self._ledger.head()
+                if head is None:
+                    raise Unavailable(f"run {self._keys.name!r} is gone from Redis")
+                if self._base is not None and self._base[0].digest == head.digest:
+                    return self._base
+                model = self._base[1] if self._base is not None else Model(self._layout)
+                self._base = None
+                try:
+                    key = self._keys.model(head.blob)
+                    await blobs.read(self._client, key, model, digest=head.digest)
+                except BlobMissing as error:
+                    now = await self._ledger.head()
+                    if now is not None and now.version == head.version:
+                        raise Unavailable(f"version {head.version} is gone: {error}") from error
+                    continue
+                self._base = (head, model)
+                return self._base
+
+    # around a task
+
+    @asynccontextmanager
+    async def _leased(self, entry: Entry) -> AsyncIterator[asyncio.Event]:
+        """Renews the lease inside the block; the event says that it is lost."""
+        lost = asyncio.Event()
+
+        async def renew() -> None:
+            while not await pause(lost, self._lease.seconds / 4):
+                self._context.health.beat("tasks")
+                try:
+                    if not await self._tasks.renew(entry):
+                        self._context.log.warning("lease lost")
+                        lost.set()
+                except FedstreamError as error:
+                    self._context.log.warning("lease not renewed", reason=str(error))
+
+        renewing = asyncio.create_task(renew(), name="renew")
+        try:
+            yield lost
+        finally:
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+
+    async def _device_time(self, seconds: float, cancelled: Callable[[], bool]) -> None:
+        """Waits as long as the simulated device would take. Raises Cancelled."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            await pause(self._context.stop, min(left, 0.25))
+            if cancelled():
+                raise Cancelled
+
+    async def _report(self, error: Exception, work: Work) -> None:
+        """A user's task raised: its traceback once, then a line each time."""
+        frames = traceback.extract_tb(error.__traceback__)
+        where = f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}"
+        log = self._context.log.bind(version=work.version)
+        if isinstance(error, FedstreamError):
+            text = str(error)
+            log.error("task failed", error=type(error).__name__, reason=text)
+        elif where in self._raised:
+            text = f"{where}: {error}"
+            log.error("task raised again", error=type(error).__name__, reason=str(error))
+        else:
+            text = "".join(traceback.format_exception(error))
+            log.error("task raised", exc_info=error)
+        self._raised.add(where)
+        await self._ledger.tell(
+            Event(
+                what="error", service=self._name, time=time.time(), task=work.task,
+                device=work.device, version=work.version, reason=where, text=text[-8000:],
+            )
+        )  # fmt: skip

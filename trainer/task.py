@@ -1,0 +1,206 @@
+"""What is learned: the class that a user's program derives from, and how it is found by name.
+
+torch is imported where it is used: services that only read these settings start without it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from abc import ABC, abstractmethod
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from pydantic import Field
+
+from broker.errors import ConfigError, DataError, FedstreamError
+from runtime.config import Section
+from trainer.solvers import gather, solve
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+    from torch import Tensor, nn
+    from torch.utils.data import Dataset
+
+    from trainer.solvers import Trained, Work
+
+_EVALUATION_BATCH = 512
+
+
+class Task(ABC):
+    """A model, the devices' data, and optionally test data, loss, metrics and local training.
+
+    The defaults are those of classification: items ``(x, y)``, the model gives scores of shape
+    (batch, classes), y holds class numbers.
+    """
+
+    devices: int | None = None
+    """How many devices the data is split over, where the task knows."""
+
+    @abstractmethod
+    def model(self) -> nn.Module:
+        """A new, untrained model. Its weights may be random: torch is seeded before the call."""
+
+    @abstractmethod
+    def device_data(self, device: int) -> Dataset[Any]:
+        """The data of one device: map-style, the same at every call."""
+
+    def test_data(self) -> Dataset[Any] | None:
+        """The data that models are judged by, map-style; None: they are not judged."""
+        return None
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The scalar to minimise on one collated batch: by default the mean cross entropy."""
+        from torch.nn.functional import cross_entropy
+
+        x, y = _examples(model, batch)
+        return cross_entropy(model(x), y)
+
+    def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
+        """Named measures of ``model`` on ``data``: by default ``accuracy`` and ``loss``, the mean
+        cross entropy, over all of it. Puts the model into evaluation mode.
+
+        Raises DataError if the data is empty or its items are not (x, y).
+        """
+        import torch
+        from torch.nn.functional import cross_entropy
+
+        model.eval()
+        samples = len(data)  # type: ignore[arg-type]  # torch's Dataset declares no length
+        if samples == 0:
+            raise DataError("there is nothing to evaluate: the data set is empty")
+        hits = answers = 0
+        loss = 0.0
+        with torch.no_grad():
+            for rows in torch.split(torch.arange(samples), _EVALUATION_BATCH):
+                x, y = _examples(model, gather(data, rows))
+                scores = model(x)
+                hits += int((scores.argmax(1) == y).sum())
+                loss += float(cross_entropy(scores, y, reduction="sum"))
+                answers += y.numel()  # more than samples where y is a sequence
+        return {"accuracy": hits / answers, "loss": loss / answers}
+
+    def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
+        """Train ``model`` in place on one device's data: by default :func:`solvers.solve`."""
+        return solve(self, model, data, work)
+
+
+def _examples(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """The inputs and classes of a batch, where the model is."""
+    import torch
+
+    match batch:
+        case [torch.Tensor() as x, torch.Tensor() as y]:
+            device = next(model.parameters()).device
+            return x.to(device), y.to(device)
+    raise DataError(
+        "the default loss and metrics take data whose items are (x, y), tensors or numbers: "
+        "override loss() and metrics() for other items"
+    )
+
+
+class Iid(Section):
+    """Every device's data looks alike."""
+
+    kind: Literal["iid"] = "iid"
+
+
+class Classes(Section):
+    """Every device holds ``p`` of the classes (Anarchic Federated Learning, appendix E.1)."""
+
+    kind: Literal["classes"] = "classes"
+    p: Annotated[int, Field(ge=1)] = 2
+
+
+class TaskSettings(Section):
+    """Which task, and for the built-in ones how their data is found and split."""
+
+    name: str = "digits"
+    """``digits``, ``mnist``, ``path/to/file.py:attribute`` or ``package.module:attribute``"""
+    devices: Annotated[int, Field(ge=1)] | None = None
+    partition: Annotated[Iid | Classes, Field(discriminator="kind")] = Classes()
+    data_root: str | None = None
+    """Folder of data sets; the environment's ``FEDSTREAM_DATA`` where it is not given."""
+    download: bool = False
+    seed: Annotated[int, Field(ge=0)] = 0
+    """of the partition"""
+
+
+def load_task(spec: str, settings: TaskSettings) -> Task:
+    """The task of that name; ``settings`` are for the built-in ones.
+
+    Raises ConfigError, naming what and where, if there is no such task or its program fails;
+    DataError if its data is missing.
+    """
+    source, _, attribute = spec.rpartition(":")
+    if not source:
+        from trainer.tasks import BUILT_IN
+
+        if spec not in BUILT_IN:
+            raise ConfigError(
+                f"task {spec!r} is none of {', '.join(BUILT_IN)}; a task of your own is named "
+                f"path/to/file.py:attribute or package.module:attribute"
+            )
+        return BUILT_IN[spec](settings)
+    found = getattr(_import(source), attribute, None)
+    if found is None:
+        raise ConfigError(f"task {spec!r}: {source} defines no {attribute!r}")
+    if callable(found):
+        try:
+            found = found()
+        except FedstreamError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"task {spec!r}: {attribute}() raised {_words(error)}") from error
+    if not isinstance(found, Task):
+        raise ConfigError(
+            f"task {spec!r} is of type {type(found).__name__}: it must be a fedstream.Task, "
+            f"or a callable without arguments that returns one"
+        )
+    return found
+
+
+def _import(source: str) -> ModuleType:
+    """Import a module by its dotted name or its file.
+
+    A file is imported by its stem, with its folder at the end of the path: so the user's program
+    can import its neighbours, and a spawned process, which inherits the path but not the modules,
+    finds it again under the same name.
+    """
+    from trainer import torchvision_ops
+
+    torchvision_ops.declare_missing()  # a user's program may import torchvision
+    file = Path(source).resolve() if source.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise ConfigError(f"task {source!r}: there is no file {file}")
+    name = source if file is None else file.stem
+    folder = str(Path.cwd() if file is None else file.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        if file is not None and not _is_found(name, file):
+            raise ConfigError(
+                f"task {source!r}: the name {name!r} belongs to another module: rename the file"
+            )
+        return importlib.import_module(name)
+    except FedstreamError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"task {source!r}: importing it raised {_words(error)}") from error
+
+
+def _is_found(name: str, file: Path) -> bool:
+    """Whether importing ``name`` gives this file, rather than another module of the name."""
+    spec = None if "." in name else importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file
+
+
+def _words(error: Exception) -> str:
+    """An exception in one line, with the place in the program that raised it."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = f" at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else ""
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

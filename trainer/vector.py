@@ -1,0 +1,108 @@
+"""A torch module as the flat vector that travels (:mod:`broker.layout`), and back.
+
+Names are those of ``state_dict``; what that does not carry (buffers that are not persistent) stays
+with the module. A tensor that appears under several names (tied weights) travels once, under the
+first.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from broker.errors import LayoutMismatch
+from broker.layout import Kind, Layout, Model, Tensor
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from trainer.task import Task
+
+# float16 and bfloat16 are widened, which is exact; float64 is rounded: models are mixed in float32
+_FLOATS = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
+_INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+
+
+def layout_of(module: nn.Module) -> Layout:
+    """The layout of a module: parameters, float buffers (BatchNorm's statistics), integers.
+
+    Raises LayoutMismatch, naming the tensor, for what is neither (complex, quantised, lazy).
+    """
+    return Layout(tuple(entry for entry, _ in _tensors(module)))
+
+
+def read(module: nn.Module, out: Model) -> None:
+    """Copy the module's values into ``out``. Raises LayoutMismatch if it is of another layout."""
+    for vector, tensor in _pairs(out, module):
+        vector.copy_(tensor)
+
+
+def load(model: Model, module: nn.Module) -> None:
+    """Copy the model's values into ``module``. Raises LayoutMismatch if it is of another layout."""
+    # torch takes no read-only arrays, which is what bytes from elsewhere are: those are copied
+    writable = Model(model.layout, np.require(model.buffer, requirements="W"))
+    for vector, tensor in _pairs(writable, module):
+        tensor.copy_(vector)
+
+
+def initial(task: Task, seed: int) -> Model:
+    """The task's untrained model, x_0: the same bits for the same seed on the same torch.
+
+    torch's global generator is left as it was.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = task.model()
+    model = Model(layout_of(module))
+    read(module, model)
+    return model
+
+
+def _tensors(module: nn.Module) -> list[tuple[Tensor, torch.Tensor]]:
+    """Every tensor that travels with its entry in the layout, in the layout's order."""
+    carried = module.state_dict(keep_vars=True)
+    buffers = ((name, buffer) for name, buffer in module.named_buffers() if name in carried)
+    groups: dict[Kind, list[tuple[Tensor, torch.Tensor]]] = {
+        "parameter": [],
+        "buffer": [],
+        "integer": [],
+    }
+    of_float: Kind
+    for of_float, named in (("parameter", module.named_parameters()), ("buffer", buffers)):
+        for name, tensor in named:
+            kind = of_float if tensor.dtype in _FLOATS else "integer"
+            if is_lazy(tensor) or tensor.dtype not in _FLOATS | _INTEGERS:
+                what = "not initialised yet" if is_lazy(tensor) else f"of {tensor.dtype}"
+                raise LayoutMismatch(
+                    f"{name} is {what}: a model's tensors are float, integer or bool of known shape"
+                )
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            groups[kind].append((Tensor(name, tuple(tensor.shape), dtype, kind), tensor.detach()))
+    return [pair for group in groups.values() for pair in group]
+
+
+def _pairs(model: Model, module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """For each tensor its place in the vectors, as a view in its shape, and the module's own."""
+    tensors = _tensors(module)
+    if tuple(entry for entry, _ in tensors) != model.layout.tensors:
+        raise LayoutMismatch(_difference(model.layout, Layout(tuple(e for e, _ in tensors))))
+    floats = torch.from_numpy(model.floats)
+    integers = torch.from_numpy(model.integers)
+    for entry, tensor in tensors:
+        if entry.kind == "integer":
+            vector, integers = integers[: entry.count], integers[entry.count :]
+        else:
+            vector, floats = floats[: entry.count], floats[entry.count :]
+        yield vector.view(entry.shape), tensor
+
+
+def _difference(model: Layout, module: Layout) -> str:
+    """The first tensor in which two layouts differ, in words."""
+    ours, theirs = set(module.tensors), set(model.tensors)
+    here = next((t for t in module.tensors if t not in theirs), None)
+    there = next((t for t in model.tensors if t not in ours), None)
+    return f"the module's layout is not the model's: the module has {here}, the model {there}"

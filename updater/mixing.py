@@ -1,0 +1,45 @@
+"""The arithmetic on vectors: mixing two of them, and looking one over before it is used.
+
+Replay must give the same bits on every machine, so a bit of a model is only ever decided by
+separate element-wise float32 subtractions, multiplications and additions: they are the same
+everywhere, which fused or reduced operations are not. Blocks keep the three passes in the cache.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from broker.layout import Floats, Model
+
+BLOCK = 1 << 15  # floats: three arrays of 128 KiB stay in the second-level cache
+
+
+def mix(x: Model, new: Model, weight: float, into: Model) -> None:
+    """into = x + weight (new - x), which is (1 - weight) x + weight new; ``into`` may be either.
+
+    Floating-point buffers mix like parameters. Integers take the newer value.
+    """
+    w = np.float32(weight)
+    for start in range(0, x.layout.floats, BLOCK):
+        part = slice(start, start + BLOCK)
+        step = np.subtract(new.floats[part], x.floats[part])
+        np.multiply(step, w, out=step)
+        np.add(x.floats[part], step, out=into.floats[part])
+    into.integers[:] = new.integers
+
+
+def norm(vector: Floats) -> float:
+    """The Euclidean norm; not finite exactly if an element is not finite.
+
+    It may refuse an update (a recorded outcome) but never enters a model, so a reduction is fine.
+    """
+    total = 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, vector.size, BLOCK):
+            block = vector[start : start + BLOCK]
+            squares = float(np.dot(block, block))
+            if not np.isfinite(squares):  # float32 overflows from 1e19 on: look again, wider
+                wide = block.astype(np.float64)
+                squares = float(np.dot(wide, wide))
+            total += squares
+    return float(np.sqrt(total))
