@@ -56,8 +56,9 @@ async def read(client: Client, key: str, into: Model, *, digest: str) -> None:
         size, *start = replies[0]
         if size is None:
             raise BlobMissing(key)
-        if int(size) != data.nbytes:
-            raise BlobDamaged(f"blob {key} has {int(size)} bytes, expected {data.nbytes}")
+        if size != b"%d" % data.nbytes:
+            found = size.decode(errors="replace")
+            raise BlobDamaged(f"blob {key} has {found} bytes, expected {data.nbytes}")
         for chunk in [*start, *replies[1:]]:
             if chunk is None or at + len(chunk) > data.nbytes:
                 raise BlobMissing(key) if chunk is None else BlobDamaged(f"blob {key} is too long")

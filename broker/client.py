@@ -68,11 +68,13 @@ class Client:
 
     async def _exchange(self, commands: Sequence[Command], wait_s: float) -> list[Any]:
         connection: Connection | None = None
+        transport: asyncio.WriteTransport | None = None
         try:
             async with asyncio.timeout(self._timeout_s + wait_s):
                 connection = self._idle.pop() if self._idle else self._make(**self._options)
                 if not connection.is_connected:
                     await _as_awaitable(connection.connect())
+                transport = connection._writer.transport  # type: ignore[union-attr]  # noqa: SLF001
                 await connection.send_packed_command(_pack(commands), check_health=False)  # type: ignore[arg-type]
                 replies: list[Any] = []
                 failure: exceptions.ResponseError | None = None
@@ -83,10 +85,10 @@ class Client:
                     except exceptions.ResponseError as error:
                         failure = failure or error
         except (exceptions.RedisError, OSError, TimeoutError) as error:
-            await self._drop(connection)
+            await self._drop(connection, transport)
             raise self._translated(error) from error
         except BaseException:  # cancelled: the reply may still come, and must meet nobody
-            await self._drop(connection)
+            await self._drop(connection, transport)
             raise
         if self._closed:
             await self._drop(connection)
@@ -96,7 +98,13 @@ class Client:
             raise self._translated(failure) from failure
         return replies
 
-    async def _drop(self, connection: Connection | None) -> None:
+    async def _drop(
+        self, connection: Connection | None, transport: asyncio.WriteTransport | None = None
+    ) -> None:
+        """Closes a connection. What waits in ``transport`` is not sent any more: whoever gave it
+        up may have another use for its memory, and another idea of what should happen."""
+        if transport is not None:
+            transport.abort()
         if connection is not None:
             await connection.disconnect(nowait=True)
 
@@ -119,7 +127,8 @@ class Client:
             OSError,
             TimeoutError,
         )
-        if isinstance(error, passing):
+        # UNBLOCKED: the stream that was waited for is gone, or the node is no master any more.
+        if isinstance(error, passing) or text.startswith(("UNBLOCKED", "NOREPLICAS")):
             return Unavailable(f"Redis at {self.address} does not answer: {text}")
         return BrokerError(f"Redis at {self.address}: {text}")
 

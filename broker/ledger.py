@@ -37,7 +37,7 @@ from broker.streams import Entry
 _SCRIPTS = {
     name: Script(name)
     for name in (
-        "abandon", "admit", "announce", "bury", "close_round", "commit", "create", "dispatch",
+        "admit", "announce", "bury", "close_round", "commit", "create", "dispatch",
         "finish_run", "finish_task", "leave", "look", "retire", "trigger",
     )
 }  # fmt: skip
@@ -350,10 +350,10 @@ class Ledger:
         entry: Entry,
         reason: str,
         *,
-        task: Task | None = None,
+        task: Task | Trigger | Upload | GiveUp | None = None,
         deliveries: int = 0,
     ) -> bool:
-        """Moves an entry to ``dead``, and ends its task."""
+        """Moves an entry to ``dead``, and ends the task that it is about."""
         name = stream.removeprefix(self.keys.prefix)
         dead = Dead(
             stream=name, entry=entry.id, reason=reason, time=time.time(),
@@ -366,12 +366,6 @@ class Ledger:
                 _packed(event), stream=stream,
             )
         )  # fmt: skip
-
-    async def abandon(self, owner: str) -> int:
-        """Gives up what waits for an owner that is gone: how many tasks."""
-        event = _packed(self._event())
-        stream = self.keys.tasks_of(owner)
-        return int(await self._script("abandon", "owner gone", event, tasks=stream))
 
     async def silent(self, seconds: float) -> list[str]:
         """Trainers that were not heard for so long."""
@@ -394,11 +388,18 @@ class Ledger:
             )
         )
 
-    async def leave(self, name: str, *, silent_s: float = 0.0) -> bool:
-        """Strikes a trainer off the register if it was silent for so long: whether it did."""
+    async def leave(self, name: str, *, silent_s: float = 0.0) -> int | None:
+        """Strikes a trainer off the register if it was silent for so long.
+
+        How many tasks were given up because they waited for the devices that it owned; None if it
+        is not on the register, or was heard since.
+        """
         how = f"was not heard for {silent_s:g} s" if silent_s else "left"
         event = self._event(what="trainer", text=f"{name} {how}")
-        return bool(await self._script("leave", name, silent_s, _packed(event)))
+        given_up = await self._script(
+            "leave", name, silent_s, _packed(event), _packed(self._event())
+        )
+        return None if given_up < 0 else int(given_up)
 
     async def answer(self, stream: str, group: str, entry: Entry, answer: Upload | GiveUp) -> bool:
         """Says the answer to a task and ends its lease; False if the lease is over."""

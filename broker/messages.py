@@ -21,6 +21,8 @@ SCHEMA = 1
 
 Count = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
+# Of tasks and attempts: without the signs that join them in blobs' names and in the ledger.
+Id = Annotated[str, Field(pattern=r"^[^|.]{1,200}$")]
 Outcome = Literal["applied", "buffered", "refused", "given_up", "dead"]
 A = TypeVar("A", bound="Message")
 B = TypeVar("B", bound="Message")
@@ -57,7 +59,7 @@ class Trigger(Message):
     """A training task is wanted. The scheduler's, or an anarchic device's own."""
 
     kind: ClassVar[str] = "trigger"
-    task: Name
+    task: Id
     device: Count
     seed: Count
     steps: Annotated[int, Field(ge=1)] | None = None
@@ -73,7 +75,7 @@ class CloseRound(Message):
 
     kind: ClassVar[str] = "close_round"
     version: Count
-    tasks: tuple[Name, ...]
+    tasks: tuple[Id, ...]
     why: str
 
 
@@ -81,7 +83,7 @@ class Task(Message):
     """Train: which device, how long, from which seed (and, in rounds, from which version)."""
 
     kind: ClassVar[str] = "task"
-    task: Name
+    task: Id
     device: Count
     seed: Count
     steps: Annotated[int, Field(ge=1)] | None = None
@@ -107,8 +109,8 @@ class Upload(Message):
     """A device has trained x_tau into x_new, which lies in a blob."""
 
     kind: ClassVar[str] = "upload"
-    task: Name
-    attempt: Name
+    task: Id
+    attempt: Id
     device: Count
     trainer: Name
     tau: Count
@@ -132,8 +134,8 @@ class GiveUp(Message):
     """A device will not finish this task."""
 
     kind: ClassVar[str] = "give_up"
-    task: Name
-    attempt: Name
+    task: Id
+    attempt: Id
     device: Count
     trainer: Name
     reason: Name
@@ -152,7 +154,7 @@ class Contribution(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
 
-    task: Name
+    task: Id
     device: Count
     tau: Count
     staleness: Count
@@ -169,7 +171,7 @@ class Version(Message):
     version: Count
     time: float  # seconds since 1970, the updater's clock
     epoch: Count
-    parent: Count | None
+    parent: Count | None = None  # of version 0, and of one that was published again
     digest: Name
     blob: Name
     size: Count

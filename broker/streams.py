@@ -131,6 +131,10 @@ class Group:
             "IDLE", 86_400_000, "JUSTID",
         )  # fmt: skip
 
-    async def reap(self, consumer: str) -> bool:
-        """Removes a consumer that has nothing pending (removing it would destroy its entries)."""
-        return bool(await _REAP(self._client, {"stream": self.stream}, self.group, consumer))
+    async def reap(self, *, idle_ms: int) -> list[str]:
+        """Removes consumers that asked for nothing for ``idle_ms`` and have nothing pending.
+
+        Their names. One that is still there is harmed by nothing: reading adds it again.
+        """
+        reaped = await _REAP(self._client, {"stream": self.stream}, self.group, idle_ms)
+        return [name.decode() for name in reaped]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -13,8 +13,10 @@ from broker import blobs
 from broker.client import Client
 from broker.errors import BlobMissing, BrokerError, FedstreamError, NoRun
 from broker.keys import Keys
-from broker.layout import Layout, Model
+from broker.layout import Model
 from broker.ledger import Ledger, View
+
+_DIGITS = 18  # no version has as many
 
 
 def status(name: str, view: View) -> dict[str, Any]:
@@ -60,7 +62,6 @@ class App:
         self._client = client
         self._ledger = ledger
         self._keys = keys
-        self._layout: Layout | None = None
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """GET routes under /v1."""
@@ -79,22 +80,32 @@ class App:
     async def _model(self, request: web.Request) -> web.Response:
         """A model as safetensors. Its digest is the ETag: a copy that is current costs nothing."""
         wanted = request.match_info["version"]
-        if wanted != "latest" and not wanted.isdecimal():
+        if wanted != "latest" and not (wanted.isdecimal() and len(wanted) < _DIGITS):
             return _problem(400, f"{wanted!r} is no version: a number, or 'latest'")
-        head = await self._ledger.head()
-        if head is None:
-            return _problem(404, "there is no model yet")
-        version = head.version if wanted == "latest" else int(wanted)
+        while True:
+            head = await self._ledger.head()
+            if head is None:
+                return _problem(404, "there is no model yet")
+            version = head.version if wanted == "latest" else int(wanted)
+            try:
+                return await self._copy(request, version)
+            except BlobMissing:
+                now = await self._ledger.head()
+                if now is None or now.version == head.version or wanted != "latest":
+                    break  # else what was the latest is no more: take what is
+        kept = (await self._ledger.kept()).values()
+        return _problem(404, f"version {wanted} is not kept; kept are {_ranges(kept)}")
+
+    async def _copy(self, request: web.Request, version: int) -> web.Response:
+        """A version's model, unless the client has it. Raises BlobMissing."""
         kept = {number: blob for blob, number in (await self._ledger.kept()).items()}
-        digest = head.digest if version == head.version else await self._ledger.digest(version)
+        digest = await self._ledger.digest(version)
         if version not in kept or digest is None:
-            return _problem(404, f"version {wanted} is not kept; kept are {_ranges(kept)}")
+            raise BlobMissing(str(version))
         headers = {"ETag": f'"{digest}"', "X-Fedstream-Version": str(version)}
         if f'"{digest}"' in request.headers.get("If-None-Match", ""):
             return web.Response(status=304, headers=headers)
-        if self._layout is None:
-            self._layout = (await self._ledger.run()).layout
-        model = Model(self._layout)
+        model = Model((await self._ledger.run()).layout)
         await blobs.read(self._client, self._keys.model(kept[version]), model, digest=digest)
         body = await asyncio.to_thread(save, model.tensors(), {"version": str(version)})
         return web.Response(body=body, content_type="application/octet-stream", headers=headers)
@@ -121,7 +132,7 @@ def _problem(status_code: int, text: str) -> web.Response:
     return web.json_response({"error": text}, status=status_code)
 
 
-def _ranges(versions: Sequence[int] | dict[int, str]) -> str:
+def _ranges(versions: Iterable[int]) -> str:
     """Versions in few words: 3, 5-20."""
     parts: list[list[int]] = []
     for version in sorted(versions):

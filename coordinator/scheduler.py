@@ -65,7 +65,8 @@ class Scheduler:
         self._client = Client(redis, name)
         self._ledger = Ledger(self._client, keys, name)
         self._lease = Lease(self._client, keys, self.role, name, seconds=settings.lease_s)
-        self._events = Reader(self._client, {keys.events: "0"})
+        # Versions too: the end of a round may make one that ends no task.
+        self._news = Reader(self._client, {keys.events: "0", keys.models: "0"})
         self._budget = settings.memory_budget
         self._last = 0.0
         self._round = (-1, 0.0)  # version, since when
@@ -97,9 +98,9 @@ class Scheduler:
         await repeat(self._context, "schedule", self._step)
 
     async def _step(self) -> None:
-        """Looks, decides, triggers; then waits for an event, or for the time it has to look again.
+        """Looks, decides, triggers; then waits for news, or for the time it has to look again.
 
-        The events are read before the view, so that what happens in between is seen next time.
+        What happens between the look and the wait ends the wait at once.
         """
         try:
             view = await self._ledger.look()
@@ -117,7 +118,7 @@ class Scheduler:
         wait_ms = BLOCK_MS
         if self._wake_at is not None:
             wait_ms = min(BLOCK_MS, max(1, int((self._wake_at - time.time()) * 1000)))
-        await self._events.read(count=1000, block_ms=wait_ms)
+        await self._news.read(count=1000, block_ms=wait_ms)
 
     async def _decide(self, view: View) -> bool:
         """Does what the plan says; False if it has to be made anew, on another view."""
@@ -137,6 +138,8 @@ class Scheduler:
             self._triggered.inc(opened)
             if opened:
                 self._last = time.time()
+            else:
+                await pause(self._context.stop, 0.02)  # others were quicker, or the lease is lost
             return opened == len(todo.triggers)
         return True
 
@@ -158,16 +161,20 @@ class Scheduler:
 
     def _situation(self, view: View) -> Situation:
         now = time.time()
-        if self._round[0] != view.head.version:
-            self._round = (view.head.version, now)
+        version, buffered = view.head.version, view.head.buffered
+        begun = buffered or any(trigger.version == version for trigger in view.open)
+        if self._round[0] != version or not begun:
+            self._round = (version, now)
         return Situation(
             now=now,
             issued=view.issued,
-            version=view.head.version,
+            version=version,
             open=view.open,
             queue=view.queue,
             kept=view.kept,
-            buffered=view.head.buffered,
+            buffered=buffered,
+            # Of what is in the queue, the rest is the ends of rounds.
+            round_ending=self._asked[0] == version and view.queue > view.admitted + buffered,
             mean_staleness=view.head.mean_staleness,
             trainers=view.trainers,
             model_bytes=view.run.layout.nbytes,

@@ -73,12 +73,13 @@ class Situation:
     queue: int
     kept: int  # versions
     buffered: int  # updates that wait for more
+    round_ending: bool  # this round's end is in the queue
     mean_staleness: float
     trainers: int  # alive
     model_bytes: int
     devices: tuple[int, ...]  # that can be reached
     last: float  # when it triggered last, or took office
-    round_since: float  # when it first saw this version, or closed a round without arrivals
+    round_since: float  # when the round was begun, or its end was asked for
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,8 @@ def _plan_round(policy: Rounds, steps: Steps, seed: int, seen: Situation) -> Pla
     past = [t for t in seen.open if t.version is not None and t.version < seen.version]
     if past:
         return Plan(close=(seen.version - 1, tuple(trigger.task for trigger in past)))
+    if seen.round_ending:  # more tasks would come too late for it
+        return Plan(limit=len(seen.open))
     deadline = seen.round_since + policy.timeout_s
     if seen.now >= deadline and (mine or seen.buffered):
         return Plan(close=(seen.version, tuple(trigger.task for trigger in mine)))

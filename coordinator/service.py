@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from typing import Annotated
 
 from aiohttp import web
@@ -133,8 +134,18 @@ class Coordinator:
             await self._bury(group, entry, "crashed its coordinators", deliveries)
 
     async def _bury(self, group: Group, entry: Entry, reason: str, deliveries: int = 1) -> None:
-        self._context.log.error("dead letter", stream=group.stream, entry=entry.id, reason=reason)
-        await self._ledger.bury(group.stream, group.group, entry, reason, deliveries=deliveries)
+        """Moves an entry to ``dead``; the task that it is about ends, if it says which."""
+        task: Task | Trigger | Upload | GiveUp | None = None
+        for kind in (Task, Trigger, Upload, GiveUp):
+            with suppress(BadMessage):
+                task = kind.decode(entry.data)
+        self._context.log.error(
+            "dead letter", stream=group.stream, entry=entry.id, reason=reason,
+            task=task and task.task, deliveries=deliveries,
+        )  # fmt: skip
+        await self._ledger.bury(
+            group.stream, group.group, entry, reason, task=task, deliveries=deliveries
+        )
 
     async def _trigger(self, entry: Entry) -> None:
         """A trigger becomes a task, or a round is closed."""
@@ -176,6 +187,13 @@ class Coordinator:
             await self._bury_all(group, poison)
             for entry in entries:
                 await self._handled(group, entry, handle)
+        gone_ms = round(self._settings.trainer_silence_s * 1000)
+        for group in (
+            self._triggers,
+            self._uploads,
+            Group(self._client, self._keys.tasks, TRAINERS, ""),
+        ):
+            await group.reap(idle_ms=gone_ms)
         try:
             view = await self._ledger.look()
         except NoRun:
@@ -186,16 +204,10 @@ class Coordinator:
         await pause(self._context.stop, _SWEEP_S)
 
     async def _strike_off(self, name: str) -> None:
-        """A trainer that fell silent: its consumer goes once nothing is pending; so do its tasks
-        if it owned devices, since nobody else has their data."""
-        owns = name in set((await self._ledger.owners()).values())
-        if await self._ledger.leave(name, silent_s=self._settings.trainer_silence_s):
-            self._context.log.warning("trainer lost", trainer=name)
-        if owns:
-            given_up = await self._ledger.abandon(name)
-            self._context.log.warning("owner gone", trainer=name, tasks_given_up=given_up)
-        else:
-            await Group(self._client, self._keys.tasks, TRAINERS, "").reap(name)
+        """A trainer that fell silent: if it owned devices, its tasks are given up."""
+        given_up = await self._ledger.leave(name, silent_s=self._settings.trainer_silence_s)
+        if given_up is not None:
+            self._context.log.warning("trainer lost", trainer=name, tasks_given_up=given_up)
 
     async def _bury_poison(self, group: Group) -> None:
         """Tasks whose lease ran out for the last time."""
@@ -203,15 +215,4 @@ class Coordinator:
             idle_ms=round(self._lease.seconds * 1000), most=self._lease.attempts
         )
         for entry, deliveries in poison:
-            try:
-                task = Task.decode(entry.data)
-            except BadMessage as error:
-                await self._bury(group, entry, str(error), deliveries)
-                continue
-            self._context.log.error(
-                "task is poison", task=task.task, device=task.device, deliveries=deliveries
-            )
-            await self._ledger.bury(
-                group.stream, group.group, entry, "crashed its trainers",
-                task=task, deliveries=deliveries,
-            )  # fmt: skip
+            await self._bury(group, entry, "crashed its trainers", deliveries)

@@ -1,24 +1,42 @@
-"""The command line: `fedstream run` for everything on this machine, and each service by itself."""
+"""Asynchronous federated learning as a pipeline of services over Redis Streams."""
 
 from __future__ import annotations
 
+import asyncio
+import atexit
+import json
+import os
 import socket
 import sys
+from collections.abc import Awaitable, Callable
+from datetime import datetime
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 
 from broker.errors import ConfigError, FedstreamError
-from broker.keys import check_name
-from fedstream import config
+from broker.keys import Keys, check_name
+from fedstream import __version__
+
+# What a command needs is imported in it: `--help` and `--version` answer at once.
+if TYPE_CHECKING:
+    from broker.client import Client
+    from fedstream.config import Settings
+
+T = TypeVar("T")
 
 app = typer.Typer(
-    help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False
-)
+    help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)  # fmt: skip
+
+_SERVICES = "One service"
+_LOOKING = "Looking at a run"
 
 Config = Annotated[
-    Path | None, typer.Option("--config", "-c", envvar="FEDSTREAM_CONFIG", help="TOML file")
+    Path | None,
+    typer.Option("--config", "-c", envvar="FEDSTREAM_CONFIG", metavar="FILE", help="TOML file"),
 ]
 Sets = Annotated[
     list[str] | None,
@@ -27,7 +45,7 @@ Sets = Annotated[
     ),
 ]
 Url = Annotated[str | None, typer.Option("--redis", metavar="URL", help="instead of redis.url")]
-RunName = Annotated[str | None, typer.Option("--run", help="instead of run.name")]
+RunName = Annotated[str | None, typer.Option("--run", metavar="NAME", help="instead of run.name")]
 AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
 Name = Annotated[
     str | None,
@@ -37,46 +55,213 @@ Name = Annotated[
 ]
 
 
-def _settings(path: Path | None, sets: list[str] | None, **given: object) -> config.Settings:
+def _settings(path: Path | None, sets: list[str] | None, **given: object) -> Settings:
     """The configuration with the command line's own options last."""
-    last = [
+    from fedstream.config import read
+
+    return read(path, [*(sets or ()), *overrides(given)])
+
+
+def overrides(given: dict[str, object]) -> list[str]:
+    """Options as configuration keys: ``run__versions=60`` is ``run.versions=60``."""
+    return [
         f"{key.replace('__', '.')}={value}" for key, value in given.items() if value is not None
     ]
-    return config.read(path, [*(sets or ()), *last])
+
+
+def _ask(
+    path: Path | None,
+    redis: str | None,
+    run: str | None,
+    question: Callable[[Client, Keys], Awaitable[T]],
+) -> T:
+    """Puts a question to the Redis of a run."""
+    from broker.client import Client
+
+    settings = _settings(path, None, redis__url=redis, run__name=run)
+
+    async def asked() -> T:
+        client = Client(settings.redis, "cli")
+        try:
+            return await question(client, Keys(settings.run.name))
+        finally:
+            await client.close()
+
+    return asyncio.run(asked())
 
 
 def _serve(role: str, path: Path | None, sets: list[str] | None, name: str | None) -> None:
+    from fedstream.parent import end_with_parent
     from fedstream.services import serve_role
 
+    end_with_parent()
     settings = _settings(path, sets)
-    raise typer.Exit(serve_role(role, settings, check_name("--name", name or socket.gethostname())))
+    _leave(serve_role(role, settings, check_name("--name", name or socket.gethostname())))
+
+
+def _leave(code: int) -> NoReturn:
+    """Ends this process without tearing the interpreter down: with torch that takes a second."""
+    atexit._run_exitfuncs()  # noqa: SLF001  (a user's task may have registered some)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"fedstream {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _main(
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="and exit")
+    ] = False,
+) -> None:
+    pass
 
 
 @app.command()
+def run(
+    config: Config = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASK",
+            help="digits, mnist, path/to/file.py:attribute or package.module:attribute",
+        ),
+    ] = None,
+    strategy: Annotated[str | None, typer.Option(metavar="NAME", help="fedasync or fedavg")] = None,
+    trainers: Annotated[int, typer.Option(min=1, metavar="N", help="trainer processes")] = 2,
+    devices: Annotated[
+        int | None, typer.Option(metavar="N", help="devices that the data is split over")
+    ] = None,
+    updates: Annotated[
+        int | None, typer.Option(metavar="T", help="the run ends with this version")
+    ] = None,
+    redis: Annotated[
+        str | None, typer.Option(metavar="URL", help="without it the run starts its own")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="for results; runs/NAME-TIME if not given")
+    ] = None,
+    data_root: Annotated[
+        str | None, typer.Option(metavar="DIR", help="of data sets; else FEDSTREAM_DATA")
+    ] = None,
+    sets: Sets = None,
+    port: Annotated[
+        int | None, typer.Option(metavar="P", help="of the coordinator's HTTP; any if not given")
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="go on with an unfinished run of the Redis named")
+    ] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="no progress; the summary as JSON at the end")
+    ] = False,
+) -> None:
+    """Train: every service as a process on this machine, with a Redis of its own.
+
+    It ends with the last version, at run.target_accuracy, or on Ctrl-C, and leaves a summary, the
+    metrics as a table, the model, curves, logs and its configuration in a folder.
+
+    Exit codes: 0 finished, 130 interrupted, 1 failed, 2 a wrong configuration.
+    """
+    from fedstream import display
+    from fedstream import run as local
+
+    if resume and config is None and out is not None and (out / local.CONFIG).is_file():
+        config = out / local.CONFIG
+    settings = _settings(
+        config, sets,
+        task__name=task, strategy__name=strategy, task__devices=devices, run__versions=updates,
+        redis__url=redis, task__data_root=data_root,
+    )  # fmt: skip
+    plan = local.Plan(
+        settings,
+        out=out or local.default_out(settings.run.name, datetime.now().astimezone()),
+        trainers=trainers,
+        port=port,
+        resume=resume,
+    )
+    code, numbers = local.run(plan, display.choose(as_json=as_json))
+    if as_json:
+        typer.echo(json.dumps(numbers, indent=2))
+    _leave(code)
+
+
+@app.command(rich_help_panel=_LOOKING)
+def status(
+    config: Config = None, redis: Url = None, run: RunName = None, as_json: AsJson = False
+) -> None:
+    """How a run is now."""
+    from fedstream import status as page
+
+    about = _ask(config, redis, run, page.read)
+    if as_json:
+        typer.echo(json.dumps(about, indent=2))
+    else:
+        page.show(about)
+
+
+@app.command(rich_help_panel=_LOOKING)
+def top(
+    config: Config = None,
+    redis: Url = None,
+    run: RunName = None,
+    once: Annotated[bool, typer.Option("--once", help="print one picture and end")] = False,
+) -> None:
+    """Watch a run: rate, staleness, queue, trainers, accuracy. Ctrl-C ends it."""
+    from fedstream.top import watch
+
+    _ask(config, redis, run, lambda client, keys: watch(client, keys, once=once))
+
+
+@app.command(rich_help_panel=_LOOKING)
+def purge(
+    config: Config = None,
+    redis: Url = None,
+    run: RunName = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="without asking")] = False,
+    force: Annotated[bool, typer.Option("--force", help="even while services are alive")] = False,
+) -> None:
+    """Delete everything that a run has in Redis."""
+    from fedstream import presence
+
+    name = run or _settings(config, None).run.name
+    if not yes:
+        typer.confirm(f"Delete run {name!r}?", abort=True)
+    deleted = _ask(
+        config, redis, run, lambda client, keys: presence.purge(client, keys, force=force)
+    )
+    typer.echo(f"{deleted} keys of run {name!r} deleted")
+
+
+@app.command(rich_help_panel=_SERVICES)
 def coordinator(config: Config = None, sets: Sets = None, name: Name = None) -> None:
     """Turns triggers into tasks, admits answers, serves status and models over HTTP."""
     _serve("coordinator", config, sets, name)
 
 
-@app.command()
+@app.command(rich_help_panel=_SERVICES)
 def scheduler(config: Config = None, sets: Sets = None, name: Name = None) -> None:
     """Triggers training tasks."""
     _serve("scheduler", config, sets, name)
 
 
-@app.command()
+@app.command(rich_help_panel=_SERVICES)
 def updater(config: Config = None, sets: Sets = None, name: Name = None) -> None:
     """Mixes updates into the global model and publishes its versions."""
     _serve("updater", config, sets, name)
 
 
-@app.command()
+@app.command(rich_help_panel=_SERVICES)
 def trainer(config: Config = None, sets: Sets = None, name: Name = None) -> None:
     """Trains on devices' data."""
     _serve("trainer", config, sets, name)
 
 
-@app.command()
+@app.command(rich_help_panel=_SERVICES)
 def evaluator(config: Config = None, sets: Sets = None, name: Name = None) -> None:
     """Measures the model on the test data."""
     _serve("evaluator", config, sets, name)

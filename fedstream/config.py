@@ -74,7 +74,7 @@ class Settings(Section):
                     f"{strategy.clients_per_round}: no round would ever be full"
                 )
         if isinstance(policy, Rounds) and not isinstance(strategy, FedAvgSettings):
-            raise ValueError(
+            raise ValueError(  # noqa: TRY004  (what pydantic takes from a validator)
                 f"scheduler.policy.kind = 'rounds' needs strategy.name = 'fedavg', "
                 f"not {strategy.name!r}"
             )

@@ -178,7 +178,7 @@ def _validate(schema: type[M], tree: _Tree) -> M:
         return schema.model_validate_json(to_json(_plain(tree)))
     except ValidationError as error:
         wrong = [_Wrong(schema, tree, details) for details in error.errors(include_url=False)]
-        if any(item.becomes_text() for item in wrong):
+        if any([item.becomes_text() or item.becomes_default() for item in wrong]):  # noqa: C419
             return _validate(schema, tree)
         lines: dict[str, list[str]] = {}
         for item in wrong:  # the alternatives of a union each complain about the same key
@@ -200,6 +200,7 @@ class _Wrong:
 
     def __init__(self, schema: type[BaseModel], tree: _Tree, details: ErrorDetails) -> None:
         self.details = details
+        self.tree = tree
         self.key: list[str | int] = []
         self.types: list[object] = [schema]  # what the key may be
         self.holder: list[object] = []  # what the table around it may be
@@ -222,6 +223,21 @@ class _Wrong:
             return False
         leaf.value = leaf.text
         return True
+
+    def becomes_default(self) -> bool:
+        """Take the kind of a table that names none from the key's default, if its keys suit that:
+        ``strategy.alpha=0.3`` is about the strategy that there is without it."""
+        if self.details["type"] != "union_tag_not_found":
+            return False
+        *_, key, tag = self.key
+        table = _find(self.tree, self.key[:-1])
+        for one in self.holder:
+            if _is_model(one) and key in one.model_fields and isinstance(table, dict):
+                default = one.model_fields[str(key)].get_default(call_default_factory=True)
+                if _is_model(type(default)) and table.keys() <= type(default).model_fields.keys():
+                    table[str(tag)] = _Leaf(getattr(default, str(tag)), "default")
+                    return True
+        return False
 
     def given(self) -> str:
         """The key, its value unless that is a table, and its sources."""

@@ -15,6 +15,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Annotated, TypeVar
 
@@ -57,6 +58,8 @@ T = TypeVar("T")
 
 _LARGE = 4 << 20  # bytes; arithmetic on larger models leaves the event loop
 _UNPUBLISHED_S = 600.0  # a model whose version was never committed expires after this
+_LOST_S = 0.1  # between two looks at a Redis that was emptied
+_LARGEST = 1e37  # norm; between models of at most this, no difference overflows float32
 _STALENESS_MEMORY = 0.9  # of the moving average that the scheduler steers by
 
 
@@ -153,6 +156,8 @@ class Updater:
         self._kept: dict[str, int] = {}  # blob -> version, oldest first
         self._mean_staleness = 0.0
         self._pending: _Change | None = None
+        self._written = ""  # the pending version's blob, once all of it is there
+        self._epoch = 0  # in which Redis was last seen to have our newest version
         self._finished = False
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
@@ -176,10 +181,12 @@ class Updater:
         """One entry of the queue, or what has to come before it."""
         if self._state is None:
             await self._recover()
+        elif self._lease.number != self._epoch:
+            await self._look_again(self._state)
         elif self._pending is not None:
             await self._settle(self._pending)
         elif self._finished:
-            await pause(self._context.stop, 0.5)
+            await self._clear()
         elif not self._backlog:
             new = await self._reader.read(count=16)
             self._backlog.extend(new.get(self._keys.queue, ()))
@@ -192,6 +199,7 @@ class Updater:
 
     async def _recover(self) -> None:
         """Takes up the run where Redis has it, or makes it."""
+        epoch = self._lease.number
         try:
             run = await self._ledger.run()
         except NoRun:
@@ -219,6 +227,7 @@ class Updater:
         model = Model(run.layout)
         await blobs.read(self._client, self._keys.model(head.blob), model, digest=head.digest)
         self._kept = await self._ledger.kept()
+        self._epoch = epoch
         self._run, self._finished = run, run.state == "finished"
         self._mean_staleness = head.mean_staleness
         self._start_from(State(head.version, model))
@@ -230,26 +239,38 @@ class Updater:
         self._reader.rewind(self._keys.queue)
         self._held = ()
         self._pending = None
+        self._written = ""
         self._state = state
         self._metrics.version.set(state.version)
+
+    async def _look_again(self, state: State) -> None:
+        """Redis lost the lease, and we have it again: was that all that Redis lost?"""
+        epoch = self._lease.number
+        head = await self._ledger.head()
+        if head is None or head.version < state.version:
+            await self._publish_again("no head" if head is None else f"version {head.version}")
+        else:
+            self._epoch = epoch
 
     async def _publish_again(self, why: str) -> None:
         """Redis lost the newest version: it gets it again, as a new lineage's first."""
         if self._run is None or self._state is None:
             return
+        epoch = self._lease.number
         self._context.log.error("Redis lost the run: publishing it again", found=why)
         state = State(self._state.version, self._state.model)
         version = self._version(state.version, state.model, parent=None)
         await blobs.write(
             self._client, self._keys.model(version.blob), state.model, expire_s=_UNPUBLISHED_S
         )
-        if (
-            await self._ledger.create(self._lease.token, self._run, version, again=True)
-            == "created"
-        ):
-            self._kept = {version.blob: version.version}
-            await self._forget_fetches()
-            self._start_from(state)
+        reply = await self._ledger.create(self._lease.token, self._run, version, again=True)
+        if reply != "created":  # emptied once more
+            await pause(self._context.stop, _LOST_S)
+            return
+        self._kept = await self._ledger.kept()
+        self._epoch = epoch
+        await self._forget_fetches()
+        self._start_from(state)
 
     # one entry
 
@@ -280,13 +301,10 @@ class Updater:
         self, entry: Entry, upload: Upload, state: State
     ) -> tuple[str, Update | None]:
         """The update's content, or why it is refused."""
-        limit = self._strategy.max_staleness
-        if upload.tau > state.version:
-            return "unknown base", None
-        if limit is not None and state.version - upload.tau > limit:
-            return "too stale", None
-        if upload.layout != state.model.layout.signature:
-            return "layout", None
+        refusal = self._refusal(upload, state)
+        if refusal:
+            await self._unfetch(entry)
+            return refusal, None
         try:
             model = await self._fetched(entry, upload, state.model.layout)
         except BlobMissing:
@@ -298,13 +316,22 @@ class Updater:
         if not math.isfinite(size):
             self._free.append(model)
             return "not finite", None
-        if self._settings.max_norm is not None and size > self._settings.max_norm:
+        if size > min(self._settings.max_norm or _LARGEST, _LARGEST):
             self._free.append(model)
             return "norm too large", None
         return "", Update(
             model=model, tau=upload.tau, device=upload.device,
             samples=upload.samples, steps=upload.steps, lr=upload.lr,
         )  # fmt: skip
+
+    def _refusal(self, upload: Upload, state: State) -> str:
+        """Why an update is refused for what it says of itself; '' if it is not."""
+        limit = self._strategy.max_staleness
+        if upload.tau > state.version:
+            return "unknown base"
+        if limit is not None and state.version - upload.tau > limit:
+            return "too stale"
+        return "" if upload.layout == state.model.layout.signature else "layout"
 
     async def _fetched(self, entry: Entry, upload: Upload, layout: Layout) -> Model:
         """The update's model, whose reading began while the one before was being mixed."""
@@ -338,6 +365,13 @@ class Updater:
             return  # its turn will come, and with it its error
         if upload.layout == layout.signature:
             self._fetches[following.id] = self._fetch(upload, layout)
+
+    async def _unfetch(self, entry: Entry) -> None:
+        """The update that was read ahead is refused unread: its memory is free again."""
+        fetch = self._fetches.pop(entry.id, None)
+        if fetch is not None:
+            with suppress(BrokerError):
+                self._free.append(await fetch)
 
     async def _forget_fetches(self) -> None:
         for fetch in self._fetches.values():
@@ -461,11 +495,13 @@ class Updater:
         commit = change.commit
         with self._metrics.seconds.labels("publish").time():
             try:
-                if commit.version is not None:
+                if commit.version is not None and commit.version.blob != self._written:
+                    # Not again after a lost reply: it may be published, and must not expire.
                     key = self._keys.model(commit.version.blob)
                     await blobs.write(
                         self._client, key, change.state.model, expire_s=_UNPUBLISHED_S
                     )
+                    self._written = commit.version.blob
                 done = await self._ledger.commit(self._lease.token, commit)
             except OutOfMemory:
                 await self._make_room()
@@ -473,9 +509,13 @@ class Updater:
         if done == "done":
             self._adopt(change)
         elif done == "finished":
-            self._finished, self._pending = True, None
+            self._run, self._finished, self._pending = await self._ledger.run(), True, None
             self._context.log.info("run finished elsewhere")
-        elif done != "unwritten":
+        elif done == "unwritten":
+            self._written = ""  # it expired while Redis was away
+        elif done == "lost":
+            await pause(self._context.stop, _LOST_S)  # until the lease is taken again
+        else:
             await self._publish_again(done)
 
     def _adopt(self, change: _Change) -> None:
@@ -495,9 +535,37 @@ class Updater:
         if commit.version is not None:
             self._kept[commit.version.blob] = commit.version.version
             self._metrics.version.set(commit.version.version)
-        if commit.finish is not None:
+        if commit.finish is not None and self._run is not None:
             self._finished = True
+            self._run = replace(
+                self._run, state="finished", why=commit.finish, finished=time.time()
+            )
             self._context.log.info("run finished", why=commit.finish)
+
+    async def _clear(self) -> None:
+        """The run is over: what still waits is given up, so that every task ends, and goes."""
+        await self._forget_fetches()
+        self._reader.rewind(self._keys.queue)
+        entries = (await self._reader.read(count=64)).get(self._keys.queue, [])
+        uploads: list[Upload] = []
+        for entry in entries:
+            with suppress(BadMessage):
+                uploads.append(decode(entry.data, Upload))
+        if not entries:
+            return
+        ends = [
+            End(
+                task=upload.task, attempt=upload.attempt, device=upload.device,
+                outcome="given_up", reason="run finished",
+            )
+            for upload in uploads
+        ]  # fmt: skip
+        commit = Commit(
+            version=None, buffered=0, mean_staleness=self._mean_staleness, ends=ends,
+            entries=[entry.id for entry in entries], updates=[upload.blob for upload in uploads],
+        )  # fmt: skip
+        if await self._ledger.commit(self._lease.token, commit) == "done":
+            self._context.log.info("updates left over given up", updates=len(uploads))
 
     async def _make_room(self) -> None:
         """Redis is full: frees all models but the newest before anything is written again."""

@@ -35,21 +35,22 @@ if a.give_up then
   end_task(a.task, a.attempt, 'given_up', a.give_up, event)
   return {'given_up', a.give_up}
 end
-local run = pairs_of(redis.call('HGETALL', key.run))
+local state, layout, size, max_staleness =
+  unpack(redis.call('HMGET', key.run, 'state', 'layout', 'size', 'max_staleness'))
 local head = tonumber(redis.call('HGET', key.head, 'version') or '-1')
-if run.state ~= 'running' then
+if state ~= 'running' then
   end_task(a.task, a.attempt, 'given_up', 'run finished', event)
   redis.call('UNLINK', blob)
   return {'given_up', 'run finished'}
 end
 event.staleness = a.tau <= head and head - a.tau or nil
-if a.layout ~= run.layout then return refused('layout') end
+if a.layout ~= layout then return refused('layout') end
 if a.size > a.size_limit then return refused('too large') end
-if a.size ~= tonumber(run.size) then return refused('size') end
+if a.size ~= tonumber(size) then return refused('size') end
 if redis.call('HGET', key.lineage, a.tau) ~= a.base then return refused('unknown base') end
-if run.max_staleness and head - a.tau > tonumber(run.max_staleness) then return refused('too stale') end
-local written = redis.call('HGET', blob, 'size')
-if not written then return refused('blob missing') end
+if max_staleness and head - a.tau > tonumber(max_staleness) then return refused('too stale') end
+local written = redis.pcall('HGET', blob, 'size')
+if not written or type(written) == 'table' then return refused('blob missing') end
 if tonumber(written) ~= a.size then return refused('size') end
 redis.call('PERSIST', blob)
 redis.call('HSET', key.admitted, a.task, a.attempt)

@@ -1,9 +1,12 @@
 -- keys: stream dead open admitted ended events counts
--- An entry that can't be processed leaves its stream for `dead`; its task, if it has one, ends.
+-- An entry that can't be processed leaves its stream for `dead`; its task, if it has one, ends,
+-- unless another answer to it was admitted.
 local group, entry, dead, task, reason, event = unpack(ARGV)
 guard()
 if group ~= '' and redis.call('XACK', key.stream, group, entry) == 0 then return 0 end
 if redis.call('XDEL', key.stream, entry) == 0 then return 0 end
 bury(dead)
-if task ~= '' then end_task(task, '', 'dead', reason, cmsgpack.unpack(event)) end
+if task ~= '' and redis.call('HEXISTS', key.admitted, task) == 0 then
+  end_task(task, '', 'dead', reason, cmsgpack.unpack(event))
+end
 return 1

@@ -15,13 +15,15 @@ if a.version then
   redis.call('HDEL', key.lineage, a.version - LINEAGE_KEPT)
   redis.call('ZADD', key.kept, a.version, a.blob)
   redis.call('XADD', key.models, 'MAXLEN', '~', VERSIONS_TOLD, '*', 'm', ARGV[2])
+elseif redis.call('EXISTS', key.head) == 0 then
+  return 'behind:-1'
 end
 redis.call('HSET', key.head, unpack(a.head))
 for _, ended in ipairs(a.ends) do
   local task, attempt, outcome, reason, event = unpack(ended)
   end_task(task, attempt, outcome, reason ~= '' and reason or nil, event)
 end
-if #a.entries > 0 then redis.call('XDEL', key.queue, unpack(a.entries)) end
+for _, entry in ipairs(a.entries) do redis.call('XDEL', key.queue, entry) end
 for _, blob in ipairs(a.retired) do redis.call('ZREM', key.kept, blob) end
 for i = first_rest, #KEYS do redis.call('UNLINK', KEYS[i]) end
 if a.finish then

@@ -1,4 +1,4 @@
--- keys: triggers open run tasks owners counts rates
+-- keys: triggers open run tasks owners counts rates ended
 -- A trigger becomes a task. The scheduler's are in `open` already; a device's own enter it here,
 -- within its rate and the limit. A device that a trainer owns is that trainer's to serve.
 local a = cmsgpack.unpack(ARGV[1])
@@ -9,7 +9,8 @@ local is_open = redis.call('HEXISTS', key.open, a.task) == 1
 if a.origin == 'scheduler' then
   if not is_open then return 'ended' end
 else
-  if is_open or redis.call('HGET', key.run, 'state') ~= 'running' then return 'repeated' end
+  if is_open or ended_as(a.task) then return 'repeated' end
+  if redis.call('HGET', key.run, 'state') ~= 'running' then return 'finished' end
   local second = redis.call('TIME')[1]
   local at, used = string.match(redis.call('HGET', key.rates, a.origin) or '', '^(%d+):(%d+)$')
   used = at == second and tonumber(used) or 0

@@ -48,9 +48,11 @@ local function bury(dead)
   count('dead_letters')
 end
 
--- Whether a role's token is another's ('fenced'), or gone with all of Redis's data ('lost').
+-- Whether a role's token is another's ('fenced'), or gone with all of Redis's data ('lost'). The nonce
+-- says whose it is: a process that has just taken its own lease again is not fenced by itself.
 local function fenced(token, role)
   local now = redis.call('HGET', key.tokens, role)
   if now == token then return nil end
-  return now and 'fenced' or 'lost'
+  local same = now and string.match(now, ':.*') == string.match(token, ':.*')
+  return now and not same and 'fenced' or 'lost'
 end

@@ -152,6 +152,11 @@ def test_a_name_that_chooses_nothing_drops_nothing(tmp_path: Path) -> None:
     assert settings.run == Run(name="b", seed=4)
 
 
+def test_a_table_without_a_name_is_about_the_default(tmp_path: Path) -> None:
+    assert load_sets("strategy.alpha=0.25").strategy == FedAsync(alpha=0.25)
+    assert load_file(tmp_path, "[strategy]\nalpha = 0.25\n").strategy == FedAsync(alpha=0.25)
+
+
 # Refusals: the key as the user wrote it, the value, what is allowed, the source
 
 
@@ -167,7 +172,7 @@ def test_a_name_that_chooses_nothing_drops_nothing(tmp_path: Path) -> None:
             'strategy.name = "fedavg" (from --set): must be one of fedasync, fedbuff',
         ),
         (
-            ("strategy.alpha=0.5",),
+            ("strategy.k=5",),  # not of the default strategy
             "strategy.name: required, but not given; one of fedasync, fedbuff",
         ),
         (

@@ -81,7 +81,7 @@ def test_mnist_is_read_packed_or_not(root: Path, *, packed: bool, partition: Iid
 
 def test_mnist_is_found_by_the_environment(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FEDSTREAM_DATA", str(root))
-    assert len(mnist(TaskSettings(devices=4)).device_data(0)) == 10
+    assert len(mnist(TaskSettings(devices=4, partition=Iid())).device_data(0)) == 10
 
 
 def test_missing_mnist_says_what_where_and_how_to_get_it(root: Path) -> None:

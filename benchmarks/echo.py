@@ -1,0 +1,44 @@
+"""A task without training: a trainer returns the model as it came, so that only the pipeline works.
+
+FEDSTREAM_ECHO_PARAMETERS says how many float32 parameters the model has.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from fedstream import Task
+from trainer.solvers import Trained, Work
+
+PARAMETERS = int(os.environ.get("FEDSTREAM_ECHO_PARAMETERS", "61706"))
+
+
+class Vector(nn.Module):
+    """A model that is nothing but its parameters."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.x = nn.Parameter(torch.randn(size) * 0.01)
+
+
+class Echo(Task):
+    """Ten devices with a sample each, and nothing to learn."""
+
+    devices = 10
+
+    def model(self) -> nn.Module:
+        return Vector(PARAMETERS)
+
+    def device_data(self, device: int) -> Dataset[Any]:
+        return TensorDataset(torch.tensor([device]))
+
+    def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
+        return Trained(steps=1, samples=1, loss=0.0)
+
+
+task = Echo()

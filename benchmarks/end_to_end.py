@@ -1,0 +1,176 @@
+"""End to end: updates a second through every service, beside the bare loop over the same Redis.
+
+    python -m benchmarks.end_to_end [--runs 5] [--sizes 61706,11000000]
+
+Two trainers return the model without training, four tasks are in flight. Each run measures the bare
+loop and the pipeline one after the other, on one Redis; the ratio of a run is what counts, because
+machines are noisy. Beside the rate: the processor time of each process, the updater's seconds by
+part, and the peaks of memory.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import psutil
+import redis
+
+from benchmarks import bare, machine
+from fedstream.redis_server import RedisServer
+
+RESULTS = Path(__file__).parent / "results"
+ROLES = ("coordinator", "scheduler", "updater", "trainer-1", "trainer-2")
+PARTS = ("fetch", "check", "mix", "digest", "publish")
+
+
+class Pipeline:
+    """The services as processes of their own, on a given Redis."""
+
+    def __init__(self, url: str, parameters: int, versions: int) -> None:
+        self._env = os.environ | {
+            "FEDSTREAM_ECHO_PARAMETERS": str(parameters),
+            "FEDSTREAM_REDIS__URL": url,
+            "FEDSTREAM_LOG__LEVEL": "warning",
+            "FEDSTREAM_TASK__NAME": "benchmarks.echo:task",
+            "FEDSTREAM_RUN__VERSIONS": str(versions),
+            "FEDSTREAM_SCHEDULER__POLICY__KIND": "in_flight",
+            "FEDSTREAM_SCHEDULER__POLICY__N": "4",
+        }
+        self._client = redis.Redis.from_url(url)
+        self._head = "fedstream:{demo}:head"
+        self._versions = versions
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._port = 0
+
+    def _start(self, name: str) -> None:
+        env = self._env
+        if name == "updater":
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                self._port = probe.getsockname()[1]
+            env = env | {"FEDSTREAM_HTTP__PORT": str(self._port)}
+        self._processes[name] = subprocess.Popen(
+            [sys.executable, "-m", "fedstream", name.partition("-")[0], "--name", name],
+            env=env, cwd=Path(__file__).parent.parent,
+        )  # fmt: skip
+
+    def measure(self) -> dict[str, Any]:
+        """Updates a second between a tenth of the versions and the last, and what they cost."""
+        for name in ROLES:
+            self._start(name)
+        try:
+            begin, cpu_begin = self._at(max(2, self._versions // 10))
+            parts_begin = self._parts()
+            end, cpu_end = self._at(self._versions)
+            parts_end = self._parts()
+            done = end[0] - begin[0]
+            memory = self._client.info("memory")
+            return {
+                "updates_per_s": done / (end[1] - begin[1]),
+                "cpu_ms_per_update": {
+                    name: 1000 * (cpu_end[name] - cpu_begin[name]) / done for name in cpu_begin
+                },
+                "updater_ms_per_update": {
+                    part: 1000 * (parts_end[part] - parts_begin[part]) / done for part in PARTS
+                },
+                "updater_peak_mb": self._peak_mb("updater"),
+                "trainer_peak_mb": self._peak_mb("trainer-1"),
+                "redis_peak_mb": memory["used_memory_peak"] / 1e6,
+            }
+        finally:
+            self._stop()
+
+    def _at(self, version: int) -> tuple[tuple[int, float], dict[str, float]]:
+        """(version, time) and processor seconds when the head has reached ``version``."""
+        deadline = time.monotonic() + 300
+        while time.monotonic() < deadline:
+            head = int(self._client.hget(self._head, "version") or 0)
+            if head >= version:
+                server = psutil.Process(int(self._client.info("server")["process_id"]))
+                cpu = {n: _cpu(psutil.Process(p.pid)) for n, p in self._processes.items()}
+                return (head, time.perf_counter()), cpu | {"redis": _cpu(server)}
+            for name, process in self._processes.items():
+                if process.poll() is not None:
+                    raise SystemExit(f"{name} exited with {process.returncode}")
+            time.sleep(0.01)
+        raise SystemExit(f"version {version} was not reached in 300 s")
+
+    def _parts(self) -> dict[str, float]:
+        url = f"http://127.0.0.1:{self._port}/metrics"
+        with urllib.request.urlopen(url, timeout=5) as reply:
+            text = reply.read().decode()
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for line in text.splitlines():
+            if line.startswith("fedstream_updater_seconds_sum{"):
+                seconds[line.split('"')[1]] = float(line.rsplit(" ", 1)[1])
+        return seconds
+
+    def _peak_mb(self, name: str) -> float:
+        status = Path(f"/proc/{self._processes[name].pid}/status").read_text()
+        line = next(line for line in status.splitlines() if line.startswith("VmHWM:"))
+        return int(line.split()[1]) * 1024 / 1e6
+
+    def _stop(self) -> None:
+        for process in self._processes.values():
+            process.send_signal(signal.SIGTERM)
+        for process in self._processes.values():
+            process.wait(30)
+
+
+def _cpu(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
+
+
+def main() -> None:
+    """Measures, prints a table, and writes it to benchmarks/results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--sizes", default="61706,11000000")
+    options = parser.parse_args()
+    results: dict[str, Any] = {"machine": machine.described(), "sizes": {}}
+    for size in (int(part) for part in options.sizes.split(",")):
+        small = size < 1_000_000
+        runs = []
+        for _ in range(options.runs):
+            with RedisServer() as server:
+                yardstick = bare.updates_per_second(server.url, size, 1500 if small else 25)
+                redis.Redis.from_url(server.url).flushall()
+                redis.Redis.from_url(server.url).config_resetstat()
+                run = Pipeline(server.url, size, 2000 if small else 40).measure()
+            run |= {"bare_updates_per_s": yardstick, "ratio": run["updates_per_s"] / yardstick}
+            runs.append(run)
+            print(f"{size:>11,}: {run['updates_per_s']:8.1f}/s  bare {yardstick:8.1f}/s  "
+                  f"ratio {run['ratio']:.2f}", flush=True)  # fmt: skip
+        results["sizes"][str(size)] = {"median": _median(runs), "runs": runs}
+        print(json.dumps(results["sizes"][str(size)]["median"], indent=2), flush=True)
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / "end_to_end.json"
+    path.write_text(json.dumps(results, indent=1) + "\n")
+    print(f"written to {path.relative_to(Path.cwd())}")
+
+
+def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """The median of every figure, over runs."""
+    first = runs[0]
+    return {
+        key: _median([run[key] for run in runs])
+        if isinstance(first[key], dict)
+        else round(statistics.median(run[key] for run in runs), 4)
+        for key in first
+    }
+
+
+if __name__ == "__main__":
+    main()

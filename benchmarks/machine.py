@@ -1,0 +1,29 @@
+"""What a result was measured on."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+
+
+def described() -> dict[str, str | int]:
+    """Machine, versions and date."""
+    cpuinfo = Path("/proc/cpuinfo")
+    models = (
+        [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()
+         if line.startswith("model name")]
+        if cpuinfo.exists() else []
+    )  # fmt: skip
+    packages = ("fedstream", "numpy", "redis", "hiredis", "torch", "uvloop")
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "cores": os.cpu_count() or 0,
+        "processor": models[0] if models else platform.processor(),
+        "system": f"{platform.system()} {platform.release()}",
+        "python": sys.version.split()[0],
+        **{name: version(name) for name in packages},
+    }

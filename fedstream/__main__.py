@@ -1,0 +1,5 @@
+"""`python -m fedstream`: the command line."""
+
+from fedstream.cli import main
+
+main()

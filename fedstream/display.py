@@ -1,0 +1,236 @@
+"""What `fedstream run` shows while it runs: a bar on a terminal, lines elsewhere, or nothing."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.markup import escape
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from broker.ledger import View
+from fedstream.observer import History
+
+_LINE_EVERY_S = 3.0
+
+
+class Display(Protocol):
+    """Where a run is shown."""
+
+    def header(self, rows: Mapping[str, str]) -> None:
+        """What runs, and where."""
+
+    def say(self, line: str) -> None:
+        """Something happened."""
+
+    def show(self, view: View | None, history: History) -> None:
+        """How far it is; called several times a second. No view: the run is not there yet."""
+
+    def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
+        """What came out."""
+
+    def close(self) -> None:
+        """Gives the terminal back."""
+
+
+def duration(seconds: float) -> str:
+    """Seconds as a clock shows them: 0:42, 1:02:03."""
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    minutes, last = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{last:02}" if hours else f"{minutes}:{last:02}"
+
+
+def pace(view: View, history: History, now: float) -> str:
+    """Rate and time left."""
+    rate = history.rate(now)
+    left = view.run.versions - view.head.version
+    if view.run.state == "finished" or left <= 0:
+        return "measuring the last version"
+    if not rate:
+        return "waiting for updates"
+    shown = f"{rate:.1f}" if rate < 100 else f"{rate:.0f}"
+    return f"{shown} versions/s, {duration(left / rate)} left"
+
+
+def figures(view: View, history: History) -> str:
+    """The other numbers, in a line."""
+    parts = []
+    if measured := history.measured:
+        version, metrics = measured
+        if "accuracy" in metrics:
+            parts.append(f"accuracy {metrics['accuracy']:.3f} at {version}")
+    parts += [
+        f"staleness {history.recent_staleness():.1f}",
+        f"open {len(view.open)}",
+        f"queue {view.queue}",
+        f"trainers {view.trainers}",
+    ]
+    for outcome in ("refused", "dead"):
+        if count := view.counts.get(outcome):
+            parts.append(f"{outcome} {count}")
+    return " · ".join(parts)
+
+
+def outcomes(tasks: Mapping[str, int]) -> str:
+    """The identity of the tasks, in words: 402 issued = 400 applied + 2 open."""
+    parts = [
+        f"{count} {name.replace('_', ' ')}"
+        for name, count in tasks.items()
+        if name != "issued" and count
+    ]
+    return f"{tasks['issued']} issued = {' + '.join(parts) or '0'}"
+
+
+def result_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What came out, as rows of two."""
+    rows = [("result", f"{numbers['state']}: {numbers['why']}")]
+    if numbers["accuracy"] is not None:
+        best, at = numbers["best_accuracy"], numbers["best_accuracy_version"]
+        of = f"{numbers['accuracy']:.4f} (best {best:.4f} at version {at})"
+        rows.append(("accuracy", of))
+    speed = f"{numbers['seconds']:.1f} s, {numbers['updates_per_s']:.1f} updates/s"
+    rows += [
+        ("versions", f"{numbers['versions']} in {speed}"),
+        ("staleness", f"mean {numbers['mean_staleness']:.2f}, max {numbers['max_staleness']}"),
+        ("tasks", outcomes(numbers["tasks"])),
+    ]
+    for what in ("refused", "given_up", "dead", "strays"):
+        if reasons := numbers[what]:
+            text = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
+            rows.append((what.replace("_", " "), text))
+    if again := {name: n for name, n in numbers["restarts"].items() if n}:
+        rows.append(("restarts", ", ".join(f"{name} {count}" for name, count in again.items())))
+    return rows
+
+
+class Lines:
+    """Lines of text, for a file or a pipe."""
+
+    def __init__(self) -> None:
+        self._shown = -_LINE_EVERY_S
+
+    def _print(self, line: str = "") -> None:
+        sys.stdout.write(line + "\n")
+        sys.stdout.flush()
+
+    def header(self, rows: Mapping[str, str]) -> None:
+        for name, value in rows.items():
+            self._print(f"{name:<10} {value}")
+        self._print()
+
+    def say(self, line: str) -> None:
+        self._print(line)
+
+    def show(self, view: View | None, history: History) -> None:
+        if view is None or time.monotonic() - self._shown < _LINE_EVERY_S:
+            return
+        self._shown = time.monotonic()
+        done = f"version {view.head.version} of {view.run.versions}"
+        self._print(f"{done} · {pace(view, history, time.time())} · {figures(view, history)}")
+
+    def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
+        self._print()
+        for name, value in result_rows(numbers):
+            self._print(f"{name:<10} {value}")
+        self._print(f"{'files':<10} {' '.join(files)}")
+
+    def close(self) -> None:
+        pass
+
+
+class Quiet:
+    """Nothing on stdout, which is a program's; what happens goes to stderr."""
+
+    def header(self, rows: Mapping[str, str]) -> None:
+        pass
+
+    def say(self, line: str) -> None:
+        sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+    def show(self, view: View | None, history: History) -> None:
+        pass
+
+    def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Bar:
+    """A bar that moves, on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+
+    def header(self, rows: Mapping[str, str]) -> None:
+        self._console.print(_two_columns(rows.items()))
+        self._console.print()
+        self._live = Live(
+            Text("starting the services", style="dim"), console=self._console,
+            auto_refresh=False, transient=True,
+        )  # fmt: skip
+        self._live.start()
+
+    def say(self, line: str) -> None:
+        self._console.print(Text(line, style="yellow"))
+
+    def show(self, view: View | None, history: History) -> None:
+        if self._live is None:
+            return
+        if view is None:
+            waiting = Text(f"starting the services {'.' * (int(time.monotonic() * 2) % 4)}")
+            self._live.update(waiting, refresh=True)
+            return
+        now, last = view.head.version, view.run.versions
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        bar.add_row(
+            f"[bold]{now}[/]/{last}",
+            ProgressBar(total=last, completed=min(now, last)),
+            f"{now / last:.0%}, {pace(view, history, time.time())}",
+        )
+        numbers = Text(figures(view, history), style="dim", overflow="ellipsis", no_wrap=True)
+        self._live.update(Group(bar, numbers), refresh=True)
+
+    def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
+        self.close()
+        colour = {"finished": "green", "interrupted": "yellow"}.get(numbers["state"], "red")
+        rows = result_rows(numbers)
+        styled = [(rows[0][0], f"[{colour}]{escape(rows[0][1])}[/]")]
+        styled += [(name, escape(value)) for name, value in rows[1:]]
+        styled.append(("files", "\n".join(escape(name) for name in files)))
+        self._console.print(_two_columns(styled))
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def _two_columns(rows: Any) -> Table:
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value)
+    return table
+
+
+def choose(*, as_json: bool) -> Display:
+    """The display that suits where the output goes."""
+    if as_json:
+        return Quiet()
+    console = Console()
+    return Bar(console) if console.is_terminal else Lines()

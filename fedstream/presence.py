@@ -1,0 +1,42 @@
+"""Who serves a run now, and deleting one that nobody serves."""
+
+from __future__ import annotations
+
+from broker.client import Client
+from broker.errors import BrokerError, FedstreamError
+from broker.keys import COORDINATORS, Keys
+from broker.ledger import Ledger
+
+_SILENT_S = 10.0  # a trainer that was not heard for so long is gone
+_COORDINATOR_IDLE_MS = 3000  # one that is alive reads every second
+_LEADERS = ("scheduler", "updater")
+
+
+async def serving(client: Client, keys: Keys) -> list[str]:
+    """The services that are alive, as far as Redis shows: evaluators leave no trace."""
+    ledger = Ledger(client, keys, "presence")
+    leaders = [role for role in _LEADERS if await client.call("EXISTS", keys.leader(role))]
+    gone = set(await ledger.silent(_SILENT_S))
+    trainers = [name for name in await ledger.trainers() if name not in gone]
+    return [*await _coordinators(client, keys), *leaders, *trainers]
+
+
+async def _coordinators(client: Client, keys: Keys) -> list[str]:
+    try:
+        rows = await client.call("XINFO", "CONSUMERS", keys.triggers, COORDINATORS)
+    except BrokerError as error:
+        if error.retriable:
+            raise
+        return []  # there is no such stream, or no such group
+    found = (dict(zip(row[::2], row[1::2], strict=True)) for row in rows)
+    return [one[b"name"].decode() for one in found if one[b"idle"] < _COORDINATOR_IDLE_MS]
+
+
+async def purge(client: Client, keys: Keys, *, force: bool) -> int:
+    """Deletes the run's keys: how many there were. Raises FedstreamError if it is being served."""
+    if not force and (busy := await serving(client, keys)):
+        raise FedstreamError(
+            f"run {keys.name!r} is being served by {', '.join(busy)}: stop them first (one that "
+            "crashed counts for 10 s more), or take --force"
+        )
+    return await Ledger(client, keys, "purge").purge()

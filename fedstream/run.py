@@ -1,0 +1,538 @@
+"""`fedstream run`: every service as a process of its own on this machine, until the run is done.
+
+The order: whatever can be wrong is found before anything starts (configuration, output folder,
+Redis, task); then Redis, then the services, which wait for one another by themselves. A run ends
+when its last version is measured, when it is interrupted, or when it can't go on; whichever it is,
+the services stop in order and what there is to report is written.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Mapping
+from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from broker import blobs
+from broker.client import Client
+from broker.errors import ConfigError, DataError, FedstreamError, NoRun, Unavailable
+from broker.keys import Keys
+from broker.layout import Model
+from broker.ledger import View
+from broker.messages import Event
+from fedstream import parent, report
+from fedstream.config import Settings
+from fedstream.display import Display
+from fedstream.observer import Observer
+from fedstream.presence import serving
+from fedstream.redis_server import RedisServer
+from fedstream.services import DEVICES, task_of
+from fedstream.supervisor import Program, Supervisor
+from runtime.backoff import pause
+from runtime.config import dump
+
+if TYPE_CHECKING:
+    from torch import nn
+
+CONFIG = "run.toml"
+LOGS = "logs"
+
+_REDIS_WITHIN_S = 10.0
+_MEASURED_WITHIN_S = 120.0  # the evaluator may take so long for the last version
+_MOST_FAILED = 10  # tasks that raised or killed their trainer, with no update in between
+_MOST_REFUSED = 100  # updates, with none that was taken in between: the model stays as it is
+_INTERRUPTED = 130
+_OURS = ("FEDSTREAM_CONFIG", "FEDSTREAM_NAME")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What `fedstream run` was asked for."""
+
+    settings: Settings
+    out: Path
+    trainers: int = 2
+    port: int | None = None  # of the coordinator; None: any that is free
+    resume: bool = False
+
+    @property
+    def own_redis(self) -> bool:
+        """Whether the run brings its own Redis: none was named."""
+        return "url" not in self.settings.redis.model_fields_set
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the parent knows of the task, after trying it once."""
+
+    module: nn.Module
+    devices: int
+    tested: bool  # there is data to measure by
+    torch: str
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended."""
+
+    state: Literal["finished", "interrupted", "failed"]
+    why: str
+
+    @property
+    def code(self) -> int:
+        """The exit code that says so."""
+        return {"finished": 0, "interrupted": _INTERRUPTED, "failed": 1}[self.state]
+
+
+def default_out(name: str, now: datetime) -> Path:
+    """A folder of its own for every run."""
+    return Path("runs") / f"{name}-{now:%Y%m%d-%H%M%S}"
+
+
+def environment(environ: Mapping[str, str], redis_url: str, pid: int) -> dict[str, str]:
+    """What services inherit: not the overrides, which are in the resolved configuration already.
+
+    The URL travels here: it may hold a password, which neither `ps` nor the file should show.
+    """
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name not in _OURS and not (name.startswith("FEDSTREAM_") and "__" in name)
+    }
+    return kept | {"FEDSTREAM_REDIS__URL": redis_url, parent.VARIABLE: str(pid)}
+
+
+def programs(settings: Settings, trainers: int, config: Path, port: int) -> list[Program]:
+    """The services of a run, in the order in which they are started."""
+    file = ("--config", str(config))
+    listen = ("--set", f"http.port={port}")
+    return [
+        # Those that load torch first: they take longest.
+        Program("updater", "updater", file, settings.updater.drain_s),
+        *(
+            Program(f"trainer-{n}", "trainer", file, settings.trainer.drain_s)
+            for n in range(1, trainers + 1)
+        ),
+        Program("evaluator", "evaluator", file, settings.evaluator.drain_s),
+        Program("coordinator", "coordinator", (*file, *listen), settings.coordinator.drain_s),
+        Program("scheduler", "scheduler", file, settings.scheduler.drain_s),
+    ]
+
+
+def run(plan: Plan, display: Display) -> tuple[int, dict[str, Any]]:
+    """Runs it to its end: the exit code and the summary.
+
+    Raises FedstreamError, before anything was started, if it can't be.
+    """
+    _check_folder(plan)
+    port = _port(plan)
+    if not plan.own_redis:
+        asyncio.run(_check_redis(plan, display))
+    elif plan.resume:
+        raise ConfigError(
+            "--resume: the run's own Redis is gone with it; name the Redis that holds it: --redis"
+        )
+    subject = examine(plan.settings)
+    (plan.out / LOGS).mkdir(parents=True, exist_ok=True)
+    with ExitStack() as stack:
+        server: RedisServer | None = None
+        url = plan.settings.redis.url
+        if plan.own_redis:
+            server = stack.enter_context(RedisServer())
+            url = server.url
+        _write_config(plan, url)
+        try:
+            return asyncio.run(LocalRun(plan, subject, display, url, server, port).live())
+        finally:
+            display.close()
+            if plan.own_redis:
+                _write_config(plan, None)  # that Redis is gone: the file can be run again
+
+
+def _check_folder(plan: Plan) -> None:
+    taken = [name for name in (CONFIG, report.SUMMARY) if (plan.out / name).exists()]
+    if taken and not plan.resume:
+        raise FedstreamError(
+            f"{plan.out} holds a run already ({taken[0]}): name another folder with --out"
+        )
+
+
+def _port(plan: Plan) -> int:
+    """The coordinator's port, known before it starts so that it keeps it over restarts."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((plan.settings.http.host, plan.port or plan.settings.http.port))
+        except OSError as error:
+            raise FedstreamError(f"--port {plan.port}: cannot listen: {error.strerror}") from error
+        port: int = probe.getsockname()[1]
+        return port
+
+
+async def _check_redis(plan: Plan, display: Display) -> None:
+    """Waits a little for a Redis that was named; what it holds must suit. Raises FedstreamError."""
+    client = Client(plan.settings.redis, "run")
+    keys = Keys(plan.settings.run.name)
+    try:
+        await _reached(client, display)
+        observer = Observer(client, keys)
+        try:
+            view = await observer.look()
+        except NoRun:
+            if plan.resume:
+                raise
+            return
+        if view.run.state == "finished":
+            raise FedstreamError(
+                f"run {keys.name!r} is finished ({view.run.why}): take another name with --set "
+                "run.name=..., or delete it with `fedstream purge`"
+            )
+        if not plan.resume:
+            raise FedstreamError(
+                f"run {keys.name!r} is in Redis at {client.address}, at version "
+                f"{view.head.version} of {view.run.versions}: go on with it by --resume, take "
+                "another name with --set run.name=..., or delete it with `fedstream purge`"
+            )
+        if busy := await serving(client, keys):
+            raise FedstreamError(
+                f"run {keys.name!r} is being served by {', '.join(busy)} (one that crashed counts "
+                "for 10 s more)"
+            )
+    finally:
+        await client.close()
+
+
+async def _reached(client: Client, display: Display) -> None:
+    until = time.monotonic() + _REDIS_WITHIN_S
+    waiting = False
+    while True:
+        try:
+            async with asyncio.timeout(_REDIS_WITHIN_S):
+                await client.call("PING")
+        except (Unavailable, TimeoutError) as error:
+            if not waiting:
+                waiting = True
+                display.say(f"{error or 'no answer'}: trying for {_REDIS_WITHIN_S:.0f} s")
+            if time.monotonic() > until:
+                raise Unavailable(
+                    f"no Redis at {client.address} within {_REDIS_WITHIN_S:.0f} s: start it, or "
+                    "leave redis.url and --redis out to have one started"
+                ) from error
+            await asyncio.sleep(0.25)
+        else:
+            return
+
+
+def examine(settings: Settings) -> Subject:
+    """Loads the task once, here, so that what is wrong with it is said before anything starts.
+
+    Raises ConfigError or DataError with the place in the user's program.
+    """
+    import torch
+
+    from trainer.vector import layout_of
+
+    with redirect_stdout(sys.stderr):  # stdout may be a program's
+        task = task_of(settings)
+        try:
+            module = task.model()
+        except Exception as error:
+            raise ConfigError(_user_error(settings, "model()", error)) from error
+        layout_of(module)
+        try:
+            tested = task.test_data() is not None
+        except FedstreamError:
+            raise
+        except Exception as error:
+            raise DataError(_user_error(settings, "test_data()", error)) from error
+    devices = settings.task.devices or task.devices or DEVICES
+    return Subject(module, devices, tested, torch.__version__)
+
+
+def _user_error(settings: Settings, what: str, error: Exception) -> str:
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+    return f"task {settings.task.name!r}: {what} raised {words} at {last.filename}:{last.lineno}"
+
+
+def _write_config(plan: Plan, url: str | None) -> None:
+    """run.toml, resolved. ``url``: where Redis is now, or None to leave that open."""
+    settings = plan.settings
+    redis = settings.redis.model_copy(update={"url": url} if url else {})
+    log = settings.log.model_copy(update={"format": "json"})
+    text = dump(settings.model_copy(update={"redis": redis, "log": log}))
+    if url is None:
+        text = "".join(line for line in text.splitlines(True) if not line.startswith("url = "))
+    path = plan.out / CONFIG
+    path.touch(mode=0o600)  # the URL may hold a password
+    path.write_text(text)
+
+
+class LocalRun:
+    """A run while it runs."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        subject: Subject,
+        display: Display,
+        redis_url: str,
+        server: RedisServer | None,
+        port: int,
+    ) -> None:
+        self._plan = plan
+        self._subject = subject
+        self._display = display
+        self._server = server
+        self._port = port
+        self._settings = plan.settings
+        self._keys = Keys(self._settings.run.name)
+        self._client = Client(self._settings.redis.model_copy(update={"url": redis_url}), "run")
+        self._observer = Observer(self._client, self._keys)
+        self._supervisor = Supervisor(
+            programs(self._settings, plan.trainers, plan.out / CONFIG, port),
+            logs=plan.out / LOGS,
+            environment=environment(os.environ, redis_url, os.getpid()),
+            say=display.say,
+            failed=lambda why: self._end(Ending("failed", why)),
+            worked=self._worked,
+        )
+        self._started = time.time()
+        self._ending: Ending | None = None
+        self._over = asyncio.Event()
+        self._told: set[str] = set()  # what was said once already
+        self._finished_since: float | None = None
+        self._lost_since: float | None = None  # Redis
+
+    async def live(self) -> tuple[int, dict[str, Any]]:
+        """From the start of the services to the last file: the exit code and the summary."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._signalled, signal.Signals(number).name)
+        self._display.header(self._header())
+        self._supervisor.start()
+        try:
+            while not self._over.is_set():
+                await self._step(self._over)
+                self._judge()
+        finally:
+            await self._stopped()
+        return await self._reported()
+
+    def _header(self) -> dict[str, str]:
+        settings, plan = self._settings, self._plan
+        host = settings.http.host
+        whose = "" if self._server is None else ", its own"
+        goal = f"{settings.run.versions} versions"
+        if settings.run.target_accuracy is not None:
+            goal += f", or accuracy {settings.run.target_accuracy:g}"
+        return {
+            "run": f"{settings.run.name}: {goal}",
+            "task": f"{settings.task.name}, {self._subject.devices} devices",
+            "strategy": settings.strategy.name,
+            "services": f"coordinator, scheduler, updater, evaluator, {plan.trainers} trainers",
+            "Redis": f"{self._client.address}{whose}",
+            "status": f"http://{host}:{self._port}/v1/runs/{settings.run.name}",
+            "watch": f"fedstream top --config {plan.out / CONFIG}",
+            "out": str(plan.out),
+        }
+
+    # how it ends
+
+    def _end(self, ending: Ending) -> None:
+        """The first reason counts."""
+        if self._ending is None:
+            self._ending = ending
+            self._over.set()
+
+    def _signalled(self, name: str) -> None:
+        if "interrupted" in self._told:
+            self._supervisor.kill()
+            self._display.close()
+            if self._server is not None:
+                self._server.kill()
+            os._exit(_INTERRUPTED)
+        self._told.add("interrupted")
+        self._display.say(f"{name}: stopping the services; once more ends them at once")
+        self._end(Ending("interrupted", f"by {name}"))
+
+    async def _stopped(self) -> None:
+        """Stops the services, and reads on meanwhile: what they still do is part of the run."""
+        stopped = asyncio.Event()
+        stopping = asyncio.create_task(self._supervisor.stop(), name="stop")
+        stopping.add_done_callback(lambda _: stopped.set())
+        while not stopped.is_set():
+            await self._step(stopped)
+        await stopping
+
+    async def _step(self, over: asyncio.Event) -> None:
+        """Reads what is new and shows it; trouble with Redis is waited out."""
+        try:
+            await self._observer.step()
+        except NoRun:
+            pass
+        except FedstreamError as error:
+            if not error.retriable:
+                raise
+            self._check_server()
+            if self._lost_since is None:
+                self._lost_since = time.monotonic()
+                self._display.say(f"{error}: waiting for it")
+            await pause(over, 0.5)
+        else:
+            if self._lost_since is not None:
+                away = time.monotonic() - self._lost_since
+                self._display.say(f"Redis answers again after {away:.1f} s")
+                self._lost_since = None
+        self._display.show(self._observer.view, self._observer.history)
+
+    def _check_server(self) -> None:
+        if self._server is not None and not _is_running(self._server.pid):
+            self._end(Ending("failed", "its Redis has ended, and the run's state with it"))
+
+    def _judge(self) -> None:
+        """Says what is worth a line, and finds out whether this is the end."""
+        history, view = self._observer.history, self._observer.view
+        for kind, event in list(history.errors.items()):
+            self._once(f"error {kind}", _raised(event))
+        if history.failed >= _MOST_FAILED:
+            why = f"{history.failed} tasks in a row failed, and no update came in between"
+            self._end(Ending("failed", f"{why}: {_last_error(history.errors)}"))
+        if view is None:
+            return
+        if history.refused >= _MOST_REFUSED:
+            reasons = ", ".join(view.reasons("refused"))
+            why = f"{history.refused} updates in a row were refused ({reasons})"
+            self._end(Ending("failed", f"{why}: the model can't get any further"))
+        for reason in view.reasons("refused"):
+            self._once(f"refused {reason}", f"updates are refused: {reason} (counted; see status)")
+        for reason in view.reasons("dead"):
+            self._once(f"dead {reason}", f"a task is dead: it {reason} (counted; see status)")
+        if view.run.state == "finished":
+            self._judge_finished(view)
+
+    def _judge_finished(self, view: View) -> None:
+        now = time.monotonic()
+        self._finished_since = self._finished_since or now
+        measured = view.head.version in self._observer.history.evaluations
+        if measured or not self._subject.tested:
+            self._end(Ending("finished", view.run.why or ""))
+        elif now - self._finished_since > _MEASURED_WITHIN_S:
+            self._display.say(f"the last version was not measured in {_MEASURED_WITHIN_S:.0f} s")
+            self._end(Ending("finished", view.run.why or ""))
+
+    def _once(self, key: str, line: str) -> None:
+        if key not in self._told:
+            self._told.add(key)
+            self._display.say(line)
+
+    async def _worked(self, program: Program, pid: int) -> bool:
+        """Whether a process had begun to work: a trainer that is on the register had."""
+        if program.role != "trainer":
+            return False
+        try:
+            about = (await self._observer.ledger.trainers()).get(program.name, {})
+        except FedstreamError:
+            return False
+        return about.get("pid") == pid
+
+    # what is left
+
+    async def _reported(self) -> tuple[int, dict[str, Any]]:
+        """Writes the files, from what the services left."""
+        ending = self._ending or Ending("failed", "it was given up")
+        view: View | None = None
+        model: Model | None = None
+        try:
+            await self._observer.catch_up()
+            view = await self._observer.look()
+            model = Model(view.run.layout)
+            blob = self._keys.model(view.head.blob)
+            await blobs.read(self._client, blob, model, digest=view.head.digest)
+        except NoRun:
+            pass
+        except FedstreamError as error:
+            view, model = view or self._observer.view, None
+            self._display.say(f"not everything could be read at the end: {error}")
+        finally:
+            await self._client.close()
+        numbers = report.summary(self._facts(ending, view), self._observer.history, view)
+        files = self._written(numbers, view, model)
+        self._display.result(numbers, [str(self._plan.out / name) for name in files])
+        return ending.code, numbers
+
+    def _facts(self, ending: Ending, view: View | None) -> report.Facts:
+        settings = self._settings
+        return report.Facts(
+            run=settings.run.name,
+            task=settings.task.name,
+            strategy=settings.strategy.name,
+            devices=view.run.devices if view else self._subject.devices,
+            trainers=self._plan.trainers,
+            seed=settings.run.seed,
+            target=settings.run.versions,
+            started=self._started,
+            ended=time.time(),
+            state=ending.state,
+            why=ending.why,
+            restarts=self._supervisor.restarts,
+            torch=self._subject.torch,
+        )
+
+    def _written(
+        self, numbers: dict[str, Any], view: View | None, model: Model | None
+    ) -> list[str]:
+        out, history, settings = self._plan.out, self._observer.history, self._settings
+        report.write_summary(out, numbers)
+        files = [report.SUMMARY]
+        if view is not None:
+            from fedstream import curves
+
+            report.write_table(out, history, view.run.created)
+            title = (
+                f"{settings.task.name} · {settings.strategy.name} · {numbers['devices']} devices, "
+                f"{numbers['trainers']} trainers · {numbers['versions']} versions in "
+                f"{numbers['seconds']:.1f} s"
+            )
+            curves.draw(
+                out / report.CURVES, title, history,
+                created=view.run.created, devices=view.run.devices,
+            )  # fmt: skip
+            files += [report.METRICS, report.CURVES]
+        if view is not None and model is not None:
+            about = {
+                "version": str(view.head.version), "digest": view.head.digest,
+                "run": settings.run.name, "task": settings.task.name,
+            }  # fmt: skip
+            report.write_model(out, model, self._subject.module, about)
+            files.append(report.MODEL)
+        return [*files, CONFIG, LOGS]
+
+
+def _is_running(pid: int) -> bool:
+    """Whether a child of ours has not ended; leaves it to be waited for."""
+    try:
+        return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+    except ChildProcessError:
+        return False
+
+
+def _raised(event: Event) -> str:
+    where = f"device {event.device} at version {event.version} ({event.service})"
+    return f"the task raised on {where}:\n{(event.text or '').rstrip()}"
+
+
+def _last_error(errors: Mapping[str, Event]) -> str:
+    if not errors:
+        return "they killed their trainers"
+    text = (list(errors.values())[-1].text or "").strip()
+    return text.splitlines()[-1] if text else "see the logs"

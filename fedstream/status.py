@@ -1,0 +1,91 @@
+"""`fedstream status`: a run as it is now, in a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from broker.client import Client
+from broker.keys import Keys
+from broker.ledger import Ledger
+from coordinator.app import status
+from fedstream.display import outcomes
+
+
+async def read(client: Client, keys: Keys) -> dict[str, Any]:
+    """The same as the coordinator's HTTP status. Raises NoRun."""
+    ledger = Ledger(client, keys, "status")
+    view = await ledger.look()
+    return status(keys.name, view) | {"register": await ledger.trainers()}
+
+
+def show(about: Mapping[str, Any]) -> None:
+    """Prints it."""
+    Console().print(page(about))
+
+
+def page(about: Mapping[str, Any]) -> RenderableType:
+    """The status as tables."""
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="cyan", no_wrap=True)
+    facts.add_column(overflow="fold")
+    for name, value in _rows(about):
+        facts.add_row(name, escape(value))
+    if not about["register"]:
+        return facts
+    return Group(facts, "", trainers(about["register"]))
+
+
+def _rows(about: Mapping[str, Any]) -> list[tuple[str, str]]:
+    state = about["state"] + (f": {about['why']}" if about["why"] else "")
+    rows = [
+        ("run", f"{about['run']}, {state}"),
+        ("task", f"{about['task']}, {about['devices']} devices"),
+        ("model", f"{about['parameters']:,} parameters, {about['model_bytes']:,} bytes"),
+        ("strategy", about["strategy"]),
+        ("version", f"{about['version']} of {about['versions']}, at {_clock(about['published'])}"),
+        ("staleness", f"{about['mean_staleness']:.2f}, moving average"),
+        ("tasks", outcomes(about["tasks"])),
+    ]
+    for what in ("refused", "given_up", "dead", "strays"):
+        if about[what]:
+            text = ", ".join(f"{reason} {count}" for reason, count in about[what].items())
+            rows.append((what.replace("_", " "), text))
+    backlog = (
+        f"{about['triggers']} triggers, {about['uploads']} uploads, {about['queue']} in the queue "
+        f"({about['buffered_now']} buffered)"
+    )
+    rows += [
+        ("waiting", backlog),
+        ("kept", f"{about['kept_versions']} versions, {about['dead_letters']} dead letters"),
+        ("trainers", f"{about['trainers']} alive"),
+    ]
+    return rows
+
+
+def trainers(register: Mapping[str, Mapping[str, Any]]) -> Table:
+    """What the trainers say of themselves."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("trainer", style="cyan")
+    table.add_column("host")
+    table.add_column("pid", justify="right")
+    table.add_column("answers", justify="right")
+    table.add_column("device now", justify="right")
+    table.add_column("owns")
+    for name, about in register.items():
+        now = about.get("device")
+        table.add_row(
+            escape(name), escape(str(about.get("host", ""))), str(about.get("pid", "")),
+            str(about.get("answers", "")), "-" if now is None else str(now),
+            ", ".join(str(device) for device in about.get("owns", ())) or "any",
+        )  # fmt: skip
+    return table
+
+
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%H:%M:%S")

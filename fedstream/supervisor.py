@@ -1,0 +1,216 @@
+"""Keeps the processes of a run alive: starts them, restarts those that die, stops them in order."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from runtime.backoff import pause
+
+# Whoever makes work stops before whoever does it, so that nothing is left half done.
+STOP_ORDER = ("scheduler", "trainer", "coordinator", "updater", "evaluator")
+
+_FIRST_DELAY_S = 0.5
+_MOST_DELAY_S = 10.0
+_STEADY_S = 30.0  # a process that lived so long counts as one that works
+_DEATHS_IN_A_ROW = 5
+_KILL_AFTER_S = 5.0  # beyond the drain
+_WRONG_CONFIGURATION = 2  # exit code
+_TAIL = 64 * 1024  # bytes of a log that are searched for a reason
+
+
+class Restarts:
+    """When a process that died is started again: a pure function of how it lived."""
+
+    def __init__(self) -> None:
+        self._in_a_row = 0
+
+    def died(self, lived_s: float, *, worked: bool = False) -> float | None:
+        """Seconds to wait before the next start; None: it died too often in a row.
+
+        ``worked``: it did what it is for, and may have died of its work (a task that kills its
+        trainer goes to `dead` after some attempts).
+        """
+        if worked or lived_s >= _STEADY_S:
+            self._in_a_row = 0
+        self._in_a_row += not worked
+        if self._in_a_row >= _DEATHS_IN_A_ROW:
+            return None
+        return min(_FIRST_DELAY_S * 2.0 ** max(0, self._in_a_row - 1), _MOST_DELAY_S)
+
+
+def how_it_ended(code: int) -> str:
+    """An exit code in words."""
+    if code >= 0:
+        return f"exited with {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
+
+
+def last_words(log: str) -> str:
+    """The reason in the last error of a log (JSON lines, or whatever Python printed); or ''."""
+    plain = ""
+    for line in reversed(log.splitlines()):
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            plain = plain or line.strip()
+            continue
+        if isinstance(entry, dict) and entry.get("level") in ("error", "critical"):
+            trace = str(entry.get("exception", "")).strip().splitlines()
+            return str(entry.get("reason") or (trace or [entry.get("event", "")])[-1])
+    return plain
+
+
+@dataclass(frozen=True)
+class Program:
+    """One service to keep alive."""
+
+    name: str
+    role: str
+    arguments: Sequence[str]
+    drain_s: float
+
+
+class Child:
+    """A program and the process that runs it now."""
+
+    def __init__(self, program: Program, log: Path, supervisor: Supervisor) -> None:
+        self.program = program
+        self.restarts = 0
+        self.process: asyncio.subprocess.Process | None = None
+        self._log = log
+        self._supervisor = supervisor
+        self._policy = Restarts()
+        self._stopping = asyncio.Event()
+        self._keeper: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Starts it, and again whenever it dies."""
+        self._keeper = asyncio.create_task(self._keep(), name=self.program.name)
+
+    async def stop(self) -> None:
+        """SIGTERM; SIGKILL once its drain and 5 s are over."""
+        self._stopping.set()
+        self._terminate()
+        if self._keeper is not None:
+            await asyncio.wait((self._keeper,), timeout=self.program.drain_s + _KILL_AFTER_S)
+            if not self._keeper.done():
+                self._supervisor.say(f"{self.program.name} did not stop in time: killed")
+                self.kill()
+            await self._keeper
+
+    def kill(self) -> None:
+        """Ends it at once."""
+        self._stopping.set()
+        if self.process is not None and self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                self.process.kill()
+
+    def _terminate(self) -> None:
+        if self.process is not None and self.process.returncode is None:
+            with suppress(ProcessLookupError):
+                self.process.terminate()
+
+    async def _keep(self) -> None:
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            at = self._log.stat().st_size if self._log.exists() else 0
+            code, pid = await self._one_life()
+            if self._stopping.is_set():
+                return
+            delay = await self._after_death(code, pid, time.monotonic() - began, at)
+            if delay is None:
+                return
+            await pause(self._stopping, delay)
+            if not self._stopping.is_set():
+                self.restarts += 1
+
+    async def _one_life(self) -> tuple[int, int]:
+        """Runs the program once: its exit code and process id."""
+        with self._log.open("ab") as log:
+            self.process = await asyncio.create_subprocess_exec(
+                # -P: a file of the user's that is named like a package of ours is not meant
+                sys.executable, "-P", "-m", "fedstream",
+                self.program.role, "--name", self.program.name, *self.program.arguments,
+                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
+                env=dict(self._supervisor.environment),
+                # A session of its own: Ctrl-C in the terminal is for us, who know the order.
+                start_new_session=True,
+            )  # fmt: skip
+        if self._stopping.is_set():
+            self._terminate()
+        return await self.process.wait(), self.process.pid
+
+    async def _after_death(self, code: int, pid: int, lived_s: float, at: int) -> float | None:
+        """Seconds to wait before the next start; None: the run has failed."""
+        name, how = self.program.name, how_it_ended(code)
+        with self._log.open("rb") as log:
+            log.seek(max(at, self._log.stat().st_size - _TAIL))
+            reason = last_words(log.read().decode(errors="replace"))
+        because = f": {reason}" if reason and code >= 0 else ""
+        if code == _WRONG_CONFIGURATION:
+            self._supervisor.failed(f"{name} {how}{because}")
+            return None
+        worked = await self._supervisor.worked(self.program, pid)
+        delay = self._policy.died(lived_s, worked=worked)
+        if delay is None:
+            times = f"{_DEATHS_IN_A_ROW} times in a row"
+            self._supervisor.failed(f"{name} died {times}; the last time it {how}{because}")
+        else:
+            self._supervisor.say(f"{name} {how}{because}; starting it again in {delay:g} s")
+        return delay
+
+
+class Supervisor:
+    """All processes of a run.
+
+    ``say`` takes a line for the user; ``failed`` why the run can't go on; ``worked`` tells whether
+    a process that died, by its program and process id, had begun to work.
+    """
+
+    def __init__(
+        self,
+        programs: Sequence[Program],
+        *,
+        logs: Path,
+        environment: Mapping[str, str],
+        say: Callable[[str], None],
+        failed: Callable[[str], None],
+        worked: Callable[[Program, int], Awaitable[bool]],
+    ) -> None:
+        self.environment = environment
+        self.say = say
+        self.failed = failed
+        self.worked = worked
+        self.children = [Child(program, logs / f"{program.name}.log", self) for program in programs]
+
+    @property
+    def restarts(self) -> dict[str, int]:
+        """How often each service was started again."""
+        return {child.program.name: child.restarts for child in self.children}
+
+    def start(self) -> None:
+        """Starts all of them; they wait for one another by themselves."""
+        for child in self.children:
+            child.start()
+
+    async def stop(self) -> None:
+        """Stops all of them, role by role."""
+        for role in STOP_ORDER:
+            ending = (child.stop() for child in self.children if child.program.role == role)
+            await asyncio.gather(*ending)
+
+    def kill(self) -> None:
+        """Ends all of them at once."""
+        for child in self.children:
+            child.kill()

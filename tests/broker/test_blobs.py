@@ -1,0 +1,134 @@
+"""Models as blobs: whole and undamaged, or a clear no."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from broker import blobs
+from broker.client import Client
+from broker.errors import BlobDamaged, BlobMissing, OutOfMemory
+from broker.keys import Keys
+from broker.layout import Model
+from tests.support import full, layout_of
+
+MIB = blobs.CHUNK // 4  # floats
+
+
+def random_model(floats: int, integers: int = 0) -> Model:
+    model = Model(layout_of(floats, integers=integers))
+    rng = np.random.default_rng(floats)
+    model.floats[:] = rng.standard_normal(floats)
+    model.integers[:] = 7
+    return model
+
+
+@pytest.mark.parametrize(
+    "floats",
+    [
+        0,
+        1,
+        MIB - 1,
+        MIB,
+        MIB + 1,
+        (blobs.WINDOW - 1) * MIB,
+        blobs.WINDOW * MIB,
+        blobs.WINDOW * MIB + 1,
+        2 * blobs.WINDOW * MIB + 5,
+    ],
+)
+async def test_a_model_of_any_size_comes_back(client: Client, keys: Keys, floats: int) -> None:
+    model = random_model(floats, integers=1)
+    key = keys.model("1.1")
+    await blobs.write(client, key, model, expire_s=60)
+    again = Model(model.layout)
+    await blobs.read(client, key, again, digest=model.digest())
+    assert again.buffer.tobytes() == model.buffer.tobytes()
+    assert 0 < await client.call("PTTL", key) <= 60_000
+    chunks = -(-model.layout.nbytes // blobs.CHUNK)
+    assert await client.call("HLEN", key) == 1 + chunks
+
+
+async def test_a_model_without_bytes_is_there_or_not(client: Client, keys: Keys) -> None:
+    nothing = Model(layout_of(0))
+    with pytest.raises(BlobMissing):
+        await blobs.read(client, keys.model("1.1"), nothing, digest=nothing.digest())
+    await blobs.write(client, keys.model("1.1"), nothing, expire_s=60)
+    await blobs.read(client, keys.model("1.1"), nothing, digest=nothing.digest())
+
+
+async def test_no_chunk_is_larger_than_a_mebibyte(client: Client, keys: Keys) -> None:
+    model = random_model(2 * MIB + 3)
+    await blobs.write(client, keys.model("1.1"), model, expire_s=60)
+    sizes = [await client.call("HSTRLEN", keys.model("1.1"), n) for n in range(4)]
+    assert sizes == [blobs.CHUNK, blobs.CHUNK, 12, 0]
+
+
+async def test_without_an_expiry_it_stays(client: Client, keys: Keys) -> None:
+    await blobs.write(client, keys.update("a.1"), random_model(3), expire_s=0)
+    assert await client.call("PTTL", keys.update("a.1")) == -1
+    await client.call("UNLINK", keys.update("a.1"))
+
+
+async def test_the_expiry_is_there_before_the_first_chunk(client: Client, keys: Keys) -> None:
+    async with full(client):
+        with pytest.raises(OutOfMemory):
+            await blobs.write(client, keys.model("1.1"), random_model(3), expire_s=60)
+    assert await client.call("EXISTS", keys.model("1.1")) == 0
+
+
+async def test_a_blob_that_is_not_there_is_missing_and_named(client: Client, keys: Keys) -> None:
+    with pytest.raises(BlobMissing, match=r"model:1\.1 is not there") as raised:
+        await blobs.read(client, keys.model("1.1"), random_model(3), digest="")
+    assert raised.value.name == keys.model("1.1")
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (("HSET", "1", b"short"), "ends after"),
+        (("HSET", "0", bytes(blobs.CHUNK + 9)), "too long"),
+        (("HSET", "1", bytes(blobs.CHUNK)), "has digest"),
+        (("HSET", "size", 4), f"has 4 bytes, expected {2 * blobs.CHUNK + 4}"),
+        (("HSET", "size", "many"), "has many bytes"),
+    ],
+)
+async def test_damage_is_seen(
+    client: Client, keys: Keys, damage: tuple[str, str, str | bytes], says: str
+) -> None:
+    model = random_model(2 * MIB + 1)
+    key = keys.model("1.1")
+    await blobs.write(client, key, model, expire_s=60)
+    command, *arguments = damage
+    await client.call(command, key, *arguments)
+    with pytest.raises(BlobDamaged, match=says):
+        await blobs.read(client, key, Model(model.layout), digest=model.digest())
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 2])
+async def test_a_chunk_that_was_never_written_is_a_missing_blob(
+    client: Client, keys: Keys, chunk: int
+) -> None:
+    model = random_model(2 * MIB + 1)
+    await blobs.write(client, keys.model("1.1"), model, expire_s=60)
+    await client.call("HDEL", keys.model("1.1"), chunk)
+    with pytest.raises(BlobMissing):
+        await blobs.read(client, keys.model("1.1"), Model(model.layout), digest=model.digest())
+
+
+async def test_another_models_digest_is_refused(client: Client, keys: Keys) -> None:
+    model = random_model(5)
+    await blobs.write(client, keys.model("1.1"), model, expire_s=60)
+    with pytest.raises(BlobDamaged, match="announced was 0000"):
+        await blobs.read(client, keys.model("1.1"), Model(model.layout), digest="0000")
+
+
+async def test_writing_again_after_a_lost_reply_is_the_same_blob(
+    client: Client, keys: Keys
+) -> None:
+    model = random_model(MIB + 1)
+    for _ in range(2):
+        await blobs.write(client, keys.model("1.1"), model, expire_s=60)
+    again = Model(model.layout)
+    await blobs.read(client, keys.model("1.1"), again, digest=model.digest())
+    assert await client.call("HLEN", keys.model("1.1")) == 3

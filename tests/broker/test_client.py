@@ -1,0 +1,214 @@
+"""A command is sent once; what goes wrong is one of a few errors, and the next call works."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from broker.client import Client, RedisSettings
+from broker.errors import (
+    BrokerError,
+    ConfigError,
+    NoScript,
+    OutOfMemory,
+    Unavailable,
+)
+from broker.keys import Keys
+from tests.support import Proxy, full, wait_until
+
+
+async def test_replies_are_bytes_numbers_and_lists(client: Client, keys: Keys) -> None:
+    assert await client.call("SET", keys.run, "é") == b"OK"
+    assert await client.call("GET", keys.run) == "é".encode()
+    assert await client.call("GET", keys.head) is None
+    assert await client.call("HSET", keys.open, "a", 1, "b", 2.5) == 2
+    assert await client.call("HMGET", keys.open, "a", "b", "c") == [b"1", b"2.5", None]
+
+
+@pytest.mark.parametrize("size", [0, 1, 16 * 1024, 16 * 1024 + 1, 3_000_000])
+async def test_arguments_of_any_size_arrive(client: Client, keys: Keys, size: int) -> None:
+    value = bytes(range(256)) * (size // 256) + bytes(size % 256)
+    await client.call("HSET", keys.run, "before", 1, "it", memoryview(value), "after", 2)
+    assert await client.call("HMGET", keys.run, "before", "it", "after") == [b"1", value, b"2"]
+
+
+async def test_a_pipeline_goes_through_to_its_end_and_raises_its_first_error(
+    client: Client, keys: Keys
+) -> None:
+    with pytest.raises(BrokerError, match="WRONGTYPE") as raised:
+        await client.pipeline(
+            [
+                ("SET", keys.run, "1"),
+                ("XLEN", keys.run),
+                ("NONSENSE",),
+                ("SET", keys.head, "2"),
+            ]
+        )
+    assert not raised.value.retriable
+    # The replies behind the error went to nobody else.
+    assert await client.call("MGET", keys.run, keys.head) == [b"1", b"2"]
+
+
+async def test_many_tasks_share_a_client(client: Client, keys: Keys) -> None:
+    async def own(n: int) -> None:
+        await client.call("HSET", keys.run, n, n * n)
+        assert await client.call("HGET", keys.run, n) == b"%d" % (n * n)
+
+    await asyncio.gather(*(own(n) for n in range(50)))
+
+
+async def test_a_connection_lost_mid_command_is_unavailable_and_the_command_was_sent_once(
+    redis: RedisSettings, keys: Keys, client: Client
+) -> None:
+    async with Proxy(redis) as proxy:
+        mine = Client(proxy.settings)
+        assert await mine.call("PING") == b"PONG"
+        proxy.cut_reply_to = lambda data: b"RPUSH" in data
+        with pytest.raises(Unavailable, match="does not answer") as raised:
+            await mine.call("RPUSH", keys.run, "once")
+        assert raised.value.retriable
+        assert proxy.cut_replies == 1
+        assert await client.call("LRANGE", keys.run, 0, -1) == [b"once"]
+        assert await mine.call("LRANGE", keys.run, 0, -1) == [b"once"]
+        await mine.close()
+
+
+async def test_connections_cut_while_idle_cost_one_call_each(redis: RedisSettings) -> None:
+    async with Proxy(redis) as proxy:
+        mine = Client(proxy.settings)
+        await mine.call("PING")
+        proxy.cut()
+        with pytest.raises(Unavailable):
+            await mine.call("PING")
+        assert await mine.call("PING") == b"PONG"
+        await mine.close()
+
+
+async def test_a_cancelled_call_does_not_hand_its_reply_to_the_next(
+    redis: RedisSettings, keys: Keys, client: Client
+) -> None:
+    async with Proxy(redis) as proxy:
+        mine = Client(proxy.settings)
+        await mine.call("SET", keys.run, "first")
+        proxy.answering.clear()
+        call = asyncio.create_task(mine.call("GET", keys.run))
+        await asyncio.sleep(0)
+        await wait_until(lambda: not mine._idle)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        proxy.answering.set()
+        await client.call("SET", keys.run, "second")
+        assert await mine.call("GET", keys.run) == b"second"
+        assert await mine.call("PING") == b"PONG"
+        await mine.close()
+
+
+async def test_a_reply_that_does_not_come_in_time_is_unavailable(redis: RedisSettings) -> None:
+    async with Proxy(redis) as proxy:
+        mine = Client(RedisSettings(url=proxy.settings.url, timeout_s=0.1))
+        await mine.call("PING")
+        proxy.answering.clear()
+        with pytest.raises(Unavailable, match="does not answer: TimeoutError"):
+            await mine.call("PING")
+        proxy.answering.set()
+        assert await mine.call("PING") == b"PONG"
+        await mine.close()
+
+
+async def test_what_was_given_up_is_not_sent_later(
+    redis: RedisSettings, keys: Keys, client: Client
+) -> None:
+    """Its buffer may be in use for something else by then."""
+    async with Proxy(redis) as proxy:
+        mine = Client(RedisSettings(url=proxy.settings.url, timeout_s=0.2))
+        await mine.call("PING")
+        proxy.reading.clear()
+        with pytest.raises(Unavailable):
+            # More than socket buffers take.
+            await mine.call("SET", keys.run, bytes(64 << 20))
+        proxy.reading.set()
+        await wait_until(lambda: all(task.done() for task in proxy.tasks))  # all is through
+        assert await mine.call("PING") == b"PONG"
+        assert await client.call("EXISTS", keys.run) == 0
+        await mine.close()
+
+
+async def test_a_command_may_block_longer_than_the_time_out(
+    redis: RedisSettings, keys: Keys
+) -> None:
+    mine = Client(RedisSettings(url=redis.url, timeout_s=0.5))
+    await mine.call("PING")
+    reply = await mine.call("XREAD", "BLOCK", 700, "STREAMS", keys.queue, "$", wait_s=0.7)
+    assert reply is None
+    await mine.close()
+
+
+async def test_no_redis_is_unavailable_and_names_the_address() -> None:
+    mine = Client(RedisSettings(url="redis://user:secret@127.0.0.1:1/0"))
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1 does not answer") as raised:
+        await mine.call("PING")
+    assert "secret" not in str(raised.value)
+    await mine.close()
+
+
+async def test_a_full_redis_is_out_of_memory_and_reading_goes_on(
+    client: Client, keys: Keys
+) -> None:
+    await client.call("SET", keys.run, "there")
+    async with full(client):
+        with pytest.raises(OutOfMemory, match="is full") as raised:
+            await client.call("SET", keys.run, "more")
+        assert raised.value.retriable
+        assert await client.call("GET", keys.run) == b"there"
+
+
+async def test_a_wrong_password_does_not_pass_by_itself(
+    redis: RedisSettings, client: Client
+) -> None:
+    await client.call("ACL", "SETUSER", "tess", "on", ">right", "+ping")
+    host = redis.url.removeprefix("redis://")
+    try:
+        wrong = Client(RedisSettings(url=f"redis://tess:wrong@{host}"))
+        with pytest.raises(BrokerError, match="refuses") as raised:
+            await wrong.call("PING")
+        assert not raised.value.retriable
+        right = Client(RedisSettings(url=f"redis://tess:right@{host}"))
+        assert await right.call("PING") == b"PONG"
+        with pytest.raises(BrokerError, match="refuses") as raised:
+            await right.call("GET", "x")
+        assert not raised.value.retriable
+        await right.close()
+    finally:
+        await client.call("ACL", "DELUSER", "tess")
+
+
+async def test_a_script_that_redis_does_not_know_is_told_apart(client: Client) -> None:
+    with pytest.raises(NoScript):
+        await client.call("EVALSHA", "0" * 40, 0)
+
+
+def test_a_bad_url_is_a_configuration_error_that_names_the_key() -> None:
+    with pytest.raises(ConfigError, match=r"redis\.url: 'http://there' is not allowed"):
+        Client(RedisSettings(url="http://there"))
+
+
+async def test_a_closed_client_keeps_no_connection(redis: RedisSettings, client: Client) -> None:
+    mine = Client(redis, "closing")
+    await asyncio.gather(*(mine.call("PING") for _ in range(5)))
+
+    async def connections() -> int:
+        listed = await client.call("CLIENT", "LIST")
+        return int(listed.count(b"name=closing"))
+
+    assert await connections() == 5
+    blocked = asyncio.create_task(mine.call("BLPOP", "nothing", 0.05, wait_s=1))
+    await asyncio.sleep(0)
+    await mine.close()
+    assert await blocked is None  # in use while it was closed: answered, and closed then
+
+    async def none_left() -> bool:
+        return await connections() == 0
+
+    await wait_until(none_left)

@@ -1,0 +1,149 @@
+"""A layout says where every tensor lies in the one block of bytes that a model is."""
+
+from __future__ import annotations
+
+import math
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.errors import LayoutMismatch
+from broker.layout import Layout, Model, Tensor
+
+BATCH_NORM = Layout(
+    (
+        Tensor("conv.weight", (2, 3), "float32", "parameter"),
+        Tensor("scale", (), "bfloat16", "parameter"),
+        Tensor("norm.mean", (2,), "float64", "buffer"),
+        Tensor("norm.count", (), "int64", "integer"),
+        Tensor("flags", (3,), "uint8", "integer"),
+    )
+)
+
+shapes = st.lists(st.integers(0, 4), max_size=3).map(tuple)
+layouts = st.lists(
+    st.tuples(
+        st.text("abc.", min_size=1), shapes, st.sampled_from(["parameter", "buffer", "integer"])
+    ),
+    max_size=6,
+    unique_by=lambda row: row[0],
+).map(
+    lambda rows: Layout(
+        tuple(
+            Tensor(name, shape, "int64" if kind == "integer" else "float32", kind)  # type: ignore[arg-type]
+            for name, shape, kind in sorted(rows, key=lambda row: "pbi".index(row[2][0]))
+        )
+    )
+)
+
+
+@given(layouts)
+def test_a_layout_survives_the_way_and_keeps_its_signature(layout: Layout) -> None:
+    again = Layout.decode(layout.encode())
+    assert again == layout
+    assert again.signature == layout.signature
+
+
+@given(layouts)
+def test_the_tensors_are_all_of_the_bytes_in_order(layout: Layout) -> None:
+    model = Model(layout)
+    model.floats[:] = np.arange(layout.floats)
+    model.integers[:] = np.arange(layout.integers)
+    tensors = model.tensors()
+    assert list(tensors) == [tensor.name for tensor in layout.tensors]
+    floats = [tensors[t.name].ravel() for t in layout.tensors if t.kind != "integer"]
+    integers = [tensors[t.name].ravel() for t in layout.tensors if t.kind == "integer"]
+    assert np.concatenate([np.empty(0), *floats]).tolist() == list(range(layout.floats))
+    assert np.concatenate([np.empty(0), *integers]).tolist() == list(range(layout.integers))
+
+
+def test_sizes_add_up() -> None:
+    assert (BATCH_NORM.parameters, BATCH_NORM.floats, BATCH_NORM.integers) == (7, 9, 4)
+    assert BATCH_NORM.nbytes == 4 * 9 + 8 * 4
+
+
+def test_tensors_come_back_in_the_dtypes_they_had_but_bfloat16_as_float32() -> None:
+    model = Model(BATCH_NORM)
+    model.floats[:] = range(9)
+    model.integers[:] = range(4)
+    found = {name: (t.dtype.name, t.shape, t.tolist()) for name, t in model.tensors().items()}
+    assert found == {
+        "conv.weight": ("float32", (2, 3), [[0, 1, 2], [3, 4, 5]]),
+        "scale": ("float32", (), 6),
+        "norm.mean": ("float64", (2,), [7, 8]),
+        "norm.count": ("int64", (), 0),
+        "flags": ("uint8", (3,), [1, 2, 3]),
+    }
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        Tensor("other", (2, 3), "float32", "parameter"),
+        Tensor("conv.weight", (3, 2), "float32", "parameter"),
+        Tensor("conv.weight", (2, 3), "float16", "parameter"),
+    ],
+)
+def test_any_difference_makes_another_signature(other: Tensor) -> None:
+    changed = Layout((other, *BATCH_NORM.tensors[1:]))
+    assert changed.signature != BATCH_NORM.signature
+
+
+def test_floats_integers_and_parameters_are_views_into_one_buffer() -> None:
+    model = Model(BATCH_NORM)
+    model.buffer[:] = 0
+    before = model.digest()
+    model.parameters[-1] = 1.0
+    model.integers[0] = 7
+    assert model.buffer[: 8 * 4].view(np.int64)[0] == 7
+    assert model.buffer[8 * 4 :].view(np.float32)[6] == 1.0
+    assert model.digest() != before
+
+
+def test_a_copy_shares_nothing() -> None:
+    model = Model(BATCH_NORM)
+    model.buffer[:] = 1
+    copy = model.copy()
+    assert copy.digest() == model.digest()
+    copy.floats[0] = 5.0
+    assert copy.digest() != model.digest()
+
+
+def test_a_buffer_of_another_size_or_type_is_refused() -> None:
+    with pytest.raises(LayoutMismatch, match="takes 68 bytes, the buffer has 4"):
+        Model(BATCH_NORM, np.zeros(4, np.uint8))
+    with pytest.raises(LayoutMismatch):
+        Model(BATCH_NORM, np.zeros(68, np.int8))
+
+
+def test_a_layout_names_every_tensor_once_and_keeps_the_order_of_roles() -> None:
+    weight = Tensor("w", (1,), "float32", "parameter")
+    with pytest.raises(LayoutMismatch, match="names every tensor once"):
+        Layout((weight, weight))
+    with pytest.raises(LayoutMismatch, match="parameters, then buffers, then integers"):
+        Layout((Tensor("m", (1,), "float32", "buffer"), weight))
+
+
+@pytest.mark.parametrize(
+    "junk",
+    [
+        b"",
+        b"\xc1",
+        msgpack.packb(3),
+        msgpack.packb([["w", [1], "float32", "colour"]]),
+        msgpack.packb([["w", 1, "float32", "parameter"]]),
+        msgpack.packb([["w"]]),
+    ],
+)
+def test_what_is_no_layout_is_a_mismatch(junk: bytes) -> None:
+    with pytest.raises(LayoutMismatch):
+        Layout.decode(junk)
+
+
+def test_an_empty_model_has_no_bytes() -> None:
+    empty = Model(Layout(()))
+    assert (empty.buffer.size, empty.floats.size, math.prod(empty.integers.shape)) == (0, 0, 0)
+    assert empty.tensors() == {}

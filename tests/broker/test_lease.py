@@ -1,0 +1,103 @@
+"""One process holds a role, and whoever held it before cannot write any more."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker.client import Client
+from broker.errors import Fenced, OutOfMemory
+from broker.keys import Keys
+from broker.lease import Lease
+from tests.support import full, wait_until
+
+
+def lease(client: Client, keys: Keys, name: str, seconds: float = 60.0) -> Lease:
+    return Lease(client, keys, "updater", name, seconds=seconds)
+
+
+async def test_one_holds_the_role_and_the_other_stands_by(client: Client, keys: Keys) -> None:
+    ann, bob = lease(client, keys, "ann"), lease(client, keys, "bob")
+    assert await ann.acquire()
+    assert ann.number == 1
+    assert not await bob.acquire()
+    assert bob.number == 0
+    assert await ann.hold()
+
+
+async def test_two_roles_are_two_leases(client: Client, keys: Keys) -> None:
+    assert await lease(client, keys, "ann").acquire()
+    assert await Lease(client, keys, "scheduler", "bob", seconds=60).acquire()
+
+
+async def test_the_next_one_takes_over_when_the_lease_ran_out_and_fences_the_first(
+    client: Client, keys: Keys
+) -> None:
+    ann, bob = lease(client, keys, "ann", seconds=0.05), lease(client, keys, "bob")
+    assert await ann.acquire()
+    await wait_until(bob.acquire)
+    assert bob.number == 2
+    with pytest.raises(Fenced, match="another updater has taken over"):
+        await ann.hold()
+    assert await bob.hold()
+
+
+async def test_renewing_keeps_the_role(client: Client, keys: Keys) -> None:
+    ann = lease(client, keys, "ann", seconds=30)
+    await ann.acquire()
+    await client.call("PEXPIRE", keys.leader("updater"), 50)
+    assert await ann.hold()
+    assert await client.call("PTTL", keys.leader("updater")) > 1000
+
+
+async def test_a_restarted_process_of_the_same_name_need_not_wait(
+    client: Client, keys: Keys
+) -> None:
+    before, after = lease(client, keys, "updater-0"), lease(client, keys, "updater-0")
+    assert await before.acquire()
+    assert await after.acquire()
+    assert after.number > before.number
+    with pytest.raises(Fenced):
+        await before.hold()
+
+
+async def test_releasing_lets_the_next_one_in_at_once(client: Client, keys: Keys) -> None:
+    ann, bob = lease(client, keys, "ann"), lease(client, keys, "bob")
+    await ann.acquire()
+    await ann.release()
+    assert await bob.acquire()
+    await ann.release()  # late: it is not ann's any more
+    assert await bob.hold()
+
+
+async def test_a_lease_that_redis_lost_is_taken_again_above_what_it_was(
+    client: Client, keys: Keys
+) -> None:
+    ann = lease(client, keys, "ann")
+    await ann.acquire()
+    await ann.acquire()
+    assert ann.number == 2
+    await client.call("FLUSHALL")
+    assert not await ann.hold()
+    assert await ann.acquire(at_least=ann.number)
+    assert ann.number == 3
+
+
+async def test_who_took_over_while_redis_was_away_fences(client: Client, keys: Keys) -> None:
+    ann, bob = lease(client, keys, "ann"), lease(client, keys, "bob")
+    await ann.acquire()
+    await client.call("FLUSHALL")
+    assert await bob.acquire()
+    # Both have number 1 now: the nonce tells them apart.
+    assert (ann.number, bob.number) == (1, 1)
+    with pytest.raises(Fenced):
+        await ann.hold()
+
+
+async def test_a_full_redis_gives_no_lease_and_takes_none_away(client: Client, keys: Keys) -> None:
+    ann, bob = lease(client, keys, "ann"), lease(client, keys, "bob")
+    await ann.acquire()
+    async with full(client):
+        with pytest.raises(OutOfMemory):
+            await ann.hold()
+        assert not await bob.acquire()
+    assert await ann.hold()

@@ -1,0 +1,774 @@
+"""The ledger, script by script: every verdict, and what it leaves behind."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from broker.client import Client
+from broker.errors import BrokerError, Fenced, NoRun
+from broker.keys import COORDINATORS, TRAINERS, Keys
+from broker.lease import Lease
+from broker.ledger import Commit, Run
+from broker.messages import CloseRound, Dead, GiveUp, RoundEnd, Task, Trigger, Version
+from broker.streams import Entry
+from tests.support import SIZE_LIMIT, Hand, layout_of, snapshot, wait_until
+
+
+def give_up(trigger: Trigger | Task, attempt: str = "a1", reason: str = "tired") -> GiveUp:
+    return GiveUp(
+        task=trigger.task, attempt=attempt, device=trigger.device, trainer="t", reason=reason
+    )
+
+
+async def exists(client: Client, key: str) -> bool:
+    return bool(await client.call("EXISTS", key))
+
+
+async def expires(client: Client, key: str) -> bool:
+    return int(await client.call("PTTL", key)) > 0
+
+
+# creating a run
+
+
+async def test_before_it_is_created_there_is_no_run(hand: Hand, keys: Keys) -> None:
+    for ask in (hand.ledger.look, hand.ledger.run):
+        with pytest.raises(NoRun, match=keys.name):
+            await ask()
+    assert await hand.ledger.head() is None
+
+
+async def test_a_created_run_reads_back_as_it_was_made(hand: Hand, client: Client) -> None:
+    hand.layout = layout_of(3, buffers=2, integers=1)
+    version = await hand.create(max_staleness=7, versions=5, seed=2**40, created=1234.5)
+    run = await hand.ledger.run()
+    assert run == hand.run(max_staleness=7, versions=5, seed=2**40, created=1234.5)
+    head = await hand.ledger.head()
+    assert head
+    assert (head.version, head.digest, head.blob, head.epoch) == (0, version.digest, "0.1", 1)
+    assert await hand.ledger.kept() == {"0.1": 0}
+    assert await hand.ledger.digest(0) == version.digest
+    assert await hand.ledger.digest(1) is None
+    view = await hand.ledger.look()
+    assert (view.run, view.head, view.issued, view.open) == (run, head, 0, ())
+    assert not await expires(client, hand.keys.model("0.1"))
+
+
+async def test_a_run_is_created_once(hand: Hand, client: Client, keys: Keys) -> None:
+    await hand.create(versions=5)
+    before = await snapshot(client, keys)
+    again = await hand.publish(0, 1.0, write=False)
+    assert await hand.ledger.create(hand.updater.token, hand.run(versions=9), again) == "exists"
+    assert await snapshot(client, keys) == before
+
+
+async def test_a_run_is_not_created_on_a_model_that_is_not_there(hand: Hand) -> None:
+    assert await hand.updater.acquire()
+    version = await hand.publish(0, write=False)
+    assert await hand.ledger.create(hand.updater.token, hand.run(), version) == "unwritten"
+    with pytest.raises(NoRun):
+        await hand.ledger.run()
+
+
+async def test_only_the_holder_creates_or_commits_or_retires(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    stale = hand.updater.token
+    assert await Lease(client, keys, "updater", "u", seconds=60).acquire()
+    before = await snapshot(client, keys)
+    version = await hand.publish(1, write=False)
+    nothing = Commit(version=version, buffered=0, mean_staleness=0.0)
+    with pytest.raises(Fenced, match="another updater has taken over"):
+        await hand.ledger.create(stale, hand.run(), version, again=True)
+    with pytest.raises(Fenced):
+        await hand.ledger.commit(stale, nothing)
+    with pytest.raises(Fenced):
+        await hand.ledger.retire(stale, ["0.1"])
+    assert await snapshot(client, keys) == before
+
+
+async def test_a_token_that_redis_lost_is_lost_and_not_fenced(hand: Hand, client: Client) -> None:
+    await hand.create()
+    await client.call("FLUSHALL")
+    version = await hand.publish(1)
+    token = hand.updater.token
+    assert await hand.ledger.create(token, hand.run(), version) == "lost"
+    assert await hand.ledger.retire(token, ["0.1"]) == "lost"
+    commit = Commit(version=version, buffered=0, mean_staleness=0.0)
+    assert await hand.ledger.commit(token, commit) == "lost"
+
+
+async def test_a_process_that_takes_its_own_lease_again_is_not_fenced_by_itself(
+    hand: Hand,
+) -> None:
+    """Its loops may still show the token that it had a moment ago."""
+    await hand.create()
+    before = hand.updater.token
+    assert await hand.updater.acquire()
+    commit = Commit(version=await hand.publish(1), buffered=0, mean_staleness=0.0)
+    assert await hand.ledger.commit(before, commit) == "lost"
+    assert await hand.ledger.commit(hand.updater.token, commit) == "done"
+    before = hand.scheduler.token
+    assert await hand.scheduler.acquire()
+    assert await hand.ledger.trigger(before, 9, 0, [hand.trigger()]) == 0
+
+
+async def test_a_run_that_redis_lost_is_published_again_where_it_was(
+    hand: Hand, client: Client
+) -> None:
+    await hand.create()
+    await client.call("FLUSHALL")
+    assert await hand.updater.acquire(at_least=hand.updater.number)
+    version = await hand.publish(41, 1.0)
+    reply = await hand.ledger.create(hand.updater.token, hand.run(), version, again=True)
+    assert reply == "created"
+    head = await hand.ledger.head()
+    assert head
+    assert (head.version, head.epoch, head.blob) == (41, 2, "41.2")
+
+
+# triggers
+
+
+async def test_tasks_are_opened_up_to_the_limit(hand: Hand) -> None:
+    await hand.create()
+    triggers = [hand.trigger() for _ in range(5)]
+    assert await hand.ledger.trigger(hand.scheduler.token, 3, 0, triggers) == 3
+    view = await hand.ledger.look()
+    assert (view.issued, {t.task for t in view.open}) == (3, {t.task for t in triggers[:3]})
+    assert view.triggers == 3
+    assert await hand.ledger.trigger(hand.scheduler.token, 3, 3, triggers[3:]) == 0
+    assert await hand.ledger.trigger(hand.scheduler.token, 4, 3, triggers[3:]) == 1
+
+
+async def test_a_repeated_trigger_after_a_lost_reply_opens_nothing(hand: Hand) -> None:
+    await hand.create()
+    triggers = [hand.trigger(), hand.trigger()]
+    assert await hand.ledger.trigger(hand.scheduler.token, 9, 0, triggers) == 2
+    assert await hand.ledger.trigger(hand.scheduler.token, 9, 0, triggers) == 0
+    assert (await hand.ledger.look()).triggers == 2
+
+
+async def test_a_scheduler_that_was_replaced_triggers_nothing(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    other = Lease(client, keys, "scheduler", "s", seconds=60)
+    assert await other.acquire()
+    with pytest.raises(Fenced, match="another scheduler leads"):
+        await hand.ledger.trigger(hand.scheduler.token, 9, 0, [hand.trigger()])
+    assert (await hand.ledger.look()).issued == 0
+
+
+async def test_nothing_is_triggered_before_a_run_or_after_it(hand: Hand) -> None:
+    assert await hand.scheduler.acquire()
+    assert await hand.ledger.trigger(hand.scheduler.token, 9, 0, [hand.trigger()]) == 0
+    await hand.create()
+    assert await hand.ledger.finish("enough")
+    assert await hand.ledger.trigger(hand.scheduler.token, 9, 0, [hand.trigger()]) == 0
+    assert (await hand.ledger.look()).issued == 0
+
+
+# dispatch
+
+
+async def test_a_trigger_becomes_a_task_of_the_pool(hand: Hand) -> None:
+    await hand.create()
+    [trigger] = await hand.open(device=3, steps=7, epochs=None, seed=2**62)
+    assert await hand.dispatch() == ["sent"]
+    [(_, task)] = await hand.take()
+    assert task == Task.of(trigger)
+    assert (await hand.ledger.look()).triggers == 0
+
+
+async def test_a_device_that_is_owned_is_served_by_its_owner(hand: Hand, client: Client) -> None:
+    await hand.create()
+    await hand.ledger.announce("owner", {}, [3])
+    await hand.open(device=3)
+    await hand.open(device=4)
+    assert await hand.dispatch() == ["sent", "sent"]
+    assert [task.device for _, task in await hand.take()] == [4]
+    [row] = await client.call("XRANGE", hand.keys.tasks_of("owner"), "-", "+")
+    assert Task.decode(row[1][1]).device == 3
+    assert (await hand.ledger.look()).owned == (3,)
+
+
+async def test_dispatching_an_entry_twice_makes_one_task(hand: Hand) -> None:
+    await hand.create()
+    await hand.open()
+    await hand.triggers.ensure()
+    [entry] = await hand.triggers.read()
+    trigger = Trigger.decode(entry.data)
+    assert await hand.ledger.dispatch(entry, trigger, rate=1, limit=1) == "sent"
+    assert await hand.ledger.dispatch(entry, trigger, rate=1, limit=1) == "repeated"
+    assert len(await hand.take()) == 1
+
+
+async def test_a_trigger_whose_task_has_ended_makes_none(hand: Hand) -> None:
+    await hand.create()
+    [trigger] = await hand.open()
+    assert await hand.admit(give_up(trigger)) == [("given_up", "tired")]
+    assert await hand.dispatch() == ["ended"]
+    assert await hand.take() == []
+
+
+async def test_a_trainer_cannot_pass_its_trigger_off_as_the_schedulers(hand: Hand) -> None:
+    await hand.create()
+    await hand.ledger.ask(hand.trigger())
+    assert await hand.dispatch() == ["ended"]
+    assert (await hand.ledger.look()).issued == 0
+
+
+async def test_a_device_triggers_itself_within_its_rate(hand: Hand, client: Client) -> None:
+    await hand.create()
+    # Redis's clock decides: begin early in a second, so that all fall into one.
+    await wait_until(lambda: early(client))
+    for origin in ("ann", "ann", "ann", "bob"):
+        await hand.ledger.ask(hand.trigger(origin=origin))
+    assert await hand.dispatch(rate=2) == ["sent", "sent", "limited", "sent"]
+    view = await hand.ledger.look()
+    assert (view.issued, len(view.open)) == (3, 3)
+    assert view.reasons("stray") == {"trigger over the limit": 1}
+    assert len(await hand.take()) == 3
+
+
+async def early(client: Client) -> bool:
+    _, microseconds = await client.call("TIME")
+    return int(microseconds) < 500_000
+
+
+async def test_a_devices_rate_begins_anew_every_second(hand: Hand, client: Client) -> None:
+    await hand.create()
+    await client.call("HSET", hand.keys.rates, "ann", "1234:99")
+    await hand.ledger.ask(hand.trigger(origin="ann"))
+    assert await hand.dispatch(rate=1) == ["sent"]
+
+
+async def test_devices_trigger_themselves_only_up_to_the_limit(hand: Hand) -> None:
+    await hand.create()
+    await hand.open(2)
+    for _ in range(2):
+        await hand.ledger.ask(hand.trigger(origin="ann"))
+    assert await hand.dispatch(limit=3) == ["sent", "sent", "sent", "limited"]
+
+
+async def test_a_devices_trigger_that_was_said_twice_is_one_task_even_after_its_end(
+    hand: Hand,
+) -> None:
+    await hand.create()
+    trigger = hand.trigger(origin="ann")
+    await hand.ledger.ask(trigger)
+    await hand.ledger.ask(trigger)
+    assert await hand.dispatch() == ["sent", "repeated"]
+    assert await hand.admit(give_up(trigger)) == [("given_up", "tired")]
+    await hand.ledger.ask(trigger)
+    assert await hand.dispatch() == ["repeated"]
+    await hand.balanced()
+
+
+async def test_a_device_triggers_nothing_after_the_run(hand: Hand) -> None:
+    await hand.create()
+    await hand.ledger.finish("enough")
+    await hand.ledger.ask(hand.trigger(origin="ann"))
+    assert await hand.dispatch() == ["finished"]
+    assert (await hand.ledger.look()).issued == 0
+
+
+# a trainer's answer
+
+
+async def test_an_answer_is_said_once_and_ends_the_lease(hand: Hand) -> None:
+    await hand.create()
+    await hand.open()
+    await hand.dispatch()
+    [(entry, task)] = await hand.take()
+    upload = await hand.trained(task)
+    keys = hand.keys
+    assert await hand.ledger.answer(keys.tasks, TRAINERS, entry, upload)
+    assert not await hand.ledger.answer(keys.tasks, TRAINERS, entry, upload)
+    view = await hand.ledger.look()
+    assert (view.uploads, len(view.open)) == (1, 1)
+    assert not await hand.tasks.renew(entry)
+
+
+# admission
+
+
+async def test_an_answer_is_admitted_and_its_blob_stays(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    upload = await hand.admitted()
+    [(_, queued)] = await hand.queue()
+    assert queued == upload
+    assert await client.call("PTTL", keys.update(upload.blob)) == -1
+    view = await hand.ledger.look()
+    assert (view.admitted, view.queue, view.uploads, len(view.open)) == (1, 1, 0, 1)
+
+
+async def test_the_same_answer_told_again_is_admitted_without_a_second_entry(
+    hand: Hand, keys: Keys, client: Client
+) -> None:
+    await hand.create()
+    upload = await hand.admitted()
+    assert await hand.admit(upload) == [("admitted", "")]
+    assert len(await hand.queue()) == 1
+    assert await hand.commit(1, upload) == "done"
+    assert await hand.admit(upload) == [("admitted", "")]  # even after its end
+    assert await hand.queue() == []
+    assert (await hand.ledger.look()).reasons("stray") == {}
+
+
+async def test_deciding_on_an_entry_twice_decides_once(hand: Hand) -> None:
+    await hand.create()
+    [trigger] = await hand.open()
+    [entry] = await hand.said(upload := await hand.trained(trigger))
+    verdicts = [await hand.ledger.admit(entry, upload, size_limit=SIZE_LIMIT) for _ in range(2)]
+    assert verdicts == [("admitted", ""), ("repeated", "")]
+    assert len(await hand.queue()) == 1
+
+
+@pytest.mark.parametrize("ended", [False, True])
+async def test_a_second_answer_to_a_task_is_a_stray_and_its_blob_goes(
+    hand: Hand, client: Client, keys: Keys, ended: bool
+) -> None:
+    await hand.create()
+    first = await hand.admitted()
+    second = await hand.trained(Task(task=first.task, device=0, seed=1), attempt="a2")
+    if ended:
+        await hand.commit(1, first)
+    assert await hand.admit(second) == [("stray", "answered twice")]
+    assert not await exists(client, keys.update(second.blob))
+    assert await exists(client, keys.update(first.blob)) == (not ended)
+    view = await hand.ledger.look()
+    assert view.reasons("stray") == {"answered twice": 1}
+    [event] = await hand.events("stray")
+    assert (event.task, event.reason) == (first.task, "answered twice")
+    await hand.balanced()
+
+
+async def test_an_answer_to_nothing_is_a_stray(hand: Hand, client: Client, keys: Keys) -> None:
+    await hand.create()
+    upload = await hand.trained(hand.trigger())
+    assert await hand.admit(upload) == [("stray", "unknown task")]
+    assert not await exists(client, keys.update(upload.blob))
+    await hand.balanced()
+
+
+async def test_an_answer_after_the_task_was_given_up_is_late(hand: Hand) -> None:
+    await hand.create()
+    [trigger] = await hand.open()
+    await hand.ledger.ask(CloseRound(version=0, tasks=(trigger.task,), why="round over"))
+    assert await hand.dispatch() == ["sent", "closed"]
+    assert await hand.admit(await hand.trained(trigger)) == [("stray", "late")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"layout": "another"}, "layout"),
+        ({"size": 4}, "size"),
+        ({"size": SIZE_LIMIT + 1}, "too large"),
+        ({"base": "another"}, "unknown base"),
+        ({"tau": 1}, "unknown base"),
+        ({"tau": 2**60}, "unknown base"),
+        ({"write": False}, "blob missing"),
+    ],
+)
+async def test_an_answer_is_refused_for_what_it_says_of_itself(
+    hand: Hand, client: Client, keys: Keys, changes: dict[str, Any], reason: str
+) -> None:
+    await hand.create()
+    [trigger] = await hand.open()
+    upload = await hand.trained(trigger, **changes)
+    assert await hand.admit(upload) == [("refused", reason)]
+    assert await hand.queue() == []
+    assert not await exists(client, keys.update(upload.blob))
+    view = await hand.ledger.look()
+    assert (view.outcomes["refused"], view.reasons("refused")) == (1, {reason: 1})
+    [event] = await hand.events()
+    assert (event.task, event.outcome, event.reason) == (trigger.task, "refused", reason)
+    await hand.balanced()
+
+
+@pytest.mark.parametrize("command", [("SET", "x"), ("HSET", "size", "17"), ("HSET", "size", "x")])
+async def test_a_blob_of_another_form_than_announced_is_refused(
+    hand: Hand, client: Client, command: tuple[str, ...]
+) -> None:
+    await hand.create()
+    [trigger] = await hand.open()
+    upload = await hand.trained(trigger, write=False)
+    await client.call(command[0], hand.keys.update(upload.blob), *command[1:])
+    [(verdict, reason)] = await hand.admit(upload)
+    assert (verdict, reason in ("size", "blob missing")) == ("refused", True)
+    assert not await exists(client, hand.keys.update(upload.blob))
+
+
+async def test_staleness_is_judged_by_the_version_that_is_current_now(hand: Hand) -> None:
+    await hand.create(max_staleness=1)
+    first, second = await hand.open(2)
+    stale = await hand.trained(first)
+    in_time = await hand.trained(second)
+    await hand.commit(1)
+    assert await hand.admit(in_time) == [("admitted", "")]
+    await hand.commit(2)
+    assert await hand.admit(stale) == [("refused", "too stale")]
+    [event] = await hand.events()
+    assert event.staleness == 2
+    await hand.commit(3, in_time)
+
+
+async def test_a_device_that_gives_up_ends_the_task(hand: Hand) -> None:
+    await hand.create()
+    [trigger] = await hand.open()
+    assert await hand.admit(give_up(trigger, reason="battery")) == [("given_up", "battery")]
+    view = await hand.ledger.look()
+    assert (view.outcomes["given_up"], view.reasons("given_up")) == (1, {"battery": 1})
+    assert await hand.admit(give_up(trigger)) == [("admitted", "")]  # told again
+    await hand.balanced()
+
+
+async def test_giving_up_what_another_has_answered_changes_nothing(hand: Hand) -> None:
+    await hand.create()
+    upload = await hand.admitted()
+    task = Task(task=upload.task, device=0, seed=0)
+    assert await hand.admit(give_up(task, attempt="a2")) == [("stray", "answered twice")]
+    assert len(await hand.queue()) == 1
+
+
+async def test_an_answer_after_the_run_is_given_up(hand: Hand, client: Client, keys: Keys) -> None:
+    await hand.create()
+    [trigger] = await hand.open()
+    upload = await hand.trained(trigger)
+    await hand.ledger.finish("enough")
+    assert await hand.admit(upload) == [("given_up", "run finished")]
+    assert not await exists(client, keys.update(upload.blob))
+    await hand.balanced()
+
+
+# rounds
+
+
+async def test_the_end_of_a_round_gives_up_what_was_not_answered_and_comes_last_in_the_queue(
+    hand: Hand,
+) -> None:
+    await hand.create()
+    answered, open_one = await hand.open(2)
+    upload = await hand.trained(answered)
+    assert await hand.admit(upload) == [("admitted", "")]
+    closing = CloseRound(version=0, tasks=(answered.task, open_one.task), why="time is up")
+    await hand.ledger.ask(closing)
+    assert await hand.dispatch() == ["sent", "sent", "closed"]
+    assert [message for _, message in await hand.queue()] == [
+        upload, RoundEnd(version=0, why="time is up")
+    ]  # fmt: skip
+    view = await hand.ledger.look()
+    assert view.reasons("given_up") == {"time is up": 1}
+    assert [trigger.task for trigger in view.open] == [answered.task]
+    await hand.balanced()
+
+
+async def test_a_round_is_closed_once_for_each_entry(hand: Hand) -> None:
+    await hand.create()
+    closing = CloseRound(version=0, tasks=("gone",), why="time is up")
+    await hand.ledger.ask(closing)
+    await hand.triggers.ensure()
+    [entry] = await hand.triggers.read()
+    assert await hand.ledger.close_round(entry, closing) == "closed"
+    assert await hand.ledger.close_round(entry, closing) == "repeated"
+    assert len(await hand.queue()) == 1
+
+
+# commits
+
+
+async def test_a_commit_publishes_ends_and_deletes(hand: Hand, client: Client, keys: Keys) -> None:
+    await hand.create()
+    uploads = [await hand.admitted(), await hand.admitted()]
+    assert await hand.commit(1, *uploads, buffered=3) == "done"
+    assert await hand.queue() == []
+    for upload in uploads:
+        assert not await exists(client, keys.update(upload.blob))
+    assert not await expires(client, keys.model("1.1"))
+    head = await hand.ledger.head()
+    assert head
+    assert (head.version, head.blob, head.buffered, head.mean_staleness) == (1, "1.1", 3, 0.5)
+    assert await hand.ledger.digest(1) == head.digest
+    assert await hand.ledger.kept() == {"0.1": 0, "1.1": 1}
+    view = await hand.ledger.look()
+    assert (view.outcomes["applied"], view.admitted, view.open) == (2, 0, ())
+    rows = await client.call("XRANGE", keys.models, "-", "+")
+    assert [Version.decode(fields[1]).version for _, fields in rows] == [0, 1]
+    assert [(e.task, e.outcome, e.version, e.weight) for e in await hand.events()] == [
+        (upload.task, "applied", 1, 0.6) for upload in uploads
+    ]
+    await hand.balanced()
+
+
+async def test_a_commit_repeated_after_a_lost_reply_is_done_and_counts_once(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    upload = await hand.admitted()
+    assert await hand.commit(1, upload) == "done"
+    before = await snapshot(client, keys)
+    assert await hand.commit(1, upload, write=False) == "done"
+    assert await snapshot(client, keys) == before
+
+
+async def test_a_refusal_repeated_after_a_lost_reply_counts_once(hand: Hand) -> None:
+    await hand.create()
+    upload = await hand.admitted()
+    assert await hand.commit(None, upload) == "done"
+    assert await hand.commit(None, upload) == "done"
+    view = await hand.ledger.look()
+    assert (view.counts["refused"], view.reasons("refused")) == (1, {"digest": 1})
+    assert len(await hand.events()) == 1
+    await hand.balanced()
+
+
+@pytest.mark.parametrize(("number", "found"), [(2, 0), (7, 0), (0, 0)])
+async def test_a_version_that_is_not_the_heads_child_is_not_published(
+    hand: Hand, client: Client, keys: Keys, number: int, found: int
+) -> None:
+    await hand.create()
+    version = (await hand.publish(number)).model_copy(update={"digest": "other"})
+    before = await snapshot(client, keys)
+    commit = Commit(version=version, buffered=0, mean_staleness=0.0)
+    assert await hand.ledger.commit(hand.updater.token, commit) == f"behind:{found}"
+    assert await snapshot(client, keys) == before
+
+
+async def test_nothing_is_committed_to_a_run_that_redis_lost(hand: Hand, client: Client) -> None:
+    await hand.create()
+    upload = await hand.admitted()
+    await client.call("FLUSHALL")
+    # The lease is taken again before the run is published again.
+    assert await hand.updater.acquire(at_least=hand.updater.number)
+    assert await hand.commit(None, upload) == "behind:-1"
+    assert await hand.commit(1, upload) == "behind:-1"
+    assert await hand.ledger.head() is None
+
+
+async def test_a_version_whose_model_is_not_there_is_not_published(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    upload = await hand.admitted()
+    before = await snapshot(client, keys)
+    assert await hand.commit(1, upload, write=False) == "unwritten"
+    assert await snapshot(client, keys) == before
+    assert await hand.commit(1, upload) == "done"
+
+
+async def test_the_last_version_finishes_the_run_and_none_comes_after_it(hand: Hand) -> None:
+    await hand.create()
+    upload = await hand.admitted()
+    assert await hand.commit(1, finish="version 1 reached") == "done"
+    run = await hand.ledger.run()
+    assert (run.state, run.why) == ("finished", "version 1 reached")
+    assert run.finished is not None
+    assert await hand.commit(2) == "finished"
+    assert await hand.commit(None, upload) == "done"  # tasks still end
+    await hand.balanced()
+
+
+async def test_finishing_a_run_from_outside_is_done_once(hand: Hand) -> None:
+    await hand.create()
+    assert await hand.ledger.finish("accuracy 0.9 reached")
+    assert not await hand.ledger.finish("again")
+    run = await hand.ledger.run()
+    assert (run.state, run.why) == ("finished", "accuracy 0.9 reached")
+    [event] = await hand.events("run")
+    assert event.text == "finished: accuracy 0.9 reached"
+
+
+async def test_models_that_outlived_their_use_go_with_the_commit(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    assert await hand.commit(1, retired=["0.1"]) == "done"
+    assert await hand.ledger.kept() == {"1.1": 1}
+    assert not await exists(client, keys.model("0.1"))
+    assert await hand.ledger.digest(0) is not None  # its descendants are still admitted
+
+
+async def test_models_are_retired_out_of_turn(hand: Hand, client: Client, keys: Keys) -> None:
+    await hand.create()
+    await hand.commit(1)
+    assert await hand.ledger.retire(hand.updater.token, ["0.1"]) == "done"
+    assert await hand.ledger.kept() == {"1.1": 1}
+    assert not await exists(client, keys.model("0.1"))
+
+
+async def test_a_commit_of_very_many_updates_is_whole(hand: Hand) -> None:
+    await hand.create()
+    ids = [f"{n}-1" for n in range(1, 10_001)]  # more than Lua's stack holds
+    assert await hand.commit(1, entries=ids) == "done"
+    head = await hand.ledger.head()
+    assert head
+    assert head.version == 1
+
+
+async def test_lineage_goes_back_4096_versions(hand: Hand, client: Client, keys: Keys) -> None:
+    await hand.create()
+    await client.call("HSET", keys.head, "version", 4096)
+    assert await hand.commit(4097) == "done"
+    assert await hand.ledger.digest(0) is not None
+    await client.call("HSET", keys.head, "version", 4095)
+    assert await hand.commit(4096) == "done"
+    assert await hand.ledger.digest(0) is None
+
+
+# dead letters
+
+
+async def test_a_poisonous_task_is_buried_and_ends(hand: Hand, client: Client) -> None:
+    await hand.create()
+    [trigger] = await hand.open()
+    await hand.dispatch()
+    [(entry, task)] = await hand.take()
+    keys = hand.keys
+    buried = [
+        await hand.ledger.bury(keys.tasks, TRAINERS, entry, "crashed", task=task, deliveries=3)
+        for _ in range(2)
+    ]
+    assert buried == [True, False]
+    view = await hand.ledger.look()
+    assert (view.dead, view.open, view.outcomes["dead"]) == (1, (), 1)
+    assert view.reasons("dead") == {"crashed": 1}
+    [row] = await client.call("XRANGE", keys.dead, "-", "+")
+    dead = Dead.decode(row[1][1])
+    assert (dead.stream, dead.entry, dead.reason, dead.deliveries) == (
+        "tasks", entry.id, "crashed", 3
+    )  # fmt: skip
+    assert Task.decode(dead.data).task == trigger.task
+    await hand.balanced()
+
+
+async def test_burying_a_second_answer_does_not_end_a_task_whose_first_was_admitted(
+    hand: Hand,
+) -> None:
+    await hand.create()
+    upload = await hand.admitted()
+    [entry] = await hand.said(upload)
+    assert await hand.ledger.bury(
+        hand.keys.uploads, COORDINATORS, entry, "crashed", task=upload, deliveries=3
+    )
+    assert [trigger.task for trigger in (await hand.ledger.look()).open] == [upload.task]
+    assert await hand.commit(1, upload) == "done"
+    assert (await hand.ledger.look()).outcomes["applied"] == 1
+    await hand.balanced()
+
+
+async def test_an_entry_of_a_stream_without_a_group_is_buried(hand: Hand, client: Client) -> None:
+    await hand.create()
+    id_ = (await client.call("XADD", hand.keys.queue, "*", "m", b"junk")).decode()
+    entry = Entry(id_, b"junk")
+    assert await hand.ledger.bury(hand.keys.queue, "", entry, "not msgpack")
+    assert not await hand.ledger.bury(hand.keys.queue, "", entry, "not msgpack")
+    assert (await hand.ledger.look()).dead == 1
+
+
+async def test_dead_letters_are_capped_and_the_losses_counted(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    await client.pipeline([("XADD", keys.dead, "*", "m", b"old") for _ in range(999)])
+    for _ in range(3):
+        id_ = (await client.call("XADD", keys.queue, "*", "m", b"junk")).decode()
+        await hand.ledger.bury(keys.queue, "", Entry(id_, b"junk"), "junk")
+    view = await hand.ledger.look()
+    assert (view.dead, view.counts["dead_letters"]) == (1000, 3)
+    assert view.counts["dead_letters_lost"] == 2
+
+
+# trainers
+
+
+async def test_a_trainer_joins_once_and_says_what_it_likes(hand: Hand) -> None:
+    await hand.create()
+    assert await hand.ledger.announce("ann", {"pid": 1})
+    assert not await hand.ledger.announce("ann", {"pid": 2}, [7])
+    assert await hand.ledger.trainers() == {"ann": {"pid": 2}}
+    assert await hand.ledger.owners() == {7: "ann"}
+    assert (await hand.ledger.look()).trainers == 1
+    assert [event.text for event in await hand.events("trainer")] == ["ann joined"]
+
+
+async def test_a_trainer_leaves_once(hand: Hand) -> None:
+    await hand.create()
+    await hand.ledger.announce("ann", {}, [7])
+    await hand.ledger.announce("bob", {}, [8])
+    assert await hand.ledger.leave("ann") == 0
+    assert await hand.ledger.leave("ann") is None
+    assert await hand.ledger.owners() == {8: "bob"}
+    assert list(await hand.ledger.trainers()) == ["bob"]
+    assert [e.text for e in await hand.events("trainer")][-1] == "ann left"
+
+
+async def test_a_trainer_is_silent_only_after_a_while(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    await hand.ledger.announce("ann", {})
+    await hand.ledger.announce("bob", {})
+    await client.call("ZINCRBY", keys.alive, -60, "ann")
+    assert await hand.ledger.silent(30) == ["ann"]
+    assert await hand.ledger.leave("bob", silent_s=30) is None
+    await hand.ledger.announce("ann", {})  # it came back in the last moment
+    assert await hand.ledger.leave("ann", silent_s=30) is None
+    await client.call("ZINCRBY", keys.alive, -60, "ann")
+    assert await hand.ledger.leave("ann", silent_s=30) == 0
+    assert [e.text for e in await hand.events("trainer")][-1] == "ann was not heard for 30 s"
+
+
+async def test_what_waits_for_an_owner_that_left_is_given_up(hand: Hand, client: Client) -> None:
+    await hand.create()
+    await hand.ledger.announce("owner", {}, [3, 4])
+    await hand.open(device=3)
+    await hand.open(device=4)
+    await hand.open(device=5)
+    await hand.dispatch()
+    await client.call("XADD", hand.keys.tasks_of("owner"), "*", "m", b"junk")
+    assert await hand.ledger.leave("owner") == 2
+    view = await hand.ledger.look()
+    assert [trigger.device for trigger in view.open] == [5]
+    assert view.reasons("given_up") == {"owner gone": 2}
+    assert {event.task for event in await hand.events()}.isdisjoint({view.open[0].task})
+    assert not await exists(client, hand.keys.tasks_of("owner"))
+    await hand.balanced()
+
+
+# the end
+
+
+async def test_purging_deletes_this_run_and_no_other(client: Client, hand: Hand) -> None:
+    await hand.create()
+    await hand.admitted()
+    other = Keys(hand.keys.name + "-other")
+    await client.call("SET", other.run, "x")
+    assert await hand.ledger.purge() >= 10
+    assert await client.call("KEYS", "*") == [other.run.encode()]
+    assert await hand.ledger.purge() == 0
+    await client.call("DEL", other.run)
+
+
+async def test_a_script_that_fails_says_so(hand: Hand, client: Client, keys: Keys) -> None:
+    await client.call("SET", keys.run, "no hash")
+    with pytest.raises(BrokerError, match="WRONGTYPE"):
+        await hand.ledger.look()
+
+
+async def test_a_redis_that_forgot_the_scripts_is_told_them_again(
+    hand: Hand, client: Client
+) -> None:
+    await hand.create()
+    await client.call("SCRIPT", "FLUSH")
+    await hand.admitted()
+    assert isinstance((await hand.ledger.run()), Run)
+    await client.call("SCRIPT", "FLUSH")
+    assert (await hand.ledger.look()).admitted == 1

@@ -1,0 +1,173 @@
+"""What services say to each other survives the way, and what is no message says why."""
+
+from __future__ import annotations
+
+import uuid
+from typing import Any
+
+import msgpack
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.errors import BadMessage
+from broker.messages import (
+    OUTCOMES,
+    SCHEMA,
+    CloseRound,
+    Contribution,
+    Dead,
+    Event,
+    GiveUp,
+    Message,
+    RoundEnd,
+    Task,
+    Trigger,
+    Upload,
+    Version,
+    decode,
+    task_id,
+)
+
+KINDS = (Trigger, CloseRound, Task, Upload, GiveUp, RoundEnd, Version, Event, Dead)
+
+counts = st.integers(0, 2**63 - 1)
+names = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=200)
+ids = st.text("0123456789abcdef-", min_size=1, max_size=40)
+floats = st.floats(allow_nan=False)
+some_floats = st.none() | floats
+positive = st.none() | st.integers(1, 2**31)
+texts = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), max_size=50)
+
+contributions = st.builds(
+    Contribution, task=ids, device=counts, tau=counts, staleness=counts, weight=floats,
+    samples=counts, steps=counts, loss=some_floats,
+)  # fmt: skip
+messages = st.one_of(
+    st.builds(
+        Trigger, task=ids, device=counts, seed=counts, steps=positive, epochs=positive, why=texts,
+        origin=names, version=st.none() | counts, deadline=some_floats,
+    ),
+    st.builds(CloseRound, version=counts, tasks=st.lists(ids, max_size=5).map(tuple), why=texts),
+    st.builds(
+        Task, task=ids, device=counts, seed=counts, steps=positive, epochs=positive,
+        version=st.none() | counts, deadline=some_floats,
+    ),
+    st.builds(
+        Upload, task=ids, attempt=ids, device=counts, trainer=names, tau=counts, base=names,
+        layout=names, digest=names, size=counts, samples=counts, steps=counts, lr=floats,
+        loss=some_floats, seconds=floats,
+    ),
+    st.builds(GiveUp, task=ids, attempt=ids, device=counts, trainer=names, reason=names),
+    st.builds(RoundEnd, version=counts, why=texts),
+    st.builds(
+        Version, version=counts, time=floats, epoch=counts, parent=st.none() | counts,
+        digest=names, blob=names, size=counts,
+        updates=st.lists(contributions, max_size=3).map(tuple),
+    ),
+    st.builds(
+        Event, what=names, service=names, time=floats, task=st.none() | names,
+        device=st.none() | counts, outcome=st.none() | st.sampled_from(OUTCOMES),
+        reason=st.none() | texts, version=st.none() | counts, staleness=st.none() | counts,
+        weight=some_floats, metrics=st.none() | st.dictionaries(texts, floats, max_size=3),
+        text=st.none() | texts,
+    ),
+    st.builds(
+        Dead, stream=names, entry=names, reason=texts, time=floats, deliveries=counts,
+        data=st.binary(max_size=50),
+    ),
+)  # fmt: skip
+
+
+@given(messages)
+def test_every_message_arrives_as_it_was_sent(message: Message) -> None:
+    assert type(message).decode(message.encode()) == message
+
+
+@given(st.binary(max_size=200))
+def test_junk_is_a_bad_message_and_nothing_else(junk: bytes) -> None:
+    for kind in KINDS:
+        with pytest.raises(BadMessage):
+            kind.decode(junk)
+
+
+@given(messages, st.data())
+def test_a_message_cut_short_is_a_bad_message(message: Message, data: st.DataObject) -> None:
+    whole = message.encode()
+    end = data.draw(st.integers(0, len(whole) - 1))
+    with pytest.raises(BadMessage):
+        type(message).decode(whole[:end])
+
+
+def packed(**fields: Any) -> bytes:
+    data = msgpack.packb({"v": SCHEMA, "k": "round_end", "version": 3} | fields)
+    assert isinstance(data, bytes)
+    return data
+
+
+def test_fields_of_a_later_release_are_ignored_and_missing_ones_have_defaults() -> None:
+    assert RoundEnd.decode(packed(colour="red")) == RoundEnd(version=3, why="")
+
+
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [
+        (msgpack.packb({"v": 1, "k": "round_end"}), "round_end: version: Field required"),
+        (packed(v=2), "schema 2, but this release speaks 1"),
+        (packed(v="1"), "a map with the schema version 'v' was expected"),
+        (packed(v=None), "a map with the schema version 'v' was expected"),
+        (msgpack.packb([1, 2]), "a map with the schema version 'v' was expected"),
+        (packed(k="upload"), "a message of kind 'upload', expected round_end"),
+        (packed(k=None), "a message of kind None, expected round_end"),
+        (packed(version=-1), "round_end: version: Input should be greater than or equal to 0"),
+        (packed(version="3"), "round_end: version: Input should be a valid integer"),
+        (packed(version=3.0), "round_end: version: Input should be a valid integer"),
+        (b"", "not msgpack"),
+        (packed() + b"\x00", "not msgpack"),
+    ],
+)
+def test_a_bad_message_says_what_is_wrong_with_it(data: bytes, says: str) -> None:
+    with pytest.raises(BadMessage, match=says):
+        RoundEnd.decode(data)
+
+
+def test_either_of_two_kinds_is_taken_and_both_are_named_if_it_is_neither() -> None:
+    assert decode(packed(), Upload, RoundEnd) == RoundEnd(version=3)
+    with pytest.raises(BadMessage, match="expected upload or give_up"):
+        decode(packed(), Upload, GiveUp)
+
+
+@pytest.mark.parametrize(
+    ("task", "attempt"),
+    [("a|b", "1"), ("a.b", "1"), ("a", "1|applied"), ("a", ""), ("", "1"), ("a", "x" * 201)],
+)
+def test_task_and_attempt_hold_nothing_that_could_name_another_blob_or_outcome(
+    task: str, attempt: str
+) -> None:
+    # 'a.b' with attempt 'c' and 'a' with attempt 'b.c' would share the blob 'a.b.c'; the ledger
+    # remembers ended tasks as 'task|attempt|outcome'.
+    good = GiveUp(task="a", attempt="1", device=0, trainer="t", reason="tired")
+    fields = msgpack.unpackb(good.encode()) | {"task": task, "attempt": attempt}
+    with pytest.raises(BadMessage):
+        GiveUp.decode(msgpack.packb(fields))
+
+
+def test_a_task_asks_for_what_its_trigger_asked_for() -> None:
+    trigger = Trigger(task="a", device=1, seed=2, steps=3, version=4, deadline=5.0, why="round")
+    task = Task.of(trigger)
+    shared = Task.model_fields.keys()
+    assert task.model_dump() == {k: v for k, v in trigger.model_dump().items() if k in shared}
+
+
+def test_task_ids_are_uuids_of_version_7_ordered_by_time() -> None:
+    assert task_id(0x0123456789AB, b"\xff" * 10) == "01234567-89ab-7fff-bfff-ffffffffffff"
+    assert task_id(0x0123456789AB, b"\x00" * 10) == "01234567-89ab-7000-8000-000000000000"
+    made = [task_id(milliseconds) for milliseconds in (1, 2, 1 << 20, 1 << 47)]
+    assert made == sorted(made)
+    assert {(uuid.UUID(one).version, uuid.UUID(one).variant) for one in made} == {
+        (7, uuid.RFC_4122)
+    }
+
+
+def test_two_tasks_of_one_millisecond_differ() -> None:
+    assert len({task_id(5) for _ in range(1000)}) == 1000

@@ -1,0 +1,230 @@
+"""Out of memory, every script does nothing at all rather than half of what it should.
+
+Redis decides when a script starts whether memory is short, and then fails the first write that
+takes any; what was written before that stays. So a state is made in which the script would do all
+it can, memory runs out, and nothing may have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from broker import scripts
+from broker.client import Client
+from broker.errors import OutOfMemory
+from broker.keys import TRAINERS, Keys
+from broker.ledger import Commit, End
+from broker.messages import CloseRound, Event, GiveUp, Trigger
+from tests.support import SIZE_LIMIT, Hand, full, snapshot
+
+Step = Callable[[], Awaitable[Any]]
+Scene = Callable[[Hand], Awaitable[Step]]
+
+
+async def trigger(hand: Hand) -> Step:
+    await hand.create()
+    return lambda: hand.ledger.trigger(hand.scheduler.token, 9, 0, [hand.trigger()])
+
+
+async def dispatch(hand: Hand) -> Step:
+    await hand.create()
+    await hand.open()
+    return await dispatching(hand)
+
+
+async def dispatch_own(hand: Hand) -> Step:
+    await hand.create()
+    await hand.ledger.announce("owner", {}, [3])
+    await hand.ledger.ask(hand.trigger(origin="owner", device=3))
+    return await dispatching(hand)
+
+
+async def dispatch_over_the_limit(hand: Hand) -> Step:
+    await hand.create()
+    await hand.ledger.ask(hand.trigger(origin="ann"))
+    return await dispatching(hand, limit=0)
+
+
+async def dispatching(hand: Hand, limit: int = 9) -> Step:
+    await hand.triggers.ensure()
+    [entry] = await hand.triggers.read()
+    asked = Trigger.decode(entry.data)
+    return lambda: hand.ledger.dispatch(entry, asked, rate=9, limit=limit)
+
+
+async def close_round(hand: Hand) -> Step:
+    await hand.create()
+    tasks = await hand.open(2)
+    closing = CloseRound(version=0, tasks=tuple(t.task for t in tasks), why="time is up")
+    await hand.dispatch()
+    await hand.ledger.ask(closing)
+    [entry] = await hand.triggers.read()
+    return lambda: hand.ledger.close_round(entry, closing)
+
+
+async def answer(hand: Hand) -> Step:
+    await hand.create()
+    await hand.open()
+    await hand.dispatch()
+    [(entry, task)] = await hand.take()
+    upload = await hand.trained(task)
+    return lambda: hand.ledger.answer(hand.keys.tasks, TRAINERS, entry, upload)
+
+
+def admit(**changes: Any) -> Scene:
+    async def scene(hand: Hand) -> Step:
+        await hand.create()
+        [trigger] = await hand.open()
+        upload = await hand.trained(trigger, **changes)
+        [entry] = await hand.said(upload)
+        return lambda: hand.ledger.admit(entry, upload, size_limit=SIZE_LIMIT)
+
+    return scene
+
+
+async def admit_a_stray(hand: Hand) -> Step:
+    await hand.create()
+    upload = await hand.trained(hand.trigger())
+    [entry] = await hand.said(upload)
+    return lambda: hand.ledger.admit(entry, upload, size_limit=SIZE_LIMIT)
+
+
+async def admit_a_giving_up(hand: Hand) -> Step:
+    await hand.create()
+    [trigger] = await hand.open()
+    tired = GiveUp(task=trigger.task, attempt="1", device=1, trainer="t", reason="tired")
+    [entry] = await hand.said(tired)
+    return lambda: hand.ledger.admit(entry, tired, size_limit=SIZE_LIMIT)
+
+
+async def create(hand: Hand) -> Step:
+    await hand.updater.acquire()
+    version = await hand.publish(0)
+    return lambda: hand.ledger.create(hand.updater.token, hand.run(), version)
+
+
+async def commit_a_version(hand: Hand) -> Step:
+    await hand.create()
+    upload = await hand.admitted()
+    [(entry, _)] = await hand.queue()
+    commit = Commit(
+        version=await hand.publish(1), buffered=0, mean_staleness=0.0,
+        ends=[End(upload.task, "a1", "applied")], entries=[entry], updates=[upload.blob],
+        retired=["0.1"], finish="version 1 reached",
+    )  # fmt: skip
+    return lambda: hand.ledger.commit(hand.updater.token, commit)
+
+
+async def commit_a_refusal(hand: Hand) -> Step:
+    await hand.create()
+    upload = await hand.admitted()
+    return lambda: hand.commit(None, upload)
+
+
+async def bury(hand: Hand) -> Step:
+    await hand.create()
+    await hand.open()
+    await hand.dispatch()
+    [(entry, task)] = await hand.take()
+    return lambda: hand.ledger.bury(hand.keys.tasks, TRAINERS, entry, "poison", task=task)
+
+
+async def announce(hand: Hand) -> Step:
+    await hand.create()
+    return lambda: hand.ledger.announce("ann", {"pid": 1}, [1, 2])
+
+
+async def leave(hand: Hand) -> Step:
+    await hand.create()
+    await hand.ledger.announce("ann", {"pid": 1}, [1])
+    await hand.open(device=1)
+    await hand.dispatch()
+    return lambda: hand.ledger.leave("ann")
+
+
+async def finish(hand: Hand) -> Step:
+    await hand.create()
+    return lambda: hand.ledger.finish("enough")
+
+
+async def tell(hand: Hand) -> Step:
+    await hand.create()
+    return lambda: hand.ledger.tell(Event(what="error", service="t", time=1.0))
+
+
+async def acquire(hand: Hand) -> Step:
+    return hand.updater.acquire
+
+
+async def hold(hand: Hand) -> Step:
+    await hand.updater.acquire()
+    await hand.client.call("DEL", hand.keys.leader("updater"))  # it ran out: nobody was quicker
+    return hand.updater.hold
+
+
+SCENES = {
+    "trigger": trigger,
+    "dispatch": dispatch,
+    "dispatch, own initiative": dispatch_own,
+    "dispatch, over the limit": dispatch_over_the_limit,
+    "close_round": close_round,
+    "finish_task": answer,
+    "admit": admit(),
+    "admit, refused": admit(layout="another"),
+    "admit, blob missing": admit(write=False),
+    "admit, stray": admit_a_stray,
+    "admit, given up": admit_a_giving_up,
+    "create": create,
+    "commit": commit_a_version,
+    "commit, refusal": commit_a_refusal,
+    "bury": bury,
+    "announce": announce,
+    "leave": leave,
+    "finish_run": finish,
+    "tell": tell,
+    "acquire": acquire,
+    "hold": hold,
+}
+# Scripts that take no memory: they work when there is none, because they free it or only read.
+NEEDS_NONE = {"claim", "look", "reap", "renew", "retire", "yield"}
+
+
+@pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES.keys())
+async def test_a_script_that_takes_memory_does_nothing_without_it(
+    hand: Hand, client: Client, keys: Keys, scene: Scene
+) -> None:
+    step = await scene(hand)
+    before = await snapshot(client, keys)
+    async with full(client):
+        with pytest.raises(OutOfMemory):
+            await step()
+        assert await snapshot(client, keys) == before
+    await step()
+    assert await snapshot(client, keys) != before  # it would have done something
+
+
+def test_every_script_is_tried() -> None:
+    names = {script.name.removesuffix(".lua") for script in scripts._LUA.iterdir()} - {"prelude"}
+    tried = {name.partition(",")[0] for name in SCENES} - {"tell"}
+    assert names - NEEDS_NONE == tried
+
+
+async def test_what_frees_memory_works_without_any(hand: Hand, client: Client) -> None:
+    await hand.create()
+    await hand.open(2)
+    await hand.dispatch()
+    (entry, _), _ = await hand.take()
+    await hand.commit(1)
+    async with full(client):
+        assert await hand.ledger.retire(hand.updater.token, ["0.1"]) == "done"
+        assert await hand.ledger.kept() == {"1.1": 1}
+        assert (await hand.ledger.look()).issued == 2
+        assert await hand.tasks.renew(entry)
+        taken, _ = await hand.tasks.claim(idle_ms=0, most=9, own=True)
+        assert len(taken) == 2
+        await hand.tasks.release(entry)
+        await hand.scheduler.release()
+    await hand.balanced()

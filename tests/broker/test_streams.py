@@ -1,0 +1,291 @@
+"""Streams and groups: nothing is lost by a crash, nothing comes back for ever."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+
+import pytest
+
+from broker.client import Client, RedisSettings
+from broker.errors import BrokerError, Unavailable
+from broker.keys import TRAINERS, Keys
+from broker.streams import Entry, Group, Reader
+from tests.support import wait_until
+
+
+@pytest.fixture
+async def ann(client: Client, keys: Keys) -> Group:
+    group = Group(client, keys.tasks, TRAINERS, "ann")
+    await group.ensure()
+    return group
+
+
+@pytest.fixture
+async def bob(client: Client, keys: Keys) -> Group:
+    return Group(client, keys.tasks, TRAINERS, "bob")
+
+
+async def add(client: Client, stream: str, *values: str) -> list[str]:
+    return [(await client.call("XADD", stream, "*", "m", value)).decode() for value in values]
+
+
+def data(entries: list[Entry]) -> list[bytes]:
+    return [entry.data for entry in entries]
+
+
+async def deliveries(client: Client, group: Group) -> dict[bytes, tuple[bytes, int]]:
+    rows = await client.call("XPENDING", group.stream, group.group, "-", "+", 100)
+    return {row[0]: (row[1], row[3]) for row in rows}
+
+
+# reading
+
+
+async def test_a_group_shares_entries_and_an_entry_knows_its_time(
+    client: Client, ann: Group, bob: Group
+) -> None:
+    await client.call("XADD", ann.stream, "1500-0", "m", "x")
+    await add(client, ann.stream, "y", "z")
+    [first] = await ann.read()
+    assert (first.data, first.time) == (b"x", 1.5)
+    assert data(await bob.read(count=10, block_ms=0)) == [b"y", b"z"]
+    assert await ann.read(block_ms=0) == []
+
+
+async def test_ensuring_a_group_twice_loses_nothing(client: Client, ann: Group) -> None:
+    await add(client, ann.stream, "x")
+    await ann.ensure()
+    assert data(await ann.read()) == [b"x"]
+
+
+async def test_what_was_there_before_the_group_is_read_too(
+    client: Client, keys: Keys, bob: Group
+) -> None:
+    await add(client, keys.tasks, "early")
+    await bob.ensure()
+    assert data(await bob.read()) == [b"early"]
+
+
+async def test_a_group_that_redis_lost_is_made_again(client: Client, ann: Group) -> None:
+    await client.call("FLUSHALL")
+    assert await ann.read(block_ms=0) == []
+    await add(client, ann.stream, "x")
+    assert data(await ann.read()) == [b"x"]
+
+
+async def test_a_group_that_redis_loses_while_it_is_waited_for_is_made_again(
+    redis: RedisSettings, client: Client, ann: Group
+) -> None:
+    waiting = Client(redis, "waiting")
+    group = Group(waiting, ann.stream, ann.group, "ann")
+    read = asyncio.create_task(group.read(block_ms=300))
+
+    async def waits() -> bool:
+        listed = (await client.call("CLIENT", "LIST")).splitlines()
+        return any(b"name=waiting" in line and b"flags=b" in line for line in listed)
+
+    await wait_until(waits)
+    await client.call("FLUSHALL")
+    await add(client, ann.stream, "x")
+    found = []
+    with suppress(Unavailable):  # Redis 7 says so; 6.2 goes on waiting
+        found = await read
+    assert data(found or await group.read(block_ms=0) or await group.read()) == [b"x"]
+    await waiting.close()
+
+
+async def test_claiming_from_a_group_that_redis_lost_finds_nothing(
+    client: Client, ann: Group
+) -> None:
+    await client.call("FLUSHALL")
+    assert await ann.claim(idle_ms=0, most=3) == ([], [])
+    assert not await ann.renew(Entry("1-1", b""))
+    assert await ann.reap(idle_ms=0) == []
+
+
+async def test_an_error_that_is_not_the_groups_absence_is_raised(
+    client: Client, keys: Keys
+) -> None:
+    await client.call("SET", keys.tasks, "no stream")
+    group = Group(client, keys.tasks, TRAINERS, "ann")
+    for attempt in (group.ensure, group.read, lambda: group.claim(idle_ms=0, most=3)):
+        with pytest.raises(BrokerError, match="WRONGTYPE"):
+            await attempt()
+
+
+async def test_an_entry_of_another_form_has_empty_data(client: Client, ann: Group) -> None:
+    await client.call("XADD", ann.stream, "*", "other", "x")
+    assert data(await ann.read()) == [b""]
+
+
+async def test_a_reader_reads_several_streams_and_goes_on_where_it_was(
+    client: Client, keys: Keys
+) -> None:
+    reader = Reader(client, {keys.models: "0", keys.events: "$"})
+    await add(client, keys.events, "before")
+    await add(client, keys.models, "1", "2", "3")
+    found = await reader.read(count=2, block_ms=0)
+    assert {name: data(entries) for name, entries in found.items()} == {keys.models: [b"1", b"2"]}
+    found = await reader.read()
+    assert data(found[keys.models]) == [b"3"]
+    assert await reader.read(block_ms=1) == {}
+    reader.rewind(keys.models)
+    assert len((await reader.read())[keys.models]) == 3
+
+
+# taking over
+
+
+async def test_what_a_consumer_was_given_before_it_crashed_comes_first(
+    client: Client, ann: Group, bob: Group
+) -> None:
+    await add(client, ann.stream, "x", "y", "z")
+    await ann.read(count=2)
+    await bob.read()
+    own, poison = await ann.claim(idle_ms=0, most=3, own=True)
+    assert (data(own), poison) == ([b"x", b"y"], [])
+    own, _ = await ann.claim(idle_ms=0, most=3, own=True, count=1)
+    assert data(own) == [b"x"]
+
+
+async def test_only_what_was_idle_for_long_enough_is_taken_over(
+    client: Client, ann: Group, bob: Group
+) -> None:
+    await add(client, ann.stream, "x")
+    await ann.read()
+    assert await bob.claim(idle_ms=60_000, most=3) == ([], [])
+    taken, _ = await bob.claim(idle_ms=0, most=3)
+    assert data(taken) == [b"x"]
+    [(consumer, times)] = (await deliveries(client, bob)).values()
+    assert (consumer, times) == (b"bob", 2)
+
+
+async def test_taking_over_quietly_counts_no_delivery(client: Client, ann: Group) -> None:
+    await add(client, ann.stream, "x")
+    await ann.read()
+    for _ in range(5):  # Redis was at fault, not the entry: it never becomes poison
+        taken, poison = await ann.claim(idle_ms=0, most=2, own=True, quiet=True)
+        assert (data(taken), poison) == ([b"x"], [])
+    assert [times for _, times in (await deliveries(client, ann)).values()] == [1]
+
+
+async def test_poison_is_shown_with_its_deliveries_and_not_taken(
+    client: Client, ann: Group, bob: Group
+) -> None:
+    await add(client, ann.stream, "poison", "good")
+    await ann.read()
+    for _ in range(2):
+        await ann.claim(idle_ms=0, most=3, own=True)
+    await ann.read()
+    taken, poison = await bob.claim(idle_ms=0, most=3)
+    assert data(taken) == [b"good"]
+    assert [(entry.data, times) for entry, times in poison] == [(b"poison", 3)]
+    assert (await deliveries(client, ann))[poison[0][0].id.encode()] == (b"ann", 3)
+
+
+async def test_without_a_consumer_poison_is_shown_and_nothing_taken(
+    client: Client, ann: Group
+) -> None:
+    await add(client, ann.stream, "x", "y")
+    await ann.read()
+    await ann.claim(idle_ms=0, most=9, own=True)
+    await ann.read()
+    nobody = Group(client, ann.stream, ann.group, "")
+    taken, poison = await nobody.claim(idle_ms=0, most=2)
+    assert taken == []
+    assert [entry.data for entry, _ in poison] == [b"x"]
+    assert {consumer for consumer, _ in (await deliveries(client, ann)).values()} == {b"ann"}
+
+
+async def test_poison_is_found_once_among_many_that_wait(client: Client, ann: Group) -> None:
+    await add(client, ann.stream, *(str(n) for n in range(30)))
+    entries = await ann.read(count=30)
+    bad = [entries[n] for n in (0, 9, 10, 19, 29)]
+    for entry in bad * 2:
+        await client.call("XCLAIM", ann.stream, ann.group, "ann", 0, entry.id)
+    nobody = Group(client, ann.stream, ann.group, "")
+    for count in (1, 10, 30, 100):
+        _, poison = await nobody.claim(idle_ms=0, most=3, count=count)
+        assert [entry for entry, _ in poison] == bad
+
+
+async def test_poison_hides_nothing_from_those_who_take_over(
+    client: Client, ann: Group, bob: Group
+) -> None:
+    await add(client, ann.stream, "poison", "good", "good too")
+    for _ in await ann.read(count=3):
+        await ann.claim(idle_ms=0, most=9, own=True, count=1)
+    taken, poison = await bob.claim(idle_ms=0, most=3, count=1)
+    assert (data(taken), [entry.data for entry, _ in poison]) == ([b"good"], [b"poison"])
+
+
+@pytest.mark.parametrize("consumer", ["bob", ""])
+async def test_deleted_entries_that_are_still_pending_are_acknowledged(
+    client: Client, ann: Group, consumer: str
+) -> None:
+    gone, _ = await add(client, ann.stream, "gone", "there")
+    await ann.read(count=2)
+    await client.call("XDEL", ann.stream, gone)
+    taken, poison = await Group(client, ann.stream, ann.group, consumer).claim(idle_ms=0, most=3)
+    assert data(taken) == ([b"there"] if consumer else [])
+    assert poison == []
+    assert gone.encode() not in await deliveries(client, ann)
+
+
+# leases
+
+
+async def test_renewing_keeps_an_entry_from_the_others_and_counts_no_delivery(
+    client: Client, ann: Group, bob: Group
+) -> None:
+    await add(client, ann.stream, "x")
+    [entry] = await ann.read()
+
+    async def idle() -> int:
+        [row] = await client.call("XPENDING", ann.stream, ann.group, "-", "+", 1)
+        return int(row[2])
+
+    async def idle_for_a_while() -> bool:
+        return await idle() >= 30
+
+    await wait_until(idle_for_a_while)
+    assert await ann.renew(entry)
+    assert await idle() < 30
+    assert await bob.claim(idle_ms=30, most=3) == ([], [])
+    assert [times for _, times in (await deliveries(client, ann)).values()] == [1]
+
+
+async def test_a_lease_that_another_took_cannot_be_renewed(
+    client: Client, ann: Group, bob: Group
+) -> None:
+    await add(client, ann.stream, "x")
+    [entry] = await ann.read()
+    await bob.claim(idle_ms=0, most=3)
+    assert not await ann.renew(entry)
+    assert await bob.renew(entry)
+    await client.call("XACK", ann.stream, ann.group, entry.id)
+    assert not await bob.renew(entry)
+
+
+async def test_what_is_handed_back_may_be_taken_at_once_and_counts_as_no_crash(
+    client: Client, ann: Group, bob: Group
+) -> None:
+    await add(client, ann.stream, "x")
+    [entry] = await ann.read()
+    await ann.release(entry)
+    taken, _ = await bob.claim(idle_ms=3_600_000, most=2)
+    assert data(taken) == [b"x"]
+
+
+async def test_a_consumer_with_pending_entries_is_not_reaped(
+    client: Client, ann: Group, bob: Group
+) -> None:
+    await add(client, ann.stream, "x")
+    [entry] = await ann.read()
+    assert await bob.reap(idle_ms=0) == []
+    assert entry.id.encode() in await deliveries(client, ann)
+    await client.call("XACK", ann.stream, ann.group, entry.id)
+    assert await bob.reap(idle_ms=60_000) == []
+    assert await bob.reap(idle_ms=0) == ["ann"]
+    assert await client.call("XINFO", "CONSUMERS", ann.stream, ann.group) == []

@@ -1,0 +1,124 @@
+"""Every Redis at hand, started once; and for each test a run of its own that leaves nothing."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import AsyncIterator, Iterator
+from contextlib import ExitStack
+from itertools import count
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+from broker.client import Client, RedisSettings
+from broker.errors import BadMessage
+from broker.keys import Keys
+from broker.ledger import Ledger
+from broker.messages import Upload
+from fedstream.redis_server import RedisServer, find_servers
+from tests.support import Hand
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+# The same examples every time, so that a failure is the change's and not the weather's.
+settings.register_profile(
+    "repeatable",
+    derandomize=True,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+settings.load_profile("repeatable")
+
+_run_numbers = count(1)
+
+
+def _versions() -> dict[str, Path]:
+    """The servers at hand by what they call themselves, such as ``redis-7.0.15``."""
+    found: dict[str, Path] = {}
+    for binary in find_servers():
+        said = subprocess.run([binary, "--version"], capture_output=True, text=True, check=True)
+        version = re.search(r"v=(\S+)", said.stdout)
+        assert version, said.stdout
+        found.setdefault(f"{said.stdout.split()[0].lower()}-{version[1]}", binary)
+    return found
+
+
+_SERVERS = _versions()
+_ORDERED = sorted(_SERVERS, key=lambda name: [int(n) for n in re.findall(r"\d+", name)])
+
+
+@pytest.fixture(scope="session")
+def server_of() -> Iterator[Callable[[str], RedisServer]]:
+    """The server of a name, started when it is first asked for."""
+    running: dict[str, RedisServer] = {}
+    with ExitStack() as stack:
+
+        def server(name: str) -> RedisServer:
+            if name not in running:
+                running[name] = stack.enter_context(RedisServer(_SERVERS[name]))
+            return running[name]
+
+        yield server
+
+
+@pytest.fixture(params=_ORDERED)
+def redis(request: pytest.FixtureRequest, server_of: Callable[[str], RedisServer]) -> RedisSettings:
+    """Each Redis at hand: the contract holds on all of them."""
+    return RedisSettings(url=server_of(request.param).url)
+
+
+@pytest.fixture
+def any_redis(server_of: Callable[[str], RedisServer]) -> RedisSettings:
+    """One Redis, the newest, where the version does not matter."""
+    return RedisSettings(url=server_of(_ORDERED[-1]).url)
+
+
+@pytest.fixture
+async def client(redis: RedisSettings) -> AsyncIterator[Client]:
+    """A connection to Redis."""
+    client = Client(redis, "test")
+    yield client
+    await client.close()
+
+
+@pytest.fixture
+async def keys(client: Client) -> AsyncIterator[Keys]:
+    """A run's keys. After the test nothing may be left that has no owner, and then nothing at all.
+
+    Owned: a model that is kept, an update that is in the queue; anything else has to expire.
+    """
+    keys = Keys(f"test-{next(_run_numbers)}")
+    yield keys
+    await client.call("CONFIG", "SET", "maxmemory", 0)
+    names = [name.decode() for name in await client.call("KEYS", "*")]
+    assert [name for name in names if not name.startswith(keys.prefix)] == []
+    kept = {keys.model(blob) for blob in await Ledger(client, keys, "test").kept()}
+    queued = set()
+    for _, fields in await client.call("XRANGE", keys.queue, "-", "+"):
+        try:
+            queued.add(keys.update(Upload.decode(fields[1]).blob))
+        except BadMessage:  # junk that the test put there
+            continue
+    for name in names:
+        if name.startswith((keys.model(""), keys.update(""))):
+            owned = name in kept or name in queued
+            assert owned or await client.call("PTTL", name) != -1, f"{name} is there for ever"
+    await Ledger(client, keys, "test").purge()
+    assert await client.call("KEYS", "*") == []
+
+
+@pytest.fixture
+def ledger(client: Client, keys: Keys) -> Ledger:
+    """The run's ledger."""
+    return Ledger(client, keys, "test")
+
+
+@pytest.fixture
+def hand(client: Client, keys: Keys, ledger: Ledger) -> Hand:
+    """Every service's part, played by hand."""
+    return Hand(client, keys, ledger)

@@ -1,0 +1,201 @@
+"""What the coordinator answers over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import numpy as np
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+from safetensors.numpy import load
+
+from broker.client import RedisSettings
+from broker.keys import Keys
+from broker.layout import Layout, Tensor
+from broker.messages import GiveUp
+from coordinator.app import _ranges
+from coordinator.service import Coordinator, CoordinatorSettings
+from runtime.tasks import LeaseSettings
+from tests.support import Hand, Proxy, wait_until
+
+Http = TestClient[web.Request, web.Application]
+
+
+async def serving(redis: RedisSettings, keys: Keys) -> Http:
+    coordinator = Coordinator(
+        CoordinatorSettings(), LeaseSettings(), keys=keys, redis=redis, name="coordinator-0"
+    )
+    app = web.Application()
+    app.add_routes(coordinator.routes())
+
+    async def close(_app: web.Application) -> None:
+        await coordinator._client.close()
+
+    app.on_cleanup.append(close)
+    client: Http = TestClient(TestServer(app))
+    await client.start_server()
+    return client
+
+
+@pytest.fixture
+async def http(redis: RedisSettings, keys: Keys) -> AsyncIterator[Http]:
+    """The coordinator's routes."""
+    client = await serving(redis, keys)
+    yield client
+    await client.close()
+
+
+async def test_before_there_is_a_run_there_is_nothing(http: Http, keys: Keys) -> None:
+    for path in (f"/v1/runs/{keys.name}", "/v1/models/latest", "/v1/models/0"):
+        answer = await http.get(path)
+        assert answer.status == 404
+        assert "error" in await answer.json()
+
+
+async def test_the_status_says_how_the_run_stands(http: Http, hand: Hand) -> None:
+    await hand.create(versions=5)
+    await hand.ledger.announce("ann", {"pid": 12})
+    upload = await hand.admitted()
+    await hand.commit(1, upload)
+    [trigger] = await hand.open()
+    await hand.admit(GiveUp(task=trigger.task, attempt="1", device=1, trainer="t", reason="tired"))
+    await hand.admit(await hand.trained(hand.trigger()))
+    answer = await http.get(f"/v1/runs/{hand.keys.name}")
+    assert answer.status == 200
+    status: dict[str, Any] = await answer.json()
+    assert status["tasks"] == {
+        "issued": 2, "applied": 1, "buffered": 0, "refused": 0, "given_up": 1, "dead": 0, "open": 0
+    }  # fmt: skip
+    expected = {
+        "run": hand.keys.name, "state": "running", "why": None, "version": 1, "versions": 5,
+        "given_up": {"tired": 1}, "strays": {"unknown task": 1}, "refused": {},
+        "register": {"ann": {"pid": 12}}, "trainers": 1, "parameters": 4, "kept_versions": 2,
+        "triggers": 1, "queue": 0,
+    }  # fmt: skip
+    assert {key: status[key] for key in expected} == expected
+
+
+async def test_another_run_is_not_served_here(http: Http, hand: Hand) -> None:
+    await hand.create()
+    answer = await http.get("/v1/runs/another")
+    assert answer.status == 404
+    assert hand.keys.name in (await answer.json())["error"]
+
+
+async def test_a_model_comes_as_safetensors_with_its_digest(http: Http, hand: Hand) -> None:
+    hand.layout = Layout(
+        (
+            Tensor("linear.weight", (2, 3), "float32", "parameter"),
+            Tensor("scale", (), "float16", "parameter"),
+            Tensor("norm.mean", (1,), "float32", "buffer"),
+            Tensor("norm.count", (), "int64", "integer"),
+        )
+    )
+    await hand.create()
+    await hand.commit(1)
+    answer = await http.get("/v1/models/latest")
+    assert answer.status == 200
+    [_, version] = await hand.published()
+    assert answer.headers["ETag"] == f'"{version.digest}"'
+    assert answer.headers["X-Fedstream-Version"] == "1"
+    tensors = load(await answer.read())
+    expected = (await hand.model(version)).tensors()
+    assert tensors.keys() == expected.keys()
+    for name, tensor in tensors.items():
+        assert (tensor.dtype, tensor.shape) == (expected[name].dtype, expected[name].shape)
+        assert np.array_equal(tensor, expected[name])
+    older = await http.get("/v1/models/0")
+    assert (older.status, older.headers["X-Fedstream-Version"]) == (200, "0")
+
+
+@pytest.mark.parametrize("version", ["latest", "1"])
+async def test_who_has_the_model_already_gets_no_body(http: Http, hand: Hand, version: str) -> None:
+    await hand.create()
+    await hand.commit(1)
+    first = await http.get(f"/v1/models/{version}")
+    etag = first.headers["ETag"]
+    again = await http.get(f"/v1/models/{version}", headers={"If-None-Match": f'"x", {etag}'})
+    assert (again.status, await again.read()) == (304, b"")
+    assert again.headers["ETag"] == etag
+    await hand.commit(2)
+    latest = await http.get("/v1/models/latest", headers={"If-None-Match": etag})
+    assert latest.status == 200
+
+
+async def test_a_version_that_is_not_kept_is_not_found_and_the_kept_are_named(
+    http: Http, hand: Hand
+) -> None:
+    await hand.create()
+    for number in range(1, 7):
+        await hand.commit(number, retired=["2.1"] if number == 4 else [])
+    for version in ("2", "7"):
+        answer = await http.get(f"/v1/models/{version}")
+        assert answer.status == 404
+        assert (await answer.json())["error"] == (
+            f"version {version} is not kept; kept are 0-1, 3-6"
+        )
+
+
+@pytest.mark.parametrize("version", ["newest", "-1", "1.5", "0x1", "9" * 5000])
+async def test_what_is_no_version_is_a_bad_request(http: Http, hand: Hand, version: str) -> None:
+    await hand.create()
+    answer = await http.get(f"/v1/models/{version}")
+    assert answer.status == 400
+    assert "is no version" in (await answer.json())["error"]
+
+
+async def test_a_latest_model_whose_blob_is_gone_is_an_answer_too(http: Http, hand: Hand) -> None:
+    await hand.create()
+    await hand.client.call("DEL", hand.keys.model("0.1"))
+    assert (await http.get("/v1/models/latest")).status == 404
+    await hand.client.call("ZREM", hand.keys.kept, "0.1")
+
+
+async def test_a_latest_model_that_is_replaced_while_it_is_fetched_is_the_next(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    await hand.create()
+    async with Proxy(redis) as proxy:
+        http = await serving(proxy.settings, hand.keys)
+
+        def hold_after_the_head(data: bytes) -> bool:
+            if hand.keys.head.encode() in data:
+                proxy.reading.clear()
+                proxy.cut_reply_to = None
+            return False
+
+        proxy.cut_reply_to = hold_after_the_head
+        fetching = asyncio.create_task(http.get("/v1/models/latest"))
+        await wait_until(lambda: not proxy.reading.is_set())
+        await hand.commit(1, retired=["0.1"])
+        proxy.reading.set()
+        answer = await fetching
+        assert (answer.status, answer.headers["X-Fedstream-Version"]) == (200, "1")
+        await answer.read()
+        await http.close()
+
+
+async def test_a_damaged_model_is_an_error_and_not_a_model(http: Http, hand: Hand) -> None:
+    await hand.create()
+    await hand.client.call("HSET", hand.keys.model("0.1"), "0", b"\1" * hand.layout.nbytes)
+    answer = await http.get("/v1/models/latest")
+    assert answer.status == 500
+    assert "digest" in (await answer.json())["error"]
+
+
+async def test_without_redis_it_asks_to_come_back_later(keys: Keys) -> None:
+    http = await serving(RedisSettings(url="redis://127.0.0.1:1/0"), keys)
+    for path in (f"/v1/runs/{keys.name}", "/v1/models/latest"):
+        assert (await http.get(path)).status == 503
+    await http.close()
+
+
+@pytest.mark.parametrize(
+    ("versions", "text"),
+    [([], "none"), ([3], "3"), ([5, 4], "4-5"), ([0, 1, 2, 7, 9, 10], "0-2, 7, 9-10")],
+)
+def test_versions_in_few_words(versions: list[int], text: str) -> None:
+    assert _ranges(versions) == text

@@ -1,0 +1,301 @@
+"""The scheduler against a real Redis: the other services' parts are played by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from broker.client import Client, RedisSettings
+from broker.errors import Fenced
+from broker.keys import Keys
+from broker.ledger import Commit, End
+from broker.messages import CloseRound, GiveUp, RoundEnd, Trigger
+from coordinator.scheduler import Scheduler, SchedulerSettings
+from coordinator.scheduling import Anarchic, InFlight, Policy, Rounds
+from tests.support import Hand, Proxy, context, counted, layout_of, running, wait_until
+
+
+@pytest.fixture
+def make(redis: RedisSettings, keys: Keys) -> Any:
+    """A scheduler."""
+
+    def make(
+        policy: Policy, *, name: str = "scheduler-0", redis: RedisSettings = redis, **settings: Any
+    ) -> Scheduler:
+        return Scheduler(
+            SchedulerSettings(**settings), policy, keys=keys, redis=redis, name=name, seed=7
+        )
+
+    return make
+
+
+@pytest.fixture
+async def run(hand: Hand) -> Hand:
+    """A run, whose scheduler is still to come."""
+    await hand.create()
+    await hand.scheduler.release()
+    return hand
+
+
+async def are_open(hand: Hand, n: int) -> tuple[Trigger, ...]:
+    """Waits until exactly so many tasks are open."""
+
+    async def there() -> bool:
+        return len((await hand.ledger.look()).open) == n
+
+    await wait_until(there, what=f"{n} open")
+    return (await hand.ledger.look()).open
+
+
+async def give_up(hand: Hand, *triggers: Trigger) -> None:
+    for t in triggers:
+        answer = GiveUp(task=t.task, attempt="1", device=t.device, trainer="t", reason="tired")
+        assert await hand.admit(answer) == [("given_up", "tired")]
+
+
+async def test_it_keeps_n_tasks_open(make: Any, run: Hand) -> None:
+    watched = context()
+    async with running(make(InFlight(n=3)), watched):
+        first = await are_open(run, 3)
+        assert len({trigger.device for trigger in first}) == 3
+        began = time.monotonic()
+        await give_up(run, *first[:2])
+        await has_issued(run, 5)
+        assert time.monotonic() - began < 0.9  # the event woke it, not the end of its wait
+        assert len(await are_open(run, 3)) == 3
+        await run.balanced()
+    assert counted(watched, "fedstream_tasks_triggered_total") == 5
+
+
+async def issued(hand: Hand, n: int) -> bool:
+    return (await hand.ledger.look()).issued == n
+
+
+async def has_issued(hand: Hand, n: int) -> None:
+    await wait_until(lambda: issued(hand, n), what=f"{n} issued")
+
+
+async def test_it_follows_the_trainers_that_are_alive(make: Any, run: Hand) -> None:
+    async with running(make(InFlight()), context()):
+        await are_open(run, 1)
+        for name in ("ann", "bob", "cat"):
+            await run.ledger.announce(name, {})
+        await are_open(run, 3)
+
+
+async def test_it_waits_for_a_run_and_rests_after_it(make: Any, hand: Hand) -> None:
+    async with running(make(InFlight(n=2)), context()) as scheduler:
+        await asyncio.sleep(0)
+        assert not scheduler.done()
+        hand.scheduler.number = 1  # not by hand here
+        await hand.create()
+        first = await are_open(hand, 2)
+        await hand.ledger.finish("enough")
+        await give_up(hand, *first)
+        assert (await hand.ledger.look()).issued == 2
+        assert not scheduler.done()
+
+
+async def test_owned_devices_alone_are_asked(make: Any, run: Hand) -> None:
+    await run.ledger.announce("owner", {}, [3, 8])
+    async with running(make(InFlight(n=5)), context()):
+        assert {trigger.device for trigger in await are_open(run, 2)} == {3, 8}
+
+
+async def test_anarchy_has_no_triggers(make: Any, run: Hand) -> None:
+    async with running(make(Anarchic()), context()):
+        await run.ledger.announce("ann", {})  # an event, which it looks at
+        await wait_until(lambda: watched(run))
+        assert (await run.ledger.look()).issued == 0
+
+
+async def watched(hand: Hand) -> bool:
+    """A second look was taken: the scheduler blocks on its streams."""
+    listed = await hand.client.call("CLIENT", "LIST")
+    return b"cmd=xread" in listed
+
+
+async def test_a_full_queue_holds_it_back(make: Any, run: Hand, client: Client) -> None:
+    await client.pipeline([("XADD", run.keys.queue, "*", "m", b"x") for _ in range(4)])
+    async with running(make(InFlight(n=3), max_queue=4), context()):
+        await are_open(run, 1)
+        await client.call("XTRIM", run.keys.queue, "MAXLEN", 1)
+        await run.ledger.announce("ann", {})
+        await are_open(run, 3)
+
+
+async def test_the_memory_of_redis_holds_it_back(make: Any, run: Hand, client: Client) -> None:
+    info = await client.call("INFO", "memory")
+    used = int(info.split(b"used_memory:")[1].split()[0])
+    limit = max(4 * used, 1 << 24)
+    await client.call("CONFIG", "SET", "maxmemory", limit)
+    # A model so large that 0.8 of maxmemory has room for five: two tasks, version 0, and 2.
+    await client.call("HSET", run.keys.run, "tensors", big_layout(int(0.8 * limit / 5.5)))
+    async with running(make(InFlight(n=9)), context()):
+        await are_open(run, 2)
+
+
+def big_layout(nbytes: int) -> bytes:
+    return layout_of(nbytes // 4).encode()
+
+
+# rounds
+
+
+async def test_rounds_follow_versions_and_past_tasks_are_closed(make: Any, run: Hand) -> None:
+    async with running(make(Rounds(k=3)), context()):
+        first = await are_open(run, 3)
+        assert {trigger.version for trigger in first} == {0}
+        await run.dispatch()
+        answered, *late = first
+        upload = await run.trained(answered)
+        assert await run.admit(upload) == [("admitted", "")]
+        assert await run.commit(1, upload) == "done"
+        await wait_until(lambda: asked(run))
+        assert await run.dispatch() == ["closed"]
+        second = await wait_until(lambda: of_version(run, 1, 3))
+        assert {t.task for t in second}.isdisjoint({t.task for t in late})
+        assert (await run.ledger.look()).reasons("given_up") == {"round over": 2}
+        [(_, end)] = await run.queue()
+        assert end == RoundEnd(version=0, why="round over")
+        await run.balanced()
+
+
+async def asked(hand: Hand) -> bool:
+    return int(await hand.client.call("XLEN", hand.keys.triggers)) > 0
+
+
+async def of_version(hand: Hand, version: int, n: int) -> tuple[Trigger, ...]:
+    found = (await hand.ledger.look()).open
+    mine = tuple(trigger for trigger in found if trigger.version == version)
+    return mine if len(mine) == n else ()
+
+
+async def test_given_up_tasks_of_a_round_are_replaced(make: Any, run: Hand) -> None:
+    async with running(make(Rounds(k=3)), context()):
+        first = await are_open(run, 3)
+        await give_up(run, first[0])
+        await has_issued(run, 4)
+        now = await are_open(run, 3)
+        assert {trigger.version for trigger in now} == {0}
+
+
+async def test_a_round_that_times_out_with_arrivals_ends_with_them_and_asks_nobody_in_vain(
+    make: Any, run: Hand, client: Client
+) -> None:
+    async with running(make(Rounds(k=3, timeout_s=0.3)), context()):
+        first = await are_open(run, 3)
+        await run.dispatch()
+        upload = await run.trained(first[0])
+        assert await run.admit(upload) == [("admitted", "")]
+        await wait_until(lambda: asked(run))
+        assert await run.dispatch() == ["closed"]
+        [(_, queued), (_, end)] = await run.queue()
+        assert (queued, end) == (upload, RoundEnd(version=0, why="round over"))
+        # The updater is slow: until it has seen the end of the round nobody is asked.
+        await run.ledger.announce("ann", {})
+        await wait_until(lambda: watched(run))
+        assert (await run.ledger.look()).issued == 3
+        buffered = End(task=upload.task, attempt=upload.attempt, outcome="buffered")
+        commit = Commit(version=None, buffered=1, mean_staleness=0.0, ends=[buffered])
+        assert await run.ledger.commit(run.updater.token, commit) == "done"
+        entries = [id_ for id_, _ in await run.queue()]
+        assert await run.commit(1, entries=entries, updates=[upload.blob]) == "done"
+        began = time.monotonic()
+        second = await wait_until(lambda: of_version(run, 1, 3))
+        assert time.monotonic() - began < 0.7  # a version wakes it, though no task ended with it
+        assert all(t.deadline and t.deadline > time.time() for t in second)
+
+
+async def test_a_round_that_times_out_without_arrivals_begins_anew(
+    make: Any, run: Hand, client: Client
+) -> None:
+    async with running(make(Rounds(k=2, timeout_s=0.2)), context()):
+        await are_open(run, 2)
+        await run.dispatch()
+        await wait_until(lambda: asked(run))
+        assert await run.dispatch() == ["closed"]
+        [(entry, _)] = await run.queue()
+        await client.call("XDEL", run.keys.queue, entry)  # the updater: nothing came
+        await has_issued(run, 4)
+        again = await are_open(run, 2)
+        assert all(t.version == 0 and t.deadline and t.deadline > time.time() for t in again)
+
+
+# leading
+
+
+async def test_a_standby_goes_on_with_the_draws_of_the_first(
+    make: Any, run: Hand, client: Client
+) -> None:
+    async def chosen() -> list[tuple[int, int]]:
+        rows = await client.call("XRANGE", run.keys.triggers, "-", "+")
+        return [(t.device, t.seed) for t in (Trigger.decode(row[1][1]) for row in rows)]
+
+    async with running(make(InFlight(n=6)), context()):
+        await are_open(run, 6)
+        whole = await chosen()
+    await client.call("DEL", run.keys.triggers, run.keys.open, run.keys.counts)
+    async with running(make(InFlight(n=3)), context()):
+        await are_open(run, 3)
+        async with running(
+            make(InFlight(n=6), name="scheduler-1", lease_s=0.2), context()
+        ) as next_one:
+            assert not next_one.done()
+            await client.call("DEL", run.keys.leader("scheduler"))
+            await are_open(run, 6)
+    assert await chosen() == whole
+
+
+async def test_a_scheduler_that_was_replaced_ends(make: Any, run: Hand) -> None:
+    async with running(make(InFlight(n=1)), context(), may_fail=True) as deposed:
+        first = await are_open(run, 1)
+        await run.client.call("DEL", run.keys.leader("scheduler"))
+        assert await run.scheduler.acquire()
+        await give_up(run, *first)
+        await asyncio.wait({deposed}, timeout=5)
+        assert isinstance(error := deposed.exception(), BaseExceptionGroup)
+        assert error.subgroup(Fenced)
+        assert (await run.ledger.look()).issued == 1
+
+
+async def test_lost_replies_open_no_task_twice(make: Any, run: Hand, redis: RedisSettings) -> None:
+    async with Proxy(redis) as proxy, running(make(InFlight(n=2), redis=proxy.settings), context()):
+        first = await are_open(run, 2)
+        for n in range(3, 10):
+            proxy.cut_reply_to = lambda _: True
+            await give_up(run, first[0])
+            first = await are_open(run, 2)
+            await has_issued(run, n)
+        assert proxy.cut_replies > 2
+        await run.balanced()
+
+
+async def test_it_goes_on_after_redis_was_emptied(make: Any, run: Hand, client: Client) -> None:
+    async with running(make(InFlight(n=2), lease_s=0.2), context()):
+        await are_open(run, 2)
+        await client.call("FLUSHALL")
+        await run.updater.acquire()
+        version = await run.publish(0)
+        await run.ledger.create(run.updater.token, run.run(), version)
+        await are_open(run, 2)
+        assert (await run.ledger.look()).issued == 2
+
+
+async def test_closing_a_round_is_asked_once(make: Any, run: Hand, client: Client) -> None:
+    async with running(make(Rounds(k=2, timeout_s=0.1)), context()):
+        await are_open(run, 2)
+        await wait_until(lambda: asked_to_close(run, 1))
+        for _ in range(3):  # events, at which it looks again
+            await run.ledger.announce("ann", {})
+            await run.ledger.leave("ann")
+        await wait_until(lambda: watched(run))
+        assert await asked_to_close(run, 1)
+
+
+async def asked_to_close(hand: Hand, n: int) -> bool:
+    rows = await hand.client.call("XRANGE", hand.keys.triggers, "-", "+")
+    return sum(CloseRound.kind.encode() in row[1][1] for row in rows) == n

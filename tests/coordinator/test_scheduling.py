@@ -1,0 +1,283 @@
+"""When to trigger and for whom, as pure functions: no clock, no Redis."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker.messages import Trigger, task_id
+from coordinator.scheduling import (
+    Anarchic,
+    HoldBack,
+    InFlight,
+    Plan,
+    Poisson,
+    Policy,
+    Rounds,
+    Situation,
+    draw,
+    held_back,
+    plan,
+)
+from runtime.steps import Epochs, FixedSteps, Steps, UniformSteps
+
+NOW = 1_000_000.0
+FIVE = FixedSteps(n=5)
+FREE = HoldBack(max_queue=64, target_staleness=None, memory_budget=None)
+CALM = Situation(
+    now=NOW, issued=0, version=0, open=(), queue=0, kept=1, buffered=0, round_ending=False,
+    mean_staleness=0.0, trainers=4, model_bytes=1000, devices=tuple(range(10)), last=NOW,
+    round_since=NOW,
+)  # fmt: skip
+
+
+def planned(
+    policy: Policy, seen: Situation = CALM, *, seed: int = 0, steps: Steps = FIVE,
+    hold: HoldBack = FREE,
+) -> Plan:  # fmt: skip
+    return plan(policy, steps, hold, seed, seen)
+
+
+def opened(n: int, version: int | None = None) -> tuple[Trigger, ...]:
+    """n open tasks, of devices 0 to n - 1."""
+    return tuple(
+        Trigger(task=task_id(1), device=device, seed=0, version=version) for device in range(n)
+    )
+
+
+def chosen(what: Plan) -> list[tuple[int, int, int | None, int | None]]:
+    """All that was drawn: everything but the ids and times."""
+    return [(t.device, t.seed, t.steps, t.epochs) for t in what.triggers]
+
+
+# draws
+
+
+@given(st.integers(0, 2**32), st.integers(0, 10**9))
+def test_draw_n_depends_on_the_seed_and_n_alone(seed: int, n: int) -> None:
+    assert draw(seed, n).random() == draw(seed, n).random()
+    assert draw(seed, n).random() != draw(seed, n + 1).random()
+    assert draw(seed, n).random() != draw(seed + 1, n).random()
+
+
+def test_a_scheduler_that_takes_over_goes_on_with_its_predecessors_draws() -> None:
+    steps = UniformSteps(c=5)
+    whole = chosen(planned(InFlight(n=6), steps=steps))
+    first = planned(InFlight(n=3), steps=steps)
+    then = replace(CALM, issued=3, open=first.triggers, now=NOW + 60, last=NOW + 60)
+    assert chosen(first) + chosen(planned(InFlight(n=6), then, steps=steps)) == whole
+
+
+def test_draws_of_steps() -> None:
+    assert FixedSteps(n=7).draw(random.Random(0)) == (7, None)
+    assert Epochs(n=2).draw(random.Random(0)) == (None, 2)
+    drawn = Counter(UniformSteps(c=3).draw(draw(0, n)) for n in range(3000))
+    assert {steps for steps, _ in drawn} == {1, 2, 3, 4, 5, 6}  # uniform on [1, 2c]
+    assert all(400 < count < 600 for count in drawn.values())
+
+
+# N in flight
+
+
+def test_n_tasks_are_in_flight_and_ended_ones_are_replaced() -> None:
+    assert len(planned(InFlight(n=3)).triggers) == 3
+    assert planned(InFlight(n=3), replace(CALM, open=opened(3))).triggers == ()
+    assert len(planned(InFlight(n=3), replace(CALM, open=opened(2))).triggers) == 1
+    assert planned(InFlight(n=3), replace(CALM, open=opened(9))).triggers == ()
+
+
+@pytest.mark.parametrize(("trainers", "wanted"), [(0, 1), (1, 1), (4, 4), (50, 10)])
+def test_without_n_it_follows_the_trainers_that_are_alive(trainers: int, wanted: int) -> None:
+    seen = replace(CALM, trainers=trainers)  # and never more than there are devices
+    assert len(planned(InFlight(), seen).triggers) == wanted
+    assert planned(InFlight(), seen).limit == wanted
+
+
+@given(st.integers(1, 12), st.integers(0, 8), st.integers(0, 1000))
+def test_no_device_is_asked_twice_at_once(n: int, busy: int, seed: int) -> None:
+    what = planned(InFlight(n=n), replace(CALM, open=opened(busy)), seed=seed)
+    asked = [trigger.device for trigger in what.triggers]
+    assert len(asked) == len(set(asked))
+    assert set(asked).isdisjoint(range(busy))
+    assert len({trigger.task for trigger in what.triggers}) == len(asked)
+
+
+def test_only_devices_that_can_be_reached_are_asked() -> None:
+    what = planned(InFlight(n=5), replace(CALM, devices=(3, 7)))
+    assert {trigger.device for trigger in what.triggers} == {3, 7}
+    assert planned(InFlight(n=5), replace(CALM, devices=())).triggers == ()
+
+
+def test_every_device_has_its_turn() -> None:
+    asked = Counter(
+        planned(InFlight(n=1), replace(CALM, issued=n)).triggers[0].device for n in range(2000)
+    )
+    assert asked.keys() == set(range(10))
+    assert all(140 < count < 260 for count in asked.values())
+
+
+def test_a_random_delay_comes_before_every_trigger() -> None:
+    policy = InFlight(n=3, mean_delay_s=10.0)
+    what = planned(policy)
+    assert what.triggers == ()
+    assert what.wake_at
+    assert what.wake_at > NOW
+    then = planned(policy, replace(CALM, now=what.wake_at))
+    assert len(then.triggers) == 1  # the next one has a delay of its own
+    assert then.wake_at
+    assert then.wake_at > what.wake_at
+    assert planned(policy, replace(CALM, now=what.wake_at - 0.001)).triggers == ()
+
+
+def virtual_time(policy: Policy, seconds: float, seed: int) -> list[float]:
+    """The times at which a scheduler triggers whose tasks end at once."""
+    times: list[float] = []
+    seen = CALM
+    while seen.now < NOW + seconds:
+        what = planned(policy, seen, seed=seed)
+        assert what.wake_at
+        times += [seen.now] * len(what.triggers)
+        last = seen.now if what.triggers else seen.last
+        seen = replace(seen, now=what.wake_at, last=last, issued=len(times))
+    return [at - NOW for at in times]
+
+
+@pytest.mark.parametrize("policy", [Poisson(rate=5.0), InFlight(n=9, mean_delay_s=0.2)])
+def test_random_triggers_are_a_poisson_process_of_their_rate(policy: Policy) -> None:
+    times = virtual_time(policy, 1000, seed=1)
+    assert len(times) == pytest.approx(5000, rel=0.05)
+    gaps = [b - a for a, b in pairwise(times)]
+    mean = sum(gaps) / len(gaps)
+    deviation = (sum((gap - mean) ** 2 for gap in gaps) / len(gaps)) ** 0.5
+    assert deviation == pytest.approx(mean, rel=0.05)  # exponential: as large as the mean
+    assert virtual_time(policy, 10, seed=1) != virtual_time(policy, 10, seed=2)
+
+
+def test_a_poisson_process_stops_at_its_limit() -> None:
+    seen = replace(CALM, now=NOW + 1000, open=opened(4))
+    assert planned(Poisson(rate=5, n=4), seen).triggers == ()
+    assert len(planned(Poisson(rate=5, n=5), seen).triggers) == 1
+
+
+def test_anarchic_devices_are_not_triggered() -> None:
+    assert planned(Anarchic()) == Plan()
+    assert planned(Anarchic(), replace(CALM, trainers=100, now=NOW + 1000)) == Plan()
+
+
+# holding back
+
+
+def test_nothing_holds_back_while_all_is_calm() -> None:
+    assert held_back(7, FREE, CALM) == (7, "")
+
+
+@pytest.mark.parametrize(
+    ("queue", "buffered", "n"), [(63, 0, 7), (64, 0, 1), (70, 7, 7), (71, 7, 1)]
+)
+def test_a_queue_that_grows_holds_back_but_not_what_is_buffered(
+    queue: int, buffered: int, n: int
+) -> None:
+    seen = replace(CALM, queue=queue, buffered=buffered)
+    assert held_back(7, FREE, seen)[0] == n
+
+
+def test_staleness_above_its_target_holds_back() -> None:
+    hold = replace(FREE, target_staleness=4.0)
+    assert held_back(7, hold, replace(CALM, mean_staleness=4.0)) == (7, "")
+    assert held_back(7, hold, replace(CALM, mean_staleness=4.1)) == (1, "staleness")
+
+
+@pytest.mark.parametrize(
+    ("models", "n"), [(100, 7), (7 + 3 + 2 + 2, 7), (6 + 3 + 2 + 2, 6), (3, 1), (0, 1)]
+)
+def test_memory_holds_back(models: int, n: int) -> None:
+    hold = replace(FREE, memory_budget=models * 1000 + 999)  # queue 3, kept 2, and 2 to spare
+    limit, why = held_back(7, hold, replace(CALM, queue=3, kept=2))
+    assert (limit, why) == (n, "" if n == 7 else "memory")
+
+
+def test_models_without_bytes_take_no_memory() -> None:
+    hold = replace(FREE, memory_budget=1)
+    assert held_back(7, hold, replace(CALM, model_bytes=0)) == (7, "")
+
+
+@given(
+    st.integers(1, 100), st.integers(0, 10**4), st.integers(0, 10**4), st.floats(0, 1e6),
+    st.integers(0, 10**9),
+)  # fmt: skip
+def test_one_task_may_always_be_open_and_never_more_than_wanted(
+    wanted: int, queue: int, kept: int, staleness: float, budget: int
+) -> None:
+    hold = HoldBack(max_queue=1, target_staleness=0.1, memory_budget=budget)
+    seen = replace(CALM, queue=queue, kept=kept, mean_staleness=staleness)
+    limit, _ = held_back(wanted, hold, seen)
+    assert 1 <= limit <= wanted
+
+
+def test_a_plan_that_is_held_back_says_why() -> None:
+    seen = replace(CALM, queue=64)
+    assert (planned(InFlight(n=5), seen).limit, planned(InFlight(n=5), seen).held) == (1, "queue")
+
+
+# rounds
+
+
+ROUNDS = Rounds(k=4, timeout_s=60.0)
+
+
+def round_of(n: int, version: int = 3) -> tuple[Trigger, ...]:
+    return opened(n, version=version)
+
+
+def test_a_round_asks_k_devices_to_train_from_one_version_until_the_deadline() -> None:
+    what = planned(ROUNDS, replace(CALM, version=3))
+    assert [(t.version, t.deadline, t.why) for t in what.triggers] == [(3, NOW + 60, "round")] * 4
+    assert len({t.device for t in what.triggers}) == 4
+    assert (what.limit, what.close, what.wake_at) == (4, None, NOW + 60)
+
+
+def test_a_round_that_is_on_is_left_alone() -> None:
+    seen = replace(CALM, version=3, open=round_of(3), buffered=1)
+    assert planned(ROUNDS, seen) == Plan(limit=3, wake_at=NOW + 60)
+
+
+def test_tasks_that_ended_without_an_answer_are_replaced() -> None:
+    seen = replace(CALM, version=3, open=round_of(2), buffered=1)
+    what = planned(ROUNDS, seen)
+    assert len(what.triggers) == 1
+    assert what.triggers[0].device not in (0, 1)
+    assert what.limit == 3
+
+
+def test_a_round_of_more_devices_than_there_are_asks_all() -> None:
+    assert len(planned(Rounds(k=99), CALM).triggers) == 10
+
+
+def test_at_the_time_out_a_round_with_arrivals_or_open_tasks_is_closed() -> None:
+    late = replace(CALM, version=3, now=NOW + 60, open=round_of(2), buffered=1)
+    what = planned(ROUNDS, late)
+    assert what.close == (3, tuple(trigger.task for trigger in late.open))
+    assert what.triggers == ()
+    assert planned(ROUNDS, replace(late, now=NOW + 59)).close is None
+    assert planned(ROUNDS, replace(late, open=(), buffered=2)).close == (3, ())
+
+
+def test_at_the_time_out_a_round_of_nobody_has_nothing_to_close() -> None:
+    assert planned(ROUNDS, replace(CALM, version=3, now=NOW + 60)).close is None
+
+
+def test_while_the_end_of_a_round_is_on_its_way_nobody_is_asked() -> None:
+    seen = replace(CALM, version=3, now=NOW + 61, buffered=2, round_ending=True)
+    assert planned(ROUNDS, seen) == Plan()
+
+
+def test_tasks_of_past_rounds_are_closed_before_anything_else() -> None:
+    past = round_of(2, version=2)
+    what = planned(ROUNDS, replace(CALM, version=3, open=past))
+    assert (what.close, what.triggers) == ((2, tuple(t.task for t in past)), ())

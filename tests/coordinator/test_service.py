@@ -1,0 +1,379 @@
+"""The coordinator against a real Redis: triggers become tasks, answers enter the queue, and what a
+crash, a poison or a silence leaves behind is cleared away."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from broker import blobs
+from broker.client import Client, RedisSettings
+from broker.keys import COORDINATORS, TRAINERS, Keys
+from broker.ledger import _SCRIPTS
+from broker.messages import Dead, GiveUp, Task, Trigger, Upload
+from broker.streams import Entry, Group
+from coordinator.service import Coordinator, CoordinatorSettings
+from runtime.tasks import LeaseSettings
+from tests.support import Hand, Proxy, context, counted, model_of, running, wait_until
+
+
+@pytest.fixture
+def make(redis: RedisSettings, keys: Keys) -> Any:
+    """A coordinator."""
+
+    def make(
+        *, name: str = "coordinator-0", redis: RedisSettings = redis, lease_s: float = 15.0,
+        **settings: Any,
+    ) -> Coordinator:  # fmt: skip
+        return Coordinator(
+            CoordinatorSettings(**settings), LeaseSettings(seconds=lease_s),
+            keys=keys, redis=redis, name=name,
+        )  # fmt: skip
+
+    return make
+
+
+@pytest.fixture
+async def run(hand: Hand) -> Hand:
+    """A run that was created, in which others than the coordinator are played by hand."""
+    await hand.create()
+    await hand.tasks.ensure()
+    return hand
+
+
+async def tasks(hand: Hand, n: int) -> list[tuple[Entry, Task]]:
+    """Waits for so many tasks, and takes them."""
+    found: list[tuple[Entry, Task]] = []
+
+    async def come() -> bool:
+        found.extend(await hand.take())
+        return len(found) >= n
+
+    await wait_until(come, what=f"{n} tasks")
+    assert len(found) == n
+    return found
+
+
+async def queued(hand: Hand, n: int) -> list[Upload]:
+    """Waits until so many updates are in the queue."""
+
+    async def come() -> bool:
+        return len(await hand.queue()) == n
+
+    await wait_until(come, what=f"{n} in the queue")
+    return [message for _, message in await hand.queue() if isinstance(message, Upload)]
+
+
+async def is_open(hand: Hand, n: int) -> bool:
+    return len((await hand.ledger.look()).open) == n
+
+
+async def dead(hand: Hand, n: int) -> list[Dead]:
+    """Waits for so many dead letters."""
+
+    async def come() -> bool:
+        return (await hand.ledger.look()).dead == n
+
+    await wait_until(come, what=f"{n} dead")
+    rows = await hand.client.call("XRANGE", hand.keys.dead, "-", "+")
+    return [Dead.decode(row[1][1]) for row in rows]
+
+
+# the run of things
+
+
+async def test_a_trigger_becomes_a_task_and_its_answer_enters_the_queue(
+    make: Any, run: Hand
+) -> None:
+    watched = context()
+    async with running(make(), watched):
+        triggers = await run.open(2)
+        (first, one), (second, two) = await tasks(run, 2)
+        assert [one, two] == [Task.of(trigger) for trigger in triggers]
+        upload = await run.trained(one)
+        tired = GiveUp(task=two.task, attempt="1", device=two.device, trainer="t", reason="tired")
+        assert await run.ledger.answer(run.keys.tasks, TRAINERS, first, upload)
+        assert await run.ledger.answer(run.keys.tasks, TRAINERS, second, tired)
+        assert await queued(run, 1) == [upload]
+        await wait_until(lambda: is_open(run, 1))
+        view = await run.ledger.look()
+        assert view.reasons("given_up") == {"tired": 1}
+        assert (view.triggers, view.uploads) == (0, 0)
+        await run.balanced()
+    for verdict, reason in (("admitted", ""), ("given_up", "tired")):
+        labels = {"verdict": verdict, "reason": reason}
+        assert counted(watched, "fedstream_answers_total", **labels) == 1
+    assert counted(watched, "fedstream_tasks_dispatched_total", verdict="sent") == 2
+
+
+async def test_it_may_be_there_before_the_run(make: Any, hand: Hand) -> None:
+    async with running(make(), context()) as coordinator:
+        await wait_until(lambda: groups(hand))
+        assert not coordinator.done()
+        await hand.create()
+        await hand.open()
+        await tasks(hand, 1)
+
+
+async def groups(hand: Hand) -> bool:
+    """Its consumer groups are there."""
+    names = [hand.keys.triggers, hand.keys.uploads]
+    return bool(await hand.client.call("EXISTS", *names) == 2)
+
+
+async def test_replicas_share_the_work_and_do_nothing_twice(make: Any, run: Hand) -> None:
+    async with (
+        running(make(name="coordinator-0"), context()),
+        running(make(name="coordinator-1"), context()),
+    ):
+        await run.open(40)
+        found = await tasks(run, 40)
+        assert len({task.task for _, task in found}) == 40
+        for entry, task in found:
+            upload = await run.trained(task)
+            await run.ledger.answer(run.keys.tasks, TRAINERS, entry, upload)
+        assert len({upload.task for upload in await queued(run, 40)}) == 40
+        await run.balanced()
+
+
+async def test_the_size_limit_is_the_settings(make: Any, run: Hand) -> None:
+    async with running(make(max_update_bytes=run.layout.nbytes - 1), context()):
+        await run.open()
+        [(entry, task)] = await tasks(run, 1)
+        await run.ledger.answer(run.keys.tasks, TRAINERS, entry, await run.trained(task))
+        await wait_until(lambda: is_open(run, 0))
+        assert (await run.ledger.look()).reasons("refused") == {"too large": 1}
+
+
+async def test_devices_of_their_own_accord_are_let_in_up_to_the_limit(make: Any, run: Hand) -> None:
+    async with running(make(open_limit=2), context()):
+        for _ in range(4):
+            await run.ledger.ask(run.trigger(origin="ann"))
+        await tasks(run, 2)
+        await wait_until(lambda: strays(run, 2))
+
+
+async def strays(hand: Hand, n: int) -> bool:
+    return sum((await hand.ledger.look()).reasons("stray").values()) == n
+
+
+# crashes
+
+
+async def given_to(hand: Hand, name: str) -> tuple[Trigger, Upload]:
+    """A trigger and an upload are delivered to a coordinator that crashes before it is done."""
+    [known, new] = await hand.open(2)
+    await hand.dispatch()
+    upload = await hand.trained(known)
+    await hand.client.call("XADD", hand.keys.triggers, "*", "m", new.encode())
+    await hand.client.call("XADD", hand.keys.uploads, "*", "m", upload.encode())
+    for stream in (hand.keys.triggers, hand.keys.uploads):
+        group = Group(hand.client, stream, COORDINATORS, name)
+        await group.ensure()
+        assert len(await group.read()) == 1
+    return new, upload
+
+
+async def test_a_restarted_coordinator_does_what_it_had_begun(make: Any, run: Hand) -> None:
+    new, upload = await given_to(run, "coordinator-0")
+    async with running(make(name="coordinator-0"), context()):
+        assert await queued(run, 1) == [upload]
+        found = await tasks(run, 3)  # two were there before
+        assert found[-1][1].task == new.task
+        await run.balanced()
+
+
+async def test_another_coordinator_takes_over_what_one_had_begun(make: Any, run: Hand) -> None:
+    _, upload = await given_to(run, "coordinator-0")
+    async with running(make(name="coordinator-1", redeliver_s=0.05), context()):
+        assert await queued(run, 1) == [upload]
+        await tasks(run, 3)
+
+
+async def test_an_entry_that_crashes_coordinators_is_buried_and_its_task_ends(
+    make: Any, run: Hand
+) -> None:
+    _, upload = await given_to(run, "coordinator-0")
+    crashing = Group(run.client, run.keys.uploads, COORDINATORS, "coordinator-0")
+    for _ in range(2):
+        await crashing.claim(idle_ms=0, most=9, own=True)
+    async with running(make(name="coordinator-0"), context()):
+        [letter] = await dead(run, 1)
+    assert (letter.stream, letter.reason, letter.deliveries) == (
+        "uploads", "crashed its coordinators", 3
+    )  # fmt: skip
+    assert Upload.decode(letter.data) == upload
+    view = await run.ledger.look()
+    assert upload.task not in {trigger.task for trigger in view.open}
+    assert view.reasons("dead") == {"crashed its coordinators": 1}
+    assert await run.queue() == []
+    await run.balanced()
+
+
+async def test_trouble_with_redis_makes_no_entry_a_poison(
+    make: Any, run: Hand, redis: RedisSettings
+) -> None:
+    admit = _SCRIPTS["admit"]._sha.encode()
+    [trigger] = await run.open()
+    watched = context()
+    async with Proxy(redis) as proxy, running(make(redis=proxy.settings), watched):
+        proxy.refuse = lambda data: admit in data
+        upload = await run.trained(trigger)
+        await run.client.call("XADD", run.keys.uploads, "*", "m", upload.encode())
+        retries = "fedstream_retries_total"
+        await wait_until(lambda: counted(watched, retries, loop="uploads") > 4)
+        proxy.refuse = None
+        await queued(run, 1)
+        assert (await run.ledger.look()).dead == 0
+
+
+async def test_lost_connections_lose_and_repeat_nothing(
+    make: Any, run: Hand, redis: RedisSettings
+) -> None:
+    async with Proxy(redis) as proxy, running(make(redis=proxy.settings), context()):
+        for n in range(1, 13):
+            proxy.cut_reply_to = lambda data: b"EVALSHA" in data or b"XREADGROUP" in data
+            [trigger] = await run.open()
+            [(entry, task)] = await tasks(run, 1)
+            assert task.task == trigger.task
+            upload = await run.trained(task)
+            await run.ledger.answer(run.keys.tasks, TRAINERS, entry, upload)
+            assert len(await queued(run, n)) == n
+        assert proxy.cut_replies > 5
+        view = await run.ledger.look()
+        assert (view.dead, view.issued, view.admitted) == (0, 12, 12)
+        await run.balanced()
+
+
+async def test_it_goes_on_after_redis_was_emptied(make: Any, run: Hand, client: Client) -> None:
+    async with running(make(), context()):
+        await run.open()
+        await tasks(run, 1)
+        await client.call("FLUSHALL")
+        await run.scheduler.acquire()
+        await run.updater.acquire()
+        await run.ledger.create(run.updater.token, run.run(), await run.publish(0))
+        await run.open()
+        await tasks(run, 1)
+
+
+# bad input
+
+
+@pytest.mark.parametrize("stream", ["triggers", "uploads"])
+async def test_junk_goes_to_the_dead_and_holds_up_nobody(make: Any, run: Hand, stream: str) -> None:
+    await run.client.call("XADD", getattr(run.keys, stream), "*", "m", b"junk")
+    await run.client.call("XADD", getattr(run.keys, stream), "*", "other", b"field")
+    async with running(make(), context()):
+        letters = await dead(run, 2)
+        assert [(letter.stream, letter.data) for letter in letters] == [
+            (stream, b"junk"), (stream, b"")
+        ]  # fmt: skip
+        assert all("not m" in letter.reason for letter in letters)
+        await run.open()
+        [(entry, task)] = await tasks(run, 1)
+        await run.ledger.answer(run.keys.tasks, TRAINERS, entry, await run.trained(task))
+        await queued(run, 1)
+
+
+async def test_a_task_that_crashes_its_trainers_is_buried(make: Any, run: Hand) -> None:
+    await run.open(2)
+    await run.dispatch()
+    [(poison, task), (good, _)] = await run.take()
+    trainer = Group(run.client, run.keys.tasks, TRAINERS, "t")
+    await trainer.claim(idle_ms=0, most=9, own=True, count=1)
+    await trainer.claim(idle_ms=0, most=9, own=True, count=1)
+    async with running(make(lease_s=0.05), context()):
+        [letter] = await dead(run, 1)
+        assert (letter.entry, letter.reason, letter.deliveries) == (
+            poison.id, "crashed its trainers", 3
+        )  # fmt: skip
+        view = await run.ledger.look()
+        assert view.reasons("dead") == {"crashed its trainers": 1}
+        assert task.task not in {trigger.task for trigger in view.open}
+        assert await trainer.renew(good)  # the other one is left alone
+        await run.balanced()
+
+
+async def test_a_poisonous_task_of_an_owner_is_buried_too(make: Any, run: Hand) -> None:
+    await run.ledger.announce("owner", {}, [3])
+    await run.open(device=3)
+    await run.dispatch()
+    owner = Group(run.client, run.keys.tasks_of("owner"), TRAINERS, "owner")
+    await owner.ensure()
+    await owner.read()
+    for _ in range(2):
+        await owner.claim(idle_ms=0, most=9, own=True)
+    async with running(make(lease_s=0.05), context()):
+        [letter] = await dead(run, 1)
+        assert letter.stream == "tasks:owner"
+        await run.balanced()
+
+
+# trainers
+
+
+async def silent(hand: Hand, name: str) -> None:
+    await hand.client.call("ZINCRBY", hand.keys.alive, -60, name)
+
+
+async def test_a_silent_trainer_is_struck_off_and_its_consumer_reaped(
+    make: Any, run: Hand, client: Client
+) -> None:
+    for name in ("ann", "bob", "cat"):
+        await run.ledger.announce(name, {})
+        await client.call("XGROUP", "CREATECONSUMER", run.keys.tasks, TRAINERS, name)
+    await run.open()
+    await run.dispatch()
+    await Group(client, run.keys.tasks, TRAINERS, "cat").read()
+    await silent(run, "ann")
+    async with running(make(trainer_silence_s=5.0), context()):
+        await wait_until(lambda: texts(run, "ann was not heard for 5 s"))
+        assert list(await run.ledger.trainers()) == ["bob", "cat"]
+        assert await consumers(client, run.keys, {"ann", "bob", "cat"})  # not idle for so long
+    async with running(make(trainer_silence_s=0.001, name="coordinator-1"), context()):
+        await wait_until(lambda: consumers(client, run.keys, {"cat"}))  # at work
+
+
+async def texts(hand: Hand, last: str) -> bool:
+    return [event.text for event in await hand.events("trainer")][-1] == last
+
+
+async def consumers(client: Client, keys: Keys, expected: set[str]) -> bool:
+    rows = await client.call("XINFO", "CONSUMERS", keys.tasks, TRAINERS)
+    return {row[1].decode() for row in rows} == expected
+
+
+async def test_the_tasks_of_an_owner_that_fell_silent_are_given_up(make: Any, run: Hand) -> None:
+    await run.ledger.announce("owner", {}, [3, 4])
+    async with running(make(trainer_silence_s=5.0), context()):
+        await run.open(device=3)
+        await run.open(device=5)
+        await tasks(run, 1)
+        await wait_until(lambda: routed(run, 1))
+        await silent(run, "owner")
+        await wait_until(lambda: is_open(run, 1))
+        view = await run.ledger.look()
+        assert view.reasons("given_up") == {"owner gone": 1}
+        assert view.owned == ()
+        assert not await routed(run, 1)
+        await run.balanced()
+
+
+async def routed(hand: Hand, n: int) -> bool:
+    return int(await hand.client.call("XLEN", hand.keys.tasks_of("owner"))) == n
+
+
+async def test_an_update_written_long_before_it_is_admitted_does_not_expire_after(
+    make: Any, run: Hand, client: Client
+) -> None:
+    async with running(make(), context()):
+        await run.open()
+        [(entry, task)] = await tasks(run, 1)
+        upload = await run.trained(task, write=False)
+        key = run.keys.update(upload.blob)
+        await blobs.write(client, key, model_of(run.layout, 1.0), expire_s=0.5)
+        await run.ledger.answer(run.keys.tasks, TRAINERS, entry, upload)
+        await queued(run, 1)
+        assert await client.call("PTTL", key) == -1

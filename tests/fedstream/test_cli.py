@@ -1,0 +1,79 @@
+"""The command line: what is wrong is said in one line, with the exit code that means it."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from fedstream import __version__
+from fedstream.cli import main
+
+NOWHERE = "redis://127.0.0.1:1/0"
+
+
+def fedstream(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of a command, run in this process."""
+    monkeypatch.setattr(sys, "argv", ["fedstream", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["run", "--set", "run.versionz=3"], 2, "did you mean run.versions?"),
+        (["run", "--updates", "0"], 2, "run.versions = 0"),
+        (["run", "--strategy", "fedprox"], 2, "must be one of fedasync, fedavg"),
+        (["run", "--task", "cifar"], 2, "is none of digits, mnist"),
+        (["run", "--task", "not_there.py:task"], 2, "there is no file"),
+        (["run", "--task", "mnist", "--data-root", "/not/there"], 1, "/not/there/MNIST/raw"),
+        (["run", "--config", "/not/there.toml"], 2, "/not/there.toml: cannot be read"),
+        (["updater", "--set", "updater.keep_versions=0"], 2, "updater.keep_versions = 0"),
+        (["status", "--redis", NOWHERE], 1, "127.0.0.1:1 does not answer"),
+        (["top", "--redis", NOWHERE], 1, "127.0.0.1:1 does not answer"),
+        (["purge", "--yes", "--redis", NOWHERE], 1, "127.0.0.1:1 does not answer"),
+    ],
+)
+def test_what_is_wrong_is_said_in_one_line(
+    arguments: list[str],
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("FEDSTREAM_DATA", raising=False)
+    assert fedstream(*arguments, monkeypatch=monkeypatch) == code
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert shown.err.startswith("fedstream: ")
+    assert shown.err.count("\n") == 1
+    assert shown.out == ""
+    assert list(tmp_path.iterdir()) == []  # nothing was begun
+
+
+def test_a_run_that_is_not_there(
+    redis: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = str(getattr(redis, "url", ""))
+    for command in (["status"], ["status", "--json"], ["top", "--once"]):
+        arguments = (*command, "--redis", url, "--run", "nobody")
+        assert fedstream(*arguments, monkeypatch=monkeypatch) == 1
+        assert capsys.readouterr().err.startswith("fedstream: there is no run 'nobody'")
+
+
+def test_the_public_names_are_cheap() -> None:
+    program = "import sys, fedstream; print(fedstream.Task, 'torch' in sys.modules)"
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert said.stdout == "<class 'trainer.task.Task'> False\n"
+
+
+def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fedstream("--version", monkeypatch=monkeypatch) == 0
+    assert capsys.readouterr().out == f"fedstream {__version__}\n"

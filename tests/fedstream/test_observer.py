@@ -1,0 +1,80 @@
+"""What is known of a run from its streams."""
+
+from __future__ import annotations
+
+import pytest
+
+from broker.client import Client
+from broker.errors import NoRun
+from broker.keys import Keys
+from fedstream.observer import History, Observer
+from tests.fedstream.views import CREATED, event, update, version
+from tests.support import Hand
+
+
+def test_a_version_published_again_keeps_what_is_known_of_it() -> None:
+    history = History()
+    history.publish(version(0))
+    history.publish(version(1, update("a")))
+    history.publish(version(1))
+    assert history.newest == 1
+    assert [u.task for u in history.versions[1].updates] == ["a"]
+
+
+def test_metrics_and_the_best_of_them() -> None:
+    assert (History().measured, History().best_accuracy) == (None, None)
+    history = History()
+    for number, accuracy in ((0, 0.1), (5, 0.9), (10, 0.9), (15, 0.8)):
+        history.tell(event("evaluation", version=number, metrics={"accuracy": accuracy}))
+    assert history.measured == (15, {"accuracy": 0.8})
+    assert history.best_accuracy == (5, 0.9)
+
+
+def test_staleness_and_devices_are_counted_by_update() -> None:
+    history = History()
+    history.publish(version(0))
+    history.publish(version(1, update("a", staleness=2), update("b", device=3)))
+    assert dict(history.staleness()) == {0: 1, 2: 1}
+    assert dict(history.updates_by_device()) == {0: 1, 3: 1}
+    assert history.mean_staleness == history.recent_staleness() == 1.0
+
+
+def test_tasks_that_fail_in_a_row() -> None:
+    history = History()
+    history.tell(event("error", reason="ValueError at x.py:1", text="first"))
+    history.tell(event("error", reason="ValueError at x.py:1", text="second"))
+    history.tell(event("outcome", outcome="given_up"))  # the task of an error ends so: counted once
+    history.tell(event("outcome", outcome="dead"))
+    assert history.failed == 3
+    assert [error.text for error in history.errors.values()] == ["first"]
+    history.tell(event("outcome", outcome="refused"))
+    assert history.refused == 1
+    history.tell(event("outcome", outcome="applied"))
+    assert (history.failed, history.refused) == (0, 0)
+
+
+def test_the_rate_sinks_while_nothing_comes() -> None:
+    history = History()
+    assert history.rate(CREATED) == 0.0
+    for number in range(5):
+        history.publish(version(number))
+    assert history.rate(CREATED + 4) == pytest.approx(1.0)
+    assert history.rate(CREATED + 400) == pytest.approx(0.01)
+
+
+async def test_an_observer_reads_what_was_and_what_comes(
+    client: Client, keys: Keys, hand: Hand
+) -> None:
+    observer = Observer(client, keys)
+    with pytest.raises(NoRun):
+        await observer.step(block_ms=0)
+    await hand.create()
+    await client.call("XADD", keys.models, "*", "m", b"no message")  # nothing to fail about
+    await observer.catch_up()
+    assert observer.history.newest == 0
+    await observer.ledger.tell(event("evaluation", version=0, metrics={"accuracy": 0.5}))
+    await observer.catch_up()
+    assert observer.history.measured == (0, {"accuracy": 0.5})
+    view = await observer.look()
+    assert observer.view is view
+    assert view.head.version == 0

@@ -1,0 +1,136 @@
+"""What a run leaves behind."""
+
+from __future__ import annotations
+
+import csv
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from broker.layout import Model
+from fedstream import curves, report
+from fedstream.observer import History
+from tests.fedstream.views import CREATED, event, trigger, update, version, view
+
+FACTS = report.Facts(
+    run="demo", task="digits", strategy="fedasync", devices=10, trainers=2, seed=0, target=100,
+    started=CREATED - 5, ended=CREATED + 5, state="finished", why="version 3 reached",
+    restarts={"updater": 1, "scheduler": 0}, torch="2.13.0",
+)  # fmt: skip
+COUNTS = {
+    "issued": 12, "applied": 3, "buffered": 2, "refused": 2, "refused:not finite": 2,
+    "given_up": 1, "given_up:dropped out": 1, "dead": 1, "dead:crashed its trainers": 1,
+    "stray:late": 4,
+}  # fmt: skip
+
+
+@pytest.fixture
+def history() -> History:
+    history = History()
+    history.publish(version(0))
+    history.publish(version(1, update("a", device=1)))
+    history.publish(version(2, update("b", device=2, staleness=1)))
+    history.publish(version(3, update("c", device=3, staleness=2), update("d", device=1, loss=1.5)))
+    for number, accuracy in ((0, 0.1), (2, 0.9), (3, 0.8)):
+        metrics = {"accuracy": accuracy, "loss": 1 - accuracy, "recall": 0.5}
+        history.tell(event("evaluation", version=number, metrics=metrics))
+    return history
+
+
+def test_the_tasks_of_the_summary_add_up(history: History) -> None:
+    seen = view(COUNTS, open=(trigger("x"), trigger("y"), trigger("z")))
+    numbers = report.summary(FACTS, history, seen)
+    tasks = dict(numbers["tasks"])
+    assert tasks.pop("issued") == 12 == sum(tasks.values())
+    assert tasks == {
+        "applied": 3, "buffered": 2, "refused": 2, "given_up": 1, "dead": 1, "open": 3,
+    }  # fmt: skip
+    assert numbers["refused"] == {"not finite": 2}
+    assert numbers["given_up"] == {"dropped out": 1}
+    assert numbers["dead"] == {"crashed its trainers": 1}
+    assert numbers["strays"] == {"late": 4}
+
+
+def test_the_summary_says_how_well_and_how_fast(history: History) -> None:
+    numbers = report.summary(FACTS, history, view(COUNTS))
+    assert (numbers["accuracy"], numbers["measured_version"]) == (0.8, 3)
+    assert (numbers["best_accuracy"], numbers["best_accuracy_version"]) == (0.9, 2)
+    assert numbers["seconds"] == 3.0
+    assert numbers["updates_per_s"] == pytest.approx(5 / 3, abs=0.01)
+    assert (numbers["mean_staleness"], numbers["max_staleness"]) == (0.75, 2)
+    assert numbers["restarts"] == {"updater": 1, "scheduler": 0}
+    assert numbers["started"] == "2023-11-14T22:13:15.000+00:00"
+
+
+def test_a_run_that_never_was_has_a_summary_too() -> None:
+    facts = replace(FACTS, state="failed", why="updater exited with 2")
+    numbers = report.summary(facts, History(), None)
+    assert numbers["accuracy"] is None
+    assert numbers["versions"] == 0
+    assert set(numbers["tasks"].values()) == {0}
+
+
+def test_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
+    report.write_summary(tmp_path, {"loss": float("nan"), "metrics": {"loss": float("inf")}})
+    found = json.loads((tmp_path / report.SUMMARY).read_text())
+    assert found == {"loss": None, "metrics": {"loss": None}}
+
+
+def test_the_table_has_a_row_for_each_version(history: History, tmp_path: Path) -> None:
+    report.write_table(tmp_path, history, CREATED)
+    with (tmp_path / report.METRICS).open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["version"] for row in rows] == ["0", "1", "2", "3"]
+    assert rows[0]["accuracy"] == "0.1"
+    assert rows[1] == {
+        "version": "1", "seconds": "1.0000", "updates": "1", "staleness": "0", "weight": "0.4",
+        "device": "1", "task": "a", "loss": "0.5", "accuracy": "", "test_loss": "",
+        "test_recall": "",
+    }  # fmt: skip
+    assert (rows[3]["device"], rows[3]["task"]) == ("3 1", "c d")
+    assert (rows[3]["staleness"], rows[3]["loss"]) == ("1", "1")
+    assert (rows[3]["accuracy"], rows[3]["test_loss"]) == ("0.8", "0.2")
+
+
+def test_the_model_is_one_that_torch_loads(tmp_path: Path) -> None:
+    import torch
+    from safetensors import safe_open
+    from safetensors.torch import load_file
+    from torch import nn
+
+    from trainer import vector
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(3)
+            self.inward = nn.Linear(3, 3)
+            self.outward = nn.Linear(3, 3)
+            self.outward.weight = self.inward.weight
+
+    trained, fresh = Tied(), Tied()
+    with torch.no_grad():
+        for tensor in trained.state_dict().values():
+            tensor.copy_(torch.ones_like(tensor) * 7)
+    model = Model(vector.layout_of(trained))
+    vector.read(trained, model)
+    report.write_model(tmp_path, model, Tied(), {"version": "3", "digest": model.digest()})
+    fresh.load_state_dict(load_file(tmp_path / report.MODEL))
+    assert all(bool((tensor == 7).all()) for tensor in fresh.state_dict().values())
+    with safe_open(tmp_path / report.MODEL, "numpy") as file:
+        assert file.metadata() == {"version": "3", "digest": model.digest()}
+
+
+@pytest.mark.parametrize("devices", [10, 200])
+def test_the_picture_is_drawn(history: History, tmp_path: Path, devices: int) -> None:
+    for name, of in (("some.png", history), ("none.png", History())):
+        curves.draw(tmp_path / name, "a run", of, created=CREATED, devices=devices)
+        assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
+
+
+def test_smoothing_looks_back() -> None:
+    assert curves.smooth([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
+    assert np.allclose(curves.smooth([2.0] * 5, 3), 2.0)

@@ -1,0 +1,143 @@
+"""What `fedstream run` decides before anything starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from broker.client import RedisSettings
+from broker.errors import ConfigError, DataError, FedstreamError, Unavailable
+from fedstream import run as local
+from fedstream.cli import overrides
+from fedstream.config import Settings, read
+from fedstream.display import Quiet
+from tests.support import Hand
+
+
+@pytest.fixture
+def plan(tmp_path: Path) -> local.Plan:
+    return local.Plan(Settings(), out=tmp_path / "out")
+
+
+def test_options_are_configuration_keys() -> None:
+    given: dict[str, object] = {"run__versions": 60, "task__name": "a.py:t", "redis__url": None}
+    assert overrides(given) == ["run.versions=60", "task.name=a.py:t"]
+    settings = read(None, overrides({"strategy__name": "fedavg", "task__devices": 4}))
+    assert settings.strategy.name == "fedavg"
+    assert settings.task.devices == 4
+
+
+def test_a_run_brings_its_own_redis_unless_one_is_named(plan: local.Plan) -> None:
+    assert plan.own_redis
+    assert replace(plan, settings=read(None, ["redis.timeout_s=3"])).own_redis
+    named = read(None, overrides({"redis__url": "redis://127.0.0.1:6379/0"}))
+    assert not replace(plan, settings=named).own_redis
+
+
+def test_the_folder_is_named_by_run_and_time() -> None:
+    at = datetime(2026, 11, 21, 1, 2, 3, tzinfo=UTC)
+    assert local.default_out("demo", at) == Path("runs/demo-20261121-010203")
+
+
+def test_services_inherit_no_override_twice() -> None:
+    environ = {
+        "PATH": "/bin", "FEDSTREAM_DATA": "/data", "FEDSTREAM_RUN__VERSIONS": "7",
+        "FEDSTREAM_CONFIG": "other.toml", "FEDSTREAM_NAME": "me",
+    }  # fmt: skip
+    assert local.environment(environ, "redis://h:1/0", 42) == {
+        "PATH": "/bin", "FEDSTREAM_DATA": "/data", "FEDSTREAM_REDIS__URL": "redis://h:1/0",
+        "FEDSTREAM_PARENT": "42",
+    }  # fmt: skip
+
+
+def test_every_service_is_a_program_and_the_coordinator_has_its_port() -> None:
+    programs = {one.name: one for one in local.programs(Settings(), 2, Path("run.toml"), 8080)}
+    assert sorted(programs) == [
+        "coordinator", "evaluator", "scheduler", "trainer-1", "trainer-2", "updater",
+    ]  # fmt: skip
+    assert "http.port=8080" in programs["coordinator"].arguments
+    assert programs["trainer-2"].role == "trainer"
+    assert programs["trainer-2"].drain_s == Settings().trainer.drain_s
+
+
+@pytest.mark.parametrize(("state", "code"), [("finished", 0), ("interrupted", 130), ("failed", 1)])
+def test_the_exit_code_says_how_it_ended(state: str, code: int) -> None:
+    assert local.Ending(state, "").code == code  # type: ignore[arg-type]
+
+
+def test_a_folder_with_a_run_is_refused(plan: local.Plan) -> None:
+    plan.out.mkdir()
+    (plan.out / "summary.json").write_text("{}")
+    with pytest.raises(FedstreamError, match="holds a run already"):
+        local.run(plan, Quiet())
+
+
+def test_resuming_needs_a_redis(plan: local.Plan) -> None:
+    with pytest.raises(ConfigError, match="--redis"):
+        local.run(replace(plan, resume=True), Quiet())
+
+
+def test_no_redis_is_said_once_and_then_given_up(
+    plan: local.Plan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(local, "_REDIS_WITHIN_S", 0.6)
+    there = replace(plan, settings=Settings(redis=RedisSettings(url="redis://127.0.0.1:1/0")))
+    with pytest.raises(Unavailable, match=r"no Redis at 127\.0\.0\.1:1 within"):
+        local.run(there, Quiet())
+    assert capsys.readouterr().err.count("\n") == 1
+    assert not plan.out.exists()
+
+
+def task_file(folder: Path, name: str, *methods: str) -> Settings:
+    """A configuration with a user's task in a file of its own."""
+    lines = ["import torch", "from fedstream import Task", "class Mine(Task):"]
+    lines += [f"    {method}" for method in methods]
+    (folder / f"{name}.py").write_text("\n".join(lines))
+    return read(None, [f"task.name={folder / name}.py:Mine"])
+
+
+def test_a_task_is_tried_before_anything_starts(tmp_path: Path) -> None:
+    model = "def model(self): return torch.nn.Linear(2, 2)"
+    data = "def device_data(self, device): return []"
+    fine = local.examine(task_file(tmp_path, "fs_fine", model, data))
+    assert (fine.devices, fine.tested) == (10, False)
+    broken = task_file(tmp_path, "fs_broken", "def model(self): return 1 / 0", data)
+    with pytest.raises(ConfigError, match=r"model\(\) raised ZeroDivisionError.*fs_broken.py:4"):
+        local.examine(broken)
+    test = "def test_data(self): return open('/not/there')"
+    with pytest.raises(DataError, match=r"test_data\(\) raised FileNotFoundError"):
+        local.examine(task_file(tmp_path, "fs_no_data", model, data, test))
+
+
+async def test_a_run_that_is_there_is_not_run_over(
+    plan: local.Plan, redis: RedisSettings, hand: Hand
+) -> None:
+    await hand.create()
+    settings = read(None, [f"run.name={hand.keys.name}", f"redis.url={redis.url}"])
+    there = replace(plan, settings=settings)
+    with pytest.raises(FedstreamError, match="go on with it by --resume"):
+        await local._check_redis(there, Quiet())
+    with pytest.raises(FedstreamError, match="served by scheduler, updater"):
+        await local._check_redis(replace(there, resume=True), Quiet())
+    await hand.scheduler.release()
+    await hand.updater.release()
+    await local._check_redis(replace(there, resume=True), Quiet())
+    await hand.ledger.finish("version 100 reached")
+    with pytest.raises(FedstreamError, match="is finished"):
+        await local._check_redis(replace(there, resume=True), Quiet())
+
+
+async def test_what_is_served_is_not_purged(hand: Hand) -> None:
+    from fedstream.presence import purge
+
+    await hand.create()
+    await hand.ledger.announce("t", {"pid": 1})
+    with pytest.raises(FedstreamError, match="served by scheduler, updater, t: stop them"):
+        await purge(hand.client, hand.keys, force=False)
+    await hand.scheduler.release()
+    await hand.updater.release()
+    await hand.ledger.leave("t")
+    assert await purge(hand.client, hand.keys, force=False) > 3

@@ -1,0 +1,160 @@
+"""`fedstream run` as a user starts it: a process of its own, and what it leaves behind."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from broker.client import Client, RedisSettings
+from broker.errors import FedstreamError
+from broker.keys import Keys
+from broker.ledger import Ledger, View
+
+SCRIPT = Path(sys.executable).with_name("fedstream")
+ROLES = ("updater", "coordinator", "scheduler", "evaluator", "trainer-1")
+BLOBS = """
+import torch
+from torch.utils.data import TensorDataset
+from fedstream import Task
+
+class Blobs(Task):
+    devices = 4
+    def model(self):
+        return torch.nn.Linear(2, 2)
+    def device_data(self, device):
+        y = torch.arange(100) % 2
+        return TensorDataset(torch.randn(100, 2) + 3 * y[:, None], y)
+    def test_data(self):
+        return self.device_data(0)
+task = Blobs()
+"""  # 15 lines, the imports among them
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout: float = 60.0) -> Any:
+    """Waits for a condition: what it gave. AssertionError if it never held."""
+    until = time.monotonic() + timeout
+    while not (result := condition()):
+        assert time.monotonic() < until, f"not within {timeout} s: {what}"
+        time.sleep(0.05)
+    return result
+
+
+class Command:
+    """One `fedstream run`; stdout and stderr go to files, since a pipe nobody reads fills up."""
+
+    def __init__(self, folder: Path, *arguments: str) -> None:
+        self.folder = folder
+        self.out = folder / "out"
+        with (folder / "stdout").open("a") as stdout, (folder / "stderr").open("a") as stderr:
+            self.process = subprocess.Popen(
+                [SCRIPT, "run", "--out", self.out, *arguments],
+                stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, cwd=folder,
+                env={n: v for n, v in os.environ.items() if not n.startswith("FEDSTREAM_")},
+            )  # fmt: skip
+
+    @property
+    def stdout(self) -> str:
+        """What it said so far."""
+        return (self.folder / "stdout").read_text()
+
+    @property
+    def stderr(self) -> str:
+        """And what it complained about."""
+        return (self.folder / "stderr").read_text()
+
+    @cached_property
+    def summary(self) -> dict[str, Any]:
+        """summary.json."""
+        found: dict[str, Any] = json.loads((self.out / "summary.json").read_text())
+        return found
+
+    @cached_property
+    def rows(self) -> list[dict[str, str]]:
+        """metrics.csv."""
+        with (self.out / "metrics.csv").open() as file:
+            return list(csv.DictReader(file))
+
+    def ended(self, timeout: float = 90.0) -> int:
+        """Waits for its end: the exit code."""
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still runs after {timeout} s:\n{self.stdout}") from None
+
+    def children(self) -> list[psutil.Process]:
+        """Its processes, Redis among them."""
+        try:
+            return psutil.Process(self.process.pid).children(recursive=True)
+        except psutil.NoSuchProcess:
+            return []
+
+    def pid(self, service: str) -> int | None:
+        """The process of a service."""
+        for child in self.children():
+            try:
+                if service in child.cmdline():
+                    return child.pid
+            except psutil.Error:  # it has just ended
+                continue
+        return None
+
+    def view(self) -> View | None:
+        """The run now, if it is there and can be reached."""
+        try:
+            config = tomllib.loads((self.out / "run.toml").read_text())
+            return asyncio.run(_look(config["redis"]["url"], config["run"]["name"]))
+        except (OSError, KeyError, tomllib.TOMLDecodeError, FedstreamError):
+            return None
+
+    def version(self) -> int:
+        """The newest version; -1 without one."""
+        view = self.view()
+        return view.head.version if view else -1
+
+    def reaches(self, version: int) -> None:
+        """Waits for a version, as long as the run goes on."""
+        wait_until(
+            lambda: self.version() >= version or self.process.poll() is not None,
+            f"version {version}: {self.stdout}",
+        )
+        assert self.process.poll() is None, self.stdout + self.stderr
+
+    def interrupt(self) -> None:
+        """Ctrl-C."""
+        self.process.send_signal(signal.SIGINT)
+
+    def clean_up(self) -> None:
+        """Leaves nothing running, whatever went wrong."""
+        left = self.children()
+        self.process.kill()
+        self.process.wait()
+        for child in left:
+            if child.is_running():
+                child.kill()
+
+
+async def _look(url: str, run: str) -> View:
+    client = Client(RedisSettings(url=url))
+    try:
+        return await Ledger(client, Keys(run), "test").look()
+    finally:
+        await client.close()
+
+
+def adds_up(summary: dict[str, Any]) -> bool:
+    """Whether every task that was issued came to exactly one end, or is open."""
+    tasks = dict(summary["tasks"])
+    return bool(tasks.pop("issued") == sum(tasks.values()))

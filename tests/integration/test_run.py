@@ -1,0 +1,257 @@
+"""Everything together: `fedstream run` with real processes, from the first line to the last file.
+
+Starting costs most of the time (each service loads torch), so tests share runs where they can.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fedstream.config import Settings, read
+from fedstream.redis_server import RedisServer
+from tests.integration.command import BLOBS, ROLES, SCRIPT, Command, adds_up, wait_until
+
+FILES = ["curves.png", "logs", "metrics.csv", "model.safetensors", "run.toml", "summary.json"]
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Command]]:
+    """Runs that were started: none is left running."""
+    started: list[Command] = []
+    yield started
+    for command in started:
+        command.clean_up()
+
+
+@pytest.fixture(scope="module")
+def digits(
+    tmp_path_factory: pytest.TempPathFactory, folders: list[Command]
+) -> tuple[Command, list[psutil.Process]]:
+    """A short run of the defaults, to its end; and the processes it had."""
+    command = Command(tmp_path_factory.mktemp("digits"), "--updates", "60")
+    folders.append(command)
+    command.reaches(1)
+    processes = command.children()
+    assert command.ended() == 0, command.stdout + command.stderr
+    return command, processes
+
+
+Digits = tuple[Command, list[psutil.Process]]
+
+
+def test_a_run_ends_by_itself_and_its_counts_add_up(digits: Digits) -> None:
+    command, _ = digits
+    summary = command.summary
+    assert adds_up(summary)
+    assert summary["versions"] == summary["tasks"]["applied"] == 60
+    assert summary["state"] == "finished"
+    assert summary["why"] == "version 60 reached"
+    assert summary["measured_version"] == 60
+    assert summary["accuracy"] > 0.6
+    assert set(summary["restarts"].values()) == {0}
+
+
+def test_a_run_leaves_every_file(digits: Digits) -> None:
+    command, _ = digits
+    assert sorted(file.name for file in command.out.iterdir()) == FILES
+    assert [int(row["version"]) for row in command.rows] == list(range(61))
+    assert float(command.rows[60]["accuracy"]) == pytest.approx(
+        command.summary["accuracy"], abs=1e-5
+    )
+    assert all(row["task"] and row["loss"] for row in command.rows[1:])
+    assert (command.out / "curves.png").read_bytes().startswith(b"\x89PNG")
+    for name in (*ROLES, "trainer-2"):
+        lines = (command.out / "logs" / f"{name}.log").read_text().splitlines()
+        assert json.loads(lines[-1])["event"] == "stopped"
+
+
+def test_the_final_model_is_the_one_that_was_measured(digits: Digits) -> None:
+    from safetensors.torch import load_file
+
+    from fedstream.services import task_of
+
+    command, _ = digits
+    task = task_of(Settings())
+    module = task.model()
+    module.load_state_dict(load_file(command.out / "model.safetensors"))
+    data = task.test_data()
+    assert data is not None
+    metrics = task.metrics(module, data)
+    assert metrics["accuracy"] == pytest.approx(command.summary["accuracy"])
+
+
+def test_the_configuration_left_behind_can_be_run_again(digits: Digits) -> None:
+    command, _ = digits
+    settings = read(command.out / "run.toml")
+    assert settings.run.versions == 60
+    assert "url" not in settings.redis.model_fields_set  # its own Redis is gone
+
+
+def test_no_process_is_left(digits: Digits) -> None:
+    command, processes = digits
+    assert len(processes) == 7  # six services and Redis
+    assert not [process for process in processes if process.is_running()]
+    assert command.stderr == ""
+
+
+@pytest.fixture(scope="module")
+def battered(tmp_path_factory: pytest.TempPathFactory, folders: list[Command]) -> Command:
+    """A run in which every service is killed once, each a few versions after the other."""
+    command = Command(
+        tmp_path_factory.mktemp("battered"), "--updates", "90",
+        "--set", "devices.latency={kind='fixed', mean_s=0.15}",
+    )  # fmt: skip
+    folders.append(command)
+    reached = 5
+    for name in ROLES:
+        command.reaches(reached)
+        pid = command.pid(name)
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        reached = command.version() + 5
+    assert command.ended() == 0, command.stdout + command.stderr
+    return command
+
+
+@pytest.mark.parametrize("service", ROLES)
+def test_a_service_that_is_killed_comes_back(battered: Command, service: str) -> None:
+    assert battered.summary["restarts"][service] == 1
+    assert f"{service} was killed by SIGKILL; starting it again in 0.5 s" in battered.stdout
+
+
+def test_no_update_counts_twice_whatever_is_killed(battered: Command) -> None:
+    summary = battered.summary
+    assert adds_up(summary)
+    assert summary["versions"] == summary["tasks"]["applied"] == 90
+    tasks = [row["task"] for row in battered.rows[1:]]
+    assert len(set(tasks)) == len(tasks) == 90
+    assert [int(row["version"]) for row in battered.rows] == list(range(91))
+
+
+def test_a_users_file_by_fedavg_for_a_program(tmp_path: Path, folders: list[Command]) -> None:
+    assert len(BLOBS.strip().splitlines()) <= 15
+    (tmp_path / "blobs.py").write_text(BLOBS + "print('this is not the summary')\n")
+    (tmp_path / "trainer.py").write_text("raise ImportError('not the package')\n")
+    command = Command(
+        tmp_path, "--task", "blobs.py:task", "--strategy", "fedavg", "--updates", "6",
+        "--trainers", "1", "--set", "strategy.clients_per_round=3", "--json",
+    )  # fmt: skip
+    folders.append(command)
+    assert command.ended() == 0, command.stderr
+    summary = json.loads(command.stdout)
+    assert summary == command.summary
+    assert adds_up(summary)
+    assert (summary["strategy"], summary["versions"]) == ("fedavg", 6)
+    assert (summary["tasks"]["applied"], summary["tasks"]["buffered"]) == (6, 12)
+    assert [row["updates"] for row in command.rows] == ["0", *["3"] * 6]
+
+
+def test_a_users_mistake_is_shown_once_and_ends_the_run(
+    tmp_path: Path, folders: list[Command]
+) -> None:
+    mistake = "\n    def loss(self, model, batch):\n        raise ValueError('a mistake')\n"
+    (tmp_path / "wrong.py").write_text(BLOBS.replace("\ntask =", f"{mistake}task ="))
+    command = Command(tmp_path, "--task", "wrong.py:task", "--trainers", "1")
+    folders.append(command)
+    assert command.ended() == 1
+    assert command.stdout.count("Traceback") == 1
+    assert "at version 0 (trainer-1):" in command.stdout
+    assert "10 tasks in a row failed" in command.summary["why"]
+    assert command.summary["why"].endswith("ValueError: a mistake")
+    assert adds_up(command.summary)
+
+
+POISON = """
+    def train(self, model, data, work):
+        import os, pathlib
+        mark = pathlib.Path("poison")
+        if work.version > 2 and not mark.exists():
+            mark.write_text(work.task)
+        if mark.exists() and mark.read_text() == work.task:
+            os._exit(9)
+        return super().train(model, data, work)
+"""
+
+
+@pytest.fixture(scope="module")
+def poisoned(
+    tmp_path_factory: pytest.TempPathFactory, folders: list[Command]
+) -> Iterator[tuple[Command, str]]:
+    """A run in a Redis of ours with one task that kills every trainer, interrupted later on."""
+    folder = tmp_path_factory.mktemp("poisoned")
+    (folder / "poison.py").write_text(BLOBS.replace("\ntask =", f"{POISON}task ="))
+    with RedisServer() as server:
+        command = Command(
+            folder, "--task", "poison.py:task", "--redis", server.url, "--updates", "400",
+            "--set", "lease.attempts=2", "--set", "lease.seconds=1.5", "--set", "trainer.threads=1",
+            "--set", "devices.latency={kind='fixed', mean_s=0.1}",
+        )  # fmt: skip
+        folders.append(command)
+        wait_until(lambda: (view := command.view()) and view.outcomes["dead"], "a dead task")
+        command.reaches(command.version() + 5)
+        processes = command.children()
+        command.interrupt()
+        assert command.ended() == 130, command.stdout + command.stderr
+        assert not [process for process in processes if process.is_running()]
+        yield command, server.url
+
+
+def test_a_task_that_kills_its_trainers_goes_to_dead(poisoned: tuple[Command, str]) -> None:
+    summary = poisoned[0].summary
+    assert summary["dead"] == {"crashed its trainers": 1}
+    assert summary["restarts"]["trainer-1"] + summary["restarts"]["trainer-2"] == 2
+    assert "exited with 9; starting it again" in poisoned[0].stdout
+
+
+def test_ctrl_c_leaves_the_outputs(poisoned: tuple[Command, str]) -> None:
+    command, _ = poisoned
+    assert sorted(file.name for file in command.out.iterdir()) == FILES
+    assert command.summary["state"] == "interrupted"
+    assert 5 < command.summary["versions"] < 400
+    assert adds_up(command.summary)
+
+
+def test_a_run_that_was_interrupted_can_be_gone_on_with(
+    poisoned: tuple[Command, str], folders: list[Command]
+) -> None:
+    before, url = poisoned
+    again = [str(SCRIPT), "run", "--redis", url, "--out", "elsewhere"]
+    said = subprocess.run(again, capture_output=True, text=True, cwd=before.folder, check=False)
+    assert said.returncode == 1
+    assert "--resume" in said.stderr
+    assert said.stderr.count("\n") == 1
+    command = Command(before.folder, "--resume", "--trainers", "1")
+    folders.append(command)
+    command.reaches(before.summary["versions"] + 5)
+    command.process.terminate()
+    assert command.ended() == 130
+    assert adds_up(command.summary)
+    assert command.summary["versions"] > before.summary["versions"]
+    versions = [int(row["version"]) for row in command.rows]
+    assert versions == list(range(command.summary["versions"] + 1))
+
+
+def test_services_end_with_the_run_that_started_them(
+    tmp_path: Path, folders: list[Command]
+) -> None:
+    command = Command(tmp_path)
+    folders.append(command)
+    processes = wait_until(
+        lambda: found if len(found := command.children()) == 7 else None, "seven processes"
+    )
+    command.process.kill()
+    wait_until(
+        lambda: not [one for one in processes if one.is_running() and one.status() != "zombie"],
+        "the end of all of them",
+        timeout=20,
+    )

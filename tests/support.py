@@ -1,0 +1,424 @@
+"""What the services' tests share: waiting, models, a run played by hand, a proxy that cuts."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+import structlog
+from prometheus_client import CollectorRegistry
+
+from broker import blobs
+from broker.client import Client, RedisSettings
+from broker.keys import COORDINATORS, TRAINERS, Keys
+from broker.layout import Layout, Model, Tensor
+from broker.lease import Lease
+from broker.ledger import Commit, End, Ledger, Run
+from broker.messages import (
+    CloseRound,
+    Event,
+    GiveUp,
+    RoundEnd,
+    Task,
+    Trigger,
+    Upload,
+    Version,
+    decode,
+    task_id,
+)
+from broker.streams import Entry, Group
+from runtime.health import Health
+from runtime.service import Context, Service
+
+SIZE_LIMIT = 1 << 30
+
+
+async def wait_until(condition: Callable[[], Any], timeout: float = 10.0, what: str = "") -> Any:
+    """Waits for a condition, plain or async: what it gave. AssertionError if it never held."""
+    until = time.monotonic() + timeout
+    while True:
+        result = condition()
+        if inspect.isawaitable(result):
+            result = await result
+        if result:
+            return result
+        if time.monotonic() > until:
+            raise AssertionError(f"not within {timeout} s: {what or inspect.getsource(condition)}")
+        await asyncio.sleep(0.005)
+
+
+def layout_of(parameters: int = 4, buffers: int = 0, integers: int = 0) -> Layout:
+    """A layout of so many elements."""
+    tensors = [Tensor("weight", (parameters,), "float32", "parameter")]
+    if buffers:
+        tensors.append(Tensor("mean", (buffers,), "float32", "buffer"))
+    if integers:
+        tensors.append(Tensor("seen", (integers,), "int64", "integer"))
+    return Layout(tuple(tensors))
+
+
+def model_of(layout: Layout, *floats: float, integers: Sequence[int] = ()) -> Model:
+    """A model with these values; one value fills it."""
+    model = Model(layout)
+    model.floats[:] = floats if len(floats) > 1 else (floats[0] if floats else 0.0)
+    model.integers[:] = integers if len(integers) else 0
+    return model
+
+
+@dataclass
+class Hand:
+    """A run in which every service's step is made by hand, one at a time."""
+
+    client: Client
+    keys: Keys
+    ledger: Ledger
+    layout: Layout = field(default_factory=layout_of)
+    scheduler: Lease = field(init=False)
+    updater: Lease = field(init=False)
+    devices: int = 0
+
+    def __post_init__(self) -> None:
+        self.scheduler = Lease(self.client, self.keys, "scheduler", "s", seconds=60)
+        self.updater = Lease(self.client, self.keys, "updater", "u", seconds=60)
+        self.triggers = Group(self.client, self.keys.triggers, COORDINATORS, "c")
+        self.uploads = Group(self.client, self.keys.uploads, COORDINATORS, "c")
+        self.tasks = Group(self.client, self.keys.tasks, TRAINERS, "t")
+
+    def run(self, **changes: Any) -> Run:
+        """A run's record."""
+        about: dict[str, Any] = {
+            "layout": self.layout, "strategy": "fedasync", "task": "digits", "devices": 10,
+            "versions": 100, "seed": 0, "created": 1.5,
+        }  # fmt: skip
+        return Run(**about | changes)
+
+    async def publish(self, number: int, *floats: float, write: bool = True) -> Version:
+        """A version's model, written; its entry is for a commit."""
+        model = model_of(self.layout, *floats)
+        version = Version(
+            version=number, time=float(number), epoch=self.updater.number,
+            parent=number - 1 if number else None, digest=model.digest(),
+            blob=f"{number}.{self.updater.number}", size=self.layout.nbytes,
+        )  # fmt: skip
+        if write:
+            await blobs.write(self.client, self.keys.model(version.blob), model, expire_s=60)
+        return version
+
+    async def create(self, **changes: Any) -> Version:
+        """The leases and the run with its version 0, all zeros."""
+        if not self.scheduler.number:
+            assert await self.scheduler.acquire()
+        assert await self.updater.acquire()
+        version = await self.publish(0)
+        assert (
+            await self.ledger.create(self.updater.token, self.run(**changes), version) == "created"
+        )
+        return version
+
+    def trigger(self, **changes: Any) -> Trigger:
+        """A trigger for the next device."""
+        self.devices += 1
+        about: dict[str, Any] = {
+            "task": task_id(self.devices, bytes(10)), "device": self.devices % 10,
+            "seed": 1, "epochs": 1,
+        }  # fmt: skip
+        return Trigger(**about | changes)
+
+    async def join(self) -> None:
+        """Becomes the scheduler of a run that an updater makes."""
+
+        async def created() -> bool:
+            return await self.ledger.head() is not None
+
+        await wait_until(created)
+        assert await self.scheduler.acquire()
+
+    async def version(self) -> int:
+        """The newest version; -1 without one."""
+        head = await self.ledger.head()
+        return head.version if head else -1
+
+    async def reaches(self, number: int) -> None:
+        """Waits for a version."""
+
+        async def there() -> bool:
+            return await self.version() >= number
+
+        await wait_until(there, what=f"version {number}")
+        assert await self.version() == number
+
+    async def published(self) -> list[Version]:
+        """Every version that was told."""
+        rows = await self.client.call("XRANGE", self.keys.models, "-", "+")
+        return [Version.decode(fields[1]) for _, fields in rows]
+
+    async def model(self, version: Version) -> Model:
+        """A version's model, as any reader would read it."""
+        model = Model(self.layout)
+        key = self.keys.model(version.blob)
+        await blobs.read(self.client, key, model, digest=version.digest)
+        return model
+
+    async def open(self, n: int = 1, **changes: Any) -> list[Trigger]:
+        """The scheduler opens so many tasks."""
+        triggers = [self.trigger(**changes) for _ in range(n)]
+        issued = int(await self.client.call("HGET", self.keys.counts, "issued") or 0)
+        assert await self.ledger.trigger(self.scheduler.token, 10_000, issued, triggers) == n
+        return triggers
+
+    async def dispatch(self, *, rate: int = 100, limit: int = 1000) -> list[str]:
+        """The coordinator handles every trigger that is new: what became of each."""
+        await self.triggers.ensure()
+        verdicts = []
+        for entry in await self.triggers.read(count=1000, block_ms=0):
+            message = decode(entry.data, Trigger, CloseRound)
+            if isinstance(message, CloseRound):
+                verdicts.append(await self.ledger.close_round(entry, message))
+            else:
+                verdicts.append(await self.ledger.dispatch(entry, message, rate=rate, limit=limit))
+        return verdicts
+
+    async def take(self, count: int = 1000) -> list[tuple[Entry, Task]]:
+        """A trainer takes tasks."""
+        await self.tasks.ensure()
+        entries = await self.tasks.read(count=count, block_ms=0)
+        return [(entry, Task.decode(entry.data)) for entry in entries]
+
+    async def trained(
+        self, task: Task | Trigger, *floats: float, write: bool = True, **changes: Any
+    ) -> Upload:
+        """A trainer has trained: its update is written, the answer is not yet said."""
+        head = await self.ledger.head()
+        assert head
+        model = model_of(self.layout, *(floats or (1.0,)))
+        about: dict[str, Any] = {
+            "task": task.task, "attempt": "a1", "device": task.device, "trainer": "t",
+            "tau": head.version, "base": head.digest, "layout": self.layout.signature,
+            "digest": model.digest(), "size": self.layout.nbytes, "samples": 10, "steps": 5,
+            "lr": 0.1,
+        }  # fmt: skip
+        upload = Upload(**about | changes)
+        if write:
+            await blobs.write(self.client, self.keys.update(upload.blob), model, expire_s=60)
+        return upload
+
+    async def said(self, *answers: Upload | GiveUp) -> list[Entry]:
+        """The answers, said without a task's lease; delivered to the coordinator."""
+        await self.uploads.ensure()
+        for answer in answers:
+            await self.client.call("XADD", self.keys.uploads, "*", "m", answer.encode())
+        return await self.uploads.read(count=1000, block_ms=0)
+
+    async def admit(self, *answers: Upload | GiveUp) -> list[tuple[str, str]]:
+        """The coordinator decides on answers: the verdict and reason for each."""
+        return [
+            await self.ledger.admit(
+                entry, decode(entry.data, Upload, GiveUp), size_limit=SIZE_LIMIT
+            )
+            for entry in await self.said(*answers)
+        ]
+
+    async def admitted(self, *floats: float, **changes: Any) -> Upload:
+        """A task from its trigger into the queue."""
+        [trigger] = await self.open()
+        await self.dispatch()
+        for entry, _ in await self.take():
+            await self.client.call("XACK", self.keys.tasks, TRAINERS, entry.id)
+            await self.client.call("XDEL", self.keys.tasks, entry.id)
+        upload = await self.trained(trigger, *floats, **changes)
+        assert await self.admit(upload) == [("admitted", "")]
+        return upload
+
+    async def slip_in(self, upload: Upload) -> None:
+        """An update that admission would not have let into the queue."""
+        await self.client.call("HSET", self.keys.admitted, upload.task, upload.attempt)
+        await self.client.call("XADD", self.keys.queue, "*", "m", upload.encode())
+
+    async def queue(self) -> list[tuple[str, Upload | RoundEnd]]:
+        """What waits for the updater."""
+        rows = await self.client.call("XRANGE", self.keys.queue, "-", "+")
+        return [(id_.decode(), decode(fields[1], Upload, RoundEnd)) for id_, fields in rows]
+
+    async def commit(
+        self, number: int | None, *uploads: Upload, write: bool = True, **changes: Any
+    ) -> str:
+        """The updater commits: the uploads are applied in version ``number``, or refused."""
+        version = None if number is None else await self.publish(number, number, write=write)
+        entries = {
+            message.blob: id_ for id_, message in await self.queue() if isinstance(message, Upload)
+        }
+        about: dict[str, Any] = {
+            "version": version, "buffered": 0, "mean_staleness": 0.5,
+            "ends": [
+                End(
+                    task=upload.task, attempt=upload.attempt, device=upload.device,
+                    outcome="applied" if version else "refused", reason="" if version else "digest",
+                    version=number, staleness=0, weight=0.6 if version else None,
+                )
+                for upload in uploads
+            ],
+            "entries": [entries[upload.blob] for upload in uploads if upload.blob in entries],
+            "updates": [upload.blob for upload in uploads],
+        }  # fmt: skip
+        return await self.ledger.commit(self.updater.token, Commit(**about | changes))
+
+    async def events(self, what: str = "outcome") -> list[Event]:
+        """The events of a kind, oldest first."""
+        rows = await self.client.call("XRANGE", self.keys.events, "-", "+")
+        told = [Event.decode(fields[1]) for _, fields in rows]
+        return [event for event in told if event.what == what]
+
+    async def balanced(self) -> None:
+        """issued = applied + buffered + refused + given up + dead + open."""
+        view = await self.ledger.look()
+        assert view.issued == sum(view.outcomes.values()) + len(view.open), view.counts
+
+
+async def snapshot(client: Client, keys: Keys) -> dict[str, object]:
+    """Everything that a run has in Redis, so that 'nothing was done' can be said."""
+    found: dict[str, object] = {}
+    for name in sorted(await client.call("KEYS", keys.prefix + "*")):
+        kind = (await client.call("TYPE", name)).decode()
+        expires = await client.call("PTTL", name) >= 0
+        value: object
+        if kind == "stream":
+            groups = await client.call("XINFO", "GROUPS", name)
+            pending = [
+                await client.call("XPENDING", name, row[1], "-", "+", 1000) for row in groups
+            ]
+            value = (
+                await client.call("XRANGE", name, "-", "+"),
+                [[(row[0], row[1], row[3]) for row in rows] for rows in pending],
+            )
+        else:
+            value = {
+                "hash": lambda: client.call("HGETALL", name),  # noqa: B023
+                "zset": lambda: client.call("ZRANGE", name, 0, -1, "WITHSCORES"),  # noqa: B023
+                "string": lambda: client.call("GET", name),  # noqa: B023
+            }[kind]()
+            value = await value
+        found[name.decode()] = (kind, expires, value)
+    return found
+
+
+@asynccontextmanager
+async def running(
+    service: Service, context: Context, *, may_fail: bool = False
+) -> AsyncIterator[asyncio.Task[None]]:
+    """The service runs inside the block, and is then cut off wherever it is."""
+    task = asyncio.create_task(service.run(context), name=service.role)
+    failure: BaseException | None = None
+    try:
+        yield task
+    except AssertionError as failed:
+        if task.done() and not may_fail and (error := task.exception()):
+            raise error from failed  # that is why
+        raise
+    finally:
+        if task.done():
+            failure = task.exception()
+        task.cancel()
+        await asyncio.wait({task})
+    if failure is not None and not may_fail:
+        raise failure
+
+
+def context() -> Context:
+    """What the runtime gives a service."""
+    return Context(asyncio.Event(), Health(), CollectorRegistry(), structlog.get_logger())
+
+
+def counted(context: Context, name: str, **labels: str) -> float:
+    """A metric's value."""
+    return context.registry.get_sample_value(name, labels) or 0.0
+
+
+@asynccontextmanager
+async def full(client: Client) -> AsyncIterator[None]:
+    """Inside the block Redis refuses every write that takes memory."""
+    await client.call("CONFIG", "SET", "maxmemory", 1)
+    try:
+        yield
+    finally:
+        await client.call("CONFIG", "SET", "maxmemory", 0)
+
+
+class Proxy:
+    """Stands between a client and Redis: cuts connections, or the reply to a request of choice."""
+
+    def __init__(self, redis: RedisSettings) -> None:
+        host, _, port = redis.url.removeprefix("redis://").partition("/")[0].partition(":")
+        self._target = (host, int(port))
+        self._writers: set[asyncio.StreamWriter] = set()
+        self.tasks: set[asyncio.Task[None]] = set()
+        self.connections = 0
+        self.cut_replies = 0
+        self.reading = asyncio.Event()  # cleared: what clients send stays on the way
+        self.reading.set()
+        self.answering = asyncio.Event()  # cleared: replies stay on the way
+        self.answering.set()
+        self.refuse: Callable[[bytes], bool] | None = None  # instead of passing it on
+        self.cut_reply_to: Callable[[bytes], bool] | None = None  # once
+
+    @property
+    def settings(self) -> RedisSettings:
+        """Redis by way of the proxy."""
+        port = self._server.sockets[0].getsockname()[1]
+        return RedisSettings(url=f"redis://127.0.0.1:{port}/0")
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._server.close()
+        self.cut()
+        self.reading.set()
+        self.answering.set()
+        await asyncio.gather(*self.tasks, return_exceptions=True)
+        await self._server.wait_closed()
+
+    def cut(self) -> None:
+        """Cuts every connection."""
+        for writer in self._writers:
+            writer.transport.abort()
+        self._writers.clear()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.connections += 1
+        there, back = await asyncio.open_connection(*self._target)
+        self._writers |= {writer, back}
+        cut_next = asyncio.Event()
+        self.tasks.add(asyncio.create_task(self._forward(reader, back, cut_next)))
+        self.tasks.add(asyncio.create_task(self._answer(there, writer, cut_next)))
+
+    async def _forward(
+        self, reader: asyncio.StreamReader, to: asyncio.StreamWriter, cut_next: asyncio.Event
+    ) -> None:
+        with suppress(ConnectionError):
+            while (data := await reader.read(1 << 16)) and await self.reading.wait():
+                if self.refuse and self.refuse(data):
+                    break
+                if self.cut_reply_to and self.cut_reply_to(data):
+                    self.cut_reply_to = None
+                    cut_next.set()
+                to.write(data)
+                await to.drain()
+        to.transport.abort()  # and so, when it ends, the other side too
+
+    async def _answer(
+        self, reader: asyncio.StreamReader, to: asyncio.StreamWriter, cut_next: asyncio.Event
+    ) -> None:
+        with suppress(ConnectionError):
+            while (data := await reader.read(1 << 16)) and await self.answering.wait():
+                if cut_next.is_set():
+                    self.cut_replies += 1
+                    break
+                to.write(data)
+                await to.drain()
+        to.transport.abort()

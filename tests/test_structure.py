@@ -1,0 +1,77 @@
+"""The parts know of each other what the design allows, and no more."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("broker", "coordinator", "fedstream", "runtime", "trainer", "updater")
+MAY_IMPORT = {
+    "broker": {"broker"},
+    "runtime": {"broker", "runtime"},
+    "coordinator": {"broker", "runtime", "coordinator"},
+    "updater": {"broker", "runtime", "updater"},
+    "trainer": {"broker", "runtime", "trainer"},
+    "fedstream": set(PARTS),
+}
+
+
+def imports(part: str) -> Iterator[tuple[str, str]]:
+    """Every import of a part, wherever it stands: (file and line, module)."""
+    for path in sorted((ROOT / part).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                assert node.level == 0, f"{path}:{node.lineno}: a relative import"
+                modules = [node.module or ""]
+            else:
+                continue
+            for module in modules:
+                yield f"{path.relative_to(ROOT)}:{node.lineno}", module
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_imports_only_the_parts_that_it_may(part: str) -> None:
+    found = list(imports(part))
+    assert found
+    ours = [(where, module.partition(".")[0]) for where, module in found]
+    wrong = [
+        (where, name)
+        for where, name in ours
+        if name in (*PARTS, "tests", "benchmarks") and name not in MAY_IMPORT[part]
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("part", ["broker", "runtime", "coordinator", "updater"])
+def test_torch_is_for_training_alone(part: str) -> None:
+    assert [found for found in imports(part) if found[1].startswith("torch")] == []
+
+
+def test_one_module_alone_knows_redis_py() -> None:
+    users = {
+        where.partition(":")[0]
+        for part in PARTS
+        for where, module in imports(part)
+        if module.partition(".")[0] == "redis"
+    }
+    assert users == {"broker/client.py"}
+
+
+def test_the_services_without_training_start_without_torch() -> None:
+    """Not even by way of a library."""
+    code = (
+        "import sys, coordinator.service, coordinator.scheduler, updater.service;"
+        "print([name for name in ('torch', 'sklearn', 'matplotlib') if name in sys.modules])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,583 @@
+"""The updater against a real Redis: what it publishes, what it refuses, and what it survives."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from broker.client import Client, RedisSettings
+from broker.errors import BlobMissing, ConfigError, Fenced
+from broker.keys import Keys
+from broker.layout import Model
+from broker.ledger import _SCRIPTS
+from broker.messages import CloseRound, RoundEnd, Upload
+from tests.support import (
+    Hand,
+    Proxy,
+    context,
+    counted,
+    full,
+    layout_of,
+    model_of,
+    running,
+    wait_until,
+)
+from updater.rules import Constant, Polynomial
+from updater.service import _LARGE, Updater, UpdaterSettings
+from updater.strategies import FedAsyncSettings, FedAvgSettings, State, Update
+
+HALF = FedAsyncSettings(alpha=0.5, staleness=Constant())
+
+
+@pytest.fixture
+def make(redis: RedisSettings, keys: Keys, hand: Hand) -> Any:
+    """An updater of the run, that begins with zeros."""
+
+    def make(
+        strategy: FedAsyncSettings | FedAvgSettings = HALF,
+        *,
+        name: str = "updater-0",
+        redis: RedisSettings = redis,
+        lease_s: float = 5.0,
+        versions: int = 1000,
+        **settings: Any,
+    ) -> Updater:
+        rule = strategy.build()
+        run = hand.run(strategy=strategy.name, versions=versions, max_staleness=rule.max_staleness)
+        return Updater(
+            UpdaterSettings(lease_s=lease_s, **settings), rule,
+            keys=keys, redis=redis, name=name, founded_as=strategy.name,
+            found=lambda: (run, model_of(hand.layout)),
+        )  # fmt: skip
+
+    return make
+
+
+async def refused(hand: Hand, reason: str, n: int = 1) -> None:
+    """Waits until so many updates were refused for a reason."""
+
+    async def are() -> bool:
+        return (await hand.ledger.look()).reasons("refused").get(reason) == n
+
+    await wait_until(are, what=f"{n} refused: {reason}")
+
+
+# the run of things
+
+
+async def test_it_makes_the_run_and_version_0(make: Any, hand: Hand) -> None:
+    async with running(make(versions=7), context()):
+        await hand.reaches(0)
+        run = await hand.ledger.run()
+        assert (run.strategy, run.versions, run.state) == ("fedasync", 7, "running")
+        [version] = await hand.published()
+        assert (version.version, version.parent, version.epoch, version.updates) == (0, None, 1, ())
+        assert (await hand.model(version)).floats.tolist() == [0, 0, 0, 0]
+
+
+async def test_every_update_makes_a_version_that_says_what_is_in_it(
+    make: Any, hand: Hand, client: Client, keys: Keys
+) -> None:
+    began = time.time()
+    async with running(make(FedAsyncSettings(alpha=0.5, staleness=Polynomial(a=1))), context()):
+        await hand.join()
+        [stale_task] = await hand.open()
+        stale = await hand.trained(stale_task, 8.0)  # from version 0
+        first = await hand.admitted(4.0)
+        await hand.reaches(1)
+        assert await hand.admit(stale) == [("admitted", "")]
+        await hand.reaches(2)
+    zero, one, two = await hand.published()
+    assert [v.parent for v in (zero, one, two)] == [None, 0, 1]
+    assert [(u.task, u.staleness, u.weight, u.tau) for u in one.updates] == [
+        (first.task, 0, 0.5, 0)
+    ]
+    assert [(u.task, u.staleness, u.weight, u.tau) for u in two.updates] == [
+        (stale.task, 1, 0.25, 0)
+    ]
+    assert began <= zero.time <= one.time <= two.time <= time.time()
+    assert (await hand.model(one)).floats.tolist() == [2, 2, 2, 2]
+    assert (await hand.model(two)).floats.tolist() == [3.5, 3.5, 3.5, 3.5]
+    assert [(e.outcome, e.version, e.staleness, e.weight) for e in await hand.events()] == [
+        ("applied", 1, 0, 0.5), ("applied", 2, 1, 0.25)
+    ]  # fmt: skip
+    head = await hand.ledger.head()
+    assert head
+    assert head.mean_staleness == pytest.approx(0.1)
+    assert await hand.queue() == []
+    assert await client.call("EXISTS", keys.update(first.blob), keys.update(stale.blob)) == 0
+    await hand.balanced()
+
+
+async def test_a_long_queue_is_applied_in_order_bit_for_bit(make: Any, hand: Hand) -> None:
+    """Buffers are used again and updates are read ahead: no version may suffer for it."""
+    hand.layout = layout_of(1000, integers=1)
+    rng = np.random.default_rng(3)
+    rule = HALF.build()
+    updater = make(keep_versions=64)
+    async with running(updater, context()):
+        await hand.join()
+        state = State(0, model_of(hand.layout))
+        digests = [state.model.digest()]
+        for trigger in await hand.open(40):
+            values = rng.standard_normal(1000)
+            upload = await hand.trained(trigger, *values, tau=0)
+            head0 = await hand.ledger.digest(0)
+            await hand.said(upload.model_copy(update={"base": head0}))
+            arrived = Update(model_of(hand.layout, *values), 0, 0, 1, 1, 0.1)
+            state, _ = rule.receive(state, arrived, Model(hand.layout))
+            digests.append(state.model.digest())
+        group = hand.uploads
+        for entry in (await group.claim(idle_ms=0, most=9, own=True, count=100))[0]:
+            upload = Upload.decode(entry.data)
+            assert await hand.ledger.admit(entry, upload, size_limit=1 << 20) == ("admitted", "")
+        await hand.reaches(40)
+        versions = await hand.published()
+        assert [version.digest for version in versions] == digests
+        for version in versions:
+            await hand.model(version)  # checks the digest
+        assert len(updater._free) <= 4
+
+
+async def test_large_models_are_mixed_off_the_event_loop_to_the_same_bits(
+    make: Any, hand: Hand
+) -> None:
+    hand.layout = layout_of(_LARGE // 4 + 1)
+    async with running(make(), context()):
+        await hand.join()
+        await hand.admitted(1.0)
+        await hand.admitted(1.0)
+        await hand.reaches(2)
+        *_, last = await hand.published()
+        assert set((await hand.model(last)).floats.tolist()) == {0.75}
+
+
+# refusals
+
+
+@pytest.mark.parametrize(
+    ("values", "changes", "reason"),
+    [
+        ((1.0, math.nan, 1.0, 1.0), {}, "not finite"),
+        ((1.0, 1.0, 1.0, math.inf), {}, "not finite"),
+        ((-math.inf, 1.0, 1.0, math.inf), {}, "not finite"),
+        ((6.0, 6.0, 6.0, 6.0), {}, "norm too large"),
+        ((1.0,), {"digest": "0" * 32}, "digest"),
+        ((1.0,), {"layout": "another"}, "layout"),
+        ((1.0,), {"tau": 5}, "unknown base"),
+        ((1.0,), {"write": False}, "blob missing"),
+    ],
+)
+async def test_bad_updates_are_refused_counted_and_never_reach_the_model(
+    make: Any, hand: Hand, client: Client, keys: Keys,
+    values: tuple[float, ...], changes: dict[str, Any], reason: str,
+) -> None:  # fmt: skip
+    with_metrics = context()
+    async with running(make(max_norm=10.0), with_metrics):
+        await hand.join()
+        before = await hand.ledger.head()
+        [trigger] = await hand.open()
+        upload = await hand.trained(trigger, *values, **changes)
+        await hand.slip_in(upload)
+        await refused(hand, reason)
+        assert await hand.ledger.head() == before
+        assert await hand.queue() == []
+        assert await client.call("EXISTS", keys.update(upload.blob)) == 0
+        [event] = await hand.events()
+        assert (event.task, event.outcome, event.reason) == (trigger.task, "refused", reason)
+        await hand.admitted(1.0)  # and the next one is taken as if nothing had happened
+        await hand.reaches(1)
+        await hand.balanced()
+    labels = {"outcome": "refused", "reason": reason}
+    assert counted(with_metrics, "fedstream_updates_total", **labels) == 1
+
+
+async def test_what_might_overflow_the_next_difference_is_refused_without_any_limit_set(
+    make: Any, hand: Hand
+) -> None:
+    async with running(make(), context()):
+        await hand.join()
+        await hand.admitted(1e36, -1e36, 0.0, 0.0)
+        await hand.reaches(1)
+        await hand.slip_in(await hand.trained((await hand.open())[0], 3e38))
+        await refused(hand, "norm too large")
+
+
+async def test_staleness_is_judged_when_the_update_is_applied(make: Any, hand: Hand) -> None:
+    """Both were fresh when they were admitted; the second was read ahead for nothing."""
+    strategy = FedAsyncSettings(alpha=0.5, staleness=Constant(), max_staleness=0)
+    async with running(make(strategy), context()):
+        await hand.join()
+    uploads = [await hand.trained(task, 1.0) for task in await hand.open(3)]
+    assert await hand.admit(*uploads) == [("admitted", "")] * 3
+    updater = make(strategy)
+    async with running(updater, context()):
+        await refused(hand, "too stale", 2)
+        assert await hand.version() == 1
+        assert updater._fetches == {}
+        await hand.admitted(1.0)
+        await hand.reaches(2)
+        await hand.balanced()
+
+
+async def test_junk_in_the_queue_goes_to_the_dead(make: Any, hand: Hand, client: Client) -> None:
+    async with running(make(), context()):
+        await hand.join()
+        await client.call("XADD", hand.keys.queue, "*", "m", b"junk")
+        await hand.admitted(1.0)
+        await hand.reaches(1)
+        assert (await hand.ledger.look()).dead == 1
+        assert await hand.queue() == []
+
+
+# rounds
+
+
+async def test_buffered_updates_stay_in_the_queue_until_their_version(
+    make: Any, hand: Hand, client: Client, keys: Keys
+) -> None:
+    async with running(make(FedAvgSettings(clients_per_round=3)), context()):
+        await hand.join()
+        uploads = [await hand.admitted(3.0), await hand.admitted(6.0)]
+        await wait_until(lambda: buffered(hand, 2))
+        assert [message for _, message in await hand.queue()] == uploads
+        assert await client.call("EXISTS", *(keys.update(u.blob) for u in uploads)) == 2
+        assert await hand.version() == 0
+        uploads.append(await hand.admitted(0.0))
+        await hand.reaches(1)
+        assert await hand.queue() == []
+        assert await client.call("EXISTS", *(keys.update(u.blob) for u in uploads)) == 0
+    _, version = await hand.published()
+    assert [u.task for u in version.updates] == [u.task for u in uploads]
+    assert (await hand.model(version)).floats == pytest.approx([3.0] * 4)
+    view = await hand.ledger.look()
+    assert (view.outcomes["buffered"], view.outcomes["applied"]) == (2, 1)
+    assert view.head.buffered == 0
+    await hand.balanced()
+
+
+async def buffered(hand: Hand, n: int) -> bool:
+    head = await hand.ledger.head()
+    return head is not None and head.buffered == n
+
+
+async def test_an_updater_that_takes_over_rebuilds_the_buffer_to_the_same_bits(
+    make: Any, hand: Hand
+) -> None:
+    hand.layout = layout_of(100)
+    rng = np.random.default_rng(5)
+    values = [rng.standard_normal(100).astype(np.float32) for _ in range(4)]
+    strategy = FedAvgSettings(clients_per_round=4)
+    async with running(make(strategy, name="updater-0"), context()):
+        await hand.join()
+        for n in range(3):
+            await hand.admitted(*values[n])
+        await wait_until(lambda: buffered(hand, 3))
+    async with running(make(strategy, name="updater-1"), context()):
+        await hand.admitted(*values[3])
+        await hand.reaches(1)
+    rule, state = strategy.build(), State(0, model_of(hand.layout))
+    for one in values:
+        update = Update(model_of(hand.layout, *one), 0, 0, 10, 5, 0.1)
+        state, _ = rule.receive(state, update, Model(hand.layout))
+    _, version = await hand.published()
+    assert (version.digest, version.epoch, len(version.updates)) == (state.model.digest(), 2, 4)
+    view = await hand.ledger.look()
+    assert (view.outcomes["buffered"], view.outcomes["applied"]) == (3, 1)  # counted once
+    assert len(await hand.events()) == 4
+    await hand.balanced()
+
+
+async def test_the_end_of_a_round_makes_a_version_of_those_that_came(make: Any, hand: Hand) -> None:
+    async with running(make(FedAvgSettings(clients_per_round=10)), context()):
+        await hand.join()
+        uploads = [await hand.admitted(2.0), await hand.admitted(4.0)]
+        for _ in range(2):  # told twice, it ends one round
+            await hand.ledger.ask(CloseRound(version=0, tasks=(), why="time is up"))
+        await hand.dispatch()
+        await hand.reaches(1)
+        await wait_until(lambda: empty(hand))
+    _, version = await hand.published()
+    assert [u.task for u in version.updates] == [u.task for u in uploads]
+    assert (await hand.model(version)).floats.tolist() == [3, 3, 3, 3]
+    await hand.balanced()
+
+
+async def empty(hand: Hand) -> bool:
+    return await hand.queue() == []
+
+
+async def test_a_round_without_arrivals_ends_without_a_version(
+    make: Any, hand: Hand, client: Client
+) -> None:
+    async with running(make(FedAvgSettings(clients_per_round=2)), context()):
+        await hand.join()
+        await client.call("XADD", hand.keys.queue, "*", "m", RoundEnd(version=0).encode())
+        await wait_until(lambda: empty(hand))
+        assert await hand.version() == 0
+        for value in (1.0, 3.0):
+            await hand.admitted(value)
+        await hand.reaches(1)
+
+
+# what it survives
+
+
+async def test_a_restarted_updater_goes_on_where_the_first_was(make: Any, hand: Hand) -> None:
+    async with running(make(), context()):
+        await hand.join()
+        await hand.admitted(4.0)
+        await hand.reaches(1)
+    await hand.admitted(4.0)  # while nobody is there
+    async with running(make(), context()):
+        await hand.reaches(2)
+    *_, version = await hand.published()
+    assert (version.epoch, version.blob, version.parent) == (2, "2.2", 1)
+    assert (await hand.model(version)).floats.tolist() == [3, 3, 3, 3]
+    await hand.balanced()
+
+
+async def test_a_standby_takes_over_and_fences_the_first(
+    make: Any, hand: Hand, client: Client, keys: Keys
+) -> None:
+    async with running(make(name="updater-0"), context(), may_fail=True) as deposed:
+        await hand.join()
+        async with running(make(name="updater-1", lease_s=0.2), context()) as standing_by:
+            await hand.admitted(1.0)
+            await hand.reaches(1)
+            assert not standing_by.done()
+
+            async def lease_is_the_seconds() -> bool:
+                """As if the first had been stopped for longer than its lease."""
+                await client.call("SET", keys.leader("updater"), "updater-1|", "PX", 1000)
+                return deposed.done()
+
+            await wait_until(lease_is_the_seconds)
+            assert isinstance(error := deposed.exception(), BaseExceptionGroup)
+            assert error.subgroup(Fenced)
+            await hand.admitted(1.0)
+            await hand.reaches(2)
+    assert [version.epoch for version in await hand.published()] == [1, 1, 2]
+    await hand.balanced()
+
+
+async def test_a_commit_whose_reply_was_lost_is_made_once_and_its_model_stays(
+    make: Any, hand: Hand, redis: RedisSettings, client: Client, keys: Keys
+) -> None:
+    commit = _SCRIPTS["commit"]._sha.encode()
+    async with Proxy(redis) as proxy, running(make(redis=proxy.settings), context()):
+        await hand.join()
+        await hand.admitted(4.0)
+        await hand.reaches(1)
+        proxy.cut_reply_to = lambda data: commit in data
+        await hand.admitted(4.0)
+        await wait_until(lambda: proxy.cut_replies == 1)
+        await hand.admitted(4.0)
+        await hand.reaches(3)
+        versions = await hand.published()
+        assert [version.version for version in versions] == [0, 1, 2, 3]
+        for version in versions:
+            assert await client.call("PTTL", keys.model(version.blob)) == -1
+            await hand.model(version)
+        assert (await hand.ledger.look()).outcomes["applied"] == 3
+        await hand.balanced()
+
+
+async def test_connections_cut_at_any_moment_lose_and_repeat_nothing(
+    make: Any, hand: Hand, redis: RedisSettings
+) -> None:
+    rng = np.random.default_rng(11)
+    async with Proxy(redis) as proxy, running(make(redis=proxy.settings), context()):
+        await hand.join()
+        for number in range(1, 16):
+            skip = int(rng.integers(0, 6))
+
+            def some(_data: bytes, left: list[int] = [skip]) -> bool:  # noqa: B006
+                left[0] -= 1
+                return left[0] < 0
+
+            proxy.cut_reply_to = some
+            await hand.admitted(4.0)
+            await hand.reaches(number)
+        assert proxy.cut_replies > 3
+    assert [version.version for version in await hand.published()] == list(range(16))
+    assert (await hand.ledger.look()).outcomes["applied"] == 15
+    await hand.balanced()
+
+
+@pytest.mark.parametrize("idle", [True, False])
+async def test_a_run_that_redis_lost_is_published_again_and_no_version_is_taken_back(
+    make: Any, hand: Hand, client: Client, idle: bool
+) -> None:
+    async with running(make(lease_s=0.4), context()):
+        await hand.join()
+        for _ in range(3):
+            await hand.admitted(4.0)
+        await hand.reaches(3)
+        *_, newest = await hand.published()
+        if not idle:
+            for task in await hand.open(5):
+                await hand.admit(await hand.trained(task, 4.0))
+        await client.call("FLUSHALL")
+        await wait_until(lambda: published_again(hand))
+        head = await hand.ledger.head()
+        assert head
+        assert head.epoch > newest.epoch
+        assert head.version >= newest.version
+        if idle:
+            assert head.digest == newest.digest
+        [again, *_] = await hand.published()
+        await hand.model(again)
+        await hand.join()
+        await hand.admitted(4.0)
+        await hand.reaches(head.version + 1)
+        await hand.balanced()
+
+
+async def published_again(hand: Hand) -> bool:
+    head = await hand.ledger.head()
+    return head is not None and head.epoch > 1
+
+
+async def test_a_finished_run_that_redis_lost_is_published_as_finished(
+    make: Any, hand: Hand, client: Client
+) -> None:
+    async with running(make(lease_s=0.4, versions=1), context()):
+        await hand.join()
+        await hand.admitted(4.0)
+        await hand.reaches(1)
+        await client.call("FLUSHALL")
+        await wait_until(lambda: published_again(hand), timeout=5)
+        run = await hand.ledger.run()
+        assert (run.state, run.why) == ("finished", "version 1 reached")
+        assert await hand.version() == 1
+
+
+# what it keeps
+
+
+async def test_it_keeps_the_newest_models_by_count(
+    make: Any, hand: Hand, client: Client, keys: Keys
+) -> None:
+    async with running(make(keep_versions=3), context()):
+        await hand.join()
+        for number in range(1, 6):
+            await hand.admitted(4.0)
+            await hand.reaches(number)
+        assert list((await hand.ledger.kept()).values()) == [3, 4, 5]
+        names = await client.call("KEYS", keys.model("*"))
+        assert {name.decode() for name in names} == {keys.model(f"{n}.1") for n in (3, 4, 5)}
+        oldest, *_ = await hand.published()
+        with pytest.raises(BlobMissing):
+            await hand.model(oldest)
+
+
+@pytest.mark.parametrize(("models", "kept"), [(2.5, [2, 3]), (1, [3]), (0, [3])])
+async def test_it_keeps_the_newest_models_by_bytes_and_always_one(
+    make: Any, hand: Hand, models: float, kept: list[int]
+) -> None:
+    async with running(make(keep_bytes=int(models * hand.layout.nbytes)), context()):
+        await hand.join()
+        for number in range(1, 4):
+            await hand.admitted(4.0)
+            await hand.reaches(number)
+        assert list((await hand.ledger.kept()).values()) == kept
+
+
+async def test_out_of_memory_older_models_go_and_the_run_goes_on_once_there_is_room(
+    make: Any, hand: Hand, client: Client, redis: RedisSettings
+) -> None:
+    async with Proxy(redis) as proxy, running(make(redis=proxy.settings), context()) as updater:
+        await hand.join()
+        for number in range(1, 4):
+            await hand.admitted(4.0)
+            await hand.reaches(number)
+        proxy.reading.clear()  # memory is to run out while an update waits
+        await hand.admitted(4.0)
+        async with full(client):
+            proxy.reading.set()
+            await wait_until(lambda: kept(hand, [3]))
+            assert await hand.version() == 3
+            assert not updater.done()
+        await hand.reaches(4)
+        await hand.balanced()
+
+
+async def kept(hand: Hand, versions: list[int]) -> bool:
+    return list((await hand.ledger.kept()).values()) == versions
+
+
+# the end
+
+
+async def test_it_finishes_exactly_at_the_last_version_and_gives_up_what_is_left(
+    make: Any, hand: Hand, client: Client, keys: Keys
+) -> None:
+    async with running(make(versions=3), context()):
+        await hand.join()
+        uploads = [await hand.trained(task, 4.0) for task in await hand.open(6)]
+        assert await hand.admit(*uploads) == [("admitted", "")] * 6
+        await hand.reaches(3)
+        await wait_until(lambda: empty(hand))
+        view = await hand.ledger.look()
+        assert (view.run.state, view.run.why) == ("finished", "version 3 reached")
+        assert view.outcomes["applied"] == 3
+        assert view.reasons("given_up") == {"run finished": 3}
+        assert view.open == ()
+        assert await client.call("KEYS", keys.update("*")) == []
+        await hand.balanced()
+
+
+async def test_a_run_that_is_finished_from_outside_takes_no_more(make: Any, hand: Hand) -> None:
+    async with running(make(), context()):
+        await hand.join()
+        await hand.admitted(4.0)
+        await hand.reaches(1)
+        upload = await hand.trained((await hand.open())[0], 4.0)
+        await hand.ledger.finish("accuracy 0.9 reached")
+        await hand.slip_in(upload)  # was admitted in the last moment
+        await wait_until(lambda: empty(hand))
+        assert await hand.version() == 1
+        assert (await hand.ledger.look()).reasons("given_up") == {"run finished": 1}
+        await hand.balanced()
+
+
+async def test_a_restarted_updater_does_not_start_a_finished_run_anew(
+    make: Any, hand: Hand
+) -> None:
+    async with running(make(versions=1), context()):
+        await hand.join()
+        await hand.admitted(4.0)
+        await hand.reaches(1)
+    held = await hand.trained(hand.trigger(), 4.0)
+    async with running(make(versions=1), context()):
+        await hand.slip_in(held)
+        await wait_until(lambda: empty(hand))
+        assert await hand.version() == 1
+        assert (await hand.ledger.run()).state == "finished"
+
+
+async def test_another_strategy_than_the_runs_is_a_configuration_error(
+    make: Any, hand: Hand
+) -> None:
+    async with running(make(), context()):
+        await hand.reaches(0)
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await asyncio.wait_for(make(FedAvgSettings()).run(context()), 5)
+    assert raised.group_contains(ConfigError, match=r"strategy\.name: .* created with fedasync")
+
+
+async def test_told_to_stop_it_returns_and_lets_the_next_one_in(
+    make: Any, hand: Hand, client: Client, keys: Keys
+) -> None:
+    stopping = context()
+    async with running(make(), stopping) as updater:
+        await hand.reaches(0)
+        stopping.stop.set()
+        await asyncio.wait_for(asyncio.shield(updater), 5)
+        assert await client.call("EXISTS", keys.leader("updater")) == 0
