@@ -208,22 +208,6 @@ class Dead(Message):
     data: bytes = b""
 
 
-_KINDS: dict[str, type[Message]] = {
-    message.kind: message
-    for message in (
-        Trigger,
-        CloseRound,
-        Task,
-        Upload,
-        GiveUp,
-        RoundEnd,
-        Version,
-        Event,
-        Dead,
-    )
-}
-
-
 @overload
 def decode(data: bytes, first: type[A], /) -> A: ...
 @overload

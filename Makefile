@@ -1,0 +1,35 @@
+# Everything here works on a clean checkout with Python 3.11 or later and a package index.
+
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+
+.PHONY: run test lint types unit bench constraints clean
+
+run: .venv/installed  ## train the handwritten digits on this machine
+	$(BIN)/fedstream run
+
+test: lint types unit  ## all that CI checks
+
+lint: .venv/installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: .venv/installed
+	$(BIN)/mypy
+
+unit: .venv/installed
+	$(BIN)/pytest
+
+bench: .venv/installed  ## the tables in benchmarks/results (some minutes)
+	$(BIN)/python -m benchmarks.end_to_end
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	touch $@
+
+constraints: .venv/installed  ## pin what is installed now
+	$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
+
+clean:
+	rm -rf .venv build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
