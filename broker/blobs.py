@@ -8,6 +8,7 @@ itself.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -39,9 +40,17 @@ async def write(client: Client, key: str, model: Model, *, expire_s: float) -> N
         await client.pipeline(commands)
 
 
-async def read(client: Client, key: str, into: Model, *, digest: str) -> None:
+def inline(model: Model) -> memoryview | bytes:
+    """The bytes of a model of one chunk, to ride with the script that names it; else none."""
+    return model.buffer.data if model.layout.nbytes <= CHUNK else b""
+
+
+async def read(
+    client: Client, key: str, into: Model, *, digest: str, start: Sequence[bytes | None] = ()
+) -> None:
     """Reads the blob under ``key`` into a model and checks size and digest.
 
+    ``start`` is what came with the blob's name: its size and first chunk, where it has but one.
     Raises BlobMissing if it is not there, BlobDamaged if its bytes are not those announced; the
     model's bytes are undefined then.
     """
@@ -50,16 +59,19 @@ async def read(client: Client, key: str, into: Model, *, digest: str) -> None:
     at = 0
     for first in range(0, max(chunks, 1), WINDOW):
         numbers = range(first, min(first + WINDOW, chunks))
-        replies: list[Any] = await client.pipeline(
-            [("HMGET", key, _SIZE, *numbers[:1]), *(("HGET", key, n) for n in numbers[1:])]
-        )
-        size, *start = replies[0]
+        if start and chunks == 1:
+            replies: list[Any] = [start]
+        else:
+            replies = await client.pipeline(
+                [("HMGET", key, _SIZE, *numbers[:1]), *(("HGET", key, n) for n in numbers[1:])]
+            )
+        size, *begin = replies[0]
         if size is None:
             raise BlobMissing(key)
         if size != b"%d" % data.nbytes:
             found = size.decode(errors="replace")
             raise BlobDamaged(f"blob {key} has {found} bytes, expected {data.nbytes}")
-        for chunk in [*start, *replies[1:]]:
+        for chunk in [*begin, *replies[1:]]:
             if chunk is None or at + len(chunk) > data.nbytes:
                 raise BlobMissing(key) if chunk is None else BlobDamaged(f"blob {key} is too long")
             data[at : at + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)

@@ -22,6 +22,7 @@ Buffer = bytes | memoryview
 Argument = bytes | memoryview | str | int | float
 Command = Sequence[Argument]
 
+_READ = 1 << 20  # bytes taken from a connection at once
 _LARGE = 16 * 1024  # bytes; arguments above ride in the write as they are, without a copy
 
 
@@ -47,6 +48,7 @@ class Client:
             "protocol": 2,
             "socket_timeout": None,  # one time-out around the whole exchange instead
             "socket_connect_timeout": settings.timeout_s,
+            "socket_read_size": _READ,
             "driver_info": None,
             "client_name": name or None,
         }
@@ -62,9 +64,12 @@ class Client:
         """The reply to one command; ``wait_s`` is how long the command itself may block."""
         return (await self._exchange((command,), wait_s))[0]
 
-    async def pipeline(self, commands: Sequence[Command]) -> list[Any]:
-        """The replies to several commands sent in one write; raises the first error among them."""
-        return await self._exchange(commands, 0.0)
+    async def pipeline(self, commands: Sequence[Command], *, wait_s: float = 0.0) -> list[Any]:
+        """The replies to several commands sent in one write; raises the first error among them.
+
+        ``wait_s`` is how long they may block.
+        """
+        return await self._exchange(commands, wait_s)
 
     async def _exchange(self, commands: Sequence[Command], wait_s: float) -> list[Any]:
         connection: Connection | None = None
@@ -74,6 +79,8 @@ class Client:
                 connection = self._idle.pop() if self._idle else self._make(**self._options)
                 if not connection.is_connected:
                     await _as_awaitable(connection.connect())
+                    # asyncio's 64 KiB pause and resume the socket four times for every chunk.
+                    connection._reader._limit = _READ  # type: ignore[union-attr]  # noqa: SLF001
                 transport = connection._writer.transport  # type: ignore[union-attr]  # noqa: SLF001
                 await connection.send_packed_command(_pack(commands), check_health=False)  # type: ignore[arg-type]
                 replies: list[Any] = []

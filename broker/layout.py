@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import msgpack
@@ -94,6 +94,7 @@ class Layout:
         return packed
 
     @classmethod
+    @lru_cache(4)  # a status is read with every task, its layout hardly ever changes
     def decode(cls, data: bytes) -> Layout:
         """The layout that :meth:`encode` wrote. Raises LayoutMismatch for anything else."""
         try:

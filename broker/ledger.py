@@ -15,7 +15,7 @@ from typing import Any, Literal
 import msgpack
 
 from broker.client import Client
-from broker.errors import Fenced, NoRun
+from broker.errors import Fenced, NoRun, NoScript
 from broker.keys import COORDINATORS, Keys
 from broker.layout import Layout
 from broker.messages import (
@@ -32,13 +32,13 @@ from broker.messages import (
     Version,
 )
 from broker.scripts import Script
-from broker.streams import Entry
+from broker.streams import Entry, Reader
 
 _SCRIPTS = {
     name: Script(name)
     for name in (
         "admit", "announce", "bury", "close_round", "commit", "create", "dispatch",
-        "finish_run", "finish_task", "leave", "look", "retire", "trigger",
+        "finish_run", "finish_task", "leave", "look", "newest", "retire", "trigger",
     )
 }  # fmt: skip
 
@@ -224,7 +224,21 @@ class Ledger:
 
     async def look(self) -> View:
         """Everything countable. Raises NoRun while the run was not created."""
-        reply = await self._script("look")
+        return self._view(await self._script("look"))
+
+    async def look_after(self, news: Reader, *, block_ms: int) -> View:
+        """Waits for news, at most ``block_ms``, and then looks: one exchange. Raises NoRun."""
+        look = _SCRIPTS["look"].command(self.keys.__dict__)
+        try:
+            said, reply = await self._client.pipeline(
+                [news.command(1000, block_ms), look], wait_s=block_ms / 1000
+            )
+        except NoScript:
+            return await self.look()
+        news.advance(said)
+        return self._view(reply)
+
+    def _view(self, reply: Any) -> View:
         run, head, counts, *numbers, now = reply
         opened, admitted, queue, triggers, uploads, trainers, kept, dead, owned = numbers
         if not run:
@@ -256,6 +270,14 @@ class Ledger:
         """The newest version; None before the first."""
         record = _mapping(await self._client.call("HGETALL", self.keys.head))
         return Head._parsed(record) if record else None  # noqa: SLF001  (its own module)
+
+    async def newest(self, digest: str = "") -> tuple[Head, list[bytes | None]] | None:
+        """The newest version, and what its blob begins with unless it has this ``digest``.
+
+        That is size and first chunk, for :func:`broker.blobs.read`. None before the first version.
+        """
+        record, start = await self._script("newest", self.keys.model(""), digest)
+        return (Head._parsed(_mapping(record)), start) if record else None  # noqa: SLF001
 
     async def kept(self) -> dict[str, int]:
         """Blobs of the models that can be read, with their versions, oldest first."""
@@ -401,11 +423,26 @@ class Ledger:
         )
         return None if given_up < 0 else int(given_up)
 
-    async def answer(self, stream: str, group: str, entry: Entry, answer: Upload | GiveUp) -> bool:
-        """Says the answer to a task and ends its lease; False if the lease is over."""
-        return bool(
-            await self._script("finish_task", group, entry.id, answer.encode(), tasks=stream)
-        )
+    async def answer(
+        self,
+        stream: str,
+        group: str,
+        entry: Entry,
+        answer: Upload | GiveUp,
+        *,
+        chunk: memoryview | bytes = b"",
+        expire_s: float = 600.0,
+    ) -> bool:
+        """Says the answer to a task and ends its lease; False if the lease is over.
+
+        ``chunk``: the update itself, where it is one chunk and was not written before.
+        """
+        update = self.keys.update(f"{answer.task}.{answer.attempt}")
+        said = await self._script(
+            "finish_task", group, entry.id, answer.encode(), chunk, round(expire_s * 1000),
+            tasks=stream, update=update,
+        )  # fmt: skip
+        return bool(said)
 
     # the updater's part
 
@@ -425,12 +462,14 @@ class Ledger:
         reply = await self._script("create", _packed(about), version.encode(), blob=blob)
         return self._unless_fenced(reply, token)
 
-    async def commit(self, token: str, commit: Commit) -> str:
+    async def commit(self, token: str, commit: Commit, *, chunk: memoryview | bytes = b"") -> str:
         """Publishes, ends and deletes in one step, or does nothing at all: what happened.
 
         'done' (also when it was done before, and only the reply was lost); 'lost': Redis was
         emptied; 'behind:<version>': its head is not this version's parent; 'finished': the run is
         over; 'unwritten': the model's blob is not there. Raises Fenced.
+
+        ``chunk``: the version's model, where it is one chunk and was not written before.
         """
         version = commit.version
         ends = [
@@ -453,7 +492,7 @@ class Ledger:
         if version is not None:
             about |= {"version": version.version, "digest": version.digest, "blob": version.blob}
         reply = await self._script(
-            "commit", _packed(about), version.encode() if version else b"",
+            "commit", _packed(about), version.encode() if version else b"", chunk,
             blob=self.keys.model(version.blob if version else "none"),
             rest=[
                 *(self.keys.update(blob) for blob in commit.updates),

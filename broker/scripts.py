@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
-from broker.client import Argument, Client
+from broker.client import Argument, Client, Command
 from broker.errors import NoScript
 
 _LUA = files("broker") / "lua"
@@ -39,6 +39,13 @@ class Script:
         self.source = text.encode()
         self._sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest()
 
+    def command(
+        self, keys: Mapping[str, str], *arguments: Argument, rest: Sequence[str] = ()
+    ) -> Command:
+        """The command that runs it, for a pipeline. Raises NoScript there if Redis forgot it."""
+        named = [*(keys[name] for name in self.keys), *rest]
+        return ("EVALSHA", self._sha, len(named), *named, *arguments)
+
     async def __call__(
         self,
         client: Client,
@@ -47,8 +54,8 @@ class Script:
         rest: Sequence[str] = (),
     ) -> Any:
         """Runs it. Repeats it only where Redis says that it does not know the script."""
-        named = [*(keys[name] for name in self.keys), *rest]
+        command = self.command(keys, *arguments, rest=rest)
         try:
-            return await client.call("EVALSHA", self._sha, len(named), *named, *arguments)
+            return await client.call(*command)
         except NoScript:
-            return await client.call("EVAL", self.source, len(named), *named, *arguments)
+            return await client.call("EVAL", self.source, *command[2:])

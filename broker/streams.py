@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from broker.client import Client
+from broker.client import Client, Command
 from broker.errors import BrokerError
 from broker.scripts import Script
 
@@ -50,12 +50,17 @@ class Reader:
 
     async def read(self, *, count: int = 100, block_ms: int = BLOCK_MS) -> dict[str, list[Entry]]:
         """What is new in each stream, at most ``count`` each; {} after ``block_ms``; 0 polls."""
+        command = self.command(count, block_ms)
+        return self.advance(await self._client.call(*command, wait_s=block_ms / 1000))
+
+    def command(self, count: int, block_ms: int) -> Command:
+        """The command behind :meth:`read`, for a pipeline; its reply goes to :meth:`advance`."""
         block = ("BLOCK", block_ms) if block_ms else ()
         names = list(self._after)
-        reply = await self._client.call(
-            "XREAD", "COUNT", count, *block, "STREAMS", *names, *self._after.values(),
-            wait_s=block_ms / 1000,
-        )  # fmt: skip
+        return ("XREAD", "COUNT", count, *block, "STREAMS", *names, *self._after.values())
+
+    def advance(self, reply: Any) -> dict[str, list[Entry]]:
+        """What a reply brought; reads on from behind it next time."""
         found = {name.decode(): _entries(rows) for name, rows in reply or ()}
         for name, entries in found.items():
             self._after[name] = entries[-1].id

@@ -73,6 +73,7 @@ class Scheduler:
         self._asked: tuple[int, tuple[str, ...]] = (-1, ())  # to close
         self._held = ""
         self._wake_at: float | None = None
+        self._wait_ms = 0  # for news, before the next look
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """None of its own."""
@@ -98,12 +99,16 @@ class Scheduler:
         await repeat(self._context, "schedule", self._step)
 
     async def _step(self) -> None:
-        """Looks, decides, triggers; then waits for news, or for the time it has to look again.
+        """Waits for news, or for the time it has to look again; then looks, decides, triggers.
 
-        What happens between the look and the wait ends the wait at once.
+        What happens between a look and the next wait ends that wait at once.
         """
+        wait_ms, self._wait_ms = self._wait_ms, 0
         try:
-            view = await self._ledger.look()
+            if wait_ms:
+                view = await self._ledger.look_after(self._news, block_ms=wait_ms)
+            else:
+                view = await self._ledger.look()
         except NoRun:
             await pause(self._context.stop, 0.2)
             return
@@ -113,12 +118,11 @@ class Scheduler:
             return
         if self._budget is None:
             self._budget = await self._redis_budget()
-        if not await self._decide(view):
-            return
-        wait_ms = BLOCK_MS
-        if self._wake_at is not None:
-            wait_ms = min(BLOCK_MS, max(1, int((self._wake_at - time.time()) * 1000)))
-        await self._news.read(count=1000, block_ms=wait_ms)
+        if await self._decide(view):
+            self._wait_ms = BLOCK_MS
+            if self._wake_at is not None:
+                due_ms = int((self._wake_at - time.time()) * 1000)
+                self._wait_ms = min(BLOCK_MS, max(1, due_ms))
 
     async def _decide(self, view: View) -> bool:
         """Does what the plan says; False if it has to be made anew, on another view."""

@@ -42,7 +42,7 @@ from broker.layout import Model
 from broker.ledger import Head, Ledger, Run
 from broker.messages import Event, GiveUp, Task, Trigger, Upload, task_id
 from broker.streams import Entry, Group
-from runtime.backoff import pause
+from runtime.backoff import Backoff, pause
 from runtime.config import Section
 from runtime.service import Context, repeat
 from runtime.steps import Epochs, Steps
@@ -281,7 +281,7 @@ class Trainer:
                 self._context.log.info("task not finished", end=end)
                 self._done.labels(end).inc()
                 return
-            said = await self._ledger.answer(self._tasks.stream, TRAINERS, entry, answer)
+            said = await self._say(entry, answer)
         self._unsure = None
         self._answers += said
         end = answer.kind if said else "lease lost"
@@ -320,19 +320,40 @@ class Trainer:
             await self._report(error, work)
             return give_up(reason=f"raised {type(error).__name__}")
         await self._device_time(simulated.latency_s - (time.monotonic() - started), cancelled)
-        upload = Upload(
+        return Upload(
             task=task.task, attempt=attempt, device=task.device, trainer=self._name,
             tau=head.version, base=head.digest, layout=self._layout.signature,
             digest=done.digest, size=done.model.layout.nbytes, samples=done.trained.samples,
             steps=done.trained.steps, lr=self._solver.lr, loss=done.trained.loss,
             seconds=time.monotonic() - started,
         )  # fmt: skip
-        with self._seconds.labels("upload").time():
-            await blobs.write(
-                self._client, self._keys.update(upload.blob), done.model,
-                expire_s=self._settings.blob_expiry_s,
-            )  # fmt: skip
-        return upload
+
+    async def _say(self, entry: Entry, answer: Upload | GiveUp) -> bool:
+        """Uploads and answers, through trouble that passes: the work is done, it must not be lost.
+
+        Repeating it is harmless: an answer is said once.
+        """
+        out = self._out if isinstance(answer, Upload) else None
+        backoff = Backoff(rng=random.Random())
+        while True:
+            try:
+                with self._seconds.labels("upload").time():
+                    return await self._said(entry, answer, out)
+            except FedstreamError as error:
+                if not error.retriable or self._context.stop.is_set():
+                    raise
+                self._context.log.warning("answer not said yet", reason=str(error))
+                await pause(self._context.stop, backoff.next())
+
+    async def _said(self, entry: Entry, answer: Upload | GiveUp, out: Model | None) -> bool:
+        chunk = blobs.inline(out) if out is not None else b""
+        expire_s = self._settings.blob_expiry_s
+        if out is not None and not chunk:
+            key = self._keys.update(f"{answer.task}.{answer.attempt}")
+            await blobs.write(self._client, key, out, expire_s=expire_s)
+        return await self._ledger.answer(
+            self._tasks.stream, TRAINERS, entry, answer, chunk=chunk, expire_s=expire_s
+        )
 
     def _train(self, base: Model, work: Work) -> _Answered:
         """Trains the module from ``base``; runs in the training thread."""
@@ -348,16 +369,18 @@ class Trainer:
         """The newest version; one that vanishes while it is read was the newest no more."""
         with self._seconds.labels("download").time():
             while True:
-                head = await self._ledger.head()
-                if head is None:
+                known = self._base[0].digest if self._base is not None else ""
+                newest = await self._ledger.newest(known)
+                if newest is None:
                     raise Unavailable(f"run {self._keys.name!r} is gone from Redis")
-                if self._base is not None and self._base[0].digest == head.digest:
+                head, start = newest
+                if self._base is not None and known == head.digest:
                     return self._base
                 model = self._base[1] if self._base is not None else Model(self._layout)
                 self._base = None
+                key = self._keys.model(head.blob)
                 try:
-                    key = self._keys.model(head.blob)
-                    await blobs.read(self._client, key, model, digest=head.digest)
+                    await blobs.read(self._client, key, model, digest=head.digest, start=start)
                 except BlobMissing as error:
                     now = await self._ledger.head()
                     if now is not None and now.version == head.version:

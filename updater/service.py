@@ -495,14 +495,10 @@ class Updater:
         commit = change.commit
         with self._metrics.seconds.labels("publish").time():
             try:
-                if commit.version is not None and commit.version.blob != self._written:
-                    # Not again after a lost reply: it may be published, and must not expire.
-                    key = self._keys.model(commit.version.blob)
-                    await blobs.write(
-                        self._client, key, change.state.model, expire_s=_UNPUBLISHED_S
-                    )
-                    self._written = commit.version.blob
-                done = await self._ledger.commit(self._lease.token, commit)
+                chunk = blobs.inline(change.state.model) if commit.version is not None else b""
+                if commit.version is not None and not chunk:
+                    await self._write(commit.version, change.state.model)
+                done = await self._ledger.commit(self._lease.token, commit, chunk=chunk)
             except OutOfMemory:
                 await self._make_room()
                 raise
@@ -517,6 +513,14 @@ class Updater:
             await pause(self._context.stop, _LOST_S)  # until the lease is taken again
         else:
             await self._publish_again(done)
+
+    async def _write(self, version: Version, model: Model) -> None:
+        """Writes a version's model before the commit that publishes it."""
+        if version.blob == self._written:
+            return  # a reply was lost: it may be published by now, and must not expire
+        key = self._keys.model(version.blob)
+        await blobs.write(self._client, key, model, expire_s=_UNPUBLISHED_S)
+        self._written = version.blob
 
     def _adopt(self, change: _Change) -> None:
         """A change is committed: it is now what is."""
