@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, Literal
 
 import msgpack
@@ -63,6 +63,11 @@ def _fields(values: Mapping[str, object]) -> list[str | bytes]:
 
 def _mapping(flat: Sequence[bytes]) -> dict[str, bytes]:
     return {name.decode(): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+
+
+@lru_cache(1024)  # an open task is looked at again with every other task that ends
+def _trigger(data: bytes) -> Trigger:
+    return Trigger.decode(data)
 
 
 @dataclass(frozen=True)
@@ -247,7 +252,7 @@ class Ledger:
             run=Run._parsed(_mapping(run)),  # noqa: SLF001  (its own module)
             head=Head._parsed(_mapping(head)),  # noqa: SLF001
             counts={name: int(value) for name, value in _mapping(counts).items()},
-            open=tuple(Trigger.decode(data) for data in opened),
+            open=tuple(_trigger(data) for data in opened),
             admitted=admitted,
             queue=queue,
             triggers=triggers,
