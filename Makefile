@@ -22,6 +22,7 @@ unit: .venv/installed
 
 bench: .venv/installed  ## the tables in benchmarks/results (some minutes)
 	$(BIN)/python -m benchmarks.end_to_end
+	$(BIN)/python -m benchmarks.devices
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

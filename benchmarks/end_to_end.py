@@ -27,6 +27,7 @@ import psutil
 import redis
 
 from benchmarks import bare, machine
+from broker.messages import Version
 from fedstream.redis_server import RedisServer
 
 RESULTS = Path(__file__).parent / "results"
@@ -84,6 +85,7 @@ class Pipeline:
                 "updater_ms_per_update": {
                     part: 1000 * (parts_end[part] - parts_begin[part]) / done for part in PARTS
                 },
+                "trigger_to_version_ms": self._way_ms(),
                 "updater_peak_mb": self._peak_mb("updater"),
                 "trainer_peak_mb": self._peak_mb("trainer-1"),
                 "redis_peak_mb": memory["used_memory_peak"] / 1e6,
@@ -105,6 +107,16 @@ class Pipeline:
                     raise SystemExit(f"{name} exited with {process.returncode}")
             time.sleep(0.01)
         raise SystemExit(f"version {version} was not reached in 300 s")
+
+    def _way_ms(self) -> float:
+        """The median time from a task's trigger (in its id) to its version, over six hops."""
+        entries: Any = self._client.xrevrange("fedstream:{demo}:models", count=1000)
+        ways = []
+        for entry, fields in entries:
+            for update in Version.decode(fields[b"m"]).updates:
+                triggered = int(update.task.replace("-", "")[:12], 16)
+                ways.append(int(entry.split(b"-")[0]) - triggered)
+        return statistics.median(ways)
 
     def _parts(self) -> dict[str, float]:
         url = f"http://127.0.0.1:{self._port}/metrics"
@@ -156,9 +168,44 @@ def main() -> None:
         results["sizes"][str(size)] = {"median": _median(runs), "runs": runs}
         print(json.dumps(results["sizes"][str(size)]["median"], indent=2), flush=True)
     RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / "end_to_end.json"
-    path.write_text(json.dumps(results, indent=1) + "\n")
-    print(f"written to {path.relative_to(Path.cwd())}")
+    (RESULTS / "end_to_end.json").write_text(json.dumps(results, indent=1) + "\n")
+    (RESULTS / "end_to_end.md").write_text(_table(results))
+    print(f"written to {RESULTS}/end_to_end.json and .md")
+
+
+def _table(results: dict[str, Any]) -> str:
+    """The results for people."""
+    about = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
+    lines = [
+        "# End to end, without training", "",
+        "`make bench`: two trainers that return the model as it came, four tasks in flight, beside",
+        "a bare loop over the same Redis. Medians; the ratios are of pairs measured one after the",
+        "other.", "", about, "",
+        "| parameters | updates/s | bare loop | ratio | every run's ratio |",
+        "|---|---|---|---|---|",
+    ]  # fmt: skip
+    for size, found in results["sizes"].items():
+        median, ratios = found["median"], [f"{run['ratio']:.2f}" for run in found["runs"]]
+        lines.append(
+            f"| {int(size):,} | {median['updates_per_s']:.1f} | {median['bare_updates_per_s']:.1f} "
+            f"| {median['ratio']:.2f} | {', '.join(ratios)} |"
+        )
+    sizes = [f"{int(size):,}" for size in results["sizes"]]
+    lines += ["", "What an update costs, in ms:", "", f"| | {' | '.join(sizes)} |"]
+    lines.append("|---" * (len(sizes) + 1) + "|")
+    medians = [found["median"] for found in results["sizes"].values()]
+    rows = {f"processor, {n}": ("cpu_ms_per_update", n) for n in medians[0]["cpu_ms_per_update"]}
+    rows |= {f"updater's clock, {part}": ("updater_ms_per_update", part) for part in PARTS}
+    for name, (group, key) in rows.items():
+        lines.append(f"| {name} | " + " | ".join(f"{m[group][key]:.2f}" for m in medians) + " |")
+    for name, key in (
+        ("trigger to version, six hops, ms", "trigger_to_version_ms"),
+        ("updater's peak, MB", "updater_peak_mb"),
+        ("trainer's peak, MB", "trainer_peak_mb"),
+        ("Redis's peak, MB", "redis_peak_mb"),
+    ):
+        lines.append(f"| {name} | " + " | ".join(f"{m[key]:.1f}" for m in medians) + " |")
+    return "\n".join(lines) + "\n"
 
 
 def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:

@@ -1,0 +1,88 @@
+"""What asynchrony is worth when devices are slow: more trainers, and one straggler.
+
+    python -m benchmarks.devices
+
+Real runs of `fedstream run` on the digits. Scaling: every device takes 0.5 s, one trainer against
+four. Straggler: one device of ten is 20 times slower than the others' 0.2 s, four trainers; the
+time until the test accuracy is .90, FedAsync against FedAvg with all ten devices in each round.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from benchmarks import machine
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def _run(*options: str) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """Summary and metrics of a run."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        subprocess.run(
+            [sys.executable, "-m", "fedstream", "run", "--json", "--out", str(out), *options],
+            check=True, stdout=subprocess.DEVNULL,
+        )  # fmt: skip
+        summary: dict[str, Any] = json.loads((out / "summary.json").read_text())
+        with (out / "metrics.csv").open() as table:
+            return summary, list(csv.DictReader(table))
+
+
+def _sets(**values: object) -> list[str]:
+    return [
+        part
+        for name, value in values.items()
+        for part in ("--set", f"{name.replace('__', '.')}={value}")
+    ]
+
+
+def scaling() -> dict[str, float]:
+    """Updates a second with one trainer and with four, each device taking 0.5 s."""
+    found = {}
+    for trainers in (1, 4):
+        _, rows = _run(
+            "--trainers", str(trainers), "--updates", str(40 * trainers),
+            *_sets(devices__latency__kind="fixed", devices__latency__mean_s=0.5),
+        )  # fmt: skip
+        first, last = rows[trainers], rows[-1]  # all trainers are there after their first updates
+        updates = int(last["version"]) - int(first["version"])
+        found[str(trainers)] = updates / (float(last["seconds"]) - float(first["seconds"]))
+    return found | {"ratio": found["4"] / found["1"]}
+
+
+def straggler() -> dict[str, dict[str, float]]:
+    """Seconds from version 0 to an accuracy of .90, and the versions that it took."""
+    slow = _sets(
+        devices__latency__kind="fixed", devices__latency__mean_s=0.2,
+        devices__slow_devices="[0]", devices__slow_factor=20, evaluator__every=1,
+        run__target_accuracy=0.9,
+    )  # fmt: skip
+    found = {}
+    for strategy in ("fedasync", "fedavg"):
+        summary, rows = _run("--strategy", strategy, "--trainers", "4", "--updates", "2000", *slow)
+        reached = next(row for row in rows if row["accuracy"] and float(row["accuracy"]) >= 0.9)
+        found[strategy] = {
+            "seconds": float(reached["seconds"]) - float(rows[0]["seconds"]),
+            "version": int(reached["version"]),
+            "updates": summary["tasks"]["applied"] + summary["tasks"]["buffered"],
+        }
+    return found
+
+
+def main() -> None:
+    """Measures, prints, and writes benchmarks/results/devices.json."""
+    found = {"machine": machine.described(), "scaling": scaling(), "straggler": straggler()}
+    print(json.dumps(found, indent=1))
+    RESULTS.mkdir(exist_ok=True)
+    (RESULTS / "devices.json").write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
