@@ -35,7 +35,7 @@ class SchedulerSettings(Section):
     """When tasks are triggered, how long they are, and what holds them back."""
 
     policy: Policy | None = None  # None: the one that suits the strategy
-    steps: Steps = FixedSteps(n=5)
+    steps: Steps = FixedSteps()
     max_queue: Annotated[int, Field(ge=1)] = 64  # entries
     target_staleness: Annotated[float, Field(gt=0)] | None = None  # mean, in versions
     memory_budget: Annotated[int, Field(gt=0)] | None = None  # bytes; None: 0.8 of maxmemory

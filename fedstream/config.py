@@ -16,7 +16,7 @@ from pydantic import Field, model_validator
 from broker.client import RedisSettings
 from broker.keys import check_name
 from coordinator.scheduler import SchedulerSettings
-from coordinator.scheduling import InFlight, Policy, Rounds
+from coordinator.scheduling import Anarchic, InFlight, Policy, Rounds
 from coordinator.service import CoordinatorSettings
 from runtime.config import Section, load
 from runtime.health import HttpSettings
@@ -77,6 +77,11 @@ class Settings(Section):
             raise ValueError(  # noqa: TRY004  (what pydantic takes from a validator)
                 f"scheduler.policy.kind = 'rounds' needs strategy.name = 'fedavg', "
                 f"not {strategy.name!r}"
+            )
+        if isinstance(policy, Anarchic) and self.trainer.anarchic is None:
+            raise ValueError(
+                "scheduler.policy.kind = 'none' leaves the triggers to the devices: set "
+                "trainer.anarchic too, such as trainer.anarchic.rate = 1.0"
             )
         return self
 

@@ -15,7 +15,7 @@ class FixedSteps(Section):
     """H steps."""
 
     kind: Literal["fixed"] = "fixed"
-    n: Annotated[int, Field(ge=1)] = 10
+    n: Annotated[int, Field(ge=1)] = 5
 
     def draw(self, _rng: random.Random) -> tuple[int | None, int | None]:
         """(steps, epochs), one of them None."""

@@ -333,27 +333,30 @@ class Trainer:
 
         Repeating it is harmless: an answer is said once.
         """
-        out = self._out if isinstance(answer, Upload) else None
+        chunk: memoryview | bytes = b""
+        unwritten: Model | None = None
+        if isinstance(answer, Upload) and self._out is not None:
+            chunk = blobs.inline(self._out)
+            unwritten = None if chunk else self._out
+        update = self._keys.update(f"{answer.task}.{answer.attempt}")
+        expire_s = self._settings.blob_expiry_s
         backoff = Backoff(rng=random.Random())
         while True:
             try:
                 with self._seconds.labels("upload").time():
-                    return await self._said(entry, answer, out)
+                    if unwritten is not None:
+                        await blobs.write(self._client, update, unwritten, expire_s=expire_s)
+                        unwritten = (
+                            None  # not again: it may be admitted by now, and must not expire
+                        )
+                    return await self._ledger.answer(
+                        self._tasks.stream, TRAINERS, entry, answer, chunk=chunk, expire_s=expire_s
+                    )
             except FedstreamError as error:
                 if not error.retriable or self._context.stop.is_set():
                     raise
                 self._context.log.warning("answer not said yet", reason=str(error))
                 await pause(self._context.stop, backoff.next())
-
-    async def _said(self, entry: Entry, answer: Upload | GiveUp, out: Model | None) -> bool:
-        chunk = blobs.inline(out) if out is not None else b""
-        expire_s = self._settings.blob_expiry_s
-        if out is not None and not chunk:
-            key = self._keys.update(f"{answer.task}.{answer.attempt}")
-            await blobs.write(self._client, key, out, expire_s=expire_s)
-        return await self._ledger.answer(
-            self._tasks.stream, TRAINERS, entry, answer, chunk=chunk, expire_s=expire_s
-        )
 
     def _train(self, base: Model, work: Work) -> _Answered:
         """Trains the module from ``base``; runs in the training thread."""

@@ -1,0 +1,372 @@
+"""The trainer and the evaluator against a real Redis, everybody else played by hand."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from broker import blobs
+from broker.client import RedisSettings
+from broker.errors import LayoutMismatch
+from broker.keys import TRAINERS
+from broker.layout import Model
+from broker.messages import GiveUp, Upload, decode
+from broker.streams import Group
+from runtime.steps import FixedSteps
+from runtime.tasks import LeaseSettings
+from tests.support import Hand, Proxy, context, counted, running, wait_until
+from trainer.devices import DeviceSettings, FixedLatency
+from trainer.evaluator import Evaluator, EvaluatorSettings
+from trainer.service import Initiative, Trainer, TrainerSettings
+from trainer.solvers import Cancelled, Sgd, Trained, Work
+from trainer.task import Task
+from trainer.vector import layout_of
+
+
+class Point(nn.Module):
+    """A model of four numbers."""
+
+    def __init__(self, size: int = 4) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(size))
+
+
+class Adds(Task):
+    """Training adds one to every parameter; the test can hold it up."""
+
+    def __init__(self, size: int = 4) -> None:
+        self.size = size
+        self.seen: list[tuple[int, int]] = []
+        self.gate = threading.Event()
+        self.gate.set()
+
+    def model(self) -> nn.Module:
+        return Point(self.size)
+
+    def device_data(self, device: int) -> Dataset[Any]:
+        return TensorDataset(torch.tensor([device]))
+
+    def test_data(self) -> Dataset[Any]:
+        return TensorDataset(torch.tensor([0]))
+
+    def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
+        return {"accuracy": next(model.parameters())[0].item() / 10}
+
+    def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
+        self.seen.append((work.device, work.version))
+        while not self.gate.wait(0.005):
+            if work.cancelled():
+                raise Cancelled
+        if work.device == 9:
+            raise ValueError("device 9 is broken")
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(1.0)
+        return Trained(steps=1, samples=1, loss=0.5)
+
+
+Make = Callable[..., Trainer]
+
+
+@pytest.fixture
+def task() -> Adds:
+    return Adds()
+
+
+@pytest.fixture
+def make(hand: Hand, redis: RedisSettings, task: Adds) -> Make:
+    """Makes a trainer of the task, with these settings."""
+    hand.layout = layout_of(Point())
+
+    def trainer(name: str = "t1", **changes: Any) -> Trainer:
+        parts: dict[str, Any] = {
+            "settings": TrainerSettings(), "solver": Sgd(lr=0.1),
+            "devices": DeviceSettings(), "lease": LeaseSettings(seconds=60), "redis": redis,
+        }  # fmt: skip
+        parts |= changes
+        return Trainer(
+            parts["settings"], parts["solver"], parts["devices"], parts["lease"],
+            keys=hand.keys, redis=parts["redis"], name=name, load=lambda: task,
+        )  # fmt: skip
+
+    return trainer
+
+
+async def answers(hand: Hand, count: int = 1) -> list[Upload | GiveUp]:
+    """The answers in `uploads`, once there are so many."""
+
+    async def there() -> bool:
+        return int(await hand.client.call("XLEN", hand.keys.uploads)) >= count
+
+    await wait_until(there, what=f"{count} answers")
+    rows = await hand.client.call("XRANGE", hand.keys.uploads, "-", "+")
+    return [decode(fields[1], Upload, GiveUp) for _, fields in rows]
+
+
+async def pending(hand: Hand) -> int:
+    return int((await hand.client.call("XPENDING", hand.keys.tasks, TRAINERS))[0])
+
+
+async def test_a_task_becomes_an_update_of_the_newest_version(hand: Hand, make: Make) -> None:
+    await hand.create()
+    async with running(make(), context()):
+        [trigger] = await hand.open()
+        await hand.dispatch()
+        [upload] = await answers(hand)
+    assert isinstance(upload, Upload)
+    assert (upload.task, upload.device, upload.trainer) == (trigger.task, trigger.device, "t1")
+    assert (upload.tau, upload.steps, upload.samples, upload.loss) == (0, 1, 1, 0.5)
+    trained = Model(hand.layout)
+    await blobs.read(hand.client, hand.keys.update(upload.blob), trained, digest=upload.digest)
+    assert trained.floats.tolist() == [1, 1, 1, 1]
+    assert await hand.client.call("PTTL", hand.keys.update(upload.blob)) > 0
+    assert await pending(hand) == 0
+
+
+async def test_a_model_is_read_once_for_all_tasks_of_a_version(
+    hand: Hand, make: Make, task: Adds
+) -> None:
+    first = await hand.create()
+    async with running(make(), context()):
+        await hand.open()
+        await hand.dispatch()
+        await answers(hand)
+        await hand.client.call("DEL", hand.keys.model(first.blob))  # who reads again, fails
+        await hand.open(2)
+        await hand.dispatch()
+        assert {answer.device for answer in await answers(hand, 3)} == {1, 2, 3}
+        assert await hand.commit(1) == "done"
+        await hand.open()
+        await hand.dispatch()
+        last = (await answers(hand, 4))[-1]
+    assert isinstance(last, Upload)
+    assert last.tau == 1
+    assert [version for _, version in task.seen] == [0, 0, 0, 1]
+
+
+async def test_the_lease_is_renewed_while_training_goes_on(
+    hand: Hand, make: Make, task: Adds
+) -> None:
+    await hand.create()
+    task.gate.clear()
+    lease = LeaseSettings(seconds=0.4)
+    other = Group(hand.client, hand.keys.tasks, TRAINERS, "t2")
+    async with running(make(lease=lease), context()):
+        await hand.open()
+        await hand.dispatch()
+        await wait_until(lambda: task.seen)
+        for _ in range(30):  # for three times the lease, nobody else can have it
+            assert await other.claim(idle_ms=400, most=9) == ([], [])
+            await asyncio.sleep(0.04)
+        task.gate.set()
+        [upload] = await answers(hand)
+    assert isinstance(upload, Upload)
+
+
+async def test_a_trainer_that_lost_its_lease_stops_and_says_nothing(
+    hand: Hand, make: Make, task: Adds
+) -> None:
+    await hand.create()
+    task.gate.clear()
+    live = context()
+    other = Group(hand.client, hand.keys.tasks, TRAINERS, "t2")
+    async with running(make(lease=LeaseSettings(seconds=0.2)), live):
+        await hand.open()
+        await hand.dispatch()
+        await wait_until(lambda: task.seen)
+        taken, _ = await other.claim(idle_ms=0, most=9)
+        assert len(taken) == 1
+        await wait_until(lambda: counted(live, "fedstream_trainer_tasks_total", end="lease lost"))
+    assert await hand.client.call("XLEN", hand.keys.uploads) == 0
+    assert await pending(hand) == 1  # the other's
+
+
+async def test_a_stopped_trainer_hands_its_task_back_at_once(
+    hand: Hand, make: Make, task: Adds
+) -> None:
+    await hand.create()
+    task.gate.clear()
+    live = context()
+    other = Group(hand.client, hand.keys.tasks, TRAINERS, "t2")
+    async with running(make(), live) as service:
+        await hand.open()
+        await hand.dispatch()
+        await wait_until(lambda: task.seen)
+        live.stop.set()
+        await asyncio.wait_for(asyncio.shield(service), 5)
+        taken, _ = await other.claim(idle_ms=60_000, most=9)
+        assert len(taken) == 1
+    assert await hand.ledger.trainers() == {}
+
+
+async def test_a_trainer_that_crashed_finds_its_task_again(
+    hand: Hand, make: Make, task: Adds
+) -> None:
+    await hand.create()
+    task.gate.clear()
+    async with running(make(), context()):
+        await hand.open()
+        await hand.dispatch()
+        await wait_until(lambda: task.seen)  # and here it is cut off
+    task.gate.set()
+    async with running(make(), context()):
+        [upload] = await answers(hand)
+    assert isinstance(upload, Upload)
+    assert len(task.seen) == 2
+
+
+async def test_an_owner_serves_its_own_devices_and_nobody_elses(hand: Hand, make: Make) -> None:
+    await hand.create()
+    async with running(make("edge", settings=TrainerSettings(owns=(3,))), context()):
+
+        async def owned() -> bool:
+            return await hand.ledger.owners() == {3: "edge"}
+
+        await wait_until(owned)
+        await hand.open(device=3)
+        await hand.open(device=4)
+        assert await hand.dispatch() == ["sent", "sent"]
+        [upload] = await answers(hand)
+        assert upload.device == 3
+        assert await hand.client.call("XLEN", hand.keys.tasks) == 1  # device 4 waits for the pool
+
+
+async def test_an_anarchic_trainer_asks_for_tasks_of_its_own(hand: Hand, make: Make) -> None:
+    await hand.create()
+    initiative = Initiative(rate=200.0, steps=FixedSteps(n=7))
+    settings = TrainerSettings(owns=(5,), anarchic=initiative)
+    async with running(make("edge", settings=settings), context()):
+
+        async def served() -> bool:
+            await hand.dispatch()
+            return int(await hand.client.call("XLEN", hand.keys.uploads)) >= 2
+
+        await wait_until(served)
+        view = await hand.ledger.look()
+    assert {trigger.origin for trigger in view.open} == {"edge"}
+    assert {(trigger.device, trigger.steps) for trigger in view.open} == {(5, 7)}
+
+
+async def test_a_task_that_raises_is_given_up_and_told_with_its_traceback(
+    hand: Hand, make: Make
+) -> None:
+    await hand.create()
+    async with running(make(), context()):
+        await hand.open(device=9)
+        await hand.open(device=1)
+        await hand.dispatch()
+        given_up, upload = await answers(hand, 2)
+    assert isinstance(given_up, GiveUp)
+    assert given_up.reason == "raised ValueError"
+    assert isinstance(upload, Upload)  # and life goes on
+    [error] = await hand.events("error")
+    assert (error.device, error.version) == (9, 0)
+    assert "Traceback" in (error.text or "")
+    assert "device 9 is broken" in (error.text or "")
+
+
+async def test_a_device_that_drops_out_gives_its_task_up(hand: Hand, make: Make) -> None:
+    await hand.create()
+    async with running(make(devices=DeviceSettings(dropout=1.0)), context()):
+        await hand.open()
+        await hand.dispatch()
+        [answer] = await answers(hand)
+    assert isinstance(answer, GiveUp)
+    assert answer.reason == "dropped out"
+
+
+async def test_a_simulated_device_takes_its_time(hand: Hand, make: Make) -> None:
+    await hand.create()
+    slow = DeviceSettings(latency=FixedLatency(mean_s=0.3))
+    async with running(make(devices=slow), context()):
+        await hand.open()
+        await hand.dispatch()
+        [upload] = await answers(hand)
+    assert isinstance(upload, Upload)
+    assert upload.seconds >= 0.3
+
+
+async def test_a_round_that_is_over_is_not_trained_for(hand: Hand, make: Make, task: Adds) -> None:
+    await hand.create()
+    async with running(make(), context()):
+        await hand.open(version=7)
+        await hand.open(deadline=1.0)
+        await hand.dispatch()
+        said = await answers(hand, 2)
+    assert [a.reason for a in said if isinstance(a, GiveUp)] == ["round over", "deadline passed"]
+    assert task.seen == []
+
+
+async def test_a_trainer_of_another_model_says_so_and_ends(hand: Hand, make: Make) -> None:
+    await hand.create()
+    hand.layout = layout_of(Point(5))
+    other = make()
+    other._load = lambda: Adds(5)
+    with pytest.raises(LayoutMismatch, match=r"5 parameters in 1 tensors, run .* 4 in 1"):
+        await asyncio.wait_for(other.run(context()), 10)
+
+
+async def test_an_answer_survives_a_cut_connection_without_new_training(
+    hand: Hand, make: Make, task: Adds, redis: RedisSettings
+) -> None:
+    await hand.create()
+    async with Proxy(redis) as proxy:
+        trainer = make(redis=proxy.settings)
+        async with running(trainer, context()):
+            await hand.open()
+            task.gate.clear()
+            await hand.dispatch()
+            await wait_until(lambda: task.seen)
+            proxy.cut_reply_to = lambda data: b"raised" not in data and b"base" in data
+            task.gate.set()
+            await wait_until(lambda: proxy.cut_replies)
+            [upload] = await answers(hand)
+            await hand.open()
+            await hand.dispatch()
+            assert len(await answers(hand, 2)) == 2  # nothing was said twice
+    assert isinstance(upload, Upload)
+    assert len(task.seen) == 2
+
+
+async def test_the_evaluator_measures_when_it_is_due_and_ends_the_run_at_its_target(
+    hand: Hand, redis: RedisSettings, task: Adds
+) -> None:
+    hand.layout = layout_of(Point())
+    await hand.create()
+    evaluator = Evaluator(
+        EvaluatorSettings(every=2), keys=hand.keys, redis=redis, name="evaluator",
+        load=lambda: task, target=0.35,
+    )  # fmt: skip
+
+    async def measured() -> list[int | None]:
+        return [event.version for event in await hand.events("evaluation")]
+
+    async def seen(*versions: int) -> bool:
+        return await measured() == list(versions)
+
+    async with running(evaluator, context()):
+        await wait_until(lambda: seen(0))
+        for number in (1, 2):
+            assert await hand.commit(number, await hand.admitted()) == "done"
+        await wait_until(lambda: seen(0, 2))
+        for number in (3, 4):
+            assert await hand.commit(number, await hand.admitted()) == "done"
+        await wait_until(lambda: seen(0, 2, 4))
+
+        async def finished() -> bool:
+            return (await hand.ledger.run()).state == "finished"
+
+        await wait_until(finished)
+    assert (await hand.ledger.run()).why == "accuracy 0.4000 at version 4"
+    assert [event.metrics for event in await hand.events("evaluation")] == [
+        {"accuracy": 0.0},
+        {"accuracy": pytest.approx(0.2)},
+        {"accuracy": pytest.approx(0.4)},
+    ]
