@@ -46,7 +46,7 @@ class History:
         if event.what == "evaluation" and event.version is not None and event.metrics:
             self.evaluations[event.version] = event.metrics
         elif event.what == "error":
-            self.failed += 1
+            self.failed += event.device is not None  # else it is the evaluator's
             self.errors.setdefault(event.reason or "", event)
         elif event.outcome in ("applied", "buffered"):
             self.failed = self.refused = 0

@@ -162,7 +162,8 @@ def _check_folder(plan: Plan) -> None:
     taken = [name for name in (CONFIG, report.SUMMARY) if (plan.out / name).exists()]
     if taken and not plan.resume:
         raise FedstreamError(
-            f"{plan.out} holds a run already ({taken[0]}): name another folder with --out"
+            f"{plan.out} holds a run already ({taken[0]}): name another folder with --out, "
+            "or go on with it by --resume"
         )
 
 
@@ -221,7 +222,8 @@ async def _reached(client: Client, display: Display) -> None:
         except (Unavailable, TimeoutError) as error:
             if not waiting:
                 waiting = True
-                display.say(f"{error or 'no answer'}: trying for {_REDIS_WITHIN_S:.0f} s")
+                why = str(error).rstrip(".") or "no answer"
+                display.say(f"{why}; trying for {_REDIS_WITHIN_S:.0f} s")
             if time.monotonic() > until:
                 raise Unavailable(
                     f"no Redis at {client.address} within {_REDIS_WITHIN_S:.0f} s: start it, or "
@@ -527,7 +529,8 @@ def _is_running(pid: int) -> bool:
 
 
 def _raised(event: Event) -> str:
-    where = f"device {event.device} at version {event.version} ({event.service})"
+    what = "the test data" if event.device is None else f"device {event.device}"
+    where = f"{what} at version {event.version} ({event.service})"
     return f"the task raised on {where}:\n{(event.text or '').rstrip()}"
 
 

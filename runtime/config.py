@@ -225,8 +225,8 @@ class _Wrong:
         return True
 
     def becomes_default(self) -> bool:
-        """Take the kind of a table that names none from the key's default, if its keys suit that:
-        ``strategy.alpha=0.3`` is about the strategy that there is without it."""
+        """Take the kind of a table that names none from the key's default, unless one of its keys
+        is another kind's: ``strategy.alpha=0.3`` is about the strategy that there is without it."""
         if self.details["type"] != "union_tag_not_found":
             return False
         *_, key, tag = self.key
@@ -234,7 +234,11 @@ class _Wrong:
         for one in self.holder:
             if _is_model(one) and key in one.model_fields and isinstance(table, dict):
                 default = one.model_fields[str(key)].get_default(call_default_factory=True)
-                if _is_model(type(default)) and table.keys() <= type(default).model_fields.keys():
+                if not _is_model(type(default)):
+                    continue
+                foreign = table.keys() - type(default).model_fields.keys()
+                kinds = [kind for kind in self.types if _is_model(kind)]
+                if not any(foreign & kind.model_fields.keys() for kind in kinds):
                     table[str(tag)] = _Leaf(getattr(default, str(tag)), "default")
                     return True
         return False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
@@ -119,8 +120,12 @@ class Evaluator:
             await blobs.read(self._client, key, model, digest=head.digest)
         except BlobMissing:
             return  # it was the newest no more
-        metrics = await asyncio.to_thread(self._evaluate, model)
         self._measured = head.version
+        try:
+            metrics = await asyncio.to_thread(self._evaluate, model)
+        except Exception as error:
+            await self._report(error, head)
+            return
         for name, value in metrics.items():
             self._metrics.labels(name).set(value)
         self._context.log.info("measured", version=head.version, **metrics)
@@ -133,6 +138,17 @@ class Evaluator:
         if self._target is not None and metrics.get("accuracy", 0.0) >= self._target:
             why = f"accuracy {metrics['accuracy']:.4f} at version {head.version}"
             await self._ledger.finish(why)
+
+    async def _report(self, error: Exception, head: Head) -> None:
+        """A user's metrics raised: the run goes on, unmeasured."""
+        self._context.log.error("metrics raised", version=head.version, exc_info=error)
+        await self._ledger.tell(
+            Event(
+                what="error", service=self._name, time=time.time(), version=head.version,
+                reason=f"metrics: {type(error).__name__}",
+                text="".join(traceback.format_exception(error))[-8000:],
+            )
+        )  # fmt: skip
 
     def _evaluate(self, model: Model) -> dict[str, float]:
         """The task's metrics; runs in a thread."""

@@ -28,6 +28,12 @@ def fedstream(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
         (["run", "--set", "run.versionz=3"], 2, "did you mean run.versions?"),
         (["run", "--updates", "0"], 2, "run.versions = 0"),
         (["run", "--strategy", "fedprox"], 2, "must be one of fedasync, fedavg"),
+        (
+            ["run", "--strategy", "fedavg", "--set", "scheduler.policy.kind=in_flight"],
+            2,
+            "strategy.name = 'fedavg' needs scheduler.policy.kind = 'rounds'",
+        ),
+        (["run", "--set", "scheduler.policy.kind=none"], 2, "set trainer.anarchic too"),
         (["run", "--task", "cifar"], 2, "is none of digits, mnist"),
         (["run", "--task", "not_there.py:task"], 2, "there is no file"),
         (["run", "--task", "mnist", "--data-root", "/not/there"], 1, "/not/there/MNIST/raw"),

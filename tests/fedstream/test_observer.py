@@ -41,8 +41,10 @@ def test_staleness_and_devices_are_counted_by_update() -> None:
 
 def test_tasks_that_fail_in_a_row() -> None:
     history = History()
-    history.tell(event("error", reason="ValueError at x.py:1", text="first"))
-    history.tell(event("error", reason="ValueError at x.py:1", text="second"))
+    raised = {"reason": "ValueError at x.py:1", "device": 3}
+    history.tell(event("error", **raised, text="first"))
+    history.tell(event("error", **raised, text="second"))
+    history.tell(event("error", reason="ValueError at x.py:1"))  # the evaluator's: no task failed
     history.tell(event("outcome", outcome="given_up"))  # the task of an error ends so: counted once
     history.tell(event("outcome", outcome="dead"))
     assert history.failed == 3

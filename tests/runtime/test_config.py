@@ -172,6 +172,10 @@ def test_a_table_without_a_name_is_about_the_default(tmp_path: Path) -> None:
             'strategy.name = "fedavg" (from --set): must be one of fedasync, fedbuff',
         ),
         (
+            ("strategy.alhpa=0.5",),  # of none: the default's is meant
+            "strategy.alhpa = 0.5 (from --set): unknown key; did you mean strategy.alpha?",
+        ),
+        (
             ("strategy.k=5",),  # not of the default strategy
             "strategy.name: required, but not given; one of fedasync, fedbuff",
         ),

@@ -370,3 +370,36 @@ async def test_the_evaluator_measures_when_it_is_due_and_ends_the_run_at_its_tar
         {"accuracy": pytest.approx(0.2)},
         {"accuracy": pytest.approx(0.4)},
     ]
+
+
+async def test_metrics_that_raise_are_told_and_the_run_goes_on(
+    hand: Hand, redis: RedisSettings, task: Adds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand.layout = layout_of(Point())
+    await hand.create()
+
+    def broken(*_: object) -> dict[str, float]:
+        raise KeyError("accuracy")
+
+    monkeypatch.setattr(task, "metrics", broken)
+    evaluator = Evaluator(
+        EvaluatorSettings(every=1), keys=hand.keys, redis=redis, name="evaluator",
+        load=lambda: task, target=None,
+    )  # fmt: skip
+
+    async def told() -> list[int | None]:
+        return [event.version for event in await hand.events("error")]
+
+    async def first() -> bool:
+        return await told() == [0]
+
+    async def second() -> bool:
+        return await told() == [0, 1]
+
+    async with running(evaluator, context()):
+        await wait_until(first)
+        assert await hand.commit(1) == "done"
+        await wait_until(second)
+    [error, _] = await hand.events("error")
+    assert (error.device, error.reason) == (None, "metrics: KeyError")
+    assert "Traceback" in (error.text or "")
