@@ -1,0 +1,45 @@
+"""What a reader of the README does first, and devices that decide for themselves."""
+
+from __future__ import annotations
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.integration.command import Command, adds_up
+
+README = Path(__file__).parents[2] / "README.md"
+
+pytestmark = pytest.mark.timeout(180)
+
+
+def test_the_readmes_own_task_works_when_pasted(tmp_path: Path) -> None:
+    [program] = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert len([line for line in program.splitlines() if line.strip()]) <= 15
+    (tmp_path / "my_task.py").write_text(program)
+    command = Command(tmp_path, "--task", "my_task.py:task", "--updates", "60")
+    try:
+        assert command.ended() == 0, command.stdout + command.stderr
+    finally:
+        command.clean_up()
+    assert command.summary["accuracy"] > 0.9
+    assert adds_up(command.summary)
+
+
+def test_anarchic_devices_decide_when_and_how_long_they_train(tmp_path: Path) -> None:
+    command = Command(
+        tmp_path, "--updates", "40",
+        "--set", "scheduler.policy.kind=none",
+        "--set", "trainer.anarchic.rate=50",
+        "--set", 'trainer.anarchic.steps={kind="uniform", c=5}',
+    )  # fmt: skip
+    try:
+        assert command.ended() == 0, command.stdout + command.stderr
+    finally:
+        command.clean_up()
+    assert command.summary["tasks"]["applied"] == 40
+    assert adds_up(command.summary)
+    with (command.out / "metrics.csv").open() as table:
+        assert len({row["device"] for row in csv.DictReader(table)}) > 5
