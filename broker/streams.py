@@ -18,6 +18,7 @@ BLOCK_MS = 1000
 _CLAIM = Script("claim")
 _RENEW = Script("renew")
 _REAP = Script("reap")
+_RELEASE = Script("release")
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,13 +129,16 @@ class Group:
             await _RENEW(self._client, {"stream": self.stream}, self.group, self.consumer, entry.id)
         )
 
-    async def release(self, entry: Entry) -> None:
-        """Hands an entry back: anybody may claim it at once."""
-        # IDLE of a day is longer than any lease, so the next claim takes it.
-        await self._client.call(
-            "XCLAIM", self.stream, self.group, self.consumer, 0, entry.id,
-            "IDLE", 86_400_000, "JUSTID",
-        )  # fmt: skip
+    async def release(self, entry: Entry) -> bool:
+        """Hands an entry back, so that anybody may claim it at once; False if it is another's.
+
+        It counts as no delivery: whoever is told to stop is no proof of poison.
+        """
+        return bool(
+            await _RELEASE(
+                self._client, {"stream": self.stream}, self.group, self.consumer, entry.id
+            )
+        )
 
     async def reap(self, *, idle_ms: int) -> list[str]:
         """Removes consumers that asked for nothing for ``idle_ms`` and have nothing pending.
