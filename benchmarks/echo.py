@@ -38,6 +38,8 @@ class Echo(Task):
         return TensorDataset(torch.tensor([device]))
 
     def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
+        with torch.no_grad():  # another digest each time, or trainers would not read versions anew
+            next(model.parameters())[0] += 1e-3
         return Trained(steps=1, samples=1, loss=0.0)
 
 

@@ -16,7 +16,7 @@ import msgpack
 
 from broker.client import Client
 from broker.errors import Fenced, NoRun, NoScript
-from broker.keys import COORDINATORS, Keys
+from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.layout import Layout
 from broker.messages import (
     OUTCOMES,
@@ -411,7 +411,12 @@ class Ledger:
         event = self._event(what="trainer", text=f"{name} joined")
         return bool(
             await self._script(
-                "announce", name, _packed(dict(about)), _packed(list(devices)), _packed(event)
+                "announce",
+                name,
+                _packed(dict(about)),
+                _packed(list(devices)),
+                _packed(event),
+                TRAINERS,
             )
         )
 

@@ -113,7 +113,7 @@ def environment(environ: Mapping[str, str], redis_url: str, pid: int) -> dict[st
 
 def programs(settings: Settings, trainers: int, config: Path, port: int) -> list[Program]:
     """The services of a run, in the order in which they are started."""
-    file = ("--config", str(config))
+    file = ("--config", str(config), "--set", "http.port=0")  # any: they are on one machine
     listen = ("--set", f"http.port={port}")
     return [
         # Those that load torch first: they take longest.

@@ -120,15 +120,15 @@ class Evaluator:
             await blobs.read(self._client, key, model, digest=head.digest)
         except BlobMissing:
             return  # it was the newest no more
-        self._measured = head.version
         try:
             metrics = await asyncio.to_thread(self._evaluate, model)
         except Exception as error:
             await self._report(error, head)
+            self._measured = head.version
             return
         for name, value in metrics.items():
             self._metrics.labels(name).set(value)
-        self._context.log.info("measured", version=head.version, **metrics)
+        self._context.log.info("measured", version=head.version, metrics=metrics)
         await self._ledger.tell(
             Event(
                 what="evaluation", service=self._name, time=time.time(),
@@ -138,6 +138,7 @@ class Evaluator:
         if self._target is not None and metrics.get("accuracy", 0.0) >= self._target:
             why = f"accuracy {metrics['accuracy']:.4f} at version {head.version}"
             await self._ledger.finish(why)
+        self._measured = head.version  # last: what was not told is measured again
 
     async def _report(self, error: Exception, head: Head) -> None:
         """A user's metrics raised: the run goes on, unmeasured."""

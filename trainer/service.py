@@ -147,10 +147,13 @@ class Trainer:
                 return
             async with asyncio.TaskGroup() as group:
                 group.create_task(repeat(context, "heartbeat", self._announce))
-                group.create_task(repeat(context, "tasks", self._step))
+                within_s = max(30.0, self._lease.seconds)
+                group.create_task(repeat(context, "tasks", self._step, within_s=within_s))
                 if self._settings.anarchic is not None:
                     anarchy = partial(self._take_initiative, self._settings.anarchic)
-                    group.create_task(repeat(context, "initiative", anarchy))
+                    # A wait of 20 means is as good as impossible.
+                    patience_s = 30.0 + 20.0 / self._settings.anarchic.rate
+                    group.create_task(repeat(context, "initiative", anarchy, within_s=patience_s))
         finally:
             try:
                 await self._ledger.leave(self._name)
@@ -209,7 +212,10 @@ class Trainer:
         await pause(self._context.stop, rng.expovariate(initiative.rate))
         if self._now is not None or self._context.stop.is_set() or self._run is None:
             return
-        run = await self._ledger.run()
+        try:
+            run = await self._ledger.run()
+        except NoRun:
+            return  # Redis was emptied; the updater publishes it again
         if run.state == "finished":
             return
         steps, epochs = initiative.steps.draw(rng)
@@ -243,10 +249,11 @@ class Trainer:
 
     async def _next(self) -> list[Entry]:
         """The next entry, if there is one within a second."""
-        if self._unsure is not None:
+        why, self._unsure = self._unsure, "trouble"  # unless what follows comes back
+        if why is not None:
             await self._tasks.ensure()
             entries, _ = await self._tasks.claim(
-                idle_ms=0, most=self._lease.attempts, own=True, quiet=self._unsure == "trouble",
+                idle_ms=0, most=self._lease.attempts, own=True, quiet=why == "trouble",
                 count=1,
             )  # fmt: skip
             if not entries:
@@ -259,7 +266,6 @@ class Trainer:
             if entries:
                 return entries
             self._swept = time.monotonic()
-        self._unsure = "trouble"  # unless the read comes back
         entries = await self._tasks.read()
         if not entries:
             self._unsure = None
@@ -364,6 +370,9 @@ class Trainer:
 
         vector.load(base, self._module)
         trained = self._learning.train(self._module, self._data(work.device), work)
+        if not isinstance(trained, Trained):
+            raise TypeError(f"train() must return Trained(...), not {type(trained).__name__}")
+        trained = Trained(int(trained.steps), int(trained.samples), float(trained.loss))
         out = self._out or Model(self._layout)
         vector.read(self._module, out)
         return _Answered(trained, out, out.digest())
@@ -378,6 +387,7 @@ class Trainer:
                     raise Unavailable(f"run {self._keys.name!r} is gone from Redis")
                 head, start = newest
                 if self._base is not None and known == head.digest:
+                    self._base = (head, self._base[1])  # a new version may have the same bits
                     return self._base
                 model = self._base[1] if self._base is not None else Model(self._layout)
                 self._base = None

@@ -17,6 +17,7 @@ from broker.client import RedisSettings
 from broker.errors import LayoutMismatch
 from broker.keys import TRAINERS
 from broker.layout import Model
+from broker.ledger import Commit
 from broker.messages import GiveUp, Upload, decode
 from broker.streams import Group
 from runtime.steps import FixedSteps
@@ -236,6 +237,47 @@ async def test_an_owner_serves_its_own_devices_and_nobody_elses(hand: Hand, make
         [upload] = await answers(hand)
         assert upload.device == 3
         assert await hand.client.call("XLEN", hand.keys.tasks) == 1  # device 4 waits for the pool
+
+
+async def test_an_owner_takes_up_what_was_dispatched_before_it_came(hand: Hand, make: Make) -> None:
+    await hand.create()
+    await hand.open(device=3)
+    await hand.open(device=4)
+    assert await hand.dispatch() == ["sent", "sent"]
+    async with running(make("edge", settings=TrainerSettings(owns=(3,))), context()):
+        [upload] = await answers(hand)
+    assert upload.device == 3
+    assert await hand.client.call("XLEN", hand.keys.tasks) == 1
+
+
+async def test_a_version_of_the_same_bits_is_another_version(hand: Hand, make: Make) -> None:
+    await hand.create()
+    async with running(make(), context()):
+        await hand.open()
+        await hand.dispatch()
+        await answers(hand)
+        model = await hand.publish(1, 0.0)
+        commit = Commit(version=model, buffered=0, mean_staleness=0.0)
+        assert await hand.ledger.commit(hand.updater.token, commit) == "done"
+        await hand.open()
+        await hand.dispatch()
+        last = (await answers(hand, 2))[-1]
+    assert isinstance(last, Upload)
+    assert last.tau == 1
+
+
+async def test_training_that_returns_nothing_is_the_tasks_mistake(
+    hand: Hand, make: Make, task: Adds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await hand.create()
+    monkeypatch.setattr(task, "train", lambda *_: None)
+    async with running(make(), context()):
+        await hand.open()
+        await hand.dispatch()
+        [answer] = await answers(hand)
+    assert isinstance(answer, GiveUp)
+    [error] = await hand.events("error")
+    assert "train() must return Trained(...), not NoneType" in (error.text or "")
 
 
 async def test_an_anarchic_trainer_asks_for_tasks_of_its_own(hand: Hand, make: Make) -> None:
