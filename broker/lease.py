@@ -38,7 +38,7 @@ class Lease:
 
     async def acquire(self, *, at_least: int = 0) -> bool:
         """Takes the role unless another holds it. The token is above ``at_least``."""
-        number, _wait_ms = await _ACQUIRE(
+        number = await _ACQUIRE(
             self._client,
             self._keys,
             self.role,

@@ -547,7 +547,7 @@ class Ledger:
     async def purge(self) -> int:
         """Deletes every key of the run: how many there were."""
         cursor, deleted = b"0", 0
-        pattern = self.keys.prefix.replace("[", r"\[") + "*"
+        pattern = self.keys.prefix + "*"
         while True:
             cursor, found = await self._client.call("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
             if found:

@@ -39,7 +39,7 @@ from broker.errors import (
 )
 from broker.keys import TRAINERS, Keys
 from broker.layout import Model
-from broker.ledger import Head, Ledger, Run
+from broker.ledger import Head, Ledger
 from broker.messages import Event, GiveUp, Task, Trigger, Upload, task_id
 from broker.streams import Entry, Group
 from runtime.backoff import Backoff, pause
@@ -115,7 +115,6 @@ class Trainer:
         self._tasks = Group(self._client, stream, TRAINERS, name)
         self._unsure: str | None = "crash"  # we may hold tasks that we don't know of, and why
         self._swept = 0.0
-        self._run: Run | None = None
         self._base: tuple[Head, Model] | None = None  # the newest version that we have
         self._out: Model | None = None
         self._now: Task | None = None
@@ -188,7 +187,6 @@ class Trainer:
                 f"{run.layout.parameters} in {len(run.layout.tensors)}: give every service the "
                 "same task, or purge the run"
             )
-        self._run = run
         self._out = Model(run.layout)
         await self._tasks.ensure()
         return True
@@ -210,7 +208,7 @@ class Trainer:
         """Anarchic: triggers a task for one of its devices, when it has nothing to do."""
         rng = random.Random()
         await pause(self._context.stop, rng.expovariate(initiative.rate))
-        if self._now is not None or self._context.stop.is_set() or self._run is None:
+        if self._now is not None or self._context.stop.is_set():
             return
         try:
             run = await self._ledger.run()
@@ -352,9 +350,8 @@ class Trainer:
                 with self._seconds.labels("upload").time():
                     if unwritten is not None:
                         await blobs.write(self._client, update, unwritten, expire_s=expire_s)
-                        unwritten = (
-                            None  # not again: it may be admitted by now, and must not expire
-                        )
+                        # Not again: it may be admitted by then, and must not expire.
+                        unwritten = None
                     return await self._ledger.answer(
                         self._tasks.stream, TRAINERS, entry, answer, chunk=chunk, expire_s=expire_s
                     )

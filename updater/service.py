@@ -495,9 +495,11 @@ class Updater:
         commit = change.commit
         with self._metrics.seconds.labels("publish").time():
             try:
-                chunk = blobs.inline(change.state.model) if commit.version is not None else b""
-                if commit.version is not None and not chunk:
-                    await self._write(commit.version, change.state.model)
+                chunk: memoryview | bytes = b""
+                if commit.version is not None:
+                    chunk = blobs.inline(change.state.model)
+                    if not chunk:
+                        await self._write(commit.version, change.state.model)
                 done = await self._ledger.commit(self._lease.token, commit, chunk=chunk)
             except OutOfMemory:
                 await self._make_room()
