@@ -9,7 +9,6 @@ itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 import xxhash
@@ -25,32 +24,35 @@ _SIZE = b"size"
 
 
 async def write(client: Client, key: str, model: Model, *, expire_s: float) -> None:
-    """Writes the model's bytes under ``key``, to expire after ``expire_s`` (0: never)."""
+    """Writes the model's bytes under ``key``, to expire ``expire_s`` after the last of them."""
     data = model.buffer.data
-    # Size and expiry come first and together, so that no half-written blob is there for ever.
-    commands: list[Command] = [("HSET", key, _SIZE, data.nbytes)]
-    if expire_s:
-        commands = [("MULTI",), *commands, ("PEXPIRE", key, round(expire_s * 1000)), ("EXEC",)]
-    for number, start in enumerate(range(0, data.nbytes, CHUNK)):
-        commands.append(("HSET", key, number, data[start : start + CHUNK]))
-        if len(commands) >= WINDOW:
-            await client.pipeline(commands)
-            commands = []
-    if commands:
-        await client.pipeline(commands)
+    expire: Command = ("PEXPIRE", key, round(expire_s * 1000))
+    # Size and expiry come first, together and alone: no half-written blob is there for ever, and
+    # one that expired while it was written has no size.
+    await client.pipeline([("MULTI",), ("HSET", key, _SIZE, data.nbytes), expire, ("EXEC",)])
+    for first in range(0, data.nbytes, WINDOW * CHUNK):
+        starts = range(first, min(first + WINDOW * CHUNK, data.nbytes), CHUNK)
+        chunks: list[Command] = [("HSET", key, at // CHUNK, data[at : at + CHUNK]) for at in starts]
+        await client.pipeline([*chunks, expire])
 
 
-def inline(model: Model) -> memoryview | bytes:
-    """The bytes of a model of one chunk, to ride with the script that names it; else none."""
-    return model.buffer.data if model.layout.nbytes <= CHUNK else b""
+async def prepare(client: Client, key: str, model: Model, *, expire_s: float) -> Sequence[Command]:
+    """Writes the model; one of a single chunk rides ahead of the script that names it instead.
+
+    The commands for that, all or nothing. They save a round trip; as an argument of the script the
+    chunk would be copied into Lua, which costs Redis more than all the rest.
+    """
+    data = model.buffer.data
+    if data.nbytes > CHUNK:
+        await write(client, key, model, expire_s=expire_s)
+        return ()
+    put = ("HSET", key, _SIZE, data.nbytes, *((0, data) if data.nbytes else ()))
+    return (("MULTI",), put, ("PEXPIRE", key, round(expire_s * 1000)), ("EXEC",))
 
 
-async def read(
-    client: Client, key: str, into: Model, *, digest: str, start: Sequence[bytes | None] = ()
-) -> None:
+async def read(client: Client, key: str, into: Model, *, digest: str) -> None:
     """Reads the blob under ``key`` into a model and checks size and digest.
 
-    ``start`` is what came with the blob's name: its size and first chunk, where it has but one.
     Raises BlobMissing if it is not there, BlobDamaged if its bytes are not those announced; the
     model's bytes are undefined then.
     """
@@ -59,12 +61,9 @@ async def read(
     at = 0
     for first in range(0, max(chunks, 1), WINDOW):
         numbers = range(first, min(first + WINDOW, chunks))
-        if start and chunks == 1:
-            replies: list[Any] = [start]
-        else:
-            replies = await client.pipeline(
-                [("HMGET", key, _SIZE, *numbers[:1]), *(("HGET", key, n) for n in numbers[1:])]
-            )
+        replies = await client.pipeline(
+            [("HMGET", key, _SIZE, *numbers[:1]), *(("HGET", key, n) for n in numbers[1:])]
+        )
         size, *begin = replies[0]
         if size is None:
             raise BlobMissing(key)

@@ -9,6 +9,7 @@ decides what a repetition means. Replies come in RESP2's shapes, always as bytes
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Sequence
 from typing import Any
 
@@ -24,6 +25,9 @@ Argument = bytes | memoryview | str | int | float
 Command = Sequence[Argument]
 
 _READ = 1 << 20  # bytes taken from a connection at once
+# UNBLOCKED: the stream that was waited for is gone, or the node is no master any more. MISCONF: a
+# snapshot failed. BUSY: a script that runs too long. In a script's error the code is not the first.
+_PASSING = re.compile(r"\b(UNBLOCKED|NOREPLICAS|MISCONF|BUSY) ")
 
 
 class RedisSettings(BaseModel):
@@ -32,7 +36,8 @@ class RedisSettings(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
     url: str = "redis://127.0.0.1:6379/0"
-    timeout_s: float = Field(default=10.0, gt=0)  # for one round trip, or one window of chunks
+    # For one round trip, or one window of chunks; liveness expects a sign of life within 30 s.
+    timeout_s: float = Field(default=10.0, gt=0, le=20)
 
 
 class Client:
@@ -134,10 +139,13 @@ class Client:
             OSError,
             TimeoutError,
         )
-        # UNBLOCKED: the stream that was waited for is gone, or the node is no master any more.
-        if isinstance(error, passing) or text.startswith(("UNBLOCKED", "NOREPLICAS")):
+        if isinstance(error, passing) or _PASSING.search(text):
             return Unavailable(f"Redis at {self.address} does not answer: {text}")
         return BrokerError(f"Redis at {self.address}: {text}")
+
+    def hurry(self, seconds: float) -> None:
+        """From now on an answer must come in ``seconds``: for good-byes, which must not hold up."""
+        self._timeout_s = min(self._timeout_s, seconds)
 
     async def close(self) -> None:
         """Closes the connections that are idle, and those in use when their reply is in."""

@@ -7,15 +7,16 @@ Each method is one Lua script (``broker/lua``), so every change is whole or not 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
-from typing import Any, Literal
+from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache, partial
+from typing import Any, Generic, Literal, TypeVar
 
 import msgpack
 
-from broker.client import Client
-from broker.errors import Fenced, NoRun, NoScript
+from broker.client import Client, Command
+from broker.errors import BadMessage, Fenced, NoRun, NoScript
 from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.layout import Layout
 from broker.messages import (
@@ -32,17 +33,22 @@ from broker.messages import (
     Version,
 )
 from broker.scripts import Script
-from broker.streams import Entry, Reader
+from broker.streams import Entry
 
 _SCRIPTS = {
     name: Script(name)
     for name in (
         "admit", "announce", "bury", "close_round", "commit", "create", "dispatch",
-        "finish_run", "finish_task", "leave", "look", "newest", "retire", "trigger",
+        "finish_run", "finish_task", "leave", "look", "retire", "settle_unserved",
+        "tell", "trigger",
     )
 }  # fmt: skip
 
+# They ride in pipelines with a wait: one that Redis does not know would cost the wait.
+_PIPELINED = ("admit", "close_round", "dispatch", "look", "trigger")
+
 State = Literal["running", "finished"]
+T = TypeVar("T")
 
 
 def _packed(value: object) -> bytes:
@@ -63,6 +69,15 @@ def _fields(values: Mapping[str, object]) -> list[str | bytes]:
 
 def _mapping(flat: Sequence[bytes]) -> dict[str, bytes]:
     return {name.decode(): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+
+
+def _text(reply: bytes) -> str:
+    return reply.decode()
+
+
+def _verdict(reply: Sequence[bytes]) -> tuple[str, str]:
+    verdict, reason = reply
+    return verdict.decode(), reason.decode()
 
 
 @lru_cache(1024)  # an open task is looked at again with every other task that ends
@@ -97,7 +112,9 @@ class Run:
         )
 
     @classmethod
-    def _parsed(cls, record: Mapping[str, bytes]) -> Run:
+    @lru_cache(16)  # it is in every view, and changes once: when the run ends
+    def _parsed(cls, flat: tuple[bytes, ...]) -> Run:
+        record = _mapping(flat)
         number = record.get("max_staleness")
         finished = record.get("finished")
         return cls(
@@ -157,6 +174,7 @@ class View:
     dead: int
     owned: tuple[int, ...]  # devices that a trainer owns; where there are any, only they train
     now: float  # seconds since 1970, Redis's clock
+    told: Mapping[str, str] = field(default_factory=dict)  # newest ids of `events` and `models`
 
     @property
     def issued(self) -> int:
@@ -179,6 +197,18 @@ class View:
 
 
 @dataclass(frozen=True)
+class Decision(Generic[T]):
+    """A change not made yet: await it alone, or send its command with others in one pipeline."""
+
+    command: Command
+    parsed: Callable[[Any], T]  # the command's reply
+    _alone: Callable[[], Awaitable[Any]]
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.parsed((yield from self._alone().__await__()))
+
+
+@dataclass(frozen=True)
 class End:
     """One task ends."""
 
@@ -190,6 +220,12 @@ class End:
     version: int | None = None
     staleness: int | None = None
     weight: float | None = None
+
+
+def counted(counts: Mapping[str, int], end: End) -> dict[str, int]:
+    """A run's counts with one more end, as the scripts count it."""
+    names = [end.outcome, f"{end.outcome}:{end.reason}"] if end.reason else [end.outcome]
+    return {**counts, **{name: counts.get(name, 0) + 1 for name in names}}
 
 
 @dataclass(frozen=True)
@@ -215,10 +251,30 @@ class Ledger:
         self.keys = keys
 
     async def _script(
-        self, name: str, *arguments: Any, rest: Sequence[str] = (), **keys: str
+        self,
+        name: str,
+        *arguments: Any,
+        rest: Sequence[str] = (),
+        ahead: Sequence[Command] = (),
+        **keys: str,
     ) -> Any:
         return await _SCRIPTS[name](
-            self._client, {**self.keys.__dict__, **keys}, *arguments, rest=rest
+            self._client, {**self.keys.__dict__, **keys}, *arguments, rest=rest, ahead=ahead
+        )
+
+    def _decision(
+        self, name: str, parsed: Callable[[Any], T], *arguments: Any, rest: Sequence[str] = ()
+    ) -> Decision[T]:
+        script, keys = _SCRIPTS[name], self.keys.__dict__
+        return Decision(
+            script.command(keys, *arguments, rest=rest), parsed,
+            partial(script, self._client, keys, *arguments, rest=rest),
+        )  # fmt: skip
+
+    async def prepare(self) -> None:
+        """Makes Redis know the scripts that ride in pipelines."""
+        await self._client.pipeline(
+            [("SCRIPT", "LOAD", _SCRIPTS[name].source) for name in _PIPELINED]
         )
 
     def _event(self, **fields: Any) -> dict[str, Any]:
@@ -231,25 +287,33 @@ class Ledger:
         """Everything countable. Raises NoRun while the run was not created."""
         return self._view(await self._script("look"))
 
-    async def look_after(self, news: Reader, *, block_ms: int) -> View:
-        """Waits for news, at most ``block_ms``, and then looks: one exchange. Raises NoRun."""
+    async def look_after(
+        self, view: View, *, block_ms: int, opening: Decision[int] | None = None
+    ) -> tuple[int, View]:
+        """Opens tasks, waits for what ``view`` does not contain, and looks: one exchange.
+
+        How many tasks were opened, and what is then, at most ``block_ms`` later. Raises NoRun, and
+        Fenced as :meth:`trigger` does.
+        """
+        streams = (*view.told, *view.told.values())
+        news: Command = ("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *streams)
         look = _SCRIPTS["look"].command(self.keys.__dict__)
+        first = (opening.command,) if opening else ()
         try:
-            said, reply = await self._client.pipeline(
-                [news.command(1000, block_ms), look], wait_s=block_ms / 1000
+            *opened, _, reply = await self._client.pipeline(
+                [*first, news, look], wait_s=block_ms / 1000
             )
         except NoScript:
-            return await self.look()
-        news.advance(said)
-        return self._view(reply)
+            return await opening if opening else 0, await self.look()
+        return opening.parsed(opened[0]) if opening else 0, self._view(reply)
 
     def _view(self, reply: Any) -> View:
-        run, head, counts, *numbers, now = reply
+        run, head, counts, *numbers, event, version, now = reply
         opened, admitted, queue, triggers, uploads, trainers, kept, dead, owned = numbers
         if not run:
             raise NoRun(f"there is no run {self.keys.name!r} in Redis at {self._client.address}")
         return View(
-            run=Run._parsed(_mapping(run)),  # noqa: SLF001  (its own module)
+            run=Run._parsed(tuple(run)),  # noqa: SLF001  (its own module)
             head=Head._parsed(_mapping(head)),  # noqa: SLF001
             counts={name: int(value) for name, value in _mapping(counts).items()},
             open=tuple(_trigger(data) for data in opened),
@@ -262,27 +326,29 @@ class Ledger:
             dead=dead,
             owned=tuple(sorted(int(device) for device in owned)),
             now=float(now),
+            told={self.keys.events: event.decode(), self.keys.models: version.decode()},
         )
+
+    async def answered(self) -> frozenset[int]:
+        """The devices whose updates are in the queue."""
+        rows = await self._client.call("XRANGE", self.keys.queue, "-", "+")
+        devices = set()
+        for _, fields in rows:
+            with suppress(BadMessage):  # which the updater will find too
+                devices.add(Upload.decode(fields[1]).device)
+        return frozenset(devices)
 
     async def run(self) -> Run:
         """The run's record. Raises NoRun."""
-        record = _mapping(await self._client.call("HGETALL", self.keys.run))
+        record = await self._client.call("HGETALL", self.keys.run)
         if not record:
             raise NoRun(f"there is no run {self.keys.name!r} in Redis at {self._client.address}")
-        return Run._parsed(record)  # noqa: SLF001  (its own module)
+        return Run._parsed(tuple(record))  # noqa: SLF001  (its own module)
 
     async def head(self) -> Head | None:
         """The newest version; None before the first."""
         record = _mapping(await self._client.call("HGETALL", self.keys.head))
         return Head._parsed(record) if record else None  # noqa: SLF001  (its own module)
-
-    async def newest(self, digest: str = "") -> tuple[Head, list[bytes | None]] | None:
-        """The newest version, and what its blob begins with unless it has this ``digest``.
-
-        That is size and first chunk, for :func:`broker.blobs.read`. None before the first version.
-        """
-        record, start = await self._script("newest", self.keys.model(""), digest)
-        return (Head._parsed(_mapping(record)), start) if record else None  # noqa: SLF001
 
     async def kept(self) -> dict[str, int]:
         """Blobs of the models that can be read, with their versions, oldest first."""
@@ -306,17 +372,22 @@ class Ledger:
 
     # the scheduler's part
 
-    async def trigger(self, token: str, limit: int, draw: int, triggers: Iterable[Trigger]) -> int:
+    def trigger(
+        self, token: str, limit: int, draw: int, triggers: Iterable[Trigger]
+    ) -> Decision[int]:
         """Opens tasks while fewer than ``limit`` are open: how many were.
 
         ``draw`` is the number of tasks issued when they were drawn; if others were issued since,
         none is opened. Raises Fenced.
         """
+
+        def opened(reply: Any) -> int:
+            if reply == b"fenced":
+                raise Fenced(f"another scheduler leads now (mine is token {token})")
+            return reply if isinstance(reply, int) else 0
+
         pairs = [part for t in triggers for part in (t.task, t.encode())]
-        reply = await self._script("trigger", token, limit, draw, *pairs)
-        if reply == b"fenced":
-            raise Fenced(f"another scheduler leads now (mine is token {token})")
-        return reply if isinstance(reply, int) else 0
+        return self._decision("trigger", opened, token, limit, draw, *pairs)
 
     async def ask(self, wish: CloseRound | Trigger) -> None:
         """Asks the coordinator: to end a round, or for a task of an anarchic device's own."""
@@ -324,7 +395,7 @@ class Ledger:
 
     # the coordinator's part
 
-    async def dispatch(self, entry: Entry, trigger: Trigger, *, rate: int, limit: int) -> str:
+    def dispatch(self, entry: Entry, trigger: Trigger, *, rate: int, limit: int) -> Decision[str]:
         """Makes a trigger a task, of the pool or of the device's owner: what became of it.
 
         A device's own trigger is taken up to ``rate`` a second and trainer, while fewer than
@@ -335,21 +406,19 @@ class Ledger:
             "device": trigger.device, "origin": trigger.origin, "rate": rate, "limit": limit,
         }  # fmt: skip
         task = Task.of(trigger).encode()
-        reply = await self._script("dispatch", _packed(about), task, trigger.encode())
-        return str(reply.decode())
+        return self._decision("dispatch", _text, _packed(about), task, trigger.encode())
 
-    async def close_round(self, entry: Entry, closing: CloseRound) -> str:
+    def close_round(self, entry: Entry, closing: CloseRound) -> Decision[str]:
         """Gives up a round's unanswered tasks, and tells the updater through the queue."""
         about = {
             "group": COORDINATORS, "entry": entry.id, "tasks": closing.tasks, "why": closing.why,
         }  # fmt: skip
         end = RoundEnd(version=closing.version, why=closing.why).encode()
-        reply = await self._script("close_round", _packed(about), end, _packed(self._event()))
-        return str(reply.decode())
+        return self._decision("close_round", _text, _packed(about), end, _packed(self._event()))
 
-    async def admit(
+    def admit(
         self, entry: Entry, answer: Upload | GiveUp, *, size_limit: int
-    ) -> tuple[str, str]:
+    ) -> Decision[tuple[str, str]]:
         """Admits an answer to the queue, or not: ('admitted' | 'refused' | ..., reason)."""
         about: dict[str, object] = {
             "group": COORDINATORS, "entry": entry.id,
@@ -365,10 +434,9 @@ class Ledger:
                 "tau": answer.tau, "base": answer.base, "layout": answer.layout,
                 "size": answer.size, "size_limit": size_limit,
             }  # fmt: skip
-        verdict, reason = await self._script(
-            "admit", _packed(about), answer.encode(), _packed(event), rest=[blob]
+        return self._decision(
+            "admit", _verdict, _packed(about), answer.encode(), _packed(event), rest=[blob]
         )
-        return verdict.decode(), reason.decode()
 
     async def bury(
         self,
@@ -402,23 +470,26 @@ class Ledger:
         )
         return [name.decode() for name in names]
 
+    async def settle_unserved(self, lease_ms: int) -> int:
+        """What lies in the pool where only owners are alive: theirs, or given up. How many were."""
+        event = _packed(self._event())
+        return int(await self._script("settle_unserved", TRAINERS, lease_ms, event))
+
     # the trainers' part
 
     async def announce(
         self, name: str, about: Mapping[str, Any], devices: Sequence[int] = ()
-    ) -> bool:
-        """Says that a trainer is alive and owns ``devices``: whether it is new."""
-        event = self._event(what="trainer", text=f"{name} joined")
-        return bool(
-            await self._script(
-                "announce",
-                name,
-                _packed(dict(about)),
-                _packed(list(devices)),
-                _packed(event),
-                TRAINERS,
-            )
-        )
+    ) -> dict[int, str]:
+        """Says that a trainer is alive and owns ``devices``, and no others.
+
+        Those that it does not get, with who owns them ('': the run has no such device).
+        """
+        joined = self._event(what="trainer", text=f"{name} joined")
+        refused = await self._script(
+            "announce", name, _packed(dict(about) | {"owns": list(devices)}), _packed(joined),
+            _packed(self._event(what="trainer")), TRAINERS,
+        )  # fmt: skip
+        return {device: owner.decode() for device, owner in refused}
 
     async def leave(self, name: str, *, silent_s: float = 0.0) -> int | None:
         """Strikes a trainer off the register if it was silent for so long.
@@ -440,19 +511,20 @@ class Ledger:
         entry: Entry,
         answer: Upload | GiveUp,
         *,
-        chunk: memoryview | bytes = b"",
         expire_s: float = 600.0,
-    ) -> bool:
-        """Says the answer to a task and ends its lease; False if the lease is over.
+        ahead: Sequence[Command] = (),
+    ) -> str:
+        """Says the answer to a task and ends its lease, both or neither: what happened.
 
-        ``chunk``: the update itself, where it is one chunk and was not written before.
+        'said'; 'over': the lease had ended before; 'unwritten': the update's blob is not there.
+        ``ahead``: what :func:`broker.blobs.prepare` left to write it by.
         """
-        update = self.keys.update(f"{answer.task}.{answer.attempt}")
-        said = await self._script(
-            "finish_task", group, entry.id, answer.encode(), chunk, round(expire_s * 1000),
-            tasks=stream, update=update,
+        reply = await self._script(
+            "finish_task", group, entry.id, answer.encode(),
+            answer.size if isinstance(answer, Upload) else 0, round(expire_s * 1000),
+            tasks=stream, update=self.keys.update(f"{answer.task}.{answer.attempt}"), ahead=ahead,
         )  # fmt: skip
-        return bool(said)
+        return str(reply.decode())
 
     # the updater's part
 
@@ -465,6 +537,7 @@ class Ledger:
         about: dict[str, Any] = {
             "token": token, "run": run._record(), "head": self._head(version, 0, 0.0),  # noqa: SLF001
             "version": version.version, "digest": version.digest, "blob": version.blob,
+            "size": str(version.size),
         }  # fmt: skip
         if again:
             about["again"] = True
@@ -472,14 +545,14 @@ class Ledger:
         reply = await self._script("create", _packed(about), version.encode(), blob=blob)
         return self._unless_fenced(reply, token)
 
-    async def commit(self, token: str, commit: Commit, *, chunk: memoryview | bytes = b"") -> str:
+    async def commit(self, token: str, commit: Commit, *, ahead: Sequence[Command] = ()) -> str:
         """Publishes, ends and deletes in one step, or does nothing at all: what happened.
 
         'done' (also when it was done before, and only the reply was lost); 'lost': Redis was
         emptied; 'behind:<version>': its head is not this version's parent; 'finished': the run is
         over; 'unwritten': the model's blob is not there. Raises Fenced.
 
-        ``chunk``: the version's model, where it is one chunk and was not written before.
+        ``ahead``: what :func:`broker.blobs.prepare` left to write that blob by.
         """
         version = commit.version
         ends = [
@@ -500,14 +573,18 @@ class Ledger:
         if commit.finish is not None:
             about["finish"] = commit.finish
         if version is not None:
-            about |= {"version": version.version, "digest": version.digest, "blob": version.blob}
+            about |= {
+                "version": version.version, "digest": version.digest, "blob": version.blob,
+                "size": str(version.size),
+            }  # fmt: skip
         reply = await self._script(
-            "commit", _packed(about), version.encode() if version else b"", chunk,
+            "commit", _packed(about), version.encode() if version else b"",
             blob=self.keys.model(version.blob if version else "none"),
             rest=[
                 *(self.keys.update(blob) for blob in commit.updates),
                 *(self.keys.model(blob) for blob in commit.retired),
             ],
+            ahead=ahead,
         )  # fmt: skip
         return self._unless_fenced(reply, token)
 
@@ -540,9 +617,7 @@ class Ledger:
 
     async def tell(self, event: Event) -> None:
         """Writes an event for whoever observes."""
-        await self._client.call(
-            "XADD", self.keys.events, "MAXLEN", "~", 10_000, "*", "m", event.encode()
-        )
+        await self._script("tell", event.encode())
 
     async def purge(self) -> int:
         """Deletes every key of the run: how many there were."""

@@ -39,7 +39,11 @@ class Message(BaseModel):
     def encode(self) -> bytes:
         """The message as the bytes of a stream entry."""
         fields = {name: value for name, value in self.__dict__.items() if value is not None}
-        packed = msgpack.packb({"v": SCHEMA, "k": self.kind, **fields}, default=_plain)
+        packed = msgpack.packb(
+            {"v": SCHEMA, "k": self.kind, **fields},
+            default=_plain,
+            unicode_errors="replace",  # a user's file name may hold what is no text
+        )
         assert isinstance(packed, bytes)  # noqa: S101  (packb's type is Any)
         return packed
 
@@ -55,30 +59,6 @@ def _plain(value: object) -> dict[str, Any]:
     raise TypeError(f"{type(value).__name__} can't ride in a message")
 
 
-class Trigger(Message):
-    """A training task is wanted. The scheduler's, or an anarchic device's own."""
-
-    kind: ClassVar[str] = "trigger"
-    task: Id
-    device: Count
-    seed: Count
-    steps: Annotated[int, Field(ge=1)] | None = None
-    epochs: Annotated[int, Field(ge=1)] | None = None
-    why: str = ""
-    origin: Name = "scheduler"  # else the name of the trainer that wrote it
-    version: Count | None = None  # rounds: train from this version
-    deadline: float | None = None  # rounds: seconds since 1970 after which no answer counts
-
-
-class CloseRound(Message):
-    """The round on top of a version ends now; its unanswered tasks are given up."""
-
-    kind: ClassVar[str] = "close_round"
-    version: Count
-    tasks: tuple[Id, ...]
-    why: str
-
-
 class Task(Message):
     """Train: which device, how long, from which seed (and, in rounds, from which version)."""
 
@@ -88,21 +68,30 @@ class Task(Message):
     seed: Count
     steps: Annotated[int, Field(ge=1)] | None = None
     epochs: Annotated[int, Field(ge=1)] | None = None
-    version: Count | None = None
-    deadline: float | None = None
+    version: Count | None = None  # rounds: train from this version
+    deadline: float | None = None  # rounds: seconds since 1970 after which no answer counts
 
     @classmethod
     def of(cls, trigger: Trigger) -> Task:
         """The task that a trigger asks for."""
-        return cls(
-            task=trigger.task,
-            device=trigger.device,
-            seed=trigger.seed,
-            steps=trigger.steps,
-            epochs=trigger.epochs,
-            version=trigger.version,
-            deadline=trigger.deadline,
-        )
+        return cls(**{name: getattr(trigger, name) for name in cls.model_fields})
+
+
+class Trigger(Task):
+    """A task is wanted: by the scheduler, or by an anarchic device itself."""
+
+    kind: ClassVar[str] = "trigger"
+    why: str = ""
+    origin: Name = "scheduler"  # else the name of the trainer that wrote it
+
+
+class CloseRound(Message):
+    """The round on top of a version ends now; its unanswered tasks are given up."""
+
+    kind: ClassVar[str] = "close_round"
+    version: Count
+    tasks: tuple[Id, ...]
+    why: str
 
 
 class Upload(Message):
@@ -212,13 +201,15 @@ class Dead(Message):
 def decode(data: bytes, first: type[A], /) -> A: ...
 @overload
 def decode(data: bytes, first: type[A], second: type[B], /) -> A | B: ...
+@overload
+def decode(data: bytes, /, *kinds: type[Message]) -> Message: ...
 def decode(data: bytes, /, *kinds: type[Message]) -> Message:
     """The message in ``data``, which must be one of ``kinds``. Raises BadMessage."""
     try:
         fields = msgpack.unpackb(data, use_list=False, strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:
         raise BadMessage(f"not msgpack: {error}") from error
-    if not isinstance(fields, dict) or not isinstance(fields.get("v"), int):
+    if not isinstance(fields, dict) or type(fields.get("v")) is not int:
         raise BadMessage("not a message: a map with the schema version 'v' was expected")
     if fields["v"] != SCHEMA:
         raise BadMessage(f"schema {fields['v']}, but this release speaks {SCHEMA}")

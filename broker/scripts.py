@@ -52,10 +52,15 @@ class Script:
         keys: Mapping[str, str],
         *arguments: Argument,
         rest: Sequence[str] = (),
+        ahead: Sequence[Command] = (),
     ) -> Any:
-        """Runs it. Repeats it only where Redis says that it does not know the script."""
+        """Runs it. Repeats it only where Redis says that it does not know the script.
+
+        ``ahead``: commands that go before it in the same write. If one of them fails, that is
+        raised, but the script has run: it must look for itself.
+        """
         command = self.command(keys, *arguments, rest=rest)
         try:
-            return await client.call(*command)
+            return (await client.pipeline([*ahead, command]))[-1]
         except NoScript:
             return await client.call("EVAL", self.source, *command[2:])

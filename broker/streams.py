@@ -6,6 +6,7 @@ ends by itself, so that stopping never cancels a read that Redis has already ans
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,17 +52,11 @@ class Reader:
 
     async def read(self, *, count: int = 100, block_ms: int = BLOCK_MS) -> dict[str, list[Entry]]:
         """What is new in each stream, at most ``count`` each; {} after ``block_ms``; 0 polls."""
-        command = self.command(count, block_ms)
-        return self.advance(await self._client.call(*command, wait_s=block_ms / 1000))
-
-    def command(self, count: int, block_ms: int) -> Command:
-        """The command behind :meth:`read`, for a pipeline; its reply goes to :meth:`advance`."""
         block = ("BLOCK", block_ms) if block_ms else ()
-        names = list(self._after)
-        return ("XREAD", "COUNT", count, *block, "STREAMS", *names, *self._after.values())
-
-    def advance(self, reply: Any) -> dict[str, list[Entry]]:
-        """What a reply brought; reads on from behind it next time."""
+        reply = await self._client.call(
+            "XREAD", "COUNT", count, *block, "STREAMS", *self._after, *self._after.values(),
+            wait_s=block_ms / 1000,
+        )  # fmt: skip
         found = {name.decode(): _entries(rows) for name, rows in reply or ()}
         for name, entries in found.items():
             self._after[name] = entries[-1].id
@@ -91,19 +86,16 @@ class Group:
 
     async def read(self, *, count: int = 1, block_ms: int = BLOCK_MS) -> list[Entry]:
         """Entries nobody was given yet; [] after ``block_ms`` without one; 0 doesn't wait."""
-        block = ("BLOCK", block_ms) if block_ms else ()
-        command = (
-            "XREADGROUP", "GROUP", self.group, self.consumer, "COUNT", count, *block,
-            "STREAMS", self.stream, ">",
-        )  # fmt: skip
         try:
-            reply = await self._client.call(*command, wait_s=block_ms / 1000)
+            reply = await self._client.call(
+                *reading([self], count=count, block_ms=block_ms), wait_s=block_ms / 1000
+            )
         except BrokerError as error:
-            if "NOGROUP" not in str(error):
+            if not lost(error):
                 raise
-            await self.ensure()  # Redis was emptied under us
+            await self.ensure()
             return []
-        return _entries(reply[0][1]) if reply else []
+        return [entry for _, entry in given([self], reply)]
 
     async def claim(
         self, *, idle_ms: int, most: int, own: bool = False, quiet: bool = False, count: int = 10
@@ -147,3 +139,28 @@ class Group:
         """
         reaped = await _REAP(self._client, {"stream": self.stream}, self.group, idle_ms)
         return [name.decode() for name in reaped]
+
+
+def reading(groups: Sequence[Group], *, count: int, block_ms: int) -> Command:
+    """The command that reads streams of one group and consumer together, for a pipeline.
+
+    At most ``count`` entries of each stream; its reply goes to :func:`given`.
+    """
+    block = ("BLOCK", block_ms) if block_ms else ()
+    streams = (*(group.stream for group in groups), *(">" for _ in groups))
+    first = groups[0]
+    return (
+        "XREADGROUP", "GROUP", first.group, first.consumer, "COUNT", count, *block,
+        "STREAMS", *streams,
+    )  # fmt: skip
+
+
+def given(groups: Sequence[Group], reply: Any) -> list[tuple[Group, Entry]]:
+    """The entries that a reply to :func:`reading` brought, with the group of each."""
+    of = {group.stream.encode(): group for group in groups}
+    return [(of[stream], entry) for stream, rows in reply or () for entry in _entries(rows)]
+
+
+def lost(error: BrokerError) -> bool:
+    """Whether a read failed because Redis was emptied under us: the group is to be made again."""
+    return "NOGROUP" in str(error)

@@ -244,6 +244,10 @@ class Hand:
         rows = await self.client.call("XRANGE", self.keys.queue, "-", "+")
         return [(id_.decode(), decode(fields[1], Upload, RoundEnd)) for id_, fields in rows]
 
+    async def queue_is_empty(self) -> bool:
+        """Whether the updater has done everything."""
+        return not await self.queue()
+
     async def commit(
         self, number: int | None, *uploads: Upload, write: bool = True, **changes: Any
     ) -> str:

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from trainer.task import Task as Learning
 
 
+_GONE_S = 0.1  # between two tries to read a model
+
+
 class EvaluatorSettings(Section):
     """How often the model is measured."""
 
@@ -111,15 +114,16 @@ class Evaluator:
     def _is_due(self, head: Head, state: str) -> bool:
         if self._measured is None:
             return True
-        behind = head.version - self._measured
-        return behind >= self._settings.every or (state == "finished" and behind != 0)
+        behind = head.version - self._measured  # below 0: the run was begun anew
+        return behind < 0 or behind >= self._settings.every or (state == "finished" and behind != 0)
 
     async def _measure(self, head: Head, model: Model) -> None:
         try:
             key = self._keys.model(head.blob)
             await blobs.read(self._client, key, model, digest=head.digest)
-        except BlobMissing:
-            return  # it was the newest no more
+        except BlobMissing:  # it was the newest no more, or Redis lost it
+            await pause(self._context.stop, _GONE_S)
+            return
         try:
             metrics = await asyncio.to_thread(self._evaluate, model)
         except Exception as error:

@@ -28,7 +28,7 @@ from pydantic import Field
 from structlog.contextvars import bound_contextvars
 
 from broker import blobs
-from broker.client import Client, RedisSettings
+from broker.client import Client, Command, RedisSettings
 from broker.errors import (
     BadMessage,
     BlobMissing,
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from trainer.task import Task as Learning
 
 _HEARTBEAT_S = 2.0
+_GOODBYE_S = 2.0  # a Redis that hangs must not outlast the drain
 _PARTITIONS_KEPT = 64  # data sets of devices that are kept open
 
 
@@ -120,6 +121,7 @@ class Trainer:
         self._now: Task | None = None
         self._raised: set[str] = set()
         self._answers = 0
+        self._rng = random.Random()  # of back-off and initiative; training is seeded by its task
         self._thread = ThreadPoolExecutor(1, "training")
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
@@ -154,6 +156,7 @@ class Trainer:
                     patience_s = 30.0 + 20.0 / self._settings.anarchic.rate
                     group.create_task(repeat(context, "initiative", anarchy, within_s=patience_s))
         finally:
+            self._client.hurry(_GOODBYE_S)
             try:
                 await self._ledger.leave(self._name)
             except FedstreamError as error:
@@ -206,7 +209,7 @@ class Trainer:
 
     async def _take_initiative(self, initiative: Initiative) -> None:
         """Anarchic: triggers a task for one of its devices, when it has nothing to do."""
-        rng = random.Random()
+        rng = self._rng
         await pause(self._context.stop, rng.expovariate(initiative.rate))
         if self._now is not None or self._context.stop.is_set():
             return
@@ -280,12 +283,13 @@ class Trainer:
             except Cancelled:
                 end = "lease lost" if lost.is_set() else "handed back"
                 if not lost.is_set():
+                    self._client.hurry(_GOODBYE_S)
                     await self._tasks.release(entry)
                 self._unsure = None
                 self._context.log.info("task not finished", end=end)
                 self._done.labels(end).inc()
                 return
-            said = await self._say(entry, answer)
+            said = await self._said(entry, answer)
         self._unsure = None
         self._answers += said
         end = answer.kind if said else "lease lost"
@@ -332,34 +336,37 @@ class Trainer:
             seconds=time.monotonic() - started,
         )  # fmt: skip
 
-    async def _say(self, entry: Entry, answer: Upload | GiveUp) -> bool:
+    async def _said(self, entry: Entry, answer: Upload | GiveUp) -> bool:
         """Uploads and answers, through trouble that passes: the work is done, it must not be lost.
 
-        Repeating it is harmless: an answer is said once.
+        Repeating it is harmless: an answer is said once. False if the lease is over.
         """
-        chunk: memoryview | bytes = b""
-        unwritten: Model | None = None
-        if isinstance(answer, Upload) and self._out is not None:
-            chunk = blobs.inline(self._out)
-            unwritten = None if chunk else self._out
         update = self._keys.update(f"{answer.task}.{answer.attempt}")
         expire_s = self._settings.blob_expiry_s
-        backoff = Backoff(rng=random.Random())
+        unwritten = isinstance(answer, Upload)
+        backoff = Backoff(rng=self._rng)
         while True:
+            ahead: Sequence[Command] = ()
             try:
                 with self._seconds.labels("upload").time():
-                    if unwritten is not None:
-                        await blobs.write(self._client, update, unwritten, expire_s=expire_s)
-                        # Not again: it may be admitted by then, and must not expire.
-                        unwritten = None
-                    return await self._ledger.answer(
-                        self._tasks.stream, TRAINERS, entry, answer, chunk=chunk, expire_s=expire_s
+                    if unwritten and self._out is not None:
+                        ahead = await blobs.prepare(
+                            self._client, update, self._out, expire_s=expire_s
+                        )
+                        # Not again unasked: it may be admitted by then, and must not expire.
+                        unwritten = False
+                    said = await self._ledger.answer(
+                        self._tasks.stream, TRAINERS, entry, answer, expire_s=expire_s, ahead=ahead
                     )
             except FedstreamError as error:
                 if not error.retriable or self._context.stop.is_set():
                     raise
                 self._context.log.warning("answer not said yet", reason=str(error))
                 await pause(self._context.stop, backoff.next())
+            else:
+                if said != "unwritten":
+                    return said == "said"
+                unwritten = True  # it expired while Redis was away, or never got there
 
     def _train(self, base: Model, work: Work) -> _Answered:
         """Trains the module from ``base``; runs in the training thread."""
@@ -378,19 +385,17 @@ class Trainer:
         """The newest version; one that vanishes while it is read was the newest no more."""
         with self._seconds.labels("download").time():
             while True:
-                known = self._base[0].digest if self._base is not None else ""
-                newest = await self._ledger.newest(known)
-                if newest is None:
+                head = await self._ledger.head()
+                if head is None:
                     raise Unavailable(f"run {self._keys.name!r} is gone from Redis")
-                head, start = newest
-                if self._base is not None and known == head.digest:
+                if self._base is not None and self._base[0].digest == head.digest:
                     self._base = (head, self._base[1])  # a new version may have the same bits
                     return self._base
                 model = self._base[1] if self._base is not None else Model(self._layout)
                 self._base = None
                 key = self._keys.model(head.blob)
                 try:
-                    await blobs.read(self._client, key, model, digest=head.digest, start=start)
+                    await blobs.read(self._client, key, model, digest=head.digest)
                 except BlobMissing as error:
                     now = await self._ledger.head()
                     if now is not None and now.version == head.version:

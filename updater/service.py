@@ -24,7 +24,7 @@ from prometheus_client import Counter, Gauge, Histogram, Summary
 from pydantic import Field
 
 from broker import blobs
-from broker.client import Client, RedisSettings
+from broker.client import Client, Command, RedisSettings
 from broker.errors import (
     BadMessage,
     BlobDamaged,
@@ -59,6 +59,7 @@ T = TypeVar("T")
 _LARGE = 4 << 20  # bytes; arithmetic on larger models leaves the event loop
 _UNPUBLISHED_S = 600.0  # a model whose version was never committed expires after this
 _LOST_S = 0.1  # between two looks at a Redis that was emptied
+_REMEMBERED = 10_000  # updates that are recognised when Redis goes back in time
 _LARGEST = 1e37  # norm; between models of at most this, no difference overflows float32
 _STALENESS_MEMORY = 0.9  # of the moving average that the scheduler steers by
 
@@ -66,8 +67,8 @@ _STALENESS_MEMORY = 0.9  # of the moving average that the scheduler steers by
 class UpdaterSettings(Section):
     """What the updater keeps and what it refuses."""
 
-    keep_versions: Annotated[int, Field(ge=1)] = 16
-    keep_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # the newest is kept whatever its size
+    keep_versions: Annotated[int, Field(ge=2)] = 16
+    keep_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # the newest two are kept at any size
     max_norm: Annotated[float, Field(gt=0)] | None = None  # of an update's vector, Euclidean
     lease_s: Annotated[float, Field(gt=0)] = 5.0
     drain_s: Annotated[float, Field(gt=0)] = 20.0
@@ -90,6 +91,7 @@ class _Held:
     entry: str
     blob: str
     contribution: Contribution
+    end: End
 
 
 @dataclass
@@ -154,6 +156,7 @@ class Updater:
         self._state: State | None = None
         self._held: tuple[_Held, ...] = ()
         self._kept: dict[str, int] = {}  # blob -> version, oldest first
+        self._done: dict[str, End] = {}  # by the update's blob, oldest first
         self._mean_staleness = 0.0
         self._pending: _Change | None = None
         self._written = ""  # the pending version's blob, once all of it is there
@@ -188,12 +191,24 @@ class Updater:
         elif self._finished:
             await self._clear()
         elif not self._backlog:
-            new = await self._reader.read(count=16)
-            self._backlog.extend(new.get(self._keys.queue, ()))
+            await self._read(self._state)
         else:
             self._pending = await self._change(self._backlog[0], self._state)
             if self._pending is not None:
                 await self._settle(self._pending)
+
+    async def _read(self, state: State) -> None:
+        """What is new in the queue. Nothing: is Redis where we left it, or did it go back?"""
+        new = (await self._reader.read(count=16)).get(self._keys.queue, [])
+        held = {one.entry for one in self._held}
+        self._backlog.extend(entry for entry in new if entry.id not in held)
+        if new:
+            return
+        head = await self._ledger.head()
+        if head is None or head.version < state.version:
+            await self._publish_again("no head" if head is None else f"version {head.version}")
+        elif await self._client.call("XLEN", self._keys.queue) > len(held):
+            self._reader.rewind(self._keys.queue)  # what we did is there again
 
     # becoming the updater of a run
 
@@ -284,6 +299,8 @@ class Updater:
             return None
         if isinstance(message, RoundEnd):
             return self._round_end(entry, message, state)
+        if message.blob in self._done:
+            return self._done_before(entry, message, state)
         refusal, update = await self._checked(entry, message, state)
         if update is None:
             return self._refused(entry, message, state, refusal)
@@ -400,11 +417,11 @@ class Updater:
             staleness=decision.staleness, weight=decision.weight,
             samples=upload.samples, steps=upload.steps, loss=upload.loss,
         )  # fmt: skip
-        held = (*self._held, _Held(entry.id, upload.blob, contribution))
         end = End(
             task=upload.task, attempt=upload.attempt, outcome=outcome, device=upload.device,
             version=after.version, staleness=decision.staleness, weight=decision.weight,
         )  # fmt: skip
+        held = (*self._held, _Held(entry.id, upload.blob, contribution, end))
         if after.version == before.version:
             return _Change(self._commit(after, ends=(end,)), after, held, used)
         return self._new_version(before, after, held, used, ends=(end,))
@@ -426,6 +443,14 @@ class Updater:
             device=upload.device, staleness=max(0, state.version - upload.tau),
         )  # fmt: skip
         commit = self._commit(state, ends=(end,), entries=(entry.id,), updates=(upload.blob,))
+        return _Change(commit, state, self._held, ())
+
+    def _done_before(self, entry: Entry, upload: Upload, state: State) -> _Change:
+        """An update that Redis forgot was done: its task ends as it did, and no model changes."""
+        self._context.log.warning("update found again", task=upload.task, device=upload.device)
+        commit = self._commit(
+            state, ends=(self._done[upload.blob],), entries=(entry.id,), updates=(upload.blob,)
+        )
         return _Change(commit, state, self._held, ())
 
     def _new_version(
@@ -484,7 +509,8 @@ class Updater:
         """Models to delete so that with one more the limits hold."""
         size = self._run.layout.nbytes if self._run else 1
         by_bytes = self._settings.keep_bytes // max(size, 1)
-        most = max(1, min(self._settings.keep_versions, by_bytes))
+        # Two: whoever reads the newest when the next is published shall come to an end.
+        most = max(2, min(self._settings.keep_versions, by_bytes))
         surplus = len(self._kept) + 1 - most
         return tuple(list(self._kept)[:surplus]) if surplus > 0 else ()
 
@@ -495,12 +521,8 @@ class Updater:
         commit = change.commit
         with self._metrics.seconds.labels("publish").time():
             try:
-                chunk: memoryview | bytes = b""
-                if commit.version is not None:
-                    chunk = blobs.inline(change.state.model)
-                    if not chunk:
-                        await self._write(commit.version, change.state.model)
-                done = await self._ledger.commit(self._lease.token, commit, chunk=chunk)
+                ahead = await self._prepared(commit.version, change.state.model)
+                done = await self._ledger.commit(self._lease.token, commit, ahead=ahead)
             except OutOfMemory:
                 await self._make_room()
                 raise
@@ -510,23 +532,29 @@ class Updater:
             self._run, self._finished, self._pending = await self._ledger.run(), True, None
             self._context.log.info("run finished elsewhere")
         elif done == "unwritten":
-            self._written = ""  # it expired while Redis was away
+            self._written = ""  # it expired while Redis was away, or never got there
         elif done == "lost":
             await pause(self._context.stop, _LOST_S)  # until the lease is taken again
         else:
             await self._publish_again(done)
 
-    async def _write(self, version: Version, model: Model) -> None:
-        """Writes a version's model before the commit that publishes it."""
-        if version.blob == self._written:
-            return  # a reply was lost: it may be published by now, and must not expire
+    async def _prepared(self, version: Version | None, model: Model) -> Sequence[Command]:
+        """Writes a version's model before the commit that publishes it, or has it ride along."""
+        if version is None or version.blob == self._written:
+            return ()  # a reply was lost: it may be published by now, and must not expire
         key = self._keys.model(version.blob)
-        await blobs.write(self._client, key, model, expire_s=_UNPUBLISHED_S)
+        ahead = await blobs.prepare(self._client, key, model, expire_s=_UNPUBLISHED_S)
         self._written = version.blob
+        return ahead
 
     def _adopt(self, change: _Change) -> None:
         """A change is committed: it is now what is."""
         commit = change.commit
+        # A buffered one is done with the version that contains it: until then it is read again.
+        within = self._held if commit.version is not None else ()
+        for end in (*(one.end for one in within), *commit.ends):
+            if commit.version is not None or end.outcome != "buffered":
+                self._remember(end)
         self._state, self._held, self._pending = change.state, change.held, None
         self._backlog.popleft()
         in_use = {id(model) for model in change.state.models()}
@@ -547,6 +575,11 @@ class Updater:
                 self._run, state="finished", why=commit.finish, finished=time.time()
             )
             self._context.log.info("run finished", why=commit.finish)
+
+    def _remember(self, end: End) -> None:
+        self._done[f"{end.task}.{end.attempt}"] = end
+        if len(self._done) > _REMEMBERED:
+            del self._done[next(iter(self._done))]
 
     async def _clear(self) -> None:
         """The run is over: what still waits is given up, so that every task ends, and goes."""

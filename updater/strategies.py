@@ -2,9 +2,9 @@
 
 A strategy is a pure function of its state and an update: no I/O, no clock, no randomness. The live
 updater, replay and simulation run the same classes. Vectors are large, so ownership replaces
-copying: ``receive`` may write into ``spare`` and into the models of its memory, and may keep the
-update's model; it never writes into ``state.model``. Models that the new state does not hold are
-free for reuse.
+copying: ``receive`` may write into ``spare``, and keep it, and into the models of its memory; it
+never writes into ``state.model`` or the update's, and keeps neither. Models that the new state does
+not hold are free for reuse.
 
 Adding a strategy: a settings class with ``build``, a class like the two below, an entry in
 ``StrategySettings``.
@@ -12,12 +12,13 @@ Adding a strategy: a settings class with ``build``, a class like the two below, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Literal, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter, ValidationError
 
+from broker.errors import ConfigError
 from broker.layout import Model
 from runtime.config import Section
 from updater.mixing import mix
@@ -34,6 +35,7 @@ __all__ = [
     "Strategy",
     "StrategySettings",
     "Update",
+    "strategy_of",
 ]
 
 
@@ -171,7 +173,8 @@ class FedAvg:
         memory = state.memory
         total = memory.weight + weight
         if memory.model is None:
-            mean = update.model
+            mean = spare
+            mean.buffer[:] = update.model.buffer
         else:
             mean = memory.model
             mix(mean, update.model, weight / total if total else 0.0, into=mean)
@@ -188,3 +191,16 @@ class FedAvg:
 
 
 StrategySettings = Annotated[FedAsyncSettings | FedAvgSettings, Field(discriminator="name")]
+
+
+def strategy_of(recorded: Mapping[str, Any]) -> Strategy:
+    """The strategy that a journal names, with its parameters. Raises ConfigError."""
+    try:
+        settings: FedAsyncSettings | FedAvgSettings = TypeAdapter(StrategySettings).validate_python(
+            dict(recorded), strict=False
+        )
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"strategy.{where}: {first['msg']}") from error
+    return settings.build()

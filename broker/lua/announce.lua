@@ -1,23 +1,58 @@
--- keys: trainers alive owners events counts tasks
--- A trainer is there. Tasks for its devices that nobody has taken from the pool yet become its own:
--- they were dispatched before it came, and nobody else has the data. ARGV[5]: the pool's group.
-local name, about, devices = ARGV[1], ARGV[2], cmsgpack.unpack(ARGV[3])
+-- keys: run trainers alive owners tasks events counts
+-- A trainer is there, and owns the devices that it says: unless the run has no such device, or another
+-- that is alive owns it (the first one keeps it). ARGV: name, what it says of itself with `owns`, two
+-- events, the pool's group. Those it does not get, with their owner ('' if there is none).
+--
+-- Tasks for devices new to it that nobody has taken from the pool yet become its own: they were
+-- dispatched before it came, and nobody else has the data.
+local name, group = ARGV[1], ARGV[5]
+local wanted = cmsgpack.unpack(ARGV[2]).owns
 guard()
+local before, wants = {}, {}
+local last = redis.call('HGET', key.trainers, name)
+for _, device in ipairs(last and cmsgpack.unpack(last).owns or {}) do before[device] = true end
+for _, device in ipairs(wanted) do wants[device] = true end
 local now = redis.call('TIME')
 local new = redis.call('ZADD', key.alive, now[1] .. '.' .. string.format('%06d', now[2]), name)
-redis.call('HSET', key.trainers, name, about)
-for _, device in ipairs(devices) do redis.call('HSET', key.owners, device, name) end
-if new == 1 then tell(cmsgpack.unpack(ARGV[4])) end
-if new == 1 and #devices > 0 then
-  local owned = {}
-  for _, device in ipairs(devices) do owned[device] = true end
-  for _, entry in ipairs(redis.call('XRANGE', key.tasks, '-', '+')) do
-    local ok, task = pcall(cmsgpack.unpack, entry[2][2])
-    local taken = redis.pcall('XPENDING', key.tasks, ARGV[5], entry[1], entry[1], 1)
-    if ok and type(task) == 'table' and owned[task.device] and (taken.err or not taken[1]) then
-      redis.call('XADD', key.tasks .. ':' .. name, '*', 'm', entry[2][2])
-      redis.call('XDEL', key.tasks, entry[1])
+redis.call('HSET', key.trainers, name, ARGV[2])
+if new == 1 then tell(cmsgpack.unpack(ARGV[3])) end
+for device in pairs(before) do
+  if not wants[device] and redis.call('HGET', key.owners, device) == name then
+    redis.call('HDEL', key.owners, device)
+  end
+end
+
+local devices = tonumber(redis.call('HGET', key.run, 'devices') or math.huge)
+local got, any, refused = {}, false, {}
+for _, device in ipairs(wanted) do
+  local owner = redis.call('HGET', key.owners, device)
+  local why
+  if device >= devices then
+    if owner == name then redis.call('HDEL', key.owners, device) end
+    owner, why = '', string.format('the run has %d devices', devices)
+  elseif owner and owner ~= name and redis.call('ZSCORE', key.alive, owner) then
+    why = 'it is owned by ' .. owner
+  elseif owner ~= name then
+    redis.call('HSET', key.owners, device, name)
+    got[device], any = true, true
+  end
+  if why then
+    refused[#refused + 1] = {device, owner}
+    if not before[device] then -- once, and not with every announcement
+      local event = cmsgpack.unpack(ARGV[4])
+      event.device, event.text = device, name .. ' does not get device ' .. device .. ': ' .. why
+      tell(event)
     end
   end
 end
-return new
+
+if not any then return refused end
+for _, entry in ipairs(redis.call('XRANGE', key.tasks, '-', '+')) do
+  local ok, task = pcall(cmsgpack.unpack, entry[2][2])
+  local taken = redis.pcall('XPENDING', key.tasks, group, entry[1], entry[1], 1)
+  if ok and type(task) == 'table' and got[task.device] and (taken.err or not taken[1]) then
+    redis.call('XADD', key.tasks .. ':' .. name, '*', 'm', entry[2][2])
+    redis.call('XDEL', key.tasks, entry[1])
+  end
+end
+return refused

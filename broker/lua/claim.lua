@@ -1,6 +1,8 @@
 -- keys: stream
+-- Takes over what was idle for long enough, and shows what was delivered `most` times: poison. Of
+-- what is taken quietly the last delivery was no fault of the entry.
 local group, me, idle, most, only, limit, how = unpack(ARGV)
-most, limit = tonumber(most), tonumber(limit)
+most, limit = tonumber(most) + (how == 'quiet' and 1 or 0), tonumber(limit)
 local taken, poison, from = {}, {}, '-'
 repeat -- on to the end where poison, or what may not be taken, fills a page
   local window = only ~= '' and {from, '+', limit, only} or {'IDLE', idle, from, '+', limit}

@@ -1,7 +1,6 @@
 -- keys: tokens run head blob models kept lineage queue open admitted ended events counts
 -- Everything that follows from what the updater did, in one step and only by its rightful holder.
--- ARGV: the change, the version's entry ('' if there is none), its model if that is one chunk (else
--- ''). rest: blobs to delete.
+-- ARGV: the change, the version's entry ('' if there is none). rest: blobs to delete.
 local a = cmsgpack.unpack(ARGV[1])
 local foreign = fenced(a.token, 'updater')
 if foreign then return foreign end
@@ -11,8 +10,8 @@ if a.version then
   if head == a.version and redis.call('HGET', key.head, 'digest') == a.digest then return 'done' end
   if head ~= a.version - 1 then return 'behind:' .. head end
   if redis.call('HGET', key.run, 'state') ~= 'running' then return 'finished' end
-  if ARGV[3] ~= '' then redis.call('HSET', key.blob, 'size', #ARGV[3], '0', ARGV[3]) end
-  if redis.call('PERSIST', key.blob) + redis.call('EXISTS', key.blob) == 0 then return 'unwritten' end
+  if redis.call('HGET', key.blob, 'size') ~= a.size then return 'unwritten' end
+  redis.call('PERSIST', key.blob)
   redis.call('HSET', key.lineage, a.version, a.digest)
   redis.call('HDEL', key.lineage, a.version - LINEAGE_KEPT)
   redis.call('ZADD', key.kept, a.version, a.blob)

@@ -6,7 +6,8 @@ local foreign = fenced(a.token, 'updater')
 if foreign then return foreign end
 if not a.again and redis.call('EXISTS', key.run) == 1 then return 'exists' end
 guard()
-if redis.call('PERSIST', key.blob) + redis.call('EXISTS', key.blob) == 0 then return 'unwritten' end
+if redis.call('HGET', key.blob, 'size') ~= a.size then return 'unwritten' end
+redis.call('PERSIST', key.blob)
 redis.call('HSET', key.run, unpack(a.run))
 redis.call('HSET', key.head, unpack(a.head))
 redis.call('HSET', key.lineage, a.version, a.digest)

@@ -1,9 +1,14 @@
--- keys: run head open admitted queue triggers uploads counts alive kept dead owners
+-- keys: run head open admitted queue triggers uploads counts alive kept dead owners events models
+-- Everything countable, and the newest event's and version's ids: whatever came before is in it.
+local function newest(stream)
+  local entry = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
+  return entry and entry[1] or '0-0'
+end
 local now = redis.call('TIME')
 return {
   redis.call('HGETALL', key.run), redis.call('HGETALL', key.head), redis.call('HGETALL', key.counts),
   redis.call('HVALS', key.open), redis.call('HLEN', key.admitted), redis.call('XLEN', key.queue),
   redis.call('XLEN', key.triggers), redis.call('XLEN', key.uploads), redis.call('ZCARD', key.alive),
-  redis.call('ZCARD', key.kept), redis.call('XLEN', key.dead),
-  redis.call('HKEYS', key.owners), now[1] .. '.' .. string.format('%06d', now[2]),
+  redis.call('ZCARD', key.kept), redis.call('XLEN', key.dead), redis.call('HKEYS', key.owners),
+  newest(key.events), newest(key.models), now[1] .. '.' .. string.format('%06d', now[2]),
 }

@@ -64,10 +64,17 @@ async def test_no_chunk_is_larger_than_a_mebibyte(client: Client, keys: Keys) ->
     assert sizes == [blobs.CHUNK, blobs.CHUNK, 12, 0]
 
 
-async def test_without_an_expiry_it_stays(client: Client, keys: Keys) -> None:
-    await blobs.write(client, keys.update("a.1"), random_model(3), expire_s=0)
-    assert await client.call("PTTL", keys.update("a.1")) == -1
-    await client.call("UNLINK", keys.update("a.1"))
+async def test_a_small_one_rides_with_the_next_command_a_large_one_is_written(
+    client: Client, keys: Keys
+) -> None:
+    for number, floats in enumerate((0, 3, MIB // 4, MIB // 4 + 1)):
+        model, key = random_model(floats), keys.update(f"a.{number}")
+        ahead = await blobs.prepare(client, key, model, expire_s=60)
+        assert bool(ahead) == (model.buffer.nbytes <= blobs.CHUNK)
+        assert await client.call("EXISTS", key) == (not ahead)
+        await client.pipeline([*ahead, ("PING",)])
+        await blobs.read(client, key, Model(model.layout), digest=model.digest())
+        assert 0 < await client.call("PTTL", key) <= 60_000
 
 
 async def test_the_expiry_is_there_before_the_first_chunk(client: Client, keys: Keys) -> None:

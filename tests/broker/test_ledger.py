@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import pytest
 
+from broker import blobs
 from broker.client import Client
 from broker.errors import BrokerError, Fenced, NoRun
 from broker.keys import COORDINATORS, TRAINERS, Keys
+from broker.layout import Model
 from broker.lease import Lease
 from broker.ledger import Commit, Run
 from broker.messages import CloseRound, Dead, GiveUp, RoundEnd, Task, Trigger, Version
 from broker.streams import Entry
-from tests.support import SIZE_LIMIT, Hand, layout_of, snapshot, wait_until
+from tests.support import SIZE_LIMIT, Hand, layout_of, model_of, snapshot, wait_until
 
 
 def give_up(trigger: Trigger | Task, attempt: str = "a1", reason: str = "tired") -> GiveUp:
@@ -287,11 +290,29 @@ async def test_an_answer_is_said_once_and_ends_the_lease(hand: Hand) -> None:
     [(entry, task)] = await hand.take()
     upload = await hand.trained(task)
     keys = hand.keys
-    assert await hand.ledger.answer(keys.tasks, TRAINERS, entry, upload)
-    assert not await hand.ledger.answer(keys.tasks, TRAINERS, entry, upload)
+    assert await hand.ledger.answer(keys.tasks, TRAINERS, entry, upload) == "said"
+    assert await hand.ledger.answer(keys.tasks, TRAINERS, entry, upload) == "over"
     view = await hand.ledger.look()
     assert (view.uploads, len(view.open)) == (1, 1)
     assert not await hand.tasks.renew(entry)
+
+
+async def test_an_answer_waits_until_its_update_is_there_and_renews_its_expiry(
+    hand: Hand, client: Client
+) -> None:
+    await hand.create()
+    await hand.open()
+    await hand.dispatch()
+    [(entry, task)] = await hand.take()
+    upload = await hand.trained(task, write=False)
+    update, model = hand.keys.update(upload.blob), model_of(hand.layout, 1.0)
+    answer = partial(hand.ledger.answer, hand.keys.tasks, TRAINERS, entry, upload, expire_s=500)
+    assert await answer() == "unwritten"
+    assert (await hand.ledger.look()).uploads == 0
+    ahead = await blobs.prepare(client, update, model, expire_s=60)
+    assert await answer(ahead=ahead) == "said"
+    assert await client.call("PTTL", update) > 400_000
+    await blobs.read(client, update, Model(hand.layout), digest=upload.digest)
 
 
 # admission
@@ -691,9 +712,9 @@ async def test_dead_letters_are_capped_and_the_losses_counted(
 
 async def test_a_trainer_joins_once_and_says_what_it_likes(hand: Hand) -> None:
     await hand.create()
-    assert await hand.ledger.announce("ann", {"pid": 1})
-    assert not await hand.ledger.announce("ann", {"pid": 2}, [7])
-    assert await hand.ledger.trainers() == {"ann": {"pid": 2}}
+    assert await hand.ledger.announce("ann", {"pid": 1}) == {}
+    assert await hand.ledger.announce("ann", {"pid": 2}, [7]) == {}
+    assert await hand.ledger.trainers() == {"ann": {"pid": 2, "owns": [7]}}
     assert await hand.ledger.owners() == {7: "ann"}
     assert (await hand.ledger.look()).trainers == 1
     assert [event.text for event in await hand.events("trainer")] == ["ann joined"]
@@ -772,3 +793,125 @@ async def test_a_redis_that_forgot_the_scripts_is_told_them_again(
     assert isinstance((await hand.ledger.run()), Run)
     await client.call("SCRIPT", "FLUSH")
     assert (await hand.ledger.look()).admitted == 1
+
+
+# waiting for news
+
+
+async def test_what_a_view_contains_is_no_news(hand: Hand) -> None:
+    await hand.create()
+    upload = await hand.admitted()
+    before = await hand.ledger.look()
+    assert await hand.commit(1, upload) == "done"  # an event and a version: one piece of news
+    _, after = await hand.ledger.look_after(before, block_ms=60_000)
+    assert (after.head.version, after.told.keys()) == (1, before.told.keys())
+    _, then = await hand.ledger.look_after(after, block_ms=50)
+    assert then.told == after.told
+    assert then.now - after.now >= 0.05
+
+
+async def test_opening_waiting_and_looking_are_one_exchange(hand: Hand, client: Client) -> None:
+    await hand.create()
+    view = await hand.ledger.look()
+    for n in range(2):
+        opening = hand.ledger.trigger(hand.scheduler.token, 9, n, [hand.trigger()])
+        opened, view = await hand.ledger.look_after(view, block_ms=1, opening=opening)
+        assert (opened, len(view.open)) == (1, n + 1)
+        await client.call("SCRIPT", "FLUSH")
+    fenced = hand.ledger.trigger("1:another", 9, 2, [hand.trigger()])
+    await hand.ledger.prepare()
+    with pytest.raises(Fenced):
+        await hand.ledger.look_after(view, block_ms=1, opening=fenced)
+
+
+async def test_the_devices_of_what_is_in_the_queue_have_answered(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    assert await hand.ledger.answered() == frozenset()
+    devices = {(await hand.admitted()).device for _ in range(2)}
+    await client.call("XADD", keys.queue, "*", "m", b"junk")
+    assert await hand.ledger.answered() == devices
+
+
+# owners
+
+
+async def test_a_trainer_owns_what_it_announced_last(hand: Hand) -> None:
+    await hand.create()
+    await hand.ledger.announce("ann", {}, [1, 2, 3])
+    await hand.ledger.announce("ann", {}, [3, 4])
+    assert await hand.ledger.owners() == {3: "ann", 4: "ann"}
+    await hand.ledger.announce("ann", {})
+    assert await hand.ledger.owners() == {}
+
+
+async def test_a_device_stays_with_its_first_owner_while_that_lives(hand: Hand) -> None:
+    await hand.create()
+    await hand.ledger.announce("ann", {}, [1, 2])
+    for _ in range(3):
+        assert await hand.ledger.announce("bob", {}, [2, 3]) == {2: "ann"}
+    assert await hand.ledger.owners() == {1: "ann", 2: "ann", 3: "bob"}
+    refusals = [event for event in await hand.events("trainer") if event.device is not None]
+    assert [(event.device, event.text) for event in refusals] == [
+        (2, "bob does not get device 2: it is owned by ann")  # told once
+    ]
+    await hand.ledger.leave("ann")
+    assert await hand.ledger.announce("bob", {}, [2, 3]) == {}
+    assert await hand.ledger.owners() == {2: "bob", 3: "bob"}
+
+
+async def test_devices_that_the_run_does_not_have_cannot_be_owned(hand: Hand) -> None:
+    await hand.ledger.announce("ann", {}, [9, 10])  # before the run: nobody knows
+    await hand.create(devices=10)
+    for _ in range(2):
+        assert await hand.ledger.announce("bob", {}, [0, 11]) == {11: ""}
+    assert await hand.ledger.announce("ann", {}, [9, 10]) == {10: ""}
+    assert await hand.ledger.owners() == {0: "bob", 9: "ann"}
+    [event] = [event for event in await hand.events("trainer") if event.device == 11]
+    assert event.text == "bob does not get device 11: the run has 10 devices"
+
+
+async def test_an_owner_of_one_device_more_takes_up_its_earlier_tasks(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    await hand.ledger.announce("ann", {}, [1])
+    [task] = await hand.open(device=2)
+    await hand.dispatch()
+    assert await client.call("XLEN", keys.tasks) == 1
+    await hand.ledger.announce("ann", {}, [1, 2])
+    assert await client.call("XLEN", keys.tasks) == 0
+    [(_, fields)] = await client.call("XRANGE", keys.tasks_of("ann"), "-", "+")
+    assert Task.decode(fields[1]).task == task.task
+
+
+async def test_what_the_pool_holds_is_settled_where_only_owners_are_alive(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    [taken] = await hand.open(device=1)
+    await hand.dispatch()
+    [(entry, _)] = await hand.take()
+    await hand.open(device=2)
+    await hand.open(device=3)
+    await hand.dispatch()
+    assert await hand.ledger.settle_unserved(60_000) == 0  # somebody may come
+    await hand.ledger.announce("ann", {}, [1, 2])
+    await hand.ledger.announce("pool", {})
+    assert await hand.ledger.settle_unserved(60_000) == 0  # the pool serves anybody
+    assert await client.call("XLEN", keys.tasks) == 2
+    await hand.ledger.leave("pool")
+    assert await hand.ledger.settle_unserved(60_000) == 1
+    view = await hand.ledger.look()
+    assert view.reasons("given_up") == {"nobody serves this device": 1}
+    assert sorted(trigger.device for trigger in view.open) == [1, 2]
+    # The one that was taken has its lease; when that ran out, its device's owner has it.
+    await client.call("XCLAIM", keys.tasks, TRAINERS, "t", 0, entry.id, "IDLE", 61_000)
+    assert await hand.ledger.settle_unserved(60_000) == 0
+    assert await client.call("XLEN", keys.tasks) == 0
+    assert await client.call("XPENDING", keys.tasks, TRAINERS) == [0, None, None, None]
+    rows = await client.call("XRANGE", keys.tasks_of("ann"), "-", "+")
+    assert [Task.decode(fields[1]).device for _, fields in rows] == [2, 1]
+    assert Task.decode(rows[1][1][1]).task == taken.task
+    await hand.balanced()

@@ -10,7 +10,7 @@ import pytest
 from broker.client import Client, RedisSettings
 from broker.errors import BrokerError, Unavailable
 from broker.keys import TRAINERS, Keys
-from broker.streams import Entry, Group, Reader
+from broker.streams import Entry, Group, Reader, given, reading
 from tests.support import wait_until
 
 
@@ -134,6 +134,22 @@ async def test_a_reader_reads_several_streams_and_goes_on_where_it_was(
     assert len((await reader.read())[keys.models]) == 3
 
 
+async def test_streams_of_one_group_are_read_in_one_exchange(
+    client: Client, keys: Keys, ann: Group
+) -> None:
+    other = Group(client, keys.uploads, TRAINERS, "ann")
+    await other.ensure()
+    await add(client, ann.stream, "1", "2", "3")
+    await add(client, other.stream, "4")
+    command = reading([ann, other], count=2, block_ms=0)
+    found = given([ann, other], await client.call(*command))
+    assert [(group, entry.data) for group, entry in found] == [
+        (ann, b"1"), (ann, b"2"), (other, b"4")
+    ]  # fmt: skip
+    assert len(given([ann, other], await client.call(*command))) == 1
+    assert given([ann, other], await client.call(*command)) == []
+
+
 # taking over
 
 
@@ -168,6 +184,18 @@ async def test_taking_over_quietly_counts_no_delivery(client: Client, ann: Group
         taken, poison = await ann.claim(idle_ms=0, most=2, own=True, quiet=True)
         assert (data(taken), poison) == ([b"x"], [])
     assert [times for _, times in (await deliveries(client, ann)).values()] == [1]
+
+
+async def test_the_delivery_at_which_redis_failed_makes_no_poison(
+    client: Client, ann: Group
+) -> None:
+    await add(client, ann.stream, "x")
+    await ann.read()
+    for _ in range(2):
+        taken, poison = await ann.claim(idle_ms=0, most=1, own=True, quiet=True)
+        assert (data(taken), poison) == ([b"x"], [])
+    taken, poison = await ann.claim(idle_ms=0, most=1, own=True)
+    assert (taken, [entry.data for entry, _ in poison]) == ([], [b"x"])
 
 
 async def test_poison_is_shown_with_its_deliveries_and_not_taken(

@@ -444,6 +444,40 @@ async def published_again(hand: Hand) -> bool:
     return head is not None and head.epoch > 1
 
 
+async def test_a_redis_that_goes_back_in_time_makes_nothing_be_done_twice(
+    make: Any, hand: Hand, redis: RedisSettings, client: Client
+) -> None:
+    async with Proxy(redis) as proxy, running(make(redis=proxy.settings), context()):
+        await hand.join()
+        await hand.admitted(4.0)
+        await hand.reaches(1)
+        proxy.reading.clear()
+        await hand.admitted(8.0)
+        await hand.admitted(math.nan)
+        backup = {
+            name: (await client.call("DUMP", name), max(0, await client.call("PTTL", name)))
+            for name in await client.call("KEYS", hand.keys.prefix + "*")
+        }
+        proxy.reading.set()
+        await refused(hand, "not finite")
+        before = (await hand.published())[-1]
+        await client.call("FLUSHALL")
+        for name, (value, expiry) in backup.items():
+            await client.call("RESTORE", name, expiry, value)
+        assert await hand.version() == 1
+        await hand.reaches(2)
+        again = (await hand.published())[-1]
+        assert (again.version, again.digest) == (2, before.digest)
+        await wait_until(hand.queue_is_empty)
+        view = await hand.ledger.look()
+        assert (view.outcomes["applied"], view.reasons("refused")) == (2, {"not finite": 1})
+        assert view.open == ()
+        await hand.admitted(0.0)
+        await hand.reaches(3)
+        assert (await hand.model((await hand.published())[-1])).floats.tolist() == [2.5] * 4
+        await hand.balanced()
+
+
 async def test_a_finished_run_that_redis_lost_is_published_as_finished(
     make: Any, hand: Hand, client: Client
 ) -> None:
@@ -477,8 +511,8 @@ async def test_it_keeps_the_newest_models_by_count(
             await hand.model(oldest)
 
 
-@pytest.mark.parametrize(("models", "kept"), [(2.5, [2, 3]), (1, [3]), (0, [3])])
-async def test_it_keeps_the_newest_models_by_bytes_and_always_one(
+@pytest.mark.parametrize(("models", "kept"), [(3.5, [1, 2, 3]), (2.5, [2, 3]), (0, [2, 3])])
+async def test_it_keeps_the_newest_models_by_bytes_and_always_two(
     make: Any, hand: Hand, models: float, kept: list[int]
 ) -> None:
     async with running(make(keep_bytes=int(models * hand.layout.nbytes)), context()):

@@ -1,0 +1,29 @@
+-- keys: tasks alive trainers owners open admitted ended events counts
+-- Where every trainer that is alive owns devices, nobody takes from the pool. A task that lies there
+-- without a lease (idle for ARGV[2] ms) goes to its device's owner; without one it is given up.
+local group, lease, event = ARGV[1], tonumber(ARGV[2]), ARGV[3]
+local alive = redis.call('ZRANGE', key.alive, 0, -1)
+for _, name in ipairs(alive) do
+  local owns = cmsgpack.unpack(redis.call('HGET', key.trainers, name)).owns
+  if not owns or #owns == 0 then return 0 end
+end
+if #alive == 0 then return 0 end
+guard()
+local given_up = 0
+for _, entry in ipairs(redis.call('XRANGE', key.tasks, '-', '+')) do
+  local ok, task = pcall(cmsgpack.unpack, entry[2][2])
+  local lent = redis.pcall('XPENDING', key.tasks, group, entry[1], entry[1], 1)
+  local held = lent[1] and lent[1][3] < lease
+  if ok and type(task) == 'table' and task.task and not held then
+    local owner = redis.call('HGET', key.owners, task.device)
+    if owner then
+      redis.call('XADD', key.tasks .. ':' .. owner, '*', 'm', entry[2][2])
+    else
+      given_up = given_up
+        + end_task(task.task, '', 'given_up', 'nobody serves this device', cmsgpack.unpack(event))
+    end
+    redis.pcall('XACK', key.tasks, group, entry[1])
+    redis.call('XDEL', key.tasks, entry[1])
+  end
+end
+return given_up

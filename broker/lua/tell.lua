@@ -1,0 +1,2 @@
+-- keys: events
+redis.call('XADD', key.events, 'MAXLEN', '~', EVENTS_KEPT, '*', 'm', ARGV[1])
