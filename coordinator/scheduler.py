@@ -1,7 +1,8 @@
 """The scheduler: triggers training tasks, and thereby controls staleness and the updater's load.
 
 It holds no state that matters: whatever it needs it reads, whenever an event says that something
-changed; `plan` decides; one script opens the tasks. One scheduler leads, by lease.
+changed; `plan` decides; one script opens the tasks. Opening, waiting and looking again are one
+exchange: for small updates exchanges are what a task costs. One scheduler leads, by lease.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from broker.keys import Keys
 from broker.lease import Lease
 from broker.ledger import Ledger, View
 from broker.messages import CloseRound
-from broker.streams import BLOCK_MS, Reader
-from coordinator.scheduling import HoldBack, Policy, Situation, plan
+from broker.streams import BLOCK_MS
+from coordinator.scheduling import HoldBack, Policy, Rounds, Situation, plan
 from runtime.backoff import pause
 from runtime.config import Section
 from runtime.leading import lead
@@ -29,6 +30,7 @@ from runtime.service import Context, repeat
 from runtime.steps import FixedSteps, Steps
 
 _MEMORY_SHARE = 0.8  # of Redis's own limit, where no budget is given
+_ASK_AGAIN_S = 10.0  # for the end of a round that nobody seems to have heard
 
 
 class SchedulerSettings(Section):
@@ -40,7 +42,7 @@ class SchedulerSettings(Section):
     target_staleness: Annotated[float, Field(gt=0)] | None = None  # mean, in versions
     memory_budget: Annotated[int, Field(gt=0)] | None = None  # bytes; None: 0.8 of maxmemory
     lease_s: Annotated[float, Field(gt=0)] = 5.0
-    drain_s: Annotated[float, Field(gt=0)] = 10.0
+    drain_s: Annotated[float, Field(gt=0)] = 15.0  # beyond redis.timeout_s
 
 
 class Scheduler:
@@ -65,15 +67,13 @@ class Scheduler:
         self._client = Client(redis, name)
         self._ledger = Ledger(self._client, keys, name)
         self._lease = Lease(self._client, keys, self.role, name, seconds=settings.lease_s)
-        # Versions too: the end of a round may make one that ends no task.
-        self._news = Reader(self._client, {keys.events: "0", keys.models: "0"})
         self._budget = settings.memory_budget
+        self._view: View | None = None  # None: at the start, and after trouble
         self._last = 0.0
         self._round = (-1, 0.0)  # version, since when
         self._asked: tuple[int, tuple[str, ...]] = (-1, ())  # to close
+        self._asked_at = 0.0
         self._held = ""
-        self._wake_at: float | None = None
-        self._wait_ms = 0  # for news, before the next look
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """None of its own."""
@@ -99,53 +99,54 @@ class Scheduler:
         await repeat(self._context, "schedule", self._step)
 
     async def _step(self) -> None:
-        """Waits for news, or for the time it has to look again; then looks, decides, triggers.
-
-        What happens between a look and the next wait ends that wait at once.
-        """
-        wait_ms, self._wait_ms = self._wait_ms, 0
+        """Decides on what it saw last, and does it; then waits for news and looks again."""
+        view, self._view = self._view, None
         try:
-            if wait_ms:
-                view = await self._ledger.look_after(self._news, block_ms=wait_ms)
-            else:
+            if view is None:
+                await self._ledger.prepare()
                 view = await self._ledger.look()
+            self._open.set(len(view.open))
+            if view.run.state == "finished":
+                await pause(self._context.stop, 0.5)
+            else:
+                self._view = await self._decide(view)
         except NoRun:
             await pause(self._context.stop, 0.2)
-            return
-        self._open.set(len(view.open))
-        if view.run.state == "finished":
-            await pause(self._context.stop, 0.5)
-            return
+
+    async def _decide(self, view: View) -> View:
+        """Does what the plan says, until there is news or it is time to plan anew: what is then."""
         if self._budget is None:
             self._budget = await self._redis_budget()
-        if await self._decide(view):
-            self._wait_ms = BLOCK_MS
-            if self._wake_at is not None:
-                due_ms = int((self._wake_at - time.time()) * 1000)
-                self._wait_ms = min(BLOCK_MS, max(1, due_ms))
-
-    async def _decide(self, view: View) -> bool:
-        """Does what the plan says; False if it has to be made anew, on another view."""
-        seen = self._situation(view)
+        seen = self._situation(view, await self._answered(view))
         todo = plan(self._policy, self._settings.steps, self._hold, self._seed, seen)
-        self._wake_at = todo.wake_at
         self._limit.set(todo.limit)
         if todo.held != self._held:
             self._held = todo.held
             self._context.log.info("held back" if todo.held else "not held back", by=todo.held)
         if todo.close is not None:
-            await self._close(*todo.close)
+            await self._close(view, *todo.close)
+        opening = None
         if todo.triggers:
-            opened = await self._ledger.trigger(
+            opening = self._ledger.trigger(
                 self._lease.token, todo.limit, view.issued, todo.triggers
             )
+        wait_ms = BLOCK_MS
+        if todo.wake_at is not None:
+            wait_ms = min(BLOCK_MS, max(1, int((todo.wake_at - time.time()) * 1000)))
+        opened, view = await self._ledger.look_after(view, block_ms=wait_ms, opening=opening)
+        if opened:
             self._triggered.inc(opened)
-            if opened:
-                self._last = time.time()
-            else:
-                await pause(self._context.stop, 0.02)  # others were quicker, or the lease is lost
-            return opened == len(todo.triggers)
-        return True
+            self._last = todo.last
+        return view
+
+    async def _answered(self, view: View) -> frozenset[int]:
+        """The devices that a round must not ask again, where it may have to replace others."""
+        head = view.head
+        if not isinstance(self._policy, Rounds) or not head.buffered:
+            return frozenset()
+        if head.buffered + len(view.open) >= self._policy.k:
+            return frozenset()
+        return await self._ledger.answered()
 
     @property
     def _hold(self) -> HoldBack:
@@ -155,15 +156,18 @@ class Scheduler:
             memory_budget=self._budget or None,
         )
 
-    async def _close(self, version: int, tasks: tuple[str, ...]) -> None:
-        """Asks the coordinator to end a round, once; a round without arrivals begins anew."""
-        if (version, tasks) != self._asked:
-            await self._ledger.ask(CloseRound(version=version, tasks=tasks, why="round over"))
-            self._asked = (version, tasks)
-        if version == self._round[0]:
-            self._round = (version, time.time())
+    async def _close(self, view: View, version: int, tasks: tuple[str, ...]) -> None:
+        """Asks the coordinator to end a round: once, unless that was lost on the way."""
+        before, among = self._asked
+        now = time.monotonic()
+        if version == before and set(tasks) <= set(among):
+            if view.triggers or now - self._asked_at < _ASK_AGAIN_S:
+                return
+            self._context.log.warning("asking again for the end of a round", version=version)
+        await self._ledger.ask(CloseRound(version=version, tasks=tasks, why="round over"))
+        self._asked, self._asked_at = (version, tasks), now
 
-    def _situation(self, view: View) -> Situation:
+    def _situation(self, view: View, answered: frozenset[int]) -> Situation:
         now = time.time()
         version, buffered = view.head.version, view.head.buffered
         begun = buffered or any(trigger.version == version for trigger in view.open)
@@ -177,6 +181,7 @@ class Scheduler:
             queue=view.queue,
             kept=view.kept,
             buffered=buffered,
+            answered=answered,
             # Of what is in the queue, the rest is the ends of rounds.
             round_ending=self._asked[0] == version and view.queue > view.admitted + buffered,
             mean_staleness=view.head.mean_staleness,

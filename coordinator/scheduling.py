@@ -19,6 +19,8 @@ from runtime.steps import Steps
 
 Positive = Annotated[float, Field(gt=0)]
 
+_CATCH_UP_S = 1.0  # what a Poisson process missed for longer is lost, and not made up for at once
+
 
 class InFlight(Section):
     """N tasks in flight; without n, as many as trainers are alive. Delays are exponential."""
@@ -37,7 +39,11 @@ class Poisson(Section):
 
 
 class Rounds(Section):
-    """Rounds of k devices; a round that is not full after the time-out ends with what it has."""
+    """Rounds of k devices; a round that is not full after the time-out ends with what it has.
+
+    No device answers twice in a round: where k is more than the devices there are, or than memory
+    has room for, a round is of so many and ends when they have answered.
+    """
 
     kind: Literal["rounds"] = "rounds"
     k: Annotated[int, Field(ge=1)] = 10
@@ -73,12 +79,13 @@ class Situation:
     queue: int
     kept: int  # versions
     buffered: int  # updates that wait for more
+    answered: frozenset[int]  # devices whose update waits for more, where a round asks for others
     round_ending: bool  # this round's end is in the queue
     mean_staleness: float
     trainers: int  # alive
     model_bytes: int
     devices: tuple[int, ...]  # that can be reached
-    last: float  # when it triggered last, or took office
+    last: float  # when it triggered last (Poisson: when that was due), or took office
     round_since: float  # when the round was begun, or its end was asked for
 
 
@@ -90,6 +97,7 @@ class Plan:
     limit: int = 0  # tasks open at the same time
     close: tuple[int, tuple[str, ...]] | None = None  # a version's round ends: its open tasks
     wake_at: float | None = None  # seconds since 1970
+    last: float = 0.0  # the next situation's, if there are triggers
     held: str = ""  # why there are fewer tasks than the policy wants
 
 
@@ -100,17 +108,34 @@ def in_flight(policy: InFlight | Poisson, seen: Situation) -> int:
 
 
 def held_back(wanted: int, hold: HoldBack, seen: Situation) -> tuple[int, str]:
-    """(N, why) after what holds back. N is never below 1, so that the run goes on."""
-    if hold.memory_budget is not None and seen.model_bytes > 0:
-        # open + queue + kept + 2 models must fit, open being what may still be added to
-        room = hold.memory_budget // seen.model_bytes - seen.queue - seen.kept - 2
-        if room < wanted:
-            return max(1, room), "memory"
+    """(N, why) after what holds back most. N is never below 1, so that the run goes on."""
+    limits = [(wanted, "")]
+    room = _room(hold, seen)
+    if room is not None:
+        # open + queue must fit, open being what may still be added to
+        limits.append((max(1, room - seen.queue), "memory"))
     if seen.queue >= hold.max_queue + seen.buffered:
-        return 1, "queue"  # buffered updates stay in the queue: they are no backlog
+        limits.append((1, "queue"))  # buffered updates stay in the queue: they are no backlog
     if hold.target_staleness is not None and seen.mean_staleness > hold.target_staleness:
-        return 1, "staleness"
-    return wanted, ""
+        limits.append((1, "staleness"))
+    return min(limits, key=lambda limit: limit[0])
+
+
+def round_size(policy: Rounds, hold: HoldBack, seen: Situation) -> tuple[int, str]:
+    """(k, why) after the devices there are and the memory for their answers; at least 1.
+
+    Queue and staleness can't hold a round back: its answers are what the queue waits for.
+    """
+    k = max(1, min(policy.k, len(seen.devices)))
+    room = _room(hold, seen)
+    return (k, "") if room is None or room >= k else (max(1, room), "memory")
+
+
+def _room(hold: HoldBack, seen: Situation) -> int | None:
+    """Updates that memory has room for, beside the versions kept and 2 models in the making."""
+    if hold.memory_budget is None or not seen.model_bytes:
+        return None
+    return hold.memory_budget // seen.model_bytes - seen.kept - 2
 
 
 def plan(policy: Policy, steps: Steps, hold: HoldBack, seed: int, seen: Situation) -> Plan:
@@ -118,7 +143,7 @@ def plan(policy: Policy, steps: Steps, hold: HoldBack, seed: int, seen: Situatio
     if isinstance(policy, Anarchic):
         return Plan()
     if isinstance(policy, Rounds):
-        return _plan_round(policy, steps, seed, seen)
+        return _plan_round(policy, steps, hold, seed, seen)
     limit, why = held_back(in_flight(policy, seen), hold, seen)
     delay = policy.mean_delay_s if isinstance(policy, InFlight) else 1.0 / policy.rate
     busy = {trigger.device for trigger in seen.open}
@@ -128,18 +153,19 @@ def plan(policy: Policy, steps: Steps, hold: HoldBack, seed: int, seen: Situatio
         rng = draw(seed, seen.issued + len(triggers))
         due = last + (rng.expovariate(1.0 / delay) if delay else 0.0)
         if due > seen.now:
-            return Plan(tuple(triggers), limit, wake_at=due, held=why)
+            return Plan(tuple(triggers), limit, wake_at=due, last=last, held=why)
         idle = [device for device in seen.devices if device not in busy]
         if not idle:
             break
         trigger = _trigger(rng, idle, steps, seen.now, why="in flight")
         triggers.append(trigger)
         busy.add(trigger.device)
-        last = seen.now
-    return Plan(tuple(triggers), limit, held=why)
+        poisson = isinstance(policy, Poisson)
+        last = max(due, seen.now - _CATCH_UP_S) if poisson else seen.now
+    return Plan(tuple(triggers), limit, last=last, held=why)
 
 
-def _plan_round(policy: Rounds, steps: Steps, seed: int, seen: Situation) -> Plan:
+def _plan_round(policy: Rounds, steps: Steps, hold: HoldBack, seed: int, seen: Situation) -> Plan:
     """A round on top of the newest version: k answers, open or in; at the time-out, its end.
 
     A task that ends without an answer (given up, refused, dead) is replaced by another device's.
@@ -153,8 +179,11 @@ def _plan_round(policy: Rounds, steps: Steps, seed: int, seen: Situation) -> Pla
     deadline = seen.round_since + policy.timeout_s
     if seen.now >= deadline and (mine or seen.buffered):
         return Plan(close=(seen.version, tuple(trigger.task for trigger in mine)))
-    missing = policy.k - len(mine) - seen.buffered
-    busy = {trigger.device for trigger in seen.open}
+    k, why = round_size(policy, hold, seen)
+    missing = k - len(mine) - seen.buffered
+    if k < policy.k and seen.buffered and not mine and missing <= 0:
+        return Plan(close=(seen.version, ()), held=why)  # the updater would wait for more
+    busy = {trigger.device for trigger in seen.open} | seen.answered
     triggers: list[Trigger] = []
     for n in range(max(0, missing)):
         rng = draw(seed, seen.issued + n)
@@ -167,7 +196,8 @@ def _plan_round(policy: Rounds, steps: Steps, seed: int, seen: Situation) -> Pla
         )  # fmt: skip
         triggers.append(trigger)
         busy.add(trigger.device)
-    return Plan(tuple(triggers), len(seen.open) + len(triggers), wake_at=deadline)
+    limit = len(seen.open) + len(triggers)
+    return Plan(tuple(triggers), limit, wake_at=deadline, held=why)
 
 
 def draw(seed: int, n: int) -> random.Random:

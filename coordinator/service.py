@@ -8,20 +8,22 @@ every change is one script, so any number of replicas share the work.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
-from typing import Annotated
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import Annotated, Any
 
 from aiohttp import web
 from prometheus_client import Counter, Gauge
 from pydantic import Field
 
 from broker.client import Client, RedisSettings
-from broker.errors import BadMessage, NoRun
+from broker.errors import BadMessage, BrokerError, FedstreamError, NoRun, NoScript
 from broker.keys import COORDINATORS, TRAINERS, Keys
-from broker.ledger import Ledger
+from broker.ledger import Decision, Ledger
 from broker.messages import CloseRound, GiveUp, Task, Trigger, Upload, decode
-from broker.streams import Entry, Group
+from broker.streams import BLOCK_MS, Entry, Group, given, lost, reading
 from coordinator.app import App
 from runtime.backoff import pause
 from runtime.config import Section
@@ -29,6 +31,9 @@ from runtime.service import Context, repeat
 from runtime.tasks import LeaseSettings
 
 _SWEEP_S = 1.0
+_DEAF_S = 3.0  # without a sweep: meanwhile trainers may not have been heard
+
+Given = tuple[Group, Entry]
 
 
 class CoordinatorSettings(Section):
@@ -39,7 +44,7 @@ class CoordinatorSettings(Section):
     device_rate: Annotated[int, Field(ge=1)] = 100  # triggers a second and trainer, anarchic
     trainer_silence_s: Annotated[float, Field(gt=0)] = 10.0  # then it is struck off
     redeliver_s: Annotated[float, Field(gt=0)] = 15.0  # entries of a coordinator that crashed
-    drain_s: Annotated[float, Field(gt=0)] = 10.0
+    drain_s: Annotated[float, Field(gt=0)] = 15.0  # beyond redis.timeout_s
 
 
 class Coordinator:
@@ -64,9 +69,13 @@ class Coordinator:
         self._app = App(self._client, self._ledger, keys)
         self._triggers = Group(self._client, keys.triggers, COORDINATORS, name)
         self._uploads = Group(self._client, keys.uploads, COORDINATORS, name)
+        self._groups = (self._triggers, self._uploads)
         # Groups in which we may hold entries that we don't know of, and why: a crash before this
         # start counts as a delivery, trouble with Redis since then does not.
-        self._unsure = {self._triggers: "crash", self._uploads: "crash"}
+        self._unsure = dict.fromkeys(self._groups, "crash")
+        self._read: list[Given] = []  # and not decided on yet
+        self._swept = 0.0  # the last time
+        self._hears_since = 0.0
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """Status and models, over HTTP."""
@@ -89,49 +98,123 @@ class Coordinator:
         self._queue = Gauge("fedstream_queue", "Entries of the queue.", registry=context.registry)
         try:
             async with asyncio.TaskGroup() as group:
-                for name, stream, handle in (
-                    ("triggers", self._triggers, self._trigger),
-                    ("uploads", self._uploads, self._answer),
-                ):
-                    group.create_task(repeat(context, name, self._serving(stream, handle)))
+                group.create_task(repeat(context, "entries", self._step))
                 group.create_task(repeat(context, "sweep", self._sweep))
         finally:
             await self._client.close()
 
-    def _serving(
-        self, group: Group, handle: Callable[[Entry], Awaitable[None]]
-    ) -> Callable[[], Awaitable[None]]:
-        """A step: entries that are new, or that were given to us and never done, one by one."""
+    async def _step(self) -> None:
+        """Decides on what was read last and reads on, or finds out what was given to us before."""
+        if self._unsure:
+            await self._recover()
+            return
+        with self._unless_lost(*self._groups):
+            read, self._read = self._read, []
+            self._read = await self._decided(read)
+            if self._context.stop.is_set():
+                await self._one_by_one(self._read)
 
-        async def step() -> None:
-            why = self._unsure.get(group)
-            self._unsure[group] = "trouble"  # unless this step comes to its end
-            if why is None:
-                entries = await group.read(count=64)
-            else:
+    async def _recover(self) -> None:
+        """Handles what was given to us and never done.
+
+        After a crash one entry at a time is claimed: if it crashes us again, it takes no other
+        with it.
+        """
+        await self._ledger.prepare()
+        for group, why in tuple(self._unsure.items()):
+            del self._unsure[group]
+            with self._unless_lost(group):
                 await group.ensure()
                 entries, poison = await group.claim(
-                    idle_ms=0, most=self._lease.attempts, own=True, quiet=why == "trouble", count=64
-                )
+                    idle_ms=0, most=self._lease.attempts, own=True, quiet=why == "trouble",
+                    count=1 if why == "crash" else 64,
+                )  # fmt: skip
                 await self._bury_all(group, poison)
-            for entry in entries:
-                await self._handled(group, entry, handle)
-            if why is None or not entries:
-                del self._unsure[group]
+                await self._one_by_one([(group, entry) for entry in entries])
+            if entries:
+                self._unsure[group] = why  # there may be more
 
-        return step
-
-    async def _handled(
-        self, group: Group, entry: Entry, handle: Callable[[Entry], Awaitable[None]]
-    ) -> None:
+    @contextmanager
+    def _unless_lost(self, *groups: Group) -> Iterator[None]:
+        """Where entries are given to us: after trouble we may hold some that we don't know of."""
         try:
-            await handle(entry)
-        except BadMessage as error:
-            await self._bury(group, entry, str(error))
+            yield
+        except FedstreamError:
+            self._unsure |= dict.fromkeys(groups, "trouble")
+            raise
+
+    async def _decided(self, read: list[Given]) -> list[Given]:
+        """Decides on entries and reads on, in one exchange: what was read.
+
+        Redis makes the decisions before it waits for more; what came of them is told when the wait
+        is over.
+        """
+        decisions = await self._decisions(read)
+        try:
+            *replies, news = await self._client.pipeline(
+                [
+                    *(decision.command for decision, _ in decisions),
+                    reading(self._groups, count=64, block_ms=BLOCK_MS),
+                ],
+                wait_s=BLOCK_MS / 1000,
+            )
+        except BrokerError as error:
+            if not isinstance(error, NoScript) and not lost(error):
+                raise
+            self._unsure |= dict.fromkeys(self._groups, "trouble")
+            return []
+        for (decision, tell), reply in zip(decisions, replies, strict=True):
+            tell(decision.parsed(reply))
+        return given(self._groups, news)
+
+    async def _one_by_one(self, read: list[Given]) -> None:
+        for each in read:
+            for decision, tell in await self._decisions([each]):
+                tell(await decision)
+
+    async def _decisions(
+        self, read: list[Given]
+    ) -> list[tuple[Decision[Any], Callable[[Any], None]]]:
+        """What to do about entries, and how to tell what came of it; junk goes to ``dead``."""
+        decisions: list[tuple[Decision[Any], Callable[[Any], None]]] = []
+        for group, entry in read:
+            try:
+                if group is self._triggers:
+                    decisions.append((self._trigger(entry), self._tell_dispatched))
+                else:
+                    answer = decode(entry.data, Upload, GiveUp)
+                    decision = self._ledger.admit(
+                        entry, answer, size_limit=self._settings.max_update_bytes
+                    )
+                    decisions.append((decision, partial(self._tell_answered, answer)))
+            except BadMessage as error:
+                await self._bury(group, entry, str(error))
+        return decisions
+
+    def _trigger(self, entry: Entry) -> Decision[str]:
+        """A trigger becomes a task, or a round is closed."""
+        message = decode(entry.data, Trigger, CloseRound)
+        if isinstance(message, CloseRound):
+            return self._ledger.close_round(entry, message)
+        return self._ledger.dispatch(
+            entry, message, rate=self._settings.device_rate, limit=self._settings.open_limit
+        )
+
+    def _tell_dispatched(self, verdict: str) -> None:
+        self._dispatched.labels(verdict).inc()
+
+    def _tell_answered(self, answer: Upload | GiveUp, decided: tuple[str, str]) -> None:
+        verdict, reason = decided
+        self._answers.labels(verdict, reason).inc()
+        if verdict in ("refused", "stray"):
+            self._context.log.warning(
+                "answer not admitted", task=answer.task, device=answer.device,
+                trainer=answer.trainer, verdict=verdict, reason=reason,
+            )  # fmt: skip
 
     async def _bury_all(self, group: Group, poison: list[tuple[Entry, int]]) -> None:
         for entry, deliveries in poison:
-            await self._bury(group, entry, "crashed its coordinators", deliveries)
+            await self._bury(group, entry, f"crashed its {group.group}", deliveries)
 
     async def _bury(self, group: Group, entry: Entry, reason: str, deliveries: int = 1) -> None:
         """Moves an entry to ``dead``; the task that it is about ends, if it says which."""
@@ -147,53 +230,28 @@ class Coordinator:
             group.stream, group.group, entry, reason, task=task, deliveries=deliveries
         )
 
-    async def _trigger(self, entry: Entry) -> None:
-        """A trigger becomes a task, or a round is closed."""
-        message = decode(entry.data, Trigger, CloseRound)
-        if isinstance(message, CloseRound):
-            verdict = await self._ledger.close_round(entry, message)
-        else:
-            verdict = await self._ledger.dispatch(
-                entry, message, rate=self._settings.device_rate, limit=self._settings.open_limit
-            )
-        self._dispatched.labels(verdict).inc()
-
-    async def _answer(self, entry: Entry) -> None:
-        """A trainer's answer is admitted, or not."""
-        message = decode(entry.data, Upload, GiveUp)
-        verdict, reason = await self._ledger.admit(
-            entry, message, size_limit=self._settings.max_update_bytes
-        )
-        self._answers.labels(verdict, reason).inc()
-        if verdict in ("refused", "stray"):
-            self._context.log.warning(
-                "answer not admitted", task=message.task, device=message.device,
-                trainer=message.trainer, verdict=verdict, reason=reason,
-            )  # fmt: skip
-
     async def _sweep(self) -> None:
         """What nobody does who is alive: for silent trainers, poison, crashed coordinators."""
-        for name in await self._ledger.silent(self._settings.trainer_silence_s):
-            await self._strike_off(name)
-        owners = set((await self._ledger.owners()).values())
+        await self._strike_off_the_silent()
+        lease_ms = round(self._lease.seconds * 1000)
+        if owners := set((await self._ledger.owners()).values()):
+            await self._ledger.settle_unserved(lease_ms)
         for stream in (self._keys.tasks, *(self._keys.tasks_of(owner) for owner in owners)):
-            await self._bury_poison(Group(self._client, stream, TRAINERS, ""))
-        for group, handle in (
-            (self._triggers, self._trigger), (self._uploads, self._answer)
-        ):  # fmt: skip
-            entries, poison = await group.claim(
-                idle_ms=round(self._settings.redeliver_s * 1000), most=self._lease.attempts
-            )
-            await self._bury_all(group, poison)
-            for entry in entries:
-                await self._handled(group, entry, handle)
-        gone_ms = round(self._settings.trainer_silence_s * 1000)
-        for group in (
-            self._triggers,
-            self._uploads,
-            Group(self._client, self._keys.tasks, TRAINERS, ""),
-        ):
-            await group.reap(idle_ms=gone_ms)
+            tasks = Group(self._client, stream, TRAINERS, "")
+            _, poison = await tasks.claim(idle_ms=lease_ms, most=self._lease.attempts)
+            await self._bury_all(tasks, poison)
+        for group in self._groups:
+            if group in self._unsure:
+                continue  # what is ours comes first: it must not meet what is claimed here
+            with self._unless_lost(group):
+                entries, poison = await group.claim(
+                    idle_ms=round(self._settings.redeliver_s * 1000), most=self._lease.attempts
+                )
+                await self._bury_all(group, poison)
+                await self._one_by_one([(group, entry) for entry in entries])
+        pool = Group(self._client, self._keys.tasks, TRAINERS, "")
+        for group in (*self._groups, pool):
+            await group.reap(idle_ms=round(self._settings.trainer_silence_s * 1000))
         try:
             view = await self._ledger.look()
         except NoRun:
@@ -201,18 +259,17 @@ class Coordinator:
         else:
             self._alive.set(view.trainers)
             self._queue.set(view.queue)
+        self._swept = time.time()
         await pause(self._context.stop, _SWEEP_S)
 
-    async def _strike_off(self, name: str) -> None:
-        """A trainer that fell silent: if it owned devices, its tasks are given up."""
-        given_up = await self._ledger.leave(name, silent_s=self._settings.trainer_silence_s)
-        if given_up is not None:
-            self._context.log.warning("trainer lost", trainer=name, tasks_given_up=given_up)
-
-    async def _bury_poison(self, group: Group) -> None:
-        """Tasks whose lease ran out for the last time."""
-        _, poison = await group.claim(
-            idle_ms=round(self._lease.seconds * 1000), most=self._lease.attempts
-        )
-        for entry, deliveries in poison:
-            await self._bury(group, entry, "crashed its trainers", deliveries)
+    async def _strike_off_the_silent(self) -> None:
+        """Strikes off trainers that were silent while they could have been heard."""
+        now, silence_s = time.time(), self._settings.trainer_silence_s
+        if now - self._swept > _DEAF_S:  # by the clock of the wall: a machine may have slept
+            self._hears_since = now
+        if now - self._hears_since < silence_s:
+            return
+        for name in await self._ledger.silent(silence_s):
+            given_up = await self._ledger.leave(name, silent_s=silence_s)
+            if given_up is not None:
+                self._context.log.warning("trainer lost", trainer=name, tasks_given_up=given_up)

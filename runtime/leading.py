@@ -11,25 +11,29 @@ from broker.lease import Lease
 from runtime.backoff import pause
 from runtime.service import Context, repeat
 
+_PAUSE_S = 10.0  # at most between two looks at a lease: a loop must beat within 30 s
+
 
 async def lead(
     context: Context, lease: Lease, work: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
-    """Waits for the role, then works and renews the lease until stop; lets the next one in at once.
+    """Waits for the role, then works and renews the lease until stop.
 
-    A process that waits is ready: it could take over. Raises Fenced if the role is taken away.
+    At the end it releases the lease: the next one need not wait for it to run out. A process that
+    waits is ready: it could take over. Raises Fenced if the role is taken away.
     """
+    pause_s = min(lease.seconds / 4, _PAUSE_S)
 
     async def take() -> bool:
         if not await lease.acquire():
-            await pause(context.stop, lease.seconds / 4)
+            await pause(context.stop, pause_s)
         return lease.number > 0
 
     async def hold() -> None:
         # Not held: Redis lost it. Nobody else can have had it since, unless they were quicker.
         if not await lease.hold() and not await lease.acquire(at_least=lease.number):
             raise Fenced(f"another {lease.role} took over while Redis was away")
-        await pause(context.stop, lease.seconds / 4)
+        await pause(context.stop, pause_s)
 
     await repeat(context, "standby", take)
     if not lease.number:

@@ -11,10 +11,12 @@ import pytest
 from broker.client import Client, RedisSettings
 from broker.errors import Fenced
 from broker.keys import Keys
+from broker.lease import Lease
 from broker.ledger import Commit, End
 from broker.messages import CloseRound, GiveUp, RoundEnd, Trigger
 from coordinator.scheduler import Scheduler, SchedulerSettings
 from coordinator.scheduling import Anarchic, InFlight, Policy, Rounds
+from runtime.leading import lead
 from tests.support import Hand, Proxy, context, counted, layout_of, running, wait_until
 
 
@@ -67,7 +69,7 @@ async def test_it_keeps_n_tasks_open(make: Any, run: Hand) -> None:
         assert time.monotonic() - began < 0.9  # the event woke it, not the end of its wait
         assert len(await are_open(run, 3)) == 3
         await run.balanced()
-    assert counted(watched, "fedstream_tasks_triggered_total") == 5
+        await wait_until(lambda: counted(watched, "fedstream_tasks_triggered_total") == 5)
 
 
 async def issued(hand: Hand, n: int) -> bool:
@@ -299,3 +301,62 @@ async def test_closing_a_round_is_asked_once(make: Any, run: Hand, client: Clien
 async def asked_to_close(hand: Hand, n: int) -> bool:
     rows = await hand.client.call("XRANGE", hand.keys.triggers, "-", "+")
     return sum(CloseRound.kind.encode() in row[1][1] for row in rows) == n
+
+
+async def test_the_end_of_a_round_that_was_lost_is_asked_for_again(
+    make: Any, run: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.scheduler._ASK_AGAIN_S", 0.5)
+    async with running(make(Rounds(k=2, timeout_s=0.1)), context()):
+        await are_open(run, 2)
+        await wait_until(lambda: asked_to_close(run, 1))
+        await client.call("DEL", run.keys.triggers)
+        await wait_until(lambda: asked_to_close(run, 1))
+        await run.dispatch()
+        assert [type(message) for _, message in await run.queue()] == [RoundEnd]
+
+
+async def test_who_has_answered_in_a_round_does_not_replace_who_gave_up(
+    make: Any, run: Hand, client: Client
+) -> None:
+    await client.call("HSET", run.keys.run, "devices", 3)
+    async with running(make(Rounds(k=2)), context()):
+        first, second = await are_open(run, 2)
+        await run.dispatch()
+        upload = await run.trained(first)
+        assert await run.admit(upload) == [("admitted", "")]
+        buffered = End(task=upload.task, attempt=upload.attempt, outcome="buffered")
+        commit = Commit(version=None, buffered=1, mean_staleness=0.0, ends=[buffered])
+        assert await run.ledger.commit(run.updater.token, commit) == "done"
+        for n in range(3, 12):
+            await give_up(run, second)
+            await has_issued(run, n)
+            [second] = await are_open(run, 1)
+            assert second.device != first.device
+
+
+async def test_a_long_lease_is_looked_after_often_enough(
+    run: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runtime.leading._PAUSE_S", 0.02)
+    lease, watched = Lease(run.client, run.keys, "scheduler", "s", seconds=3600), context()
+    working = asyncio.Event()
+    held = 0
+    hold = lease.hold
+
+    async def counting() -> bool:
+        nonlocal held
+        held += 1
+        return await hold()
+
+    monkeypatch.setattr(lease, "hold", counting)
+
+    async def work() -> None:
+        working.set()
+        await watched.stop.wait()
+
+    leading = asyncio.create_task(lead(watched, lease, work))
+    await working.wait()
+    await wait_until(lambda: held > 3)
+    watched.stop.set()
+    await leading

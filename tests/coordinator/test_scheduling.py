@@ -31,9 +31,9 @@ NOW = 1_000_000.0
 FIVE = FixedSteps(n=5)
 FREE = HoldBack(max_queue=64, target_staleness=None, memory_budget=None)
 CALM = Situation(
-    now=NOW, issued=0, version=0, open=(), queue=0, kept=1, buffered=0, round_ending=False,
-    mean_staleness=0.0, trainers=4, model_bytes=1000, devices=tuple(range(10)), last=NOW,
-    round_since=NOW,
+    now=NOW, issued=0, version=0, open=(), queue=0, kept=1, buffered=0, answered=frozenset(),
+    round_ending=False, mean_staleness=0.0, trainers=4, model_bytes=1000,
+    devices=tuple(range(10)), last=NOW, round_since=NOW,
 )  # fmt: skip
 
 
@@ -143,7 +143,7 @@ def virtual_time(policy: Policy, seconds: float, seed: int) -> list[float]:
         what = planned(policy, seen, seed=seed)
         assert what.wake_at
         times += [seen.now] * len(what.triggers)
-        last = seen.now if what.triggers else seen.last
+        last = what.last if what.triggers else seen.last
         seen = replace(seen, now=what.wake_at, last=last, issued=len(times))
     return [at - NOW for at in times]
 
@@ -163,6 +163,24 @@ def test_a_poisson_process_stops_at_its_limit() -> None:
     seen = replace(CALM, now=NOW + 1000, open=opened(4))
     assert planned(Poisson(rate=5, n=4), seen).triggers == ()
     assert len(planned(Poisson(rate=5, n=5), seen).triggers) == 1
+
+
+def test_a_poisson_process_keeps_its_rate_though_its_scheduler_is_late() -> None:
+    times: list[float] = []
+    seen = replace(CALM, devices=tuple(range(1000)))
+    policy = Poisson(rate=500, n=1000)
+    while seen.now < NOW + 20:
+        what = planned(policy, seen)
+        times += [seen.now] * len(what.triggers)
+        last = what.last if what.triggers else seen.last
+        seen = replace(seen, now=seen.now + 0.005, last=last, issued=len(times))
+    assert len(times) == pytest.approx(10_000, rel=0.05)
+
+
+def test_a_poisson_process_makes_up_for_a_second_of_a_long_pause() -> None:
+    seen = replace(CALM, now=NOW + 3600, devices=tuple(range(1000)))
+    burst = len(planned(Poisson(rate=20, n=1000), seen).triggers)
+    assert 10 < burst < 40
 
 
 def test_anarchic_devices_are_not_triggered() -> None:
@@ -205,6 +223,14 @@ def test_memory_holds_back(models: int, n: int) -> None:
 def test_models_without_bytes_take_no_memory() -> None:
     hold = replace(FREE, memory_budget=1)
     assert held_back(7, hold, replace(CALM, model_bytes=0)) == (7, "")
+
+
+def test_what_holds_back_most_decides() -> None:
+    hold = HoldBack(max_queue=4, target_staleness=4.0, memory_budget=11_000)
+    roomy = replace(CALM, queue=3)  # 11 models, less 3 in the queue, 1 kept and 2 to spare
+    assert held_back(7, hold, roomy) == (5, "memory")
+    assert held_back(7, hold, replace(roomy, queue=4)) == (1, "queue")
+    assert held_back(7, hold, replace(roomy, mean_staleness=9.0)) == (1, "staleness")
 
 
 @given(
@@ -281,3 +307,41 @@ def test_tasks_of_past_rounds_are_closed_before_anything_else() -> None:
     past = round_of(2, version=2)
     what = planned(ROUNDS, replace(CALM, version=3, open=past))
     assert (what.close, what.triggers) == ((2, tuple(t.task for t in past)), ())
+
+
+def test_a_device_that_has_answered_is_not_asked_again_in_the_same_round() -> None:
+    answered = frozenset({4, 5, 6, 7, 8})
+    seen = replace(CALM, version=3, open=round_of(4), buffered=5, answered=answered)
+    for n in range(20):
+        [trigger] = planned(Rounds(k=10), replace(seen, issued=n)).triggers
+        assert trigger.device == 9
+
+
+def test_a_round_ends_when_every_device_has_answered() -> None:
+    devices = frozenset(range(10))
+    seen = replace(CALM, version=3, buffered=10, answered=devices)
+    what = planned(Rounds(k=99), seen)
+    assert (what.close, what.triggers) == ((3, ()), ())
+    still = replace(seen, buffered=9, answered=devices - {0}, open=round_of(1))
+    assert planned(Rounds(k=99), still) == Plan(limit=1, wake_at=NOW + 600)
+    assert planned(Rounds(k=10), seen).close is None  # the updater has all that it waits for
+
+
+def test_a_round_is_of_as_many_as_memory_has_room_for() -> None:
+    hold = replace(FREE, memory_budget=8000)  # 1 kept, 2 to spare: 5 answers
+    what = planned(Rounds(k=9), hold=hold)
+    assert (len(what.triggers), what.limit, what.held) == (5, 5, "memory")
+    # It goes on while answers wait in the queue, and ends with as many.
+    seen = replace(CALM, queue=4, buffered=4, answered=frozenset({1, 2, 3, 4}))
+    assert len(planned(Rounds(k=9), seen, hold=hold).triggers) == 1
+    full = replace(CALM, queue=5, buffered=5, answered=frozenset({1, 2, 3, 4, 5}))
+    assert planned(Rounds(k=9), full, hold=hold).close == (0, ())
+
+
+@given(st.integers(0, 10**4), st.integers(0, 10**4), st.integers(0, 10), st.integers(1, 20))
+def test_memory_never_stops_a_round(budget: int, kept: int, buffered: int, k: int) -> None:
+    hold = replace(FREE, memory_budget=budget)
+    answered = frozenset(range(min(buffered, k - 1)))
+    seen = replace(CALM, kept=kept, buffered=len(answered), answered=answered)
+    what = planned(Rounds(k=k), seen, hold=hold)
+    assert what.triggers or what.close  # nobody is asked at the moment: something has to happen

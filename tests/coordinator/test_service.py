@@ -3,6 +3,9 @@ crash, a poison or a silence leaves behind is cleared away."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -10,9 +13,11 @@ import pytest
 from broker import blobs
 from broker.client import Client, RedisSettings
 from broker.keys import COORDINATORS, TRAINERS, Keys
-from broker.ledger import _SCRIPTS
+from broker.ledger import _SCRIPTS, Ledger
 from broker.messages import Dead, GiveUp, Task, Trigger, Upload
 from broker.streams import Entry, Group
+from coordinator.scheduler import Scheduler, SchedulerSettings
+from coordinator.scheduling import InFlight
 from coordinator.service import Coordinator, CoordinatorSettings
 from runtime.tasks import LeaseSettings
 from tests.support import Hand, Proxy, context, counted, model_of, running, wait_until
@@ -101,10 +106,11 @@ async def test_a_trigger_becomes_a_task_and_its_answer_enters_the_queue(
         assert view.reasons("given_up") == {"tired": 1}
         assert (view.triggers, view.uploads) == (0, 0)
         await run.balanced()
-    for verdict, reason in (("admitted", ""), ("given_up", "tired")):
-        labels = {"verdict": verdict, "reason": reason}
-        assert counted(watched, "fedstream_answers_total", **labels) == 1
-    assert counted(watched, "fedstream_tasks_dispatched_total", verdict="sent") == 2
+        answers, dispatched = "fedstream_answers_total", "fedstream_tasks_dispatched_total"
+        for verdict, reason in (("admitted", ""), ("given_up", "tired")):
+            labels = {"verdict": verdict, "reason": reason}
+            await wait_until(lambda: counted(watched, answers, **labels) == 1)  # noqa: B023
+        assert counted(watched, dispatched, verdict="sent") == 2
 
 
 async def test_it_may_be_there_before_the_run(make: Any, hand: Hand) -> None:
@@ -222,7 +228,7 @@ async def test_trouble_with_redis_makes_no_entry_a_poison(
         upload = await run.trained(trigger)
         await run.client.call("XADD", run.keys.uploads, "*", "m", upload.encode())
         retries = "fedstream_retries_total"
-        await wait_until(lambda: counted(watched, retries, loop="uploads") > 4)
+        await wait_until(lambda: counted(watched, retries, loop="entries") > 4)
         proxy.refuse = None
         await queued(run, 1)
         assert (await run.ledger.look()).dead == 0
@@ -256,6 +262,126 @@ async def test_it_goes_on_after_redis_was_emptied(make: Any, run: Hand, client: 
         await run.ledger.create(run.updater.token, run.run(), await run.publish(0))
         await run.open()
         await tasks(run, 1)
+
+
+async def test_it_goes_on_when_redis_forgets_the_scripts(
+    make: Any, run: Hand, client: Client
+) -> None:
+    async with running(make(), context()):
+        for _ in range(2):
+            await run.open()
+            await tasks(run, 1)
+            await client.call("SCRIPT", "FLUSH")
+
+
+async def test_entries_that_came_together_are_decided_in_one_exchange(
+    make: Any, run: Hand, redis: RedisSettings
+) -> None:
+    dispatch = _SCRIPTS["dispatch"]._sha.encode()
+    writes = 0
+
+    def count(data: bytes) -> bool:
+        nonlocal writes
+        writes += dispatch in data
+        return False
+
+    async with Proxy(redis) as proxy:
+        proxy.refuse = count
+        await run.open(20)
+        async with running(make(redis=proxy.settings), context()):
+            await tasks(run, 20)
+            assert 1 <= writes <= 2  # more than one only where the proxy saw it in parts
+
+
+async def test_what_it_is_given_while_it_is_stopped_is_not_left_behind(
+    make: Any, run: Hand, client: Client
+) -> None:
+    watched = context()
+    async with running(make(), watched) as coordinator:
+        await run.open()
+        await tasks(run, 1)
+        await wait_until(lambda: waits(client))
+        watched.stop.set()
+        await run.open()
+        await coordinator
+    pending = await client.call("XPENDING", run.keys.triggers, COORDINATORS)
+    assert pending[0] == 0
+    await run.balanced()
+
+
+async def waits(client: Client) -> bool:
+    """The coordinator blocks on its streams."""
+    lines = (await client.call("CLIENT", "LIST")).splitlines()
+    return any(b"name=coordinator-0" in line and b"flags=b" in line for line in lines)
+
+
+async def test_an_entry_that_crashes_it_again_takes_no_other_with_it(
+    make: Any, run: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    triggers = await run.open(3)
+    given = Group(client, run.keys.triggers, COORDINATORS, "coordinator-0")
+    await given.ensure()
+    assert len(await given.read(count=3)) == 3
+    dispatching = Ledger.dispatch
+
+    def dispatch(self: Ledger, entry: Entry, trigger: Trigger, **limits: Any) -> Any:
+        if trigger.task == triggers[1].task:
+            raise RuntimeError("a bug")
+        return dispatching(self, entry, trigger, **limits)
+
+    monkeypatch.setattr(Ledger, "dispatch", dispatch)
+    for times in (2, 3):
+        async with running(make(), context(), may_fail=True) as crashing:
+            await asyncio.wait({crashing}, timeout=5)
+        rows = await client.call("XPENDING", run.keys.triggers, COORDINATORS, "-", "+", 9)
+        assert [row[3] for row in rows] == [times, 1]
+    async with running(make(), context()):
+        [letter] = await dead(run, 1)
+        assert Trigger.decode(letter.data).task == triggers[1].task
+        await tasks(run, 2)
+
+
+async def long_ago(client: Client, keys: Keys) -> None:
+    """What was given to the coordinator that crashed was given to it long ago."""
+    for stream in (keys.triggers, keys.uploads):
+        [(id_, *_)] = await client.call("XPENDING", stream, COORDINATORS, "-", "+", 1)
+        idle = ("IDLE", 3_600_000, "JUSTID")
+        await client.call("XCLAIM", stream, COORDINATORS, "crashed", 0, id_, *idle)
+
+
+async def test_nothing_is_taken_over_before_it_knows_what_is_its_own(
+    make: Any, run: Hand, client: Client, redis: RedisSettings
+) -> None:
+    _, upload = await given_to(run, "crashed")
+    await long_ago(client, run.keys)
+    await run.ledger.announce("ann", {})
+    watched = context()
+    async with Proxy(redis) as proxy:
+        proxy.refuse = lambda data: b"LOAD" in data  # with which it begins to find out
+        async with running(make(redis=proxy.settings), watched):
+            await wait_until(lambda: counted(watched, "fedstream_trainers_alive") == 1)  # a sweep
+            [(_, consumer, *_)] = await client.call(
+                "XPENDING", run.keys.uploads, COORDINATORS, "-", "+", 9
+            )
+            assert consumer == b"crashed"
+            proxy.refuse = None
+            assert await queued(run, 1) == [upload]
+
+
+async def test_a_sweep_that_fails_halfway_leaves_nothing_pending(
+    make: Any, run: Hand, client: Client, redis: RedisSettings
+) -> None:
+    new, upload = await given_to(run, "crashed")
+    await long_ago(client, run.keys)
+    admit = _SCRIPTS["admit"]._sha.encode()
+    watched = context()
+    async with Proxy(redis) as proxy:
+        proxy.refuse = lambda data: admit in data
+        async with running(make(redis=proxy.settings, redeliver_s=1800.0), watched):
+            await wait_until(lambda: counted(watched, "fedstream_retries_total", loop="sweep") > 0)
+            proxy.refuse = None
+            assert await queued(run, 1) == [upload]  # and not half an hour later
+            assert new.task in {task.task for _, task in await tasks(run, 3)}
 
 
 # bad input
@@ -328,12 +454,38 @@ async def test_a_silent_trainer_is_struck_off_and_its_consumer_reaped(
     await run.dispatch()
     await Group(client, run.keys.tasks, TRAINERS, "cat").read()
     await silent(run, "ann")
-    async with running(make(trainer_silence_s=5.0), context()):
-        await wait_until(lambda: texts(run, "ann was not heard for 5 s"))
+    async with running(make(trainer_silence_s=2.0), context()):
+
+        async def reaped() -> bool:
+            for name in ("bob", "cat"):
+                await run.ledger.announce(name, {})
+            return await consumers(client, run.keys, {"cat"})  # cat is at work
+
+        await wait_until(reaped)
+        await wait_until(lambda: texts(run, "ann was not heard for 2 s"))
         assert list(await run.ledger.trainers()) == ["bob", "cat"]
-        assert await consumers(client, run.keys, {"ann", "bob", "cat"})  # not idle for so long
-    async with running(make(trainer_silence_s=0.001, name="coordinator-1"), context()):
-        await wait_until(lambda: consumers(client, run.keys, {"cat"}))  # at work
+
+
+async def test_nobody_is_struck_off_who_had_no_chance_to_be_heard(
+    make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await run.ledger.announce("ann", {})
+    await silent(run, "ann")
+    watched = context()
+
+    async def swept() -> bool:
+        return counted(watched, "fedstream_trainers_alive") == 1
+
+    async with running(make(trainer_silence_s=30.0), watched):  # it has just come itself
+        await wait_until(swept)
+        assert list(await run.ledger.trainers()) == ["ann"]
+    monkeypatch.setattr("coordinator.service._DEAF_S", 0.0)  # as if every sweep followed an outage
+    watched = context()
+    async with running(make(trainer_silence_s=0.001), watched):
+        await wait_until(swept)
+        await run.client.call("XADD", run.keys.queue, "*", "m", b"junk")
+        await wait_until(lambda: counted(watched, "fedstream_queue") == 1)  # a second sweep
+        assert list(await run.ledger.trainers()) == ["ann"]
 
 
 async def texts(hand: Hand, last: str) -> bool:
@@ -347,18 +499,23 @@ async def consumers(client: Client, keys: Keys, expected: set[str]) -> bool:
 
 async def test_the_tasks_of_an_owner_that_fell_silent_are_given_up(make: Any, run: Hand) -> None:
     await run.ledger.announce("owner", {}, [3, 4])
-    async with running(make(trainer_silence_s=5.0), context()):
+    async with running(make(trainer_silence_s=2.0), context()):
         await run.open(device=3)
         await run.open(device=5)
         await tasks(run, 1)
         await wait_until(lambda: routed(run, 1))
         await silent(run, "owner")
+        await wait_until(lambda: gone(run, "owner"))
         await wait_until(lambda: is_open(run, 1))
         view = await run.ledger.look()
         assert view.reasons("given_up") == {"owner gone": 1}
         assert view.owned == ()
         assert not await routed(run, 1)
         await run.balanced()
+
+
+async def gone(hand: Hand, name: str) -> bool:
+    return name not in await hand.ledger.trainers()
 
 
 async def routed(hand: Hand, n: int) -> bool:
@@ -377,3 +534,63 @@ async def test_an_update_written_long_before_it_is_admitted_does_not_expire_afte
         await run.ledger.answer(run.keys.tasks, TRAINERS, entry, upload)
         await queued(run, 1)
         assert await client.call("PTTL", key) == -1
+
+
+# owners, with a scheduler
+
+
+async def test_owners_alone_serve_a_run_over_a_restart(
+    make: Any, run: Hand, redis: RedisSettings, client: Client
+) -> None:
+    await run.scheduler.release()
+    scheduler = Scheduler(
+        SchedulerSettings(), InFlight(n=4), keys=run.keys, redis=redis, name="scheduler-0", seed=1
+    )
+    served: dict[str, list[int]] = {"ann": [], "bob": []}
+
+    async def serve(name: str, devices: list[int]) -> None:
+        """A trainer that owns devices, and gives up what it is asked."""
+        group = Group(client, run.keys.tasks_of(name), TRAINERS, name)
+        await group.ensure()
+        while True:
+            await run.ledger.announce(name, {}, devices)
+            for entry in await group.read(block_ms=50):
+                task = Task.decode(entry.data)
+                served[name].append(task.device)
+                tired = GiveUp(
+                    task=task.task, attempt="1", device=task.device, trainer=name, reason="tired"
+                )
+                await run.ledger.answer(group.stream, TRAINERS, entry, tired)
+
+    @asynccontextmanager
+    async def serving(name: str, devices: list[int]) -> AsyncIterator[None]:
+        serving = asyncio.create_task(serve(name, devices))
+        try:
+            yield
+        finally:
+            serving.cancel()
+            await asyncio.wait({serving})
+
+    async with running(scheduler, context()), running(make(), context()):
+        # Without a trainer one task is drawn for the pool, then ann comes: hers, or nobody's.
+        await wait_until(lambda: is_open(run, 4))
+        async with serving("bob", [5, 6, 7]):
+            async with serving("ann", [0, 1, 2]):
+                await wait_until(lambda: len(served["ann"]) > 20 and len(served["bob"]) > 20)
+            await run.ledger.leave("ann")  # her tasks are given up, bob goes on
+            bobs = len(served["bob"])
+            await wait_until(lambda: len(served["bob"]) > bobs + 10)
+            served["ann"].clear()
+            async with serving("ann", [1, 2]):
+                await wait_until(lambda: len(served["ann"]) > 20)
+                assert set(served["ann"]) == {1, 2}
+                assert await run.ledger.owners() == dict.fromkeys((1, 2), "ann") | dict.fromkeys(
+                    (5, 6, 7), "bob"
+                )
+
+                async def pool_is_empty() -> bool:
+                    return int(await client.call("XLEN", run.keys.tasks)) == 0
+
+                await wait_until(pool_is_empty)
+    assert set(served["bob"]) == {5, 6, 7}
+    await run.balanced()
