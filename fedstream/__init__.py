@@ -1,7 +1,23 @@
 """fedstream: asynchronous federated learning as a pipeline of services over Redis Streams."""
 
-from trainer.partitions import by_classes, iid
-from trainer.task import Task
+from importlib import import_module
+from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
 __all__ = ["Task", "__version__", "by_classes", "iid"]
+
+if TYPE_CHECKING:
+    from trainer.partitions import by_classes, iid
+    from trainer.task import Task
+else:  # unseen by type checkers, to which every name would exist
+    _FROM = {
+        "Task": "trainer.task",
+        "by_classes": "trainer.partitions",
+        "iid": "trainer.partitions",
+    }
+
+    def __getattr__(name: str) -> object:
+        """The names for users' tasks, when they are asked for: commands start without numpy."""
+        if name not in _FROM:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(_FROM[name]), name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import json
+import io
 import os
 import socket
 import sys
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 
-from broker.errors import ConfigError, FedstreamError
+from broker.errors import ConfigError, FedstreamError, NoRun, Unavailable
 from broker.keys import Keys, check_name
 from fedstream import __version__
 
@@ -75,7 +75,7 @@ def _ask(
     run: str | None,
     question: Callable[[Client, Keys], Awaitable[T]],
 ) -> T:
-    """Puts a question to the Redis of a run."""
+    """Puts a question to the Redis of a run. Raises FedstreamError."""
     from broker.client import Client
 
     settings = _settings(path, None, redis__url=redis, run__name=run)
@@ -87,7 +87,18 @@ def _ask(
         finally:
             await client.close()
 
-    return asyncio.run(asked())
+    try:
+        return asyncio.run(asked())
+    except (NoRun, Unavailable) as error:
+        from fedstream.report import SUMMARY
+
+        named = "url" in settings.redis.model_fields_set
+        if named or path is None or not (summary := path.with_name(SUMMARY)).is_file():
+            raise
+        raise FedstreamError(
+            f"{path} is of a run that is over, and its own Redis ended with it: its numbers are in "
+            f"{summary} (redis.url is not given; {error})"
+        ) from error
 
 
 def _serve(role: str, path: Path | None, sets: list[str] | None, name: str | None) -> None:
@@ -138,7 +149,11 @@ def run(
         int | None, typer.Option(metavar="N", help="devices that the data is split over")
     ] = None,
     updates: Annotated[
-        int | None, typer.Option(metavar="T", help="the run ends with this version")
+        int | None,
+        typer.Option(
+            metavar="T",
+            help="versions: the run ends with this one; each is one update, or a round of fedavg",
+        ),
     ] = None,
     redis: Annotated[
         str | None, typer.Option(metavar="URL", help="without it the run starts its own")
@@ -151,7 +166,10 @@ def run(
     ] = None,
     sets: Sets = None,
     port: Annotated[
-        int | None, typer.Option(metavar="P", help="of the coordinator's HTTP; any if not given")
+        int | None,
+        typer.Option(
+            min=0, max=65535, metavar="P", help="of the coordinator's HTTP; any if not given"
+        ),
     ] = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="go on with an unfinished run of the Redis named")
@@ -167,11 +185,12 @@ def run(
 
     Exit codes: 0 finished, 130 interrupted, 1 failed, 2 a wrong configuration.
     """
-    from fedstream import display
+    from fedstream import display, report
     from fedstream import run as local
 
-    if resume and config is None and out is not None and (out / local.CONFIG).is_file():
-        config = out / local.CONFIG
+    if resume and config is None and out is not None:
+        with local.usable(out):
+            config = left if (left := out / local.CONFIG).is_file() else None
     settings = _settings(
         config, sets,
         task__name=task, strategy__name=strategy, task__devices=devices, run__versions=updates,
@@ -186,7 +205,7 @@ def run(
     )
     code, numbers = local.run(plan, display.choose(as_json=as_json))
     if as_json:
-        typer.echo(json.dumps(numbers, indent=2))
+        typer.echo(report.as_json(numbers))
     _leave(code)
 
 
@@ -195,11 +214,12 @@ def status(
     config: Config = None, redis: Url = None, run: RunName = None, as_json: AsJson = False
 ) -> None:
     """How a run is now."""
+    from fedstream import report
     from fedstream import status as page
 
     about = _ask(config, redis, run, page.read)
     if as_json:
-        typer.echo(json.dumps(about, indent=2))
+        typer.echo(report.as_json(about))
     else:
         page.show(about)
 
@@ -269,6 +289,9 @@ def evaluator(config: Config = None, sets: Sets = None, name: Name = None) -> No
 
 def main() -> None:
     """The entry point. Exit codes: 0 done, 1 failed, 2 a wrong configuration or command line."""
+    # A path or the last words of a process may be no text, and a terminal may not know our signs.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app()
     except ConfigError as error:

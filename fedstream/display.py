@@ -29,7 +29,7 @@ class Display(Protocol):
     def say(self, line: str) -> None:
         """Something happened."""
 
-    def show(self, view: View | None, history: History) -> None:
+    def show(self, view: View | None, history: History, *, stopping: bool) -> None:
         """How far it is; called several times a second. No view: the run is not there yet."""
 
     def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
@@ -59,6 +59,13 @@ def pace(view: View, history: History, now: float) -> str:
     return f"{shown} versions/s, {duration(left / rate)} left"
 
 
+def doing(view: View | None, history: History, now: float, *, stopping: bool) -> str:
+    """What goes on: the pace, unless the services are not there yet, or not any more."""
+    if stopping:
+        return "stopping the services"
+    return "starting the services" if view is None else pace(view, history, now)
+
+
 def figures(view: View, history: History) -> str:
     """The other numbers, in a line."""
     parts = []
@@ -66,12 +73,13 @@ def figures(view: View, history: History) -> str:
         version, metrics = measured
         if "accuracy" in metrics:
             parts.append(f"accuracy {metrics['accuracy']:.3f} at {version}")
-    parts += [
-        f"staleness {history.recent_staleness():.1f}",
-        f"open {len(view.open)}",
-        f"queue {view.queue}",
-        f"trainers {view.trainers}",
-    ]
+    parts.append(f"staleness {history.recent_staleness():.1f}")
+    if view.run.state == "running":  # afterwards nobody trains: these say nothing
+        parts += [
+            f"open {len(view.open)}",
+            f"queue {view.queue}",
+            f"trainers {view.trainers}",
+        ]
     for outcome in ("refused", "dead"):
         if count := view.counts.get(outcome):
             parts.append(f"{outcome} {count}")
@@ -92,12 +100,18 @@ def result_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What came out, as rows of two."""
     rows = [("result", f"{numbers['state']}: {numbers['why']}")]
     if numbers["accuracy"] is not None:
-        best, at = numbers["best_accuracy"], numbers["best_accuracy_version"]
-        of = f"{numbers['accuracy']:.4f} (best {best:.4f} at version {at})"
-        rows.append(("accuracy", of))
+        text = f"{numbers['accuracy']:.4f}"
+        if numbers["measured_version"] != numbers["versions"]:
+            text += f" at version {numbers['measured_version']}"
+        if numbers["best_accuracy"] is not None:  # else it never was a number
+            best, at = numbers["best_accuracy"], numbers["best_accuracy_version"]
+            text += f" (best {best:.4f} at version {at})"
+        rows.append(("accuracy", text))
     speed = f"{numbers['seconds']:.1f} s, {numbers['updates_per_s']:.1f} updates/s"
+    before = numbers["versions_before"]
+    new = f", {numbers['versions'] - before} of them" if before else ""
     rows += [
-        ("versions", f"{numbers['versions']} in {speed}"),
+        ("versions", f"{numbers['versions']}{new} in {speed}"),
         ("staleness", f"mean {numbers['mean_staleness']:.2f}, max {numbers['max_staleness']}"),
         ("tasks", outcomes(numbers["tasks"])),
     ]
@@ -128,12 +142,13 @@ class Lines:
     def say(self, line: str) -> None:
         self._print(line)
 
-    def show(self, view: View | None, history: History) -> None:
+    def show(self, view: View | None, history: History, *, stopping: bool) -> None:
         if view is None or time.monotonic() - self._shown < _LINE_EVERY_S:
             return
         self._shown = time.monotonic()
         done = f"version {view.head.version} of {view.run.versions}"
-        self._print(f"{done} · {pace(view, history, time.time())} · {figures(view, history)}")
+        now = doing(view, history, time.time(), stopping=stopping)
+        self._print(f"{done} · {now} · {figures(view, history)}")
 
     def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
         self._print()
@@ -155,7 +170,7 @@ class Quiet:
         sys.stderr.write(line + "\n")
         sys.stderr.flush()
 
-    def show(self, view: View | None, history: History) -> None:
+    def show(self, view: View | None, history: History, *, stopping: bool) -> None:
         pass
 
     def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
@@ -184,11 +199,12 @@ class Bar:
     def say(self, line: str) -> None:
         self._console.print(Text(line, style="yellow"))
 
-    def show(self, view: View | None, history: History) -> None:
+    def show(self, view: View | None, history: History, *, stopping: bool) -> None:
         if self._live is None:
             return
+        text = doing(view, history, time.time(), stopping=stopping)
         if view is None:
-            waiting = Text(f"starting the services {'.' * (int(time.monotonic() * 2) % 4)}")
+            waiting = Text(f"{text} {'.' * (int(time.monotonic() * 2) % 4)}")
             self._live.update(waiting, refresh=True)
             return
         now, last = view.head.version, view.run.versions
@@ -199,7 +215,7 @@ class Bar:
         bar.add_row(
             f"[bold]{now}[/]/{last}",
             ProgressBar(total=last, completed=min(now, last)),
-            f"{now / last:.0%}, {pace(view, history, time.time())}",
+            f"{now / last:.0%}, {text}",
         )
         numbers = Text(figures(view, history), style="dim", overflow="ellipsis", no_wrap=True)
         self._live.update(Group(bar, numbers), refresh=True)

@@ -6,8 +6,10 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from itertools import islice
+from math import inf
 from statistics import fmean
-from typing import TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from broker.client import Client
 from broker.errors import BadMessage
@@ -23,30 +25,63 @@ _RATE_OVER_S = 10.0
 _EVENTS_SHOWN = 100
 
 
-class History:
-    """What was published and told, in order. Pure: it has no clock and does no I/O."""
+class Update(NamedTuple):
+    """What is kept of an update: little, because a run may have millions."""
 
-    def __init__(self) -> None:
-        self.versions: dict[int, Version] = {}
+    task: str
+    device: int
+    staleness: int
+    weight: float
+    loss: float | None
+
+
+class Made(NamedTuple):
+    """What is kept of a version."""
+
+    time: float
+    updates: tuple[Update, ...]
+
+
+class History:
+    """What was published and told, in order. Pure: it has no clock and does no I/O.
+
+    ``most``: so many versions are remembered, the newest, and as many measurements; None: all.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self.versions: dict[int, Made] = {}
         self.evaluations: dict[int, dict[str, float]] = {}  # version -> metrics
+        self.measured: tuple[int, dict[str, float]] | None = None  # the last of them
+        self.best_accuracy: tuple[int, float] | None = None  # and its first version
+        self.tried: int | None = None  # the version last measured, also where that failed
         self.errors: dict[str, Event] = {}  # the first of each kind that a user's task raised
         self.failed = 0  # tasks that raised or killed their trainers, in a row
         self.refused = 0  # updates in a row
         self.events: deque[Event] = deque(maxlen=_EVENTS_SHOWN)
         self._times: deque[float] = deque(maxlen=1024)  # of the newest versions
+        self._most = most
 
     def publish(self, version: Version) -> None:
         """A version; one that was published again keeps what is known of its making."""
         if version.updates or version.version not in self.versions:
-            self.versions[version.version] = version
+            self.versions[version.version] = Made(
+                version.time,
+                tuple(
+                    Update(u.task, u.device, u.staleness, u.weight, u.loss) for u in version.updates
+                ),
+            )
+            self._forget(self.versions)
             self._times.append(version.time)
 
     def tell(self, event: Event) -> None:
         """An event."""
-        if event.what == "evaluation" and event.version is not None and event.metrics:
-            self.evaluations[event.version] = event.metrics
+        if event.what == "evaluation" and event.version is not None:
+            self._measure(event.version, event.metrics or {})
         elif event.what == "error":
-            self.failed += event.device is not None  # else it is the evaluator's
+            if event.device is None:  # the evaluator's
+                self.tried = event.version
+            else:
+                self.failed += 1
             self.errors.setdefault(event.reason or "", event)
         elif event.outcome in ("applied", "buffered"):
             self.failed = self.refused = 0
@@ -56,25 +91,29 @@ class History:
             self.refused += 1
         self.events.append(event)
 
+    def _measure(self, version: int, metrics: dict[str, float]) -> None:
+        self.tried = version
+        if not metrics:  # the task has none to offer
+            return
+        self.evaluations[version] = metrics
+        self._forget(self.evaluations)
+        self.measured = version, metrics
+        if metrics.get("accuracy", -inf) > (self.best_accuracy[1] if self.best_accuracy else -inf):
+            self.best_accuracy = version, metrics["accuracy"]
+
+    def _forget(self, known: dict[int, Any]) -> None:
+        if self._most is not None and len(known) > self._most:
+            del known[next(iter(known))]
+
+    def forget_failures(self) -> None:
+        """What failed so far does not count any more: the run goes on from here."""
+        self.failed = self.refused = 0
+        self.errors.clear()
+
     @property
     def newest(self) -> int:
         """The newest version; -1 before the first."""
         return max(self.versions, default=-1)
-
-    @property
-    def measured(self) -> tuple[int, dict[str, float]] | None:
-        """The newest version that was measured, and its metrics."""
-        version = max(self.evaluations, default=None)
-        return None if version is None else (version, self.evaluations[version])
-
-    @property
-    def best_accuracy(self) -> tuple[int, float] | None:
-        """The best accuracy and its first version."""
-        known = [(m["accuracy"], -v) for v, m in self.evaluations.items() if "accuracy" in m]
-        if not known:
-            return None
-        accuracy, version = max(known)
-        return -version, accuracy
 
     def staleness(self) -> Counter[int]:
         """Updates by the number of versions that they came late."""
@@ -92,7 +131,7 @@ class History:
 
     def recent_staleness(self, versions: int = 100) -> float:
         """The mean over the newest versions."""
-        new = list(self.versions.values())[-versions:]
+        new = islice(reversed(self.versions.values()), versions)
         return fmean([u.staleness for v in new for u in v.updates] or [0.0])
 
     def rate(self, now: float) -> float:
@@ -106,9 +145,9 @@ class History:
 class Observer:
     """Reads a run's streams from their beginning, and its view, into ``history`` and ``view``."""
 
-    def __init__(self, client: Client, keys: Keys) -> None:
+    def __init__(self, client: Client, keys: Keys, *, most: int | None = None) -> None:
         self.ledger = Ledger(client, keys, "observer")
-        self.history = History()
+        self.history = History(most)
         self.view: View | None = None  # until the run is there
         self.keys = keys
         self._reader = Reader(client, {keys.models: "0", keys.events: "0"})

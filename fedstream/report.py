@@ -8,14 +8,15 @@ import platform
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from math import isfinite
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from broker.ledger import View
-from broker.messages import OUTCOMES, Version
+from broker.messages import OUTCOMES
 from fedstream import __version__
-from fedstream.observer import History
+from fedstream.observer import History, Made
 
 if TYPE_CHECKING:
     from torch import nn
@@ -56,27 +57,29 @@ def summary(facts: Facts, history: History, view: View | None) -> dict[str, Any]
     """The run in numbers. ``view`` must have been read after its services stopped; None: there
     never was a run.
 
-    ``tasks`` adds up: issued = applied + buffered + refused + given up + dead + open.
+    ``tasks`` adds up: issued = applied + buffered + refused + given up + dead + open. Seconds and
+    updates per second are those of this invocation: a run that was resumed did nothing meanwhile.
     """
-    last = history.evaluations.get(history.newest) or (history.measured or (0, {}))[1]
-    measured = history.measured
+    measured, last = history.measured or (None, {})
     best = history.best_accuracy
     late = history.staleness()
-    seconds = _seconds(history, view)
-    tasks = tasks_of(view)
-    done = tasks["applied"] + tasks["buffered"]
+    begun = max(facts.started, view.run.created) if view else facts.ended
+    made = [version for version in history.versions.values() if version.time > begun]
+    seconds = max((version.time for version in made), default=begun) - begun
+    updates = sum(len(version.updates) for version in made)
     return {
         "accuracy": last.get("accuracy"),
         "loss": last.get("loss"),
         "metrics": last,
-        "measured_version": measured[0] if measured else None,
+        "measured_version": measured,
         "best_accuracy": best[1] if best else None,
         "best_accuracy_version": best[0] if best else None,
         "versions": view.head.version if view else 0,
+        "versions_before": _before(history, begun),
         "versions_wanted": view.run.versions if view else facts.target,
         "seconds": round(seconds, 3),
-        "updates_per_s": round(done / seconds, 3) if seconds else 0.0,
-        "tasks": tasks,
+        "updates_per_s": round(updates / seconds, 3) if seconds else 0.0,
+        "tasks": tasks_of(view),
         "refused": view.reasons("refused") if view else {},
         "given_up": view.reasons("given_up") if view else {},
         "dead": view.reasons("dead") if view else {},
@@ -94,6 +97,7 @@ def summary(facts: Facts, history: History, view: View | None) -> dict[str, Any]
         "trainers": facts.trainers,
         "seed": facts.seed,
         "parameters": view.run.layout.parameters if view else None,
+        "created": _stamp(view.run.created) if view else None,
         "started": _stamp(facts.started),
         "finished": _stamp(facts.ended),
         "wall_seconds": round(facts.ended - facts.started, 3),
@@ -111,11 +115,9 @@ def tasks_of(view: View | None) -> dict[str, int]:
     return {"issued": view.issued, **ended, "open": len(view.open)}
 
 
-def _seconds(history: History, view: View | None) -> float:
-    """From version 0 to the last one that was made."""
-    if view is None or not history.versions:
-        return 0.0
-    return max(0.0, history.versions[history.newest].time - view.run.created)
+def _before(history: History, begun: float) -> int:
+    """The version that a run was resumed from; 0 for a new one."""
+    return max((n for n, version in history.versions.items() if version.time <= begun), default=0)
 
 
 def _stamp(seconds: float) -> str:
@@ -141,7 +143,7 @@ def table(history: History, created: float) -> Iterator[list[object]]:
         ]
 
 
-def _made_of(version: Version) -> list[object]:
+def _made_of(version: Made) -> list[object]:
     updates = version.updates
     losses = [u.loss for u in updates if u.loss is not None]
     return [
@@ -160,22 +162,31 @@ def _number(value: float | None) -> str:
 
 def write_summary(out: Path, numbers: Mapping[str, Any]) -> None:
     """summary.json."""
-    # A diverged model has a loss that JSON has no number for.
-    text = json.dumps(_finite(numbers), indent=2, allow_nan=False)
-    (out / SUMMARY).write_text(text + "\n")
+    (out / SUMMARY).write_text(as_json(numbers) + "\n")
 
 
-def _finite(value: Any) -> Any:
+def as_json(value: Any) -> str:
+    """JSON that every parser takes, for files and for ``--json``."""
+    return json.dumps(_sayable(value), indent=2, allow_nan=False)
+
+
+def _sayable(value: Any) -> Any:
+    """The value without what JSON can't say: a diverged model has a loss that is no number, and
+    the end of a process may be told in bytes that are no text."""
     if isinstance(value, float):
-        return value if abs(value) < float("inf") else None
+        return value if isfinite(value) else None
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
     if isinstance(value, Mapping):
-        return {key: _finite(inner) for key, inner in value.items()}
+        return {key: _sayable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_sayable(inner) for inner in value]
     return value
 
 
 def write_table(out: Path, history: History, created: float) -> None:
     """metrics.csv."""
-    with (out / METRICS).open("w", newline="") as file:
+    with (out / METRICS).open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(table(history, created))
 
 

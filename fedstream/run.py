@@ -14,13 +14,16 @@ import signal
 import socket
 import sys
 import time
+import tomllib
 import traceback
-from collections.abc import Mapping
-from contextlib import ExitStack, redirect_stdout
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import tomli_w
 
 from broker import blobs
 from broker.client import Client
@@ -142,14 +145,15 @@ def run(plan: Plan, display: Display) -> tuple[int, dict[str, Any]]:
             "--resume: the run's own Redis is gone with it; name the Redis that holds it: --redis"
         )
     subject = examine(plan.settings)
-    (plan.out / LOGS).mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack:
         server: RedisServer | None = None
         url = plan.settings.redis.url
         if plan.own_redis:
             server = stack.enter_context(RedisServer())
             url = server.url
-        _write_config(plan, url)
+        with usable(plan.out):
+            (plan.out / LOGS).mkdir(parents=True, exist_ok=True)
+            _write_config(plan, url)
         try:
             return asyncio.run(LocalRun(plan, subject, display, url, server, port).live())
         finally:
@@ -158,8 +162,20 @@ def run(plan: Plan, display: Display) -> tuple[int, dict[str, Any]]:
                 _write_config(plan, None)  # that Redis is gone: the file can be run again
 
 
+@contextmanager
+def usable(out: Path) -> Iterator[None]:
+    """Trouble with the folder is the user's to mend: raises ConfigError."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out}: {error.strerror}: name another, one that can be written"
+        ) from error
+
+
 def _check_folder(plan: Plan) -> None:
-    taken = [name for name in (CONFIG, report.SUMMARY) if (plan.out / name).exists()]
+    with usable(plan.out):
+        taken = [name for name in (CONFIG, report.SUMMARY) if (plan.out / name).exists()]
     if taken and not plan.resume:
         raise FedstreamError(
             f"{plan.out} holds a run already ({taken[0]}): name another folder with --out, "
@@ -169,12 +185,24 @@ def _check_folder(plan: Plan) -> None:
 
 def _port(plan: Plan) -> int:
     """The coordinator's port, known before it starts so that it keeps it over restarts."""
-    with socket.socket() as probe:
+    http = plan.settings.http
+    wanted = http.port if plan.port is None else plan.port
+    try:
+        found = socket.getaddrinfo(http.host or None, wanted, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:  # UnicodeError: no name can be as long
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"http.host = {http.host!r}: no such host: {why}") from error
+    family, kind, _, _, address = found[0]
+    with socket.socket(family, kind) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
-            probe.bind((plan.settings.http.host, plan.port or plan.settings.http.port))
+            probe.bind(address)
         except OSError as error:
-            raise FedstreamError(f"--port {plan.port}: cannot listen: {error.strerror}") from error
+            key = f"http.port = {wanted}" if plan.port is None else f"--port {wanted}"
+            raise FedstreamError(
+                f"{key}: cannot listen there on http.host = {http.host!r}: {error.strerror} "
+                "(port 0 takes any that is free)"
+            ) from error
         port: int = probe.getsockname()[1]
         return port
 
@@ -273,10 +301,13 @@ def _write_config(plan: Plan, url: str | None) -> None:
     log = settings.log.model_copy(update={"format": "json"})
     text = dump(settings.model_copy(update={"redis": redis, "log": log}))
     if url is None:
-        text = "".join(line for line in text.splitlines(True) if not line.startswith("url = "))
+        tables = tomllib.loads(text)
+        del tables["redis"]["url"]
+        text = tomli_w.dumps(tables)
     path = plan.out / CONFIG
-    path.touch(mode=0o600)  # the URL may hold a password
-    path.write_text(text)
+    path.unlink(missing_ok=True)  # a file that was there may be open to others
+    path.touch(mode=0o600, exist_ok=False)  # the URL may hold a password
+    path.write_text(text, encoding="utf-8")
 
 
 class LocalRun:
@@ -321,6 +352,9 @@ class LocalRun:
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, self._signalled, signal.Signals(number).name)
         self._display.header(self._header())
+        if self._plan.resume:
+            await self._observer.catch_up()
+            self._observer.history.forget_failures()
         self._supervisor.start()
         try:
             while not self._over.is_set():
@@ -333,6 +367,7 @@ class LocalRun:
     def _header(self) -> dict[str, str]:
         settings, plan = self._settings, self._plan
         host = settings.http.host
+        host = f"[{host}]" if ":" in host else host
         whose = "" if self._server is None else ", its own"
         goal = f"{settings.run.versions} versions"
         if settings.run.target_accuracy is not None:
@@ -372,34 +407,35 @@ class LocalRun:
         stopped = asyncio.Event()
         stopping = asyncio.create_task(self._supervisor.stop(), name="stop")
         stopping.add_done_callback(lambda _: stopped.set())
-        while not stopped.is_set():
-            await self._step(stopped)
-        await stopping
+        try:
+            while not stopped.is_set():
+                await self._step(stopped)
+        finally:  # whatever can't be shown or read: nothing of ours is left running
+            await stopping
 
     async def _step(self, over: asyncio.Event) -> None:
-        """Reads what is new and shows it; trouble with Redis is waited out."""
+        """Reads what is new and shows it. Trouble with Redis is waited out if it can pass; else
+        it ends the run."""
         try:
             await self._observer.step()
         except NoRun:
             pass
         except FedstreamError as error:
             if not error.retriable:
-                raise
-            self._check_server()
-            if self._lost_since is None:
+                self._end(Ending("failed", str(error)))
+            elif self._lost_since is None:
                 self._lost_since = time.monotonic()
                 self._display.say(f"{error}: waiting for it")
+            if self._server is not None and not _is_running(self._server.pid):
+                self._end(Ending("failed", "its Redis has ended, and the run's state with it"))
             await pause(over, 0.5)
         else:
             if self._lost_since is not None:
                 away = time.monotonic() - self._lost_since
                 self._display.say(f"Redis answers again after {away:.1f} s")
                 self._lost_since = None
-        self._display.show(self._observer.view, self._observer.history)
-
-    def _check_server(self) -> None:
-        if self._server is not None and not _is_running(self._server.pid):
-            self._end(Ending("failed", "its Redis has ended, and the run's state with it"))
+        view, history = self._observer.view, self._observer.history
+        self._display.show(view, history, stopping=self._over.is_set())
 
     def _judge(self) -> None:
         """Says what is worth a line, and finds out whether this is the end."""
@@ -425,8 +461,8 @@ class LocalRun:
     def _judge_finished(self, view: View) -> None:
         now = time.monotonic()
         self._finished_since = self._finished_since or now
-        measured = view.head.version in self._observer.history.evaluations
-        if measured or not self._subject.tested:
+        tried = view.head.version == self._observer.history.tried
+        if tried or not self._subject.tested:
             self._end(Ending("finished", view.run.why or ""))
         elif now - self._finished_since > _MEASURED_WITHIN_S:
             self._display.say(f"the last version was not measured in {_MEASURED_WITHIN_S:.0f} s")
@@ -502,15 +538,14 @@ class LocalRun:
             report.write_table(out, history, view.run.created)
             title = (
                 f"{settings.task.name} · {settings.strategy.name} · {numbers['devices']} devices, "
-                f"{numbers['trainers']} trainers · {numbers['versions']} versions in "
-                f"{numbers['seconds']:.1f} s"
+                f"{numbers['trainers']} trainers · {numbers['versions']} versions"
             )
             curves.draw(
                 out / report.CURVES, title, history,
                 created=view.run.created, devices=view.run.devices,
             )  # fmt: skip
             files += [report.METRICS, report.CURVES]
-        if view is not None and model is not None:
+        if view is not None and model is not None and view.head.version > 0:  # else untrained
             about = {
                 "version": str(view.head.version), "digest": view.head.digest,
                 "run": settings.run.name, "task": settings.task.name,

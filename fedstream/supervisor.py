@@ -97,6 +97,12 @@ class Child:
     def start(self) -> None:
         """Starts it, and again whenever it dies."""
         self._keeper = asyncio.create_task(self._keep(), name=self.program.name)
+        self._keeper.add_done_callback(self._kept)
+
+    def _kept(self, keeper: asyncio.Task[None]) -> None:
+        """A keeper that fails leaves its service alone: the run can't go on like that."""
+        if not keeper.cancelled() and (error := keeper.exception()) is not None:
+            self._supervisor.failed(f"{self.program.name} is not looked after any more: {error!r}")
 
     async def stop(self) -> None:
         """SIGTERM; SIGKILL once its drain and 5 s are over."""
@@ -124,20 +130,27 @@ class Child:
     async def _keep(self) -> None:
         while not self._stopping.is_set():
             began = time.monotonic()
-            at = self._log.stat().st_size if self._log.exists() else 0
-            code, pid = await self._one_life()
-            if self._stopping.is_set():
-                return
-            delay = await self._after_death(code, pid, time.monotonic() - began, at)
+            try:
+                code, pid, at = await self._one_life()
+            except OSError as error:  # no file descriptor left, no memory, a log that is not ours
+                delay = self._died(f"cannot be started: {error}", lived_s=0.0, worked=False)
+            else:
+                if self._stopping.is_set():
+                    return
+                delay = await self._after_death(code, pid, time.monotonic() - began, at)
             if delay is None:
                 return
             await pause(self._stopping, delay)
             if not self._stopping.is_set():
                 self.restarts += 1
 
-    async def _one_life(self) -> tuple[int, int]:
-        """Runs the program once: its exit code and process id."""
+    async def _one_life(self) -> tuple[int, int, int]:
+        """Runs the program once: exit code, process id, where in the log its lines begin.
+
+        Raises OSError if it can't be started.
+        """
         with self._log.open("ab") as log:
+            at = log.tell()
             self.process = await asyncio.create_subprocess_exec(
                 # -P: a file of the user's that is named like a package of ours is not meant
                 sys.executable, "-P", "-m", "fedstream",
@@ -149,25 +162,35 @@ class Child:
             )  # fmt: skip
         if self._stopping.is_set():
             self._terminate()
-        return await self.process.wait(), self.process.pid
+        return await self.process.wait(), self.process.pid, at
 
     async def _after_death(self, code: int, pid: int, lived_s: float, at: int) -> float | None:
         """Seconds to wait before the next start; None: the run has failed."""
-        name, how = self.program.name, how_it_ended(code)
-        with self._log.open("rb") as log:
-            log.seek(max(at, self._log.stat().st_size - _TAIL))
-            reason = last_words(log.read().decode(errors="replace"))
-        because = f": {reason}" if reason and code >= 0 else ""
+        reason = self._last_words(at) if code >= 0 else ""
+        how = how_it_ended(code) + (f": {reason}" if reason else "")
         if code == _WRONG_CONFIGURATION:
-            self._supervisor.failed(f"{name} {how}{because}")
+            self._supervisor.failed(f"{self.program.name} {how}")
             return None
         worked = await self._supervisor.worked(self.program, pid)
+        return self._died(how, lived_s=lived_s, worked=worked)
+
+    def _last_words(self, at: int) -> str:
+        try:
+            with self._log.open("rb") as log:
+                log.seek(max(at, self._log.stat().st_size - _TAIL))
+                return last_words(log.read().decode(errors="replace"))
+        except OSError as error:
+            return f"its log cannot be read: {error}"
+
+    def _died(self, how: str, *, lived_s: float, worked: bool) -> float | None:
+        """Counts a death and tells of it: as :meth:`_after_death`."""
+        name = self.program.name
         delay = self._policy.died(lived_s, worked=worked)
         if delay is None:
             times = f"{_DEATHS_IN_A_ROW} times in a row"
-            self._supervisor.failed(f"{name} died {times}; the last time it {how}{because}")
+            self._supervisor.failed(f"{name} died {times}; the last time it {how}")
         else:
-            self._supervisor.say(f"{name} {how}{because}; starting it again in {delay:g} s")
+            self._supervisor.say(f"{name} {how}; starting it again in {delay:g} s")
         return delay
 
 
@@ -205,10 +228,14 @@ class Supervisor:
             child.start()
 
     async def stop(self) -> None:
-        """Stops all of them, role by role."""
+        """Stops all of them, role by role, whatever goes wrong with one; raises that at the end."""
+        wrong: list[BaseException] = []
         for role in STOP_ORDER:
             ending = (child.stop() for child in self.children if child.program.role == role)
-            await asyncio.gather(*ending)
+            ended = await asyncio.gather(*ending, return_exceptions=True)
+            wrong += [error for error in ended if error is not None]
+        if wrong:
+            raise BaseExceptionGroup("services that were not looked after", wrong)
 
     def kill(self) -> None:
         """Ends all of them at once."""

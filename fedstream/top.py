@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -28,6 +29,7 @@ from fedstream.report import tasks_of
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _REFRESH_S = 0.5
 _EVENTS = 8
+_REMEMBERED = 10_000  # versions: as many as the streams hold, so that a longer look shows no more
 _BINS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, None))
 
 
@@ -99,7 +101,8 @@ def _numbers(view: View, history: History) -> Table:
 
 
 def _accuracy(history: History) -> str:
-    points = [m["accuracy"] for _, m in sorted(history.evaluations.items()) if "accuracy" in m]
+    known = (m.get("accuracy", math.nan) for _, m in sorted(history.evaluations.items()))
+    points = [accuracy for accuracy in known if math.isfinite(accuracy)]
     if not points or history.best_accuracy is None or history.measured is None:
         return "not measured yet"
     at, best = history.best_accuracy
@@ -155,30 +158,43 @@ def _line(event: Event) -> str:
 
 
 async def watch(client: Client, keys: Keys, *, once: bool) -> None:
-    """Shows the run until Ctrl-C. Raises NoRun if there is none at the beginning."""
-    observer = Observer(client, keys)
+    """Shows the run until Ctrl-C, or until its Redis ends with it.
+
+    Raises NoRun if there is none at the beginning.
+    """
+    observer = Observer(client, keys, most=_REMEMBERED)
     await observer.look()
     await observer.catch_up()
     console = Console()
-    if once:
-        console.print(await _picture(client, observer))
-        return
-    with Live(console=console, auto_refresh=False, screen=True) as live:
-        while True:
-            try:
-                live.update(await _picture(client, observer), refresh=True)
-                until = time.monotonic() + _REFRESH_S
-                while (left := until - time.monotonic()) > 0:
-                    await observer.step(block_ms=max(1, int(1000 * left)))
-                    await asyncio.sleep(min(0.1, max(0.0, until - time.monotonic())))
-            except NoRun:
-                live.update(Text(f"run {keys.name!r} was purged"), refresh=True)
-                await asyncio.sleep(_REFRESH_S)
-            except FedstreamError as error:
-                if not error.retriable:
-                    raise
-                live.update(Text(f"{error}: waiting for it"), refresh=True)
-                await asyncio.sleep(1.0)
+    picture = await _picture(client, observer)
+    if not once:
+        with Live(console=console, auto_refresh=False, screen=True) as live:
+            picture = await _watched(client, observer, live, picture)
+    console.print(picture)
+
+
+async def _watched(
+    client: Client, observer: Observer, live: Live, picture: RenderableType
+) -> RenderableType:
+    """Shows the run until it is finished and its Redis is gone: the last picture."""
+    while True:
+        try:
+            picture = await _picture(client, observer)
+            live.update(picture, refresh=True)
+            until = time.monotonic() + _REFRESH_S
+            while (left := until - time.monotonic()) > 0:
+                await observer.step(block_ms=max(1, int(1000 * left)))
+                await asyncio.sleep(min(0.1, max(0.0, until - time.monotonic())))
+        except NoRun:
+            live.update(Text(f"run {observer.keys.name!r} was purged"), refresh=True)
+            await asyncio.sleep(_REFRESH_S)
+        except FedstreamError as error:
+            if not error.retriable:
+                raise
+            if observer.view is not None and observer.view.run.state == "finished":
+                return picture
+            live.update(Text(f"{error}: waiting for it; Ctrl-C ends this"), refresh=True)
+            await asyncio.sleep(1.0)
 
 
 async def _picture(client: Client, observer: Observer) -> RenderableType:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
+import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from fedstream import __version__
+from fedstream import __version__, cli, display, run, status
 from fedstream.cli import main
 
 NOWHERE = "redis://127.0.0.1:1/0"
@@ -38,6 +41,17 @@ def fedstream(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
         (["run", "--task", "not_there.py:task"], 2, "there is no file"),
         (["run", "--task", "mnist", "--data-root", "/not/there"], 1, "/not/there/MNIST/raw"),
         (["run", "--config", "/not/there.toml"], 2, "/not/there.toml: cannot be read"),
+        (
+            ["run", "--out", "/dev/null/out"],
+            2,
+            "--out /dev/null/out: Not a directory",
+        ),
+        (
+            ["run", "--set", "http.host=nowhere.invalid"],
+            2,
+            "'nowhere.invalid': no such host",
+        ),
+        (["run", "--set", f"http.host={'x' * 70}"], 2, "no such host"),
         (["updater", "--set", "updater.keep_versions=0"], 2, "updater.keep_versions = 0"),
         (["status", "--redis", NOWHERE], 1, "127.0.0.1:1 does not answer"),
         (["top", "--redis", NOWHERE], 1, "127.0.0.1:1 does not answer"),
@@ -74,10 +88,63 @@ def test_a_run_that_is_not_there(
 
 
 def test_the_public_names_are_cheap() -> None:
-    program = "import sys, fedstream; print(fedstream.Task, 'torch' in sys.modules)"
+    program = (
+        "import sys, fedstream.cli; print('numpy' in sys.modules);"
+        "from fedstream import *; print(Task, by_classes, iid, 'torch' in sys.modules)"
+    )
     command = [sys.executable, "-c", program]
     said = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert said.stdout == "<class 'trainer.task.Task'> False\n"
+    assert said.stdout.startswith("False\n<class 'trainer.task.Task'> <function by_classes")
+    assert said.stdout.endswith("> False\n")
+
+
+def test_no_other_name_is_public() -> None:
+    with pytest.raises(ImportError, match="cannot import name 'Tusk'"):
+        exec("from fedstream import Tusk")  # noqa: S102  (mypy would say so too)
+
+
+def test_a_run_whose_redis_ended_with_it_is_where_its_summary_is(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text("[run]\nname = 'over-and-gone'\n")
+    for command in (["status"], ["top"], ["purge", "--yes"]):
+        assert fedstream(*command, "--config", str(config), monkeypatch=monkeypatch) == 1
+        assert "is over" not in capsys.readouterr().err  # it may yet begin
+    (tmp_path / "summary.json").write_text("{}")
+    for command in (["status"], ["top"], ["purge", "--yes"]):
+        assert fedstream(*command, "--config", str(config), monkeypatch=monkeypatch) == 1
+        said = capsys.readouterr().err
+        assert f"{config} is of a run that is over" in said
+        assert f"its numbers are in {tmp_path / 'summary.json'}" in said
+        assert said.count("\n") == 1
+    named = ("status", "--config", str(config), "--redis", NOWHERE)
+    assert fedstream(*named, monkeypatch=monkeypatch) == 1
+    assert "is over" not in capsys.readouterr().err
+
+
+def test_json_has_no_number_that_is_none(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    numbers = {"mean_staleness": float("nan"), "losses": [float("inf")]}
+
+    async def read(*_: object) -> dict[str, Any]:
+        return numbers
+
+    monkeypatch.setattr(status, "read", read)
+    monkeypatch.setattr(run, "run", lambda *_: (0, numbers))
+    monkeypatch.setattr(cli, "_leave", sys.exit)
+    for command in ("status", "run"):
+        assert fedstream(command, "--json", monkeypatch=monkeypatch) == 0
+        assert json.loads(capsys.readouterr().out) == {"mean_staleness": None, "losses": [None]}
+
+
+def test_what_is_no_text_is_shown_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii"))
+    assert fedstream("--version", monkeypatch=monkeypatch) == 0
+    display.Lines().say("caf\udce9 · done")
+    assert shown.getvalue().endswith(b"caf\\udce9 \\xb7 done\n")
 
 
 def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from rich.console import Console, RenderableType
+from rich.live import Live
 
+from broker.client import Client, RedisSettings
+from broker.keys import Keys
 from coordinator.app import status
 from fedstream import display, top
 from fedstream import status as page
-from fedstream.observer import History
+from fedstream.observer import History, Observer
 from tests.fedstream.views import CREATED, event, trigger, update, version, view
+from tests.support import Hand
 
 
 def text_of(picture: RenderableType) -> str:
@@ -52,6 +58,38 @@ def test_progress_says_rate_time_left_and_what_goes_wrong(history: History) -> N
     assert display.pace(view(), History(), CREATED) == "waiting for updates"
     over = view(run=replace(view().run, state="finished", why="done"))
     assert display.pace(over, history, CREATED) == "measuring the last version"
+    assert display.figures(over, history) == "accuracy 0.912 at 3 · staleness 1.5"
+
+
+def test_the_end_is_shown_as_the_end(history: History, capsys: pytest.CaptureFixture[str]) -> None:
+    display.Lines().show(view(), history, stopping=True)
+    assert capsys.readouterr().out.startswith("version 3 of 100 · stopping the services · ")
+    for seen in (None, view()):
+        console = Console(width=100, force_terminal=True, file=io.StringIO())
+        bar = display.Bar(console)
+        bar.header({})
+        with console.capture() as captured:
+            bar.show(seen, history, stopping=True)
+        bar.close()
+        assert "stopping the services" in captured.get()
+
+
+def test_the_accuracy_says_of_which_version_it_is() -> None:
+    numbers: dict[str, Any] = {
+        "state": "finished", "why": "version 9 reached", "accuracy": 0.5, "measured_version": 9,
+        "best_accuracy": 0.6, "best_accuracy_version": 4, "versions": 9, "versions_before": 0,
+        "seconds": 2.0, "updates_per_s": 4.5, "mean_staleness": 0.0, "max_staleness": 0,
+        "tasks": {"issued": 9, "applied": 9}, "refused": {}, "given_up": {}, "dead": {},
+        "strays": {}, "restarts": {},
+    }  # fmt: skip
+    rows = dict(display.result_rows(numbers))
+    assert rows["accuracy"] == "0.5000 (best 0.6000 at version 4)"
+    assert rows["versions"] == "9 in 2.0 s, 4.5 updates/s"
+    rows = dict(display.result_rows(numbers | {"measured_version": 7, "versions_before": 6}))
+    assert rows["accuracy"] == "0.5000 at version 7 (best 0.6000 at version 4)"
+    assert rows["versions"] == "9, 3 of them in 2.0 s, 4.5 updates/s"
+    never = {"accuracy": float("nan"), "best_accuracy": None, "best_accuracy_version": None}
+    assert dict(display.result_rows(numbers | never))["accuracy"] == "nan"
 
 
 def test_a_histogram_is_a_row_of_blocks() -> None:
@@ -72,6 +110,39 @@ def test_top_shows_the_run_and_its_trainers(history: History) -> None:
     ):  # fmt: skip
         assert part in shown
     assert "none is alive" in text_of(top.frame(seen, History(), {}, {}, CREATED))
+
+
+def test_top_shows_an_accuracy_that_is_no_number(history: History) -> None:
+    history.tell(event("evaluation", version=4, metrics={"accuracy": float("nan")}))
+    assert "0.9120 at 4" in text_of(top.frame(view(), history, {}, {}, CREATED))
+
+
+async def test_top_remembers_only_so_much(
+    client: Client, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    observers: list[Observer] = []
+
+    class Seen(Observer):
+        def __init__(self, client: Client, keys: Keys, *, most: int | None = None) -> None:
+            super().__init__(client, keys, most=most)
+            observers.append(self)
+
+    monkeypatch.setattr(top, "Observer", Seen)
+    monkeypatch.setattr(top, "_REMEMBERED", 2)
+    await hand.create()
+    for number in range(4):
+        await hand.ledger.tell(event("evaluation", version=number, metrics={"accuracy": 0.5}))
+    await top.watch(client, hand.keys, once=True)
+    assert list(observers[0].history.evaluations) == [2, 3]
+
+
+async def test_top_ends_with_a_finished_run_whose_redis_is_gone() -> None:
+    client = Client(RedisSettings(url="redis://127.0.0.1:1/0"))
+    observer = Observer(client, Keys("demo"))
+    observer.view = view(run=replace(view().run, state="finished", why="done"))
+    console = Console(file=io.StringIO())
+    with Live(console=console, auto_refresh=False) as live:
+        assert await top._watched(client, observer, live, "the last picture") == "the last picture"
 
 
 def test_status_shows_what_http_says() -> None:

@@ -55,6 +55,43 @@ def test_tasks_that_fail_in_a_row() -> None:
     assert (history.failed, history.refused) == (0, 0)
 
 
+def test_what_failed_before_a_run_goes_on_does_not_count() -> None:
+    history = History()
+    history.tell(event("error", reason="ValueError at x.py:1", device=3))
+    history.tell(event("outcome", outcome="refused"))
+    history.forget_failures()
+    assert (history.failed, history.refused, history.errors) == (0, 0, {})
+
+
+def test_a_version_that_could_not_be_measured_was_tried() -> None:
+    history = History()
+    history.tell(event("evaluation", version=1, metrics={"accuracy": 0.5}))
+    history.tell(event("error", version=2, device=7))  # a trainer's
+    assert history.tried == 1
+    history.tell(event("error", version=2))
+    assert history.tried == 2
+    history.tell(event("evaluation", version=3, metrics={}))
+    assert (history.tried, history.measured) == (3, (1, {"accuracy": 0.5}))
+
+
+def test_an_accuracy_that_is_no_number_is_not_the_best() -> None:
+    history = History()
+    for number, accuracy in enumerate((float("nan"), 0.3, float("nan"))):
+        history.tell(event("evaluation", version=number, metrics={"accuracy": accuracy}))
+    assert history.best_accuracy == (1, 0.3)
+
+
+def test_no_more_is_remembered_than_asked() -> None:
+    history = History(most=3)
+    for number in range(10):
+        history.publish(version(number, update(f"t{number}", staleness=number)))
+        history.tell(event("evaluation", version=number, metrics={"accuracy": 1 - number / 10}))
+    assert list(history.versions) == list(history.evaluations) == [7, 8, 9]
+    assert history.newest == 9
+    assert (history.mean_staleness, history.recent_staleness(2)) == (8.0, 8.5)
+    assert history.best_accuracy == (0, 1.0)
+
+
 def test_the_rate_sinks_while_nothing_comes() -> None:
     history = History()
     assert history.rate(CREATED) == 0.0

@@ -59,10 +59,23 @@ def test_the_summary_says_how_well_and_how_fast(history: History) -> None:
     assert (numbers["accuracy"], numbers["measured_version"]) == (0.8, 3)
     assert (numbers["best_accuracy"], numbers["best_accuracy_version"]) == (0.9, 2)
     assert numbers["seconds"] == 3.0
-    assert numbers["updates_per_s"] == pytest.approx(5 / 3, abs=0.01)
+    assert numbers["updates_per_s"] == pytest.approx(4 / 3, abs=0.01)
     assert (numbers["mean_staleness"], numbers["max_staleness"]) == (0.75, 2)
     assert numbers["restarts"] == {"updater": 1, "scheduler": 0}
     assert numbers["started"] == "2023-11-14T22:13:15.000+00:00"
+    assert numbers["created"] == "2023-11-14T22:13:20.000+00:00"
+    assert numbers["versions_before"] == 0
+
+
+def test_a_run_that_was_resumed_counts_the_seconds_since(history: History) -> None:
+    facts = replace(FACTS, started=CREATED + 600)
+    history.publish(version(603, update("e")))  # published 603 s after version 0
+    numbers = report.summary(facts, history, view(COUNTS))
+    assert (numbers["seconds"], numbers["versions_before"]) == (3.0, 3)
+    assert numbers["updates_per_s"] == pytest.approx(1 / 3, abs=0.01)
+    del history.versions[603]  # nothing was made since
+    numbers = report.summary(facts, history, view(COUNTS))
+    assert (numbers["seconds"], numbers["updates_per_s"]) == (0.0, 0.0)
 
 
 def test_a_run_that_never_was_has_a_summary_too() -> None:
@@ -74,9 +87,18 @@ def test_a_run_that_never_was_has_a_summary_too() -> None:
 
 
 def test_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
-    report.write_summary(tmp_path, {"loss": float("nan"), "metrics": {"loss": float("inf")}})
+    numbers = {
+        "loss": float("nan"),
+        "metrics": {"loss": float("inf")},
+        "list": [float("nan"), (1,)],
+    }
+    report.write_summary(tmp_path, numbers)
     found = json.loads((tmp_path / report.SUMMARY).read_text())
-    assert found == {"loss": None, "metrics": {"loss": None}}
+    assert found == {"loss": None, "metrics": {"loss": None}, "list": [None, [1]]}
+
+
+def test_a_text_that_is_no_text_is_one_in_json() -> None:
+    assert json.loads(report.as_json({"why": "caf\udce9"})) == {"why": "caf\\udce9"}
 
 
 def test_the_table_has_a_row_for_each_version(history: History, tmp_path: Path) -> None:

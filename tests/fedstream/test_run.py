@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
+import socket
+import stat
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from broker.client import RedisSettings
-from broker.errors import ConfigError, DataError, FedstreamError, Unavailable
+from broker.errors import BrokerError, ConfigError, DataError, FedstreamError, Unavailable
+from broker.messages import Event
 from fedstream import run as local
 from fedstream.cli import overrides
 from fedstream.config import Settings, read
 from fedstream.display import Quiet
+from tests.fedstream.views import event, view
 from tests.support import Hand
 
 
@@ -73,6 +79,40 @@ def test_a_folder_with_a_run_is_refused(plan: local.Plan) -> None:
     (plan.out / "summary.json").write_text("{}")
     with pytest.raises(FedstreamError, match="holds a run already"):
         local.run(plan, Quiet())
+
+
+def test_a_port_that_is_taken_is_named_by_who_chose_it(plan: local.Plan) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(FedstreamError, match=f"^--port {port}: cannot listen there on"):
+            local.run(replace(plan, port=port), Quiet())
+        configured = replace(plan, settings=read(None, [f"http.port={port}"]))
+        with pytest.raises(FedstreamError, match=f"^http.port = {port}: cannot listen there on"):
+            local.run(configured, Quiet())
+        assert local._port(replace(configured, port=0)) != port
+
+
+def test_the_configuration_is_for_nobody_else(plan: local.Plan) -> None:
+    plan.out.mkdir()
+    file = plan.out / "run.toml"
+    file.write_text("left by an earlier run")
+    file.chmod(0o644)
+    with file.open() as earlier:  # whoever has the old file open reads the old file
+        local._write_config(plan, "redis://:secret@127.0.0.1:1/0")
+        assert earlier.read() == "left by an earlier run"
+    assert stat.S_IMODE(file.stat().st_mode) == 0o600
+    assert read(file).redis.url == "redis://:secret@127.0.0.1:1/0"
+
+
+def test_the_configuration_that_is_left_names_no_redis(plan: local.Plan) -> None:
+    plan.out.mkdir()
+    local._write_config(plan, None)
+    left = read(plan.out / "run.toml")
+    assert "url" not in left.redis.model_fields_set
+    json_logs = plan.settings.log.model_copy(update={"format": "json"})
+    assert left == plan.settings.model_copy(update={"log": json_logs})
 
 
 def test_resuming_needs_a_redis(plan: local.Plan) -> None:
@@ -141,3 +181,71 @@ async def test_what_is_served_is_not_purged(hand: Hand) -> None:
     await hand.updater.release()
     await hand.ledger.leave("t")
     assert await purge(hand.client, hand.keys, force=False) > 3
+
+
+class Running(local.LocalRun):
+    """A run in a Redis that is not there, and whose services are none."""
+
+    def __init__(self, plan: local.Plan) -> None:
+        plan.out.mkdir()
+        subject = local.Subject(nn.Linear(1, 1), devices=2, tested=True, torch="2")
+        super().__init__(plan, subject, Quiet(), "redis://127.0.0.1:1/0", None, 1)
+        self._supervisor.children = []
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        event("evaluation", version=3, metrics={"accuracy": 0.5}),
+        event("evaluation", version=3, metrics={}),
+        event("error", version=3, reason="metrics: ValueError"),
+    ],
+)
+async def test_a_run_is_over_when_its_last_version_was_measured_or_could_not_be(
+    plan: local.Plan, last: Event
+) -> None:
+    running = Running(plan)
+    seen = view(run=replace(view().run, state="finished", why="version 3 reached"))
+    running._observer.view = seen
+    running._observer.history.tell(event("evaluation", version=2, metrics={"accuracy": 0.4}))
+    running._observer.history.tell(event("error", version=3, device=0))  # of a task
+    running._judge()
+    assert running._ending is None
+    running._observer.history.tell(last)
+    running._judge()
+    assert running._ending == local.Ending("finished", "version 3 reached")
+
+
+async def test_a_redis_that_refuses_ends_the_run_with_a_report(
+    plan: local.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = Running(plan)
+
+    async def refused(**_: object) -> bool:
+        raise BrokerError("Redis at h:1 refuses: NOAUTH Authentication required.")
+
+    monkeypatch.setattr(running._observer, "step", refused)
+    code, numbers = await asyncio.wait_for(running.live(), 30)
+    assert (code, numbers["state"]) == (1, "failed")
+    assert numbers["why"] == "Redis at h:1 refuses: NOAUTH Authentication required."
+    assert (plan.out / "summary.json").exists()
+
+
+async def test_the_services_are_stopped_though_the_screen_fails(
+    plan: local.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    running = Running(plan)
+    stopped: list[str] = []
+
+    async def stop() -> None:
+        await asyncio.sleep(0.1)
+        stopped.append("in order")
+
+    def broken(*_: object, **__: object) -> None:
+        raise BrokenPipeError("nobody looks")
+
+    monkeypatch.setattr(running._supervisor, "stop", stop)
+    monkeypatch.setattr(running._display, "show", broken)
+    with pytest.raises(BrokenPipeError):
+        await asyncio.wait_for(running.live(), 30)
+    assert stopped == ["in order"]

@@ -156,19 +156,30 @@ def test_a_users_file_by_fedavg_for_a_program(tmp_path: Path, folders: list[Comm
     assert [row["updates"] for row in command.rows] == ["0", *["3"] * 6]
 
 
-def test_a_users_mistake_is_shown_once_and_ends_the_run(
+def test_a_users_mistake_is_shown_once_ends_the_run_and_can_be_mended(
     tmp_path: Path, folders: list[Command]
 ) -> None:
     mistake = "\n    def loss(self, model, batch):\n        raise ValueError('a mistake')\n"
     (tmp_path / "wrong.py").write_text(BLOBS.replace("\ntask =", f"{mistake}task ="))
-    command = Command(tmp_path, "--task", "wrong.py:task", "--trainers", "1")
-    folders.append(command)
-    assert command.ended() == 1
-    assert command.stdout.count("Traceback") == 1
-    assert "at version 0 (trainer-1):" in command.stdout
-    assert "10 tasks in a row failed" in command.summary["why"]
-    assert command.summary["why"].endswith("ValueError: a mistake")
-    assert adds_up(command.summary)
+    with RedisServer() as server:
+        command = Command(
+            tmp_path, "--task", "wrong.py:task", "--trainers", "1", "--updates", "20",
+            "--redis", server.url,
+        )  # fmt: skip
+        folders.append(command)
+        assert command.ended() == 1
+        assert command.stdout.count("Traceback") == 1
+        assert "at version 0 (trainer-1):" in command.stdout
+        assert "10 tasks in a row failed" in command.summary["why"]
+        assert command.summary["why"].endswith("ValueError: a mistake")
+        assert adds_up(command.summary)
+        assert not (command.out / "model.safetensors").exists()  # nothing was trained
+        (tmp_path / "wrong.py").write_text(BLOBS)
+        again = Command(tmp_path, "--resume", "--trainers", "1")
+        folders.append(again)
+        assert again.ended() == 0, again.stdout + again.stderr
+    assert again.stdout.count("Traceback") == 1  # the one of before
+    assert again.summary["versions"] == 20
 
 
 POISON = """
@@ -237,6 +248,9 @@ def test_a_run_that_was_interrupted_can_be_gone_on_with(
     assert command.ended() == 130
     assert adds_up(command.summary)
     assert command.summary["versions"] > before.summary["versions"]
+    assert command.summary["versions_before"] == before.summary["versions"]
+    assert 0 < command.summary["seconds"] < command.summary["wall_seconds"]
+    assert command.summary["created"] == before.summary["created"]
     versions = [int(row["version"]) for row in command.rows]
     assert versions == list(range(command.summary["versions"] + 1))
 
