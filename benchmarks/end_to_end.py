@@ -32,6 +32,9 @@ from fedstream.redis_server import RedisServer
 
 RESULTS = Path(__file__).parent / "results"
 ROLES = ("coordinator", "scheduler", "updater", "trainer-1", "trainer-2")
+IN_FLIGHT = 4
+RATIO = 0.6  # of the bare loop's updates a second, at least
+REDIS_MB = 10  # of Redis itself, and of what is no model: streams, counts, buffers of connections
 PARTS = ("fetch", "check", "mix", "digest", "publish")
 
 
@@ -46,7 +49,7 @@ class Pipeline:
             "FEDSTREAM_TASK__NAME": "benchmarks.echo:task",
             "FEDSTREAM_RUN__VERSIONS": str(versions),
             "FEDSTREAM_SCHEDULER__POLICY__KIND": "in_flight",
-            "FEDSTREAM_SCHEDULER__POLICY__N": "4",
+            "FEDSTREAM_SCHEDULER__POLICY__N": str(IN_FLIGHT),
         }
         self._client = redis.Redis.from_url(url)
         self._head = "fedstream:{demo}:head"
@@ -89,6 +92,7 @@ class Pipeline:
                 "updater_peak_mb": self._peak_mb("updater"),
                 "trainer_peak_mb": self._peak_mb("trainer-1"),
                 "redis_peak_mb": memory["used_memory_peak"] / 1e6,
+                "kept": self._client.zcard("fedstream:{demo}:kept"),
             }
         finally:
             self._stop()
@@ -165,12 +169,38 @@ def main() -> None:
             runs.append(run)
             print(f"{size:>11,}: {run['updates_per_s']:8.1f}/s  bare {yardstick:8.1f}/s  "
                   f"ratio {run['ratio']:.2f}", flush=True)  # fmt: skip
-        results["sizes"][str(size)] = {"median": _median(runs), "runs": runs}
+        kept = max(run.pop("kept") for run in runs)
+        results["sizes"][str(size)] = {"median": _median(runs), "runs": runs, "kept": kept}
         print(json.dumps(results["sizes"][str(size)]["median"], indent=2), flush=True)
+    for line in _verdicts(results):
+        print(line)
     RESULTS.mkdir(exist_ok=True)
     (RESULTS / "end_to_end.json").write_text(json.dumps(results, indent=1) + "\n")
     (RESULTS / "end_to_end.md").write_text(_table(results))
     print(f"written to {RESULTS}/end_to_end.json and .md")
+
+
+def _verdicts(results: dict[str, Any]) -> list[str]:
+    """What was to be reached, what was, and whether that is enough."""
+    lines = []
+    for size, found in results["sizes"].items():
+        median, model_mb = found["median"], 4 * int(size) / 1e6
+        # No workspaces yet. The queue is within what is open: an update that waits is an open task.
+        models = IN_FLIGHT + found["kept"] + 2
+        for what, reached, bound, is_enough in (
+            ("ratio to the bare loop", median["ratio"], RATIO, median["ratio"] >= RATIO),
+            (
+                "updater's peak, MB", median["updater_peak_mb"], 4 * model_mb + 350,
+                median["updater_peak_mb"] <= 4 * model_mb + 350,
+            ),
+            (
+                "Redis's peak, MB", median["redis_peak_mb"], models * model_mb + REDIS_MB,
+                median["redis_peak_mb"] <= models * model_mb + REDIS_MB,
+            ),
+        ):  # fmt: skip
+            verdict = "held" if is_enough else "MISSED"
+            lines.append(f"{int(size):>11,}: {what}: {reached:.2f}, bound {bound:.2f}: {verdict}")
+    return lines
 
 
 def _table(results: dict[str, Any]) -> str:
@@ -205,6 +235,7 @@ def _table(results: dict[str, Any]) -> str:
         ("Redis's peak, MB", "redis_peak_mb"),
     ):
         lines.append(f"| {name} | " + " | ".join(f"{m[key]:.1f}" for m in medians) + " |")
+    lines += ["", "```", *_verdicts(results), "```"]
     return "\n".join(lines) + "\n"
 
 
