@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any, Generic, Literal, TypeVar
@@ -16,7 +15,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgpack
 
 from broker.client import Client, Command
-from broker.errors import BadMessage, Fenced, NoRun, NoScript
+from broker.errors import Fenced, NoRun, NoScript
 from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.layout import Layout
 from broker.messages import (
@@ -97,6 +96,7 @@ class Run:
     seed: int
     created: float  # seconds since 1970
     max_staleness: int | None = None
+    lineage: str = ""  # the journal's: which versions these are
     state: State = "running"
     why: str | None = None  # it finished
     finished: float | None = None  # seconds since 1970
@@ -126,6 +126,7 @@ class Run:
             seed=int(record["seed"]),
             created=float(record["created"]),
             max_staleness=None if number is None else int(number),
+            lineage=record["lineage"].decode(),
             state="finished" if record["state"] == b"finished" else "running",
             why=record["why"].decode() if "why" in record else None,
             finished=None if finished is None else float(finished),
@@ -141,8 +142,14 @@ class Head:
     blob: str
     time: float  # seconds since 1970, the updater's clock
     epoch: int
-    buffered: int = 0  # updates that wait for more
+    held: tuple[int, ...] = ()  # devices whose updates are buffered: they wait for more
+    retained: int = 0  # entries of the queue that are done, but not yet safe in the journal
     mean_staleness: float = 0.0  # moving average over what was applied or buffered
+
+    @property
+    def buffered(self) -> int:
+        """Updates that wait for more."""
+        return len(self.held)
 
     @classmethod
     def _parsed(cls, record: Mapping[str, bytes]) -> Head:
@@ -152,7 +159,8 @@ class Head:
             blob=record["blob"].decode(),
             time=float(record["time"]),
             epoch=int(record["epoch"]),
-            buffered=int(record.get("buffered", 0)),
+            held=tuple(int(device) for device in record.get("held", b"").split()),
+            retained=int(record.get("retained", 0)),
             mean_staleness=float(record.get("mean_staleness", 0.0)),
         )
 
@@ -175,6 +183,11 @@ class View:
     owned: tuple[int, ...]  # devices that a trainer owns; where there are any, only they train
     now: float  # seconds since 1970, Redis's clock
     told: Mapping[str, str] = field(default_factory=dict)  # newest ids of `events` and `models`
+
+    @property
+    def backlog(self) -> int:
+        """Entries of the queue that the updater has not done."""
+        return max(0, self.queue - self.head.retained)
 
     @property
     def issued(self) -> int:
@@ -228,18 +241,45 @@ def counted(counts: Mapping[str, int], end: End) -> dict[str, int]:
     return {**counts, **{name: counts.get(name, 0) + 1 for name in names}}
 
 
+LOST = "lost with Redis"
+
+
+def _settled(counts: Mapping[str, int]) -> dict[str, int]:
+    """The counts of a run after Redis was emptied: what was open there is given up.
+
+    Those of a journal may be behind in what was issued, never in what was applied.
+    """
+    ended = sum(counts.get(outcome, 0) for outcome in OUTCOMES)
+    lost = counts.get("issued", 0) - ended
+    if lost <= 0:
+        return {**counts, "issued": ended}
+    reason = f"given_up:{LOST}"
+    more = {"given_up": lost, reason: lost}
+    return {**counts, **{name: counts.get(name, 0) + n for name, n in more.items()}}
+
+
 @dataclass(frozen=True)
 class Commit:
     """What one step of the updater changes, all at once."""
 
     version: Version | None  # None: no new version, only ends
-    buffered: int
+    held: Sequence[int]  # devices whose updates are buffered
     mean_staleness: float
+    retained: int = 0  # entries that are done and stay in the queue for now
     ends: Sequence[End] = ()
     entries: Sequence[str] = ()  # of the queue, done
     updates: Sequence[str] = ()  # blobs of updates, done
     retired: Sequence[str] = ()  # blobs of models
     finish: str | None = None  # why the run is over with this
+
+
+@dataclass(frozen=True)
+class Committed:
+    """What a commit came to."""
+
+    what: str  # 'done', or why nothing was done
+    counts: dict[str, int] = field(default_factory=dict)  # of the run, now
+    finished: bool = False  # the run
 
 
 class Ledger:
@@ -328,15 +368,6 @@ class Ledger:
             now=float(now),
             told={self.keys.events: event.decode(), self.keys.models: version.decode()},
         )
-
-    async def answered(self) -> frozenset[int]:
-        """The devices whose updates are in the queue."""
-        rows = await self._client.call("XRANGE", self.keys.queue, "-", "+")
-        devices = set()
-        for _, fields in rows:
-            with suppress(BadMessage):  # which the updater will find too
-                devices.add(Upload.decode(fields[1]).device)
-        return frozenset(devices)
 
     async def run(self) -> Run:
         """The run's record. Raises NoRun."""
@@ -528,29 +559,39 @@ class Ledger:
 
     # the updater's part
 
-    async def create(self, token: str, run: Run, version: Version, *, again: bool = False) -> str:
-        """Makes the run with its first version: 'created', 'exists', 'unwritten' or 'lost'.
+    async def create(
+        self,
+        token: str,
+        run: Run,
+        version: Version,
+        *,
+        counts: Mapping[str, int] | None = None,
+        held: Sequence[int] = (),
+        mean_staleness: float = 0.0,
+    ) -> str:
+        """Makes the run with its first version, or publishes its newest over whatever is there.
 
-        ``again`` publishes ``version`` over whatever is there, after Redis lost it. 'unwritten':
-        the model's blob is not there; 'lost': so is the token. Raises Fenced.
+        'created'; 'unwritten': the model's blob is not there; 'lost': the token is not. ``counts``
+        are the run's, for a Redis that was emptied: what was open there is given up. Raises Fenced.
         """
         about: dict[str, Any] = {
-            "token": token, "run": run._record(), "head": self._head(version, 0, 0.0),  # noqa: SLF001
+            "token": token, "run": run._record(), "counts": _settled(counts or {}),  # noqa: SLF001
+            "head": self._head(version, held, 0, mean_staleness),
             "version": version.version, "digest": version.digest, "blob": version.blob,
             "size": str(version.size),
         }  # fmt: skip
-        if again:
-            about["again"] = True
         blob = self.keys.model(version.blob)
         reply = await self._script("create", _packed(about), version.encode(), blob=blob)
         return self._unless_fenced(reply, token)
 
-    async def commit(self, token: str, commit: Commit, *, ahead: Sequence[Command] = ()) -> str:
+    async def commit(
+        self, token: str, commit: Commit, *, ahead: Sequence[Command] = ()
+    ) -> Committed:
         """Publishes, ends and deletes in one step, or does nothing at all: what happened.
 
         'done' (also when it was done before, and only the reply was lost); 'lost': Redis was
-        emptied; 'behind:<version>': its head is not this version's parent; 'finished': the run is
-        over; 'unwritten': the model's blob is not there. Raises Fenced.
+        emptied; 'behind:<version>': its head is not this version's parent; 'unwritten': the model's
+        blob is not there. Raises Fenced.
 
         ``ahead``: what :func:`broker.blobs.prepare` left to write that blob by.
         """
@@ -568,7 +609,7 @@ class Ledger:
         about: dict[str, Any] = {
             "token": token, "ends": ends, "entries": list(commit.entries),
             "retired": list(commit.retired), "time": repr(time.time()),
-            "head": self._head(version, commit.buffered, commit.mean_staleness),
+            "head": self._head(version, commit.held, commit.retained, commit.mean_staleness),
         }  # fmt: skip
         if commit.finish is not None:
             about["finish"] = commit.finish
@@ -586,7 +627,11 @@ class Ledger:
             ],
             ahead=ahead,
         )  # fmt: skip
-        return self._unless_fenced(reply, token)
+        if not isinstance(reply, list):
+            return Committed(self._unless_fenced(reply, token))
+        what, state, flat = reply
+        counts = {name: int(value) for name, value in _mapping(flat).items()}
+        return Committed(what.decode(), counts, state == b"finished")
 
     async def retire(self, token: str, blobs: Sequence[str]) -> str:
         """Deletes models out of turn, which takes no memory: 'done' or 'lost'. Raises Fenced."""
@@ -598,8 +643,13 @@ class Ledger:
             raise Fenced(f"another updater has taken over (mine is token {token})")
         return reply.decode()
 
-    def _head(self, version: Version | None, buffered: int, staleness: float) -> list[str | bytes]:
-        values: dict[str, object] = {"buffered": buffered, "mean_staleness": repr(staleness)}
+    def _head(
+        self, version: Version | None, held: Sequence[int], retained: int, staleness: float
+    ) -> list[str | bytes]:
+        values: dict[str, object] = {
+            "held": " ".join(map(str, held)), "retained": retained,
+            "mean_staleness": repr(staleness),
+        }  # fmt: skip
         if version is not None:
             values |= {
                 "version": version.version, "digest": version.digest, "blob": version.blob,

@@ -22,7 +22,7 @@ from broker.lease import Lease
 from broker.ledger import Ledger, View
 from broker.messages import CloseRound
 from broker.streams import BLOCK_MS
-from coordinator.scheduling import HoldBack, Policy, Rounds, Situation, plan
+from coordinator.scheduling import HoldBack, Policy, Situation, plan
 from runtime.backoff import pause
 from runtime.config import Section
 from runtime.leading import lead
@@ -117,7 +117,7 @@ class Scheduler:
         """Does what the plan says, until there is news or it is time to plan anew: what is then."""
         if self._budget is None:
             self._budget = await self._redis_budget()
-        seen = self._situation(view, await self._answered(view))
+        seen = self._situation(view)
         todo = plan(self._policy, self._settings.steps, self._hold, self._seed, seen)
         self._limit.set(todo.limit)
         if todo.held != self._held:
@@ -139,15 +139,6 @@ class Scheduler:
             self._last = todo.last
         return view
 
-    async def _answered(self, view: View) -> frozenset[int]:
-        """The devices that a round must not ask again, where it may have to replace others."""
-        head = view.head
-        if not isinstance(self._policy, Rounds) or not head.buffered:
-            return frozenset()
-        if head.buffered + len(view.open) >= self._policy.k:
-            return frozenset()
-        return await self._ledger.answered()
-
     @property
     def _hold(self) -> HoldBack:
         return HoldBack(
@@ -167,7 +158,7 @@ class Scheduler:
         await self._ledger.ask(CloseRound(version=version, tasks=tasks, why="round over"))
         self._asked, self._asked_at = (version, tasks), now
 
-    def _situation(self, view: View, answered: frozenset[int]) -> Situation:
+    def _situation(self, view: View) -> Situation:
         now = time.time()
         version, buffered = view.head.version, view.head.buffered
         begun = buffered or any(trigger.version == version for trigger in view.open)
@@ -179,11 +170,11 @@ class Scheduler:
             version=version,
             open=view.open,
             queue=view.queue,
+            backlog=view.backlog,
             kept=view.kept,
-            buffered=buffered,
-            answered=answered,
-            # Of what is in the queue, the rest is the ends of rounds.
-            round_ending=self._asked[0] == version and view.queue > view.admitted + buffered,
+            held=view.head.held,
+            # Of what is in the queue and not done, the rest is the ends of rounds.
+            round_ending=self._asked[0] == version and view.backlog > view.admitted,
             mean_staleness=view.head.mean_staleness,
             trainers=view.trainers,
             model_bytes=view.run.layout.nbytes,

@@ -76,10 +76,10 @@ class Situation:
     issued: int  # tasks so far: the next draw
     version: int
     open: tuple[Trigger, ...]
-    queue: int
+    queue: int  # entries, whose updates take memory
+    backlog: int  # of them, those that the updater has not done
     kept: int  # versions
-    buffered: int  # updates that wait for more
-    answered: frozenset[int]  # devices whose update waits for more, where a round asks for others
+    held: tuple[int, ...]  # devices whose updates are buffered: they wait for more
     round_ending: bool  # this round's end is in the queue
     mean_staleness: float
     trainers: int  # alive
@@ -114,8 +114,8 @@ def held_back(wanted: int, hold: HoldBack, seen: Situation) -> tuple[int, str]:
     if room is not None:
         # open + queue must fit, open being what may still be added to
         limits.append((max(1, room - seen.queue), "memory"))
-    if seen.queue >= hold.max_queue + seen.buffered:
-        limits.append((1, "queue"))  # buffered updates stay in the queue: they are no backlog
+    if seen.backlog >= hold.max_queue:
+        limits.append((1, "queue"))
     if hold.target_staleness is not None and seen.mean_staleness > hold.target_staleness:
         limits.append((1, "staleness"))
     return min(limits, key=lambda limit: limit[0])
@@ -177,13 +177,13 @@ def _plan_round(policy: Rounds, steps: Steps, hold: HoldBack, seed: int, seen: S
     if seen.round_ending:  # more tasks would come too late for it
         return Plan(limit=len(seen.open))
     deadline = seen.round_since + policy.timeout_s
-    if seen.now >= deadline and (mine or seen.buffered):
+    if seen.now >= deadline and (mine or seen.held):
         return Plan(close=(seen.version, tuple(trigger.task for trigger in mine)))
     k, why = round_size(policy, hold, seen)
-    missing = k - len(mine) - seen.buffered
-    if k < policy.k and seen.buffered and not mine and missing <= 0:
+    missing = k - len(mine) - len(seen.held)
+    if k < policy.k and seen.held and not mine and missing <= 0:
         return Plan(close=(seen.version, ()), held=why)  # the updater would wait for more
-    busy = {trigger.device for trigger in seen.open} | seen.answered
+    busy = {trigger.device for trigger in seen.open} | set(seen.held)
     triggers: list[Trigger] = []
     for n in range(max(0, missing)):
         rng = draw(seed, seen.issued + n)

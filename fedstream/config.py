@@ -27,6 +27,7 @@ from trainer.evaluator import EvaluatorSettings
 from trainer.service import TrainerSettings
 from trainer.solvers import Sgd, SolverSettings
 from trainer.task import TaskSettings
+from updater.journal import JournalSettings
 from updater.service import UpdaterSettings
 from updater.strategies import FedAsyncSettings, FedAvgSettings, StrategySettings
 
@@ -54,6 +55,7 @@ class Settings(Section):
     coordinator: CoordinatorSettings = CoordinatorSettings()
     lease: LeaseSettings = LeaseSettings()
     updater: UpdaterSettings = UpdaterSettings()
+    journal: JournalSettings = JournalSettings()
     trainer: TrainerSettings = TrainerSettings()
     devices: DeviceSettings = DeviceSettings()
     evaluator: EvaluatorSettings = EvaluatorSettings()

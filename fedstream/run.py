@@ -18,7 +18,7 @@ import tomllib
 import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -42,12 +42,14 @@ from fedstream.services import DEVICES, task_of
 from fedstream.supervisor import Program, Supervisor
 from runtime.backoff import pause
 from runtime.config import dump
+from updater.journal import JournalError, segments
 
 if TYPE_CHECKING:
     from torch import nn
 
 CONFIG = "run.toml"
 LOGS = "logs"
+JOURNAL = "journal"
 
 _REDIS_WITHIN_S = 10.0
 _MEASURED_WITHIN_S = 120.0  # the evaluator may take so long for the last version
@@ -137,13 +139,12 @@ def run(plan: Plan, display: Display) -> tuple[int, dict[str, Any]]:
     Raises FedstreamError, before anything was started, if it can't be.
     """
     _check_folder(plan)
+    plan = _with_journal(plan)
+    if plan.resume:
+        _check_journal(plan)
     port = _port(plan)
     if not plan.own_redis:
         asyncio.run(_check_redis(plan, display))
-    elif plan.resume:
-        raise ConfigError(
-            "--resume: the run's own Redis is gone with it; name the Redis that holds it: --redis"
-        )
     subject = examine(plan.settings)
     with ExitStack() as stack:
         server: RedisServer | None = None
@@ -175,12 +176,33 @@ def usable(out: Path) -> Iterator[None]:
 
 def _check_folder(plan: Plan) -> None:
     with usable(plan.out):
-        taken = [name for name in (CONFIG, report.SUMMARY) if (plan.out / name).exists()]
+        taken = [name for name in (CONFIG, report.SUMMARY, JOURNAL) if (plan.out / name).exists()]
     if taken and not plan.resume:
         raise FedstreamError(
             f"{plan.out} holds a run already ({taken[0]}): name another folder with --out, "
             "or go on with it by --resume"
         )
+
+
+def _with_journal(plan: Plan) -> Plan:
+    """A local run's journal is in its folder, wherever a configuration used before had it."""
+    settings = plan.settings
+    journal = settings.journal.model_copy(update={"dir": str(plan.out.absolute() / JOURNAL)})
+    return replace(plan, settings=settings.model_copy(update={"journal": journal}))
+
+
+def _check_journal(plan: Plan) -> None:
+    """A run goes on from its journal. Raises JournalError if there is none, or it is over."""
+    folder = Path(plan.settings.journal.dir)
+    chain = segments(folder)
+    try:
+        if not chain:
+            raise JournalError(f"--resume: there is no journal in {folder}: name the run's --out")
+        if why := chain[-1].standing.finished:
+            raise JournalError(f"--resume: the run in {plan.out} is finished ({why})")
+    finally:
+        for segment in chain:
+            segment.close()
 
 
 def _port(plan: Plan) -> int:
@@ -217,9 +239,7 @@ async def _check_redis(plan: Plan, display: Display) -> None:
         try:
             view = await observer.look()
         except NoRun:
-            if plan.resume:
-                raise
-            return
+            return  # a run that is resumed goes on from its journal
         if view.run.state == "finished":
             raise FedstreamError(
                 f"run {keys.name!r} is finished ({view.run.why}): take another name with --set "
@@ -552,7 +572,7 @@ class LocalRun:
             }  # fmt: skip
             report.write_model(out, model, self._subject.module, about)
             files.append(report.MODEL)
-        return [*files, CONFIG, LOGS]
+        return [*files, JOURNAL, CONFIG, LOGS]
 
 
 def _is_running(pid: int) -> bool:

@@ -65,9 +65,8 @@ def _scheduler(settings: Settings, keys: Keys, name: str) -> tuple[Service, floa
 
 def _updater(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
     service = Updater(
-        settings.updater, settings.strategy.build(),
-        keys=keys, redis=settings.redis, name=name,
-        founded_as=settings.strategy.name, found=lambda: found(settings),
+        settings.updater, settings.strategy, settings.journal,
+        keys=keys, redis=settings.redis, name=name, found=lambda: found(settings),
     )  # fmt: skip
     return service, settings.updater.drain_s
 

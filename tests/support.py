@@ -257,7 +257,7 @@ class Hand:
             message.blob: id_ for id_, message in await self.queue() if isinstance(message, Upload)
         }
         about: dict[str, Any] = {
-            "version": version, "buffered": 0, "mean_staleness": 0.5,
+            "version": version, "held": (), "mean_staleness": 0.5,
             "ends": [
                 End(
                     task=upload.task, attempt=upload.attempt, device=upload.device,
@@ -269,7 +269,7 @@ class Hand:
             "entries": [entries[upload.blob] for upload in uploads if upload.blob in entries],
             "updates": [upload.blob for upload in uploads],
         }  # fmt: skip
-        return await self.ledger.commit(self.updater.token, Commit(**about | changes))
+        return (await self.ledger.commit(self.updater.token, Commit(**about | changes))).what
 
     async def events(self, what: str = "outcome") -> list[Event]:
         """The events of a kind, oldest first."""

@@ -1,24 +1,26 @@
 """The updater: takes the queue in order, one update after the other, and publishes versions.
 
-Every entry of the queue becomes one change: the strategy's decision (pure), the new model's blob
-where there is a new version, and one commit that publishes, ends tasks and deletes what is done
-with. The change is kept until the commit is known to have happened, so that trouble with Redis
-repeats the commit (which recognises a repetition) and never the update. An entry leaves the queue
-only in the commit of the version that contains it: a buffered one stays, and a restarted updater
-reads it again.
+Every entry of the queue becomes one change: the strategy's decision (pure), a record in the
+journal, and one commit that publishes, ends tasks and deletes what is done with. What is in the
+journal has happened: trouble with Redis repeats the commit (which recognises a repetition) and
+never the update, and a restarted updater goes on from the journal, publishes what it had not, and
+recognises in the queue what it had done. An entry leaves the queue only once its record is on disk.
 """
 
 from __future__ import annotations
 
 import asyncio
 import math
+import platform
+import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from typing import Annotated, TypeVar
 
+import numpy as np
 from aiohttp import web
 from prometheus_client import Counter, Gauge, Histogram, Summary
 from pydantic import Field
@@ -37,31 +39,37 @@ from broker.errors import (
 from broker.keys import Keys
 from broker.layout import Layout, Model
 from broker.lease import Lease
-from broker.ledger import Commit, End, Ledger, Run
-from broker.messages import (
-    Contribution,
-    Outcome,
-    RoundEnd,
-    Upload,
-    Version,
-    decode,
-)
-from broker.streams import Entry, Reader
+from broker.ledger import Commit, End, Head, Ledger, Run, counted
+from broker.messages import Contribution, Outcome, RoundEnd, Upload, Version, decode
+from broker.streams import BLOCK_MS, Entry, Reader
 from runtime.backoff import pause
 from runtime.config import Section
 from runtime.leading import lead
 from runtime.service import Context, repeat
+from updater.journal import (
+    JournalError,
+    JournalSettings,
+    RoundClosed,
+    Segment,
+    SegmentHead,
+    Taken,
+    segments,
+)
 from updater.mixing import norm
-from updater.strategies import Decision, State, Strategy, Update
+from updater.progress import Progress, Step, close_round, take
+from updater.rebuild import Recovered, recovered, standing_of
+from updater.recorder import Recorder
+from updater.strategies import State, StrategySettings
 
 T = TypeVar("T")
 
 _LARGE = 4 << 20  # bytes; arithmetic on larger models leaves the event loop
+_BATCH = 16  # entries that share a write to the journal, while their models are small
 _UNPUBLISHED_S = 600.0  # a model whose version was never committed expires after this
 _LOST_S = 0.1  # between two looks at a Redis that was emptied
-_REMEMBERED = 10_000  # updates that are recognised when Redis goes back in time
+_REMEMBERED = 10_000  # tasks that are recognised when they are found again
+_FINISHED = "run finished"  # the reason of what comes too late for it
 _LARGEST = 1e37  # norm; between models of at most this, no difference overflows float32
-_STALENESS_MEMORY = 0.9  # of the moving average that the scheduler steers by
 
 
 class UpdaterSettings(Section):
@@ -76,22 +84,26 @@ class UpdaterSettings(Section):
 
 @dataclass(frozen=True)
 class _Change:
-    """What one entry of the queue does: the commit, and what is true once it is done."""
+    """What one entry of the queue does: its record, and the commit that makes it so in Redis."""
 
-    commit: Commit
-    state: State
-    held: tuple[_Held, ...]
-    used: tuple[Model, ...]  # models that the change read or wrote
+    entry: str
+    record: Taken | RoundClosed | None  # None: it was recorded before
+    payload: tuple[Model, ...]  # of the record
+    after: Progress
+    version: Version | None = None
+    end: End | None = None
+    blob: str | None = None  # of the update
+    finish: str | None = None  # why the run is over with this
+    used: tuple[Model, ...] = ()  # models that it read or wrote
 
 
 @dataclass(frozen=True)
-class _Held:
-    """An update that is buffered: it stays in the queue until the version that contains it."""
+class _Retained:
+    """An entry that is done, and stays in the queue until its record is on disk."""
 
+    position: int  # behind the record
     entry: str
-    blob: str
-    contribution: Contribution
-    end: End
+    blob: str | None
 
 
 @dataclass
@@ -103,6 +115,8 @@ class _Metrics:
     staleness: Histogram = field(init=False)
     weight: Histogram = field(init=False)
     version: Gauge = field(init=False)
+    journal: Gauge = field(init=False)
+    unsynced: Gauge = field(init=False)
     seconds: Summary = field(init=False)
 
     def __post_init__(self) -> None:
@@ -119,6 +133,12 @@ class _Metrics:
             buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0),
         )  # fmt: skip
         self.version = Gauge("fedstream_version", "The newest version.", registry=registry)
+        self.journal = Gauge(
+            "fedstream_journal_bytes", "Journalled by this process.", registry=registry
+        )
+        self.unsynced = Gauge(
+            "fedstream_journal_unsynced_bytes", "Not on disk yet.", registry=registry
+        )
         self.seconds = Summary(
             "fedstream_updater_seconds", "Where the time goes.", ["part"], registry=registry
         )
@@ -132,17 +152,24 @@ class Updater:
     def __init__(
         self,
         settings: UpdaterSettings,
-        strategy: Strategy,
+        strategy: StrategySettings,
+        journal: JournalSettings,
         *,
         keys: Keys,
         redis: RedisSettings,
         name: str,
-        founded_as: str,
         found: Callable[[], tuple[Run, Model]],
     ) -> None:
+        if not journal.weights and strategy.has_memory:
+            raise ConfigError(
+                f"journal.weights = false: {strategy.name} has a memory, which only the updates' "
+                "weights could rebuild"
+            )
         self._settings = settings
-        self._strategy = strategy
-        self._strategy_name = founded_as
+        self._rule = strategy
+        self._strategy = strategy.build()
+        self._journal = journal
+        self._recorder = Recorder(journal)
         self._found = found
         self._keys = keys
         self._client = Client(redis, name)
@@ -153,15 +180,22 @@ class Updater:
         self._fetches: dict[str, asyncio.Task[Model]] = {}
         self._free: list[Model] = []
         self._run: Run | None = None
-        self._state: State | None = None
-        self._held: tuple[_Held, ...] = ()
+        self._progress: Progress | None = None  # with everything that is in the journal
+        self._digest = ""  # of its model
+        self._time = 0.0  # of its version
         self._kept: dict[str, int] = {}  # blob -> version, oldest first
-        self._done: dict[str, End] = {}  # by the update's blob, oldest first
-        self._mean_staleness = 0.0
-        self._pending: _Change | None = None
-        self._written = ""  # the pending version's blob, once all of it is there
+        self._done: dict[str, End] = {}  # by task, oldest first
+        self._forgotten = 0  # the version at which a task may have ended that is in `_done` no more
+        self._counts: dict[str, int] = {}  # of the run, with what is in the journal
+        self._unwritten: list[_Change] = []  # not in the journal yet
+        self._pending: deque[tuple[_Change, int]] = deque()  # in the journal, not committed yet
+        self._retained: list[_Retained] = []  # oldest first
+        self._written = ""  # the blob of the pending version, once all of it is there
         self._epoch = 0  # in which Redis was last seen to have our newest version
+        self._ahead: Head | None = None  # Redis has versions that the journal lost
+        self._made: tuple[Contribution, ...] = ()  # the updates in the newest version
         self._finished = False
+        self._sealed = False  # the journal's newest segment says that it is
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """None of its own."""
@@ -178,145 +212,382 @@ class Updater:
             await self._client.close()
 
     async def _work(self) -> None:
-        await repeat(self._context, "queue", self._step, within_s=120.0)
+        try:
+            await repeat(self._context, "queue", self._step, within_s=120.0)
+        finally:
+            await self._recorder.close()
 
     async def _step(self) -> None:
         """One entry of the queue, or what has to come before it."""
-        if self._state is None:
+        progress = self._progress
+        if progress is None:
             await self._recover()
         elif self._lease.number != self._epoch:
-            await self._look_again(self._state)
-        elif self._pending is not None:
-            await self._settle(self._pending)
-        elif self._finished:
-            await self._clear()
+            await self._look_again(progress)
+        elif self._pending:
+            await self._settle(*self._pending[0])
+        elif self._unwritten:
+            await self._record()
+        elif self._recorder.is_full or self._finished != self._sealed:
+            await self._begin_segment("continued")
         elif not self._backlog:
-            await self._read(self._state)
+            await self._read(progress)
         else:
-            self._pending = await self._change(self._backlog[0], self._state)
-            if self._pending is not None:
-                await self._settle(self._pending)
-
-    async def _read(self, state: State) -> None:
-        """What is new in the queue. Nothing: is Redis where we left it, or did it go back?"""
-        new = (await self._reader.read(count=16)).get(self._keys.queue, [])
-        held = {one.entry for one in self._held}
-        self._backlog.extend(entry for entry in new if entry.id not in held)
-        if new:
-            return
-        head = await self._ledger.head()
-        if head is None or head.version < state.version:
-            await self._publish_again("no head" if head is None else f"version {head.version}")
-        elif await self._client.call("XLEN", self._keys.queue) > len(held):
-            self._reader.rewind(self._keys.queue)  # what we did is there again
+            await self._take_batch(progress)
 
     # becoming the updater of a run
 
     async def _recover(self) -> None:
-        """Takes up the run where Redis has it, or makes it."""
-        epoch = self._lease.number
+        """Takes the run up where the journal has it, or makes it."""
+        chain = await asyncio.to_thread(segments, self._recorder.folder)
         try:
-            run = await self._ledger.run()
-        except NoRun:
-            run, model = await asyncio.to_thread(self._found)
-            version = self._version(0, model, parent=None)
-            await blobs.write(
-                self._client, self._keys.model(version.blob), model, expire_s=_UNPUBLISHED_S
-            )
-            reply = await self._ledger.create(self._lease.token, run, version)
-            if reply not in ("created", "exists"):
-                return  # Redis was emptied this very moment: once more from the beginning
-            self._context.log.info(
-                f"run {reply}", strategy=run.strategy, parameters=run.layout.parameters,
-                bytes=run.layout.nbytes,
+            run: Run | None
+            try:
+                run = await self._ledger.run()
+            except NoRun:
+                run = None
+            if chain:
+                await self._resume(chain, run)
+            elif run is None:
+                await self._begin()
+            elif self._journal.adopt:
+                await self._adopt(run, secrets.token_hex(8))
+            else:
+                raise ConfigError(
+                    f"journal.dir: there is no journal in {self._recorder.folder}, but run "
+                    f"{self._keys.name!r} is in Redis at {self._client.address}: name the folder "
+                    "that holds its journal, or begin a new one with Redis's newest model: --adopt"
+                )
+        finally:
+            for segment in chain:
+                segment.close()
+
+    async def _begin(self) -> None:
+        """A new run: its version 0 is the journal's first record."""
+        run, model = await asyncio.to_thread(self._found)
+        self._run = replace(run, lineage=secrets.token_hex(8))
+        progress = Progress(State(0, model))
+        self._go_on_from(progress, model.digest(), time.time())
+        await self._begin_segment("begun")
+        await self._publish_again("no run")
+        self._context.log.info(
+            "run created", strategy=run.strategy, parameters=run.layout.parameters,
+            bytes=run.layout.nbytes,
+        )  # fmt: skip
+
+    async def _resume(self, chain: list[Segment], run: Run | None) -> None:
+        """Rebuilds the newest version from the journal, and compares it with what Redis has."""
+        newest = chain[-1]
+        self._check_journal(newest.head, run)
+        if self._lease.number <= newest.head.epoch and not await self._lease.acquire(
+            at_least=newest.head.epoch
+        ):
+            return  # another was quicker: the lease's loop finds out
+        began = time.monotonic()
+        head = None if run is None else await self._ledger.head()
+        found = await asyncio.to_thread(recovered, newest)
+        if found.progress is None:  # recorded without weights: only Redis has the newest model
+            found.progress = await self._from_redis(found, head)
+        self._take_over(found, run)
+        await self._begin_segment("continued", after=newest, cut=found.end)
+        self._context.log.info(
+            "recovered", version=found.version, records=found.records,
+            torn_bytes=found.torn_bytes, seconds=round(time.monotonic() - began, 3),
+        )  # fmt: skip
+        if head is None:
+            await self._publish_again("no run")
+        elif head.version < found.version:
+            await self._publish_again(f"version {head.version}")
+        elif head.version > found.version:
+            self._ahead = head
+            self._context.log.error(
+                "the journal lost its end: making the versions again from the queue",
+                journal=found.version, redis=head.version,
             )  # fmt: skip
-            run = await self._ledger.run()
-        if run.strategy != self._strategy_name:
+        elif head.digest != found.digest:
+            raise self._foreign(f"another version {head.version} than the journal")
+        self._kept = await self._ledger.kept()
+        self._epoch = self._lease.number
+
+    async def _from_redis(self, found: Recovered, head: Head | None) -> Progress:
+        """The newest version of a journal without weights; if told to adopt, its checkpoint's."""
+        before = found.checkpoint
+        if head is not None and head.digest == found.digest:
+            model = Model(before.state.model.layout)
+            await blobs.read(self._client, self._keys.model(head.blob), model, digest=head.digest)
+            return Progress(State(head.version, model), (), head.mean_staleness)
+        if not self._journal.adopt:
             raise ConfigError(
-                f"strategy.name: run {self._keys.name!r} was created with {run.strategy}, not "
-                f"{self._strategy_name}; use another run.name, or purge the run"
+                f"the journal in {self._recorder.folder} was recorded without weights "
+                f"(journal.weights = false), and Redis at {self._client.address} does not have "
+                f"version {found.version}: go on from the checkpoint of version "
+                f"{before.state.version} with --adopt"
             )
+        self._context.log.error(
+            "going back to a checkpoint's model", model_of=before.state.version,
+            as_version=found.version + 1,
+        )  # fmt: skip
+        found.version, found.digest = found.version + 1, before.state.model.digest()
+        found.time, found.made = time.time(), ()
+        return Progress(State(found.version, before.state.model))
+
+    def _check_journal(self, head: SegmentHead, run: Run | None) -> None:
+        """The journal must be this run's. Raises ConfigError."""
+        if head.run != self._keys.name:
+            raise self._foreign(f"the journal of run {head.run!r}", here=True)
+        if run is not None and run.lineage != head.lineage:
+            raise self._foreign("a run of another lineage than the journal")
+        if head.strategy.get("name") != self._rule.name:
+            raise ConfigError(
+                f"strategy.name: run {self._keys.name!r} was created with "
+                f"{head.strategy.get('name')}, not {self._rule.name}; use another run.name and "
+                "journal.dir"
+            )
+
+    def _foreign(self, what: str, *, here: bool = False) -> ConfigError:
+        where = self._recorder.folder if here else f"Redis at {self._client.address}"
+        return ConfigError(
+            f"run {self._keys.name!r}, journal in {self._recorder.folder}: {where} holds {what}; "
+            "name the right folder with journal.dir, or the right run, or purge the run in Redis "
+            "to go on from the journal"
+        )
+
+    def _take_over(self, found: Recovered, run: Run | None) -> None:
+        """What the journal says is what is."""
+        if found.progress is None:
+            raise RuntimeError("a run without a model")
+        head = found.head
+        self._run = Run(
+            layout=Layout.decode(head.layout), strategy=self._rule.name, task=head.task,
+            devices=head.devices, versions=run.versions if run else head.versions, seed=head.seed,
+            created=head.created, max_staleness=self._strategy.max_staleness, lineage=head.lineage,
+            state="finished" if found.finished else "running", why=found.finished,
+            finished=found.time if found.finished else None,
+        )  # fmt: skip
+        if run is not None and run.state == "finished":
+            self._run = run
+        self._finished = self._run.state == "finished"
+        self._done, self._forgotten = found.done, found.forgotten
+        self._counts = found.counts
+        self._made = found.made
+        self._go_on_from(found.progress, found.digest, found.time)
+
+    async def _adopt(self, run: Run, lineage: str) -> None:
+        """No journal, and told to begin one: Redis's newest model is its first record."""
         head = await self._ledger.head()
         if head is None:
             raise BrokerError(f"run {self._keys.name!r} has no version: purge it")
         model = Model(run.layout)
         await blobs.read(self._client, self._keys.model(head.blob), model, digest=head.digest)
-        self._kept = await self._ledger.kept()
-        self._epoch = epoch
-        self._run, self._finished = run, run.state == "finished"
-        self._mean_staleness = head.mean_staleness
-        self._start_from(State(head.version, model))
-        self._context.log.info("recovered", version=head.version, state=run.state)
+        self._run, self._finished = replace(run, lineage=lineage), run.state == "finished"
+        self._counts = dict((await self._ledger.look()).counts)
+        progress = Progress(State(head.version, model), mean_staleness=head.mean_staleness)
+        self._go_on_from(progress, head.digest, head.time)
+        await self._begin_segment("adopted")
+        self._context.log.error("a new lineage from Redis's newest model", version=head.version)
+        await self._publish_again("another lineage")
 
-    def _start_from(self, state: State) -> None:
-        """Reads the queue from its beginning on top of ``state``."""
+    async def _begin_segment(
+        self, why: str, *, after: Segment | None = None, cut: int | None = None
+    ) -> None:
+        """A segment that begins with where the run stands."""
+        run, progress, mine = self._run, self._progress, self._recorder.head
+        if run is None or progress is None:
+            return
+        predecessor = after.path.name if after else self._recorder.name
+        epoch = mine.epoch if mine else self._lease.number
+        head = SegmentHead(
+            epoch=epoch, number=mine.number + 1 if mine else 0,
+            predecessor=predecessor, cut=cut if after else self._recorder.size,
+            lineage=run.lineage, run=self._keys.name, task=run.task, devices=run.devices,
+            versions=run.versions, seed=run.seed, created=run.created,
+            strategy=self._rule.model_dump(mode="json"), layout=run.layout.encode(),
+            release=f"numpy {np.__version__}, {platform.machine()}", time=time.time(),
+        )  # fmt: skip
+        standing, models = standing_of(
+            progress, why, digest=self._digest, time=self._time, counts=self._counts,
+            done=tuple(astuple(end) for end in self._done.values()), forgotten=self._forgotten,
+            finished=run.why if self._finished else None, made=self._made,
+        )  # fmt: skip
+        with self._metrics.seconds.labels("checkpoint").time():
+            await self._recorder.begin(head, standing, *models)
+        self._sealed = self._finished
+
+    def _go_on_from(self, progress: Progress, digest: str, made_at: float) -> None:
+        """Reads the queue from its beginning on top of ``progress``."""
         self._backlog.clear()
         self._reader.rewind(self._keys.queue)
-        self._held = ()
-        self._pending = None
+        self._pending.clear()
+        self._retained.clear()
         self._written = ""
-        self._state = state
-        self._metrics.version.set(state.version)
+        self._progress, self._digest, self._time = progress, digest, made_at
+        self._metrics.version.set(progress.state.version)
 
-    async def _look_again(self, state: State) -> None:
+    async def _look_again(self, progress: Progress) -> None:
         """Redis lost the lease, and we have it again: was that all that Redis lost?"""
         epoch = self._lease.number
         head = await self._ledger.head()
-        if head is None or head.version < state.version:
-            await self._publish_again("no head" if head is None else f"version {head.version}")
+        if head is None or head.version < progress.state.version:
+            await self._publish_again("no run" if head is None else f"version {head.version}")
         else:
             self._epoch = epoch
 
     async def _publish_again(self, why: str) -> None:
-        """Redis lost the newest version: it gets it again, as a new lineage's first."""
-        if self._run is None or self._state is None:
+        """Redis does not have the newest version: it gets it, and of an emptied one the counts."""
+        run, progress, epoch = self._run, self._progress, self._lease.number
+        if run is None or progress is None:
             return
-        epoch = self._lease.number
-        self._context.log.error("Redis lost the run: publishing it again", found=why)
-        state = State(self._state.version, self._state.model)
-        version = self._version(state.version, state.model, parent=None)
-        await blobs.write(
-            self._client, self._keys.model(version.blob), state.model, expire_s=_UNPUBLISHED_S
-        )
-        reply = await self._ledger.create(self._lease.token, self._run, version, again=True)
+        if self._counts:
+            self._context.log.error("Redis lost versions: publishing the newest", found=why)
+        state = progress.state
+        version = Version(
+            version=state.version, time=self._time, epoch=epoch, digest=self._digest,
+            blob=f"{state.version}.{epoch}", size=state.model.layout.nbytes, updates=self._made,
+        )  # fmt: skip
+        key = self._keys.model(version.blob)
+        await blobs.write(self._client, key, state.model, expire_s=_UNPUBLISHED_S)
+        reply = await self._ledger.create(
+            self._lease.token, run, version, counts=self._counts,
+            held=tuple(one.device for one in progress.held),
+            mean_staleness=progress.mean_staleness,
+        )  # fmt: skip
         if reply != "created":  # emptied once more
             await pause(self._context.stop, _LOST_S)
             return
         self._kept = await self._ledger.kept()
         self._epoch = epoch
         await self._forget_fetches()
-        self._start_from(state)
+        self._go_on_from(progress, self._digest, self._time)
+
+    # the queue
+
+    async def _read(self, progress: Progress) -> None:
+        """What is new in the queue. Nothing: is Redis where we left it, or did it go back?"""
+        block_ms = min(BLOCK_MS, self._recorder.due_ms)
+        new = await self._reader.read(count=_BATCH, block_ms=max(1, block_ms))
+        retained = {one.entry for one in self._retained}
+        entries = new.get(self._keys.queue, [])
+        self._backlog.extend(entry for entry in entries if entry.id not in retained)
+        if entries:
+            return
+        await self._recorder.flush()
+        if self._retained:
+            await self._commit(progress)
+            return
+        head = await self._ledger.head()
+        if head is None or head.version < progress.state.version:
+            await self._publish_again("no run" if head is None else f"version {head.version}")
+        elif not self._finished and (run := await self._ledger.run()).state == "finished":
+            self._end(run)
+        elif self._ahead is not None and self._ahead.version > progress.state.version:
+            await self._lost_for_good(self._ahead)
+        elif await self._client.call("XLEN", self._keys.queue):
+            self._reader.rewind(self._keys.queue)  # what we did is there again
+
+    async def _lost_for_good(self, head: Head) -> None:
+        """Redis has versions that neither the journal nor the queue can make."""
+        if not (self._journal.adopt or self._journal.sync == "never"):
+            raise JournalError(
+                f"the journal in {self._recorder.folder} ends with version "
+                f"{self._progress and self._progress.state.version}, Redis at "
+                f"{self._client.address} has {head.version}, and the updates between are gone: "
+                "bring the journal's end back, or go on from Redis's newest model: --adopt"
+            )
+        self._ahead = None
+        model = Model(self._run.layout) if self._run else None
+        if model is None or self._progress is None:
+            return
+        await blobs.read(self._client, self._keys.model(head.blob), model, digest=head.digest)
+        self._context.log.error(
+            "versions are missing in the journal", after=self._progress.state.version,
+            up_to=head.version,
+        )  # fmt: skip
+        progress = Progress(State(head.version, model), mean_staleness=head.mean_staleness)
+        self._go_on_from(progress, head.digest, head.time)
+        await self._begin_segment("adopted")
+
+    async def _take_batch(self, progress: Progress) -> None:
+        """Decides on the next entries, one on top of the other, and writes them to the journal."""
+        most = max(1, min(_BATCH, _LARGE // max(1, progress.state.model.layout.nbytes)))
+        finishing = False
+        while self._backlog and len(self._unwritten) < most and not finishing:
+            change = await self._change(self._backlog[0], progress)
+            self._backlog.popleft()
+            if change is not None:
+                self._unwritten.append(change)
+                progress = change.after
+                finishing = change.finish is not None
+        if self._unwritten:
+            await self._record()
+
+    async def _record(self) -> None:
+        """Writes what was decided on to the journal; a large model's chunks go to Redis meanwhile.
+
+        From then on it has happened. Trouble leaves it unwritten, to be written again.
+        """
+        changes = self._unwritten
+        with self._metrics.seconds.labels("journal").time():
+            positions, written = await asyncio.gather(
+                self._recorder.append([(one.record, one.payload) for one in changes]),
+                self._write_ahead(changes[0]),
+                return_exceptions=True,
+            )
+        if isinstance(positions, BaseException):
+            raise positions
+        self._unwritten = []
+        for change, position in zip(changes, positions, strict=True):
+            self._happened(change, position)
+        if isinstance(written, BaseException):  # it is written again before the commit
+            raise written
+
+    def _happened(self, change: _Change, position: int) -> None:
+        """A change is in the journal: it is now what is."""
+        self._pending.append((change, position))
+        self._progress = change.after
+        if change.version is not None:
+            self._digest, self._time = change.version.digest, change.version.time
+            self._made = change.version.updates
+        if change.end is not None and change.record is not None:
+            self._remember(change.end)
+            self._counts = counted(self._counts, change.end)
+        self._metrics.journal.set(self._recorder.appended)
+        self._metrics.unsynced.set(self._recorder.appended - self._recorder.safe)
+
+    def _remember(self, end: End) -> None:
+        self._done[end.task] = end
+        if len(self._done) > _REMEMBERED:
+            oldest = self._done.pop(next(iter(self._done)))
+            self._forgotten = max(self._forgotten, oldest.version or 0)
 
     # one entry
 
-    async def _change(self, entry: Entry, state: State) -> _Change | None:
-        """What an entry of the queue does to the state; None if it was no message."""
+    async def _change(self, entry: Entry, before: Progress) -> _Change | None:
+        """What an entry of the queue does; None if it was no message."""
         try:
             message = decode(entry.data, Upload, RoundEnd)
         except BadMessage as error:
             await self._ledger.bury(self._keys.queue, "", entry, str(error))
-            self._backlog.popleft()
             return None
         if isinstance(message, RoundEnd):
-            return self._round_end(entry, message, state)
-        if message.blob in self._done:
-            return self._done_before(entry, message, state)
-        refusal, update = await self._checked(entry, message, state)
+            return self._round_end(entry, message, before)
+        if message.task in self._done:
+            return self._done_before(entry, message, before)
+        refusal, update = await self._checked(entry, message, before.state)
         if update is None:
-            return self._refused(entry, message, state, refusal)
-        spare = self._free.pop() if self._free else Model(state.model.layout)
+            return self._refused(entry, message, before, refusal)
+        spare = self._free.pop() if self._free else Model(update.layout)
         with self._metrics.seconds.labels("mix").time():
-            after, decision = await self._off_loop(
-                lambda: self._strategy.receive(state, update, spare)
+            step = await self._off_loop(
+                lambda: take(self._strategy, before, message, update, spare)
             )
-        used = (state.model, update.model, spare)
-        if decision.outcome == "dropped":
-            return replace(self._refused(entry, message, state, "too stale"), used=used)
-        return self._taken(entry, message, state, after, decision, used)
+        used = (before.state.model, update, spare)
+        if step.decision is None or step.decision.outcome == "dropped":
+            return replace(self._refused(entry, message, before, "too stale"), used=(update, spare))
+        return self._taken(entry, message, step, update, used)
 
     async def _checked(
         self, entry: Entry, upload: Upload, state: State
-    ) -> tuple[str, Update | None]:
+    ) -> tuple[str, Model | None]:
         """The update's content, or why it is refused."""
         refusal = self._refusal(upload, state)
         if refusal:
@@ -331,21 +602,23 @@ class Updater:
         with self._metrics.seconds.labels("check").time():
             size = await self._off_loop(lambda: norm(model.floats))
         if not math.isfinite(size):
+            refusal = "not finite"
+        elif size > min(self._settings.max_norm or _LARGEST, _LARGEST):
+            refusal = "norm too large"
+        if refusal:
             self._free.append(model)
-            return "not finite", None
-        if size > min(self._settings.max_norm or _LARGEST, _LARGEST):
-            self._free.append(model)
-            return "norm too large", None
-        return "", Update(
-            model=model, tau=upload.tau, device=upload.device,
-            samples=upload.samples, steps=upload.steps, lr=upload.lr,
-        )  # fmt: skip
+            return refusal, None
+        return "", model
 
     def _refusal(self, upload: Upload, state: State) -> str:
         """Why an update is refused for what it says of itself; '' if it is not."""
         limit = self._strategy.max_staleness
+        if self._finished:
+            return _FINISHED
         if upload.tau > state.version:
             return "unknown base"
+        if upload.tau < self._forgotten:
+            return "too old"  # nobody could say whether it was applied before
         if limit is not None and state.version - upload.tau > limit:
             return "too stale"
         return "" if upload.layout == state.model.layout.signature else "layout"
@@ -380,7 +653,7 @@ class Updater:
             upload = decode(following.data, Upload)
         except BadMessage:
             return  # its turn will come, and with it its error
-        if upload.layout == layout.signature:
+        if upload.layout == layout.signature and upload.task not in self._done:
             self._fetches[following.id] = self._fetch(upload, layout)
 
     async def _unfetch(self, entry: Entry) -> None:
@@ -399,111 +672,86 @@ class Updater:
     # what an entry comes to
 
     def _taken(
-        self,
-        entry: Entry,
-        upload: Upload,
-        before: State,
-        after: State,
-        decision: Decision,
-        used: tuple[Model, ...],
+        self, entry: Entry, upload: Upload, step: Step, update: Model, used: tuple[Model, ...]
     ) -> _Change:
         """An update that was applied or buffered."""
+        decision = step.decision
+        if decision is None:
+            raise RuntimeError("an update without a decision")
+        version, finish = self._version(step), self._end_of_run(step)
         outcome: Outcome = "applied" if decision.outcome == "applied" else "buffered"
-        self._mean_staleness = (
-            _STALENESS_MEMORY * self._mean_staleness + (1 - _STALENESS_MEMORY) * decision.staleness
-        )
-        contribution = Contribution(
-            task=upload.task, device=upload.device, tau=upload.tau,
-            staleness=decision.staleness, weight=decision.weight,
-            samples=upload.samples, steps=upload.steps, loss=upload.loss,
+        record = Taken(
+            entry=entry.id, upload=upload, outcome=outcome, staleness=decision.staleness,
+            weight=decision.weight, version=step.after.state.version,
+            digest=version.digest if version else None,
+            time=version.time if version else time.time(),
+            received=entry.time, finished=finish, counts=self._counts,
         )  # fmt: skip
         end = End(
             task=upload.task, attempt=upload.attempt, outcome=outcome, device=upload.device,
-            version=after.version, staleness=decision.staleness, weight=decision.weight,
+            version=step.after.state.version, staleness=decision.staleness, weight=decision.weight,
         )  # fmt: skip
-        held = (*self._held, _Held(entry.id, upload.blob, contribution, end))
-        if after.version == before.version:
-            return _Change(self._commit(after, ends=(end,)), after, held, used)
-        return self._new_version(before, after, held, used, ends=(end,))
+        payload = (update,) if self._journal.weights else ()
+        return _Change(
+            entry.id, record, payload, step.after, version, end, upload.blob, finish, used
+        )
 
-    def _round_end(self, entry: Entry, message: RoundEnd, state: State) -> _Change:
+    def _round_end(self, entry: Entry, message: RoundEnd, before: Progress) -> _Change:
         """The end of a round: a version of what has arrived, unless it was made already."""
-        after = self._strategy.end_round(state) if message.version == state.version else state
-        if after.version == state.version:
-            return _Change(self._commit(state, entries=(entry.id,)), state, self._held, ())
-        return self._new_version(state, after, self._held, (state.model,), entries=(entry.id,))
+        if self._finished:
+            step = Step(before)
+        else:
+            step = close_round(self._strategy, before, message.version)
+        version, finish = self._version(step), self._end_of_run(step)
+        record = RoundClosed(
+            entry=entry.id, round=message.version, why=message.why,
+            version=step.after.state.version, digest=version.digest if version else None,
+            time=version.time if version else time.time(), received=entry.time,
+            finished=finish, counts=self._counts,
+        )  # fmt: skip
+        used = (before.state.model,) if version is not None else ()
+        return _Change(entry.id, record, (), step.after, version, finish=finish, used=used)
 
-    def _refused(self, entry: Entry, upload: Upload, state: State, reason: str) -> _Change:
+    def _refused(self, entry: Entry, upload: Upload, before: Progress, reason: str) -> _Change:
         """An update that never reaches the model."""
+        outcome: Outcome = "given_up" if reason == _FINISHED else "refused"
         self._context.log.warning(
             "update refused", task=upload.task, device=upload.device, reason=reason
         )
+        version = before.state.version
+        late = max(0, version - upload.tau)
+        record = Taken(
+            entry=entry.id, upload=upload, outcome=outcome, reason=reason, staleness=late,
+            version=version, time=time.time(), received=entry.time, counts=self._counts,
+        )  # fmt: skip
         end = End(
-            task=upload.task, attempt=upload.attempt, outcome="refused", reason=reason,
-            device=upload.device, staleness=max(0, state.version - upload.tau),
+            task=upload.task, attempt=upload.attempt, outcome=outcome, reason=reason,
+            device=upload.device, version=version, staleness=late,
         )  # fmt: skip
-        commit = self._commit(state, ends=(end,), entries=(entry.id,), updates=(upload.blob,))
-        return _Change(commit, state, self._held, ())
+        return _Change(entry.id, record, (), before, end=end, blob=upload.blob)
 
-    def _done_before(self, entry: Entry, upload: Upload, state: State) -> _Change:
-        """An update that Redis forgot was done: its task ends as it did, and no model changes."""
+    def _done_before(self, entry: Entry, upload: Upload, before: Progress) -> _Change:
+        """A task that is in the journal, but Redis does not know it: it ends as it did."""
         self._context.log.warning("update found again", task=upload.task, device=upload.device)
-        commit = self._commit(
-            state, ends=(self._done[upload.blob],), entries=(entry.id,), updates=(upload.blob,)
-        )
-        return _Change(commit, state, self._held, ())
+        return _Change(entry.id, None, (), before, end=self._done[upload.task], blob=upload.blob)
 
-    def _new_version(
-        self,
-        before: State,
-        after: State,
-        held: tuple[_Held, ...],
-        used: tuple[Model, ...],
-        *,
-        ends: tuple[End, ...] = (),
-        entries: tuple[str, ...] = (),
-    ) -> _Change:
-        """The commit that publishes ``after`` with everything that is in it."""
+    def _version(self, step: Step) -> Version | None:
+        """The version that a step made."""
+        if step.made is None:
+            return None
+        state, epoch = step.after.state, self._lease.number
         with self._metrics.seconds.labels("digest").time():
-            version = self._version(after.version, after.model, before.version)
-        version = version.model_copy(update={"updates": tuple(one.contribution for one in held)})
-        commit = self._commit(
-            after,
-            version=version,
-            ends=ends,
-            entries=(*(one.entry for one in held), *entries),
-            updates=tuple(one.blob for one in held),
-        )
-        return _Change(commit, after, (), used)
-
-    def _commit(
-        self,
-        state: State,
-        *,
-        version: Version | None = None,
-        ends: tuple[End, ...] = (),
-        entries: tuple[str, ...] = (),
-        updates: tuple[str, ...] = (),
-    ) -> Commit:
-        run = self._run
-        last = run is not None and version is not None and version.version >= run.versions
-        return Commit(
-            version=version,
-            buffered=state.memory.arrivals,
-            mean_staleness=self._mean_staleness,
-            ends=ends,
-            entries=entries,
-            updates=updates,
-            retired=self._outlived() if version is not None else (),
-            finish=f"version {version.version} reached" if last and version else None,
-        )
-
-    def _version(self, number: int, model: Model, parent: int | None) -> Version:
-        epoch = self._lease.number
+            digest = state.model.digest()
         return Version(
-            version=number, time=time.time(), epoch=epoch, parent=parent, digest=model.digest(),
-            blob=f"{number}.{epoch}", size=model.layout.nbytes,
+            version=state.version, time=time.time(), epoch=epoch, parent=state.version - 1,
+            digest=digest, blob=f"{state.version}.{epoch}", size=state.model.layout.nbytes,
+            updates=step.made,
         )  # fmt: skip
+
+    def _end_of_run(self, step: Step) -> str | None:
+        version = step.after.state.version
+        last = self._run is not None and step.made is not None and version >= self._run.versions
+        return f"version {version} reached" if last else None
 
     def _outlived(self) -> tuple[str, ...]:
         """Models to delete so that with one more the limits hold."""
@@ -514,29 +762,89 @@ class Updater:
         surplus = len(self._kept) + 1 - most
         return tuple(list(self._kept)[:surplus]) if surplus > 0 else ()
 
-    # making it so
+    # making it so in Redis
 
-    async def _settle(self, change: _Change) -> None:
-        """Publishes and commits a change; trouble leaves it pending."""
-        commit = change.commit
+    async def _settle(self, change: _Change, position: int) -> None:
+        """Publishes and commits what the journal has; trouble leaves it pending."""
+        publish = change.version
+        if self._ahead is not None and publish is not None:
+            publish = await self._unless_published(publish, self._ahead)
         with self._metrics.seconds.labels("publish").time():
             try:
-                ahead = await self._prepared(commit.version, change.state.model)
-                done = await self._ledger.commit(self._lease.token, commit, ahead=ahead)
+                ahead = await self._prepared(publish, change.after.state.model)
+                done = await self._commit(change.after, change, position, publish, ahead)
             except OutOfMemory:
                 await self._make_room()
                 raise
-        if done == "done":
-            self._adopt(change)
-        elif done == "finished":
-            self._run, self._finished, self._pending = await self._ledger.run(), True, None
-            self._context.log.info("run finished elsewhere")
-        elif done == "unwritten":
+        if done:
+            self._adopt_change(change, publish)
+
+    async def _commit(
+        self,
+        progress: Progress,
+        change: _Change | None = None,
+        position: int = 0,
+        publish: Version | None = None,
+        ahead: Sequence[Command] = (),
+    ) -> bool:
+        """One commit, and what follows if it is not done: whether it is.
+
+        It deletes from the queue what is done and on disk; the rest of that is retained.
+        """
+        done_with = [*self._retained]
+        if change is not None:
+            done_with.append(_Retained(position, change.entry, change.blob))
+        safe = [one for one in done_with if one.position <= self._recorder.safe]
+        commit = Commit(
+            version=publish,
+            held=tuple(one.device for one in progress.held),
+            retained=len(done_with) - len(safe),
+            mean_staleness=progress.mean_staleness,
+            ends=(change.end,) if change and change.end else (),
+            entries=tuple(one.entry for one in safe),
+            updates=tuple(one.blob for one in safe if one.blob),
+            retired=self._outlived() if publish is not None else (),
+            finish=change.finish if change else None,
+        )
+        done = await self._ledger.commit(self._lease.token, commit, ahead=ahead)
+        if done.what == "done":
+            self._retained = done_with[len(safe) :]
+            self._counts = done.counts
+            for pending, _ in list(self._pending)[1:]:
+                if pending.end is not None and pending.record is not None:
+                    self._counts = counted(self._counts, pending.end)
+            for blob in commit.retired:
+                self._kept.pop(blob, None)
+            if done.finished and not self._finished:
+                self._end(await self._ledger.run())
+        elif done.what == "unwritten":
             self._written = ""  # it expired while Redis was away, or never got there
-        elif done == "lost":
+        elif done.what == "lost":
             await pause(self._context.stop, _LOST_S)  # until the lease is taken again
         else:
-            await self._publish_again(done)
+            await self._publish_again(done.what)
+        return done.what == "done"
+
+    def _end(self, run: Run) -> None:
+        """The run is over: by its last version, or because somebody said so."""
+        self._run, self._finished = run, True
+        self._context.log.info("run finished", why=run.why)
+
+    async def _unless_published(self, version: Version, ahead: Head) -> Version | None:
+        """None if Redis has this very version. Raises ConfigError if it has another."""
+        if version.version > ahead.version:
+            self._ahead = None
+            return version
+        digest = await self._ledger.digest(version.version)
+        if digest not in (None, version.digest):
+            raise self._foreign(f"another version {version.version} than the journal")
+        return None
+
+    async def _write_ahead(self, change: _Change) -> None:
+        """Writes a large model while its update is being journalled."""
+        model = change.after.state.model
+        if change.version is not None and model.layout.nbytes > blobs.CHUNK and not self._ahead:
+            await self._prepared(change.version, model)
 
     async def _prepared(self, version: Version | None, model: Model) -> Sequence[Command]:
         """Writes a version's model before the commit that publishes it, or has it ride along."""
@@ -547,64 +855,27 @@ class Updater:
         self._written = version.blob
         return ahead
 
-    def _adopt(self, change: _Change) -> None:
-        """A change is committed: it is now what is."""
-        commit = change.commit
-        # A buffered one is done with the version that contains it: until then it is read again.
-        within = self._held if commit.version is not None else ()
-        for end in (*(one.end for one in within), *commit.ends):
-            if commit.version is not None or end.outcome != "buffered":
-                self._remember(end)
-        self._state, self._held, self._pending = change.state, change.held, None
-        self._backlog.popleft()
-        in_use = {id(model) for model in change.state.models()}
+    def _adopt_change(self, change: _Change, published: Version | None) -> None:
+        """A change is committed."""
+        self._pending.popleft()
+        in_use = {id(model) for model in self._models_in_use()}
         self._free += [model for model in change.used if id(model) not in in_use]
-        for blob in commit.retired:
-            self._kept.pop(blob, None)
-        for end in commit.ends:
+        if change.end is not None:
+            end = change.end
             self._metrics.updates.labels(end.outcome, end.reason).inc()
             if end.weight is not None:
                 self._metrics.staleness.observe(end.staleness or 0)
                 self._metrics.weight.observe(end.weight)
-        if commit.version is not None:
-            self._kept[commit.version.blob] = commit.version.version
-            self._metrics.version.set(commit.version.version)
-        if commit.finish is not None and self._run is not None:
-            self._finished = True
-            self._run = replace(
-                self._run, state="finished", why=commit.finish, finished=time.time()
-            )
-            self._context.log.info("run finished", why=commit.finish)
+        if published is not None:
+            self._kept[published.blob] = published.version
+            self._metrics.version.set(published.version)
 
-    def _remember(self, end: End) -> None:
-        self._done[f"{end.task}.{end.attempt}"] = end
-        if len(self._done) > _REMEMBERED:
-            del self._done[next(iter(self._done))]
-
-    async def _clear(self) -> None:
-        """The run is over: what still waits is given up, so that every task ends, and goes."""
-        await self._forget_fetches()
-        self._reader.rewind(self._keys.queue)
-        entries = (await self._reader.read(count=64)).get(self._keys.queue, [])
-        uploads: list[Upload] = []
-        for entry in entries:
-            with suppress(BadMessage):
-                uploads.append(decode(entry.data, Upload))
-        if not entries:
-            return
-        ends = [
-            End(
-                task=upload.task, attempt=upload.attempt, device=upload.device,
-                outcome="given_up", reason="run finished",
-            )
-            for upload in uploads
-        ]  # fmt: skip
-        commit = Commit(
-            version=None, buffered=0, mean_staleness=self._mean_staleness, ends=ends,
-            entries=[entry.id for entry in entries], updates=[upload.blob for upload in uploads],
-        )  # fmt: skip
-        if await self._ledger.commit(self._lease.token, commit) == "done":
-            self._context.log.info("updates left over given up", updates=len(uploads))
+    def _models_in_use(self) -> Iterator[Model]:
+        if self._progress is not None:
+            yield from self._progress.state.models()
+        for change in (*(change for change, _ in self._pending), *self._unwritten):
+            yield from change.after.state.models()
+            yield from change.used
 
     async def _make_room(self) -> None:
         """Redis is full: frees all models but the newest before anything is written again."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, Protocol
+from typing import Annotated, Any, ClassVar, Literal, Protocol
 
 from pydantic import Field, TypeAdapter, ValidationError
 
@@ -99,6 +99,7 @@ class Strategy(Protocol):
 class FedAsyncSettings(Section):
     """FedAsync: every arrival makes a version."""
 
+    has_memory: ClassVar[bool] = False
     name: Literal["fedasync"] = "fedasync"
     alpha: Annotated[float, Field(gt=0, le=1)] = 0.4
     alpha_schedule: AlphaSchedule = ConstantAlpha()
@@ -142,6 +143,7 @@ class FedAsync:
 class FedAvgSettings(Section):
     """FedAvg: rounds of k devices. ``weighting`` by samples is McMahan's, uniform the paper's."""
 
+    has_memory: ClassVar[bool] = True
     name: Literal["fedavg"] = "fedavg"
     clients_per_round: Annotated[int, Field(ge=1)] = 10
     weighting: Literal["uniform", "samples"] = "uniform"

@@ -1,22 +1,22 @@
 -- keys: tokens run head blob models kept lineage queue open admitted ended events counts
 -- Everything that follows from what the updater did, in one step and only by its rightful holder.
--- ARGV: the change, the version's entry ('' if there is none). rest: blobs to delete.
+-- ARGV: the change, the version's entry ('' if there is none). rest: blobs to delete. Repeated after a
+-- lost reply, it does the rest again, which changes nothing.
 local a = cmsgpack.unpack(ARGV[1])
 local foreign = fenced(a.token, 'updater')
 if foreign then return foreign end
 guard()
-if a.version then
-  local head = tonumber(redis.call('HGET', key.head, 'version') or '-1')
-  if head == a.version and redis.call('HGET', key.head, 'digest') == a.digest then return 'done' end
+local head = tonumber(redis.call('HGET', key.head, 'version') or '-1')
+local repeated = head == a.version and redis.call('HGET', key.head, 'digest') == a.digest
+if a.version and not repeated then
   if head ~= a.version - 1 then return 'behind:' .. head end
-  if redis.call('HGET', key.run, 'state') ~= 'running' then return 'finished' end
   if redis.call('HGET', key.blob, 'size') ~= a.size then return 'unwritten' end
   redis.call('PERSIST', key.blob)
   redis.call('HSET', key.lineage, a.version, a.digest)
   redis.call('HDEL', key.lineage, a.version - LINEAGE_KEPT)
   redis.call('ZADD', key.kept, a.version, a.blob)
   redis.call('XADD', key.models, 'MAXLEN', '~', VERSIONS_TOLD, '*', 'm', ARGV[2])
-elseif redis.call('EXISTS', key.head) == 0 then
+elseif head < 0 then
   return 'behind:-1'
 end
 redis.call('HSET', key.head, unpack(a.head))
@@ -30,4 +30,4 @@ for i = first_rest, #KEYS do redis.call('UNLINK', KEYS[i]) end
 if a.finish then
   redis.call('HSET', key.run, 'state', 'finished', 'why', a.finish, 'finished', a.time)
 end
-return 'done'
+return {'done', redis.call('HGET', key.run, 'state'), redis.call('HGETALL', key.counts)}

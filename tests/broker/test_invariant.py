@@ -145,11 +145,13 @@ class Walk:
             entries, uploads = [], []
         version = await self.hand.publish(self.version + 1) if makes_version else None
         commit = Commit(
-            version=version, buffered=0 if makes_version else len(self.held), mean_staleness=0.0,
+            version=version, mean_staleness=0.0,
+            held=() if makes_version else [upload.device for _, upload in self.held],
             ends=ends, entries=entries, updates=[upload.blob for upload in uploads],
             retired=[f"{self.version}.{self.hand.updater.number}"] if makes_version else [],
         )  # fmt: skip
-        assert await self.hand.ledger.commit(self.hand.updater.token, commit) == "done"
+        done = await self.hand.ledger.commit(self.hand.updater.token, commit)
+        assert done.what == "done"
         self.commits.append(commit)
         if makes_version:
             self.version += 1
@@ -161,7 +163,7 @@ class Walk:
         """Only the newest commit is ever repeated: its reply was lost."""
         if self.commits:
             reply = await self.hand.ledger.commit(self.hand.updater.token, self.commits[-1])
-            assert reply == "done"
+            assert reply.what == "done"
 
     async def close_round(self) -> None:
         view = await self.hand.ledger.look()

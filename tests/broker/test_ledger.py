@@ -59,12 +59,28 @@ async def test_a_created_run_reads_back_as_it_was_made(hand: Hand, client: Clien
     assert not await expires(client, hand.keys.model("0.1"))
 
 
-async def test_a_run_is_created_once(hand: Hand, client: Client, keys: Keys) -> None:
-    await hand.create(versions=5)
-    before = await snapshot(client, keys)
-    again = await hand.publish(0, 1.0, write=False)
-    assert await hand.ledger.create(hand.updater.token, hand.run(versions=9), again) == "exists"
-    assert await snapshot(client, keys) == before
+async def test_an_emptied_redis_gets_the_counts_and_what_was_open_is_given_up(
+    hand: Hand, client: Client
+) -> None:
+    await hand.create()
+    await hand.open(3)
+    await hand.commit(1, await hand.admitted())
+    counts = dict((await hand.ledger.look()).counts)
+    version = await hand.publish(2)
+    # A Redis that has the run keeps its own.
+    for _ in range(2):
+        reply = await hand.ledger.create(hand.updater.token, hand.run(), version, counts=counts)
+        assert reply == "created"
+        assert (await hand.ledger.look()).counts == counts
+    await client.call("FLUSHALL")
+    assert await hand.updater.acquire(at_least=1)
+    version = await hand.publish(2)
+    await hand.ledger.create(hand.updater.token, hand.run(), version, counts=counts, held=[3, 5])
+    view = await hand.ledger.look()
+    assert (view.issued, view.outcomes["applied"], view.outcomes["given_up"]) == (4, 1, 3)
+    assert view.reasons("given_up") == {"lost with Redis": 3}
+    assert view.head.held == (3, 5)
+    await hand.balanced()
 
 
 async def test_a_run_is_not_created_on_a_model_that_is_not_there(hand: Hand) -> None:
@@ -83,9 +99,9 @@ async def test_only_the_holder_creates_or_commits_or_retires(
     assert await Lease(client, keys, "updater", "u", seconds=60).acquire()
     before = await snapshot(client, keys)
     version = await hand.publish(1, write=False)
-    nothing = Commit(version=version, buffered=0, mean_staleness=0.0)
+    nothing = Commit(version=version, held=(), mean_staleness=0.0)
     with pytest.raises(Fenced, match="another updater has taken over"):
-        await hand.ledger.create(stale, hand.run(), version, again=True)
+        await hand.ledger.create(stale, hand.run(), version)
     with pytest.raises(Fenced):
         await hand.ledger.commit(stale, nothing)
     with pytest.raises(Fenced):
@@ -100,8 +116,8 @@ async def test_a_token_that_redis_lost_is_lost_and_not_fenced(hand: Hand, client
     token = hand.updater.token
     assert await hand.ledger.create(token, hand.run(), version) == "lost"
     assert await hand.ledger.retire(token, ["0.1"]) == "lost"
-    commit = Commit(version=version, buffered=0, mean_staleness=0.0)
-    assert await hand.ledger.commit(token, commit) == "lost"
+    commit = Commit(version=version, held=(), mean_staleness=0.0)
+    assert (await hand.ledger.commit(token, commit)).what == "lost"
 
 
 async def test_a_process_that_takes_its_own_lease_again_is_not_fenced_by_itself(
@@ -111,9 +127,9 @@ async def test_a_process_that_takes_its_own_lease_again_is_not_fenced_by_itself(
     await hand.create()
     before = hand.updater.token
     assert await hand.updater.acquire()
-    commit = Commit(version=await hand.publish(1), buffered=0, mean_staleness=0.0)
-    assert await hand.ledger.commit(before, commit) == "lost"
-    assert await hand.ledger.commit(hand.updater.token, commit) == "done"
+    commit = Commit(version=await hand.publish(1), held=(), mean_staleness=0.0)
+    assert (await hand.ledger.commit(before, commit)).what == "lost"
+    assert (await hand.ledger.commit(hand.updater.token, commit)).what == "done"
     before = hand.scheduler.token
     assert await hand.scheduler.acquire()
     assert await hand.ledger.trigger(before, 9, 0, [hand.trigger()]) == 0
@@ -126,7 +142,7 @@ async def test_a_run_that_redis_lost_is_published_again_where_it_was(
     await client.call("FLUSHALL")
     assert await hand.updater.acquire(at_least=hand.updater.number)
     version = await hand.publish(41, 1.0)
-    reply = await hand.ledger.create(hand.updater.token, hand.run(), version, again=True)
+    reply = await hand.ledger.create(hand.updater.token, hand.run(), version)
     assert reply == "created"
     head = await hand.ledger.head()
     assert head
@@ -509,14 +525,15 @@ async def test_a_round_is_closed_once_for_each_entry(hand: Hand) -> None:
 async def test_a_commit_publishes_ends_and_deletes(hand: Hand, client: Client, keys: Keys) -> None:
     await hand.create()
     uploads = [await hand.admitted(), await hand.admitted()]
-    assert await hand.commit(1, *uploads, buffered=3) == "done"
+    assert await hand.commit(1, *uploads, held=(4, 7, 4), retained=2) == "done"
     assert await hand.queue() == []
     for upload in uploads:
         assert not await exists(client, keys.update(upload.blob))
     assert not await expires(client, keys.model("1.1"))
     head = await hand.ledger.head()
     assert head
-    assert (head.version, head.blob, head.buffered, head.mean_staleness) == (1, "1.1", 3, 0.5)
+    assert (head.version, head.blob, head.held, head.mean_staleness) == (1, "1.1", (4, 7, 4), 0.5)
+    assert (head.buffered, head.retained) == (3, 2)
     assert await hand.ledger.digest(1) == head.digest
     assert await hand.ledger.kept() == {"0.1": 0, "1.1": 1}
     view = await hand.ledger.look()
@@ -558,8 +575,9 @@ async def test_a_version_that_is_not_the_heads_child_is_not_published(
     await hand.create()
     version = (await hand.publish(number)).model_copy(update={"digest": "other"})
     before = await snapshot(client, keys)
-    commit = Commit(version=version, buffered=0, mean_staleness=0.0)
-    assert await hand.ledger.commit(hand.updater.token, commit) == f"behind:{found}"
+    commit = Commit(version=version, held=(), mean_staleness=0.0)
+    done = await hand.ledger.commit(hand.updater.token, commit)
+    assert done.what == f"behind:{found}"
     assert await snapshot(client, keys) == before
 
 
@@ -585,14 +603,13 @@ async def test_a_version_whose_model_is_not_there_is_not_published(
     assert await hand.commit(1, upload) == "done"
 
 
-async def test_the_last_version_finishes_the_run_and_none_comes_after_it(hand: Hand) -> None:
+async def test_the_last_version_finishes_the_run(hand: Hand) -> None:
     await hand.create()
     upload = await hand.admitted()
     assert await hand.commit(1, finish="version 1 reached") == "done"
     run = await hand.ledger.run()
     assert (run.state, run.why) == ("finished", "version 1 reached")
     assert run.finished is not None
-    assert await hand.commit(2) == "finished"
     assert await hand.commit(None, upload) == "done"  # tasks still end
     await hand.balanced()
 
@@ -605,6 +622,12 @@ async def test_finishing_a_run_from_outside_is_done_once(hand: Hand) -> None:
     assert (run.state, run.why) == ("finished", "accuracy 0.9 reached")
     [event] = await hand.events("run")
     assert event.text == "finished: accuracy 0.9 reached"
+    # What was journalled before the updater knew is published, and it learns of the end.
+    done = await hand.ledger.commit(
+        hand.updater.token, Commit(version=await hand.publish(1), held=(), mean_staleness=0.0)
+    )
+    assert (done.what, done.finished) == ("done", True)
+    assert await hand.ledger.run() == run
 
 
 async def test_models_that_outlived_their_use_go_with_the_commit(
@@ -822,16 +845,6 @@ async def test_opening_waiting_and_looking_are_one_exchange(hand: Hand, client: 
     await hand.ledger.prepare()
     with pytest.raises(Fenced):
         await hand.ledger.look_after(view, block_ms=1, opening=fenced)
-
-
-async def test_the_devices_of_what_is_in_the_queue_have_answered(
-    hand: Hand, client: Client, keys: Keys
-) -> None:
-    await hand.create()
-    assert await hand.ledger.answered() == frozenset()
-    devices = {(await hand.admitted()).device for _ in range(2)}
-    await client.call("XADD", keys.queue, "*", "m", b"junk")
-    assert await hand.ledger.answered() == devices
 
 
 # owners

@@ -202,8 +202,10 @@ async def test_a_round_that_times_out_with_arrivals_ends_with_them_and_asks_nobo
         await wait_until(lambda: watched(run))
         assert (await run.ledger.look()).issued == 3
         buffered = End(task=upload.task, attempt=upload.attempt, outcome="buffered")
-        commit = Commit(version=None, buffered=1, mean_staleness=0.0, ends=[buffered])
-        assert await run.ledger.commit(run.updater.token, commit) == "done"
+        commit = Commit(
+            version=None, held=[upload.device], retained=1, mean_staleness=0.0, ends=[buffered]
+        )
+        assert (await run.ledger.commit(run.updater.token, commit)).what == "done"
         entries = [id_ for id_, _ in await run.queue()]
         assert await run.commit(1, entries=entries, updates=[upload.blob]) == "done"
         began = time.monotonic()
@@ -326,8 +328,10 @@ async def test_who_has_answered_in_a_round_does_not_replace_who_gave_up(
         upload = await run.trained(first)
         assert await run.admit(upload) == [("admitted", "")]
         buffered = End(task=upload.task, attempt=upload.attempt, outcome="buffered")
-        commit = Commit(version=None, buffered=1, mean_staleness=0.0, ends=[buffered])
-        assert await run.ledger.commit(run.updater.token, commit) == "done"
+        commit = Commit(
+            version=None, held=[upload.device], retained=1, mean_staleness=0.0, ends=[buffered]
+        )
+        assert (await run.ledger.commit(run.updater.token, commit)).what == "done"
         for n in range(3, 12):
             await give_up(run, second)
             await has_issued(run, n)

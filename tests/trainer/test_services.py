@@ -257,8 +257,8 @@ async def test_a_version_of_the_same_bits_is_another_version(hand: Hand, make: M
         await hand.dispatch()
         await answers(hand)
         model = await hand.publish(1, 0.0)
-        commit = Commit(version=model, buffered=0, mean_staleness=0.0)
-        assert await hand.ledger.commit(hand.updater.token, commit) == "done"
+        commit = Commit(version=model, held=(), mean_staleness=0.0)
+        assert (await hand.ledger.commit(hand.updater.token, commit)).what == "done"
         await hand.open()
         await hand.dispatch()
         last = (await answers(hand, 2))[-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -27,15 +28,17 @@ from tests.support import (
     running,
     wait_until,
 )
+from updater.journal import JournalSettings
 from updater.rules import Constant, Polynomial
-from updater.service import _LARGE, Updater, UpdaterSettings
+from updater.service import _BATCH, _LARGE, Updater, UpdaterSettings
 from updater.strategies import FedAsyncSettings, FedAvgSettings, State, Update
 
+SAFE = JournalSettings(sync="always")  # a commit deletes its own entry from the queue
 HALF = FedAsyncSettings(alpha=0.5, staleness=Constant())
 
 
 @pytest.fixture
-def make(redis: RedisSettings, keys: Keys, hand: Hand) -> Any:
+def make(redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path) -> Any:
     """An updater of the run, that begins with zeros."""
 
     def make(
@@ -45,14 +48,15 @@ def make(redis: RedisSettings, keys: Keys, hand: Hand) -> Any:
         redis: RedisSettings = redis,
         lease_s: float = 5.0,
         versions: int = 1000,
+        journal: JournalSettings = SAFE,
         **settings: Any,
     ) -> Updater:
         rule = strategy.build()
         run = hand.run(strategy=strategy.name, versions=versions, max_staleness=rule.max_staleness)
         return Updater(
-            UpdaterSettings(lease_s=lease_s, **settings), rule,
-            keys=keys, redis=redis, name=name, founded_as=strategy.name,
-            found=lambda: (run, model_of(hand.layout)),
+            UpdaterSettings(lease_s=lease_s, **settings), strategy,
+            journal.model_copy(update={"dir": str(tmp_path / journal.dir)}),
+            keys=keys, redis=redis, name=name, found=lambda: (run, model_of(hand.layout)),
         )  # fmt: skip
 
     return make
@@ -141,7 +145,7 @@ async def test_a_long_queue_is_applied_in_order_bit_for_bit(make: Any, hand: Han
         assert [version.digest for version in versions] == digests
         for version in versions:
             await hand.model(version)  # checks the digest
-        assert len(updater._free) <= 4
+        assert len(updater._free) <= 2 * _BATCH
 
 
 async def test_large_models_are_mixed_off_the_event_loop_to_the_same_bits(
@@ -238,16 +242,19 @@ async def test_junk_in_the_queue_goes_to_the_dead(make: Any, hand: Hand, client:
 # rounds
 
 
-async def test_buffered_updates_stay_in_the_queue_until_their_version(
+async def test_buffered_updates_are_kept_by_the_journal_until_their_version(
     make: Any, hand: Hand, client: Client, keys: Keys
 ) -> None:
     async with running(make(FedAvgSettings(clients_per_round=3)), context()):
         await hand.join()
         uploads = [await hand.admitted(3.0), await hand.admitted(6.0)]
         await wait_until(lambda: buffered(hand, 2))
-        assert [message for _, message in await hand.queue()] == uploads
-        assert await client.call("EXISTS", *(keys.update(u.blob) for u in uploads)) == 2
+        assert await hand.queue() == []
+        assert await client.call("EXISTS", *(keys.update(u.blob) for u in uploads)) == 0
         assert await hand.version() == 0
+        head = await hand.ledger.head()
+        assert head
+        assert head.held == tuple(upload.device for upload in uploads)
         uploads.append(await hand.admitted(0.0))
         await hand.reaches(1)
         assert await hand.queue() == []
@@ -568,12 +575,14 @@ async def test_it_finishes_exactly_at_the_last_version_and_gives_up_what_is_left
 
 
 async def test_a_run_that_is_finished_from_outside_takes_no_more(make: Any, hand: Hand) -> None:
-    async with running(make(), context()):
+    updater = make()
+    async with running(updater, context()):
         await hand.join()
         await hand.admitted(4.0)
         await hand.reaches(1)
         upload = await hand.trained((await hand.open())[0], 4.0)
         await hand.ledger.finish("accuracy 0.9 reached")
+        await wait_until(lambda: updater._finished)
         await hand.slip_in(upload)  # was admitted in the last moment
         await wait_until(lambda: empty(hand))
         assert await hand.version() == 1

@@ -1,0 +1,445 @@
+"""Exactly once: what the updater journalled has happened, whatever becomes of it or of Redis."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.client import Client, RedisSettings
+from broker.errors import ConfigError, Fenced, NoRun
+from broker.keys import Keys
+from broker.ledger import _SCRIPTS
+from tests.support import Hand, Proxy, context, counted, model_of, running, wait_until
+from updater.journal import JournalError, JournalSettings, RoundClosed, Taken, segments
+from updater.rebuild import recovered
+from updater.rules import Constant
+from updater.service import Updater, UpdaterSettings
+from updater.strategies import FedAsyncSettings, FedAvgSettings
+
+HALF = FedAsyncSettings(alpha=0.5, staleness=Constant())
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Where the journal is."""
+    return tmp_path / "journal"
+
+
+@pytest.fixture
+def make(redis: RedisSettings, keys: Keys, hand: Hand, folder: Path) -> Any:
+    """An updater that begins with zeros."""
+
+    def make(
+        strategy: FedAsyncSettings | FedAvgSettings = HALF,
+        *,
+        name: str = "updater-0",
+        redis: RedisSettings = redis,
+        lease_s: float = 5.0,
+        versions: int = 1000,
+        **journal: Any,
+    ) -> Updater:
+        run = hand.run(strategy=strategy.name, versions=versions)
+        settings = JournalSettings(**{"dir": str(folder), "sync": "always"} | journal)
+        return Updater(
+            UpdaterSettings(lease_s=lease_s), strategy, settings,
+            keys=keys, redis=redis, name=name, found=lambda: (run, model_of(hand.layout)),
+        )  # fmt: skip
+
+    return make
+
+
+def records(folder: Path) -> list[Taken | RoundClosed]:
+    """Every record that counts, in order."""
+    found: list[Taken | RoundClosed] = []
+    chain = segments(folder)
+    for segment, successor in zip(chain, [*chain[1:], None], strict=True):
+        for record in segment.records(successor.head.cut if successor else None):
+            assert isinstance(record.message, Taken | RoundClosed)
+            found.append(record.message)
+    for segment in chain:
+        segment.close()
+    return found
+
+
+async def makes(hand: Hand, updater: Updater, *values: float) -> None:
+    """Runs an updater until it has made a version of each of these updates."""
+    async with running(updater, context()):
+        await hand.join()
+        for value in values:
+            version = await hand.version()
+            await hand.admitted(value)
+            await hand.reaches(version + 1)
+
+
+# what is recorded
+
+
+async def test_the_journal_tells_every_entry_as_it_was(make: Any, hand: Hand, folder: Path) -> None:
+    async with running(make(), context()):
+        await hand.join()
+        await hand.admitted(4.0)
+        await hand.reaches(1)
+        bad = await hand.admitted(float("inf"))
+        await wait_until(lambda: reasons(hand, "refused", {"not finite": 1}))
+        await hand.admitted(8.0, tau=0, base=await hand.ledger.digest(0))
+        await hand.reaches(2)
+    [segment] = segments(folder)
+    assert (segment.standing.why, segment.standing.version) == ("begun", 0)
+    assert (segment.head.run, segment.head.epoch, segment.head.seed) == (hand.keys.name, 1, 0)
+    first, refused, second = records(folder)
+    assert isinstance(second, Taken)
+    assert [(r.outcome, r.reason) for r in (first, refused, second) if isinstance(r, Taken)] == [
+        ("applied", ""), ("refused", "not finite"), ("applied", ""),
+    ]  # fmt: skip
+    assert isinstance(refused, Taken)
+    assert refused.upload.task == bad.task
+    assert (second.staleness, second.weight, second.version, second.upload.tau) == (1, 0.5, 2, 0)
+    published = await hand.published()
+    assert [first.digest, second.digest] == [version.digest for version in published[1:]]
+    found = recovered(segment)
+    assert found.progress is not None
+    assert found.progress.state.model.floats.tolist() == [5.0] * 4
+    counts = (await hand.ledger.look()).counts
+    assert found.counts == {**counts, "issued": 2}  # the last that it heard of
+    segment.close()
+
+
+async def reasons(hand: Hand, outcome: str, expected: dict[str, int]) -> bool:
+    try:
+        return (await hand.ledger.look()).reasons(outcome) == expected
+    except NoRun:
+        return False
+
+
+# restarts
+
+
+async def test_an_updater_goes_on_from_the_journal_when_redis_lost_everything(
+    make: Any, hand: Hand, client: Client
+) -> None:
+    await makes(hand, make(), 4.0, 4.0)
+    await hand.open(3)
+    before = (await hand.published())[-1]
+    await client.call("FLUSHALL")
+    async with running(make(), context()):
+        await hand.reaches(2)
+        [again] = await hand.published()
+        assert (again.version, again.digest, again.parent) == (2, before.digest, None)
+        assert again.updates == before.updates
+        view = await hand.ledger.look()
+        # The counts are those that the journal has: of before the three that nobody answered.
+        assert (view.issued, view.outcomes["applied"], view.open) == (2, 2, ())
+        await hand.balanced()
+        await hand.join()
+        await hand.admitted(4.0)
+        await hand.reaches(3)
+        await hand.balanced()
+    assert (await hand.model((await hand.published())[-1])).floats.tolist() == [3.5] * 4
+
+
+async def test_what_was_open_when_redis_lost_everything_is_counted(
+    make: Any, hand: Hand, client: Client
+) -> None:
+    async with running(make(lease_s=0.4), context()):
+        await hand.join()
+        await hand.admitted(4.0)
+        await hand.open(3)
+        await hand.admitted(4.0)
+        await hand.reaches(2)
+        await client.call("FLUSHALL")
+        await wait_until(lambda: reasons(hand, "given_up", {"lost with Redis": 3}))
+        view = await hand.ledger.look()
+        assert (view.head.version, view.issued, view.outcomes["applied"]) == (2, 5, 2)
+        await hand.balanced()
+
+
+async def test_what_was_journalled_but_not_published_is_published_once(
+    make: Any, hand: Hand, redis: RedisSettings, folder: Path
+) -> None:
+    commit = _SCRIPTS["commit"]._sha.encode()
+    async with Proxy(redis) as proxy:
+        async with running(make(redis=proxy.settings), context()):
+            await hand.join()
+            await hand.admitted(4.0)
+            await hand.reaches(1)
+            proxy.refuse = lambda data: commit in data
+            upload = await hand.admitted(8.0)
+            await wait_until(lambda: len(records(folder)) == 2)
+        assert await hand.version() == 1
+    async with running(make(), context()):
+        await hand.reaches(2)
+        await wait_until(hand.queue_is_empty)
+        version = (await hand.published())[-1]
+        assert [update.task for update in version.updates] == [upload.task]
+        assert (await hand.model(version)).floats.tolist() == [5.0] * 4
+        view = await hand.ledger.look()
+        assert (view.outcomes["applied"], view.open) == (2, ())
+        await hand.admitted(5.0)
+        await hand.reaches(3)
+        await hand.balanced()
+    assert len(records(folder)) == 3
+
+
+async def test_a_buffer_is_rebuilt_from_the_journal(make: Any, hand: Hand, client: Client) -> None:
+    rounds = FedAvgSettings(clients_per_round=3)
+    async with running(make(rounds), context()):
+        await hand.join()
+        first = await hand.admitted(3.0)
+        await wait_until(lambda: held(hand, 1))
+    await client.call("FLUSHALL")
+    async with running(make(rounds), context()):
+        await wait_until(lambda: held(hand, 1))
+        await hand.join()
+        more = [await hand.admitted(value) for value in (6.0, 9.0)]
+        await hand.reaches(1)
+        [*_, version] = await hand.published()
+        assert [u.task for u in version.updates] == [u.task for u in (first, *more)]
+        assert (await hand.model(version)).floats.tolist() == [6.0] * 4
+        await hand.balanced()
+
+
+async def held(hand: Hand, n: int) -> bool:
+    head = await hand.ledger.head()
+    return head is not None and head.buffered == n
+
+
+async def test_the_queue_makes_again_what_the_journal_lost(
+    make: Any, hand: Hand, folder: Path, tmp_path: Path
+) -> None:
+    late = {"sync": "interval", "sync_s": 3600.0}
+    async with running(make(**late), context()):
+        await hand.join()
+        await hand.admitted(4.0)
+        await hand.reaches(1)
+        shutil.copytree(folder, tmp_path / "copy")  # what a machine that dies has on disk
+        await hand.admitted(8.0)
+        await hand.admitted(float("nan"))
+        await hand.admitted(0.0)
+        await hand.reaches(3)
+        assert (await hand.ledger.look()).head.retained == 4
+    shutil.rmtree(folder)
+    shutil.move(tmp_path / "copy", folder)
+    told = await hand.published()
+    async with running(make(**late), context()) as updater:
+        await wait_until(lambda: len(records(folder)) == 4)
+        assert await hand.version() == 3
+        await hand.admitted(2.5)
+        await hand.reaches(4)
+        assert not updater.done()
+        view = await hand.ledger.look()
+        assert (view.outcomes["applied"], view.reasons("refused")) == (4, {"not finite": 1})
+        await hand.balanced()
+    assert (await hand.published())[: len(told)] == told
+    digests = {r.version: r.digest for r in records(folder) if r.digest}
+    assert digests == {v.version: v.digest for v in await hand.published() if v.version}
+
+
+async def test_a_journal_whose_end_is_gone_for_good_is_not_made_anew_silently(
+    make: Any, hand: Hand, folder: Path, tmp_path: Path
+) -> None:
+    await makes(hand, make(), 4.0)
+    shutil.copytree(folder, tmp_path / "copy")
+    await makes(hand, make(name="updater-1"), 4.0, 4.0)
+    shutil.rmtree(folder)
+    shutil.move(tmp_path / "copy", folder)
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await asyncio.wait_for(make().run(context()), 10)
+    assert raised.group_contains(JournalError, match="ends with version 1, .* has 3.*--adopt")
+    async with running(make(adopt=True), context()):
+        await wait_until(lambda: segments(folder)[-1].standing.why == "adopted")
+        await hand.admitted(4.0)
+        await hand.reaches(4)
+    assert (await hand.model((await hand.published())[-1])).floats.tolist() == [3.75] * 4
+
+
+async def test_a_lost_journal_is_not_made_anew_silently(
+    make: Any, hand: Hand, folder: Path
+) -> None:
+    await makes(hand, make(), 4.0, 4.0)
+    shutil.rmtree(folder)
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await asyncio.wait_for(make().run(context()), 5)
+    assert raised.group_contains(ConfigError, match=r"journal\.dir: there is no journal .*--adopt")
+    await makes(hand, make(adopt=True), 4.0)
+    [segment] = segments(folder)
+    assert (segment.standing.why, segment.standing.version) == ("adopted", 2)
+    assert (await hand.model((await hand.published())[-1])).floats.tolist() == [3.5] * 4
+    await makes(hand, make(), 4.0)  # from then on it is a journal like any other
+
+
+async def test_the_journal_of_another_run_is_refused(
+    make: Any, hand: Hand, client: Client, folder: Path
+) -> None:
+    await makes(hand, make(), 4.0)
+    await client.call("HSET", hand.keys.run, "lineage", "another")
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await asyncio.wait_for(make().run(context()), 5)
+    assert raised.group_contains(ConfigError, match="a run of another lineage than the journal")
+
+
+async def test_a_task_too_old_to_be_remembered_is_refused(
+    make: Any, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("updater.service._REMEMBERED", 2)
+    async with running(make(), context()):
+        await hand.join()
+        for number in range(1, 6):
+            await hand.admitted(1.0)
+            await hand.reaches(number)
+        base = await hand.ledger.digest(2)
+        await hand.admitted(9.0, tau=2, base=base)
+        await wait_until(lambda: reasons(hand, "refused", {"too old": 1}))
+
+
+# without weights
+
+
+async def test_without_weights_the_newest_model_is_redis_s_alone(
+    make: Any, hand: Hand, client: Client, folder: Path
+) -> None:
+    await makes(hand, make(weights=False), 4.0, 4.0)
+    await makes(hand, make(weights=False), 4.0)
+    chain = segments(folder)
+    assert sum(r.payload_bytes for segment in chain for r in segment.records()) == 0
+    await client.call("FLUSHALL")
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await asyncio.wait_for(make(weights=False).run(context()), 5)
+    assert raised.group_contains(ConfigError, match="without weights .* version 3.* version 2 with")
+    async with running(make(weights=False, adopt=True), context()):
+        await hand.reaches(4)  # no version goes back, though its model does
+        assert (await hand.model((await hand.published())[-1])).floats.tolist() == [3.0] * 4
+
+
+async def test_a_strategy_with_a_memory_needs_the_weights(make: Any) -> None:
+    with pytest.raises(ConfigError, match=r"journal\.weights = false"):
+        make(FedAvgSettings(), weights=False)
+
+
+# two that believe to be the only one
+
+
+async def test_a_writer_past_its_lease_is_fenced_in_redis_and_in_the_files(
+    make: Any, hand: Hand, redis: RedisSettings, folder: Path
+) -> None:
+    async with Proxy(redis) as proxy:
+        old = make(name="updater-0", redis=proxy.settings, lease_s=0.4)
+        async with running(old, context(), may_fail=True) as first:
+            await hand.join()
+            await hand.admitted(4.0)
+            await hand.reaches(1)
+            proxy.answering.clear()  # it is away: its commit will be late
+            await hand.admitted(8.0)
+            async with running(make(name="updater-1", lease_s=0.4), context()):
+                await wait_until(lambda: len(segments(folder)) == 2)
+                await hand.reaches(2)
+                proxy.answering.set()
+                await hand.admitted(1.0)
+                await hand.reaches(3)
+                await asyncio.wait({first}, timeout=5)
+                error = first.exception()
+                assert isinstance(error, BaseExceptionGroup)
+                assert error.split(Fenced)[1] is None
+                # Believing itself the only one, it had written on: nobody reads that.
+                with (folder / "00000001-000000.journal").open("ab") as file:
+                    file.write(b"more")
+                await hand.admitted(3.0)
+                await hand.reaches(4)
+    taken = [record for record in records(folder) if isinstance(record, Taken)]
+    assert [record.version for record in taken] == [1, 2, 3, 4]
+    assert len({record.upload.task for record in taken}) == 4
+    await hand.balanced()
+
+
+# the disk
+
+
+async def test_a_full_disk_pauses_and_applies_nothing_twice(
+    make: Any, hand: Hand, monkeypatch: pytest.MonkeyPatch, folder: Path
+) -> None:
+    real, full = os.pwritev, False
+
+    def pwritev(file: int, parts: Any, at: int) -> int:
+        if not full:
+            return real(file, parts, at)
+        real(file, [bytes(parts[0])[:10]], at)  # the beginning had room
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwritev", pwritev)
+    watched = context()
+    async with running(make(), watched):
+        await hand.join()
+        await hand.admitted(4.0)
+        await hand.reaches(1)
+        full = True
+        await hand.admitted(8.0)
+        await wait_until(lambda: counted(watched, "fedstream_retries_total", loop="queue") > 1)
+        assert await hand.version() == 1
+        full = False
+        await hand.reaches(2)
+        await hand.admitted(1.0)
+        await hand.reaches(3)
+    assert [record.version for record in records(folder)] == [1, 2, 3]
+    assert (await hand.model((await hand.published())[-1])).floats.tolist() == [3.0] * 4
+
+
+async def test_a_disk_that_fails_ends_the_updater(
+    make: Any, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows what is on disk then; the next one begins with what is."""
+
+    def fails(_file: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    async with running(make(), context(), may_fail=True) as updater:
+        await hand.join()
+        await hand.reaches(0)
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fdatasync", fails)
+            await hand.admitted(4.0)
+            await asyncio.wait({updater}, timeout=5)
+        error = updater.exception()
+        assert isinstance(error, BaseExceptionGroup)
+        assert error.subgroup(JournalError)
+    async with running(make(), context()):
+        await hand.reaches(1)
+        await hand.balanced()
+
+
+async def test_an_entry_stays_in_the_queue_until_its_record_is_on_disk(
+    make: Any, hand: Hand, client: Client
+) -> None:
+    async with running(make(sync="interval", sync_s=0.5), context()):
+        await hand.join()
+        upload = await hand.admitted(4.0)
+        await hand.reaches(1)
+        assert [message for _, message in await hand.queue()] == [upload]
+        view = await hand.ledger.look()
+        assert (view.queue, view.head.retained, view.backlog) == (1, 1, 0)
+        await wait_until(hand.queue_is_empty)
+        assert await client.call("EXISTS", hand.keys.update(upload.blob)) == 0
+        assert (await hand.ledger.look()).head.retained == 0
+
+
+async def test_segments_end_after_so_many_versions_and_the_oldest_go(
+    make: Any, hand: Hand, folder: Path
+) -> None:
+    async with running(make(segment_versions=3, keep_segments=2), context()):
+        await hand.join()
+        for number in range(1, 13):
+            await hand.admitted(float(number))
+            await hand.reaches(number)
+        chain = segments(folder)
+        assert [segment.standing.version for segment in chain] == [9, 12]
+        assert chain[0].head.predecessor == "00000001-000002.journal"
+    model = (await hand.model((await hand.published())[-1])).floats.copy()
+    async with running(make(), context()):
+        await wait_until(lambda: len(segments(folder)) == 3)
+    found = recovered(segments(folder)[-1])
+    assert found.progress is not None
+    assert found.progress.state.model.floats.tolist() == model.tolist()

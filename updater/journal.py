@@ -1,0 +1,483 @@
+"""The journal: what the updater did, in the order in which it did it, on disk.
+
+A journal is a folder of segments. Only the epoch that made a segment ever writes to it, and a
+segment begins complete (it is written aside and renamed) with
+
+    its head      epoch, the segment before it and how much of that one counts, run, strategy
+    a standing    where the run stood: version, model, the strategy's memory, what was done lately
+
+and goes on with a record for every entry of the queue. So a standing is a checkpoint, recovery
+reads the newest segment alone, and the oldest segments can go whenever there are too many.
+
+A writer that was stopped past its lease and goes on writes into its own segment, behind the cut
+that its successor has named: nobody reads that. A record is
+
+    mark (4 bytes) | length of the message (4) | length of the payload (8)
+    | bytes known to be on disk when it was written (8) | xxh3 of all that and the message (8)
+    | the message, msgpack | the payload: a model's bytes
+
+little-endian, message and payload filled up to multiples of 8. The payload is covered by the digest
+that the message states. A record that is not whole is the torn tail of a crash if nothing behind it
+says that it was on disk, else the file is damaged.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+import xxhash
+from pydantic import Field
+
+from broker.errors import BadMessage, FedstreamError
+from broker.layout import Layout, Model
+from broker.messages import Contribution, Count, Message, Name, Outcome, Upload, decode
+from runtime.config import Section
+
+FORMAT = 1
+SUFFIX = ".journal"
+
+_FILE = struct.Struct("<8sI4x")  # magic, format
+_MAGIC = b"fedstrm\n"
+_RECORD = struct.Struct("<IIQQQ")
+_MARK = 0x6C6E726A  # "jrnl"
+_MESSAGE = 16 << 20  # bytes; a longer one is no message of ours
+_AHEAD = 4096  # bytes: most records' message comes with their frame
+_SEARCH = 1 << 20  # bytes looked through at once
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class JournalError(FedstreamError):
+    """A journal that cannot be read or written; the message says which file and where."""
+
+
+class JournalDamaged(JournalError):
+    """A record that was on disk is not what it was."""
+
+
+class JournalFull(JournalError):
+    """There is no room for another record."""
+
+    retriable = True
+
+
+class JournalSettings(Section):
+    """Where the journal is, how soon it is on disk, and how much of it is kept."""
+
+    dir: str = "journal"
+    sync: Literal["always", "interval", "never"] = "interval"
+    sync_s: Annotated[float, Field(gt=0)] = 1.0  # interval: at most so long after it was written
+    sync_bytes: Annotated[int, Field(gt=0)] = 64 << 20  # interval: or so much
+    weights: bool = True  # false: everything but the updates' bytes is recorded
+    segment_versions: Annotated[int, Field(ge=1)] = 1000  # a checkpoint after so many,
+    segment_s: Annotated[float, Field(gt=0)] = 600.0  # so long
+    segment_bytes: Annotated[int, Field(gt=0)] = 1 << 30  # or so much
+    keep_bytes: Annotated[int, Field(gt=0)] = 10 << 30  # the newest segment is kept at any size
+    keep_segments: Annotated[int, Field(ge=1)] | None = None
+    keep_s: Annotated[float, Field(gt=0)] | None = None
+    adopt: bool = False  # no journal, or not its end: begin with what Redis has
+
+
+Counts: TypeAlias = dict[str, int]
+
+
+class SegmentHead(Message):
+    """The first record of a segment: what it belongs to."""
+
+    kind: ClassVar[str] = "segment"
+    needs: tuple[str, ...] = ()  # what a reader must know of besides the format
+    epoch: Count
+    number: Count  # of the epoch's segments
+    predecessor: str | None = None  # file name
+    cut: Count | None = None  # bytes of the predecessor that count
+    lineage: Name  # the same from version 0 on, or since Redis's model was adopted
+    run: Name
+    task: Name
+    devices: Count
+    versions: Count  # the run ends with this one
+    seed: Count
+    created: float  # of the run, seconds since 1970
+    strategy: dict[str, Any]  # name and parameters
+    layout: bytes
+    release: str  # of fedstream, numpy and the machine, for whoever wonders about a bit
+    time: float  # of the segment, seconds since 1970
+
+
+class Standing(Message):
+    """Where the run stands: the second record of a segment. Payload: the model, then the memory."""
+
+    kind: ClassVar[str] = "standing"
+    why: Literal["begun", "continued", "adopted"]
+    version: Count
+    digest: Name
+    time: float  # of the version
+    arrivals: Count = 0  # in the strategy's memory
+    weight: float = 0.0  # summed there
+    memory: str | None = None  # digest of its model
+    held: tuple[Contribution, ...] = ()
+    mean_staleness: float = 0.0
+    counts: Counts = Field(default_factory=dict)  # of the run, as Redis had them last
+    done: tuple[tuple[Any, ...], ...] = ()  # the fields of `End`s, lately, oldest first
+    forgotten: Count = 0  # the version at which a task may have ended that `done` has no more
+    made: tuple[Contribution, ...] = ()  # the updates in the version
+    finished: str | None = None  # why the run is over
+
+
+class Taken(Message):
+    """One update and what became of it. Payload: its bytes as received, where they are recorded."""
+
+    kind: ClassVar[str] = "taken"
+    entry: Name  # of the queue
+    upload: Upload
+    outcome: Outcome
+    reason: str = ""
+    staleness: Count
+    weight: float = 0.0  # as it was used, exactly
+    version: Count  # after it
+    digest: str | None = None  # of the version, if this made one
+    time: float  # when
+    received: float  # when it was admitted: the queue's clock
+    finished: str | None = None  # why the run is over with this
+    counts: Counts = Field(default_factory=dict)  # of the run, before this
+
+
+class RoundClosed(Message):
+    """The end of a round, as the queue brought it."""
+
+    kind: ClassVar[str] = "round_closed"
+    entry: Name
+    round: Count  # the version that it was for
+    why: str = ""
+    version: Count  # after it
+    digest: str | None = None  # of the version, if this made one
+    time: float
+    received: float
+    finished: str | None = None
+    counts: Counts = Field(default_factory=dict)
+
+
+Entry: TypeAlias = Taken | RoundClosed
+_KINDS: tuple[type[Message], ...] = (SegmentHead, Standing, Taken, RoundClosed)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record is."""
+
+    segment: str  # file name
+    offset: int  # bytes from its beginning
+
+    def __str__(self) -> str:
+        return f"{self.segment} at byte {self.offset}"
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record as it was found: its message, and where its payload is."""
+
+    message: Message
+    place: Place
+    payload: int  # offset in the file
+    payload_bytes: int
+    synced: int
+    end: int  # offset behind it
+
+
+def name_of(epoch: int, number: int) -> str:
+    """A segment's file name; they sort by age."""
+    return f"{epoch:08d}-{number:06d}{SUFFIX}"
+
+
+# reading
+
+
+class Segment:
+    """A segment that is read. Nothing is ever written."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises JournalError if it is none, or of a newer format."""
+        self.path = path
+        self.torn: Place | None = None  # where the torn tail begins, once records() got there
+        try:
+            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            raise JournalError(f"{path}: cannot be read: {error.strerror}") from error
+        try:
+            self.size = os.fstat(self._file).st_size
+            self._check_file()
+            found = self._record(_FILE.size)
+            if found is None or not isinstance(found.message, SegmentHead):
+                raise JournalDamaged(f"{path}: its first record is not a segment's head")
+            self.head = found.message
+            if self.head.needs:
+                raise JournalError(
+                    f"{path}: needs {', '.join(self.head.needs)}, which this release does not "
+                    "know: read it with a newer one"
+                )
+            standing = self._record(found.end)
+            if standing is None or not isinstance(standing.message, Standing):
+                raise JournalDamaged(f"{path}: its second record is not a standing")
+            self.standing = standing.message
+            self.standing_record = standing
+            self.layout = Layout.decode(self.head.layout)
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_file(self) -> None:
+        begin = os.pread(self._file, _FILE.size, 0)
+        if len(begin) < _FILE.size or begin[: len(_MAGIC)] != _MAGIC:
+            raise JournalError(f"{self.path}: is not a segment of a journal")
+        _, number = _FILE.unpack(begin)
+        if number > FORMAT:
+            raise JournalError(
+                f"{self.path}: format {number}, this release reads up to {FORMAT}: read it with a "
+                "newer one"
+            )
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._file)
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def records(self, cut: int | None = None) -> Iterator[Record]:
+        """The records behind the standing, up to ``cut`` or to the torn tail.
+
+        Raises JournalDamaged where one is not whole that was.
+        """
+        at = self.standing_record.end
+        end = self.size if cut is None else cut
+        while at < end:
+            record = self._record(at)
+            if record is None or record.end > end:
+                place = Place(self.path.name, at)
+                if cut is not None or self._was_on_disk(at):
+                    raise JournalDamaged(f"damaged record: {self.path.parent / str(place)}")
+                self.torn = place
+                return
+            yield record
+            at = record.end
+
+    def load(self, record: Record, *into: Model) -> None:
+        """Reads a record's payload into models, one behind the other. Raises JournalDamaged."""
+        if record.payload_bytes != sum(model.layout.nbytes for model in into):
+            raise JournalDamaged(
+                f"{self.path.parent / str(record.place)}: a payload of {record.payload_bytes} "
+                "bytes, which is not the layout's"
+            )
+        at = record.payload
+        for model in into:
+            view = model.buffer.data
+            while view:
+                read = os.preadv(self._file, [view], at)
+                if not read:
+                    raise JournalDamaged(f"{self.path}: ends in the middle of a record")
+                at, view = at + read, view[read:]
+
+    def _record(self, at: int) -> Record | None:
+        """The record that begins ``at``; None if there is no whole one."""
+        begin = os.pread(self._file, _AHEAD, at)
+        if len(begin) < _RECORD.size:
+            return None
+        mark, length, payload, synced, checksum = _RECORD.unpack_from(begin)
+        if mark != _MARK or length > _MESSAGE:
+            return None
+        if len(begin) < _RECORD.size + length:
+            begin += os.pread(self._file, _RECORD.size + length - len(begin), at + len(begin))
+        message = begin[_RECORD.size : _RECORD.size + length]
+        if len(message) < length or checksum != _checksum(begin[: _RECORD.size - 8], message):
+            return None
+        place = Place(self.path.name, at)
+        start = at + _RECORD.size + _filled(length)
+        end = start + _filled(payload)
+        if end > self.size:
+            return None
+        try:
+            found = decode(message, *_KINDS)
+        except BadMessage as error:
+            raise JournalError(f"{self.path.parent / str(place)}: {error}") from error
+        return Record(found, place, start, payload, synced, end)
+
+    def _was_on_disk(self, at: int) -> bool:
+        """Whether a whole record behind ``at`` says that what is there was on disk."""
+        mark = _MARK.to_bytes(4, "little")
+        for begin in range(at + 8, self.size, _SEARCH):
+            block = os.pread(self._file, _SEARCH + 3, begin)
+            found = block.find(mark)
+            while found >= 0:
+                if (begin + found) % 8 == 0:
+                    record = self._record(begin + found)
+                    if record is not None and record.synced > at:
+                        return True
+                found = block.find(mark, found + 1)
+        return False
+
+
+def segments(folder: Path) -> list[Segment]:
+    """The segments that count, oldest first, each but the last up to its successor's cut.
+
+    None: there is no journal. Segments of writers that were fenced are left out. Raises
+    JournalError for a foreign file, and if one is missing in the middle.
+    """
+    try:
+        names = sorted(path.name for path in folder.iterdir() if path.name.endswith(SUFFIX))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise JournalError(f"{folder}: cannot be read: {error.strerror}") from error
+    chain: list[Segment] = []
+    try:
+        name = names[-1] if names else None
+        while name is not None and name in names:
+            chain.append(Segment(folder / name))
+            name = chain[-1].head.predecessor
+        if name is not None and names[0] < name:
+            raise JournalError(
+                f"{folder / name}: is missing, but older segments are there: put it back, or move "
+                "the older ones away to begin behind it"
+            )
+    except BaseException:
+        for segment in chain:
+            segment.close()
+        raise
+    return chain[::-1]
+
+
+def cuts(chain: Sequence[Segment]) -> Iterator[tuple[Segment, int | None]]:
+    """Each segment with the bytes of it that count; None: all that is whole."""
+    for segment, successor in zip(chain, [*chain[1:], None], strict=True):
+        yield segment, successor.head.cut if successor is not None else None
+
+
+# writing
+
+
+class Writer:
+    """A segment that is written, by one thread at a time."""
+
+    def __init__(self, folder: Path, head: SegmentHead, standing: Standing, *models: Model) -> None:
+        """Makes the segment, whole and on disk. Raises JournalError, also if it is there."""
+        self.path = folder / name_of(head.epoch, head.number)
+        self.head = head
+        aside = self.path.with_suffix(".tmp")
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(aside, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            raise _translated(aside, error) from error
+        self.size = 0
+        self._synced = 0
+        try:
+            self._write([_FILE.pack(_MAGIC, FORMAT)])
+            self.append(head)
+            self.append(standing, *models)
+            self.sync()
+            os.link(aside, self.path)  # unlike a renaming, it never replaces another's
+            aside.unlink()
+            _sync_folder(folder)
+        except BaseException as error:
+            os.close(self._file)
+            with suppress(OSError):
+                aside.unlink()
+            if isinstance(error, OSError):
+                raise _translated(aside, error) from error
+            raise
+
+    @property
+    def unsynced(self) -> int:
+        """Bytes that may not be on disk yet."""
+        return self.size - self._synced
+
+    def append(self, message: Message, *models: Model) -> int:
+        """Adds a record: the size of the file then.
+
+        Raises JournalFull and leaves the file as it was, or JournalError.
+        """
+        packed = message.encode()
+        payload = sum(model.layout.nbytes for model in models)
+        frame = struct.pack("<IIQQ", _MARK, len(packed), payload, self._synced)
+        parts: list[bytes | memoryview] = [
+            frame, _checksum(frame, packed).to_bytes(8, "little"), packed, _fill(len(packed)),
+            *(model.buffer.data for model in models), _fill(payload),
+        ]  # fmt: skip
+        self._write([part for part in parts if len(part)])
+        return self.size
+
+    def _write(self, parts: list[bytes | memoryview]) -> None:
+        at = self.size
+        try:
+            while parts:
+                written = os.pwritev(self._file, parts, at)
+                at += written
+                while parts and written >= len(parts[0]):
+                    written -= len(parts.pop(0))
+                if written:
+                    parts[0] = memoryview(parts[0])[written:]
+        except OSError as error:
+            self.cut(self.size)
+            raise _translated(self.path, error) from error
+        self.size = at
+
+    def cut(self, size: int) -> None:
+        """Takes back what was appended behind ``size``, and was not said to have happened."""
+        self.size = size
+        with suppress(OSError):  # what is left there, the next record overwrites
+            os.ftruncate(self._file, size)
+
+    def sync(self) -> int:
+        """Everything that was appended before the call is on disk: how many bytes that is.
+
+        May run beside :meth:`append`, in another thread. After it failed nobody knows what is on
+        disk: it raises JournalError, and the updater has to begin again with what is there.
+        """
+        size = self.size
+        try:
+            os.fdatasync(self._file)
+        except OSError as error:
+            raise JournalError(f"{self.path}: not written to disk: {error.strerror}") from error
+        self._synced = max(self._synced, size)
+        return size
+
+    def close(self) -> None:
+        """Closes the file."""
+        os.close(self._file)
+
+
+def _translated(path: Path, error: OSError) -> JournalError:
+    if error.errno in _FULL:
+        return JournalFull(f"{path}: no room: {error.strerror}; make some")
+    return JournalError(f"{path}: cannot be written: {error.strerror}")
+
+
+def _sync_folder(folder: Path) -> None:
+    """A file's name is on disk only once its folder is."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _checksum(frame: bytes, message: bytes) -> int:
+    checksum = xxhash.xxh3_64(frame)
+    checksum.update(message)
+    return checksum.intdigest()
+
+
+def _filled(length: int) -> int:
+    return length + -length % 8
+
+
+def _fill(length: int) -> bytes:
+    return bytes(-length % 8)

@@ -1,0 +1,64 @@
+"""Where a run stands, and how an entry of the queue takes it further.
+
+The live updater, recovery and replay go through these two functions and no other way, so that what
+was recorded once comes out again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from broker.layout import Model
+from broker.messages import Contribution, Upload
+from updater.strategies import Decision, State, Strategy, Update
+
+_STALENESS_MEMORY = 0.9  # of the moving average that the scheduler steers by
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """Version, model and memory; which updates are in the memory; how stale updates are lately."""
+
+    state: State
+    held: tuple[Contribution, ...] = ()
+    mean_staleness: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What an entry came to."""
+
+    after: Progress
+    decision: Decision | None = None  # None: the entry was no update
+    made: tuple[Contribution, ...] | None = None  # the updates in the version that it made
+
+
+def take(strategy: Strategy, before: Progress, upload: Upload, model: Model, spare: Model) -> Step:
+    """An update arrives. ``model`` is its content; ``spare`` may be written into, and kept."""
+    update = Update(
+        model=model, tau=upload.tau, device=upload.device,
+        samples=upload.samples, steps=upload.steps, lr=upload.lr,
+    )  # fmt: skip
+    state, decision = strategy.receive(before.state, update, spare)
+    if decision.outcome == "dropped":
+        return Step(before, decision)
+    contribution = Contribution(
+        task=upload.task, device=upload.device, tau=upload.tau,
+        staleness=decision.staleness, weight=decision.weight,
+        samples=upload.samples, steps=upload.steps, loss=upload.loss,
+    )  # fmt: skip
+    held = (*before.held, contribution)
+    mean = _STALENESS_MEMORY * before.mean_staleness + (1 - _STALENESS_MEMORY) * decision.staleness
+    if state.version == before.state.version:
+        return Step(Progress(state, held, mean), decision)
+    return Step(Progress(state, (), mean), decision, held)
+
+
+def close_round(strategy: Strategy, before: Progress, version: int) -> Step:
+    """The end of the round on top of ``version``: makes a version of what has arrived, if any."""
+    if version != before.state.version:
+        return Step(before)  # it was full before
+    state = strategy.end_round(before.state)
+    if state.version == version:
+        return Step(before)
+    return Step(Progress(state, (), before.mean_staleness), made=before.held)

@@ -1,0 +1,218 @@
+"""From a journal back to the models: what recovery and replay share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypeGuard
+
+from broker.layout import Model
+from broker.ledger import End, counted
+from broker.messages import Contribution, Message
+from updater.journal import (
+    JournalError,
+    Record,
+    RoundClosed,
+    Segment,
+    SegmentHead,
+    Standing,
+    Taken,
+)
+from updater.progress import Progress, Step, close_round, take
+from updater.strategies import Memory, State, Strategy, strategy_of
+
+
+class Diverged(JournalError):
+    """The journal does not give what it says that it gave."""
+
+
+class NotRecorded(JournalError):
+    """The journal was kept without the updates' bytes."""
+
+
+def standing_of(
+    progress: Progress, why: str, *, digest: str, time: float, **more: object
+) -> tuple[Standing, tuple[Model, ...]]:
+    """Where a run stands as a record, and the models that are its payload."""
+    state, memory = progress.state, progress.state.memory
+    standing = Standing.model_validate(
+        {
+            "why": why, "version": state.version, "digest": digest, "time": time,
+            "arrivals": memory.arrivals, "weight": memory.weight,
+            "memory": memory.model.digest() if memory.model else None,
+            "held": progress.held, "mean_staleness": progress.mean_staleness, **more,
+        }
+    )  # fmt: skip
+    return standing, tuple(state.models())
+
+
+class Rebuild:
+    """Takes a run further by what a journal says, and holds it to that.
+
+    Holds two models and the strategy's memory, and what it was given to load updates into.
+    """
+
+    def __init__(self, strategy: Strategy, segment: Segment) -> None:
+        """Begins with the standing of ``segment``. Raises JournalError."""
+        said = segment.standing
+        model = Model(segment.layout)
+        memory = Model(segment.layout) if said.memory is not None else None
+        segment.load(segment.standing_record, *([model, memory] if memory else [model]))
+        if model.digest() != said.digest or (memory and memory.digest() != said.memory):
+            raise Diverged(
+                f"{segment.path.parent / str(segment.standing_record.place)}: the checkpoint's "
+                "model is not the one that was written"
+            )
+        state = State(said.version, model, Memory(memory, said.arrivals, said.weight))
+        self.progress = Progress(state, said.held, said.mean_staleness)
+        self.strategy = strategy
+        self.digest = said.digest  # of the newest version
+        self.time = said.time
+        self._free: list[Model] = []
+
+    def spare(self) -> Model:
+        """A model to write into; what is not used any more goes back to :meth:`free`."""
+        return self._free.pop() if self._free else Model(self.progress.state.model.layout)
+
+    def free(self, *models: Model) -> None:
+        """These are not used any more, unless the run's state is made of them."""
+        in_use = {id(model) for model in self.progress.state.models()}
+        self._free += [model for model in models if id(model) not in in_use]
+
+    def follow(self, record: Record, update: Model | None) -> Step:
+        """One record. ``update``: its payload, where it is an update that was used; it is freed.
+
+        Every weight, outcome and digest must be the recorded one, else Diverged is raised.
+        """
+        step = self.take(record, update)
+        if is_used(record.message) and update is not None:
+            self.free(update)
+        self.check(record, step)
+        return step
+
+    def take(self, record: Record, update: Model | None) -> Step:
+        """The first half of :meth:`follow`, behind which ``update`` is the caller's again."""
+        message, before = record.message, self.progress
+        used: tuple[Model, ...] = (before.state.model,)
+        if isinstance(message, RoundClosed):
+            step = close_round(self.strategy, before, message.round)
+        elif is_used(message):
+            spare = self.spare()
+            used += (spare,)
+            step = take(self.strategy, before, message.upload, recorded(record, update), spare)
+        else:
+            return Step(before)
+        self.progress = step.after
+        self.free(*used)
+        return step
+
+    def check(self, record: Record, step: Step) -> None:
+        """The second half: is what came out what the journal says? Raises Diverged."""
+        message, version = record.message, step.after.state.version
+        if not isinstance(message, Taken | RoundClosed):
+            return
+        if step.made is not None:
+            self.digest, self.time = step.after.state.model.digest(), message.time
+        found = (version, self.digest if step.made is not None else None)
+        said = (message.version, message.digest)
+        what = "version and digest"
+        if found == said and isinstance(message, Taken) and step.decision is not None:
+            what = "outcome and weight"
+            found = (step.decision.outcome, step.decision.weight)  # type: ignore[assignment]
+            said = (message.outcome, message.weight)  # type: ignore[assignment]
+        if found != said:
+            raise Diverged(
+                f"{record.place}: version {version}: {what} are {found}, the journal says {said}"
+            )
+
+
+def is_used(message: Message) -> TypeGuard[Taken]:
+    """Whether a record is of an update that went into a model."""
+    return isinstance(message, Taken) and message.outcome in ("applied", "buffered")
+
+
+def recorded(record: Record, update: Model | None) -> Model:
+    """The update of a record. Raises NotRecorded if its weights are not there."""
+    if update is None:
+        raise NotRecorded(
+            f"{record.place}: an update was recorded without its weights (journal.weights = false)"
+        )
+    return update
+
+
+@dataclass
+class Recovered:
+    """What a journal says of where its run stands."""
+
+    head: SegmentHead
+    progress: Progress | None  # None: the updates since the checkpoint have no weights
+    checkpoint: Progress
+    version: int
+    digest: str
+    time: float  # of the version
+    made: tuple[Contribution, ...]  # the updates in it
+    counts: dict[str, int]
+    done: dict[str, End]  # by task, oldest first
+    forgotten: int
+    finished: str | None
+    records: int = 0
+    end: int = 0  # bytes of the segment that count
+    torn_bytes: int = 0
+
+
+def recovered(segment: Segment) -> Recovered:
+    """Follows the newest segment to its end. Raises JournalError, Diverged among it."""
+    said = segment.standing
+    rebuild = Rebuild(strategy_of(segment.head.strategy), segment)
+    found = Recovered(
+        head=segment.head, progress=rebuild.progress, checkpoint=rebuild.progress,
+        version=said.version, digest=said.digest, time=said.time, made=said.made,
+        counts=said.counts, done={row[0]: End(*row) for row in said.done},
+        forgotten=said.forgotten, finished=said.finished, end=segment.standing_record.end,
+    )  # fmt: skip
+    for record in segment.records():
+        message = record.message
+        if not isinstance(message, Taken | RoundClosed):
+            raise JournalError(f"{record.place}: a record that does not belong here")
+        found.records += 1
+        found.end = record.end
+        if found.progress is not None:
+            _follow(found, rebuild, segment, record)
+        if message.digest is not None:
+            found.version, found.digest, found.time = message.version, message.digest, message.time
+        found.finished = message.finished or found.finished
+        # Counters only grow; those that a record states are from before the records of its batch.
+        known = message.counts
+        if isinstance(message, Taken):
+            end = end_of(message)
+            found.done[end.task] = end
+            found.counts, known = counted(found.counts, end), counted(known, end)
+        found.counts = {
+            name: max(found.counts.get(name, 0), known.get(name, 0))
+            for name in found.counts | known
+        }
+    found.torn_bytes = segment.size - found.end
+    return found
+
+
+def _follow(found: Recovered, rebuild: Rebuild, segment: Segment, record: Record) -> None:
+    update: Model | None = None
+    if is_used(record.message):
+        if not record.payload_bytes:
+            found.progress = None
+            return
+        update = rebuild.spare()
+        segment.load(record, update)
+    step = rebuild.follow(record, update)
+    found.progress = step.after
+    if step.made is not None:
+        found.made = step.made
+
+
+def end_of(record: Taken) -> End:
+    """How a task ended, as its record says it."""
+    used = record.outcome in ("applied", "buffered")
+    return End(
+        task=record.upload.task, attempt=record.upload.attempt, outcome=record.outcome,
+        reason=record.reason, device=record.upload.device, version=record.version,
+        staleness=record.staleness, weight=record.weight if used else None,
+    )  # fmt: skip

@@ -1,0 +1,217 @@
+"""The journal as the updater writes it: in a thread, on disk as soon as the settings say."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from broker.layout import Model
+from updater.journal import (
+    SUFFIX,
+    JournalFull,
+    JournalSettings,
+    RoundClosed,
+    SegmentHead,
+    Standing,
+    Taken,
+    Writer,
+)
+
+T = TypeVar("T")
+
+_LONG_MS = 1 << 30
+
+
+@dataclass
+class _Since:
+    """What came into the segment since it was begun."""
+
+    versions: int = 0
+    begun: float = 0.0  # monotonic
+
+
+class Recorder:
+    """Appends in order. A position counts bytes over all segments of this process."""
+
+    def __init__(self, settings: JournalSettings) -> None:
+        self.folder = Path(settings.dir)
+        self._settings = settings
+        self._writer: Writer | None = None
+        self._before = 0  # position at which the segment begins
+        self._since = _Since()
+        self._dirty_since: float | None = None  # monotonic: the oldest byte that is not on disk
+        self._syncing: asyncio.Task[None] | None = None
+        self._appending = ThreadPoolExecutor(1, "journal")
+
+    @property
+    def head(self) -> SegmentHead | None:
+        """The head of the segment that is written."""
+        return self._writer.head if self._writer else None
+
+    @property
+    def name(self) -> str | None:
+        """The file name of the segment that is written."""
+        return self._writer.path.name if self._writer else None
+
+    @property
+    def size(self) -> int | None:
+        """Its size in bytes."""
+        return self._writer.size if self._writer else None
+
+    @property
+    def appended(self) -> int:
+        """The position behind the last record."""
+        return self._before + (self._writer.size if self._writer else 0)
+
+    @property
+    def safe(self) -> int:
+        """The position before which nothing can be lost, as the settings understand it."""
+        if self._settings.sync == "never" or self._writer is None:
+            return self.appended
+        return self.appended - self._writer.unsynced
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time for a new segment."""
+        s, since = self._settings, self._since
+        if self._writer is None or not since.versions:
+            return False
+        return (
+            since.versions >= s.segment_versions
+            or self._writer.size >= s.segment_bytes
+            or time.monotonic() - since.begun >= s.segment_s
+        )
+
+    async def begin(self, head: SegmentHead, standing: Standing, *models: Model) -> None:
+        """A new segment; the one before is closed, and the oldest go if there are too many."""
+        await self.flush()
+
+        def begun() -> Writer:
+            writer = Writer(self.folder, head, standing, *models)
+            self._retire(writer.path.name)
+            return writer
+
+        before, self._before = self._writer, self.appended
+        self._writer = await self._in_thread(begun)
+        if before is not None:
+            before.close()
+        self._since = _Since(begun=time.monotonic())
+        self._dirty_since = None
+
+    async def append(
+        self, records: Sequence[tuple[Taken | RoundClosed | None, Sequence[Model]]]
+    ) -> list[int]:
+        """Adds records with their payloads, synced together: the position behind each.
+
+        Behind what is None is where the one before it ends. Raises JournalFull, having done nothing
+        that counts: what was added is cut off again.
+        """
+        writer = self._writer
+        if writer is None:
+            raise RuntimeError("no segment was begun")
+
+        def append() -> list[int]:
+            sizes: list[int] = []
+            before = writer.size
+            try:
+                for message, models in records:
+                    sizes.append(writer.append(message, *models) if message else writer.size)
+            except JournalFull:
+                writer.cut(before)
+                raise
+            if self._settings.sync == "always" and writer.size > before:
+                writer.sync()
+            return sizes
+
+        sizes = await self._in_thread(append)
+        self._since.versions += sum(
+            one is not None and one.digest is not None for one, _ in records
+        )
+        self._dirty_since = self._dirty_since or time.monotonic()
+        if self._settings.sync == "interval":
+            await self._sync_in_time(writer)
+        return [self._before + size for size in sizes]
+
+    @property
+    def due_ms(self) -> int:
+        """How long what is not on disk may wait yet."""
+        if self._settings.sync != "interval" or self._dirty_since is None:
+            return _LONG_MS
+        left_s = self._settings.sync_s - (time.monotonic() - self._dirty_since)
+        return max(0, round(1000 * left_s))
+
+    async def _sync_in_time(self, writer: Writer) -> None:
+        """Begins to write to disk what is due; waits only where the disk does not keep up."""
+        if self._syncing is not None and self._syncing.done():
+            await self._synced()
+        dirty_s = time.monotonic() - (self._dirty_since or time.monotonic())
+        due = writer.unsynced >= self._settings.sync_bytes or dirty_s >= self._settings.sync_s
+        if due and self._syncing is None:
+            self._dirty_since = None
+            # Beside the appending thread: the next record need not wait for the disk.
+            self._syncing = asyncio.create_task(_run(writer.sync), name="sync")
+        if writer.unsynced >= 2 * self._settings.sync_bytes:
+            await self._synced()
+
+    async def _synced(self) -> None:
+        syncing, self._syncing = self._syncing, None
+        if syncing is not None:
+            await syncing
+
+    async def flush(self) -> None:
+        """Everything is on disk, unless the settings don't want that."""
+        await self._synced()
+        writer = self._writer
+        if writer is not None and writer.unsynced and self._settings.sync != "never":
+            await self._in_thread(writer.sync)
+            self._dirty_since = None
+
+    async def close(self) -> None:
+        """Flushes and closes."""
+        try:
+            await self.flush()
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+            self._appending.shutdown()
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Runs to its end even if it is cancelled: half a record would be lost with its reason."""
+        running = asyncio.get_running_loop().run_in_executor(self._appending, work)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            with suppress(Exception):
+                await running
+            raise
+
+    def _retire(self, newest: str) -> None:
+        """Deletes the oldest segments beyond the limits; one is always kept."""
+        s = self._settings
+        paths = sorted(
+            (p for p in self.folder.iterdir() if p.name.endswith(SUFFIX) and p.name < newest),
+            reverse=True,
+        )
+        kept_bytes, now = 0, time.time()
+        for number, path in enumerate(paths, 1):
+            about = path.stat()
+            kept_bytes += about.st_size
+            if (
+                kept_bytes > s.keep_bytes
+                or (s.keep_segments is not None and number >= s.keep_segments)
+                or (s.keep_s is not None and now - about.st_mtime > s.keep_s)
+            ):
+                for old in reversed(paths[number - 1 :]):  # the oldest first: no gap if we stop
+                    old.unlink()
+                return
+
+
+async def _run(work: Callable[[], object]) -> None:
+    await asyncio.to_thread(work)
