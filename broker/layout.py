@@ -27,6 +27,8 @@ Kind = Literal["parameter", "buffer", "integer"]
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
+PAGE = 4096  # bytes
+
 _ORDER: tuple[Kind, ...] = ("parameter", "buffer", "integer")
 
 
@@ -109,14 +111,17 @@ class Layout:
 class Model:
     """A model of a given layout: one buffer, with ``floats`` and ``integers`` as views into it.
 
-    The buffer belongs to the model; whoever keeps it must not let two models share one.
+    The buffer belongs to the model; whoever keeps it must not let two models share one. One that
+    the model made itself fills whole pages, so that it can go to disk as it is.
     """
 
     __slots__ = ("buffer", "floats", "integers", "layout")
 
     def __init__(self, layout: Layout, buffer: npt.NDArray[np.uint8] | None = None) -> None:
         if buffer is None:
-            buffer = np.empty(layout.nbytes, dtype=np.uint8)
+            block = np.empty(layout.nbytes + 2 * PAGE, dtype=np.uint8)
+            start = -block.ctypes.data % PAGE
+            buffer = block[start : start + layout.nbytes]
         if buffer.dtype != np.uint8 or buffer.shape != (layout.nbytes,):
             raise LayoutMismatch(
                 f"the layout takes {layout.nbytes} bytes, the buffer has {buffer.nbytes}"
@@ -126,6 +131,16 @@ class Model:
         self.buffer = buffer
         self.integers: Integers = buffer[:split].view(np.int64)
         self.floats: Floats = buffer[split:].view(np.float32)
+
+    @property
+    def pages(self) -> memoryview | None:
+        """The buffer up to the end of its last page; None if it was given, and may end before."""
+        block, start = self.buffer.base, self.buffer.ctypes.data
+        if not isinstance(block, np.ndarray) or start % PAGE:
+            return None
+        first = start - block.ctypes.data
+        filled = self.layout.nbytes + -self.layout.nbytes % PAGE
+        return block[first : first + filled].data if first + filled <= block.nbytes else None
 
     @property
     def parameters(self) -> Floats:

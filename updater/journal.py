@@ -16,9 +16,10 @@ that its successor has named: nobody reads that. A record is
     | bytes known to be on disk when it was written (8) | xxh3 of all that and the message (8)
     | the message, msgpack | the payload: a model's bytes
 
-little-endian, message and payload filled up to multiples of 8. The payload is covered by the digest
-that the message states. A record that is not whole is the torn tail of a crash if nothing behind it
-says that it was on disk, else the file is damaged.
+little-endian, filled up to a page behind the message and behind the payload: so they are written
+past the system's cache, which for models costs more than the disk. The payload is covered by the
+digest that the message states. A record that is not whole is the torn tail of a crash if nothing
+behind it says that it was on disk, else the file is damaged.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from mmap import mmap
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
@@ -36,20 +38,18 @@ import xxhash
 from pydantic import Field
 
 from broker.errors import BadMessage, FedstreamError
-from broker.layout import Layout, Model
+from broker.layout import PAGE, Layout, Model
 from broker.messages import Contribution, Count, Message, Name, Outcome, Upload, decode
 from runtime.config import Section
 
 FORMAT = 1
 SUFFIX = ".journal"
 
-_FILE = struct.Struct("<8sI4x")  # magic, format
+_FILE = struct.Struct("<8sI")  # magic, format; alone on its page
 _MAGIC = b"fedstrm\n"
 _RECORD = struct.Struct("<IIQQQ")
 _MARK = 0x6C6E726A  # "jrnl"
 _MESSAGE = 16 << 20  # bytes; a longer one is no message of ours
-_AHEAD = 4096  # bytes: most records' message comes with their frame
-_SEARCH = 1 << 20  # bytes looked through at once
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -211,7 +211,7 @@ class Segment:
         try:
             self.size = os.fstat(self._file).st_size
             self._check_file()
-            found = self._record(_FILE.size)
+            found = self._record(PAGE)
             if found is None or not isinstance(found.message, SegmentHead):
                 raise JournalDamaged(f"{path}: its first record is not a segment's head")
             self.head = found.message
@@ -287,7 +287,7 @@ class Segment:
 
     def _record(self, at: int) -> Record | None:
         """The record that begins ``at``; None if there is no whole one."""
-        begin = os.pread(self._file, _AHEAD, at)
+        begin = os.pread(self._file, PAGE, at)  # most messages come with their frame
         if len(begin) < _RECORD.size:
             return None
         mark, length, payload, synced, checksum = _RECORD.unpack_from(begin)
@@ -299,7 +299,7 @@ class Segment:
         if len(message) < length or checksum != _checksum(begin[: _RECORD.size - 8], message):
             return None
         place = Place(self.path.name, at)
-        start = at + _RECORD.size + _filled(length)
+        start = at + _filled(_RECORD.size + length)
         end = start + _filled(payload)
         if end > self.size:
             return None
@@ -311,17 +311,8 @@ class Segment:
 
     def _was_on_disk(self, at: int) -> bool:
         """Whether a whole record behind ``at`` says that what is there was on disk."""
-        mark = _MARK.to_bytes(4, "little")
-        for begin in range(at + 8, self.size, _SEARCH):
-            block = os.pread(self._file, _SEARCH + 3, begin)
-            found = block.find(mark)
-            while found >= 0:
-                if (begin + found) % 8 == 0:
-                    record = self._record(begin + found)
-                    if record is not None and record.synced > at:
-                        return True
-                found = block.find(mark, found + 1)
-        return False
+        later = (self._record(page) for page in range(at + PAGE, self.size, PAGE))
+        return any(record is not None and record.synced > at for record in later)
 
 
 def segments(folder: Path) -> list[Segment]:
@@ -370,16 +361,17 @@ class Writer:
         """Makes the segment, whole and on disk. Raises JournalError, also if it is there."""
         self.path = folder / name_of(head.epoch, head.number)
         self.head = head
+        self._page = mmap(-1, PAGE)  # what a message is written from
         aside = self.path.with_suffix(".tmp")
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(aside, os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC, 0o644)
+            self._file = _opened(aside)
         except OSError as error:
             raise _translated(aside, error) from error
         self.size = 0
         self._synced = 0
         try:
-            self._write([_FILE.pack(_MAGIC, FORMAT)])
+            self._write([self._paged(_FILE.pack(_MAGIC, FORMAT))])
             self.append(head)
             self.append(standing, *models)
             self.sync()
@@ -407,14 +399,23 @@ class Writer:
         packed = message.encode()
         payload = sum(model.layout.nbytes for model in models)
         frame = struct.pack("<IIQQ", _MARK, len(packed), payload, self._synced)
-        parts: list[bytes | memoryview] = [
-            frame, _checksum(frame, packed).to_bytes(8, "little"), packed, _fill(len(packed)),
-            *(model.buffer.data for model in models), _fill(payload),
-        ]  # fmt: skip
-        self._write([part for part in parts if len(part)])
+        checksum = _checksum(frame, packed).to_bytes(8, "little")
+        # Only whole models can lie behind one another, which they do in a standing alone.
+        alone = models[0].pages if len(models) == 1 else None
+        block = _joined(models) if alone is None and models else alone
+        self._write([self._paged(frame + checksum + packed), *([block] if block else [])])
         return self.size
 
-    def _write(self, parts: list[bytes | memoryview]) -> None:
+    def _paged(self, message: bytes) -> memoryview:
+        """Bytes on pages of their own."""
+        if len(message) > len(self._page):
+            self._page = mmap(-1, _filled(len(message)))
+        filled = _filled(len(message))
+        self._page[: len(message)] = message
+        self._page[len(message) : filled] = bytes(filled - len(message))
+        return memoryview(self._page)[:filled]
+
+    def _write(self, parts: list[memoryview]) -> None:
         at = self.size
         try:
             while parts:
@@ -423,7 +424,7 @@ class Writer:
                 while parts and written >= len(parts[0]):
                     written -= len(parts.pop(0))
                 if written:
-                    parts[0] = memoryview(parts[0])[written:]
+                    parts[0] = parts[0][written:]
         except OSError as error:
             self.cut(self.size)
             raise _translated(self.path, error) from error
@@ -476,8 +477,25 @@ def _checksum(frame: bytes, message: bytes) -> int:
 
 
 def _filled(length: int) -> int:
-    return length + -length % 8
+    return length + -length % PAGE
 
 
-def _fill(length: int) -> bytes:
-    return bytes(-length % 8)
+def _joined(models: Sequence[Model]) -> memoryview:
+    """Models behind one another, on pages."""
+    block = mmap(-1, max(PAGE, _filled(sum(model.layout.nbytes for model in models))))
+    at = 0
+    for model in models:
+        block[at : at + model.layout.nbytes] = model.buffer.data
+        at += model.layout.nbytes
+    return memoryview(block)
+
+
+def _opened(path: Path) -> int:
+    """A new file, past the system's cache where it can be."""
+    flags = os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), 0o644)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, 0o644)  # a file system that has only its cache

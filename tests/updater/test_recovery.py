@@ -367,7 +367,7 @@ async def test_a_full_disk_pauses_and_applies_nothing_twice(
     def pwritev(file: int, parts: Any, at: int) -> int:
         if not full:
             return real(file, parts, at)
-        real(file, [bytes(parts[0])[:10]], at)  # the beginning had room
+        real(file, [parts[0][:512]], at)  # the beginning had room
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "pwritev", pwritev)

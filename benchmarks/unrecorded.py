@@ -1,0 +1,25 @@
+"""`python -m benchmarks.unrecorded updater ...`: the services with a journal that keeps nothing.
+
+What a journal costs is measured against this: the same program, less the bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from broker.layout import Model
+from fedstream.cli import main
+from updater import recorder
+from updater.journal import RoundClosed, Taken
+
+
+async def append_nothing(
+    self: recorder.Recorder, records: Sequence[tuple[Taken | RoundClosed | None, Sequence[Model]]]
+) -> list[int]:
+    """Without even a thread."""
+    return [self.appended] * len(records)
+
+
+if __name__ == "__main__":
+    recorder.Recorder.append = append_nothing  # type: ignore[method-assign]
+    main()
