@@ -463,12 +463,7 @@ class Updater:
 
     async def _read(self, progress: Progress) -> None:
         """What is new in the queue. Nothing: is Redis where we left it, or did it go back?"""
-        block_ms = min(BLOCK_MS, self._recorder.due_ms)
-        new = await self._reader.read(count=_BATCH, block_ms=max(1, block_ms))
-        retained = {one.entry for one in self._retained}
-        entries = new.get(self._keys.queue, [])
-        self._backlog.extend(entry for entry in entries if entry.id not in retained)
-        if entries:
+        if await self._read_new(max(1, min(BLOCK_MS, self._recorder.due_ms))):
             return
         await self._recorder.flush()
         if self._retained:
@@ -483,6 +478,20 @@ class Updater:
             await self._lost_for_good(self._ahead)
         elif await self._client.call("XLEN", self._keys.queue):
             self._reader.rewind(self._keys.queue)  # what we did is there again
+
+    async def _read_new(self, block_ms: int) -> bool:
+        """Takes what is new in the queue into the backlog: whether there was anything."""
+        new = await self._reader.read(count=_BATCH, block_ms=block_ms)
+        entries = new.get(self._keys.queue, [])
+        retained = {one.entry for one in self._retained}
+        self._backlog.extend(entry for entry in entries if entry.id not in retained)
+        return bool(entries)
+
+    async def _read_ahead(self, layout: Layout) -> None:
+        """Begins to fetch the next update, if there is one by now."""
+        if not self._backlog:
+            await self._read_new(block_ms=0)
+        self._fetch_ahead(layout, 0)
 
     async def _lost_for_good(self, head: Head) -> None:
         """Redis has versions that neither the journal nor the queue can make."""
@@ -521,15 +530,17 @@ class Updater:
             await self._record()
 
     async def _record(self) -> None:
-        """Writes what was decided on to the journal; a large model's chunks go to Redis meanwhile.
+        """Writes what was decided on to the journal; from then on it has happened.
 
-        From then on it has happened. Trouble leaves it unwritten, to be written again.
+        Meanwhile a large model's chunks go to Redis, and the next update is fetched from there.
+        Trouble leaves it unwritten, to be written again.
         """
         changes = self._unwritten
         with self._metrics.seconds.labels("journal").time():
-            positions, written = await asyncio.gather(
+            positions, *meanwhile = await asyncio.gather(
                 self._recorder.append([(one.record, one.payload) for one in changes]),
                 self._write_ahead(changes[0]),
+                self._read_ahead(changes[0].after.state.model.layout),
                 return_exceptions=True,
             )
         if isinstance(positions, BaseException):
@@ -537,8 +548,9 @@ class Updater:
         self._unwritten = []
         for change, position in zip(changes, positions, strict=True):
             self._happened(change, position)
-        if isinstance(written, BaseException):  # it is written again before the commit
-            raise written
+        for trouble in meanwhile:  # what was not done is done in its turn
+            if trouble is not None:
+                raise trouble
 
     def _happened(self, change: _Change, position: int) -> None:
         """A change is in the journal: it is now what is."""
@@ -627,7 +639,7 @@ class Updater:
         """The update's model, whose reading began while the one before was being mixed."""
         with self._metrics.seconds.labels("fetch").time():
             fetch = self._fetches.pop(entry.id, None) or self._fetch(upload, layout)
-            self._fetch_ahead(layout)
+            self._fetch_ahead(layout, 1)
             try:
                 return await fetch
             except asyncio.CancelledError:
@@ -644,11 +656,11 @@ class Updater:
 
         return asyncio.create_task(read(), name=f"fetch {upload.blob}")
 
-    def _fetch_ahead(self, layout: Layout) -> None:
-        """Begins to read the next update: one ahead, so that memory stays at four models."""
-        if len(self._backlog) < 2 or self._fetches:
+    def _fetch_ahead(self, layout: Layout, place: int) -> None:
+        """Begins to read an update of the backlog: one, so that memory stays at four models."""
+        if len(self._backlog) <= place or self._fetches or self._finished:
             return
-        following = self._backlog[1]
+        following = self._backlog[place]
         try:
             upload = decode(following.data, Upload)
         except BadMessage:
