@@ -17,7 +17,7 @@ import typer
 
 from broker.errors import ConfigError, FedstreamError, NoRun, Unavailable
 from broker.keys import Keys, check_name
-from fedstream import __version__
+from fedstream import __version__, journal
 
 # What a command needs is imported in it: `--help` and `--version` answer at once.
 if TYPE_CHECKING:
@@ -33,6 +33,8 @@ app = typer.Typer(
 
 _SERVICES = "One service"
 _LOOKING = "Looking at a run"
+
+app.add_typer(journal.app, name="journal", rich_help_panel=_LOOKING)
 
 Config = Annotated[
     Path | None,
@@ -172,7 +174,7 @@ def run(
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="go on with an unfinished run of the Redis named")
+        bool, typer.Option("--resume", help="go on with the unfinished run that --out holds")
     ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="no progress; the summary as JSON at the end")
@@ -238,6 +240,85 @@ def top(
 
 
 @app.command(rich_help_panel=_LOOKING)
+def replay(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="of a run, or its journal")],
+    begin: Annotated[
+        int | None, typer.Option("--from", min=0, metavar="V", help="begin behind this version")
+    ] = None,
+    until: Annotated[
+        int | None, typer.Option(min=0, metavar="V", help="stop at this version")
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="another rule: strategy.alpha=0.3"),
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(metavar="device=N", help="leave a device's updates out"),
+    ] = None,
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="measure so often, and the last; 0: never (about 10 times with another rule)",
+        ),
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="TASK", help="instead of the run's, to measure by")
+    ] = None,
+    config: Config = None,
+    data_root: Annotated[
+        str | None, typer.Option(metavar="DIR", help="of data sets; else FEDSTREAM_DATA")
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="for table and picture; DIR/replay-N if not given"),
+    ] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="feed the updates to coordinator and updater there"),
+    ] = None,
+    run: RunName = None,
+    speed: Annotated[
+        float, typer.Option(min=1e-3, metavar="X", help="with --redis: times as fast as it was")
+    ] = 1.0,
+    as_json: AsJson = False,
+) -> None:
+    """Make a run's versions again from its journal, and compare them bit for bit.
+
+    With --set or --without: by another rule on the same updates, beside the recorded one. With
+    --redis: the recorded updates go through live services, which have no scheduler and no trainers.
+
+    Exit codes: 0 identical, 1 not identical or damaged, 2 a wrong command line.
+    """
+    from fedstream import replay as page
+    from fedstream import report
+
+    if redis is not None:
+        from fedstream import feed
+
+        if begin is not None or until is not None or sets or without:
+            raise ConfigError(
+                "--redis feeds all updates as they were: without --from, --until, --set, --without"
+            )
+        settings = _settings(config, None, redis__url=redis, run__name=run)
+        fed = feed.feed(settings, page.journal_of(folder), speed)
+        if as_json:
+            typer.echo(report.as_json(feed.numbers(fed)))
+        else:
+            feed.show(fed)
+        return
+    code = page.replay(
+        folder, begin=begin, until=until, every=evaluate_every, sets=sets or (),
+        without=without or (), config=config,
+        task=overrides({"task__name": task, "task__data_root": data_root}),
+        out=out, as_json=as_json,
+    )  # fmt: skip
+    _leave(code)
+
+
+@app.command(rich_help_panel=_LOOKING)
 def purge(
     config: Config = None,
     redis: Url = None,
@@ -270,9 +351,17 @@ def scheduler(config: Config = None, sets: Sets = None, name: Name = None) -> No
 
 
 @app.command(rich_help_panel=_SERVICES)
-def updater(config: Config = None, sets: Sets = None, name: Name = None) -> None:
-    """Mixes updates into the global model and publishes its versions."""
-    _serve("updater", config, sets, name)
+def updater(
+    config: Config = None,
+    sets: Sets = None,
+    name: Name = None,
+    adopt: Annotated[
+        bool, typer.Option("--adopt", help="begin a lost journal anew with Redis's newest model")
+    ] = False,
+) -> None:
+    """Mixes updates into the global model, journals them, and publishes its versions."""
+    adopted = ["journal.adopt=true"] if adopt else []
+    _serve("updater", config, [*(sets or ()), *adopted], name)
 
 
 @app.command(rich_help_panel=_SERVICES)

@@ -29,7 +29,7 @@ import os
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from mmap import mmap
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
@@ -198,16 +198,13 @@ def name_of(epoch: int, number: int) -> str:
 
 
 class Segment:
-    """A segment that is read. Nothing is ever written."""
+    """A segment that is read. Nothing is ever written. It is open from the first look on."""
 
     def __init__(self, path: Path) -> None:
         """Raises JournalError if it is none, or of a newer format."""
         self.path = path
         self.torn: Place | None = None  # where the torn tail begins, once records() got there
-        try:
-            self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError as error:
-            raise JournalError(f"{path}: cannot be read: {error.strerror}") from error
+        self._open: int | None = None
         try:
             self.size = os.fstat(self._file).st_size
             self._check_file()
@@ -223,8 +220,9 @@ class Segment:
             standing = self._record(found.end)
             if standing is None or not isinstance(standing.message, Standing):
                 raise JournalDamaged(f"{path}: its second record is not a standing")
-            self.standing = standing.message
-            self.standing_record = standing
+            # What was done lately is long, and recovery's alone.
+            self.standing = standing.message.model_copy(update={"done": ()})
+            self.standing_record = replace(standing, message=self.standing)
             self.layout = Layout.decode(self.head.layout)
         except BaseException:
             self.close()
@@ -241,15 +239,33 @@ class Segment:
                 "newer one"
             )
 
+    @property
+    def _file(self) -> int:
+        if self._open is None:
+            try:
+                self._open = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            except OSError as error:
+                raise JournalError(f"{self.path}: cannot be read: {error.strerror}") from error
+        return self._open
+
     def close(self) -> None:
-        """Closes the file."""
-        os.close(self._file)
+        """Closes the file until it is looked at again."""
+        if self._open is not None:
+            os.close(self._open)
+            self._open = None
 
     def __enter__(self) -> Segment:
         return self
 
     def __exit__(self, *_error: object) -> None:
         self.close()
+
+    def done(self) -> tuple[tuple[Any, ...], ...]:
+        """What the standing says was done lately: the fields of :class:`broker.ledger.End`."""
+        standing = self._record(self.standing_record.place.offset)
+        if standing is None or not isinstance(standing.message, Standing):
+            raise JournalDamaged(f"{self.path}: its second record is not a standing any more")
+        return standing.message.done
 
     def records(self, cut: int | None = None) -> Iterator[Record]:
         """The records behind the standing, up to ``cut`` or to the torn tail.
@@ -332,6 +348,7 @@ def segments(folder: Path) -> list[Segment]:
         name = names[-1] if names else None
         while name is not None and name in names:
             chain.append(Segment(folder / name))
+            chain[-1].close()  # there may be more of them than files that may be open
             name = chain[-1].head.predecessor
         if name is not None and names[0] < name:
             raise JournalError(

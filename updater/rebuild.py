@@ -166,7 +166,7 @@ def recovered(segment: Segment) -> Recovered:
     found = Recovered(
         head=segment.head, progress=rebuild.progress, checkpoint=rebuild.progress,
         version=said.version, digest=said.digest, time=said.time, made=said.made,
-        counts=said.counts, done={row[0]: End(*row) for row in said.done},
+        counts=said.counts, done={row[0]: End(*row) for row in segment.done()},
         forgotten=said.forgotten, finished=said.finished, end=segment.standing_record.end,
     )  # fmt: skip
     for record in segment.records():

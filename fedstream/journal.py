@@ -1,0 +1,375 @@
+"""Look into what a run has recorded. Nothing is ever written to a journal."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from broker.errors import ConfigError, FedstreamError
+
+# What a command needs is imported in it: `--help` answers at once.
+if TYPE_CHECKING:
+    from broker.layout import Model
+    from fedstream.config import Settings
+    from updater.inspection import Made
+    from updater.journal import Segment
+
+app = typer.Typer(help=__doc__, no_args_is_help=True)
+
+Dir = Annotated[
+    Path, typer.Argument(metavar="DIR", help="a run's folder, its journal's, or one segment's file")
+]
+AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
+
+
+@app.command()
+def show(
+    path: Dir,
+    device: Annotated[
+        list[int] | None, typer.Option(metavar="N", help="only this device's; may be repeated")
+    ] = None,
+    version: Annotated[
+        str | None, typer.Option(metavar="A[..B]", help="only of this version, or from A to B")
+    ] = None,
+    outcome: Annotated[
+        list[str] | None,
+        typer.Option(metavar="OUTCOME", help="only what ended so; may be repeated"),
+    ] = None,
+    last: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="only the last N of these lines")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="an object in each line")] = False,
+) -> None:
+    """The records in order: what arrived, from whom, how late, and what became of it."""
+    from broker.messages import OUTCOMES
+    from fedstream import journal_pages as pages
+    from updater.inspection import opened
+
+    unknown = set(outcome or ()) - set(OUTCOMES)
+    if unknown:
+        raise ConfigError(f"--outcome {min(unknown)}: must be one of {', '.join(OUTCOMES)}")
+    first, end = _range(version)
+    wanted = pages.Filter(frozenset(device or ()), frozenset(outcome or ()), first, end)
+    with opened(path) as chain:
+        if first is not None:
+            chain = _from(chain, first)
+        found = pages.lines(chain, wanted)
+        chosen = found if last is None else iter(deque(found, maxlen=last))
+        if not as_json:
+            pages.show(chosen)
+            return
+        for line in chosen:
+            typer.echo(_in_one_line(pages.facts(*line)))
+
+
+def _range(text: str | None) -> tuple[int | None, int | None]:
+    """The versions that ``A`` or ``A..B`` mean."""
+    if text is None:
+        return None, None
+    first, dots, last = text.partition("..")
+    if not first.isdecimal() or not (last.isdecimal() or not dots):
+        raise ConfigError(f"--version {text}: must be a version, or two as in 10..20")
+    return int(first), int(last or first)
+
+
+def _from(chain: list[Segment], version: int) -> list[Segment]:
+    """The segments in which records of this version or later are. Raises JournalError if the
+    journal does not have it."""
+    from updater.inspection import newest, since
+    from updater.journal import JournalError
+
+    since(chain, version)
+    if version > (there := newest(chain)):
+        raise JournalError(
+            f"{chain[0].path.parent}: version {version} is not there: the newest is {there}"
+        )
+    # The record that made it may be the last of the segment before the one that begins with it.
+    return list(since(chain, max(version - 1, chain[0].standing.version)))
+
+
+def _in_one_line(value: Any) -> str:
+    from fedstream.report import as_json
+
+    return " ".join(part.strip() for part in as_json(value).split("\n"))
+
+
+@app.command()
+def verify(
+    path: Dir,
+    models: Annotated[
+        bool, typer.Option("--models/--no-models", help="rebuild and compare every model")
+    ] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Read every byte that counts and compare it with its checksum or digest.
+
+    Exit codes: 0 all is whole (a torn tail, as a crash leaves it, is), 1 something is damaged.
+    """
+    from fedstream import journal_pages as pages
+    from fedstream.report import as_json as text
+    from updater import inspection
+    from updater.journal import JournalError
+
+    verdicts = []
+    with inspection.opened(path) as chain:
+        for verdict in inspection.verify(chain, models=models):
+            verdicts.append(verdict)
+            if not as_json:
+                typer.echo(pages.verdict(verdict))
+        others = [] if path.is_file() else inspection.uncounted(chain)
+    records, versions = sum(v.records for v in verdicts), sum(v.versions for v in verdicts)
+    damaged = [verdict for verdict in verdicts if verdict.damage is not None]
+    if as_json:
+        typer.echo(
+            text(
+                {
+                    "whole": not damaged, "records": records, "versions": versions,
+                    "segments": [asdict(verdict) for verdict in verdicts], "uncounted": others,
+                }
+            )
+        )  # fmt: skip
+    else:
+        for name in others:
+            typer.echo(f"{name}  does not count: its writer was fenced, or its journal is another")
+    if damaged:
+        raise JournalError(f"{path}: {len(damaged)} of {len(verdicts)} segments damaged")
+    if not as_json:
+        typer.echo(f"{records} records, {versions} versions, all whole")
+
+
+@app.command()
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="a run's folder or its journal's")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="another's")],
+    as_json: AsJson = False,
+) -> None:
+    """The first version in which two runs part, and why, by their records and digests.
+
+    Exit codes: 0 they are the same, 1 they part.
+    """
+    from fedstream.report import as_json as text
+    from updater.inspection import opened, parting
+
+    with opened(a) as ours, opened(b) as theirs:
+        found = parting(ours, theirs)
+    if as_json:
+        about = {"why": found.why, "text": found.text, "first": found.first}
+        about |= {"version": found.version, "a": _plain(found.a), "b": _plain(found.b)}
+        typer.echo(text(about))
+    elif found.version is None:
+        typer.echo(found.text)
+    else:
+        typer.echo(f"version {found.version}: {found.text}")
+    if found.version is not None:
+        raise typer.Exit(1)
+
+
+def _plain(made: Made | None) -> dict[str, Any] | None:
+    if made is None:
+        return None
+    return {
+        "version": made.version, "digest": made.digest, "strategy": made.strategy,
+        "updates": [
+            {
+                "device": one.upload.device, "task": one.upload.task, "digest": one.upload.digest,
+                "tau": one.upload.tau, "staleness": one.staleness, "weight": one.weight,
+            }
+            for one in made.updates
+        ],
+    }  # fmt: skip
+
+
+@app.command()
+def bisect(
+    path: Dir,
+    metric: Annotated[str, typer.Option(metavar="NAME", help="of the task's metrics")] = "accuracy",
+    below: Annotated[
+        float | None, typer.Option(metavar="X", help="the metric is bad below X")
+    ] = None,
+    above: Annotated[
+        float | None, typer.Option(metavar="X", help="the metric is bad above X, such as a loss")
+    ] = None,
+    every: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="versions; so that there are about 50")
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="TASK", help="instead of the recorded one")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", metavar="FILE", help="instead of the run's run.toml"),
+    ] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a configuration key")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """The update with which a metric went bad, that had been good before.
+
+    Every N-th version is measured, up to the first that is bad after a good one; then each version
+    in between. So what is found is a real crossing, and the first one between those two; a fall
+    that recovers between two measured versions goes unseen, unless --every is 1.
+
+    Exit codes: 0 found, 1 the metric never was good, or never went bad afterwards.
+    """
+    from fedstream import journal_bisect as search
+    from fedstream import journal_pages as pages
+    from fedstream.report import as_json as text
+    from updater.inspection import opened
+
+    bound = below if below is not None else above
+    if bound is None or (below is not None and above is not None):
+        raise ConfigError("one of --below and --above: which value of the metric is bad?")
+
+    def is_good(value: float) -> bool:  # what is no number is neither
+        return value >= bound if below is not None else value <= bound
+
+    with opened(path) as chain:
+        measured = search.judge(_settings(chain, config, sets, task), metric)
+
+        def measure(version: int, model: Model) -> float:
+            value = measured(version, model)
+            if not as_json:
+                typer.echo(f"version {version}: {metric} {value:.4f}")
+            return value
+
+        found = search.search(chain, measure, is_good, every)
+    crossing = found.crossing
+    side = f"{'below' if below is not None else 'above'} {bound:g}"
+    if crossing is not None:
+        said = (
+            f"{metric} went {side} with version {crossing.version}: "
+            f"{crossing.before:.4f} before, {crossing.after:.4f} after"
+        )
+    elif found.ever_good:
+        said = f"{metric} never went {side} in the {len(found.measured)} versions measured"
+    else:
+        said = f"{metric} was never anything but {side} in the {len(found.measured)} measured"
+    if as_json:
+        about = {"metric": metric, "found": crossing is not None, "text": said}
+        about |= {"every": found.every, "measured": sorted(found.measured.items())}
+        typer.echo(text(about | (asdict(crossing) if crossing is not None else {})))
+    else:
+        typer.echo(said)
+        for one in crossing.causes if crossing is not None else ():
+            typer.echo(pages.cause(one))
+        if crossing is not None and not crossing.causes:
+            typer.echo("no update did it: the run went on from a model of Redis")
+    if crossing is None:
+        raise typer.Exit(1)
+
+
+def _settings(
+    chain: Sequence[Segment], config: Path | None, sets: list[str] | None, task: str | None
+) -> Settings:
+    """The configuration that names the task: the file given, the run's own, or the journal."""
+    from fedstream.config import read
+    from fedstream.run import CONFIG
+
+    folder = chain[0].path.resolve().parent
+    left = (folder / CONFIG, folder.parent / CONFIG)
+    config = config or next((file for file in left if file.is_file()), None)
+    name = task or (None if config else chain[-1].head.task)
+    return read(config, [*(sets or ()), *([f"task.name={name}"] if name else ())])
+
+
+@app.command()
+def export(
+    path: Dir,
+    out: Annotated[Path, typer.Option(metavar="FILE.safetensors", help="the file to make")],
+    version: Annotated[
+        int | None, typer.Option(min=0, metavar="V", help="the newest if not given")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="replace the file if it is there")] = False,
+) -> None:
+    """A version's model as safetensors, rebuilt from the nearest checkpoint.
+
+    Names, shapes and dtypes are those of the task's state_dict, for which the task itself is not
+    needed; a tensor that is tied has the first of its names only.
+    """
+    from updater.inspection import model_at, newest, opened
+    from updater.journal import SUFFIX
+
+    if out.suffix == SUFFIX:
+        raise ConfigError(f"--out {out}: is a journal's name, and no journal is ever written to")
+    if out.exists() and not force:
+        raise ConfigError(f"--out {out}: is there already: name another file, or --force")
+    with opened(path) as chain:
+        number = newest(chain) if version is None else version
+        model, digest = model_at(chain, number)
+        head = chain[-1].head
+    about = {"version": str(number), "digest": digest, "run": head.run, "task": head.task}
+    _write(out, model, about)
+    typer.echo(f"version {number} ({digest}) is in {out}")
+
+
+def _write(out: Path, model: Model, about: dict[str, str]) -> None:
+    """Whole or not at all: the file is written aside and renamed."""
+    import torch
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    values = model.tensors()
+    tensors = {
+        one.name: torch.from_numpy(values[one.name]).to(getattr(torch, one.dtype))
+        for one in model.layout.tensors
+    }
+    aside = out.with_name(f".{out.name}.tmp")
+    try:
+        save_file(tensors, aside, metadata=about)
+        aside.replace(out)
+    except (OSError, SafetensorError) as error:
+        aside.unlink(missing_ok=True)
+        raise FedstreamError(f"--out {out}: cannot be written: {error}") from error
+
+
+@app.command()
+def stats(
+    path: Dir,
+    ahead: Annotated[
+        int, typer.Option(min=1, metavar="K", help="versions that the cosine looks ahead")
+    ] = 10,
+    sort: Annotated[
+        str, typer.Option(metavar="COLUMN", help="by this one, such as mean_distance")
+    ] = "device",
+    table: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="write the table there")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """What each device brought: outcomes, staleness, weight, loss, and where its updates point.
+
+    mean norm is of x_new, mean distance of x_new - x, x being the model that it was mixed into.
+    mean cosine is the one between x_new - x and the way the model went in the K versions after the
+    one with the update in it: about 0 or less says that the others undid it. Updates that fewer
+    than K versions followed are left out of it; of a model of more than 65,536 numbers so many,
+    evenly spaced, stand for the whole.
+    """
+    from fedstream import journal_pages as pages
+    from fedstream.report import as_json as text
+    from updater.inspection import opened
+    from updater.inspection import stats as measured
+
+    pages.check_column(sort)
+    with opened(path) as chain:
+        shares = measured(chain, ahead)
+    rows = pages.rows(shares, sort)
+    used = sum(share.staleness.count for share in shares.values())
+    weighted = sum(share.norm.count for share in shares.values())
+    if table is not None:
+        pages.write_rows(table, rows)
+    if as_json:
+        about = {"ahead": ahead, "updates": used, "with_weights": weighted, "devices": rows}
+        typer.echo(text(about))
+        return
+    pages.show_rows(rows)
+    if weighted < used:
+        typer.echo(
+            f"{used - weighted} of {used} updates were recorded without their weights: norms, "
+            "distances and cosines are of the others"
+        )

@@ -1,0 +1,496 @@
+"""What a journal tells whoever looks at it afterwards: pure reading, record by record."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from broker.layout import Floats, Model
+from updater.journal import (
+    SUFFIX,
+    Entry,
+    JournalDamaged,
+    JournalError,
+    Record,
+    RoundClosed,
+    Segment,
+    Standing,
+    Taken,
+    cuts,
+    segments,
+)
+from updater.mixing import norm
+from updater.rebuild import Diverged, NotRecorded, Rebuild, is_used
+from updater.strategies import strategy_of
+
+FOLDER = "journal"  # in a run's output folder
+_LATER = 100  # versions in which an update is looked for that the other run took now
+_SAMPLE = 1 << 16  # numbers of a model that its direction is told by
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[list[Segment]]:
+    """The segments that count, oldest first, of a run's folder, a journal's, or one segment's file.
+
+    A segment by itself counts as far as it is whole. Raises JournalError.
+    """
+    chain = [Segment(path)] if path.is_file() else segments(_folder(path))
+    try:
+        if not chain:
+            raise JournalError(
+                f"{path}: there is no journal: name a run's folder, its journal's, or a segment"
+            )
+        yield chain
+    finally:
+        for segment in chain:
+            segment.close()
+
+
+def _folder(path: Path) -> Path:
+    inside = path / FOLDER
+    return inside if inside.is_dir() else path
+
+
+def entries(segment: Segment, cut: int | None) -> Iterator[tuple[Record, Entry]]:
+    """The records behind the standing with what they say; payloads are not read."""
+    for record in segment.records(cut):
+        if not isinstance(record.message, Taken | RoundClosed):
+            raise JournalError(f"{_where(segment, record)}: a record that does not belong here")
+        yield record, record.message
+
+
+def newest(chain: Sequence[Segment]) -> int:
+    """The newest version."""
+    version = chain[-1].standing.version
+    for _, entry in entries(chain[-1], None):
+        version = entry.version
+    return version
+
+
+def _where(segment: Segment, record: Record) -> Path:
+    return segment.path.parent / str(record.place)
+
+
+# models
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A record and the models around it. They may be read until the next move."""
+
+    record: Record
+    message: Standing | Entry
+    before: Model | None  # that an update met; None: nobody knows, for want of weights
+    update: Model | None
+    after: Model | None  # of the message's version
+
+    @property
+    def is_made(self) -> bool:
+        """Whether its version begins with it."""
+        return self.message.digest is not None
+
+
+def moves(segment: Segment, cut: int | None, *, models: bool = True) -> Iterator[Move]:
+    """A segment's standing and its records, each with its models rebuilt and compared.
+
+    ``models=False`` compares the payloads with their digests, and rebuilds nothing. From the first
+    update without weights on nothing can be rebuilt either. Raises JournalError.
+    """
+    rebuild = Rebuild(strategy_of(segment.head.strategy), segment)
+    room = Model(segment.layout)  # for the updates, one after the other
+    model: Model | None = rebuild.progress.state.model
+    yield Move(segment.standing_record, segment.standing, None, None, model)
+    for record, entry in entries(segment, cut):
+        before, update = model, None
+        if record.payload_bytes and isinstance(entry, Taken):
+            update = room
+            segment.load(record, update)
+            if update.digest() != entry.upload.digest:
+                raise JournalDamaged(f"{_where(segment, record)}: the update is not what it was")
+        if not models or (update is None and is_used(entry)):
+            model = None
+        if model is not None:
+            step = rebuild.take(record, update)
+            rebuild.check(record, step)
+            model = step.after.state.model
+        yield Move(record, entry, before, update, model)
+
+
+def history(chain: Sequence[Segment]) -> Iterator[Move]:
+    """All moves. A standing that goes on from the segment before is left out, once compared."""
+    ended: tuple[int, str] | None = None
+    for segment, cut in cuts(chain):
+        check_joint(segment, ended)
+        for move in moves(segment, cut):
+            message = move.message
+            if isinstance(message, Standing) and message.why == "continued" and ended is not None:
+                continue
+            if message.digest is not None:
+                ended = (message.version, message.digest)
+            yield move
+
+
+def check_joint(segment: Segment, ended: tuple[int, str] | None) -> None:
+    """A segment must begin with the version and digest that the one before ``ended`` with, if that
+    is known. Raises Diverged."""
+    said = segment.standing
+    if ended is None or said.why != "continued" or (said.version, said.digest) == ended:
+        return
+    raise Diverged(
+        f"{_where(segment, segment.standing_record)}: begins with version {said.version} "
+        f"({said.digest}), the segment before ends with {ended[0]} ({ended[1]})"
+    )
+
+
+def since(chain: Sequence[Segment], version: int) -> Sequence[Segment]:
+    """The segments from the newest one on that begins with ``version`` or before it.
+
+    Raises JournalError, with the versions that there are, if none does.
+    """
+    for number in range(len(chain) - 1, -1, -1):
+        if chain[number].standing.version <= version:
+            return chain[number:]
+    raise JournalError(
+        f"{chain[0].path.parent}: version {version} was not kept: the oldest is "
+        f"{chain[0].standing.version}"
+    )
+
+
+def model_at(chain: Sequence[Segment], version: int) -> tuple[Model, str]:
+    """A version's model and digest, rebuilt from the nearest checkpoint. Raises JournalError."""
+    first = since(chain, version)[0]
+    limits = {segment.path: cut for segment, cut in cuts(chain)}
+    for move in moves(first, limits[first.path]):
+        if move.message.version != version:
+            continue
+        if move.after is None:
+            raise NotRecorded(
+                f"{_where(first, move.record)}: version {version} cannot be rebuilt: updates were "
+                "recorded without their weights (journal.weights = false); the nearest checkpoint "
+                f"is version {first.standing.version}"
+            )
+        return move.after, str(move.message.digest)
+    raise JournalError(
+        f"{first.path.parent}: version {version} is not in the journal: the newest is "
+        f"{newest(chain)}"
+    )
+
+
+# verifying
+
+
+@dataclass
+class Verdict:
+    """What was found in a segment."""
+
+    segment: str
+    first: int  # version
+    last: int
+    records: int = 0
+    versions: int = 0  # that are in no segment before
+    bytes: int = 0  # that count
+    behind: int = 0  # bytes behind the cut: of a writer that was fenced, nobody reads them
+    torn: int = 0  # bytes of a record that was not whole when its writer ended
+    unweighted: bool = False  # updates without weights: models were not rebuilt
+    damage: str | None = None
+
+
+def verify(chain: Sequence[Segment], *, models: bool = True) -> Iterator[Verdict]:
+    """Reads every byte that counts; a segment's damage does not keep the next from being read."""
+    ended: tuple[int, str] | None = None
+    for segment, cut in cuts(chain):
+        said = segment.standing
+        verdict = Verdict(segment.path.name, said.version, said.version)
+        verdict.versions = int(segment is chain[0] or said.why != "continued")
+        try:
+            check_joint(segment, ended)
+            ended = None  # if there is damage, nobody knows
+            digest = _verified(segment, cut, verdict, models=models)
+            ended = (verdict.last, digest)
+        except JournalError as error:
+            verdict.damage = str(error)
+        if cut is not None:
+            verdict.behind = segment.size - cut
+        if segment.torn is not None:
+            verdict.torn = segment.size - segment.torn.offset
+        yield verdict
+
+
+def _verified(segment: Segment, cut: int | None, verdict: Verdict, *, models: bool) -> str:
+    """Fills in the verdict: the digest that the segment ends with. Raises JournalError."""
+    digest = segment.standing.digest
+    for move in moves(segment, cut, models=models):
+        message = move.message
+        verdict.bytes = move.record.end
+        if isinstance(message, Standing):
+            continue
+        expected = verdict.last + (message.digest is not None)
+        if message.version != expected:
+            raise Diverged(
+                f"{_where(segment, move.record)}: version {message.version} where {expected} is due"
+            )
+        verdict.last, verdict.records = message.version, verdict.records + 1
+        verdict.versions += message.digest is not None
+        verdict.unweighted = verdict.unweighted or (models and move.after is None)
+        digest = message.digest or digest
+    return digest
+
+
+def uncounted(chain: Sequence[Segment]) -> list[str]:
+    """The other segments of the folder: of writers that were fenced, or of an earlier journal."""
+    ours = {segment.path.name for segment in chain}
+    names = {path.name for path in chain[0].path.parent.iterdir() if path.name.endswith(SUFFIX)}
+    return sorted(names - ours)
+
+
+# comparing
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A version, what went into it, and by which rule."""
+
+    version: int
+    digest: str
+    updates: tuple[Taken, ...]
+    strategy: Mapping[str, Any]
+    adopted: bool = False  # not made of updates
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where two runs part: the first version that is not the same, and why."""
+
+    why: Literal["same", "prefix", "start", "adopted", "update", "order", "weight", "rule"]
+    text: str
+    version: int | None  # None: they don't
+    first: int  # version that both have
+    a: Made | None = None
+    b: Made | None = None
+
+
+def made(chain: Sequence[Segment]) -> Iterator[Made]:
+    """The versions of a journal, the oldest being its first checkpoint; no payload is read."""
+    updates: list[Taken] = []
+    for segment, cut in cuts(chain):
+        said, rule = segment.standing, segment.head.strategy
+        if segment is chain[0] or said.why != "continued":
+            updates.clear()
+            yield Made(said.version, said.digest, (), rule, said.why == "adopted")
+        for _, entry in entries(segment, cut):
+            if isinstance(entry, Taken) and is_used(entry):
+                updates.append(entry)
+            if entry.digest is not None:
+                yield Made(entry.version, entry.digest, tuple(updates), rule)
+                updates.clear()
+
+
+def parting(a: Sequence[Segment], b: Sequence[Segment]) -> Parting:
+    """Compares two journals from the first version that both have. Raises JournalError."""
+    ours, theirs = made(a), made(b)
+    x, y = next(ours), next(theirs)
+    while x.version != y.version:
+        behind = ours if x.version < y.version else theirs
+        following = next(behind, None)
+        if following is None:
+            raise JournalError(
+                f"{a[0].path.parent} and {b[0].path.parent} have no version in common: "
+                f"{a[0].standing.version}..{newest(a)} and {b[0].standing.version}..{newest(b)}"
+            )
+        x, y = (following, y) if behind is ours else (x, following)
+    first = x.version
+    if x.digest != y.digest:
+        return Parting("start", _at_the_start(a[0], b[0], first), first, first, x, y)
+    while True:
+        last = x.version
+        one, other = next(ours, None), next(theirs, None)
+        if one is None and other is None:
+            return Parting("same", f"the same, versions {first} to {last}", None, first)
+        if one is None or other is None:
+            shorter = "A" if one is None else "B"
+            text = f"the same up to version {last}, with which {shorter} ends"
+            return Parting("prefix", text, last + 1, first, one, other)
+        if (one.version, one.digest) != (other.version, other.digest):
+            return _explained(one, other, list(islice(ours, _LATER)), list(islice(theirs, _LATER)),
+                              first)  # fmt: skip
+        x = one
+
+
+def _at_the_start(a: Segment, b: Segment, version: int) -> str:
+    what = f"version {version}, the first that both have, is not the same"
+    if version == 0:
+        what = "the initial models differ"
+    if a.layout != b.layout:
+        return f"{what}: they are of different layouts"
+    if version == 0 and a.head.seed != b.head.seed:
+        return f"{what}: seeds {a.head.seed} and {b.head.seed}"
+    return what
+
+
+def _explained(
+    x: Made, y: Made, after_x: Sequence[Made], after_y: Sequence[Made], first: int
+) -> Parting:
+    """Why two versions differ whose predecessors do not."""
+    version = min(x.version, y.version)
+    if x.adopted or y.adopted:
+        who = "both" if x.adopted and y.adopted else "A" if x.adopted else "B"
+        return Parting("adopted", f"{who} went on from a model of Redis", version, first, x, y)
+    mine, others = [_content(one) for one in x.updates], [_content(one) for one in y.updates]
+    if mine == others:
+        rules = _different(x.strategy, y.strategy)
+        for one, other in zip(x.updates, y.updates, strict=True):
+            if one.weight != other.weight:
+                text = (
+                    f"the same update of device {one.upload.device} weighs {one.weight:.6g} in A "
+                    f"(staleness {one.staleness}) and {other.weight:.6g} in B (staleness "
+                    f"{other.staleness}){rules}"
+                )
+                return Parting("weight", text, version, first, x, y)
+        text = f"the same updates with the same weights came to another model{rules}"
+        return Parting("rule", text, version, first, x, y)
+    soon_mine = {_content(one) for later in (x, *after_x) for one in later.updates}
+    soon_others = {_content(one) for later in (y, *after_y) for one in later.updates}
+    if set(mine) <= soon_others and set(others) <= soon_mine:
+        text = f"the same updates in another order: {_named(x)} in A, {_named(y)} in B"
+        return Parting("order", text, version, first, x, y)
+    text = f"different updates: {_named(x)} in A, {_named(y)} in B"
+    return Parting("update", text, version, first, x, y)
+
+
+def _content(update: Taken) -> tuple[int, str]:
+    """What makes an update the same one: not its task's id, which is never used twice."""
+    return update.upload.device, update.upload.digest
+
+
+def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """The parameters in which two strategies differ, in words; '' if there are none."""
+    keys = [key for key in {**a, **b} if a.get(key) != b.get(key)]
+    return "".join(f"; strategy.{key} is {a.get(key)} in A, {b.get(key)} in B" for key in keys)
+
+
+def _named(version: Made) -> str:
+    """The updates of a version, as far as they fit into a line."""
+    names = [
+        f"device {one.upload.device} (task {one.upload.task}, {one.upload.digest[:8]})"
+        for one in version.updates[:3]
+    ]
+    more = len(version.updates) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "") if names else "no update"
+
+
+# devices
+
+
+@dataclass
+class Mean:
+    """A mean and a maximum that grow."""
+
+    count: int = 0
+    total: float = 0.0
+    most: float = -math.inf
+
+    def add(self, value: float) -> None:
+        """One more."""
+        self.count += 1
+        self.total += value
+        self.most = max(self.most, value)
+
+    @property
+    def value(self) -> float | None:
+        """None: there was nothing."""
+        return self.total / self.count if self.count else None
+
+
+@dataclass
+class Share:
+    """A device's part in a run: how its updates ended; the rest is of those that were used."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    staleness: Mean = field(default_factory=Mean)
+    weight: Mean = field(default_factory=Mean)
+    loss: Mean = field(default_factory=Mean)
+    norm: Mean = field(default_factory=Mean)  # of x_new
+    distance: Mean = field(default_factory=Mean)  # of x_new from x, which it was mixed into
+    cosine: Mean = field(default_factory=Mean)  # between x_new - x and the model's way from there
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """A version's model, and by device the directions of the updates in it."""
+
+    model: Floats
+    directions: list[tuple[int, Floats]]
+
+
+def distance(a: Model, b: Model) -> float:
+    """The Euclidean distance of two models."""
+    return norm(np.subtract(a.floats, b.floats))
+
+
+def stats(chain: Sequence[Segment], ahead: int) -> dict[int, Share]:
+    """What each device brought, by its number.
+
+    ``cosine`` compares an update's direction x_new - x, x being the model it was mixed into, with
+    the way the model went in the ``ahead`` versions after the one with the update in it. Updates
+    that fewer versions followed are left out of it. Of large models 65,536 numbers, evenly spaced,
+    stand for the whole, so that memory holds ``ahead`` versions' directions whatever their size.
+    """
+    shares: dict[int, Share] = {}
+    courses: deque[_Course] = deque()
+    arriving: list[tuple[int, Floats]] = []
+    for move in history(chain):
+        message = move.message
+        if isinstance(message, Taken):
+            share = shares.setdefault(message.upload.device, Share())
+            direction = _count(share, message, move)
+            if direction is not None:
+                arriving.append((message.upload.device, direction))
+        if isinstance(message, Standing) or move.after is None:  # the course breaks off here
+            courses.clear()
+            arriving.clear()
+        elif move.is_made:
+            courses.append(_Course(_sampled(move.after).copy(), arriving))
+            arriving = []
+            if len(courses) > ahead:
+                _compare(courses.popleft(), courses[-1].model, shares)
+    return dict(sorted(shares.items()))
+
+
+def _count(share: Share, message: Taken, move: Move) -> Floats | None:
+    """Adds an update: its direction, where there are weights."""
+    share.outcomes[message.outcome] += 1
+    if not is_used(message):
+        return None
+    share.staleness.add(message.staleness)
+    share.weight.add(message.weight)
+    if message.upload.loss is not None:
+        share.loss.add(message.upload.loss)
+    if move.update is None:
+        return None
+    share.norm.add(norm(move.update.floats))
+    if move.before is None:
+        return None
+    share.distance.add(distance(move.update, move.before))
+    return _sampled(move.update) - _sampled(move.before)
+
+
+def _sampled(model: Model) -> Floats:
+    every = -(-model.layout.floats // _SAMPLE) or 1
+    return model.floats[::every]
+
+
+def _compare(course: _Course, later: Floats, shares: Mapping[int, Share]) -> None:
+    way = later - course.model
+    length = norm(way)
+    for device, direction in course.directions:
+        both = length * norm(direction)
+        if both > 0:  # what does not move has no direction
+            shares[device].cosine.add(float(np.dot(way, direction)) / both)
