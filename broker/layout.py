@@ -122,6 +122,7 @@ class Model:
             block = np.empty(layout.nbytes + 2 * PAGE, dtype=np.uint8)
             start = -block.ctypes.data % PAGE
             buffer = block[start : start + layout.nbytes]
+            block[start + layout.nbytes :] = 0  # it goes to disk, and is nobody else's business
         if buffer.dtype != np.uint8 or buffer.shape != (layout.nbytes,):
             raise LayoutMismatch(
                 f"the layout takes {layout.nbytes} bytes, the buffer has {buffer.nbytes}"

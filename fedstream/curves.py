@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 _TEST, _TRAIN, _FAINT = "#1f5fa8", "#d9772b", "#eec39c"
 _MOST_BARS = 40  # devices shown one by one
-_STYLE: Any = {  # matplotlib names every key in its type
+STYLE: Any = {  # matplotlib names every key in its type
     "font.size": 9.0,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -41,7 +41,7 @@ def draw(path: Path, title: str, history: History, *, created: float, devices: i
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
-    with rc_context(_STYLE):
+    with rc_context(STYLE):
         figure = Figure(figsize=(12.5, 6.6), layout="constrained")
         panels = figure.subplots(2, 3, width_ratios=(1.15, 1.15, 1))
         figure.suptitle(title, x=0.01, ha="left", fontsize=11)

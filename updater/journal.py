@@ -153,6 +153,7 @@ class RoundClosed(Message):
     kind: ClassVar[str] = "round_closed"
     entry: Name
     round: Count  # the version that it was for
+    late: bool = False  # the run was over: it ends nothing
     why: str = ""
     version: Count  # after it
     digest: str | None = None  # of the version, if this made one

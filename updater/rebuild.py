@@ -93,7 +93,7 @@ class Rebuild:
         """The first half of :meth:`follow`, behind which ``update`` is the caller's again."""
         message, before = record.message, self.progress
         used: tuple[Model, ...] = (before.state.model,)
-        if isinstance(message, RoundClosed):
+        if isinstance(message, RoundClosed) and not message.late:
             step = close_round(self.strategy, before, message.round)
         elif is_used(message):
             spare = self.spare()

@@ -716,7 +716,7 @@ class Updater:
             step = close_round(self._strategy, before, message.version)
         version, finish = self._version(step), self._end_of_run(step)
         record = RoundClosed(
-            entry=entry.id, round=message.version, why=message.why,
+            entry=entry.id, round=message.version, why=message.why, late=self._finished,
             version=step.after.state.version, digest=version.digest if version else None,
             time=version.time if version else time.time(), received=entry.time,
             finished=finish, counts=self._counts,

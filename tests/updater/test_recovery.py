@@ -15,6 +15,7 @@ from broker.client import Client, RedisSettings
 from broker.errors import ConfigError, Fenced, NoRun
 from broker.keys import Keys
 from broker.ledger import _SCRIPTS
+from broker.messages import CloseRound
 from tests.support import Hand, Proxy, context, counted, model_of, running, wait_until
 from updater.journal import JournalError, JournalSettings, RoundClosed, Taken, segments
 from updater.rebuild import recovered
@@ -295,6 +296,25 @@ async def test_a_task_too_old_to_be_remembered_is_refused(
         base = await hand.ledger.digest(2)
         await hand.admitted(9.0, tau=2, base=base)
         await wait_until(lambda: reasons(hand, "refused", {"too old": 1}))
+
+
+async def test_the_end_of_a_round_after_the_end_of_the_run_ends_nothing(
+    make: Any, hand: Hand
+) -> None:
+    rounds = FedAvgSettings(clients_per_round=3)
+    updater = make(rounds)
+    async with running(updater, context()):
+        await hand.join()
+        await hand.admitted(3.0)
+        await wait_until(lambda: held(hand, 1))
+        await hand.ledger.finish("enough")
+        await wait_until(lambda: updater._finished)
+        await hand.ledger.ask(CloseRound(version=0, tasks=(), why="round over"))
+        assert await hand.dispatch() == ["closed"]
+        await wait_until(hand.queue_is_empty)
+    async with running(make(rounds), context()):
+        await wait_until(lambda: held(hand, 1))
+        assert await hand.version() == 0
 
 
 # without weights

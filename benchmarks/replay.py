@@ -1,0 +1,176 @@
+"""Replay: versions a second, beside reading the file alone and mixing alone; and its memory.
+
+    python -m benchmarks.replay [--runs 5] [--sizes 61706,11000000]
+
+The journal is made in a temporary folder, at most 4 GB of it, and deleted. Replay checks every
+version's digest. A run measures the three one after the other, each with the file in the page
+cache; the ratio of a run is what counts: replay over the slower of the other two, 0.6 at least.
+The memory is that of a process that replays and does nothing else.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+from benchmarks import machine
+from broker.layout import Layout, Model, Tensor
+from broker.messages import Upload
+from updater.journal import SegmentHead, Taken, Writer, segments
+from updater.mixing import mix
+from updater.progress import Progress, take
+from updater.rebuild import standing_of
+from updater.replay import Replayer
+from updater.strategies import FedAsyncSettings, State
+
+RESULTS = Path(__file__).parent / "results"
+DISK = 4 << 30  # bytes, at most
+RATIO = 0.6
+MODELS = 3  # in memory, at most
+IN_MEMORY = 8  # updates that the bare loop mixes in turn
+
+
+def write(folder: Path, parameters: int) -> int:
+    """A FedAsync run's journal of up to 5000 updates: how many."""
+    layout = Layout((Tensor("x", (parameters,), "float32", "parameter"),))
+    count = min(5000, int(0.9 * DISK) // layout.nbytes)
+    settings = FedAsyncSettings()
+    rule, rng = settings.build(), np.random.default_rng(0)
+    model = Model(layout)
+    model.floats[:] = 0.0
+    progress = Progress(State(0, model))
+    head = SegmentHead(
+        epoch=1, number=0, lineage="benchmark", run="benchmark", task="none", devices=10,
+        versions=count, seed=0, created=0.0, strategy=settings.model_dump(mode="json"),
+        layout=layout.encode(), release="benchmark", time=0.0,
+    )  # fmt: skip
+    standing, models = standing_of(progress, "begun", digest=model.digest(), time=0.0)
+    writer = Writer(folder, head, standing, *models)
+    update, spare = Model(layout), Model(layout)
+    for n in range(count):
+        update.floats[:] = rng.standard_normal(parameters, np.float32)
+        upload = Upload(
+            task=f"task-{n}", attempt="a", device=n % 10, trainer="t", tau=max(0, n - 1),
+            base="b", layout=layout.signature, digest="d", size=layout.nbytes, samples=10,
+            steps=5, lr=0.1, loss=0.5,
+        )  # fmt: skip
+        before = progress.state.model
+        step = take(rule, progress, upload, update, spare)
+        assert step.decision
+        progress, spare = step.after, before
+        record = Taken(
+            entry=f"{n}-0", upload=upload, outcome="applied", staleness=step.decision.staleness,
+            weight=step.decision.weight, version=n + 1, digest=progress.state.model.digest(),
+            time=float(n), received=float(n),
+        )  # fmt: skip
+        writer.append(record, update)
+    writer.sync()
+    writer.close()
+    return count
+
+
+def read_alone(folder: Path, layout: Layout) -> float:
+    """Seconds to read the journal into the memory of one model."""
+    into = Model(layout).buffer.data
+    [path] = folder.iterdir()
+    started = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(into):
+            pass
+    return time.perf_counter() - started
+
+
+def mix_alone(layout: Layout, count: int) -> float:
+    """Seconds to mix so many updates that are in memory."""
+    rng = np.random.default_rng(0)
+    x, spare, *updates = [Model(layout) for _ in range(2 + IN_MEMORY)]
+    for model in (x, spare, *updates):
+        model.floats[:] = rng.standard_normal(layout.floats, np.float32)
+    started = time.perf_counter()
+    for n in range(count):
+        mix(x, updates[n % IN_MEMORY], 0.4, into=spare)
+        x, spare = spare, x
+    return time.perf_counter() - started
+
+
+def replay(folder: Path) -> tuple[float, int]:
+    """Seconds to replay the journal, and the versions."""
+    started = time.perf_counter()
+    with Replayer(folder) as replayer:
+        made = sum(moment.identical is True for moment in replayer)
+    return time.perf_counter() - started, made
+
+
+def peak(folder: Path) -> int:
+    """Bytes that replay takes at most beyond what its process takes at the start."""
+    code = (
+        "import sys; from pathlib import Path; from benchmarks.replay import replay, high_water;"
+        "begin = high_water(); replay(Path(sys.argv[1])); print(high_water() - begin)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+def high_water() -> int:
+    """The most memory that this process ever had (VmHWM), in bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+def measured(parameters: int, runs: int) -> dict[str, float]:
+    """Medians over the runs; rates are updates a second."""
+    with tempfile.TemporaryDirectory(prefix="fedstream-replay-") as name:
+        folder = Path(name)
+        count = write(folder, parameters)
+        [segment] = segments(folder)
+        layout = segment.layout
+        segment.close()
+        rows = []
+        read_alone(folder, layout)  # it was written past the page cache
+        for _ in range(runs):
+            reading, mixing = read_alone(folder, layout), mix_alone(layout, count)
+            seconds, made = replay(folder)
+            assert made == count
+            rows.append((reading, mixing, seconds, max(reading, mixing) / seconds))
+        memory = peak(folder)
+    reading, mixing, seconds, ratio = (statistics.median(part) for part in zip(*rows, strict=True))
+    return {
+        "parameters": parameters, "updates": count, "bytes": count * layout.nbytes,
+        "read_per_s": round(count / reading, 1), "mix_per_s": round(count / mixing, 1),
+        "replay_per_s": round(count / seconds, 1), "ratio": round(ratio, 3),
+        "ratios": [round(row[3], 3) for row in rows],
+        "peak_bytes": memory, "peak_models": round(memory / layout.nbytes, 2),
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Prints a table and writes it as JSON."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--sizes", default="61706,11000000")
+    wanted = parser.parse_args()
+    results = [measured(int(size), wanted.runs) for size in wanted.sizes.split(",")]
+    print("parameters  updates   read/s    mix/s  replay/s  ratio  peak, models")
+    for row in results:
+        print(
+            f"{row['parameters']:>10} {row['updates']:>8} {row['read_per_s']:>8.0f} "
+            f"{row['mix_per_s']:>8.0f} {row['replay_per_s']:>9.0f} {row['ratio']:>6.2f} "
+            f"{row['peak_models']:>13.2f}"
+        )
+    report = {"machine": machine.described(), "load": os.getloadavg()[0], "results": results}
+    (RESULTS / "replay.json").write_text(json.dumps(report, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,409 @@
+"""`fedstream replay`: a run's versions made again from its journal, as they were or otherwise.
+
+Another rule is replayed beside the recorded one, on the same updates.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from math import hypot
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from pydantic import BaseModel
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from broker.errors import ConfigError
+from broker.layout import Model
+from fedstream import report
+from fedstream.config import Settings, read
+from fedstream.run import CONFIG, JOURNAL, usable
+from runtime.config import load
+from updater.journal import JournalError, SegmentHead, segments
+from updater.mixing import BLOCK, norm
+from updater.replay import Moment, Replayer
+from updater.strategies import FedAsyncSettings, FedAvgSettings, StrategySettings
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Metrics = dict[str, float]
+Rule = FedAsyncSettings | FedAvgSettings
+
+TABLE = "replay.csv"
+PICTURE = "replay.png"
+_POINTS = 10  # measured, where nothing else is wanted
+
+
+def journal_of(folder: Path) -> Path:
+    """The journal of a run's folder; a journal's folder itself."""
+    inside = folder / JOURNAL
+    return inside if inside.is_dir() else folder
+
+
+def settings_of(folder: Path, config: Path | None, sets: Sequence[str]) -> Settings:
+    """What the run was configured with, as far as the task needs it.
+
+    ``config``, else the run's own, else the defaults with the task that its journal names.
+    """
+    journal = journal_of(folder)
+    left = (folder if folder != journal else folder.parent) / CONFIG
+    if config is None and left.is_file():
+        config = left
+    named = [] if config is not None else [f"task.name={_head(journal).task}"]
+    return read(config, [*named, *sets])
+
+
+def _head(journal: Path) -> SegmentHead:
+    chain = segments(journal)
+    for segment in chain:
+        segment.close()
+    if not chain:
+        raise JournalError(f"{journal}: there is no journal")
+    return chain[-1].head
+
+
+# another rule
+
+
+class _Strategy(BaseModel):
+    strategy: StrategySettings
+
+
+def rule_by(sets: Sequence[str]) -> Callable[[Mapping[str, Any]], Rule] | None:
+    """What ``--set`` makes of a recorded strategy; None if it says nothing. Raises ConfigError."""
+    for item in sets:
+        if not item.strip().startswith("strategy."):
+            raise ConfigError(
+                f"--set {item}: a replay can change the strategy alone, as in "
+                "--set strategy.alpha=0.3; everything else is what was recorded"
+            )
+    if not sets:
+        return None
+
+    def rule(recorded: Mapping[str, Any]) -> Rule:
+        # As a layer of its own: where the name or a kind changes, the recorded keys below it go.
+        return load(
+            _Strategy, path=None, environ=dict(_layer("FEDSTREAM_STRATEGY", recorded)), sets=sets
+        ).strategy
+
+    return rule
+
+
+def _layer(name: str, table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    for key, value in table.items():
+        inner = f"{name}__{key.upper()}"
+        if isinstance(value, Mapping):
+            yield from _layer(inner, value)
+        elif value is not None:
+            yield inner, value if isinstance(value, str) else json.dumps(value)
+
+
+def devices_of(without: Sequence[str]) -> frozenset[int]:
+    """The devices that ``--without`` names. Raises ConfigError."""
+    devices = set()
+    for item in without:
+        what, _, number = item.partition("=")
+        if what.strip() != "device" or not number.strip().isdecimal():
+            raise ConfigError(f"--without {item}: expected a device, as in --without device=7")
+        devices.add(int(number))
+    return frozenset(devices)
+
+
+# measuring
+
+
+@dataclass(frozen=True)
+class Point:
+    """A version that was looked at."""
+
+    version: int  # as recorded
+    original: Metrics
+    changed: Metrics | None = None  # None: no other rule
+    changed_version: int | None = None  # which counts its own
+    distance: float | None = None  # between the two models, Euclidean
+
+
+@dataclass
+class Outcome:
+    """What a replay came to."""
+
+    changed: bool
+    begin: int = 0  # version
+    version: int = 0  # the last
+    records: int = 0
+    made: int = 0  # versions, as recorded
+    identical: int = 0
+    checkpoints: int = 0
+    adopted: list[int] = field(default_factory=list)
+    torn: str | None = None
+    seconds: float = 0.0
+    points: list[Point] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def in_words(self) -> str:
+        """How much of it was the same."""
+        return f"{self.identical} of {self.made} versions identical"
+
+
+def distance(one: Model, other: Model) -> float:
+    """Euclidean, over parameters and floating-point buffers."""
+    parts = (slice(at, at + BLOCK) for at in range(0, one.layout.floats, BLOCK))
+    return hypot(*(norm(one.floats[part] - other.floats[part]) for part in parts))
+
+
+def measuring(settings: Settings) -> Callable[[Model], Metrics]:
+    """The task's metrics on its test data; nothing where it has none."""
+    from fedstream.services import task_of
+    from trainer import vector
+
+    task = task_of(settings)
+    data, module = task.test_data(), task.model()
+
+    def measure(model: Model) -> Metrics:
+        if data is None:
+            return {}
+        vector.load(model, module)
+        return {name: float(value) for name, value in task.metrics(module, data).items()}
+
+    return measure
+
+
+def replay(
+    folder: Path,
+    *,
+    begin: int | None,
+    until: int | None,
+    every: int | None,
+    sets: Sequence[str],
+    without: Sequence[str],
+    config: Path | None,
+    task: Sequence[str],
+    out: Path | None,
+    as_json: bool,
+) -> int:
+    """The command: its exit code. ``sets`` and ``without`` make another rule; ``task`` are the
+    configuration keys of the task. Raises FedstreamError."""
+    rule, devices = rule_by(sets), devices_of(without)
+    other = rule is not None or bool(devices)
+    files_in = folder_for(folder, out) if other else None
+    with Replayer(
+        journal_of(folder), strategy=rule, without=devices, from_version=begin, until=until,
+        beside=other,
+    ) as replayer:  # fmt: skip
+        end = replayer.newest if until is None else until
+        if every is None:
+            every = max(1, (end - replayer.begin) // _POINTS) if other else 0
+        measure = measuring(settings_of(folder, config, task)) if every else None
+        with progress(replayer.begin, end, quiet=as_json) as step:
+            found = follow(replayer, every, measure, step)
+        files: list[Path] = []
+        if files_in is not None and found.points:
+            changes = [*sets, *(f"without {item}" for item in without)]
+            title = f"{replayer.head.run}, replayed with {', '.join(changes)}"
+            files = write(files_in, title, found.points)
+    if as_json:
+        sys.stdout.write(report.as_json(as_numbers(found, files)) + "\n")
+    else:
+        show(found, files)
+        if found.error is not None:
+            sys.stderr.write(f"fedstream: {found.error}\n")
+    return 0 if found.error is None else 1
+
+
+def follow(
+    replayer: Replayer,
+    every: int,
+    measure: Callable[[Model], Metrics] | None,
+    step: Callable[[int], None],
+) -> Outcome:
+    """Replays to the end. ``step`` hears every version; every ``every``-th is looked at, and the
+    last. A journal that is not what it says ends it, as ``error``."""
+    out = Outcome(replayer.changed, begin=replayer.begin, version=replayer.begin)
+    started = time.monotonic()
+    last: Moment | None = None
+    try:
+        for moment in replayer:
+            last = moment
+            out.records += 1
+            if moment.message.digest is None:
+                continue
+            out.version = moment.message.version
+            out.made += 1
+            out.identical += moment.identical is True
+            step(out.version)
+            if every and (out.version - out.begin) % every == 0:
+                out.points.append(_point(moment, measure))
+    except JournalError as error:
+        out.error = str(error)
+        last = None
+    if every and last is not None and (not out.points or out.points[-1].version != out.version):
+        out.points.append(_point(last, measure))
+    out.checkpoints, out.adopted = replayer.checkpoints, replayer.adopted
+    out.torn = str(replayer.torn) if replayer.torn else None
+    out.seconds = time.monotonic() - started
+    return out
+
+
+def _point(moment: Moment, measure: Callable[[Model], Metrics] | None) -> Point:
+    original = moment.original.state.model if moment.original else moment.model
+    metrics = measure(original) if measure else {}
+    if moment.model is original:
+        return Point(moment.message.version, metrics)
+    return Point(
+        moment.message.version, metrics, measure(moment.model) if measure else {},
+        moment.version, distance(original, moment.model),
+    )  # fmt: skip
+
+
+# showing
+
+
+@contextmanager
+def progress(begin: int, end: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
+    """A bar with the time left, on a terminal."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda _version: None
+        return
+    columns = (
+        TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(compact=True),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("replay", total=end - begin)
+        yield lambda version: bar.update(task, completed=version - begin)
+
+
+def rows(points: Sequence[Point], *, changed: bool) -> Iterator[list[object]]:
+    """The table, the first row with the columns' names."""
+    names = sorted({name for point in points for name in point.original})
+    if not changed:
+        yield ["version", *names]
+    else:
+        both = [f"{name} {which}" for name in names for which in ("original", "changed")]
+        yield ["version", *both, "distance", "version changed"]
+    for point in points:
+        if point.changed is None:
+            yield [point.version, *(point.original.get(name) for name in names)]
+            continue
+        values = [one.get(name) for name in names for one in (point.original, point.changed)]
+        yield [point.version, *values, point.distance, point.changed_version]
+
+
+def show(out: Outcome, files: Sequence[Path]) -> None:
+    """Prints what came of it."""
+    console = Console()
+    if out.points:
+        header, *body = rows(out.points, changed=out.changed)
+        table = Table(box=None, pad_edge=False, header_style="dim")
+        for name in header:
+            table.add_column(str(name), justify="right")
+        for row in body:
+            table.add_row(*(f"{v:.4f}" if isinstance(v, float) else str(v) for v in row))
+        console.print(table)
+    lines = []
+    if out.error is None:
+        lines.append(_result(out))
+    pace = f", {out.made / out.seconds:.0f} versions/s" if out.seconds and out.made else ""
+    lines.append(
+        f"{out.made} versions from {out.begin} to {out.version}, {out.records} records, "
+        f"{out.checkpoints} checkpoint{'' if out.checkpoints == 1 else 's'} passed, "
+        f"{out.seconds:.1f} s{pace}"
+    )
+    if out.adopted:
+        lines.append(f"the journal begins anew with version {', '.join(map(str, out.adopted))}")
+    if out.torn:
+        lines.append(f"the journal ends with a record that a crash tore: {out.torn}")
+    lines += [str(file) for file in files]
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+def _result(out: Outcome) -> str:
+    last = out.points[-1] if out.points else None
+    if last is None or last.changed is None:
+        return out.in_words
+    said = f"the original: {out.in_words}"
+    if "accuracy" in last.changed:
+        was, now = last.original["accuracy"], last.changed["accuracy"]
+        return f"accuracy {now:.4f}, originally {was:.4f} ({now - was:+.4f}); {said}"
+    return said
+
+
+def as_numbers(out: Outcome, files: Sequence[Path]) -> dict[str, Any]:
+    """The outcome for programs."""
+    points = [dict(point.__dict__) for point in out.points]
+    return dict(out.__dict__) | {"points": points, "files": [str(file) for file in files]}
+
+
+# files
+
+
+def folder_for(folder: Path, out: Path | None) -> Path:
+    """Where the files go: the first ``replay-<n>`` of the run's folder that is not there yet.
+
+    Raises ConfigError for a folder inside the journal's.
+    """
+    journal = journal_of(folder)
+    if out is None:
+        run = journal.absolute().parent
+        taken = {path.name for path in run.glob("replay-*")}
+        names = (f"replay-{n}" for n in range(1, len(taken) + 2))
+        out = next(run / name for name in names if name not in taken)
+    if out.resolve().is_relative_to(journal.resolve()):
+        raise ConfigError(f"--out {out}: is in the journal, where nothing else may be")
+    return out
+
+
+def write(out: Path, title: str, points: Sequence[Point]) -> list[Path]:
+    """Table and picture of a comparison. Raises ConfigError."""
+    with usable(out):
+        out.mkdir(parents=True, exist_ok=True)
+        with (out / TABLE).open("w", newline="", encoding="utf-8") as file:
+            csv.writer(file).writerows(rows(points, changed=True))
+        draw(out / PICTURE, title, points)
+    return [out / TABLE, out / PICTURE]
+
+
+def draw(path: Path, title: str, points: Sequence[Point]) -> None:
+    """The picture of a comparison, as PNG."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    from fedstream.curves import STYLE
+
+    with rc_context(STYLE):
+        figure = Figure(figsize=(10.5, 3.9), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+        _accuracies(left, points)
+        at = [point.version for point in points]
+        right.plot(at, [point.distance for point in points], color="#555555", marker="o", ms=3)
+        right.set(title="Distance between the models", xlabel="version as recorded")
+        right.set_ylim(bottom=0)
+        figure.savefig(path, dpi=110)
+
+
+def _accuracies(axes: Axes, points: Sequence[Point]) -> None:
+    axes.set(title="Test accuracy", xlabel="version as recorded")
+    measured = [(p.version, p.original, p.changed) for p in points if p.changed is not None]
+    known = [row for row in measured if "accuracy" in row[1]]
+    if not known:
+        axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", color="#888888")
+        axes.set(xticks=[], yticks=[])
+        return
+    at = [version for version, _, _ in known]
+    for name, values, color in (
+        ("original", [was["accuracy"] for _, was, _ in known], "#1f5fa8"),
+        ("changed", [now["accuracy"] for _, _, now in known], "#d9772b"),
+    ):
+        axes.plot(at, values, color=color, marker="o", ms=3, label=f"{name}: {values[-1]:.4f}")
+    axes.legend(loc="lower right")

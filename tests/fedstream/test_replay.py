@@ -1,0 +1,303 @@
+"""`fedstream replay`: what it says, what it leaves behind, and feeding live services again."""
+
+from __future__ import annotations
+
+import asyncio
+import csv
+import json
+import math
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from broker.client import Client, RedisSettings
+from broker.errors import ConfigError, FedstreamError
+from broker.keys import Keys
+from broker.ledger import Run
+from broker.messages import Trigger, task_id
+from coordinator.service import Coordinator, CoordinatorSettings
+from fedstream import cli, replay
+from fedstream.feed import Feeder
+from runtime.tasks import LeaseSettings
+from tests.journals import LAYOUT, Scribe
+from tests.support import Hand, Proxy, context, layout_of, model_of, running, wait_until
+from trainer.task import TaskSettings, load_task
+from trainer.vector import initial
+from updater.journal import JournalSettings, Segment
+from updater.service import Updater, UpdaterSettings
+from updater.strategies import FedAsyncSettings, FedAvgSettings
+
+
+def fedstream(*arguments: object, monkeypatch: pytest.MonkeyPatch) -> int:
+    """The exit code of `fedstream replay`, run in this process."""
+
+    def leave(code: int) -> None:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(cli, "_leave", leave)
+    monkeypatch.setattr(sys, "argv", ["fedstream", "replay", *map(str, arguments)])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+@pytest.fixture
+def out(tmp_path: Path) -> Path:
+    """The folder of a run of digits, 20 versions, as far as a replay needs it."""
+    layout = initial(load_task("digits", TaskSettings()), 0).layout
+    scribe = Scribe(tmp_path / "run" / "journal", layout=layout)
+    for n in range(20):
+        scribe.update(late=n % 3)
+        if n == 10:
+            scribe.segment(epoch=2)
+    scribe.close()
+    return tmp_path / "run"
+
+
+def test_every_version_is_compared(
+    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in (out, out / "journal"):
+        assert fedstream(folder, monkeypatch=monkeypatch) == 0
+        said = capsys.readouterr().out.splitlines()
+        assert said[0] == "20 of 20 versions identical"
+        assert said[1].startswith("20 versions from 0 to 20, 20 records, 1 checkpoint passed")
+    assert fedstream(out, "--from", 5, "--until", 9, "--json", monkeypatch=monkeypatch) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert (numbers["begin"], numbers["version"], numbers["made"], numbers["identical"]) == (
+        5, 9, 4, 4
+    )  # fmt: skip
+
+
+def test_it_can_be_measured(
+    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fedstream(out, "--evaluate-every", 8, "--json", monkeypatch=monkeypatch) == 0
+    points = json.loads(capsys.readouterr().out)["points"]
+    assert [point["version"] for point in points] == [8, 16, 20]
+    assert all(0 <= point["original"]["accuracy"] <= 1 for point in points)
+
+
+def test_the_first_divergence_ends_it(
+    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = max((out / "journal").iterdir())
+    with Segment(path) as segment:
+        *_, last = segment.records()
+    with path.open("r+b") as file:
+        file.seek(last.payload)
+        file.write(b"\x43\x43\x43\x43")
+    assert fedstream(out, monkeypatch=monkeypatch) == 1
+    said = capsys.readouterr()
+    assert said.out.startswith("19 versions from 0 to 19")
+    assert "version 20: version and digest are" in said.err
+    assert fedstream(out, "--json", monkeypatch=monkeypatch) == 1
+    assert "version 20" in json.loads(capsys.readouterr().out)["error"]
+
+
+def test_another_rule_is_compared_with_the_recorded_one(
+    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change = ("--set", "strategy.alpha=0.1", "--without", "device=3")
+    assert fedstream(out, *change, monkeypatch=monkeypatch) == 0
+    said = capsys.readouterr().out
+    assert "accuracy 0." in said
+    assert "the original: 20 of 20 versions identical" in said
+    with (out / "replay-1" / "replay.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["version"]) for row in rows] == list(range(2, 21, 2))
+    assert rows[-1]["version changed"] == "18"  # device 3 had two updates
+    assert all(float(row["distance"]) > 0 for row in rows)
+    assert (out / "replay-1" / "replay.png").read_bytes().startswith(b"\x89PNG")
+    assert fedstream(out, *change, monkeypatch=monkeypatch) == 0
+    assert (out / "replay-2" / "replay.csv").is_file()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--set", "run.seed=3"], 2, "a replay can change the strategy alone"),
+        (["--set", "strategy.alpha=7"], 2, "strategy.alpha = 7 (from --set): must be less"),
+        (["--set", "strategy.alfa=1"], 2, "did you mean strategy.alpha?"),
+        (["--without", "7"], 2, "--without 7: expected a device"),
+        (["--without", "device=70"], 1, "device 70 never took part (the run has 10 devices)"),
+        (["--until", "21"], 1, "version 21 is not there; the newest is 20"),
+        (["--without", "device=1", "--out", "{out}/journal/x"], 2, "is in the journal"),
+        (["--evaluate-every", "5", "--task", "nope"], 2, "is none of digits, mnist"),
+        (["--redis", "redis://127.0.0.1:1/0", "--until", "3"], 2, "without --from, --until"),
+    ],
+)
+def test_what_is_wrong_is_said_in_a_line(
+    out: Path, arguments: list[str], code: int, said: str,
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    given = [argument.format(out=out) for argument in arguments]
+    assert fedstream(out, *given, monkeypatch=monkeypatch) == code
+    error = capsys.readouterr().err
+    assert said in error
+    assert error.startswith("fedstream: ")
+
+
+def test_no_journal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert fedstream(tmp_path, monkeypatch=monkeypatch) == 1
+    assert f"{tmp_path}: there is no journal" in capsys.readouterr().err
+
+
+# what a change means
+
+
+def test_a_set_changes_one_parameter_of_the_recorded_ones() -> None:
+    recorded = FedAsyncSettings(alpha=0.5, max_staleness=4).model_dump(mode="json")
+    rule = replay.rule_by(["strategy.alpha=0.1"])
+    assert rule
+    assert rule(recorded) == FedAsyncSettings(alpha=0.1, max_staleness=4)
+    other_kind = replay.rule_by(["strategy.staleness.kind=hinge"])
+    assert other_kind
+    assert other_kind(recorded).model_dump()["staleness"] == {"kind": "hinge", "a": 10.0, "b": 4}
+    other = replay.rule_by(["strategy.name=fedavg"])
+    assert other
+    assert other(recorded) == FedAvgSettings()
+    assert replay.rule_by([]) is None
+
+
+def test_devices() -> None:
+    assert replay.devices_of(["device=7", "device=1"]) == {1, 7}
+    for wrong in ("7", "device=", "device=-1", "trainer=7"):
+        with pytest.raises(ConfigError, match="expected a device"):
+            replay.devices_of([wrong])
+
+
+def test_distance() -> None:
+    layout = layout_of(100_000, 3, 2)
+    one, other = model_of(layout, 1.0, integers=(0, 0)), model_of(layout, 3.0, integers=(5, 5))
+    assert replay.distance(one, other) == pytest.approx(2 * math.sqrt(100_003))
+
+
+# feeding live services
+
+
+@pytest.fixture
+def redis(any_redis: RedisSettings) -> RedisSettings:
+    """One Redis."""
+    return any_redis
+
+
+@pytest.fixture
+def live(redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path) -> Any:
+    """Coordinator and updater of a run that begins with a journal's version 0."""
+
+    def live(scribe: Scribe, begin: np.ndarray[Any, Any], **run: Any) -> tuple[Any, Any]:
+        hand.layout = scribe.layout
+        model = model_of(scribe.layout, *begin.tolist())
+        about: Run = hand.run(
+            strategy=scribe.strategy.name,
+            max_staleness=scribe.strategy.build().max_staleness, **run,
+        )  # fmt: skip
+        coordinator = Coordinator(
+            CoordinatorSettings(), LeaseSettings(), keys=keys, redis=redis, name="coordinator-0"
+        )
+        updater = Updater(
+            UpdaterSettings(), scribe.strategy,
+            JournalSettings(dir=str(tmp_path / "live"), sync="always"),
+            keys=keys, redis=redis, name="updater-0", found=lambda: (about, model),
+        )  # fmt: skip
+        return coordinator, updater
+
+    return live
+
+
+def recorded_run(folder: Path, rule: Any) -> tuple[Scribe, np.ndarray[Any, Any]]:
+    """A run with updates of every staleness, in two segments; and its version 0."""
+    scribe = Scribe(folder, rule, layout=LAYOUT)
+    begin = scribe.progress.state.model.floats.copy()
+    for n in range(24):
+        scribe.update(late=n % 4 if isinstance(rule, FedAsyncSettings) else 0)
+        if n == 10:
+            scribe.refuse()
+            scribe.segment(epoch=2)
+        if n == 13:
+            scribe.close_round()
+    scribe.close()
+    return scribe, begin
+
+
+@pytest.mark.parametrize("rule", [FedAsyncSettings(), FedAvgSettings(clients_per_round=4)])
+async def test_a_live_updater_makes_the_same_versions_of_the_same_updates(
+    rule: Any, live: Any, redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path
+) -> None:
+    scribe, begin = recorded_run(tmp_path / "journal", rule)
+    coordinator, updater = live(scribe, begin)
+    feeder = Feeder(redis, keys, tmp_path / "journal", speed=1000)
+    async with running(coordinator, context()), running(updater, context()):
+        await feeder.run(context())
+        await wait_until(hand.queue_is_empty)
+        head = await hand.ledger.head()
+        await hand.balanced()
+    assert head
+    assert (head.version, head.digest) == (scribe.version, scribe.digests[scribe.version])
+    live_ends = {name: count for name, count in feeder.live.items() if count}
+    assert live_ends == dict(feeder.recorded)
+    assert sum(live_ends.values()) == 24
+
+
+async def test_it_feeds_through_trouble_and_ends_with_the_run(
+    live: Any, redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path
+) -> None:
+    scribe, begin = recorded_run(tmp_path / "journal", FedAsyncSettings())
+    coordinator, updater = live(scribe, begin, versions=20)
+    async with (
+        Proxy(redis) as proxy,
+        running(coordinator, context()),
+        running(updater, context()),
+    ):
+        feeder = Feeder(proxy.settings, keys, tmp_path / "journal", speed=20)
+        feeding = asyncio.create_task(feeder.run(context()))
+        for version in (3, 6, 9, 12):
+            await wait_until(partial(_reached, hand, version))
+            proxy.cut()
+        await feeding
+        head = await hand.ledger.head()
+    assert head
+    assert (head.version, head.digest) == (20, scribe.digests[20])
+
+
+async def _reached(hand: Hand, version: int) -> bool:
+    return await hand.version() >= version
+
+
+async def test_it_stops_when_it_is_told_to(
+    live: Any, redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path
+) -> None:
+    scribe, begin = recorded_run(tmp_path / "journal", FedAsyncSettings())
+    coordinator, updater = live(scribe, begin)
+    told = context()
+    async with running(coordinator, context()), running(updater, context()):
+        feeder = Feeder(redis, keys, tmp_path / "journal", speed=1.5)  # an update a second
+        feeding = asyncio.create_task(feeder.run(told))
+        await wait_until(partial(_reached, hand, 1))
+        told.stop.set()
+        async with asyncio.timeout(3):
+            await feeding
+        assert feeder.live["applied"] == sum(feeder.recorded.values()) < 5
+        assert await hand.scheduler.acquire()
+
+
+async def test_a_task_of_somebody_else_ends_it(
+    live: Any, redis: RedisSettings, keys: Keys, hand: Hand, client: Client, tmp_path: Path
+) -> None:
+    scribe, begin = recorded_run(tmp_path / "journal", FedAsyncSettings())
+    coordinator, updater = live(scribe, begin)
+    async with running(coordinator, context()), running(updater, context()):
+        await hand.join()
+        trigger = Trigger(task=task_id(1), device=1, seed=1, steps=1, origin="t")
+        await hand.ledger.ask(trigger)
+        await hand.scheduler.release()
+        with pytest.raises(BaseExceptionGroup) as failed:
+            await Feeder(redis, keys, tmp_path / "journal", speed=1000).run(context())
+    assert failed.group_contains(FedstreamError, match="that the replay did not open")

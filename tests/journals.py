@@ -1,0 +1,216 @@
+"""Journals made without any service: the updater's part, played by hand.
+
+python -m tests.journals      # writes those of this release to tests/data/journals
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from broker.layout import Layout, Model
+from broker.messages import Upload
+from tests.support import layout_of
+from updater.journal import RoundClosed, SegmentHead, Standing, Taken, Writer
+from updater.progress import Progress, Step, close_round, take
+from updater.rebuild import standing_of
+from updater.rules import StepAlpha
+from updater.strategies import FedAsyncSettings, FedAvgSettings, State
+
+LAYOUT = layout_of(4)
+GOLDEN = Path(__file__).parent / "data" / "journals"
+
+
+class Scribe:
+    """A run whose every step is made by hand and written down.
+
+    Updates are drawn from ``seed``; ``head`` holds fields of the segments' heads. Close it.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        strategy: FedAsyncSettings | FedAvgSettings | None = None,
+        *,
+        layout: Layout = LAYOUT,
+        weights: bool = True,
+        seed: int = 0,
+        **head: Any,
+    ) -> None:
+        self.folder = folder
+        self.strategy = strategy or FedAsyncSettings()
+        self.layout = layout
+        self.weights = weights
+        self.rng = np.random.default_rng(seed)
+        self.records = 0
+        model = self.drawn()
+        self.digests = {0: model.digest()}  # version -> digest
+        self.progress = Progress(State(0, model))
+        about: dict[str, Any] = {
+            "epoch": 1, "number": 0, "lineage": "line-1", "run": "demo", "task": "digits",
+            "devices": 10, "versions": 1000, "seed": seed, "created": 1.0,
+            "strategy": self.strategy.model_dump(mode="json"), "layout": layout.encode(),
+            "release": "tests", "time": 1.0,
+        }  # fmt: skip
+        self.head = SegmentHead(**about | head)
+        self._begin("begun")
+
+    def close(self) -> None:
+        """Everything is on disk."""
+        self.writer.sync()
+        self.writer.close()
+
+    @property
+    def version(self) -> int:
+        """The newest."""
+        return self.progress.state.version
+
+    def drawn(self) -> Model:
+        """The next random model."""
+        model = Model(self.layout)
+        model.floats[:] = self.rng.standard_normal(self.layout.floats)
+        model.integers[:] = self.rng.integers(0, 100, self.layout.integers)
+        return model
+
+    def update(self, device: int | None = None, *, late: int = 0, **changes: Any) -> Taken:
+        """An update arrives, ``late`` versions after the one that it was trained from."""
+        model = self.drawn()
+        upload = self._upload(device, model, late, **changes)
+        rule = self.strategy.build()
+        before = self.progress
+        step = take(rule, before, upload, model, Model(self.layout))
+        assert step.decision
+        if step.decision.outcome == "dropped":
+            return self._taken(upload, model, outcome="refused", reason="too stale")
+        made = self._made(step)
+        return self._taken(
+            upload, model, outcome=step.decision.outcome, weight=step.decision.weight, **made
+        )
+
+    def refuse(self, device: int | None = None, reason: str = "not finite") -> Taken:
+        """An update arrives and is of no use."""
+        model = self.drawn()
+        upload = self._upload(device, model, 0)
+        return self._taken(upload, model, outcome="refused", reason=reason)
+
+    def close_round(self) -> RoundClosed:
+        """The round ends, whatever has arrived."""
+        round_ = self.version
+        made = self._made(close_round(self.strategy.build(), self.progress, round_))
+        record = RoundClosed(
+            entry=self._entry(), round=round_, time=self._time, received=self._time,
+            **{"version": self.version, **made},
+        )  # fmt: skip
+        self.writer.append(record)
+        return record
+
+    def segment(
+        self, strategy: FedAsyncSettings | FedAvgSettings | None = None, *, epoch: int | None = None
+    ) -> None:
+        """The next segment begins where this one ends; ``epoch``: its writer is another."""
+        cut = self.writer.size
+        before = self.writer.path.name
+        self.close()
+        self.strategy = strategy or self.strategy
+        self.head = self.head.model_copy(
+            update={
+                "epoch": epoch or self.head.epoch,
+                "number": 0 if epoch else self.head.number + 1,
+                "predecessor": before,
+                "cut": cut,
+                "strategy": self.strategy.model_dump(mode="json"),
+            }
+        )
+        self._begin("continued")
+
+    def adopt(self) -> None:
+        """Redis has another model than the journal: a new lineage begins with it."""
+        before, cut = self.writer.path.name, self.writer.size
+        self.close()
+        self.head = self.head.model_copy(
+            update={
+                "epoch": self.head.epoch + 1, "number": 0, "predecessor": before, "cut": cut,
+                "lineage": f"line-{self.head.epoch + 1}",
+            }
+        )  # fmt: skip
+        model = self.drawn()
+        self.progress = Progress(State(self.version + 3, model))
+        self.digests[self.version] = model.digest()
+        self._begin("adopted")
+
+    def _begin(self, why: str) -> None:
+        standing: Standing
+        standing, models = standing_of(
+            self.progress, why, digest=self.digests[self.version], time=self._time
+        )
+        self.writer = Writer(self.folder, self.head, standing, *models)
+
+    @property
+    def _time(self) -> float:
+        """A second and a half between two records."""
+        return 2.0 + 1.5 * self.records
+
+    def _entry(self) -> str:
+        self.records += 1
+        return f"{self.records}-0"
+
+    def _upload(self, device: int | None, model: Model, late: int, **changes: Any) -> Upload:
+        n, tau = self.records, max(0, self.version - late)
+        about: dict[str, Any] = {
+            "task": f"task-{n}", "attempt": "a1", "device": n % 10 if device is None else device,
+            "trainer": "t", "tau": tau, "base": self.digests.get(tau, "unknown"),
+            "layout": self.layout.signature, "digest": model.digest(), "size": self.layout.nbytes,
+            "samples": 10 + n % 3, "steps": 5, "lr": 0.1, "loss": 0.5,
+        }  # fmt: skip
+        return Upload(**about | changes)
+
+    def _made(self, step: Step) -> dict[str, Any]:
+        """The step is done: version and, where it made one, its digest."""
+        self.progress = step.after
+        if step.made is None:
+            return {"version": self.version}
+        self.digests[self.version] = step.after.state.model.digest()
+        return {"version": self.version, "digest": self.digests[self.version]}
+
+    def _taken(self, upload: Upload, model: Model, **about: Any) -> Taken:
+        about.setdefault("version", self.version)
+        before = about["version"] - ("digest" in about)  # a version more is this record's own
+        record = Taken(
+            entry=self._entry(), upload=upload, time=self._time, received=self._time - 0.5,
+            staleness=before - upload.tau, **about,
+        )  # fmt: skip
+        self.writer.append(record, *([model] if self.weights else []))
+        return record
+
+
+def write_golden() -> None:
+    """A small journal of each strategy, and the digests of its versions."""
+    shutil.rmtree(GOLDEN, ignore_errors=True)
+    for rule in (
+        FedAsyncSettings(alpha_schedule=StepAlpha(at=4), max_staleness=3),
+        FedAvgSettings(clients_per_round=3, weighting="samples"),
+    ):
+        scribe = Scribe(GOLDEN / rule.name, rule, layout=layout_of(5, 2, 1))
+        for n in range(12):
+            scribe.update(late=n % 5 if rule.name == "fedasync" else n % 4 // 3)
+            if n == 4:
+                scribe.refuse()
+            if n == 6:
+                scribe.segment(epoch=3)
+        scribe.close_round()
+        scribe.close()
+        for path in scribe.folder.iterdir():
+            packed = gzip.compress(path.read_bytes(), mtime=0)
+            path.with_name(f"{path.name}.gz").write_bytes(packed)
+            path.unlink()
+        made = {version: digest for version, digest in scribe.digests.items() if version}
+        (GOLDEN / f"{rule.name}.json").write_text(json.dumps(made, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    write_golden()

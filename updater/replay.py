@@ -1,0 +1,414 @@
+"""Replay: a journal's versions made again, one after the other, as they were or by another rule.
+
+    with Replayer(Path("runs/demo/journal")) as replayer:
+        for moment in replayer:
+            print(moment.version, moment.message.upload.device, moment.model.floats.max())
+
+As they were: every weight, outcome and digest must be the recorded one, else Diverged is raised.
+By another rule: the same updates in the same order, each as stale as it was. What was refused stays
+refused, and a round ends where it ended. Nothing is ever written to a journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import repeat
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeAlias
+
+from broker.layout import Model
+from updater.journal import (
+    JournalDamaged,
+    JournalError,
+    Place,
+    Record,
+    RoundClosed,
+    Segment,
+    Taken,
+    cuts,
+    segments,
+)
+from updater.progress import Progress, Step, close_round, take
+from updater.rebuild import Diverged, Rebuild, is_used, recorded
+from updater.strategies import (
+    FedAsyncSettings,
+    FedAvgSettings,
+    Memory,
+    State,
+    Strategy,
+    strategy_of,
+)
+
+Rule: TypeAlias = FedAsyncSettings | FedAvgSettings
+Cut: TypeAlias = tuple[Segment, int | None]  # and the bytes of it that count
+
+_LARGE = 4 << 20  # bytes; of larger models the next update is read ahead
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One record, and the run after it. The models are valid until the next step: copy them."""
+
+    message: Taken | RoundClosed
+    place: Place
+    step: Step  # by the rule that is replayed: what was decided, and the progress after it
+    original: Progress | None  # by the recorded rule; None: only another one is replayed
+    identical: bool | None  # its version has the recorded digest; None: it made none, or whatever
+    _segment: Segment
+    _record: Record
+
+    @property
+    def version(self) -> int:
+        """The newest version after it; another rule counts its own."""
+        return self.step.after.state.version
+
+    @property
+    def model(self) -> Model:
+        """The model of that version."""
+        return self.step.after.state.model
+
+    def update(self) -> Model:
+        """The update, read once more: yours to keep. Ask before the replayer is closed.
+
+        Raises JournalError if it was recorded without its weights.
+        """
+        if not self._record.payload_bytes:
+            recorded(self._record, None)
+        model = Model(self._segment.layout)
+        self._segment.load(self._record, model)
+        return model
+
+
+class WhatIf:
+    """Another rule on the recorded updates, from where the recorded one stood."""
+
+    def __init__(self, rule: Strategy, start: Progress, without: frozenset[int]) -> None:
+        """Goes on from ``start``, whose models are its own now; the devices are left out."""
+        self.rule = rule
+        self.progress = start
+        self._without = without
+        self._filling = bool(start.held)  # a recorded round that is not full yet
+        self._free: list[Model] = []
+
+    def take(self, record: Record, update: Model | None) -> Step:
+        """One record, with its payload where it is an update that was used."""
+        message, before = record.message, self.progress
+        used = [before.state.model]
+        step = Step(before)
+        if is_used(message) and message.upload.device not in self._without:
+            spare = self._free.pop() if self._free else Model(before.state.model.layout)
+            used.append(spare)
+            # Its staleness is the fact: this rule may have made fewer versions by now.
+            tau = max(0, before.state.version - message.staleness)
+            upload = message.upload.model_copy(update={"tau": tau})
+            step = take(self.rule, before, upload, recorded(record, update), spare)
+        if self._ends_round(record) and step.made is None:
+            closed = close_round(self.rule, step.after, step.after.state.version)
+            step = Step(closed.after, step.decision, closed.made)
+        self.progress = step.after
+        in_use = {id(model) for model in step.after.state.models()}
+        self._free += [model for model in used if id(model) not in in_use]
+        return step
+
+    def _ends_round(self, record: Record) -> bool:
+        """Whether a round was over with this record: then it is, whoever was left out."""
+        message = record.message
+        if not isinstance(message, Taken | RoundClosed):
+            return False
+        if message.digest is None:
+            self._filling |= is_used(message)
+            return False
+        filled, self._filling = self._filling, False
+        return filled or isinstance(message, RoundClosed)
+
+
+class Replayer:
+    """Steps through a journal; each iteration begins anew.
+
+    ``strategy``: another rule, or what to make of the parameters in each segment's head;
+    ``without``: devices whose updates are left out. Both count from ``from_version`` on; until
+    there the run is as it was. ``beside``: replay the recorded rule too, as ``Moment.original``.
+    ``from_version``: only what came behind this version; ``until``: the version to stop at. Both
+    are the journal's versions.
+
+    In memory are at most three models and the strategy's memory; ``beside`` takes two more and the
+    other rule's memory.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        strategy: Rule | Callable[[Mapping[str, Any]], Rule] | None = None,
+        without: frozenset[int] = frozenset(),
+        from_version: int | None = None,
+        until: int | None = None,
+        beside: bool = False,
+    ) -> None:
+        """Raises JournalError if there is no journal, or it lacks these versions or devices."""
+        chain = segments(folder)
+        if not chain:
+            raise JournalError(f"{folder}: there is no journal")
+        self.folder = folder
+        self.head = chain[-1].head
+        self.checkpoints = 0  # of following segments, which are the state that was reached
+        self.adopted: list[int] = []  # versions with which a new lineage began
+        self._chain = list(cuts(chain))
+        self._strategy = strategy
+        self._without = without
+        self._beside = beside
+        self._until = until
+        self.begin = chain[0].standing.version if from_version is None else from_version
+        try:
+            for version in (from_version, until):
+                if version is not None:
+                    self._check_version(version)
+            if until is not None and self.begin > until:
+                raise JournalError(f"{folder}: version {until} comes before version {self.begin}")
+            self._check_devices()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that was kept."""
+        return self._chain[0][0].standing.version
+
+    @cached_property
+    def newest(self) -> int:
+        """The newest version; where the journal's end is damaged, the newest before that."""
+        segment, cut = self._chain[-1]
+        version = segment.standing.version
+        try:
+            for record in segment.records(cut):
+                if isinstance(record.message, Taken | RoundClosed):
+                    version = record.message.version
+        except JournalDamaged:
+            pass  # it is told where the replay gets there, if it does
+        return version
+
+    def _check_version(self, version: int) -> None:
+        """Raises JournalError for a version that is not in the journal."""
+        if version < self.oldest:
+            raise JournalError(
+                f"{self.folder}: version {version} was not kept; the oldest is {self.oldest}"
+            )
+        if version > self.newest:
+            raise JournalError(
+                f"{self.folder}: version {version} is not there; the newest is {self.newest}"
+            )
+
+    def _check_devices(self) -> None:
+        """Raises JournalError for a device that is left out and was never there."""
+        missing = set(self._without)
+        for segment, cut in self._chain if missing else ():
+            for record in segment.records(cut):
+                if is_used(record.message):
+                    missing.discard(record.message.upload.device)
+                if not missing:
+                    return
+        if missing:
+            raise JournalError(
+                f"{self.folder}: device {min(missing)} never took part (the run has "
+                f"{self.head.devices} devices)"
+            )
+
+    def close(self) -> None:
+        """Closes the files."""
+        for segment, _ in self._chain:
+            segment.close()
+
+    def __enter__(self) -> Replayer:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    @property
+    def changed(self) -> bool:
+        """Whether another rule than the recorded one is replayed."""
+        return self._strategy is not None or bool(self._without)
+
+    @property
+    def torn(self) -> Place | None:
+        """Where a crash tore a record; known once the replay got there."""
+        return self._chain[-1][0].torn
+
+    def __iter__(self) -> Iterator[Moment]:
+        """Every record in order. Raises JournalError, Diverged among it."""
+        self.checkpoints, self.adopted = 0, []
+        chain = self._chain[self._nearest() :]
+        reading = _Ahead(chain) if chain[0][0].layout.nbytes > _LARGE else _Now(chain)
+        try:
+            yield from self._moments(reading)
+        finally:
+            reading.stop()
+
+    def _nearest(self) -> int:
+        """The number of the segment to begin with: the nearest checkpoint, but the whole round."""
+        return max(
+            n
+            for n, said in enumerate(segment.standing for segment, _ in self._chain)
+            if n == 0
+            or said.version < self.begin
+            or (said.version == self.begin > self.oldest and not said.held)
+        )
+
+    def _moments(self, reading: _Ahead | _Now) -> Iterator[Moment]:
+        was: Rebuild | None = None  # None again where only the other rule is replayed
+        what_if: WhatIf | None = None
+        version, begun = -1, False
+        for segment, record, model in reading:
+            if record is None or model is None:
+                if version < 0 or segment.standing.why == "adopted":
+                    if version >= 0:
+                        self.adopted.append(segment.standing.version)
+                    was, what_if = Rebuild(strategy_of(segment.head.strategy), segment), None
+                    version = segment.standing.version
+                elif was is not None:
+                    self._continue(was, segment)
+                if what_if is not None:
+                    what_if.rule = self._rule(segment)
+            else:
+                message = record.message
+                if not isinstance(message, Taken | RoundClosed):
+                    raise JournalError(f"{self.folder / str(record.place)}: does not belong there")
+                update = model if _has_update(record) else None
+                done = was.take(record, update) if was is not None else None
+                other = what_if.take(record, update) if what_if is not None else None
+                reading.free(model)
+                if was is not None and done is not None:
+                    _check(was, done, segment, record)
+                version = message.version
+                step = other or done
+                if begun and step is not None:
+                    yield Moment(
+                        message=message, place=record.place, step=step,
+                        original=was.progress if was is not None else None,
+                        identical=True if was is not None and message.digest else None,
+                        _segment=segment, _record=record,
+                    )  # fmt: skip
+            if self._until is not None and version >= self._until:
+                return
+            begun = begun or version >= self.begin
+            if begun and self.changed and what_if is None and was is not None:
+                start = _copied(was.progress) if self._beside else was.progress
+                what_if = WhatIf(self._rule(segment), start, self._without)
+                was = was if self._beside else None
+
+    def _continue(self, was: Rebuild, segment: Segment) -> None:
+        """The next segment of a lineage begins where the one before ended. Raises Diverged."""
+        said = segment.standing
+        found = was.progress.state.version, was.digest
+        if found != (said.version, said.digest):
+            raise Diverged(
+                f"{segment.path.parent / str(segment.standing_record.place)}: the segment begins "
+                f"with version {said.version} ({said.digest}), the one before ends with version "
+                f"{found[0]} ({found[1]})"
+            )
+        self.checkpoints += 1
+        was.strategy = strategy_of(segment.head.strategy)
+
+    def _rule(self, segment: Segment) -> Strategy:
+        """The other rule, as it is for a segment."""
+        recorded_as = segment.head.strategy
+        if self._strategy is None:
+            return strategy_of(recorded_as)
+        rule = self._strategy(recorded_as) if callable(self._strategy) else self._strategy
+        return rule.build()
+
+
+def _check(was: Rebuild, step: Step, segment: Segment, record: Record) -> None:
+    """Raises Diverged; and says so if it is the update that is not what it was."""
+    try:
+        was.check(record, step)
+    except Diverged as error:
+        if isinstance(record.message, Taken) and _has_update(record):
+            update = Model(segment.layout)
+            segment.load(record, update)
+            if update.digest() != record.message.upload.digest:
+                raise Diverged(f"{error}: the update has changed on disk") from error
+        raise
+
+
+def _copied(progress: Progress) -> Progress:
+    state, memory = progress.state, progress.state.memory
+    kept = Memory(memory.model and memory.model.copy(), memory.arrivals, memory.weight)
+    return Progress(
+        State(state.version, state.model.copy(), kept), progress.held, progress.mean_staleness
+    )
+
+
+def _has_update(record: Record) -> bool:
+    return is_used(record.message) and record.payload_bytes > 0
+
+
+Found: TypeAlias = tuple[Segment, Record | None, Model | None]
+
+
+def _read(chain: Sequence[Cut], models: Iterator[Model]) -> Iterator[Found]:
+    """Segments one after the other: of each its beginning, then its records, each in a model.
+
+    The model holds the record's update, if it has one.
+    """
+    for segment, cut in chain:
+        yield segment, None, None
+        for record, model in zip(segment.records(cut), models, strict=False):
+            if _has_update(record):
+                segment.load(record, model)
+            yield segment, record, model
+
+
+class _Ahead:
+    """Reads one record ahead, in a thread, as soon as the model of the one before comes back."""
+
+    def __init__(self, chain: Sequence[Cut]) -> None:
+        self._free: SimpleQueue[Model | None] = SimpleQueue()  # None: stop
+        self._found: SimpleQueue[Found | Exception | None] = SimpleQueue()
+        self._thread = Thread(target=self._run, args=(chain,), name="read ahead", daemon=True)
+        self._free.put(Model(chain[0][0].layout))
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Found]:
+        while (found := self._found.get()) is not None:
+            if isinstance(found, Exception):
+                raise found
+            yield found
+
+    def free(self, model: Model) -> None:
+        """A record's model is not needed any more."""
+        self._free.put(model)
+
+    def stop(self) -> None:
+        """Ends the thread."""
+        self._free.put(None)
+        self._thread.join()
+
+    def _run(self, chain: Sequence[Cut]) -> None:
+        try:
+            for found in _read(chain, iter(self._free.get, None)):
+                self._found.put(found)
+            self._found.put(None)
+        except Exception as error:  # whoever iterates raises it
+            self._found.put(error)
+
+
+class _Now:
+    """Reads a record when it is asked for: handing it from thread to thread would take longer."""
+
+    def __init__(self, chain: Sequence[Cut]) -> None:
+        self._found = _read(chain, repeat(Model(chain[0][0].layout)))
+
+    def __iter__(self) -> Iterator[Found]:
+        return self._found
+
+    def free(self, _model: Model) -> None:
+        """It is used again in any case."""
+
+    def stop(self) -> None:
+        """Nothing goes on."""
