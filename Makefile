@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: run test lint types unit bench constraints clean
+.PHONY: run test lint types unit chaos bench constraints clean
 
 run: .venv/installed  ## train the handwritten digits on this machine
 	$(BIN)/fedstream run
@@ -19,6 +19,9 @@ types: .venv/installed
 
 unit: .venv/installed
 	$(BIN)/pytest
+
+chaos: .venv/installed  ## 200 faults in a real pipeline; the table in benchmarks/results (some minutes)
+	$(BIN)/python -m tests.chaos --faults 200
 
 bench: .venv/installed  ## the tables in benchmarks/results (some minutes)
 	$(BIN)/python -m benchmarks.end_to_end

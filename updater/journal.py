@@ -388,6 +388,7 @@ class Writer:
             raise _translated(aside, error) from error
         self.size = 0
         self._synced = 0
+        self._cuts = 0
         try:
             self._write([self._paged(_FILE.pack(_MAGIC, FORMAT))])
             self.append(head)
@@ -451,6 +452,8 @@ class Writer:
     def cut(self, size: int) -> None:
         """Takes back what was appended behind ``size``, and was not said to have happened."""
         self.size = size
+        self._synced = min(self._synced, size)
+        self._cuts += 1
         with suppress(OSError):  # what is left there, the next record overwrites
             os.ftruncate(self._file, size)
 
@@ -460,13 +463,14 @@ class Writer:
         May run beside :meth:`append`, in another thread. After it failed nobody knows what is on
         disk: it raises JournalError, and the updater has to begin again with what is there.
         """
-        size = self.size
+        size, cuts = self.size, self._cuts
         try:
             os.fdatasync(self._file)
         except OSError as error:
             raise JournalError(f"{self.path}: not written to disk: {error.strerror}") from error
-        self._synced = max(self._synced, size)
-        return size
+        if cuts == self._cuts:  # else something was taken back meanwhile, and other bytes are there
+            self._synced = max(self._synced, size)
+        return self._synced
 
     def close(self) -> None:
         """Closes the file."""

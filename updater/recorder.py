@@ -97,8 +97,9 @@ class Recorder:
             self._retire(writer.path.name)
             return writer
 
-        before, self._before = self._writer, self.appended
-        self._writer = await self._in_thread(begun)
+        position = self.appended
+        before, self._writer = self._writer, await self._in_thread(begun)
+        self._before = position
         if before is not None:
             before.close()
         self._since = _Since(begun=time.monotonic())
