@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -380,7 +381,8 @@ class Writer:
         self.path = folder / name_of(head.epoch, head.number)
         self.head = head
         self._page = mmap(-1, PAGE)  # what a message is written from
-        aside = self.path.with_suffix(".tmp")
+        # Not another's: after Redis was emptied twice, two may try to begin the same epoch.
+        aside = self.path.with_suffix(f".{secrets.token_hex(4)}.tmp")
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = _opened(aside)

@@ -14,6 +14,7 @@ import math
 import platform
 import secrets
 import time
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -483,8 +484,7 @@ class Updater:
         """Takes what is new in the queue into the backlog: whether there was anything."""
         new = await self._reader.read(count=_BATCH, block_ms=block_ms)
         entries = new.get(self._keys.queue, [])
-        retained = {one.entry for one in self._retained}
-        self._backlog.extend(entry for entry in entries if entry.id not in retained)
+        self._backlog.extend(entries)
         return bool(entries)
 
     async def _read_ahead(self, layout: Layout) -> None:
@@ -806,11 +806,12 @@ class Updater:
         done_with = [*self._retained]
         if change is not None:
             done_with.append(_Retained(position, change.entry, change.blob))
-        safe = [one for one in done_with if one.position <= self._recorder.safe]
+        on_disk = bisect_right(done_with, self._recorder.safe, key=lambda one: one.position)
+        safe = done_with[:on_disk]
         commit = Commit(
             version=publish,
             held=tuple(one.device for one in progress.held),
-            retained=len(done_with) - len(safe),
+            retained=len(done_with) - on_disk,
             mean_staleness=progress.mean_staleness,
             ends=(change.end,) if change and change.end else (),
             entries=tuple(one.entry for one in safe),
@@ -820,7 +821,7 @@ class Updater:
         )
         done = await self._ledger.commit(self._lease.token, commit, ahead=ahead)
         if done.what == "done":
-            self._retained = done_with[len(safe) :]
+            self._retained = done_with[on_disk:]
             self._counts = done.counts
             for pending, _ in list(self._pending)[1:]:
                 if pending.end is not None and pending.record is not None:
