@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import astuple, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Annotated, TypeVar
 
 import numpy as np
@@ -407,7 +407,7 @@ class Updater:
         )  # fmt: skip
         standing, models = standing_of(
             progress, why, digest=self._digest, time=self._time, counts=self._counts,
-            done=tuple(astuple(end) for end in self._done.values()), forgotten=self._forgotten,
+            done=tuple(tuple(vars(end).values()) for end in self._done.values()), forgotten=self._forgotten,
             finished=run.why if self._finished else None, made=self._made,
         )  # fmt: skip
         with self._metrics.seconds.labels("checkpoint").time():
