@@ -265,6 +265,7 @@ class Commit:
     version: Version | None  # None: no new version, only ends
     held: Sequence[int]  # devices whose updates are buffered
     mean_staleness: float
+    at: int = 0  # the newest version then: without one to publish, Redis must have it
     retained: int = 0  # entries that are done and stay in the queue for now
     ends: Sequence[End] = ()
     entries: Sequence[str] = ()  # of the queue, done
@@ -590,8 +591,8 @@ class Ledger:
         """Publishes, ends and deletes in one step, or does nothing at all: what happened.
 
         'done' (also when it was done before, and only the reply was lost); 'lost': Redis was
-        emptied; 'behind:<version>': its head is not this version's parent; 'unwritten': the model's
-        blob is not there. Raises Fenced.
+        emptied; 'behind:<version>': its head is not this version's parent, or not `at`;
+        'unwritten': the model's blob is not there. Raises Fenced.
 
         ``ahead``: what :func:`broker.blobs.prepare` left to write that blob by.
         """
@@ -608,7 +609,7 @@ class Ledger:
         ]  # fmt: skip
         about: dict[str, Any] = {
             "token": token, "ends": ends, "entries": list(commit.entries),
-            "retired": list(commit.retired), "time": repr(time.time()),
+            "retired": list(commit.retired), "time": repr(time.time()), "at": commit.at,
             "head": self._head(version, commit.held, commit.retained, commit.mean_staleness),
         }  # fmt: skip
         if commit.finish is not None:

@@ -38,7 +38,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 import xxhash
 from pydantic import Field
 
-from broker.errors import BadMessage, FedstreamError
+from broker.errors import BadMessage, FedstreamError, Fenced
 from broker.layout import PAGE, Layout, Model
 from broker.messages import Contribution, Count, Message, Name, Outcome, Upload, decode
 from runtime.config import Section
@@ -377,7 +377,7 @@ class Writer:
     """A segment that is written, by one thread at a time."""
 
     def __init__(self, folder: Path, head: SegmentHead, standing: Standing, *models: Model) -> None:
-        """Makes the segment, whole and on disk. Raises JournalError, also if it is there."""
+        """Makes the segment, whole and on disk. Raises JournalError; Fenced if it is there."""
         self.path = folder / name_of(head.epoch, head.number)
         self.head = head
         self._page = mmap(-1, PAGE)  # what a message is written from
@@ -403,6 +403,8 @@ class Writer:
             os.close(self._file)
             with suppress(OSError):
                 aside.unlink()
+            if isinstance(error, FileExistsError):
+                raise Fenced(f"another updater has begun {self.path}") from error
             if isinstance(error, OSError):
                 raise _translated(aside, error) from error
             raise

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+from broker.errors import Fenced
 from broker.layout import Model
 from updater.journal import (
     SUFFIX,
@@ -128,6 +129,7 @@ class Recorder:
                 raise
             if self._settings.sync == "always" and writer.size > before:
                 writer.sync()
+            self._check_last(writer)
             return sizes
 
         sizes = await self._in_thread(append)
@@ -138,6 +140,21 @@ class Recorder:
         if self._settings.sync == "interval":
             await self._sync_in_time(writer)
         return [self._before + size for size in sizes]
+
+    async def check_last(self) -> None:
+        """Raises Fenced if another updater goes on from here.
+
+        Redis may have forgotten that it ever led; the files have not.
+        """
+        writer = self._writer
+        if writer is not None:
+            await self._in_thread(lambda: self._check_last(writer))
+
+    def _check_last(self, writer: Writer) -> None:
+        names = (path.name for path in self.folder.iterdir())
+        newest = max((name for name in names if name.endswith(SUFFIX)), default="")
+        if newest > writer.path.name:
+            raise Fenced(f"another updater has taken over: it writes {self.folder / newest}")
 
     @property
     def due_ms(self) -> int:
@@ -196,6 +213,9 @@ class Recorder:
     def _retire(self, newest: str) -> None:
         """Deletes the oldest segments beyond the limits; one is always kept."""
         s = self._settings
+        for aside in self.folder.glob("*.tmp"):  # whoever made it crashed before it was whole
+            if aside.name < newest:
+                aside.unlink(missing_ok=True)
         paths = sorted(
             (p for p in self.folder.iterdir() if p.name.endswith(SUFFIX) and p.name < newest),
             reverse=True,

@@ -105,6 +105,7 @@ class _Retained:
     position: int  # behind the record
     entry: str
     blob: str | None
+    end: End | None  # of its task: told again with the deletion, should Redis have gone back
 
 
 @dataclass
@@ -407,7 +408,8 @@ class Updater:
         )  # fmt: skip
         standing, models = standing_of(
             progress, why, digest=self._digest, time=self._time, counts=self._counts,
-            done=tuple(tuple(vars(end).values()) for end in self._done.values()), forgotten=self._forgotten,
+            done=tuple(tuple(vars(end).values()) for end in self._done.values()),
+            forgotten=self._forgotten,
             finished=run.why if self._finished else None, made=self._made,
         )  # fmt: skip
         with self._metrics.seconds.labels("checkpoint").time():
@@ -438,6 +440,7 @@ class Updater:
         run, progress, epoch = self._run, self._progress, self._lease.number
         if run is None or progress is None:
             return
+        await self._recorder.check_last()
         if self._counts:
             self._context.log.error("Redis lost versions: publishing the newest", found=why)
         state = progress.state
@@ -559,6 +562,9 @@ class Updater:
         if change.version is not None:
             self._digest, self._time = change.version.digest, change.version.time
             self._made = change.version.updates
+        if change.finish is not None and self._run is not None:
+            over = replace(self._run, state="finished", why=change.finish, finished=self._time)
+            self._end(over)
         if change.end is not None and change.record is not None:
             self._remember(change.end)
             self._counts = counted(self._counts, change.end)
@@ -805,15 +811,17 @@ class Updater:
         """
         done_with = [*self._retained]
         if change is not None:
-            done_with.append(_Retained(position, change.entry, change.blob))
+            done_with.append(_Retained(position, change.entry, change.blob, change.end))
         on_disk = bisect_right(done_with, self._recorder.safe, key=lambda one: one.position)
         safe = done_with[:on_disk]
+        mine = change.end if change else None
         commit = Commit(
             version=publish,
             held=tuple(one.device for one in progress.held),
             retained=len(done_with) - on_disk,
             mean_staleness=progress.mean_staleness,
-            ends=(change.end,) if change and change.end else (),
+            at=progress.state.version,
+            ends=tuple(dict.fromkeys(end for end in (mine, *(one.end for one in safe)) if end)),
             entries=tuple(one.entry for one in safe),
             updates=tuple(one.blob for one in safe if one.blob),
             retired=self._outlived() if publish is not None else (),

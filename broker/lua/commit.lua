@@ -16,8 +16,8 @@ if a.version and not repeated then
   redis.call('HDEL', key.lineage, a.version - LINEAGE_KEPT)
   redis.call('ZADD', key.kept, a.version, a.blob)
   redis.call('XADD', key.models, 'MAXLEN', '~', VERSIONS_TOLD, '*', 'm', ARGV[2])
-elseif head < 0 then
-  return 'behind:-1'
+elseif not a.version and head < a.at then
+  return 'behind:' .. head
 end
 redis.call('HSET', key.head, unpack(a.head))
 for _, ended in ipairs(a.ends) do

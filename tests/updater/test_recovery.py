@@ -14,10 +14,19 @@ import pytest
 from broker.client import Client, RedisSettings
 from broker.errors import ConfigError, Fenced, NoRun
 from broker.keys import Keys
+from broker.layout import Model
 from broker.ledger import _SCRIPTS
 from broker.messages import CloseRound
 from tests.support import Hand, Proxy, context, counted, model_of, running, wait_until
-from updater.journal import JournalError, JournalSettings, RoundClosed, Taken, segments
+from updater.journal import (
+    JournalError,
+    JournalSettings,
+    RoundClosed,
+    Segment,
+    Taken,
+    Writer,
+    segments,
+)
 from updater.rebuild import recovered
 from updater.rules import Constant
 from updater.service import Updater, UpdaterSettings
@@ -463,3 +472,122 @@ async def test_segments_end_after_so_many_versions_and_the_oldest_go(
     found = recovered(segments(folder)[-1])
     assert found.progress is not None
     assert found.progress.state.model.floats.tolist() == model.tolist()
+
+
+# Redis forgets more than we do
+
+
+async def backed_up(client: Client) -> dict[bytes, Any]:
+    """Everything in Redis, to go back to."""
+    return {
+        name: (await client.call("DUMP", name), max(0, await client.call("PTTL", name)))
+        for name in await client.call("KEYS", "*")
+    }
+
+
+async def go_back(client: Client, backup: dict[bytes, Any]) -> None:
+    """Redis is as it was, as after the fail-over to a replica that lagged."""
+    restore = [("RESTORE", name, expiry, value) for name, (value, expiry) in backup.items()]
+    await client.pipeline([("MULTI",), ("FLUSHALL",), *restore, ("EXEC",)])
+
+
+async def test_a_finished_run_is_finished_again_though_updates_come_without_end(
+    make: Any, hand: Hand, client: Client
+) -> None:
+    async with running(make(versions=2), context()):
+        await hand.join()
+        await hand.admitted(4.0)
+        await hand.reaches(1)
+        backup = await backed_up(client)
+        await hand.admitted(4.0)
+        await hand.reaches(2)
+        await go_back(client, backup)
+
+        async def finished() -> bool:
+            if (await hand.ledger.run()).state == "finished":
+                return True
+            await hand.admitted(4.0)  # for Redis the run is running, so the queue never is empty
+            return False
+
+        await wait_until(finished)
+        assert await hand.version() == 2
+
+
+async def test_a_retained_entry_ends_its_task_again_where_redis_forgot_that_it_did(
+    make: Any, hand: Hand, client: Client
+) -> None:
+    rounds = FedAvgSettings(clients_per_round=3)
+    async with running(make(rounds, sync="interval", sync_s=0.7), context()):
+        await hand.join()
+        upload = await hand.admitted(4.0)
+        await wait_until(lambda: held(hand, 1))
+        trigger = hand.trigger(task=upload.task)
+        await client.call("HSET", hand.keys.open, upload.task, trigger.encode())
+        await client.call("HSET", hand.keys.admitted, upload.task, upload.attempt)
+        await client.call("HINCRBY", hand.keys.counts, "buffered", -1)
+        assert await hand.queue()  # it is retained
+        await wait_until(hand.queue_is_empty)
+        assert (await hand.ledger.look()).open == ()
+        await hand.balanced()
+
+
+async def test_who_had_a_successor_stays_fenced_though_redis_forgot_the_successor(
+    make: Any, hand: Hand, client: Client, redis: RedisSettings
+) -> None:
+    async with Proxy(redis) as proxy:
+        sleeper = make(name="sleeper", redis=proxy.settings, lease_s=0.4)
+        async with running(sleeper, context(), may_fail=True) as work:
+            await hand.join()
+            await hand.admitted(4.0)
+            await hand.reaches(1)
+            proxy.reading.clear()  # asleep, as far as Redis can tell
+            proxy.cut()
+            async with running(make(name="successor", lease_s=0.4), context(), may_fail=True):
+                await hand.admitted(8.0)
+                await hand.reaches(2)
+            await client.call("FLUSHALL")
+            proxy.reading.set()
+            await asyncio.wait({work}, timeout=10)
+            error = work.exception()
+            assert isinstance(error, BaseExceptionGroup)
+            assert error.subgroup(Fenced)
+        assert await hand.ledger.head() is None
+    async with running(make(name="third"), context()):
+        await hand.reaches(2)
+
+
+async def test_the_last_version_is_the_last_though_redis_went_back_before_its_commit(
+    make: Any, hand: Hand, client: Client, redis: RedisSettings, folder: Path
+) -> None:
+    commit = _SCRIPTS["commit"]._sha.encode()
+    async with (
+        Proxy(redis) as proxy,
+        running(make(redis=proxy.settings, versions=2), context()),
+    ):
+        await hand.join()
+        backup = await backed_up(client)
+        await hand.admitted(4.0)
+        await hand.reaches(1)
+        proxy.refuse = lambda data: commit in data
+        await hand.admitted(4.0)
+        await wait_until(lambda: len(records(folder)) == 2)
+        await go_back(client, backup)
+        proxy.refuse = None
+        await hand.reaches(2)
+        assert (await hand.ledger.run()).state == "finished"
+
+
+async def test_of_two_that_begin_the_same_epoch_one_is_fenced_and_the_other_s_file_is_whole(
+    make: Any, hand: Hand, folder: Path
+) -> None:
+    await makes(hand, make(), 4.0)
+    [segment] = segments(folder)
+    model = Model(segment.layout)
+    segment.load(segment.standing_record, model)
+    head = segment.head.model_copy(update={"number": 7})
+    Writer(folder, head, segment.standing, model).close()
+    with pytest.raises(Fenced, match="another updater has begun"):
+        Writer(folder, head, segment.standing, model)
+    with Segment(folder / "00000001-000007.journal") as whole:
+        assert whole.standing == segment.standing
+    assert sorted(os.listdir(folder)) == ["00000001-000000.journal", "00000001-000007.journal"]  # noqa: PTH208

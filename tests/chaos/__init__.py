@@ -1,0 +1,1 @@
+"""Real processes, real Redis, real kills: what must hold whatever happens to whom and when."""

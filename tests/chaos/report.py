@@ -1,0 +1,66 @@
+"""Runs for people: a line when one ends, a table of all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from benchmarks import machine
+from broker.ledger import LOST
+from tests.chaos.checks import USED
+from tests.chaos.driver import Outcome
+
+_COLUMNS = (
+    "seed", "rule, sync", "faults", "versions", "admitted", "used", "refused",
+    "admitted, gone with Redis", "open, given up with Redis", "lost", "twice", "bits equal",
+    "updaters fenced", "seconds",
+)  # fmt: skip
+_TOLD = 20  # complaints of a run: one fault of ours makes many
+
+
+def told(outcome: Outcome) -> str:
+    """A run in a line, and whatever did not hold."""
+    said, plan = outcome.complaints, outcome.plan
+    if not said:
+        return f"{plan}: {len(plan.faults)} faults, {outcome.seconds:.0f} s, held"
+    again = f"python -m tests.chaos --seed {plan.seed} --of {len(plan.faults)}"
+    more = [f"and {len(said) - _TOLD} more"] if len(said) > _TOLD else []
+    return "\n".join([
+        f"{plan}: FAILED, again by: {again}", f"  left in {outcome.folder}",
+        *(f"  {fault}" for fault in plan.faults),
+        *said[:_TOLD], *more,
+    ])  # fmt: skip
+
+
+def table(outcomes: Sequence[Outcome]) -> str:
+    """The results for people."""
+    about = ", ".join(f"{name} {value}" for name, value in machine.described().items())
+    faults = sum(len(outcome.plan.faults) for outcome in outcomes)
+    failed = [str(outcome.plan.seed) for outcome in outcomes if outcome.complaints]
+    verdict = f"NOT held: seeds {', '.join(failed)}" if failed else "all checks held"
+    rows = [_COLUMNS, ["---"] * len(_COLUMNS), *(_row(outcome) for outcome in outcomes)]
+    return "\n".join([
+        "# Faults", "",
+        "`make chaos`: a pipeline of six processes, two updaters on one journal among them, with",
+        "real faults at times drawn from a seed. `tests/chaos/faults.py` says what the faults are,",
+        "`tests/chaos/checks.py` what is checked after every run.", "", about, "",
+        f"{faults} faults in {len(outcomes)} runs: {verdict}", "",
+        *("| " + " | ".join(row) + " |" for row in rows),
+    ]) + "\n"  # fmt: skip
+
+
+def _row(outcome: Outcome) -> list[str]:
+    plan, facts = outcome.plan, outcome.facts
+    kinds = Counter(str(fault.kind) for fault in plan.faults)
+    used = sum(record.outcome in USED for record in facts.taken)
+    found = Counter(complaint.partition(":")[0] for complaint in outcome.complaints)
+    return [
+        str(plan.seed), f"{plan.strategy}, {plan.sync}",
+        ", ".join(f"{kind} {n}" if n > 1 else kind for kind, n in sorted(kinds.items())),
+        str(facts.head[0]), str(len(facts.seen.keys() | {r.upload.task for r in facts.taken})),
+        str(used), str(facts.counts.get("refused", 0)),
+        str(facts.lost_with_redis), str(facts.counts.get(f"given_up:{LOST}", 0)),
+        str(found["none_lost"]), str(found["once"]),
+        "no" if found["same_bits"] or found["one_digest"] else "yes",
+        str(outcome.fenced), f"{outcome.seconds:.0f}",
+    ]  # fmt: skip

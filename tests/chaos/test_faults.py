@@ -1,0 +1,42 @@
+"""Plans: a seed says everything."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import pairwise
+
+import pytest
+
+from tests.chaos.faults import Kind, plan
+
+
+def test_a_seed_gives_the_same_plan_again() -> None:
+    assert plan(7, 10) == plan(7, 10)
+    assert plan(7, 10).faults != plan(8, 10).faults
+
+
+def test_seeds_cover_both_rules_with_both_ways_to_sync() -> None:
+    plans = [plan(seed, 3) for seed in range(4)]
+    assert {(one.strategy, one.sync) for one in plans} == {
+        ("fedasync", "always"), ("fedavg", "always"),
+        ("fedasync", "interval"), ("fedavg", "interval"),
+    }  # fmt: skip
+
+
+def test_kinds_are_dealt_out_evenly() -> None:
+    times = Counter(fault.kind for seed in range(10) for fault in plan(seed, 7).faults)
+    assert times == dict.fromkeys(Kind, 7)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_faults_come_in_order_and_the_run_outlasts_them(seed: int) -> None:
+    faults = plan(seed, 12).faults
+    assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
+    assert plan(seed, 12).versions > faults[-1].at
+    assert all(0 <= fault.seconds <= 2 and 0 <= fault.after_s < 1 for fault in faults)
+    assert all(bool(fault.target) == (fault.kind in ("kill", "pause")) for fault in faults)
+
+
+def test_some_faults_come_while_another_lasts() -> None:
+    faults = plan(0, 40).faults
+    assert any(one.at == next_.at for one, next_ in pairwise(faults))

@@ -1,0 +1,57 @@
+"""Whoever watches: what was in the queue and which versions were told, through every restart."""
+
+from __future__ import annotations
+
+import asyncio
+
+from broker.errors import Unavailable
+from broker.keys import Keys
+from broker.messages import RoundEnd, Upload, Version, decode
+from broker.streams import Reader
+from tests.chaos.server import Server
+
+
+class Watcher:
+    """Reads `queue` and `models` from the beginning in every life of Redis."""
+
+    def __init__(self, server: Server, keys: Keys) -> None:
+        self._server = server
+        self._keys = keys
+        self._news = asyncio.Condition()
+        self.seen: dict[str, int] = {}  # task -> the life in which its upload was last seen
+        self.published: set[tuple[int, str]] = set()
+        self.version = -1  # the newest ever
+
+    async def watch(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            await self._server.up.wait()
+            life = self._server.life
+            reader = Reader(self._server.client, {self._keys.queue: "0", self._keys.models: "0"})
+            try:
+                while life == self._server.life:
+                    await self._look(reader, life)
+            except Unavailable:
+                continue  # it died; `up` says when it is back
+
+    async def _look(self, reader: Reader, life: int) -> None:
+        new = await reader.read(count=1000, block_ms=500)
+        for entry in new.get(self._keys.queue, ()):
+            message = decode(entry.data, Upload, RoundEnd)
+            if isinstance(message, Upload):
+                self.seen[message.task] = life
+        told = [Version.decode(entry.data) for entry in new.get(self._keys.models, ())]
+        if told:
+            self.published |= {(version.version, version.digest) for version in told}
+            self.version = max(self.version, *(version.version for version in told))
+            async with self._news:
+                self._news.notify_all()
+
+    async def reaches(self, version: int, within_s: float) -> bool:
+        """Waits for a version: whether it came."""
+        try:
+            async with asyncio.timeout(within_s), self._news:
+                await self._news.wait_for(lambda: self.version >= version)
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,93 @@
+"""The way between the services and Redis, which can be cut and held."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Self
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+
+class Wire:
+    """Passes on whatever comes, to a Redis on this machine that may be gone for a while."""
+
+    def __init__(self, port: int) -> None:
+        self._to = port
+        self._open: set[asyncio.StreamWriter] = set()
+        self._serving: set[asyncio.Task[None]] = set()
+        self._asking, self._answering = asyncio.Event(), asyncio.Event()
+        self._asking.set()
+        self._answering.set()
+
+    @property
+    def url(self) -> str:
+        """Redis, by this way."""
+        return f"redis://127.0.0.1:{self._server.sockets[0].getsockname()[1]}/0"
+
+    async def __aenter__(self) -> Self:
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._server.close()
+        self._abort()
+        for serving in self._serving:
+            serving.cancel()
+        await asyncio.gather(*self._serving, return_exceptions=True)
+        await self._server.wait_closed()
+
+    async def cut(self, seconds: float) -> None:
+        """Cuts every connection. For so long before, what Redis did is done, but nobody hears."""
+        self._answering.clear()
+        await asyncio.sleep(seconds)
+        self._abort()
+        self._answering.set()
+
+    @asynccontextmanager
+    async def held(self) -> AsyncIterator[None]:
+        """Inside the block nothing arrives; then everything does."""
+        self._asking.clear()
+        self._answering.clear()
+        try:
+            yield
+        finally:
+            self._asking.set()
+            self._answering.set()
+
+    def _abort(self) -> None:
+        for writer in self._open:
+            writer.transport.abort()
+
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving = asyncio.create_task(self._serve(reader, writer))
+        self._serving.add(serving)
+        serving.add_done_callback(self._serving.discard)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        ends = {writer}
+        self._open |= ends
+        try:
+            with suppress(OSError):  # Redis is not there
+                there, back = await asyncio.open_connection("127.0.0.1", self._to)
+                ends |= {back}
+                self._open |= ends
+                await asyncio.gather(
+                    self._pass(reader, back, self._asking),
+                    self._pass(there, writer, self._answering),
+                )
+        finally:
+            for end in ends:
+                end.transport.abort()
+            self._open -= ends
+
+    async def _pass(
+        self, reader: asyncio.StreamReader, to: asyncio.StreamWriter, may: asyncio.Event
+    ) -> None:
+        with suppress(OSError):
+            while data := await reader.read(1 << 16):
+                await may.wait()
+                to.write(data)
+                await to.drain()
+        to.transport.abort()  # and so, when it ends, the other direction too
