@@ -27,7 +27,7 @@ class Lease:
         self._client = client
         self._keys = {"leader": keys.leader(role), "tokens": keys.tokens}
         self._milliseconds = round(seconds * 1000)
-        self._nonce = secrets.token_hex(8)
+        self.nonce = secrets.token_hex(8)
         self.role = role
         self.name = name
         self.seconds = seconds
@@ -36,7 +36,7 @@ class Lease:
     @property
     def token(self) -> str:
         """What every write of the holder shows."""
-        return f"{self.number}:{self._nonce}"
+        return f"{self.number}:{self.nonce}"
 
     async def acquire(self, *, at_least: int = 0) -> bool:
         """Takes the role unless another holds it. The token is above ``at_least``."""
@@ -45,7 +45,7 @@ class Lease:
             self._keys,
             self.role,
             self.name,
-            self._nonce,
+            self.nonce,
             self._milliseconds,
             at_least,
         )
@@ -54,7 +54,7 @@ class Lease:
 
     async def hold(self) -> bool:
         """Renews the lease. False: Redis lost it, acquire again. Raises Fenced."""
-        holder = f"{self.name}|{self._nonce}"
+        holder = f"{self.name}|{self.nonce}"
         reply = await _HOLD(
             self._client, self._keys, self.role, self.token, holder, self._milliseconds
         )
@@ -68,4 +68,4 @@ class Lease:
         The last thing that a holder says: a Redis that hangs does not hold it up for long.
         """
         self._client.hurry(_GOODBYE_S)
-        await _YIELD(self._client, self._keys, f"{self.name}|{self._nonce}")
+        await _YIELD(self._client, self._keys, f"{self.name}|{self.nonce}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache, partial
 from typing import Any, Generic, Literal, TypeVar
@@ -15,7 +16,7 @@ from typing import Any, Generic, Literal, TypeVar
 import msgpack
 
 from broker.client import Client, Command
-from broker.errors import Fenced, NoRun, NoScript
+from broker.errors import BadMessage, Fenced, NoRun, NoScript
 from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.layout import Layout
 from broker.messages import (
@@ -391,6 +392,17 @@ class Ledger:
         """The digest of one of the newest versions."""
         found = await self._client.call("HGET", self.keys.lineage, version)
         return found.decode() if found else None
+
+    async def ended(self) -> list[Upload]:
+        """The updates in the queue whose tasks have ended: they are done, and not yet deleted."""
+        rows, opened = await self._client.pipeline(
+            [("XRANGE", self.keys.queue, "-", "+"), ("HKEYS", self.keys.open)]
+        )
+        found = []
+        for _, fields in rows:
+            with suppress(BadMessage):  # which the updater will find too
+                found.append(Upload.decode(fields[1]))
+        return [upload for upload in found if upload.task.encode() not in set(opened)]
 
     async def trainers(self) -> dict[str, dict[str, Any]]:
         """What every trainer that is alive said of itself last, by name."""

@@ -33,6 +33,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from mmap import mmap
 from pathlib import Path
+from threading import Lock
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import xxhash
@@ -46,7 +47,7 @@ from runtime.config import Section
 FORMAT = 1
 SUFFIX = ".journal"
 
-_FILE = struct.Struct("<8sI")  # magic, format; alone on its page
+_FILE = struct.Struct("<8sI4xQ")  # magic, format, salt; alone on its page
 _MAGIC = b"fedstrm\n"
 _RECORD = struct.Struct("<IIQQQ")
 _MARK = 0x6C6E726A  # "jrnl"
@@ -126,6 +127,7 @@ class Standing(Message):
     counts: Counts = Field(default_factory=dict)  # of the run, as Redis had them last
     done: tuple[tuple[Any, ...], ...] = ()  # the fields of `End`s, lately, oldest first
     forgotten: Count = 0  # the version at which a task may have ended that `done` has no more
+    rounds: tuple[str, ...] = ()  # entries that ended rounds lately, oldest first
     made: tuple[Contribution, ...] = ()  # the updates in the version
     finished: str | None = None  # why the run is over
 
@@ -234,7 +236,7 @@ class Segment:
         begin = os.pread(self._file, _FILE.size, 0)
         if len(begin) < _FILE.size or begin[: len(_MAGIC)] != _MAGIC:
             raise JournalError(f"{self.path}: is not a segment of a journal")
-        _, number = _FILE.unpack(begin)
+        _, number, self._salt = _FILE.unpack(begin)
         if number > FORMAT:
             raise JournalError(
                 f"{self.path}: format {number}, this release reads up to {FORMAT}: read it with a "
@@ -280,7 +282,7 @@ class Segment:
             record = self._record(at)
             if record is None or record.end > end:
                 place = Place(self.path.name, at)
-                if cut is not None or self._was_on_disk(at):
+                if cut is not None or self.was_on_disk(at):
                     raise JournalDamaged(f"damaged record: {self.path.parent / str(place)}")
                 self.torn = place
                 return
@@ -314,7 +316,9 @@ class Segment:
         if len(begin) < _RECORD.size + length:
             begin += os.pread(self._file, _RECORD.size + length - len(begin), at + len(begin))
         message = begin[_RECORD.size : _RECORD.size + length]
-        if len(message) < length or checksum != _checksum(begin[: _RECORD.size - 8], message):
+        if len(message) < length or checksum != _checksum(
+            self._salt, begin[: _RECORD.size - 8], message
+        ):
             return None
         place = Place(self.path.name, at)
         start = at + _filled(_RECORD.size + length)
@@ -327,7 +331,7 @@ class Segment:
             raise JournalError(f"{self.path.parent / str(place)}: {error}") from error
         return Record(found, place, start, payload, synced, end)
 
-    def _was_on_disk(self, at: int) -> bool:
+    def was_on_disk(self, at: int) -> bool:
         """Whether a whole record behind ``at`` says that what is there was on disk."""
         later = (self._record(page) for page in range(at + PAGE, self.size, PAGE))
         return any(record is not None and record.synced > at for record in later)
@@ -380,6 +384,8 @@ class Writer:
         """Makes the segment, whole and on disk. Raises JournalError; Fenced if it is there."""
         self.path = folder / name_of(head.epoch, head.number)
         self.head = head
+        self._salt = secrets.randbits(64)  # so that no update can contain a record
+        self._lock = Lock()  # between appending and syncing
         self._page = mmap(-1, PAGE)  # what a message is written from
         # Not another's: after Redis was emptied twice, two may try to begin the same epoch.
         aside = self.path.with_suffix(f".{secrets.token_hex(4)}.tmp")
@@ -392,12 +398,11 @@ class Writer:
         self._synced = 0
         self._cuts = 0
         try:
-            self._write([self._paged(_FILE.pack(_MAGIC, FORMAT))])
+            self._write([self._paged(_FILE.pack(_MAGIC, FORMAT, self._salt))])
             self.append(head)
             self.append(standing, *models)
             self.sync()
-            os.link(aside, self.path)  # unlike a renaming, it never replaces another's
-            aside.unlink()
+            _named(aside, self.path)
             _sync_folder(folder)
         except BaseException as error:
             os.close(self._file)
@@ -422,7 +427,9 @@ class Writer:
         packed = message.encode()
         payload = sum(model.layout.nbytes for model in models)
         frame = struct.pack("<IIQQ", _MARK, len(packed), payload, self._synced)
-        checksum = _checksum(frame, packed).to_bytes(8, "little")
+        if len(packed) > _MESSAGE:
+            raise JournalError(f"{self.path}: a message of {len(packed)} bytes, at most {_MESSAGE}")
+        checksum = _checksum(self._salt, frame, packed).to_bytes(8, "little")
         # Only whole models can lie behind one another, which they do in a standing alone.
         alone = models[0].pages if len(models) == 1 else None
         block = _joined(models) if alone is None and models else alone
@@ -455,9 +462,10 @@ class Writer:
 
     def cut(self, size: int) -> None:
         """Takes back what was appended behind ``size``, and was not said to have happened."""
-        self.size = size
-        self._synced = min(self._synced, size)
-        self._cuts += 1
+        with self._lock:
+            self.size = size
+            self._synced = min(self._synced, size)
+            self._cuts += 1
         with suppress(OSError):  # what is left there, the next record overwrites
             os.ftruncate(self._file, size)
 
@@ -467,14 +475,16 @@ class Writer:
         May run beside :meth:`append`, in another thread. After it failed nobody knows what is on
         disk: it raises JournalError, and the updater has to begin again with what is there.
         """
-        size, cuts = self.size, self._cuts
+        with self._lock:
+            size, cuts = self.size, self._cuts
         try:
             os.fdatasync(self._file)
         except OSError as error:
             raise JournalError(f"{self.path}: not written to disk: {error.strerror}") from error
-        if cuts == self._cuts:  # else something was taken back meanwhile, and other bytes are there
-            self._synced = max(self._synced, size)
-        return self._synced
+        with self._lock:
+            if cuts == self._cuts:  # else something was taken back: other bytes may be there now
+                self._synced = max(self._synced, size)
+            return self._synced
 
     def close(self) -> None:
         """Closes the file."""
@@ -487,6 +497,32 @@ def _translated(path: Path, error: OSError) -> JournalError:
     return JournalError(f"{path}: cannot be written: {error.strerror}")
 
 
+def _named(aside: Path, path: Path) -> None:
+    """Unlike a renaming, a link never replaces another's. FileExistsError if there is one."""
+    try:
+        os.link(aside, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
+        aside.rename(path)  # a file system without links
+    else:
+        aside.unlink()
+
+
+def sync_file(path: Path) -> None:
+    """What is in a file is on disk. Raises JournalError."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fdatasync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise JournalError(f"{path}: not written to disk: {error.strerror}") from error
+
+
 def _sync_folder(folder: Path) -> None:
     """A file's name is on disk only once its folder is."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
@@ -496,8 +532,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-def _checksum(frame: bytes, message: bytes) -> int:
-    checksum = xxhash.xxh3_64(frame)
+def _checksum(salt: int, frame: bytes, message: bytes) -> int:
+    checksum = xxhash.xxh3_64(frame, seed=salt)
     checksum.update(message)
     return checksum.intdigest()
 

@@ -9,6 +9,7 @@ from broker.layout import Model
 from broker.ledger import End, counted
 from broker.messages import Contribution, Message
 from updater.journal import (
+    JournalDamaged,
     JournalError,
     Record,
     RoundClosed,
@@ -152,6 +153,7 @@ class Recovered:
     made: tuple[Contribution, ...]  # the updates in it
     counts: dict[str, int]
     done: dict[str, End]  # by task, oldest first
+    rounds: list[str]  # entries that ended rounds, oldest first
     forgotten: int
     finished: str | None
     records: int = 0
@@ -159,24 +161,30 @@ class Recovered:
     torn_bytes: int = 0
 
 
-def recovered(segment: Segment) -> Recovered:
-    """Follows the newest segment to its end. Raises JournalError, Diverged among it."""
+def recovered(segment: Segment, until: str | None = None) -> Recovered:
+    """Follows the newest segment to its end, or to the end of the version of digest ``until``.
+
+    Raises JournalError, Diverged among it.
+    """
     said = segment.standing
     rebuild = Rebuild(strategy_of(segment.head.strategy), segment)
     found = Recovered(
         head=segment.head, progress=rebuild.progress, checkpoint=rebuild.progress,
         version=said.version, digest=said.digest, time=said.time, made=said.made,
         counts=said.counts, done={row[0]: End(*row) for row in segment.done()},
-        forgotten=said.forgotten, finished=said.finished, end=segment.standing_record.end,
+        rounds=list(said.rounds), forgotten=said.forgotten, finished=said.finished,
+        end=segment.standing_record.end,
     )  # fmt: skip
     for record in segment.records():
         message = record.message
         if not isinstance(message, Taken | RoundClosed):
             raise JournalError(f"{record.place}: a record that does not belong here")
+        if until == found.digest and message.digest is not None:
+            break
+        if found.progress is not None and not _followed(found, rebuild, segment, record):
+            break
         found.records += 1
         found.end = record.end
-        if found.progress is not None:
-            _follow(found, rebuild, segment, record)
         if message.digest is not None:
             found.version, found.digest, found.time = message.version, message.digest, message.time
         found.finished = message.finished or found.finished
@@ -186,6 +194,8 @@ def recovered(segment: Segment) -> Recovered:
             end = end_of(message)
             found.done[end.task] = end
             found.counts, known = counted(found.counts, end), counted(known, end)
+        else:
+            found.rounds.append(message.entry)
         found.counts = {
             name: max(found.counts.get(name, 0), known.get(name, 0))
             for name in found.counts | known
@@ -194,18 +204,24 @@ def recovered(segment: Segment) -> Recovered:
     return found
 
 
-def _follow(found: Recovered, rebuild: Rebuild, segment: Segment, record: Record) -> None:
+def _followed(found: Recovered, rebuild: Rebuild, segment: Segment, record: Record) -> bool:
+    """Takes a record in; False if its update's bytes never got to the disk: the tail is torn."""
     update: Model | None = None
     if is_used(record.message):
         if not record.payload_bytes:
             found.progress = None
-            return
+            return True
         update = rebuild.spare()
         segment.load(record, update)
+        if update.digest() != record.message.upload.digest:
+            if segment.was_on_disk(record.place.offset):
+                raise JournalDamaged(f"{record.place}: the update is not what it was")
+            return False
     step = rebuild.follow(record, update)
     found.progress = step.after
     if step.made is not None:
         found.made = step.made
+    return True
 
 
 def end_of(record: Taken) -> End:

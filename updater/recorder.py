@@ -13,6 +13,7 @@ from typing import TypeVar
 
 from broker.errors import Fenced
 from broker.layout import Model
+from runtime.backoff import pause
 from updater.journal import (
     SUFFIX,
     JournalFull,
@@ -22,19 +23,19 @@ from updater.journal import (
     Standing,
     Taken,
     Writer,
+    sync_file,
 )
 
 T = TypeVar("T")
-
-_LONG_MS = 1 << 30
 
 
 @dataclass
 class _Since:
     """What came into the segment since it was begun."""
 
-    versions: int = 0
     begun: float = 0.0  # monotonic
+    size: int = 0  # of its beginning
+    versions: int = 0
 
 
 class Recorder:
@@ -46,8 +47,8 @@ class Recorder:
         self._writer: Writer | None = None
         self._before = 0  # position at which the segment begins
         self._since = _Since()
-        self._dirty_since: float | None = None  # monotonic: the oldest byte that is not on disk
         self._syncing: asyncio.Task[None] | None = None
+        self._now = asyncio.Event()  # set: it need not wait any longer
         self._appending = ThreadPoolExecutor(1, "journal")
 
     @property
@@ -81,30 +82,41 @@ class Recorder:
     def is_full(self) -> bool:
         """Whether it is time for a new segment."""
         s, since = self._settings, self._since
-        if self._writer is None or not since.versions:
+        new = self._writer.size - since.size if self._writer else 0
+        if not new:
             return False
         return (
             since.versions >= s.segment_versions
-            or self._writer.size >= s.segment_bytes
+            or new >= s.segment_bytes
             or time.monotonic() - since.begun >= s.segment_s
         )
 
-    async def begin(self, head: SegmentHead, standing: Standing, *models: Model) -> None:
-        """A new segment; the one before is closed, and the oldest go if there are too many."""
-        await self.flush()
+    async def begin(
+        self, head: SegmentHead, standing: Standing, *models: Model, after: Path | None = None
+    ) -> None:
+        """A new segment; the oldest go if there are too many.
+
+        The one before, our own or another's (``after``), is closed, and on disk whatever the
+        settings are: what the new one cuts it to must be there.
+        """
+        await self._synced()
+        before = self._writer
 
         def begun() -> Writer:
+            if before is not None:
+                before.sync()
+            if after is not None:
+                sync_file(after)
             writer = Writer(self.folder, head, standing, *models)
             self._retire(writer.path.name)
             return writer
 
         position = self.appended
-        before, self._writer = self._writer, await self._in_thread(begun)
+        self._writer = await self._in_thread(begun)
         self._before = position
         if before is not None:
             before.close()
-        self._since = _Since(begun=time.monotonic())
-        self._dirty_since = None
+        self._since = _Since(time.monotonic(), self._writer.size)
 
     async def append(
         self, records: Sequence[tuple[Taken | RoundClosed | None, Sequence[Model]]]
@@ -136,7 +148,6 @@ class Recorder:
         self._since.versions += sum(
             one is not None and one.digest is not None for one, _ in records
         )
-        self._dirty_since = self._dirty_since or time.monotonic()
         if self._settings.sync == "interval":
             await self._sync_in_time(writer)
         return [self._before + size for size in sizes]
@@ -156,29 +167,29 @@ class Recorder:
         if newest > writer.path.name:
             raise Fenced(f"another updater has taken over: it writes {self.folder / newest}")
 
-    @property
-    def due_ms(self) -> int:
-        """How long what is not on disk may wait yet."""
-        if self._settings.sync != "interval" or self._dirty_since is None:
-            return _LONG_MS
-        left_s = self._settings.sync_s - (time.monotonic() - self._dirty_since)
-        return max(0, round(1000 * left_s))
-
     async def _sync_in_time(self, writer: Writer) -> None:
         """Begins to write to disk what is due; waits only where the disk does not keep up."""
         if self._syncing is not None and self._syncing.done():
             await self._synced()
-        dirty_s = time.monotonic() - (self._dirty_since or time.monotonic())
-        due = writer.unsynced >= self._settings.sync_bytes or dirty_s >= self._settings.sync_s
-        if due and self._syncing is None:
-            self._dirty_since = None
-            # Beside the appending thread: the next record need not wait for the disk.
-            self._syncing = asyncio.create_task(_run(writer.sync), name="sync")
+        if self._syncing is None:
+            self._now = asyncio.Event()
+            self._syncing = asyncio.create_task(self._sync_after(writer, self._now), name="sync")
+        if writer.unsynced >= self._settings.sync_bytes:
+            self._now.set()
         if writer.unsynced >= 2 * self._settings.sync_bytes:
             await self._synced()
 
+    async def _sync_after(self, writer: Writer, now: asyncio.Event) -> None:
+        """Syncs until all is on disk, beside the appending thread: nobody waits for the disk."""
+        while writer.unsynced:
+            await pause(now, self._settings.sync_s)
+            now.clear()
+            await asyncio.to_thread(writer.sync)
+
     async def _synced(self) -> None:
+        """Has what is due on disk at once. Raises what a sync raised."""
         syncing, self._syncing = self._syncing, None
+        self._now.set()
         if syncing is not None:
             await syncing
 
@@ -188,7 +199,6 @@ class Recorder:
         writer = self._writer
         if writer is not None and writer.unsynced and self._settings.sync != "never":
             await self._in_thread(writer.sync)
-            self._dirty_since = None
 
     async def close(self) -> None:
         """Flushes and closes."""
@@ -232,7 +242,3 @@ class Recorder:
                 for old in reversed(paths[number - 1 :]):  # the oldest first: no gap if we stop
                     old.unlink()
                 return
-
-
-async def _run(work: Callable[[], object]) -> None:
-    await asyncio.to_thread(work)

@@ -40,7 +40,7 @@ from broker.errors import (
 from broker.keys import Keys
 from broker.layout import Layout, Model
 from broker.lease import Lease
-from broker.ledger import Commit, End, Head, Ledger, Run, counted
+from broker.ledger import LOST, Commit, End, Head, Ledger, Run, counted
 from broker.messages import Contribution, Outcome, RoundEnd, Upload, Version, decode
 from broker.streams import BLOCK_MS, Entry, Reader
 from runtime.backoff import pause
@@ -69,6 +69,7 @@ _BATCH = 16  # entries that share a write to the journal, while their models are
 _UNPUBLISHED_S = 600.0  # a model whose version was never committed expires after this
 _LOST_S = 0.1  # between two looks at a Redis that was emptied
 _REMEMBERED = 10_000  # tasks that are recognised when they are found again
+_ROUNDS_REMEMBERED = 1000
 _FINISHED = "run finished"  # the reason of what comes too late for it
 _LARGEST = 1e37  # norm; between models of at most this, no difference overflows float32
 
@@ -187,6 +188,7 @@ class Updater:
         self._time = 0.0  # of its version
         self._kept: dict[str, int] = {}  # blob -> version, oldest first
         self._done: dict[str, End] = {}  # by task, oldest first
+        self._rounds: dict[str, None] = {}  # entries that ended rounds, oldest first
         self._forgotten = 0  # the version at which a task may have ended that is in `_done` no more
         self._counts: dict[str, int] = {}  # of the run, with what is in the journal
         self._unwritten: list[_Change] = []  # not in the journal yet
@@ -221,11 +223,18 @@ class Updater:
 
     async def _step(self) -> None:
         """One entry of the queue, or what has to come before it."""
+        try:
+            await self._next()
+        except OutOfMemory:
+            await self._make_room()
+            raise
+
+    async def _next(self) -> None:
         progress = self._progress
-        if progress is None:
+        if progress is None or self._recorder.head is None:
             await self._recover()
         elif self._lease.number != self._epoch:
-            await self._look_again(progress)
+            await self._compare(progress)
         elif self._pending:
             await self._settle(*self._pending[0])
         elif self._unwritten:
@@ -243,17 +252,13 @@ class Updater:
         """Takes the run up where the journal has it, or makes it."""
         chain = await asyncio.to_thread(segments, self._recorder.folder)
         try:
-            run: Run | None
-            try:
-                run = await self._ledger.run()
-            except NoRun:
-                run = None
+            run, head = await self._seen()
             if chain:
-                await self._resume(chain, run)
-            elif run is None:
+                await self._resume(chain, run, head)
+            elif run is None or head is None:
                 await self._begin()
             elif self._journal.adopt:
-                await self._adopt(run, secrets.token_hex(8))
+                await self._adopt(run, head)
             else:
                 raise ConfigError(
                     f"journal.dir: there is no journal in {self._recorder.folder}, but run "
@@ -264,6 +269,13 @@ class Updater:
             for segment in chain:
                 segment.close()
 
+    async def _seen(self) -> tuple[Run | None, Head | None]:
+        """The run as Redis has it."""
+        try:
+            return await self._ledger.run(), await self._ledger.head()
+        except NoRun:
+            return None, None
+
     async def _begin(self) -> None:
         """A new run: its version 0 is the journal's first record."""
         run, model = await asyncio.to_thread(self._found)
@@ -271,14 +283,13 @@ class Updater:
         progress = Progress(State(0, model))
         self._go_on_from(progress, model.digest(), time.time())
         await self._begin_segment("begun")
-        await self._publish_again("no run")
         self._context.log.info(
-            "run created", strategy=run.strategy, parameters=run.layout.parameters,
+            "run begun", strategy=run.strategy, parameters=run.layout.parameters,
             bytes=run.layout.nbytes,
         )  # fmt: skip
 
-    async def _resume(self, chain: list[Segment], run: Run | None) -> None:
-        """Rebuilds the newest version from the journal, and compares it with what Redis has."""
+    async def _resume(self, chain: list[Segment], run: Run | None, head: Head | None) -> None:
+        """Rebuilds the newest version from the journal."""
         newest = chain[-1]
         self._check_journal(newest.head, run)
         if self._lease.number <= newest.head.epoch and not await self._lease.acquire(
@@ -286,44 +297,38 @@ class Updater:
         ):
             return  # another was quicker: the lease's loop finds out
         began = time.monotonic()
-        head = None if run is None else await self._ledger.head()
         found = await asyncio.to_thread(recovered, newest)
         if found.progress is None:  # recorded without weights: only Redis has the newest model
-            found.progress = await self._from_redis(found, head)
+            if self._journal.adopt and run and head and head.version > found.version:
+                await self._adopt(run, head)
+                return
+            found = await self._from_redis(newest, found, head)
         self._take_over(found, run)
         await self._begin_segment("continued", after=newest, cut=found.end)
         self._context.log.info(
             "recovered", version=found.version, records=found.records,
             torn_bytes=found.torn_bytes, seconds=round(time.monotonic() - began, 3),
         )  # fmt: skip
-        if head is None:
-            await self._publish_again("no run")
-        elif head.version < found.version:
-            await self._publish_again(f"version {head.version}")
-        elif head.version > found.version:
-            self._ahead = head
-            self._context.log.error(
-                "the journal lost its end: making the versions again from the queue",
-                journal=found.version, redis=head.version,
-            )  # fmt: skip
-        elif head.digest != found.digest:
-            raise self._foreign(f"another version {head.version} than the journal")
-        self._kept = await self._ledger.kept()
-        self._epoch = self._lease.number
 
-    async def _from_redis(self, found: Recovered, head: Head | None) -> Progress:
-        """The newest version of a journal without weights; if told to adopt, its checkpoint's."""
+    async def _from_redis(self, newest: Segment, found: Recovered, head: Head | None) -> Recovered:
+        """A journal without weights and the model that Redis has; if told to adopt, its own."""
         before = found.checkpoint
-        if head is not None and head.digest == found.digest:
-            model = Model(before.state.model.layout)
-            await blobs.read(self._client, self._keys.model(head.blob), model, digest=head.digest)
-            return Progress(State(head.version, model), (), head.mean_staleness)
+        if head is not None:
+            # Of the version behind it, that was not published, the queue has the update.
+            until = await asyncio.to_thread(recovered, newest, head.digest)
+            if (until.version, until.digest) == (head.version, head.digest):
+                model = Model(before.state.model.layout)
+                key = self._keys.model(head.blob)
+                await blobs.read(self._client, key, model, digest=head.digest)
+                until.progress = Progress(State(head.version, model), (), head.mean_staleness)
+                return until
         if not self._journal.adopt:
+            there = f"has version {head.version}" if head else "has none"
             raise ConfigError(
                 f"the journal in {self._recorder.folder} was recorded without weights "
-                f"(journal.weights = false), and Redis at {self._client.address} does not have "
-                f"version {found.version}: go on from the checkpoint of version "
-                f"{before.state.version} with --adopt"
+                f"(journal.weights = false) and ends with version {found.version}, Redis at "
+                f"{self._client.address} {there}: go on from Redis's version if it is newer, else "
+                f"from the checkpoint of version {before.state.version}, with --adopt"
             )
         self._context.log.error(
             "going back to a checkpoint's model", model_of=before.state.version,
@@ -331,7 +336,8 @@ class Updater:
         )  # fmt: skip
         found.version, found.digest = found.version + 1, before.state.model.digest()
         found.time, found.made = time.time(), ()
-        return Progress(State(found.version, before.state.model))
+        found.progress = Progress(State(found.version, before.state.model))
+        return found
 
     def _check_journal(self, head: SegmentHead, run: Run | None) -> None:
         """The journal must be this run's. Raises ConfigError."""
@@ -369,25 +375,38 @@ class Updater:
         if run is not None and run.state == "finished":
             self._run = run
         self._finished = self._run.state == "finished"
-        self._done, self._forgotten = found.done, found.forgotten
+        self._done, self._forgotten = {}, found.forgotten
+        self._rounds = dict.fromkeys(found.rounds)
+        for end in found.done.values():
+            self._remember(end)
         self._counts = found.counts
         self._made = found.made
         self._go_on_from(found.progress, found.digest, found.time)
 
-    async def _adopt(self, run: Run, lineage: str) -> None:
-        """No journal, and told to begin one: Redis's newest model is its first record."""
-        head = await self._ledger.head()
-        if head is None:
-            raise BrokerError(f"run {self._keys.name!r} has no version: purge it")
+    async def _adopt(self, run: Run, head: Head) -> None:
+        """Told to go on without what a journal lost: Redis's newest model begins a segment."""
         model = Model(run.layout)
         await blobs.read(self._client, self._keys.model(head.blob), model, digest=head.digest)
-        self._run, self._finished = replace(run, lineage=lineage), run.state == "finished"
+        before = (self._progress, self._digest, self._time, self._made, self._done, self._counts)
+        self._run, self._finished = run, run.state == "finished"
+        # How they ended, nobody knows; that they did, is enough not to use them again.
+        self._done = {
+            upload.task: End(upload.task, upload.attempt, "given_up", LOST, upload.device)
+            for upload in await self._ledger.ended()
+        }
+        self._forgotten = head.version if self._progress is not None else 0
         self._counts = dict((await self._ledger.look()).counts)
+        self._made = ()
         progress = Progress(State(head.version, model), mean_staleness=head.mean_staleness)
         self._go_on_from(progress, head.digest, head.time)
-        await self._begin_segment("adopted")
-        self._context.log.error("a new lineage from Redis's newest model", version=head.version)
-        await self._publish_again("another lineage")
+        self._unwritten = []
+        try:
+            await self._begin_segment("adopted")
+        except BaseException:
+            self._progress, self._digest, self._time, self._made, self._done, self._counts = before
+            raise
+        self._ahead = None
+        self._context.log.error("going on from Redis's newest model", version=head.version)
 
     async def _begin_segment(
         self, why: str, *, after: Segment | None = None, cut: int | None = None
@@ -411,9 +430,10 @@ class Updater:
             done=tuple(tuple(vars(end).values()) for end in self._done.values()),
             forgotten=self._forgotten,
             finished=run.why if self._finished else None, made=self._made,
+            rounds=tuple(self._rounds),
         )  # fmt: skip
         with self._metrics.seconds.labels("checkpoint").time():
-            await self._recorder.begin(head, standing, *models)
+            await self._recorder.begin(head, standing, *models, after=after.path if after else None)
         self._sealed = self._finished
 
     def _go_on_from(self, progress: Progress, digest: str, made_at: float) -> None:
@@ -426,14 +446,34 @@ class Updater:
         self._progress, self._digest, self._time = progress, digest, made_at
         self._metrics.version.set(progress.state.version)
 
-    async def _look_again(self, progress: Progress) -> None:
-        """Redis lost the lease, and we have it again: was that all that Redis lost?"""
-        epoch = self._lease.number
-        head = await self._ledger.head()
-        if head is None or head.version < progress.state.version:
-            await self._publish_again("no run" if head is None else f"version {head.version}")
-        else:
-            self._epoch = epoch
+    async def _compare(self, progress: Progress) -> None:
+        """Is Redis where the journal is? Behind it, or empty, it gets the newest version again."""
+        epoch, mine = self._lease.number, self._run
+        run, head = await self._seen()
+        if run is None or head is None:
+            await self._publish_again("no run")
+            return
+        if mine is not None and run.lineage != mine.lineage:
+            raise self._foreign("a run of another lineage than the journal")
+        if head.version < progress.state.version:
+            await self._publish_again(f"version {head.version}")
+            return
+        if run.state == "finished" and not self._finished:
+            self._end(run)
+        elif run.state != "finished" and self._finished and not self._pending:
+            await self._publish_again("a run that goes on")
+            return
+        if head.version > progress.state.version:
+            if self._ahead is None:
+                self._context.log.error(
+                    "the journal lost its end: making the versions again from the queue",
+                    journal=progress.state.version, redis=head.version,
+                )  # fmt: skip
+            self._ahead = head
+        elif head.digest != self._digest:
+            raise self._foreign(f"another version {head.version} than the journal")
+        self._kept = await self._ledger.kept()
+        self._epoch = epoch
 
     async def _publish_again(self, why: str) -> None:
         """Redis does not have the newest version: it gets it, and of an emptied one the counts."""
@@ -441,12 +481,14 @@ class Updater:
         if run is None or progress is None:
             return
         await self._recorder.check_last()
+        self._ahead = None
         if self._counts:
             self._context.log.error("Redis lost versions: publishing the newest", found=why)
         state = progress.state
         version = Version(
             version=state.version, time=self._time, epoch=epoch, digest=self._digest,
-            blob=f"{state.version}.{epoch}", size=state.model.layout.nbytes, updates=self._made,
+            blob=f"{state.version}.{epoch}.{self._lease.nonce}",
+            size=state.model.layout.nbytes, updates=self._made,
         )  # fmt: skip
         key = self._keys.model(version.blob)
         await blobs.write(self._client, key, state.model, expire_s=_UNPUBLISHED_S)
@@ -467,18 +509,14 @@ class Updater:
 
     async def _read(self, progress: Progress) -> None:
         """What is new in the queue. Nothing: is Redis where we left it, or did it go back?"""
-        if await self._read_new(max(1, min(BLOCK_MS, self._recorder.due_ms))):
+        if await self._read_new(BLOCK_MS):
             return
         await self._recorder.flush()
         if self._retained:
             await self._commit(progress)
             return
-        head = await self._ledger.head()
-        if head is None or head.version < progress.state.version:
-            await self._publish_again("no run" if head is None else f"version {head.version}")
-        elif not self._finished and (run := await self._ledger.run()).state == "finished":
-            self._end(run)
-        elif self._ahead is not None and self._ahead.version > progress.state.version:
+        await self._compare(progress)
+        if self._ahead is not None and self._ahead.version > progress.state.version:
             await self._lost_for_good(self._ahead)
         elif await self._client.call("XLEN", self._keys.queue):
             self._reader.rewind(self._keys.queue)  # what we did is there again
@@ -505,18 +543,9 @@ class Updater:
                 f"{self._client.address} has {head.version}, and the updates between are gone: "
                 "bring the journal's end back, or go on from Redis's newest model: --adopt"
             )
-        self._ahead = None
-        model = Model(self._run.layout) if self._run else None
-        if model is None or self._progress is None:
-            return
-        await blobs.read(self._client, self._keys.model(head.blob), model, digest=head.digest)
-        self._context.log.error(
-            "versions are missing in the journal", after=self._progress.state.version,
-            up_to=head.version,
-        )  # fmt: skip
-        progress = Progress(State(head.version, model), mean_staleness=head.mean_staleness)
-        self._go_on_from(progress, head.digest, head.time)
-        await self._begin_segment("adopted")
+        run, _ = await self._seen()
+        if run is not None:
+            await self._adopt(run, head)
 
     async def _take_batch(self, progress: Progress) -> None:
         """Decides on the next entries, one on top of the other, and writes them to the journal."""
@@ -524,9 +553,13 @@ class Updater:
         finishing = False
         while self._backlog and len(self._unwritten) < most and not finishing:
             change = await self._change(self._backlog[0], progress)
+            if change is not None and self._ahead and not await self._remakes(change, self._ahead):
+                await self._lost_for_good(self._ahead)
+                return
             self._backlog.popleft()
             if change is not None:
                 self._unwritten.append(change)
+                self._decided(change)
                 progress = change.after
                 finishing = change.finish is not None
         if self._unwritten:
@@ -566,14 +599,32 @@ class Updater:
             over = replace(self._run, state="finished", why=change.finish, finished=self._time)
             self._end(over)
         if change.end is not None and change.record is not None:
-            self._remember(change.end)
             self._counts = counted(self._counts, change.end)
         self._metrics.journal.set(self._recorder.appended)
         self._metrics.unsynced.set(self._recorder.appended - self._recorder.safe)
 
+    def _decided(self, change: _Change) -> None:
+        """From now on its entry is known, should it be found again."""
+        if change.record is None:
+            return
+        if change.end is not None:
+            self._remember(change.end)
+        else:
+            self._rounds[change.entry] = None
+            if len(self._rounds) > _ROUNDS_REMEMBERED:
+                del self._rounds[next(iter(self._rounds))]
+
+    async def _remakes(self, change: _Change, ahead: Head) -> bool:
+        """Whether a change can be one that Redis has already, and the journal lost."""
+        version, record = change.version, change.record
+        if version is not None and version.version <= ahead.version:
+            return await self._ledger.digest(version.version) == version.digest
+        # An update on a version that is not made yet: others are missing before it.
+        return not (isinstance(record, Taken) and record.upload.tau > record.version)
+
     def _remember(self, end: End) -> None:
         self._done[end.task] = end
-        if len(self._done) > _REMEMBERED:
+        while len(self._done) > _REMEMBERED:
             oldest = self._done.pop(next(iter(self._done)))
             self._forgotten = max(self._forgotten, oldest.version or 0)
 
@@ -587,8 +638,11 @@ class Updater:
             await self._ledger.bury(self._keys.queue, "", entry, str(error))
             return None
         if isinstance(message, RoundEnd):
+            if entry.id in self._rounds:
+                return _Change(entry.id, None, (), before)
             return self._round_end(entry, message, before)
         if message.task in self._done:
+            await self._unfetch(entry)
             return self._done_before(entry, message, before)
         refusal, update = await self._checked(entry, message, before.state)
         if update is None:
@@ -631,7 +685,7 @@ class Updater:
     def _refusal(self, upload: Upload, state: State) -> str:
         """Why an update is refused for what it says of itself; '' if it is not."""
         limit = self._strategy.max_staleness
-        if self._finished:
+        if self._is_over(state.version):
             return _FINISHED
         if upload.tau > state.version:
             return "unknown base"
@@ -664,7 +718,7 @@ class Updater:
 
     def _fetch_ahead(self, layout: Layout, place: int) -> None:
         """Begins to read an update of the backlog: one, so that memory stays at four models."""
-        if len(self._backlog) <= place or self._fetches or self._finished:
+        if len(self._backlog) <= place or self._fetches:
             return
         following = self._backlog[place]
         try:
@@ -716,13 +770,11 @@ class Updater:
 
     def _round_end(self, entry: Entry, message: RoundEnd, before: Progress) -> _Change:
         """The end of a round: a version of what has arrived, unless it was made already."""
-        if self._finished:
-            step = Step(before)
-        else:
-            step = close_round(self._strategy, before, message.version)
+        late = self._is_over(before.state.version)
+        step = Step(before) if late else close_round(self._strategy, before, message.version)
         version, finish = self._version(step), self._end_of_run(step)
         record = RoundClosed(
-            entry=entry.id, round=message.version, why=message.why, late=self._finished,
+            entry=entry.id, round=message.version, why=message.why, late=late,
             version=step.after.state.version, digest=version.digest if version else None,
             time=version.time if version else time.time(), received=entry.time,
             finished=finish, counts=self._counts,
@@ -762,9 +814,14 @@ class Updater:
             digest = state.model.digest()
         return Version(
             version=state.version, time=time.time(), epoch=epoch, parent=state.version - 1,
-            digest=digest, blob=f"{state.version}.{epoch}", size=state.model.layout.nbytes,
-            updates=step.made,
+            digest=digest, blob=f"{state.version}.{epoch}.{self._lease.nonce}",
+            size=state.model.layout.nbytes, updates=step.made,
         )  # fmt: skip
+
+    def _is_over(self, version: int) -> bool:
+        """Whether the run ended before ``version`` has a successor; a lost end is made again."""
+        made_before = self._ahead is not None and version < self._ahead.version
+        return self._finished and not made_before
 
     def _end_of_run(self, step: Step) -> str | None:
         version = step.after.state.version
@@ -786,14 +843,13 @@ class Updater:
         """Publishes and commits what the journal has; trouble leaves it pending."""
         publish = change.version
         if self._ahead is not None and publish is not None:
-            publish = await self._unless_published(publish, self._ahead)
+            if publish.version <= self._ahead.version:
+                publish = None  # Redis has this very version
+            else:
+                self._ahead = None
         with self._metrics.seconds.labels("publish").time():
-            try:
-                ahead = await self._prepared(publish, change.after.state.model)
-                done = await self._commit(change.after, change, position, publish, ahead)
-            except OutOfMemory:
-                await self._make_room()
-                raise
+            ahead = await self._prepared(publish, change.after.state.model)
+            done = await self._commit(change.after, change, position, publish, ahead)
         if done:
             self._adopt_change(change, publish)
 
@@ -836,8 +892,8 @@ class Updater:
                     self._counts = counted(self._counts, pending.end)
             for blob in commit.retired:
                 self._kept.pop(blob, None)
-            if done.finished and not self._finished:
-                self._end(await self._ledger.run())
+            if done.finished != self._finished and len(self._pending) < 2:
+                self._epoch = 0  # somebody ended it, or Redis forgot that it ended: compare
         elif done.what == "unwritten":
             self._written = ""  # it expired while Redis was away, or never got there
         elif done.what == "lost":
@@ -850,16 +906,6 @@ class Updater:
         """The run is over: by its last version, or because somebody said so."""
         self._run, self._finished = run, True
         self._context.log.info("run finished", why=run.why)
-
-    async def _unless_published(self, version: Version, ahead: Head) -> Version | None:
-        """None if Redis has this very version. Raises ConfigError if it has another."""
-        if version.version > ahead.version:
-            self._ahead = None
-            return version
-        digest = await self._ledger.digest(version.version)
-        if digest not in (None, version.digest):
-            raise self._foreign(f"another version {version.version} than the journal")
-        return None
 
     async def _write_ahead(self, change: _Change) -> None:
         """Writes a large model while its update is being journalled."""
@@ -900,6 +946,7 @@ class Updater:
 
     async def _make_room(self) -> None:
         """Redis is full: frees all models but the newest before anything is written again."""
+        self._kept = self._kept or await self._ledger.kept()
         older = list(self._kept)[:-1]
         if older and await self._ledger.retire(self._lease.token, older) == "done":
             self._context.log.warning("Redis is full: older models removed", models=len(older))

@@ -11,7 +11,11 @@ redis.call('PERSIST', key.blob)
 if emptied then
   for name, n in pairs(a.counts) do redis.call('HINCRBY', key.counts, name, n) end
 end
+local state, why, finished = unpack(redis.call('HMGET', key.run, 'state', 'why', 'finished'))
 redis.call('HSET', key.run, unpack(a.run))
+if state == 'finished' then -- somebody ended it meanwhile: it stays ended
+  redis.call('HSET', key.run, 'state', state, 'why', why, 'finished', finished)
+end
 redis.call('HSET', key.head, unpack(a.head))
 redis.call('HSET', key.lineage, a.version, a.digest)
 redis.call('ZADD', key.kept, a.version, a.blob)

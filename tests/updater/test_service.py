@@ -344,7 +344,8 @@ async def test_a_restarted_updater_goes_on_where_the_first_was(make: Any, hand: 
     async with running(make(), context()):
         await hand.reaches(2)
     *_, version = await hand.published()
-    assert (version.epoch, version.blob, version.parent) == (2, "2.2", 1)
+    assert (version.epoch, version.parent) == (2, 1)
+    assert version.blob.startswith("2.2.")
     assert (await hand.model(version)).floats.tolist() == [3, 3, 3, 3]
     await hand.balanced()
 
@@ -512,7 +513,9 @@ async def test_it_keeps_the_newest_models_by_count(
             await hand.reaches(number)
         assert list((await hand.ledger.kept()).values()) == [3, 4, 5]
         names = await client.call("KEYS", keys.model("*"))
-        assert {name.decode() for name in names} == {keys.model(f"{n}.1") for n in (3, 4, 5)}
+        assert {name.decode() for name in names} == {
+            keys.model(version.blob) for version in (await hand.published())[3:]
+        }
         oldest, *_ = await hand.published()
         with pytest.raises(BlobMissing):
             await hand.model(oldest)
