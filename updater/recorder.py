@@ -28,6 +28,8 @@ from updater.journal import (
 
 T = TypeVar("T")
 
+_STEP_NS = 1_000_000_000
+
 
 @dataclass
 class _Since:
@@ -47,6 +49,7 @@ class Recorder:
         self._writer: Writer | None = None
         self._before = 0  # position at which the segment begins
         self._since = _Since()
+        self._looked_at = 0  # the folder's time of change when it was listed
         self._syncing: asyncio.Task[None] | None = None
         self._now = asyncio.Event()  # set: it need not wait any longer
         self._appending = ThreadPoolExecutor(1, "journal")
@@ -162,6 +165,11 @@ class Recorder:
             await self._in_thread(lambda: self._check_last(writer))
 
     def _check_last(self, writer: Writer) -> None:
+        changed = self.folder.stat().st_mtime_ns
+        if changed == self._looked_at:
+            return  # a listing takes as long as a record, where there are many segments
+        # A file system's clock has steps: a change this recent may hide another one.
+        self._looked_at = changed if time.time_ns() - changed > _STEP_NS else 0
         names = (path.name for path in self.folder.iterdir())
         newest = max((name for name in names if name.endswith(SUFFIX)), default="")
         if newest > writer.path.name:

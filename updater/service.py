@@ -235,10 +235,10 @@ class Updater:
             await self._recover()
         elif self._lease.number != self._epoch:
             await self._compare(progress)
-        elif self._pending:
-            await self._settle(*self._pending[0])
         elif self._unwritten:
-            await self._record()
+            await self._go_on()
+        elif self._pending and not self._may_wait(progress):
+            await self._settle(*self._pending[0])
         elif self._recorder.is_full or self._finished != self._sealed:
             await self._begin_segment("continued")
         elif not self._backlog:
@@ -562,8 +562,26 @@ class Updater:
                 self._decided(change)
                 progress = change.after
                 finishing = change.finish is not None
-        if self._unwritten:
-            await self._record()
+
+    def _may_wait(self, progress: Progress) -> bool:
+        """Whether the next updates are decided on before these are committed: small models only,
+        of which there may be more than four in memory."""
+        small = progress.state.model.layout.nbytes <= blobs.CHUNK
+        return bool(self._backlog) and small and self._ahead is None
+
+    async def _go_on(self) -> None:
+        """Writes to the journal what was decided on, and commits what is there: side by side."""
+        troubles = await asyncio.gather(
+            self._record(), self._settle_all(list(self._pending)), return_exceptions=True
+        )
+        for trouble in troubles:
+            if trouble is not None:
+                raise trouble
+
+    async def _settle_all(self, recorded: Sequence[tuple[_Change, int]]) -> None:
+        for change, position in recorded:
+            if not await self._settle(change, position):
+                return  # the rest comes to nothing without it
 
     async def _record(self) -> None:
         """Writes what was decided on to the journal; from then on it has happened.
@@ -839,8 +857,8 @@ class Updater:
 
     # making it so in Redis
 
-    async def _settle(self, change: _Change, position: int) -> None:
-        """Publishes and commits what the journal has; trouble leaves it pending."""
+    async def _settle(self, change: _Change, position: int) -> bool:
+        """Publishes and commits what the journal has; trouble leaves it pending: whether it is."""
         publish = change.version
         if self._ahead is not None and publish is not None:
             if publish.version <= self._ahead.version:
@@ -852,6 +870,7 @@ class Updater:
             done = await self._commit(change.after, change, position, publish, ahead)
         if done:
             self._adopt_change(change, publish)
+        return done
 
     async def _commit(
         self,
@@ -899,7 +918,7 @@ class Updater:
         elif done.what == "lost":
             await pause(self._context.stop, _LOST_S)  # until the lease is taken again
         else:
-            await self._publish_again(done.what)
+            self._epoch = 0  # Redis is behind: compare
         return done.what == "done"
 
     def _end(self, run: Run) -> None:
