@@ -199,7 +199,7 @@ def run(
         redis__url=redis, task__data_root=data_root,
     )  # fmt: skip
     plan = local.Plan(
-        settings,
+        local.without_lost_redis(settings, config),
         out=out or local.default_out(settings.run.name, datetime.now().astimezone()),
         trainers=trainers,
         port=port,
@@ -243,7 +243,8 @@ def top(
 def replay(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="of a run, or its journal")],
     begin: Annotated[
-        int | None, typer.Option("--from", min=0, metavar="V", help="begin behind this version")
+        int | None,
+        typer.Option("--from", min=0, metavar="V", help="only what came after version V"),
     ] = None,
     until: Annotated[
         int | None, typer.Option(min=0, metavar="V", help="stop at this version")
@@ -261,13 +262,17 @@ def replay(
         typer.Option(
             min=0,
             metavar="N",
-            help="measure so often, and the last; 0: never (about 10 times with another rule)",
+            help="measure every N-th version and the last; 0: none. If not given: none, or about "
+            "10 if another rule is replayed",
         ),
     ] = None,
     task: Annotated[
         str | None, typer.Option(metavar="TASK", help="instead of the run's, to measure by")
     ] = None,
-    config: Config = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", metavar="FILE", help="instead of the run's own run.toml"),
+    ] = None,
     data_root: Annotated[
         str | None, typer.Option(metavar="DIR", help="of data sets; else FEDSTREAM_DATA")
     ] = None,
@@ -279,16 +284,28 @@ def replay(
         str | None,
         typer.Option(metavar="URL", help="feed the updates to coordinator and updater there"),
     ] = None,
-    run: RunName = None,
+    run: Annotated[
+        str | None,
+        typer.Option("--run", metavar="NAME", help="with --redis: the run there, not run.name"),
+    ] = None,
     speed: Annotated[
-        float, typer.Option(min=1e-3, metavar="X", help="with --redis: times as fast as it was")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            min=1e-3,
+            metavar="X",
+            help="with --redis: at most X times as fast as it was; 1 if not given",
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a run's versions again from its journal, and compare them bit for bit.
 
-    With --set or --without: by another rule on the same updates, beside the recorded one. With
-    --redis: the recorded updates go through live services, which have no scheduler and no trainers.
+    With --set or --without: by another rule on the same updates, beside the recorded one. Nobody is
+    trained again: --without keeps what the other devices' recorded updates inherited from the one
+    that is left out.
+
+    With --redis: the recorded updates go through live services, which have no scheduler and no
+    trainers.
 
     Exit codes: 0 identical, 1 not identical or damaged, 2 a wrong command line.
     """
@@ -303,12 +320,15 @@ def replay(
                 "--redis feeds all updates as they were: without --from, --until, --set, --without"
             )
         settings = _settings(config, None, redis__url=redis, run__name=run)
-        fed = feed.feed(settings, page.journal_of(folder), speed)
+        fed = feed.feed(settings, page.journal_of(folder), 1.0 if speed is None else speed)
         if as_json:
             typer.echo(report.as_json(feed.numbers(fed)))
         else:
             feed.show(fed)
         return
+    for option, value in (("--run", run), ("--speed", speed)):
+        if value is not None:
+            raise ConfigError(f"{option} is for --redis URL, which is not given")
     code = page.replay(
         folder, begin=begin, until=until, every=evaluate_every, sets=sets or (),
         without=without or (), config=config,

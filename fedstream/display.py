@@ -59,6 +59,11 @@ def pace(view: View, history: History, now: float) -> str:
     return f"{shown} versions/s, {duration(left / rate)} left"
 
 
+def short(task: str) -> str:
+    """A task's name without the folders of its file."""
+    return task.rpartition("/")[2]
+
+
 def doing(view: View | None, history: History, now: float, *, stopping: bool) -> str:
     """What goes on: the pace, unless the services are not there yet, or not any more."""
     if stopping:
@@ -77,7 +82,7 @@ def figures(view: View, history: History) -> str:
     if view.run.state == "running":  # afterwards nobody trains: these say nothing
         parts += [
             f"open {len(view.open)}",
-            f"queue {view.queue}",
+            f"queue {view.backlog}",
             f"trainers {view.trainers}",
         ]
     for outcome in ("refused", "dead"):

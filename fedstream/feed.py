@@ -2,7 +2,8 @@
 
 The feeder is scheduler and trainers at once: it opens a task for each recorded update and answers
 it with the recorded bytes, once the live run has the version that it was trained from. So an update
-is as stale as it was. What coordinator and updater make of it is theirs.
+is as stale as it was. What coordinator and updater make of it is theirs. The next tasks are open by
+then: only the way of an answer takes time.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
@@ -41,10 +43,23 @@ from updater.rebuild import is_used, recorded
 IN_FLIGHT = 4  # tasks
 _LEASE_S = 5.0
 _EXPIRE_S = 600.0  # of an update that is written and not admitted
-_LOOK_S = 0.005  # between two looks at a run whose tasks are all in flight
+_LOOK_S = 1.0  # between two looks at a run in which nothing happens
+_CLOSED_S = 0.01  # between two looks at a round that ends: one without updates is no news
+_GIVEN_MS = 50  # to wait for a task that was opened
 _NAME = "replay"
 
 Recorded: TypeAlias = tuple[Segment, Record, Taken | RoundClosed]
+
+
+@dataclass
+class _Open:
+    """A task of ours."""
+
+    segment: Segment
+    record: Record
+    message: Taken
+    entry: Entry | None = None  # once it was given to us
+    answered: bool = False
 
 
 class Feeder:
@@ -64,7 +79,9 @@ class Feeder:
         self._todo = self._records()
         self._next = next(self._todo, None)
         self._trigger: Trigger | None = None  # of the next one
-        self._open: dict[str, tuple[Segment, Record, Upload]] = {}  # by task
+        self._open: dict[str, _Open] = {}  # by task, in the order of the journal
+        self._wait_s = 0.0  # until there is more to do, unless there is news
+        self._closing = False  # a round, and the live run has not done so yet
         self._offset = 0  # of the live run's versions from the recorded ones
         self._began: tuple[float, float] | None = None  # on our clock, and on the queue's then
         self._unsure = True  # whether we hold tasks that we don't know of
@@ -102,108 +119,172 @@ class Feeder:
     async def _work(self) -> None:
         try:
             await repeat(self._context, "feed", self._step)
-            self._after = await self._ledger.look()
+            await self._look_last()
         except Unavailable as error:
             self._context.log.warning("the last outcomes are not counted", reason=str(error))
         finally:
             self._context.stop.set()
 
+    async def _look_last(self) -> None:
+        """Counts the outcomes, once what was answered has one."""
+        until = time.monotonic() + _LOOK_S
+        view = await self._ledger.look()
+        while self._is_waiting(view) and (left := until - time.monotonic()) > 0:
+            _, view = await self._ledger.look_after(view, block_ms=max(1, round(1000 * left)))
+        self._before, self._after = self._before or view, view
+
+    def _is_waiting(self, view: View) -> bool:
+        """Whether an answer has no outcome yet."""
+        there = {trigger.task for trigger in view.open}
+        return any(task.answered and name in there for name, task in self._open.items())
+
     async def _step(self) -> bool:
-        """Opens the next task if it is time, and answers those that came: whether all is done."""
+        """Answers what can be answered and opens what is due: whether all is done."""
         try:
-            view = await self._ledger.look()
+            view = await self._look()
         except NoRun:
             await pause(self._context.stop, 0.2)
             return False
         self._before, self._after = self._before or view, view
+        self._forget_ended(view)
         if view.run.state == "finished" or (self._next is None and not view.open):
             return True
-        wait_s = await self._advance(view)
         try:
-            for entry in await self._given(round(1000 * wait_s)):
-                await self._answer(entry)
+            self._wait_s = await self._open_next(view)
+            await self._receive()
+            await self._answer(view)
         except FedstreamError:
             self._unsure = True
             raise
         return False
 
-    async def _advance(self, view: View) -> float:
-        """The next record, if it is its time: seconds until there may be something to do."""
-        if self._next is None or len(view.open) >= IN_FLIGHT:
-            return _LOOK_S
-        segment, record, message = self._next
+    async def _look(self) -> View:
+        """The run, at once if there may be something to do, else when there is news of it."""
+        if self._after is None or self._unsure or self._waits_for_task or self._wait_s <= 0:
+            return await self._ledger.look()
+        block_ms = max(1, round(1000 * min(self._wait_s, _LOOK_S)))
+        return (await self._ledger.look_after(self._after, block_ms=block_ms))[1]
+
+    @property
+    def _waits_for_task(self) -> bool:
+        """Whether the next to be answered was not given to us yet."""
+        mine = (task for task in self._open.values() if not task.answered)
+        first = next(mine, None)
+        return first is not None and first.entry is None
+
+    def _forget_ended(self, view: View) -> None:
+        there = {trigger.task for trigger in view.open}
+        for name, task in list(self._open.items()):
+            if name not in there:
+                if not task.answered and view.run.state != "finished":  # that reply was lost
+                    self.recorded[task.message.outcome] += 1
+                del self._open[name]
+
+    def _due_s(self, message: Taken | RoundClosed) -> float:
+        """Seconds until it is time for a record."""
         now = time.monotonic()
         self._began = self._began or (now, message.received)
-        due_s = self._began[0] + (message.received - self._began[1]) / self._speed - now
-        if due_s > 0:
-            return min(due_s, _LOOK_S if view.open else 1.0)
-        if isinstance(message, RoundClosed):
-            if not view.open:  # all that came before has arrived
+        return self._began[0] + (message.received - self._began[1]) / self._speed - now
+
+    async def _open_next(self, view: View) -> float:
+        """Opens tasks that are due; ends a round when all that came before has arrived.
+
+        Seconds until there is more to do, unless there is news before.
+        """
+        if self._closing and (view.triggers or view.backlog):
+            return _CLOSED_S
+        self._closing = False
+        issued, room = view.issued, IN_FLIGHT - len(view.open)
+        while self._next is not None:
+            segment, record, message = self._next
+            if (due_s := self._due_s(message)) > 0:
+                return due_s
+            if isinstance(message, RoundClosed):
+                if view.open or self._open:
+                    return _LOOK_S
                 closing = CloseRound(version=view.head.version, tasks=(), why=message.why)
                 await self._ledger.ask(closing)
-                self._next = next(self._todo, None)
-            return _LOOK_S
-        upload, head = message.upload, view.head.version
-        if not view.open:  # whatever the live run did otherwise
-            self._offset = head - upload.tau - message.staleness
-        tau = max(0, upload.tau + self._offset)
-        if head >= tau:
-            await self._open_task(view, segment, record, upload.model_copy(update={"tau": tau}))
+                self._next, self._closing = next(self._todo, None), True
+                return _CLOSED_S
+            trigger = self._trigger = self._trigger or self._triggering(message.upload)
+            if trigger not in view.open:  # else it was opened, and the reply was lost
+                if room <= 0:
+                    return _LOOK_S
+                if not await self._ledger.trigger(self._lease.token, IN_FLIGHT, issued, [trigger]):
+                    return 0.0
+                issued, room = issued + 1, room - 1
+            self._open[trigger.task] = _Open(segment, record, message)
+            self._next, self._trigger = next(self._todo, None), None
         return _LOOK_S
 
-    async def _open_task(
-        self, view: View, segment: Segment, record: Record, upload: Upload
-    ) -> None:
-        if self._trigger is None:
-            self._trigger = Trigger(
-                task=task_id(time.time_ns() // 1_000_000), device=upload.device, seed=0,
-                steps=max(1, upload.steps), why=f"replay of {upload.task}",
-            )  # fmt: skip
-        trigger = self._trigger
-        opened = await self._ledger.trigger(self._lease.token, IN_FLIGHT, view.issued, [trigger])
-        # A repetition after a lost reply opens nothing, and finds the task in the view.
-        if opened or trigger in view.open:
-            self._open[trigger.task] = (segment, record, upload)
-            self._next, self._trigger = next(self._todo, None), None
+    @staticmethod
+    def _triggering(upload: Upload) -> Trigger:
+        return Trigger(
+            task=task_id(time.time_ns() // 1_000_000), device=upload.device, seed=0,
+            steps=max(1, upload.steps), why=f"replay of {upload.task}",
+        )  # fmt: skip
 
-    async def _given(self, block_ms: int) -> list[Entry]:
-        """Tasks to answer, those first that were given to us before trouble."""
+    async def _receive(self) -> None:
+        """Takes the tasks that are given to us, those first that were before trouble."""
+        entries: list[Entry] = []
         if self._unsure:
             await self._tasks.ensure()
             entries, _ = await self._tasks.claim(
-                idle_ms=0, most=1 << 30, own=True, quiet=True, count=IN_FLIGHT
+                idle_ms=0, most=1 << 30, own=True, quiet=True, count=1000
             )
             self._unsure = False
-            if entries:
-                return entries
-        return await self._tasks.read(count=IN_FLIGHT, block_ms=max(1, block_ms))
+        if not entries and any(task.entry is None for task in self._open.values()):
+            block_ms = _GIVEN_MS if self._waits_for_task else 0
+            entries = await self._tasks.read(count=IN_FLIGHT, block_ms=block_ms)
+        for entry in entries:
+            name = Task.decode(entry.data).task
+            if name not in self._open:
+                raise FedstreamError(
+                    f"run {self._keys.name!r} has a task that the replay did not open: feed a run "
+                    "that has no scheduler, begun anew"
+                )
+            self._open[name].entry = entry
 
-    async def _answer(self, entry: Entry) -> None:
-        """Answers a task with the recorded update."""
-        task = Task.decode(entry.data)
-        if task.task not in self._open:
-            raise FedstreamError(
-                f"run {self._keys.name!r} has a task that the replay did not open: feed a run that "
-                "has no scheduler, begun anew"
-            )
-        segment, record, original = self._open[task.task]
-        base = await self._ledger.digest(original.tau)
-        model = await asyncio.to_thread(_loaded, segment, record)
-        upload = original.model_copy(
-            update={
-                "task": task.task, "attempt": _NAME, "trainer": _NAME, "base": base or "forgotten",
-            }
-        )  # fmt: skip
+    async def _answer(self, view: View) -> None:
+        """Answers the tasks, in their order, whose versions the run has."""
+        head = view.head
+        waiting = self._is_waiting(view)
+        for name, task in self._open.items():
+            if task.answered:
+                continue
+            if task.entry is None:
+                return
+            upload = task.message.upload
+            if not waiting:  # whatever the live run did otherwise
+                self._offset = head.version - upload.tau - task.message.staleness
+            tau = max(0, upload.tau + self._offset)
+            if tau > head.version:
+                return
+            base = head.digest if tau == head.version else await self._ledger.digest(tau)
+            said = await self._say(
+                task, task.entry,
+                upload.model_copy(
+                    update={
+                        "task": name, "attempt": _NAME, "trainer": _NAME, "tau": tau,
+                        "base": base or "forgotten",
+                    }
+                ),
+            )  # fmt: skip
+            if said == "unwritten":  # it expired meanwhile: the task is still ours
+                self._unsure = True
+                return
+            task.answered = waiting = True
+            self.recorded[task.message.outcome] += 1
+
+    async def _say(self, task: _Open, entry: Entry, upload: Upload) -> str:
+        """Sends the recorded update: what came of that."""
+        model = await asyncio.to_thread(_loaded, task.segment, task.record)
         ahead = await blobs.prepare(
             self._client, self._keys.update(upload.blob), model, expire_s=_EXPIRE_S
         )
-        said = await self._ledger.answer(
+        return await self._ledger.answer(
             self._tasks.stream, TRAINERS, entry, upload, expire_s=_EXPIRE_S, ahead=ahead
         )
-        if said == "unwritten":  # it expired meanwhile: the task is still ours
-            self._unsure = True
-        elif isinstance(record.message, Taken):
-            self.recorded[record.message.outcome] += 1
 
 
 def _loaded(segment: Segment, record: Record) -> Model:

@@ -80,13 +80,15 @@ def _range(text: str | None) -> tuple[int | None, int | None]:
 def _from(chain: list[Segment], version: int) -> list[Segment]:
     """The segments in which records of this version or later are. Raises JournalError if the
     journal does not have it."""
-    from updater.inspection import newest, since
+    from updater.inspection import entries, newest, since
     from updater.journal import JournalError
 
     since(chain, version)
-    if version > (there := newest(chain)):
+    last = chain[-1]
+    later = (entry for _, entry in entries(last, None) if entry.version >= version)
+    if version > last.standing.version and next(later, None) is None:
         raise JournalError(
-            f"{chain[0].path.parent}: version {version} is not there: the newest is {there}"
+            f"{last.path.parent}: version {version} is not there: the newest is {newest(chain)}"
         )
     # The record that made it may be the last of the segment before the one that begins with it.
     return list(since(chain, max(version - 1, chain[0].standing.version)))
@@ -102,11 +104,15 @@ def _in_one_line(value: Any) -> str:
 def verify(
     path: Dir,
     models: Annotated[
-        bool, typer.Option("--models/--no-models", help="rebuild and compare every model")
+        bool, typer.Option("--models/--no-models", help="rebuild every version and compare it")
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Read every byte that counts and compare it with its checksum or digest.
+    """Read the journal and compare it with what it says of itself.
+
+    Each message with its checksum, the bytes of each update with its digest, the versions' numbers
+    with one another, and each segment's beginning with the end of the one before; and unless
+    --no-models, every version is rebuilt: its outcomes, weights and digest must come out again.
 
     Exit codes: 0 all is whole (a torn tail, as a crash leaves it, is), 1 something is damaged.
     """

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from sys import stderr
 from typing import TYPE_CHECKING
 
-from broker.errors import DataError, FedstreamError
+from broker.errors import DataError, FedstreamError, LayoutMismatch
 from broker.layout import Model
 from trainer.task import load_task
 from updater.inspection import Move, distance, history, newest, since
@@ -138,6 +138,24 @@ def _cause(message: Taken, move: Move) -> Cause:
 
 def judge(settings: Settings, metric: str) -> Measure:
     """Measures models by a metric of the task, on its test data. Raises ConfigError, DataError."""
+    metrics_of, name = measuring(settings), settings.task.name
+    if metrics_of is None:
+        raise DataError(f"task {name!r} has no test data to measure a model by")
+
+    def measure(version: int, model: Model) -> float:
+        metrics = metrics_of(version, model)
+        if metric not in metrics:
+            raise DataError(f"task {name!r} has no metric {metric!r}: it has {', '.join(metrics)}")
+        return metrics[metric]
+
+    return measure
+
+
+def measuring(settings: Settings) -> Callable[[int, Model], dict[str, float]] | None:
+    """The task's metrics of a version's model on its test data; None where it has none.
+
+    Raises ConfigError, DataError.
+    """
     import torch
 
     from trainer import vector
@@ -148,15 +166,19 @@ def judge(settings: Settings, metric: str) -> Measure:
         task = load_task(name, settings.task)
         data, module = task.test_data(), task.model()
     if data is None:
-        raise DataError(f"task {name!r} has no test data to measure a model by")
+        return None
 
-    def measure(version: int, model: Model) -> float:
-        vector.load(model, module)
+    def measure(version: int, model: Model) -> dict[str, float]:
         with redirect_stdout(stderr), _told(f"task {name!r}: metrics() of version {version}"):
+            try:
+                vector.load(model, module)
+            except LayoutMismatch as error:
+                raise DataError(
+                    f"task {name!r} is not what this journal was trained on: its model has other "
+                    "tensors"
+                ) from error
             metrics = task.metrics(module, data)
-        if metric not in metrics:
-            raise DataError(f"task {name!r} has no metric {metric!r}: it has {', '.join(metrics)}")
-        return float(metrics[metric])
+        return {key: float(value) for key, value in metrics.items()}
 
     return measure
 

@@ -46,11 +46,15 @@ class Filter:
     first: int | None = None  # version
     last: int | None = None
 
+    def is_past(self, message: Standing | Entry) -> bool:
+        """Whether nothing is shown from here on, in this segment."""
+        return self.last is not None and message.version > self.last
+
     def takes(self, message: Standing | Entry) -> bool:
         """Whether a record is shown; a standing is no device's, and no outcome."""
         if self.first is not None and message.version < self.first:
             return False
-        if self.last is not None and message.version > self.last:
+        if self.is_past(message):
             return False
         if isinstance(message, Taken):
             wanted = not self.devices or message.upload.device in self.devices
@@ -61,20 +65,25 @@ class Filter:
 def lines(chain: Sequence[Segment], wanted: Filter) -> Iterator[Line]:
     """Standings and records in order, as far as they are wanted; no payload is read.
 
-    Raises JournalError, at the end also for a device that never took part.
+    Raises JournalError, at the end also for a device that never took part in what was read.
     """
     missing = set(wanted.devices)
     for segment, cut in cuts(chain):
+        if wanted.is_past(segment.standing):
+            continue  # and not the end: an adopted model may be of an earlier version
         if wanted.takes(segment.standing):
             yield segment, segment.standing_record, segment.standing
         for record, entry in entries(segment, cut):
+            if wanted.is_past(entry):
+                break
             if isinstance(entry, Taken):
                 missing.discard(entry.upload.device)
             if wanted.takes(entry):
                 yield segment, record, entry
     if missing:
+        when = "" if wanted.first is None else " in these versions"
         raise JournalError(
-            f"{chain[0].path.parent}: device {min(missing)} never took part (the run has "
+            f"{chain[0].path.parent}: device {min(missing)} never took part{when} (the run has "
             f"{chain[-1].head.devices} devices)"
         )
 

@@ -73,10 +73,15 @@ class History:
             self._forget(self.versions)
             self._times.append(version.time)
 
+    def recall(self, number: int, made: Made) -> None:
+        """A version of before, as the journal has it."""
+        self.versions[number] = made
+        self._forget(self.versions)
+
     def tell(self, event: Event) -> None:
         """An event."""
         if event.what == "evaluation" and event.version is not None:
-            self._measure(event.version, event.metrics or {})
+            self.measure(event.version, event.metrics or {})
         elif event.what == "error":
             if event.device is None:  # the evaluator's
                 self.tried = event.version
@@ -91,7 +96,8 @@ class History:
             self.refused += 1
         self.events.append(event)
 
-    def _measure(self, version: int, metrics: dict[str, float]) -> None:
+    def measure(self, version: int, metrics: dict[str, float]) -> None:
+        """A version was measured, or there was nothing to measure it by."""
         self.tried = version
         if not metrics:  # the task has none to offer
             return

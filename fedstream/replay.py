@@ -29,6 +29,7 @@ from fedstream.run import CONFIG, JOURNAL, usable
 from runtime.config import load
 from updater.journal import JournalError, SegmentHead, segments
 from updater.mixing import BLOCK, norm
+from updater.rebuild import is_used
 from updater.replay import Moment, Replayer
 from updater.strategies import FedAsyncSettings, FedAvgSettings, StrategySettings
 
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Metrics = dict[str, float]
+Measure = Callable[[int, Model], Metrics]
 Rule = FedAsyncSettings | FedAvgSettings
 
 TABLE = "replay.csv"
@@ -142,6 +144,8 @@ class Outcome:
     records: int = 0
     made: int = 0  # versions, as recorded
     identical: int = 0
+    updates: dict[str, int] = field(default_factory=dict)  # what another rule did with them
+    distance: float | None = None  # of its last model from the recorded one
     checkpoints: int = 0
     adopted: list[int] = field(default_factory=list)
     torn: str | None = None
@@ -155,27 +159,16 @@ class Outcome:
         return f"{self.identical} of {self.made} versions identical"
 
 
+def _measure(settings: Settings) -> Measure | None:
+    from fedstream.journal_bisect import measuring
+
+    return measuring(settings)
+
+
 def distance(one: Model, other: Model) -> float:
     """Euclidean, over parameters and floating-point buffers."""
     parts = (slice(at, at + BLOCK) for at in range(0, one.layout.floats, BLOCK))
     return hypot(*(norm(one.floats[part] - other.floats[part]) for part in parts))
-
-
-def measuring(settings: Settings) -> Callable[[Model], Metrics]:
-    """The task's metrics on its test data; nothing where it has none."""
-    from fedstream.services import task_of
-    from trainer import vector
-
-    task = task_of(settings)
-    data, module = task.test_data(), task.model()
-
-    def measure(model: Model) -> Metrics:
-        if data is None:
-            return {}
-        vector.load(model, module)
-        return {name: float(value) for name, value in task.metrics(module, data).items()}
-
-    return measure
 
 
 def replay(
@@ -203,14 +196,12 @@ def replay(
         end = replayer.newest if until is None else until
         if every is None:
             every = max(1, (end - replayer.begin) // _POINTS) if other else 0
-        measure = measuring(settings_of(folder, config, task)) if every else None
+        measure = _measure(settings_of(folder, config, task)) if every else None
         with progress(replayer.begin, end, quiet=as_json) as step:
             found = follow(replayer, every, measure, step)
         files: list[Path] = []
         if files_in is not None and found.points:
-            changes = [*sets, *(f"without {item}" for item in without)]
-            title = f"{replayer.head.run}, replayed with {', '.join(changes)}"
-            files = write(files_in, title, found.points)
+            files = write(files_in, _title(replayer.head.run, sets, devices), found.points)
     if as_json:
         sys.stdout.write(report.as_json(as_numbers(found, files)) + "\n")
     else:
@@ -220,21 +211,33 @@ def replay(
     return 0 if found.error is None else 1
 
 
+def _title(run: str, sets: Sequence[str], devices: frozenset[int]) -> str:
+    changes = [f"with {', '.join(sets)}"] if sets else []
+    if devices:
+        word = "device" if len(devices) == 1 else "devices"
+        changes.append(f"without {word} {', '.join(map(str, sorted(devices)))}")
+    return f"{run}, replayed {', '.join(changes)}"
+
+
 def follow(
     replayer: Replayer,
     every: int,
-    measure: Callable[[Model], Metrics] | None,
+    measure: Measure | None,
     step: Callable[[int], None],
 ) -> Outcome:
     """Replays to the end. ``step`` hears every version; every ``every``-th is looked at, and the
     last. A journal that is not what it says ends it, as ``error``."""
     out = Outcome(replayer.changed, begin=replayer.begin, version=replayer.begin)
+    if out.changed:
+        out.updates = dict.fromkeys(("used", "dropped", "left_out"), 0)
     started = time.monotonic()
     last: Moment | None = None
     try:
         for moment in replayer:
             last = moment
             out.records += 1
+            if out.changed and is_used(moment.message):
+                out.updates[_fate(moment)] += 1
             if moment.message.digest is None:
                 continue
             out.version = moment.message.version
@@ -248,20 +251,31 @@ def follow(
         last = None
     if every and last is not None and (not out.points or out.points[-1].version != out.version):
         out.points.append(_point(last, measure))
+    if out.changed and last is not None and last.original is not None:
+        out.distance = distance(last.original.state.model, last.model)
     out.checkpoints, out.adopted = replayer.checkpoints, replayer.adopted
     out.torn = str(replayer.torn) if replayer.torn else None
     out.seconds = time.monotonic() - started
     return out
 
 
-def _point(moment: Moment, measure: Callable[[Model], Metrics] | None) -> Point:
-    original = moment.original.state.model if moment.original else moment.model
-    metrics = measure(original) if measure else {}
-    if moment.model is original:
-        return Point(moment.message.version, metrics)
+def _fate(moment: Moment) -> str:
+    """What another rule did with an update."""
+    decision = moment.step.decision
+    if decision is None:
+        return "left_out"
+    return "dropped" if decision.outcome == "dropped" else "used"
+
+
+def _point(moment: Moment, measure: Measure | None) -> Point:
+    version, changed = moment.message.version, moment.model
+    original = moment.original.state.model if moment.original else changed
+    metrics = measure(version, original) if measure else {}
+    if changed is original:
+        return Point(version, metrics)
     return Point(
-        moment.message.version, metrics, measure(moment.model) if measure else {},
-        moment.version, distance(original, moment.model),
+        version, metrics, measure(version, changed) if measure else {},
+        moment.version, distance(original, changed),
     )  # fmt: skip
 
 
@@ -313,11 +327,12 @@ def show(out: Outcome, files: Sequence[Path]) -> None:
     lines = []
     if out.error is None:
         lines.append(_result(out))
-    pace = f", {out.made / out.seconds:.0f} versions/s" if out.seconds and out.made else ""
+    if out.changed:
+        lines.append(_used(out))
     lines.append(
         f"{out.made} versions from {out.begin} to {out.version}, {out.records} records, "
         f"{out.checkpoints} checkpoint{'' if out.checkpoints == 1 else 's'} passed, "
-        f"{out.seconds:.1f} s{pace}"
+        f"{_pace(out)}"
     )
     if out.adopted:
         lines.append(f"the journal begins anew with version {', '.join(map(str, out.adopted))}")
@@ -328,14 +343,31 @@ def show(out: Outcome, files: Sequence[Path]) -> None:
 
 
 def _result(out: Outcome) -> str:
-    last = out.points[-1] if out.points else None
-    if last is None or last.changed is None:
+    if out.distance is None:
         return out.in_words
-    said = f"the original: {out.in_words}"
-    if "accuracy" in last.changed:
+    said = f"distance {out.distance:.4g} from the original; the original: {out.in_words}"
+    last = out.points[-1] if out.points else None
+    if last is not None and last.changed is not None and "accuracy" in last.changed:
         was, now = last.original["accuracy"], last.changed["accuracy"]
         return f"accuracy {now:.4f}, originally {was:.4f} ({now - was:+.4f}); {said}"
     return said
+
+
+def _used(out: Outcome) -> str:
+    updates = out.updates
+    text = f"the changed rule used {updates['used']} of {sum(updates.values())} updates"
+    if dropped := updates["dropped"]:
+        text += f", dropped {dropped} (too stale for it)"
+    if left_out := updates["left_out"]:
+        text += f", {left_out} left out"
+    return text
+
+
+def _pace(out: Outcome) -> str:
+    seconds = out.seconds
+    text = f"{seconds:.1f} s" if seconds >= 1 else f"{max(1, round(1000 * seconds))} ms"
+    # Two digits: more say nothing.
+    return f"{text}, {float(f'{out.made / seconds:.2g}'):,g} versions/s" if out.made else text
 
 
 def as_numbers(out: Outcome, files: Sequence[Path]) -> dict[str, Any]:
@@ -350,16 +382,21 @@ def as_numbers(out: Outcome, files: Sequence[Path]) -> dict[str, Any]:
 def folder_for(folder: Path, out: Path | None) -> Path:
     """Where the files go: the first ``replay-<n>`` of the run's folder that is not there yet.
 
-    Raises ConfigError for a folder inside the journal's.
+    Raises ConfigError for a folder inside the journal's, or with files of a replay in it.
     """
     journal = journal_of(folder)
     if out is None:
-        run = journal.absolute().parent
+        run = folder
+        if folder == journal:
+            run = folder.parent if folder.name not in ("", "..") else folder / ".."
         taken = {path.name for path in run.glob("replay-*")}
         names = (f"replay-{n}" for n in range(1, len(taken) + 2))
         out = next(run / name for name in names if name not in taken)
     if out.resolve().is_relative_to(journal.resolve()):
         raise ConfigError(f"--out {out}: is in the journal, where nothing else may be")
+    for name in (TABLE, PICTURE):
+        if (out / name).exists():
+            raise ConfigError(f"--out {out}: holds a {name} already: name another folder")
     return out
 
 
@@ -406,4 +443,6 @@ def _accuracies(axes: Axes, points: Sequence[Point]) -> None:
         ("changed", [now["accuracy"] for _, _, now in known], "#d9772b"),
     ):
         axes.plot(at, values, color=color, marker="o", ms=3, label=f"{name}: {values[-1]:.4f}")
-    axes.legend(loc="lower right")
+    figure = axes.get_figure()
+    if figure is not None:
+        figure.legend(loc="outside lower left", ncols=2)

@@ -17,7 +17,7 @@ import time
 import tomllib
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import tomli_w
 
 from broker import blobs
-from broker.client import Client
+from broker.client import Client, RedisSettings
 from broker.errors import ConfigError, DataError, FedstreamError, NoRun, Unavailable
 from broker.keys import Keys
 from broker.layout import Model
@@ -34,14 +34,16 @@ from broker.ledger import View
 from broker.messages import Event
 from fedstream import parent, report
 from fedstream.config import Settings
-from fedstream.display import Display
+from fedstream.display import Display, short
 from fedstream.observer import Observer
 from fedstream.presence import serving
+from fedstream.recall import recall
 from fedstream.redis_server import RedisServer
 from fedstream.services import DEVICES, task_of
 from fedstream.supervisor import Program, Supervisor
 from runtime.backoff import pause
 from runtime.config import dump
+from updater.inspection import entries
 from updater.journal import JournalError, segments
 
 if TYPE_CHECKING:
@@ -56,6 +58,7 @@ _MEASURED_WITHIN_S = 120.0  # the evaluator may take so long for the last versio
 _MOST_FAILED = 10  # tasks that raised or killed their trainer, with no update in between
 _MOST_REFUSED = 100  # updates, with none that was taken in between: the model stays as it is
 _INTERRUPTED = 130
+_OWN_REDIS = "# redis.url is of a Redis that ends with this run\n"
 _OURS = ("FEDSTREAM_CONFIG", "FEDSTREAM_NAME")
 
 
@@ -96,6 +99,15 @@ class Ending:
     def code(self) -> int:
         """The exit code that says so."""
         return {"finished": 0, "interrupted": _INTERRUPTED, "failed": 1}[self.state]
+
+
+def without_lost_redis(settings: Settings, config: Path | None) -> Settings:
+    """The configuration without the URL of an own Redis, which a run that was killed left in it."""
+    text = config.read_text(encoding="utf-8") if config is not None else ""
+    if not text.startswith(_OWN_REDIS) or tomllib.loads(text)["redis"]["url"] != settings.redis.url:
+        return settings
+    kept = settings.redis.model_dump(exclude_unset=True, exclude={"url"})
+    return settings.model_copy(update={"redis": RedisSettings(**kept)})
 
 
 def default_out(name: str, now: datetime) -> Path:
@@ -139,7 +151,7 @@ def run(plan: Plan, display: Display) -> tuple[int, dict[str, Any]]:
     Raises FedstreamError, before anything was started, if it can't be.
     """
     _check_folder(plan)
-    plan = _with_journal(plan)
+    plan = _with_paths(plan)
     if plan.resume:
         _check_journal(plan)
     port = _port(plan)
@@ -184,11 +196,20 @@ def _check_folder(plan: Plan) -> None:
         )
 
 
-def _with_journal(plan: Plan) -> Plan:
-    """A local run's journal is in its folder, wherever a configuration used before had it."""
+def _with_paths(plan: Plan) -> Plan:
+    """The paths in the configuration hold wherever it is read.
+
+    A local run's journal is in its folder, wherever a configuration used before had it.
+    """
     settings = plan.settings
     journal = settings.journal.model_copy(update={"dir": str(plan.out.absolute() / JOURNAL)})
-    return replace(plan, settings=settings.model_copy(update={"journal": journal}))
+    task, (file, _, attribute) = settings.task, settings.task.name.rpartition(":")
+    if file.endswith(".py"):
+        task = task.model_copy(update={"name": f"{Path(file).absolute()}:{attribute}"})
+    if task.data_root is not None:
+        task = task.model_copy(update={"data_root": str(Path(task.data_root).absolute())})
+    changed = settings.model_copy(update={"journal": journal, "task": task})
+    return replace(plan, settings=changed)
 
 
 def _check_journal(plan: Plan) -> None:
@@ -198,7 +219,9 @@ def _check_journal(plan: Plan) -> None:
     try:
         if not chain:
             raise JournalError(f"--resume: there is no journal in {folder}: name the run's --out")
-        if why := chain[-1].standing.finished:
+        last = chain[-1]
+        ends = [last.standing.finished, *(entry.finished for _, entry in entries(last, None))]
+        if why := next(filter(None, ends), None):
             raise JournalError(f"--resume: the run in {plan.out} is finished ({why})")
     finally:
         for segment in chain:
@@ -324,6 +347,8 @@ def _write_config(plan: Plan, url: str | None) -> None:
         tables = tomllib.loads(text)
         del tables["redis"]["url"]
         text = tomli_w.dumps(tables)
+    elif plan.own_redis:
+        text = _OWN_REDIS + text
     path = plan.out / CONFIG
     path.unlink(missing_ok=True)  # a file that was there may be open to others
     path.touch(mode=0o600, exist_ok=False)  # the URL may hold a password
@@ -373,8 +398,14 @@ class LocalRun:
             loop.add_signal_handler(number, self._signalled, signal.Signals(number).name)
         self._display.header(self._header())
         if self._plan.resume:
-            await self._observer.catch_up()
-            self._observer.history.forget_failures()
+            history = self._observer.history
+            try:
+                recall(history, Path(self._settings.journal.dir), self._plan.out / report.METRICS)
+            except JournalError as error:  # the updater needs the newest segment alone
+                self._display.say(f"not all that was before can be told: {error}")
+            with suppress(NoRun):  # a new Redis: it goes on from its journal
+                await self._observer.catch_up()
+            history.forget_failures()
         self._supervisor.start()
         try:
             while not self._over.is_set():
@@ -557,8 +588,9 @@ class LocalRun:
 
             report.write_table(out, history, view.run.created)
             title = (
-                f"{settings.task.name} · {settings.strategy.name} · {numbers['devices']} devices, "
-                f"{numbers['trainers']} trainers · {numbers['versions']} versions"
+                f"{short(settings.task.name)} · {settings.strategy.name} · "
+                f"{numbers['devices']} devices, {numbers['trainers']} trainers · "
+                f"{numbers['versions']} versions"
             )
             curves.draw(
                 out / report.CURVES, title, history,

@@ -22,7 +22,7 @@ from broker.errors import FedstreamError, NoRun
 from broker.keys import Keys
 from broker.ledger import View
 from broker.messages import Event
-from fedstream.display import outcomes, pace
+from fedstream.display import outcomes, pace, short
 from fedstream.observer import History, Observer
 from fedstream.report import tasks_of
 
@@ -68,7 +68,8 @@ def _headline(view: View, history: History, now: float) -> Table:
     line.add_column(no_wrap=True)
     line.add_column(ratio=1)
     line.add_column(no_wrap=True)
-    left = f"[bold]{escape(run.task)}[/] by {escape(run.strategy)}  {head.version}/{run.versions}"
+    what = f"[bold]{escape(short(run.task))}[/] by {escape(run.strategy)}"
+    left = f"{what}  {head.version}/{run.versions}"
     right = f"finished: {run.why}" if run.state == "finished" else pace(view, history, now)
     bar = ProgressBar(total=run.versions, completed=min(head.version, run.versions))
     line.add_row(left, bar, escape(right))
@@ -91,7 +92,7 @@ def _numbers(view: View, history: History) -> Table:
     table.add_row("tasks", outcomes(tasks_of(view)))
     table.add_row(
         "waiting",
-        f"{view.triggers} triggers, {view.uploads} uploads, {view.queue} in the queue",
+        f"{view.triggers} triggers, {view.uploads} uploads, {view.backlog} in the queue",
     )
     for what in ("refused", "dead", "stray"):
         if reasons := view.reasons(what):

@@ -28,6 +28,7 @@ from updater.journal import (
     segments,
 )
 from updater.mixing import norm
+from updater.progress import Step
 from updater.rebuild import Diverged, NotRecorded, Rebuild, is_used
 from updater.strategies import strategy_of
 
@@ -119,9 +120,37 @@ def moves(segment: Segment, cut: int | None, *, models: bool = True) -> Iterator
             model = None
         if model is not None:
             step = rebuild.take(record, update)
-            rebuild.check(record, step)
+            check(rebuild, segment, record, step)
             model = step.after.state.model
         yield Move(record, entry, before, update, model)
+
+
+def check(rebuild: Rebuild, segment: Segment, record: Record, step: Step) -> None:
+    """Is what came out of a record what it says? Raises Diverged, with the place in words."""
+    try:
+        rebuild.check(record, step)
+    except Diverged as error:
+        message, version = record.message, step.after.state.version
+        if not isinstance(message, Taken | RoundClosed):
+            raise
+        said, found = message.digest, rebuild.digest if step.made is not None else None
+        if (version, found) != (message.version, said):
+            now, then = f"digest {found}", str(said)
+            if version != message.version or found is None or said is None:
+                now, then = _version(version, found), _version(message.version, said)
+        elif isinstance(message, Taken) and step.decision is not None:
+            now = f"{step.decision.outcome} with weight {step.decision.weight!r}"
+            then = f"{message.outcome} with weight {message.weight!r}"
+        else:
+            raise
+        raise Diverged(
+            f"{_where(segment, record)}: version {message.version} does not come out again: {now}, "
+            f"the journal says {then}"
+        ) from error
+
+
+def _version(version: int, digest: str | None) -> str:
+    return f"version {version}, {f'digest {digest}' if digest else 'none made'}"
 
 
 def history(chain: Sequence[Segment]) -> Iterator[Move]:
@@ -204,7 +233,7 @@ class Verdict:
 
 
 def verify(chain: Sequence[Segment], *, models: bool = True) -> Iterator[Verdict]:
-    """Reads every byte that counts; a segment's damage does not keep the next from being read."""
+    """Reads what counts; a segment's damage does not keep the next from being read."""
     ended: tuple[int, str] | None = None
     for segment, cut in cuts(chain):
         said = segment.standing
@@ -262,6 +291,7 @@ class Made:
     digest: str
     updates: tuple[Taken, ...]
     strategy: Mapping[str, Any]
+    time: float  # seconds since 1970
     adopted: bool = False  # not made of updates
 
 
@@ -284,12 +314,12 @@ def made(chain: Sequence[Segment]) -> Iterator[Made]:
         said, rule = segment.standing, segment.head.strategy
         if segment is chain[0] or said.why != "continued":
             updates.clear()
-            yield Made(said.version, said.digest, (), rule, said.why == "adopted")
+            yield Made(said.version, said.digest, (), rule, said.time, said.why == "adopted")
         for _, entry in entries(segment, cut):
             if isinstance(entry, Taken) and is_used(entry):
                 updates.append(entry)
             if entry.digest is not None:
-                yield Made(entry.version, entry.digest, tuple(updates), rule)
+                yield Made(entry.version, entry.digest, tuple(updates), rule, entry.time)
                 updates.clear()
 
 

@@ -353,7 +353,12 @@ def segments(folder: Path) -> list[Segment]:
     try:
         name = names[-1] if names else None
         while name is not None and name in names:
-            chain.append(Segment(folder / name))
+            try:
+                chain.append(Segment(folder / name))
+            except JournalError:
+                if chain and not (folder / name).exists():
+                    return chain[::-1]  # the oldest, deleted since it was listed
+                raise
             chain[-1].close()  # there may be more of them than files that may be open
             name = chain[-1].head.predecessor
         if name is not None and names[0] < name:

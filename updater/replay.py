@@ -21,6 +21,7 @@ from threading import Thread
 from typing import Any, TypeAlias
 
 from broker.layout import Model
+from updater.inspection import check
 from updater.journal import (
     JournalDamaged,
     JournalError,
@@ -33,7 +34,7 @@ from updater.journal import (
     segments,
 )
 from updater.progress import Progress, Step, close_round, take
-from updater.rebuild import Diverged, Rebuild, is_used, recorded
+from updater.rebuild import Diverged, NotRecorded, Rebuild, is_used, recorded
 from updater.strategies import (
     FedAsyncSettings,
     FedAvgSettings,
@@ -74,10 +75,15 @@ class Moment:
     def update(self) -> Model:
         """The update, read once more: yours to keep. Ask before the replayer is closed.
 
-        Raises JournalError if it was recorded without its weights.
+        Raises JournalError if there is none, or it was recorded without its bytes.
         """
         if not self._record.payload_bytes:
-            recorded(self._record, None)
+            where = self._segment.path.parent / str(self.place)
+            if isinstance(self.message, RoundClosed):
+                raise NotRecorded(f"{where}: is the end of a round, and no update")
+            if not is_used(self.message):
+                raise NotRecorded(f"{where}: a {self.message.outcome} update's bytes are not kept")
+            raise _without_weights(self._segment, self._record)
         model = Model(self._segment.layout)
         self._segment.load(self._record, model)
         return model
@@ -279,6 +285,8 @@ class Replayer:
                 if not isinstance(message, Taken | RoundClosed):
                     raise JournalError(f"{self.folder / str(record.place)}: does not belong there")
                 update = model if _has_update(record) else None
+                if update is None and is_used(message):
+                    raise _without_weights(segment, record)
                 done = was.take(record, update) if was is not None else None
                 other = what_if.take(record, update) if what_if is not None else None
                 reading.free(model)
@@ -323,16 +331,26 @@ class Replayer:
         return rule.build()
 
 
+def _without_weights(segment: Segment, record: Record) -> NotRecorded:
+    return NotRecorded(
+        f"{segment.path.parent / str(record.place)}: an update was recorded without its weights "
+        "(journal.weights = false)"
+    )
+
+
 def _check(was: Rebuild, step: Step, segment: Segment, record: Record) -> None:
     """Raises Diverged; and says so if it is the update that is not what it was."""
     try:
-        was.check(record, step)
+        check(was, segment, record, step)
     except Diverged as error:
         if isinstance(record.message, Taken) and _has_update(record):
             update = Model(segment.layout)
             segment.load(record, update)
             if update.digest() != record.message.upload.digest:
-                raise Diverged(f"{error}: the update has changed on disk") from error
+                where = segment.path.parent / str(record.place)
+                raise Diverged(
+                    f"{where}: the update of version {record.message.version} is not what it was"
+                ) from error
         raise
 
 

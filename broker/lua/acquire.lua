@@ -8,6 +8,7 @@ if holder and string.match(holder, '^(.*)|') ~= name then
 end
 local before = tonumber(string.match(redis.call('HGET', key.tokens, role) or '0', '^%d+'))
 local token = math.max(before, tonumber(at_least)) + 1
+room()
 redis.call('HSET', key.tokens, role, string.format('%d:%s', token, nonce))
 redis.call('SET', key.leader, name .. '|' .. nonce, 'PX', ttl)
 return token

@@ -6,6 +6,12 @@ local function guard()
   redis.call('HINCRBY', key.counts, 'issued', 0)
 end
 
+-- The opposite: what follows is done even without memory. Redis asks only before the first write. For
+-- a few bytes that must not fail: without a leader nobody frees anything.
+local function room()
+  redis.call('HDEL', key.tokens, '')
+end
+
 local function count(what)
   redis.call('HINCRBY', key.counts, what, 1)
 end

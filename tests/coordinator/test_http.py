@@ -73,7 +73,7 @@ async def test_the_status_says_how_the_run_stands(http: Http, hand: Hand) -> Non
         "run": hand.keys.name, "state": "running", "why": None, "version": 1, "versions": 5,
         "given_up": {"tired": 1}, "strays": {"unknown task": 1}, "refused": {},
         "register": {"ann": {"pid": 12, "owns": []}}, "trainers": 1, "parameters": 4,
-        "kept_versions": 2, "triggers": 1, "queue": 0,
+        "kept_versions": 2, "triggers": 1, "queue": 0, "retained": 0,
     }  # fmt: skip
     assert {key: status[key] for key in expected} == expected
 

@@ -13,6 +13,7 @@ from rich.live import Live
 
 from broker.client import Client, RedisSettings
 from broker.keys import Keys
+from broker.ledger import Head
 from coordinator.app import status
 from fedstream import display, top
 from fedstream import status as page
@@ -50,8 +51,13 @@ def test_the_tasks_are_an_equation() -> None:
     assert display.outcomes({"issued": 0, "open": 0}) == "0 issued = 0"
 
 
+def retaining(entries: int) -> Head:
+    """A head with so many entries of the queue done, and not yet safe in the journal."""
+    return replace(view().head, retained=entries)
+
+
 def test_progress_says_rate_time_left_and_what_goes_wrong(history: History) -> None:
-    seen = view({"refused": 2}, open=(trigger("x"),), queue=5)
+    seen = view({"refused": 2}, open=(trigger("x"),), queue=12, head=retaining(7))
     assert display.pace(seen, history, CREATED + 3) == "1.0 versions/s, 1:37 left"
     line = display.figures(seen, history)
     assert line == "accuracy 0.912 at 3 · staleness 1.5 · open 1 · queue 5 · trainers 2 · refused 2"
@@ -147,7 +153,8 @@ async def test_top_ends_with_a_finished_run_whose_redis_is_gone() -> None:
 
 def test_status_shows_what_http_says() -> None:
     trainers = {"trainer-1": {"host": "here", "pid": 7, "device": None, "answers": 1, "owns": [4]}}
-    seen = view({"issued": 2, "applied": 1, "refused": 1, "refused:layout": 1}, queue=3)
+    counts = {"issued": 2, "applied": 1, "refused": 1, "refused:layout": 1}
+    seen = view(counts, queue=10, head=retaining(7))
     shown = text_of(page.page(status("demo", seen) | {"register": trainers}))
     for part in ("demo, running", "3 of 100", "2 issued = 1 applied + 1 refused", "layout 1"):
         assert part in shown

@@ -6,7 +6,9 @@ import asyncio
 import csv
 import json
 import math
+import re
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ from coordinator.service import Coordinator, CoordinatorSettings
 from fedstream import cli, replay
 from fedstream.feed import Feeder
 from runtime.tasks import LeaseSettings
+from tests.integration.command import BLOBS
 from tests.journals import LAYOUT, Scribe
 from tests.support import Hand, Proxy, context, layout_of, model_of, running, wait_until
 from trainer.task import TaskSettings, load_task
@@ -94,7 +97,7 @@ def test_the_first_divergence_ends_it(
     assert fedstream(out, monkeypatch=monkeypatch) == 1
     said = capsys.readouterr()
     assert said.out.startswith("19 versions from 0 to 19")
-    assert "version 20: version and digest are" in said.err
+    assert "the update of version 20 is not what it was" in said.err
     assert fedstream(out, "--json", monkeypatch=monkeypatch) == 1
     assert "version 20" in json.loads(capsys.readouterr().out)["error"]
 
@@ -106,6 +109,7 @@ def test_another_rule_is_compared_with_the_recorded_one(
     assert fedstream(out, *change, monkeypatch=monkeypatch) == 0
     said = capsys.readouterr().out
     assert "accuracy 0." in said
+    assert "the changed rule used 18 of 20 updates, 2 left out" in said
     assert "the original: 20 of 20 versions identical" in said
     with (out / "replay-1" / "replay.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -128,18 +132,30 @@ def test_another_rule_is_compared_with_the_recorded_one(
         (["--until", "21"], 1, "version 21 is not there; the newest is 20"),
         (["--without", "device=1", "--out", "{out}/journal/x"], 2, "is in the journal"),
         (["--evaluate-every", "5", "--task", "nope"], 2, "is none of digits, mnist"),
+        (
+            ["--evaluate-every", "5", "--task", "{out}/other.py:task"],
+            1,
+            "model has other tensors",
+        ),
         (["--redis", "redis://127.0.0.1:1/0", "--until", "3"], 2, "without --from, --until"),
+        (["--speed", "2"], 2, "--speed is for --redis URL, which is not given"),
+        (["--run", "again"], 2, "--run is for --redis URL, which is not given"),
+        (["--without", "device=1", "--out", "{out}/taken"], 2, "holds a replay.csv already"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(
     out: Path, arguments: list[str], code: int, said: str,
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    (out / "other.py").write_text(BLOBS)
+    (out / "taken").mkdir()
+    (out / "taken" / "replay.csv").touch()
     given = [argument.format(out=out) for argument in arguments]
     assert fedstream(out, *given, monkeypatch=monkeypatch) == code
     error = capsys.readouterr().err
     assert said in error
     assert error.startswith("fedstream: ")
+    assert error.count("\n") == 1
 
 
 def test_no_journal(
@@ -147,6 +163,48 @@ def test_no_journal(
 ) -> None:
     assert fedstream(tmp_path, monkeypatch=monkeypatch) == 1
     assert f"{tmp_path}: there is no journal" in capsys.readouterr().err
+
+
+def test_an_outcome_without_a_measurement(
+    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    change = ("--set", "strategy.name=fedavg", "--evaluate-every", 0)
+    monkeypatch.chdir(out)
+    assert fedstream(".", *change, monkeypatch=monkeypatch) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert re.match(r"distance [0-9.]+ from the original; the original: 20 of 20", said[0])
+    assert said[1] == "the changed rule used 13 of 20 updates, dropped 7 (too stale for it)"
+    assert len(said) == 3  # and no files
+    assert fedstream("journal", *change, "--json", monkeypatch=monkeypatch) == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["updates"] == {"used": 13, "dropped": 7, "left_out": 0}
+    assert numbers["distance"] > 0
+
+
+def test_where_the_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "run" / "journal").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for given in ("run", "run/journal"):
+        assert str(replay.folder_for(Path(given), None)) == "run/replay-1"
+    monkeypatch.chdir(tmp_path / "run" / "journal")
+    assert replay.folder_for(Path(), None).resolve() == tmp_path / "run" / "replay-1"
+
+
+def test_a_title_says_what_was_changed() -> None:
+    assert replay._title("x", (), frozenset({3})) == "x, replayed without device 3"
+    sets = ["strategy.alpha=0.1"]
+    assert replay._title("x", sets, frozenset()) == "x, replayed with strategy.alpha=0.1"
+    both = "x, replayed with strategy.alpha=0.1, without devices 3, 7"
+    assert replay._title("x", sets, frozenset({7, 3})) == both
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0123, "12 ms, 24,000 versions/s"), (0.0001, "1 ms"), (12.34, "12.3 s, 24 versions/s")],
+)
+def test_a_pace_has_no_more_digits_than_it_means(seconds: float, text: str) -> None:
+    made = 296 if seconds > 0.001 else 0
+    assert replay._pace(replay.Outcome(changed=False, made=made, seconds=seconds)) == text
 
 
 # what a change means
@@ -244,6 +302,22 @@ async def test_a_live_updater_makes_the_same_versions_of_the_same_updates(
     live_ends = {name: count for name, count in feeder.live.items() if count}
     assert live_ends == dict(feeder.recorded)
     assert sum(live_ends.values()) == 24
+
+
+async def test_it_is_as_fast_as_the_services_and_no_faster_than_asked(
+    live: Any, redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path
+) -> None:
+    scribe, begin = recorded_run(tmp_path / "journal", FedAsyncSettings())
+    coordinator, updater = live(scribe, begin)
+    took = []
+    async with running(coordinator, context()), running(updater, context()):
+        for speed in (20.0, 1e6):  # 27 records, one and a half seconds apart
+            started = time.monotonic()
+            feeder = Feeder(redis, keys, tmp_path / "journal", speed=speed)
+            await feeder.run(context())
+            took.append(time.monotonic() - started)
+            assert feeder.live["applied"] == 24
+    assert took[0] > 1.5 * 24 / 20 > took[1]
 
 
 async def test_it_feeds_through_trouble_and_ends_with_the_run(

@@ -20,7 +20,9 @@ from fedstream.cli import overrides
 from fedstream.config import Settings, read
 from fedstream.display import Quiet
 from tests.fedstream.views import event, view
+from tests.journals import Scribe
 from tests.support import Hand
+from updater.journal import JournalError, RoundClosed
 
 
 @pytest.fixture
@@ -115,9 +117,21 @@ def test_the_configuration_that_is_left_names_no_redis(plan: local.Plan) -> None
     assert left == plan.settings.model_copy(update={"log": json_logs})
 
 
-def test_resuming_needs_a_redis(plan: local.Plan) -> None:
-    with pytest.raises(ConfigError, match="--redis"):
-        local.run(replace(plan, resume=True), Quiet())
+def test_resuming_needs_a_journal_of_a_run_that_goes_on(plan: local.Plan) -> None:
+    resumed = replace(plan, resume=True)
+    with pytest.raises(JournalError, match="--resume: there is no journal in"):
+        local.run(resumed, Quiet())
+    scribe = Scribe(plan.out / "journal")
+    scribe.update()
+    scribe.update()
+    scribe.writer.append(
+        RoundClosed(
+            entry="9-0", round=2, version=2, time=9.0, received=9.0, finished="version 2 reached"
+        )
+    )  # fmt: skip
+    scribe.close()
+    with pytest.raises(JournalError, match=r"is finished \(version 2 reached\)"):
+        local.run(resumed, Quiet())
 
 
 def test_no_redis_is_said_once_and_then_given_up(
@@ -249,3 +263,27 @@ async def test_the_services_are_stopped_though_the_screen_fails(
     with pytest.raises(BrokenPipeError):
         await asyncio.wait_for(running.live(), 30)
     assert stopped == ["in order"]
+
+
+def test_paths_hold_wherever_the_configuration_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = read(None, ["task.name=mine.py:task", "task.data_root=data"])
+    task = local._with_paths(local.Plan(settings, Path("out"))).settings.task
+    assert (task.name, task.data_root) == (f"{tmp_path}/mine.py:task", f"{tmp_path}/data")
+    for name in ("digits", "package.module:task"):
+        plan = local.Plan(read(None, [f"task.name={name}"]), Path("out"))
+        assert local._with_paths(plan).settings.task.name == name
+
+
+def test_an_own_redis_that_is_gone_is_not_asked_for(tmp_path: Path) -> None:
+    plan = local.Plan(Settings(), tmp_path)
+    local._write_config(plan, "redis://127.0.0.1:7/0")  # as a run that is killed leaves it
+    file = tmp_path / local.CONFIG
+    settings = read(file)
+    assert settings.redis.url == "redis://127.0.0.1:7/0"  # for those who look at the run
+    assert local.Plan(local.without_lost_redis(settings, file), tmp_path).own_redis
+    named = read(file, ["redis.url=redis://127.0.0.1:8/0"])
+    assert local.without_lost_redis(named, file) is named
+    assert local.without_lost_redis(named, None) is named

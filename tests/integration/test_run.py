@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -19,7 +20,9 @@ from fedstream.config import Settings, read
 from fedstream.redis_server import RedisServer
 from tests.integration.command import BLOBS, ROLES, SCRIPT, Command, adds_up, wait_until
 
-FILES = ["curves.png", "logs", "metrics.csv", "model.safetensors", "run.toml", "summary.json"]
+FILES = [
+    "curves.png", "journal", "logs", "metrics.csv", "model.safetensors", "run.toml", "summary.json"
+]  # fmt: skip
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -253,6 +256,62 @@ def test_a_run_that_was_interrupted_can_be_gone_on_with(
     assert command.summary["created"] == before.summary["created"]
     versions = [int(row["version"]) for row in command.rows]
     assert versions == list(range(command.summary["versions"] + 1))
+
+
+@pytest.mark.parametrize("how", ["killed", "interrupted"])
+def test_a_run_goes_on_from_its_journal_when_its_own_redis_is_gone(
+    how: str, tmp_path: Path, folders: list[Command]
+) -> None:
+    (tmp_path / "blobs.py").write_text(BLOBS)
+    command = Command(
+        tmp_path, "--task", "blobs.py:task", "--updates", "60", "--trainers", "1",
+        "--set", "devices.latency={kind='fixed', mean_s=0.05}", "--set", "journal.sync=always",
+    )  # fmt: skip
+    folders.append(command)
+    command.reaches(15)
+    processes = command.children()
+    if how == "killed":
+        for process in [psutil.Process(command.process.pid), *processes]:
+            with suppress(psutil.NoSuchProcess):
+                process.kill()
+    else:
+        command.interrupt()
+    command.ended()
+    psutil.wait_procs(processes, timeout=10)
+    elsewhere = tmp_path / "elsewhere"  # the task's file is found from there too
+    elsewhere.mkdir()
+    again = Command(elsewhere, "--resume", "--trainers", "1", "--out", str(command.out))
+    again.out = command.out
+    folders.append(again)
+    assert again.ended() == 0, again.stdout + again.stderr
+    summary = again.summary
+    assert adds_up(summary)
+    assert (summary["state"], summary["versions"]) == ("finished", 60)
+    assert summary["tasks"]["applied"] == 60
+    assert 15 <= summary["versions_before"] < 60
+    assert 0 < summary["seconds"] < summary["wall_seconds"]
+    assert summary["updates_per_s"] < 25  # of what came since
+    assert [int(row["version"]) for row in again.rows] == list(range(61))
+    tasks = [row["task"] for row in again.rows[1:]]
+    assert len(set(tasks)) == 60
+    if how == "interrupted":  # what was measured before is known from the table
+        assert [row for row in again.rows[:15] if row["accuracy"]]
+    replayed = fedstream(elsewhere, "replay", command.out, "--evaluate-every", "60")
+    assert replayed.returncode == 0, replayed.stderr
+    assert "60 of 60 versions identical" in replayed.stdout
+    assert "accuracy" in replayed.stdout
+    finished = fedstream(elsewhere, "run", "--resume", "--out", command.out)
+    assert finished.returncode == 1
+    assert finished.stderr == (
+        f"fedstream: --resume: the run in {command.out} is finished (version 60 reached)\n"
+    )
+
+
+def fedstream(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """A command to its end."""
+    return subprocess.run(
+        [SCRIPT, *map(str, arguments)], capture_output=True, text=True, cwd=folder, check=False
+    )
 
 
 def test_services_end_with_the_run_that_started_them(

@@ -12,80 +12,15 @@ from typing import Any
 import pytest
 
 from broker.client import Client, RedisSettings
-from broker.errors import ConfigError, Fenced, NoRun
-from broker.keys import Keys
+from broker.errors import ConfigError, Fenced
 from broker.layout import Model
 from broker.ledger import _SCRIPTS
 from broker.messages import CloseRound
-from tests.support import Hand, Proxy, context, counted, model_of, running, wait_until
-from updater.journal import (
-    JournalError,
-    JournalSettings,
-    RoundClosed,
-    Segment,
-    Taken,
-    Writer,
-    segments,
-)
+from tests.support import Hand, Proxy, context, counted, running, wait_until
+from tests.updater.journalled import backed_up, go_back, held, makes, reasons, records
+from updater.journal import JournalError, Segment, Taken, Writer, segments
 from updater.rebuild import recovered
-from updater.rules import Constant
-from updater.service import Updater, UpdaterSettings
-from updater.strategies import FedAsyncSettings, FedAvgSettings
-
-HALF = FedAsyncSettings(alpha=0.5, staleness=Constant())
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    """Where the journal is."""
-    return tmp_path / "journal"
-
-
-@pytest.fixture
-def make(redis: RedisSettings, keys: Keys, hand: Hand, folder: Path) -> Any:
-    """An updater that begins with zeros."""
-
-    def make(
-        strategy: FedAsyncSettings | FedAvgSettings = HALF,
-        *,
-        name: str = "updater-0",
-        redis: RedisSettings = redis,
-        lease_s: float = 5.0,
-        versions: int = 1000,
-        **journal: Any,
-    ) -> Updater:
-        run = hand.run(strategy=strategy.name, versions=versions)
-        settings = JournalSettings(**{"dir": str(folder), "sync": "always"} | journal)
-        return Updater(
-            UpdaterSettings(lease_s=lease_s), strategy, settings,
-            keys=keys, redis=redis, name=name, found=lambda: (run, model_of(hand.layout)),
-        )  # fmt: skip
-
-    return make
-
-
-def records(folder: Path) -> list[Taken | RoundClosed]:
-    """Every record that counts, in order."""
-    found: list[Taken | RoundClosed] = []
-    chain = segments(folder)
-    for segment, successor in zip(chain, [*chain[1:], None], strict=True):
-        for record in segment.records(successor.head.cut if successor else None):
-            assert isinstance(record.message, Taken | RoundClosed)
-            found.append(record.message)
-    for segment in chain:
-        segment.close()
-    return found
-
-
-async def makes(hand: Hand, updater: Updater, *values: float) -> None:
-    """Runs an updater until it has made a version of each of these updates."""
-    async with running(updater, context()):
-        await hand.join()
-        for value in values:
-            version = await hand.version()
-            await hand.admitted(value)
-            await hand.reaches(version + 1)
-
+from updater.strategies import FedAvgSettings
 
 # what is recorded
 
@@ -118,13 +53,6 @@ async def test_the_journal_tells_every_entry_as_it_was(make: Any, hand: Hand, fo
     counts = (await hand.ledger.look()).counts
     assert found.counts == {**counts, "issued": 2}  # the last that it heard of
     segment.close()
-
-
-async def reasons(hand: Hand, outcome: str, expected: dict[str, int]) -> bool:
-    try:
-        return (await hand.ledger.look()).reasons(outcome) == expected
-    except NoRun:
-        return False
 
 
 # restarts
@@ -212,11 +140,6 @@ async def test_a_buffer_is_rebuilt_from_the_journal(make: Any, hand: Hand, clien
         assert [u.task for u in version.updates] == [u.task for u in (first, *more)]
         assert (await hand.model(version)).floats.tolist() == [6.0] * 4
         await hand.balanced()
-
-
-async def held(hand: Hand, n: int) -> bool:
-    head = await hand.ledger.head()
-    return head is not None and head.buffered == n
 
 
 async def test_the_queue_makes_again_what_the_journal_lost(
@@ -465,6 +388,8 @@ async def test_segments_end_after_so_many_versions_and_the_oldest_go(
         for number in range(1, 13):
             await hand.admitted(float(number))
             await hand.reaches(number)
+        newest = [f"00000001-{number:06}.journal" for number in (3, 4)]
+        await wait_until(lambda: sorted(path.name for path in folder.iterdir()) == newest)
         chain = segments(folder)
         assert [segment.standing.version for segment in chain] == [9, 12]
         assert chain[0].head.predecessor == "00000001-000002.journal"
@@ -477,20 +402,6 @@ async def test_segments_end_after_so_many_versions_and_the_oldest_go(
 
 
 # Redis forgets more than we do
-
-
-async def backed_up(client: Client) -> dict[bytes, Any]:
-    """Everything in Redis, to go back to."""
-    return {
-        name: (await client.call("DUMP", name), max(0, await client.call("PTTL", name)))
-        for name in await client.call("KEYS", "*")
-    }
-
-
-async def go_back(client: Client, backup: dict[bytes, Any]) -> None:
-    """Redis is as it was, as after the fail-over to a replica that lagged."""
-    restore = [("RESTORE", name, expiry, value) for name, (value, expiry) in backup.items()]
-    await client.pipeline([("MULTI",), ("FLUSHALL",), *restore, ("EXEC",)])
 
 
 async def test_a_finished_run_is_finished_again_though_updates_come_without_end(
@@ -508,7 +419,8 @@ async def test_a_finished_run_is_finished_again_though_updates_come_without_end(
         async def finished() -> bool:
             if (await hand.ledger.run()).state == "finished":
                 return True
-            await hand.admitted(4.0)  # for Redis the run is running, so the queue never is empty
+            # For Redis the run is running, so the queue never is empty.
+            await hand.slip_in(await hand.trained(hand.trigger(), 4.0))
             return False
 
         await wait_until(finished)

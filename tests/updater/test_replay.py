@@ -220,7 +220,7 @@ def test_an_update_that_changed_on_disk_is_found_at_its_version(folder: Path, la
     with Replayer(folder) as replayer:
         replay = iter(replayer)
         assert [next(replay).version, next(replay).version] == [1, 2]
-        with pytest.raises(Diverged, match=r"version 3: version and digest .* changed on disk"):
+        with pytest.raises(Diverged, match=r"version 3 is not what it was"):
             next(replay)
 
 
@@ -256,7 +256,36 @@ def test_without_the_weights_there_is_nothing_to_replay(folder: Path) -> None:
     scribe = Scribe(folder, weights=False)
     scribe.update()
     scribe.close()
-    with pytest.raises(NotRecorded, match=r"at byte \d+: an update was recorded without its"):
+    where = f"{scribe.writer.path} at byte"
+    with pytest.raises(NotRecorded, match=rf"^{where} \d+: an update was recorded without its"):
+        digests(folder)
+
+
+def test_what_has_no_bytes_says_why(folder: Path) -> None:
+    scribe = Scribe(folder, FEDAVG)
+    scribe.update()
+    scribe.weights = False
+    scribe.refuse()
+    scribe.close_round()
+    scribe.close()
+    said = []
+    with Replayer(folder) as replayer:
+        for moment in replayer:
+            try:
+                moment.update()
+            except NotRecorded as error:
+                said.append(str(error).partition(": ")[2])
+    assert said == ["a refused update's bytes are not kept", "is the end of a round, and no update"]
+
+
+def test_another_outcome_is_told_in_words(folder: Path) -> None:
+    scribe = Scribe(folder, FedAsyncSettings(alpha=0.3))
+    scribe.strategy = FedAsyncSettings(alpha=0.2)  # not what the segment's head says
+    scribe.update()
+    digest = scribe.digests[1]
+    scribe.close()
+    said = rf"^{scribe.writer.path} at byte \d+: version 1 does not come out again: digest \w+, "
+    with pytest.raises(Diverged, match=said + f"the journal says {digest}"):
         digests(folder)
 
 

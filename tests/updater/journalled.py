@@ -1,0 +1,65 @@
+"""What the tests of the journalling updater share: what it wrote, and a Redis that goes back."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from broker.client import Client
+from broker.errors import NoRun
+from tests.support import Hand, context, running
+from updater.journal import RoundClosed, Taken, segments
+from updater.rules import Constant
+from updater.service import Updater
+from updater.strategies import FedAsyncSettings
+
+HALF = FedAsyncSettings(alpha=0.5, staleness=Constant())
+
+
+def records(folder: Path) -> list[Taken | RoundClosed]:
+    """Every record that counts, in order."""
+    found: list[Taken | RoundClosed] = []
+    chain = segments(folder)
+    for segment, successor in zip(chain, [*chain[1:], None], strict=True):
+        for record in segment.records(successor.head.cut if successor else None):
+            assert isinstance(record.message, Taken | RoundClosed)
+            found.append(record.message)
+    for segment in chain:
+        segment.close()
+    return found
+
+
+async def makes(hand: Hand, updater: Updater, *values: float) -> None:
+    """Runs an updater until it has made a version of each of these updates."""
+    async with running(updater, context()):
+        await hand.join()
+        for value in values:
+            version = await hand.version()
+            await hand.admitted(value)
+            await hand.reaches(version + 1)
+
+
+async def reasons(hand: Hand, outcome: str, expected: dict[str, int]) -> bool:
+    try:
+        return (await hand.ledger.look()).reasons(outcome) == expected
+    except NoRun:
+        return False
+
+
+async def held(hand: Hand, n: int) -> bool:
+    head = await hand.ledger.head()
+    return head is not None and head.buffered == n
+
+
+async def backed_up(client: Client) -> dict[bytes, Any]:
+    """Everything in Redis, to go back to."""
+    return {
+        name: (await client.call("DUMP", name), max(0, await client.call("PTTL", name)))
+        for name in await client.call("KEYS", "*")
+    }
+
+
+async def go_back(client: Client, backup: dict[bytes, Any]) -> None:
+    """Redis is as it was, as after the fail-over to a replica that lagged."""
+    restore = [("RESTORE", name, expiry, value) for name, (value, expiry) in backup.items()]
+    await client.pipeline([("MULTI",), ("FLUSHALL",), *restore, ("EXEC",)])

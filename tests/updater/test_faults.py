@@ -1,0 +1,779 @@
+"""Faults that a strict reading of the journal found: each came back wrong before it was mended."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.client import Client, RedisSettings
+from broker.errors import ConfigError
+from broker.layout import PAGE, Model
+from broker.ledger import _SCRIPTS
+from broker.messages import CloseRound
+from tests.journals import Scribe
+from tests.support import Hand, Proxy, context, full, layout_of, model_of, running, wait_until
+from tests.updater.journalled import backed_up, go_back, held, makes, records
+from updater.journal import (
+    _MARK,
+    _RECORD,
+    JournalDamaged,
+    JournalError,
+    RoundClosed,
+    Segment,
+    Taken,
+    _checksum,
+    segments,
+)
+from updater.rebuild import recovered
+from updater.service import Updater
+from updater.strategies import FedAvgSettings
+
+LATE = {"sync": "interval", "sync_s": 3600.0}  # what is done stays in the queue until it is idle
+COMMIT = _SCRIPTS["commit"]._sha.encode()
+CREATE = _SCRIPTS["create"]._sha.encode()
+ROUNDS = FedAvgSettings(clients_per_round=3)
+
+
+@pytest.fixture(autouse=True)
+def idle_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Sets for how many milliseconds the queue is empty before the updater is idle: 20."""
+
+    def idle_after(milliseconds: int) -> None:
+        monkeypatch.setattr("updater.service.BLOCK_MS", milliseconds)
+
+    idle_after(20)
+    return idle_after
+
+
+@pytest.fixture
+def never_idle(idle_after: Callable[[int], None]) -> None:
+    """The updater is never idle, unless ``idle_after`` is told otherwise."""
+    idle_after(60_000)
+
+
+class Disk:
+    """A disk that can be full."""
+
+    def __init__(self) -> None:
+        self.full = False
+        self.refused = 0
+        self._real = os.pwritev
+
+    def pwritev(self, file: int, parts: Any, at: int) -> int:
+        """In place of the system's."""
+        if not self.full:
+            return self._real(file, parts, at)
+        self.refused += 1
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """The disk that the journal is on."""
+    disk = Disk()
+    monkeypatch.setattr(os, "pwritev", disk.pwritev)
+    return disk
+
+
+class End:
+    """The end of a journal, to be lost."""
+
+    def __init__(self, folder: Path, aside: Path) -> None:
+        self._folder = folder
+        self._aside = aside
+
+    def begins(self) -> None:
+        """What is journalled from now on will be lost."""
+        shutil.copytree(self._folder, self._aside)
+
+    def is_lost(self) -> None:
+        """The journal is as it was."""
+        shutil.rmtree(self._folder)
+        shutil.move(self._aside, self._folder)
+
+
+@pytest.fixture
+def end(folder: Path, tmp_path: Path) -> End:
+    """The end of the journal."""
+    return End(folder, tmp_path / "aside")
+
+
+def digests(folder: Path) -> dict[int, str]:
+    """What the journal says of every version that it made."""
+    return {record.version: record.digest for record in records(folder) if record.digest}
+
+
+async def told(hand: Hand) -> dict[int, str]:
+    """The digests of the versions that were published."""
+    return {version.version: version.digest for version in await hand.published()}
+
+
+async def fails(updater: Updater, error: type[Exception], match: str) -> None:
+    """The updater ends by itself, with this error."""
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await asyncio.wait_for(updater.run(context()), 5)
+    assert raised.group_contains(error, match=match)
+
+
+async def floats(hand: Hand) -> list[float]:
+    """What the newest version is made of."""
+    found: list[float] = (await hand.model((await hand.published())[-1])).floats.tolist()
+    return found
+
+
+async def limited(client: Client, room: int) -> None:
+    """Redis takes so many bytes more than it has, or is over the limit by so many."""
+    info = dict(
+        line.split(":", 1)
+        for line in (await client.call("INFO", "memory")).decode().splitlines()
+        if ":" in line
+    )
+    await client.call("CONFIG", "SET", "maxmemory", int(info["used_memory"]) + room)
+
+
+# a disk that is full when a segment is begun
+
+
+async def test_nothing_is_published_until_the_journal_has_begun(
+    make: Any, hand: Hand, disk: Disk, folder: Path
+) -> None:
+    disk.full = True
+    async with running(make(), context()):
+        await wait_until(lambda: disk.refused > 2)
+        assert (await hand.version(), segments(folder)) == (-1, [])
+        disk.full = False
+        await makes_more(hand, 4.0)
+    assert await told(hand) == {0: (await hand.published())[0].digest} | digests(folder)
+    await makes(hand, make(), 4.0)  # and it is a journal like any other
+    await hand.balanced()
+
+
+async def makes_more(hand: Hand, *values: float) -> None:
+    """The updater that runs makes a version of each update."""
+    await hand.join()
+    for value in values:
+        version = await hand.version()
+        await hand.admitted(value)
+        await hand.reaches(version + 1)
+
+
+async def test_nothing_is_taken_until_the_journal_goes_on(
+    make: Any, hand: Hand, disk: Disk, folder: Path
+) -> None:
+    await makes(hand, make(), 4.0)
+    disk.full = True
+    async with running(make(), context()):
+        await hand.admitted(8.0)
+        await wait_until(lambda: disk.refused > 2)
+        assert await hand.version() == 1
+        disk.full = False
+        await hand.reaches(2)
+    assert [record.version for record in records(folder)] == [1, 2]
+    assert await floats(hand) == [5.0] * 4
+
+
+async def test_a_segment_that_could_not_be_begun_names_the_one_before_once_it_can(
+    make: Any, hand: Hand, disk: Disk, folder: Path
+) -> None:
+    await makes(hand, make(), 4.0)
+    disk.full = True
+    async with running(make(), context()):
+        await wait_until(lambda: disk.refused > 1)
+        await hand.ledger.finish("enough")
+        await wait_until(lambda: disk.refused > 4)
+        disk.full = False
+        await wait_until(lambda: segments(folder)[-1].standing.finished == "enough")
+    assert [segment.standing.why for segment in segments(folder)][:2] == ["begun", "continued"]
+    assert [record.version for record in records(folder)] == [1]
+
+
+async def test_adopting_goes_on_after_the_disk_was_full(
+    make: Any, hand: Hand, disk: Disk, end: End, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await makes(hand, make(), 4.0)
+    end.begins()
+    await makes(hand, make(name="updater-1"), 4.0, 4.0)
+    end.is_lost()
+    updater = make(adopt=True)
+    real = updater._adopt
+
+    async def adopt(*args: Any) -> None:
+        disk.full = disk.refused < 3  # from now on
+        await real(*args)
+
+    monkeypatch.setattr(updater, "_adopt", adopt)
+    async with running(updater, context()):
+        await wait_until(lambda: segments(folder)[-1].standing.why == "adopted")
+        await hand.admitted(4.0)
+        await hand.reaches(4)
+    assert disk.refused >= 3
+    assert await floats(hand) == [3.75] * 4
+    await makes(hand, make(), 4.0)
+    assert list(digests(folder)) == [1, 4, 5]
+
+
+# a journal that lost its end
+
+
+@pytest.mark.usefixtures("never_idle")
+async def test_the_lost_end_of_a_finished_run_is_made_again_from_the_queue(
+    make: Any, hand: Hand, end: End, folder: Path, idle_after: Callable[[int], None]
+) -> None:
+    async with running(make(versions=3, **LATE), context()):
+        await makes_more(hand, 4.0)
+        end.begins()
+        await makes_more(hand, 8.0, 0.0)
+    end.is_lost()
+    before = await hand.published()
+    assert len(await hand.queue()) == 3
+    idle_after(20)
+    async with running(make(versions=3, **LATE), context()):
+        await wait_until(hand.queue_is_empty)
+    made = [record for record in records(folder) if isinstance(record, Taken)]
+    assert [(record.outcome, record.version) for record in made] == [
+        ("applied", 1), ("applied", 2), ("applied", 3),
+    ]  # fmt: skip
+    assert made[-1].finished == "version 3 reached"
+    assert await hand.published() == before
+    assert await told(hand) == {0: before[0].digest} | digests(folder)
+    view = await hand.ledger.look()
+    assert (view.outcomes["applied"], view.outcomes["given_up"]) == (3, 0)
+    await hand.balanced()
+
+
+@pytest.mark.usefixtures("never_idle")
+async def test_adopting_uses_no_update_that_has_ended_and_every_one_that_has_not(
+    make: Any, hand: Hand, folder: Path, idle_after: Callable[[int], None]
+) -> None:
+    async with running(make(**LATE), context()):
+        await makes_more(hand, 4.0)
+    waiting = await hand.admitted(8.0)
+    assert len(await hand.queue()) == 2
+    shutil.rmtree(folder)
+    idle_after(20)
+    async with running(make(adopt=True, **LATE), context()):
+        await wait_until(hand.queue_is_empty)
+    assert await hand.version() == 2
+    assert [update.task for update in (await hand.published())[-1].updates] == [waiting.task]
+    assert await floats(hand) == [5.0] * 4
+    assert (await hand.ledger.look()).outcomes["applied"] == 2
+    await hand.balanced()
+
+
+@pytest.mark.usefixtures("never_idle")
+@pytest.mark.parametrize("base", [None, 1], ids=["on-the-newest", "on-what-the-journal-has"])
+async def test_a_published_version_is_never_made_again_as_another(
+    make: Any,
+    hand: Hand,
+    end: End,
+    folder: Path,
+    idle_after: Callable[[int], None],
+    base: int | None,
+) -> None:
+    """Of versions 2 to 4 that the journal lost, the queue has only the last two updates."""
+    await makes(hand, make(), 4.0)
+    end.begins()
+    await makes(hand, make(name="updater-1"), 8.0)
+    about = {} if base is None else {"tau": base, "base": await hand.ledger.digest(base)}
+    async with running(make(name="updater-2", **LATE), context()):
+        for version, value in ((3, 2.0), (4, 16.0)):
+            await hand.admitted(value, **about)
+            await hand.reaches(version)
+    end.is_lost()
+    assert len(await hand.queue()) == 2
+    idle_after(20)
+    await fails(make(**LATE), JournalError, "ends with version 1, .* has 4, .*--adopt")
+    assert list(digests(folder)) == [1]
+    assert len(records(folder)) == 1
+    model = (await floats(hand))[0]
+    async with running(make(adopt=True, **LATE), context()):
+        await wait_until(hand.queue_is_empty)
+        assert await hand.version() == 4
+    await makes(hand, make(), 0.0)  # an update on version 4, whatever that is
+    await makes(hand, make(), 0.0)
+    assert await floats(hand) == [model / 4] * 4
+    published = await told(hand)
+    made = digests(folder)
+    assert made == {version: published[version] for version in (1, 5, 6)}
+    await hand.balanced()
+
+
+async def test_redis_that_is_emptied_while_a_lost_end_is_made_again_has_the_journal_s(
+    make: Any, hand: Hand, client: Client, end: End, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await makes(hand, make(), 4.0)
+    end.begins()
+    await makes(hand, make(name="updater-1"), 8.0, 8.0)
+    end.is_lost()
+    updater = make(lease_s=0.4)
+    emptied = False
+
+    async def flush() -> None:
+        nonlocal emptied
+        if updater._ahead is not None and not emptied:
+            emptied = True
+            await client.call("FLUSHALL")
+
+    monkeypatch.setattr(updater._recorder, "flush", flush)
+    async with running(updater, context()):
+        await wait_until(lambda: emptied)
+        await makes_more(hand, 4.0)
+    assert await floats(hand) == [3.0] * 4
+    assert await hand.version() == 2
+
+
+async def test_adopting_that_was_killed_half_way_is_done(
+    make: Any, hand: Hand, redis: RedisSettings, folder: Path
+) -> None:
+    await makes(hand, make(), 4.0)
+    shutil.rmtree(folder)
+    async with Proxy(redis) as proxy:
+        proxy.refuse = lambda data: CREATE in data or COMMIT in data
+        async with running(make(redis=proxy.settings, adopt=True), context()):
+            await wait_until(lambda: segments(folder))
+    await makes(hand, make(adopt=True), 4.0)
+    await makes(hand, make(), 4.0)
+    lineage = (await hand.ledger.run()).lineage
+    assert {segment.head.lineage for segment in segments(folder)} == {lineage}
+
+
+# what is found again
+
+
+@pytest.mark.usefixtures("never_idle")
+async def test_the_end_of_a_round_that_is_found_again_ends_no_other(
+    make: Any, hand: Hand, folder: Path, idle_after: Callable[[int], None]
+) -> None:
+    async with running(make(ROUNDS, **LATE), context()):
+        await hand.join()
+        await hand.ledger.ask(CloseRound(version=0, tasks=(), why="nobody"))
+        assert await hand.dispatch() == ["closed"]
+        await wait_until(lambda: len(records(folder)) == 1)
+        await hand.admitted(3.0)
+        await wait_until(lambda: held(hand, 1))
+    assert len(await hand.queue()) == 2
+    idle_after(20)
+    async with running(make(ROUNDS, **LATE), context()):
+        await wait_until(hand.queue_is_empty)
+        assert await hand.version() == 0
+        assert await held(hand, 1)
+        assert len(records(folder)) == 2
+
+
+@pytest.mark.usefixtures("never_idle")
+async def test_a_segment_remembers_the_ends_of_rounds_before_it(
+    make: Any, hand: Hand, folder: Path, idle_after: Callable[[int], None]
+) -> None:
+    async with running(make(ROUNDS, segment_bytes=1, **LATE), context()):
+        await hand.join()
+        await hand.ledger.ask(CloseRound(version=0, tasks=(), why="nobody"))
+        assert await hand.dispatch() == ["closed"]
+        await wait_until(lambda: len(segments(folder)) == 2)
+    assert len(await hand.queue()) == 1
+    idle_after(20)
+    async with running(make(ROUNDS, **LATE), context()):
+        await wait_until(hand.queue_is_empty)
+    assert [type(record) for record in records(folder)] == [RoundClosed]
+
+
+async def test_two_updates_of_one_task_are_applied_once_though_they_are_read_together(
+    make: Any, hand: Hand, folder: Path
+) -> None:
+    await makes(hand, make(), 4.0)
+    first = await hand.admitted(8.0)
+    second = await hand.trained(hand.trigger(task=first.task), 100.0, attempt="a2")
+    await hand.slip_in(second)
+    assert len(await hand.queue()) == 2
+    updater = make()
+    async with running(updater, context()):
+        await wait_until(hand.queue_is_empty)
+        assert updater._fetches == {}  # the second one's, begun before the first was decided on
+    assert await hand.version() == 2
+    assert await floats(hand) == [5.0] * 4
+    assert len(records(folder)) == 2
+    await hand.balanced()
+
+
+async def test_what_is_remembered_stays_bounded_over_restarts(
+    make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("updater.service._REMEMBERED", 2)
+    for _ in range(3):
+        updater = make()
+        await makes(hand, updater, 1.0, 1.0, 1.0)
+        assert len(updater._done) == 2
+        assert len(segments(folder)[-1].done()) <= 2
+    async with running(make(), context()):
+        await wait_until(lambda: len(segments(folder)) == 4)
+        newest = segments(folder)[-1]
+        assert (len(newest.done()), newest.standing.forgotten) == (2, 7)
+
+
+async def test_what_was_being_fetched_when_redis_went_back_is_forgotten(
+    make: Any, hand: Hand, client: Client, disk: Disk, folder: Path
+) -> None:
+    updater = make(lease_s=0.4)
+    async with running(updater, context()):
+        await makes_more(hand, 1.0)
+        disk.full = True
+        await hand.admitted(2.0)
+        await wait_until(lambda: updater._unwritten and disk.refused > 1)
+        await client.pipeline(
+            [
+                ("MULTI",),
+                ("HSET", hand.keys.head, "version", 0),
+                ("HDEL", hand.keys.tokens, "updater"),
+                ("DEL", hand.keys.leader("updater")),
+                ("EXEC",),
+            ]
+        )
+        await wait_until(lambda: updater._epoch > 1)
+        disk.full = False
+        await hand.reaches(2)
+        await makes_more(hand, 1.0, 1.0)
+        await wait_until(hand.queue_is_empty)
+        assert updater._fetches == {}
+    assert [record.version for record in records(folder)] == [1, 2, 3, 4]
+
+
+# a Redis that is full
+
+
+async def test_a_full_redis_is_emptied_when_there_is_nothing_else_to_do(
+    make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand.layout = layout_of(250_000)
+    updater = make(**LATE)
+    real, limits = updater._recorder.flush, 0
+
+    async def flush() -> None:
+        """It is idle."""
+        nonlocal limits
+        if updater._retained and updater._progress.state.version == 4 and not limits:
+            limits += 1
+            await limited(client, -2_500_000)
+        await real()
+
+    monkeypatch.setattr(updater._recorder, "flush", flush)
+    async with running(updater, context()):
+        await makes_more(hand, 1.0, 2.0, 3.0, 4.0)
+        await wait_until(lambda: limits)
+        await wait_until(hand.queue_is_empty, timeout=3)
+        assert list((await hand.ledger.kept()).values()) == [4]
+
+
+async def test_a_full_redis_is_emptied_to_publish_again(
+    make: Any, hand: Hand, client: Client, redis: RedisSettings, folder: Path
+) -> None:
+    hand.layout = layout_of(250_000)
+    async with Proxy(redis) as proxy, running(make(redis=proxy.settings), context()):
+        await makes_more(hand, 1.0, 2.0, 3.0, 4.0)
+        proxy.refuse = lambda data: COMMIT in data
+        await hand.admitted(5.0)
+        await wait_until(lambda: len(records(folder)) == 5)
+    await limited(client, 500_000)  # enough for a lease, not for a model
+    async with running(make(), context()):
+        await hand.reaches(5)
+        assert list((await hand.ledger.kept()).values()) == [4, 5]
+    await hand.balanced()
+
+
+async def test_no_more_models_are_kept_though_the_reply_to_publishing_again_was_lost(
+    make: Any, hand: Hand, redis: RedisSettings, folder: Path
+) -> None:
+    async with Proxy(redis) as proxy:
+        async with running(make(redis=proxy.settings, keep_versions=3), context()):
+            await makes_more(hand, 1.0, 1.0)
+            proxy.refuse = lambda data: COMMIT in data
+            await hand.admitted(1.0)
+            await wait_until(lambda: len(records(folder)) == 3)
+        proxy.refuse = None
+        proxy.cut_reply_to = lambda data: CREATE in data
+        async with running(make(redis=proxy.settings, keep_versions=3), context()):
+            await hand.reaches(3)
+            await makes_more(hand, 1.0, 1.0, 1.0)
+        assert proxy.cut_replies == 1
+    assert list((await hand.ledger.kept()).values()) == [4, 5, 6]
+
+
+# without weights
+
+
+async def test_without_weights_an_update_that_was_not_published_comes_from_the_queue(
+    make: Any, hand: Hand, redis: RedisSettings, folder: Path
+) -> None:
+    async with (
+        Proxy(redis) as proxy,
+        running(make(redis=proxy.settings, weights=False), context()),
+    ):
+        await makes_more(hand, 4.0)
+        proxy.refuse = lambda data: COMMIT in data
+        await hand.admitted(8.0)
+        await wait_until(lambda: len(records(folder)) == 2)
+    async with running(make(weights=False), context()):
+        await hand.reaches(2)
+        await wait_until(hand.queue_is_empty)
+    assert await floats(hand) == [5.0] * 4
+    assert [record.version for record in records(folder)] == [1, 2]
+    await hand.balanced()
+
+
+@pytest.mark.usefixtures("never_idle")
+async def test_without_weights_adopting_goes_on_from_the_newer_version_of_redis(
+    make: Any, hand: Hand, end: End, folder: Path, idle_after: Callable[[int], None]
+) -> None:
+    about = {"weights": False, **LATE}
+    async with running(make(**about), context()):
+        await makes_more(hand, 4.0)
+        end.begins()
+        await makes_more(hand, 8.0)
+    end.is_lost()
+    idle_after(20)
+    await fails(make(**about), ConfigError, "ends with version 1, .* has version 2: .*--adopt")
+    async with running(make(adopt=True, **about), context()):
+        await wait_until(hand.queue_is_empty)
+        newest = segments(folder)[-1].standing
+        assert (newest.why, newest.version, await hand.version()) == ("adopted", 2, 2)
+        await hand.admitted(1.0)
+        await hand.reaches(3)
+    assert await floats(hand) == [3.0] * 4
+    await makes(hand, make(**about), 1.0)
+    await hand.balanced()
+
+
+# a run that somebody ends
+
+
+async def test_a_run_that_somebody_ended_stays_ended_though_redis_went_back(
+    make: Any, hand: Hand, client: Client, redis: RedisSettings, folder: Path
+) -> None:
+    """They say it again before the updater sees that Redis went back."""
+    async with Proxy(redis) as proxy:
+        updater = make(redis=proxy.settings)
+        async with running(updater, context()):
+            await hand.join()
+            backup = await backed_up(client)
+            await hand.admitted(4.0)
+            await hand.reaches(1)
+            proxy.reading.clear()
+            await go_back(client, backup)
+            await hand.ledger.finish("target")
+            proxy.reading.set()
+            await hand.reaches(1)
+            await wait_until(lambda: updater._finished, timeout=3)
+            await wait_until(lambda: segments(folder)[-1].standing.finished == "target", timeout=3)
+            run = await hand.ledger.run()
+            assert (run.state, run.why) == ("finished", "target")
+
+
+async def test_a_run_that_somebody_ended_is_ended_again_where_redis_forgot_that(
+    make: Any, hand: Hand, client: Client
+) -> None:
+    updater = make()
+    async with running(updater, context()):
+        await makes_more(hand, 4.0)
+        await wait_until(hand.queue_is_empty)
+        backup = await backed_up(client)
+        await hand.ledger.finish("target")
+        await wait_until(lambda: updater._finished)
+        await go_back(client, backup)
+
+        async def ended() -> bool:
+            run = await hand.ledger.run()
+            return (run.state, run.why) == ("finished", "target")
+
+        await wait_until(ended, timeout=3)
+        assert await hand.version() == 1
+
+
+# the files
+
+
+@pytest.mark.usefixtures("never_idle")
+async def test_an_update_whose_bytes_never_got_to_the_disk_is_taken_from_the_queue(
+    make: Any, hand: Hand, folder: Path, idle_after: Callable[[int], None]
+) -> None:
+    async with running(make(**LATE), context()):
+        await makes_more(hand, 4.0, 8.0)
+    before = await hand.published()
+    [segment] = segments(folder)
+    *_, last = segment.records()
+    zero(segment.path, last.payload)
+    idle_after(20)
+    async with running(make(**LATE), context()):
+        await wait_until(hand.queue_is_empty)
+        await makes_more(hand, 1.0)
+    assert (await hand.published())[:3] == before
+    assert digests(folder) == {v.version: v.digest for v in await hand.published() if v.version}
+    assert segments(folder)[-1].head.cut == last.place.offset
+    await hand.balanced()
+
+
+def zero(path: Path, at: int) -> None:
+    """A page of a file is zeros: the file had grown when the machine died, and no more."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes(PAGE))
+
+
+async def test_an_update_that_was_on_disk_and_is_not_what_it_was_is_damage(
+    make: Any, hand: Hand, folder: Path
+) -> None:
+    await makes(hand, make(), 4.0, 8.0, 1.0)
+    [segment] = segments(folder)
+    _, second, third = segment.records()
+    assert third.synced > second.place.offset
+    zero(segment.path, second.payload)
+    await fails(make(), JournalDamaged, "the update is not what it was")
+    assert len(segments(folder)) == 1
+
+
+@pytest.mark.usefixtures("never_idle")
+async def test_what_a_successor_cuts_its_predecessor_to_is_on_disk(
+    make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def killed() -> None:
+        """Nothing is synced at the end."""
+
+    synced: list[str] = []
+    real = os.fdatasync
+
+    def fdatasync(file: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{file}").readlink().name)
+        real(file)
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    first = make(**LATE)
+    monkeypatch.setattr(first._recorder, "flush", killed)
+    monkeypatch.setattr(first._recorder, "_synced", killed)
+    async with running(first, context()):
+        await makes_more(hand, 4.0)
+    synced.clear()
+    async with running(make(sync="never", segment_versions=1), context()):
+        await wait_until(lambda: len(segments(folder)) == 2)
+        before, mine = (segment.path for segment in segments(folder))
+        assert [name.partition(".")[0] for name in synced] == [before.stem, mine.stem]
+        synced.clear()
+        await hand.admitted(4.0)
+        await wait_until(lambda: len(segments(folder)) == 3)
+        after = segments(folder)[-1].path
+        assert [name.partition(".")[0] for name in synced] == [mine.stem, after.stem]
+
+
+@pytest.mark.usefixtures("never_idle")
+async def test_what_is_due_gets_to_the_disk_in_time_while_redis_is_away(
+    make: Any, hand: Hand, redis: RedisSettings
+) -> None:
+    async with Proxy(redis) as proxy:
+        updater = make(redis=proxy.settings, sync="interval", sync_s=0.2)
+        async with running(updater, context()):
+            await makes_more(hand, 4.0)
+            proxy.reading.clear()
+            proxy.cut()
+            recorder = updater._recorder
+            await wait_until(lambda: recorder.safe == recorder.appended, timeout=3)
+            proxy.reading.set()
+
+
+async def test_segments_end_by_their_bytes_also_where_no_version_is_made(
+    make: Any, hand: Hand, folder: Path
+) -> None:
+    rounds = FedAvgSettings(clients_per_round=100)
+    async with running(make(rounds, segment_bytes=20_000), context()):
+        await hand.join()
+        for _ in range(6):
+            await hand.admitted(1.0)
+        await wait_until(lambda: held(hand, 6))
+        await wait_until(lambda: len(segments(folder)) > 1, timeout=3)
+    newest = segments(folder)[-1]
+    found = recovered(newest)
+    newest.close()
+    assert found.progress is not None
+    assert len(found.progress.held) == 6
+    assert len(records(folder)) == 6
+
+
+async def test_a_segment_that_begins_larger_than_the_limit_is_not_full_of_that(
+    make: Any, hand: Hand, folder: Path
+) -> None:
+    async with running(make(segment_bytes=1), context()):
+        await makes_more(hand, 1.0, 1.0)
+        await wait_until(lambda: len(segments(folder)) == 3)
+    assert [segment.standing.version for segment in segments(folder)] == [0, 1, 2]
+
+
+def test_a_message_that_nobody_could_read_again_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scribe = Scribe(tmp_path)
+    size = scribe.writer.size
+    monkeypatch.setattr("updater.journal._MESSAGE", 500)
+    with pytest.raises(JournalError, match=r"a message of \d+ bytes, at most 500"):
+        scribe.refuse(reason="x" * 500)
+    scribe.close()
+    assert scribe.writer.path.stat().st_size == size
+
+
+@pytest.mark.parametrize("knows", [False, True], ids=["as-it-can", "knowing-the-salt"])
+def test_a_record_inside_an_update_is_no_record(tmp_path: Path, *, knows: bool) -> None:
+    """A device sends it; who believed it would take a torn tail for damage, and never start."""
+    scribe = Scribe(tmp_path, layout=layout_of(PAGE // 2))
+    scribe.update()
+    salt = scribe.writer._salt if knows else 0
+    message = scribe.head.encode()
+    frame = _RECORD.pack(_MARK, len(message), 0, 1 << 40, 0)[:-8]
+    planted = frame + _checksum(salt, frame, message).to_bytes(8, "little") + message
+    update = model_of(scribe.layout)
+    update.buffer.data[: len(planted)] = planted
+    scribe._taken(scribe._upload(None, update, 0), update, outcome="refused", reason="planted")
+    scribe.close()
+    [segment] = segments(tmp_path)
+    *_, last = segment.records()
+    zero(segment.path, last.place.offset)  # its payload got to the disk first
+    with Segment(segment.path) as torn:
+        if knows:  # a record it is, then
+            with pytest.raises(JournalDamaged):
+                list(torn.records())
+        else:
+            assert len(list(torn.records())) == 1
+            assert torn.torn == last.place
+            read = Model(torn.layout)
+            torn.load(last, read)
+            assert read.digest() == update.digest()
+    segment.close()
+
+
+async def test_an_updater_that_begins_in_a_full_redis_leads_all_the_same(
+    make: Any, hand: Hand, client: Client
+) -> None:
+    await makes(hand, make(), 1.0)
+    async with full(client):
+        updater = make()
+        async with running(updater, context()):
+            await wait_until(lambda: updater._lease.number and updater._recorder.head)
+
+
+def test_a_journal_is_read_though_its_oldest_segment_is_retired_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scribe = Scribe(tmp_path)
+    for _ in range(2):
+        scribe.update()
+        scribe.segment()
+    scribe.close()
+    oldest, real = min(tmp_path.iterdir()), Segment.__init__
+
+    def retired(self: Segment, path: Path) -> None:
+        oldest.unlink(missing_ok=True)  # between the listing and the reading
+        real(self, path)
+
+    monkeypatch.setattr(Segment, "__init__", retired)
+    chain: list[Any] = segments(tmp_path)  # JournalError: cannot be read: No such file
+    assert len(chain) == 2
