@@ -77,7 +77,7 @@ class JournalSettings(Section):
     sync_s: Annotated[float, Field(gt=0)] = 1.0  # interval: at most so long after it was written
     sync_bytes: Annotated[int, Field(gt=0)] = 64 << 20  # interval: or so much
     weights: bool = True  # false: everything but the updates' bytes is recorded
-    segment_versions: Annotated[int, Field(ge=1)] = 1000  # a checkpoint after so many,
+    segment_versions: Annotated[int, Field(ge=1)] = 4000  # a checkpoint after so many,
     segment_s: Annotated[float, Field(gt=0)] = 600.0  # so long
     segment_bytes: Annotated[int, Field(gt=0)] = 1 << 30  # or so much
     keep_bytes: Annotated[int, Field(gt=0)] = 10 << 30  # the newest segment is kept at any size

@@ -6,6 +6,8 @@ import gzip
 import json
 import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -510,6 +512,33 @@ def test_any_sequence_of_records_replays_to_the_same_bits(
 
 
 # journals of earlier releases
+
+
+@pytest.mark.parametrize("threads", ["1", "7"])
+def test_the_bits_depend_neither_on_threads_nor_on_the_machine_s_load(
+    folder: Path, threads: str
+) -> None:
+    """A process of its own, because libraries read these variables when they are loaded."""
+    scribe = Scribe(folder, FedAvgSettings(clients_per_round=3), layout=layout_of(200_001, 3, 1))
+    for _ in range(9):
+        scribe.update()
+    scribe.close()
+    variables = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
+    replayed = subprocess.Popen(
+        [sys.executable, "-m", "fedstream", "replay", str(folder)],
+        env=os.environ | dict.fromkeys(variables, threads), stdout=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    load = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"])
+        for _ in range(2 * (os.cpu_count() or 1))
+    ]
+    try:
+        said, _ = replayed.communicate(timeout=60)
+    finally:
+        for process in load:
+            process.kill()
+            process.wait()
+    assert said.startswith("3 of 3 versions identical")
 
 
 @pytest.mark.parametrize("name", ["fedasync", "fedavg"])
