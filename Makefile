@@ -26,6 +26,8 @@ chaos: .venv/installed  ## 200 faults in a real pipeline; the table in benchmark
 bench: .venv/installed  ## the tables in benchmarks/results (some minutes)
 	$(BIN)/python -m benchmarks.end_to_end
 	$(BIN)/python -m benchmarks.devices
+	$(BIN)/python -m benchmarks.journal
+	$(BIN)/python -m benchmarks.replay
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
