@@ -16,18 +16,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import redis
 
 from benchmarks import machine
 from benchmarks.end_to_end import RESULTS, Pipeline
-from broker.layout import Layout, Model, Tensor
-from broker.messages import Upload
+from benchmarks.replay import write
 from fedstream.redis_server import RedisServer
-from updater.journal import SegmentHead, Taken, Writer, segments
-from updater.progress import Progress, take
-from updater.rebuild import recovered, standing_of
-from updater.strategies import FedAsyncSettings, State
+from updater.journal import segments
+from updater.rebuild import recovered
 
 MOST = {61_706: 0.15, 11_000_000: 0.30}  # of updates a second that `interval` may cost
 
@@ -44,44 +40,8 @@ def updates_per_second(size: int, sync: str) -> float:
 
 def recovery_s(size: int, versions: int) -> float:
     """Seconds from reading the first byte of a segment to the newest model."""
-    layout = Layout((Tensor("x", (size,), "float32", "parameter"),))
-    settings = FedAsyncSettings()
-    strategy = settings.build()
-    model, update = Model(layout), Model(layout)
-    model.floats[:] = 0.0
-    update.floats[:] = np.random.default_rng(0).standard_normal(size)
-    progress = Progress(State(0, model))
-    head = SegmentHead(
-        epoch=1, number=0, lineage="benchmark", run="demo", task="echo", devices=10,
-        versions=versions, seed=0, created=0.0, strategy=settings.model_dump(mode="json"),
-        layout=layout.encode(), release="", time=0.0,
-    )  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        standing, models = standing_of(progress, "begun", digest=model.digest(), time=0.0)
-        writer = Writer(Path(folder), head, standing, *models)
-        free = [Model(layout)]
-        for n in range(versions):
-            upload = Upload(
-                task=str(n), attempt="1", device=n % 10, trainer="t", tau=n, base="b",
-                layout=layout.signature, digest=update.digest(), size=layout.nbytes,
-                samples=1, steps=1, lr=0.1,
-            )  # fmt: skip
-            before = progress.state.model
-            step = take(strategy, progress, upload, update, free.pop())
-            progress = step.after
-            free.append(before)
-            decision = step.decision
-            assert decision
-            writer.append(
-                Taken(
-                    entry=f"{n}-0", upload=upload, outcome="applied", weight=decision.weight,
-                    staleness=decision.staleness, version=n + 1, time=0.0, received=0.0,
-                    digest=progress.state.model.digest(),
-                ),
-                update,
-            )  # fmt: skip
-        writer.sync()
-        writer.close()
+        write(Path(folder), size, versions)
         began = time.perf_counter()
         [segment] = segments(Path(folder))
         found = recovered(segment)

@@ -39,10 +39,10 @@ MODELS = 3  # in memory, at most
 IN_MEMORY = 8  # updates that the bare loop mixes in turn
 
 
-def write(folder: Path, parameters: int) -> int:
-    """A FedAsync run's journal of up to 5000 updates: how many."""
+def write(folder: Path, parameters: int, most: int = 5000) -> int:
+    """A FedAsync run's journal of up to ``most`` updates: how many."""
     layout = Layout((Tensor("x", (parameters,), "float32", "parameter"),))
-    count = min(5000, int(0.9 * DISK) // layout.nbytes)
+    count = min(most, int(0.9 * DISK) // layout.nbytes)
     settings = FedAsyncSettings()
     rule, rng = settings.build(), np.random.default_rng(0)
     model = Model(layout)
@@ -60,8 +60,8 @@ def write(folder: Path, parameters: int) -> int:
         update.floats[:] = rng.standard_normal(parameters, np.float32)
         upload = Upload(
             task=f"task-{n}", attempt="a", device=n % 10, trainer="t", tau=max(0, n - 1),
-            base="b", layout=layout.signature, digest="d", size=layout.nbytes, samples=10,
-            steps=5, lr=0.1, loss=0.5,
+            base="b", layout=layout.signature, digest=update.digest(), size=layout.nbytes,
+            samples=10, steps=5, lr=0.1, loss=0.5,
         )  # fmt: skip
         before = progress.state.model
         step = take(rule, progress, upload, update, spare)

@@ -314,13 +314,14 @@ def replay(
 
     if redis is not None:
         from fedstream import feed
+        from updater.inspection import journal_of
 
         if begin is not None or until is not None or sets or without:
             raise ConfigError(
                 "--redis feeds all updates as they were: without --from, --until, --set, --without"
             )
         settings = _settings(config, None, redis__url=redis, run__name=run)
-        fed = feed.feed(settings, page.journal_of(folder), 1.0 if speed is None else speed)
+        fed = feed.feed(settings, journal_of(folder), 1.0 if speed is None else speed)
         if as_json:
             typer.echo(report.as_json(feed.numbers(fed)))
         else:

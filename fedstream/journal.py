@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -15,7 +14,6 @@ from broker.errors import ConfigError, FedstreamError
 # What a command needs is imported in it: `--help` answers at once.
 if TYPE_CHECKING:
     from broker.layout import Model
-    from fedstream.config import Settings
     from updater.inspection import Made
     from updater.journal import Segment
 
@@ -225,6 +223,7 @@ def bisect(
     """
     from fedstream import journal_bisect as search
     from fedstream import journal_pages as pages
+    from fedstream.replay import settings_of
     from fedstream.report import as_json as text
     from updater.inspection import opened
 
@@ -235,8 +234,9 @@ def bisect(
     def is_good(value: float) -> bool:  # what is no number is neither
         return value >= bound if below is not None else value <= bound
 
+    given = [*(sets or ()), *([f"task.name={task}"] if task else ())]
     with opened(path) as chain:
-        measured = search.judge(_settings(chain, config, sets, task), metric)
+        measured = search.judge(settings_of(chain[0].path.parent, config, given), metric)
 
         def measure(version: int, model: Model) -> float:
             value = measured(version, model)
@@ -268,20 +268,6 @@ def bisect(
             typer.echo("no update did it: the run went on from a model of Redis")
     if crossing is None:
         raise typer.Exit(1)
-
-
-def _settings(
-    chain: Sequence[Segment], config: Path | None, sets: list[str] | None, task: str | None
-) -> Settings:
-    """The configuration that names the task: the file given, the run's own, or the journal."""
-    from fedstream.config import read
-    from fedstream.run import CONFIG
-
-    folder = chain[0].path.resolve().parent
-    left = (folder / CONFIG, folder.parent / CONFIG)
-    config = config or next((file for file in left if file.is_file()), None)
-    name = task or (None if config else chain[-1].head.task)
-    return read(config, [*(sets or ()), *([f"task.name={name}"] if name else ())])
 
 
 @app.command()

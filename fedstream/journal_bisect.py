@@ -119,8 +119,8 @@ def _first(
 def _model(move: Move) -> Model:
     if move.after is None:
         raise NotRecorded(
-            f"{move.record.place}: version {move.message.version} cannot be rebuilt: updates were "
-            "recorded without their weights (journal.weights = false)"
+            f"{move.record.place.where}: version {move.message.version} cannot be rebuilt: "
+            "updates were recorded without their weights (journal.weights = false)"
         )
     return move.after
 

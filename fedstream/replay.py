@@ -25,9 +25,10 @@ from broker.errors import ConfigError
 from broker.layout import Model
 from fedstream import report
 from fedstream.config import Settings, read
-from fedstream.run import CONFIG, JOURNAL, usable
+from fedstream.run import CONFIG, usable
 from runtime.config import load
-from updater.journal import JournalError, SegmentHead, segments
+from updater.inspection import journal_of, opened
+from updater.journal import JournalError
 from updater.mixing import BLOCK, norm
 from updater.rebuild import is_used
 from updater.replay import Moment, Replayer
@@ -45,32 +46,18 @@ PICTURE = "replay.png"
 _POINTS = 10  # measured, where nothing else is wanted
 
 
-def journal_of(folder: Path) -> Path:
-    """The journal of a run's folder; a journal's folder itself."""
-    inside = folder / JOURNAL
-    return inside if inside.is_dir() else folder
-
-
 def settings_of(folder: Path, config: Path | None, sets: Sequence[str]) -> Settings:
     """What the run was configured with, as far as the task needs it.
 
     ``config``, else the run's own, else the defaults with the task that its journal names.
     """
-    journal = journal_of(folder)
-    left = (folder if folder != journal else folder.parent) / CONFIG
-    if config is None and left.is_file():
-        config = left
-    named = [] if config is not None else [f"task.name={_head(journal).task}"]
-    return read(config, [*named, *sets])
-
-
-def _head(journal: Path) -> SegmentHead:
-    chain = segments(journal)
-    for segment in chain:
-        segment.close()
-    if not chain:
-        raise JournalError(f"{journal}: there is no journal")
-    return chain[-1].head
+    journal = journal_of(folder).resolve()
+    left = (journal / CONFIG, journal.parent / CONFIG)
+    config = config or next((file for file in left if file.is_file()), None)
+    if config is not None:
+        return read(config, sets)
+    with opened(folder) as chain:
+        return read(None, [f"task.name={chain[-1].head.task}", *sets])
 
 
 # another rule

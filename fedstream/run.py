@@ -43,7 +43,7 @@ from fedstream.services import DEVICES, task_of
 from fedstream.supervisor import Program, Supervisor
 from runtime.backoff import pause
 from runtime.config import dump
-from updater.inspection import entries
+from updater.inspection import FOLDER, entries
 from updater.journal import JournalError, segments
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
 
 CONFIG = "run.toml"
 LOGS = "logs"
-JOURNAL = "journal"
 
 _REDIS_WITHIN_S = 10.0
 _MEASURED_WITHIN_S = 120.0  # the evaluator may take so long for the last version
@@ -188,7 +187,7 @@ def usable(out: Path) -> Iterator[None]:
 
 def _check_folder(plan: Plan) -> None:
     with usable(plan.out):
-        taken = [name for name in (CONFIG, report.SUMMARY, JOURNAL) if (plan.out / name).exists()]
+        taken = [name for name in (CONFIG, report.SUMMARY, FOLDER) if (plan.out / name).exists()]
     if taken and not plan.resume:
         raise FedstreamError(
             f"{plan.out} holds a run already ({taken[0]}): name another folder with --out, "
@@ -202,7 +201,7 @@ def _with_paths(plan: Plan) -> Plan:
     A local run's journal is in its folder, wherever a configuration used before had it.
     """
     settings = plan.settings
-    journal = settings.journal.model_copy(update={"dir": str(plan.out.absolute() / JOURNAL)})
+    journal = settings.journal.model_copy(update={"dir": str(plan.out.absolute() / FOLDER)})
     task, (file, _, attribute) = settings.task, settings.task.name.rpartition(":")
     if file.endswith(".py"):
         task = task.model_copy(update={"name": f"{Path(file).absolute()}:{attribute}"})
@@ -604,7 +603,7 @@ class LocalRun:
             }  # fmt: skip
             report.write_model(out, model, self._subject.module, about)
             files.append(report.MODEL)
-        return [*files, JOURNAL, CONFIG, LOGS]
+        return [*files, FOLDER, CONFIG, LOGS]
 
 
 def _is_running(pid: int) -> bool:

@@ -28,7 +28,6 @@ from updater.journal import (
     segments,
 )
 from updater.mixing import norm
-from updater.progress import Step
 from updater.rebuild import Diverged, NotRecorded, Rebuild, is_used
 from updater.strategies import strategy_of
 
@@ -43,7 +42,7 @@ def opened(path: Path) -> Iterator[list[Segment]]:
 
     A segment by itself counts as far as it is whole. Raises JournalError.
     """
-    chain = [Segment(path)] if path.is_file() else segments(_folder(path))
+    chain = [Segment(path)] if path.is_file() else segments(journal_of(path))
     try:
         if not chain:
             raise JournalError(
@@ -55,7 +54,8 @@ def opened(path: Path) -> Iterator[list[Segment]]:
             segment.close()
 
 
-def _folder(path: Path) -> Path:
+def journal_of(path: Path) -> Path:
+    """The journal of a run's folder; a journal's folder itself."""
     inside = path / FOLDER
     return inside if inside.is_dir() else path
 
@@ -64,7 +64,7 @@ def entries(segment: Segment, cut: int | None) -> Iterator[tuple[Record, Entry]]
     """The records behind the standing with what they say; payloads are not read."""
     for record in segment.records(cut):
         if not isinstance(record.message, Taken | RoundClosed):
-            raise JournalError(f"{_where(segment, record)}: a record that does not belong here")
+            raise JournalError(f"{record.place.where}: a record that does not belong here")
         yield record, record.message
 
 
@@ -74,10 +74,6 @@ def newest(chain: Sequence[Segment]) -> int:
     for _, entry in entries(chain[-1], None):
         version = entry.version
     return version
-
-
-def _where(segment: Segment, record: Record) -> Path:
-    return segment.path.parent / str(record.place)
 
 
 # models
@@ -115,42 +111,14 @@ def moves(segment: Segment, cut: int | None, *, models: bool = True) -> Iterator
             update = room
             segment.load(record, update)
             if update.digest() != entry.upload.digest:
-                raise JournalDamaged(f"{_where(segment, record)}: the update is not what it was")
+                raise JournalDamaged(f"{record.place.where}: the update is not what it was")
         if not models or (update is None and is_used(entry)):
             model = None
         if model is not None:
             step = rebuild.take(record, update)
-            check(rebuild, segment, record, step)
+            rebuild.check(record, step)
             model = step.after.state.model
         yield Move(record, entry, before, update, model)
-
-
-def check(rebuild: Rebuild, segment: Segment, record: Record, step: Step) -> None:
-    """Is what came out of a record what it says? Raises Diverged, with the place in words."""
-    try:
-        rebuild.check(record, step)
-    except Diverged as error:
-        message, version = record.message, step.after.state.version
-        if not isinstance(message, Taken | RoundClosed):
-            raise
-        said, found = message.digest, rebuild.digest if step.made is not None else None
-        if (version, found) != (message.version, said):
-            now, then = f"digest {found}", str(said)
-            if version != message.version or found is None or said is None:
-                now, then = _version(version, found), _version(message.version, said)
-        elif isinstance(message, Taken) and step.decision is not None:
-            now = f"{step.decision.outcome} with weight {step.decision.weight!r}"
-            then = f"{message.outcome} with weight {message.weight!r}"
-        else:
-            raise
-        raise Diverged(
-            f"{_where(segment, record)}: version {message.version} does not come out again: {now}, "
-            f"the journal says {then}"
-        ) from error
-
-
-def _version(version: int, digest: str | None) -> str:
-    return f"version {version}, {f'digest {digest}' if digest else 'none made'}"
 
 
 def history(chain: Sequence[Segment]) -> Iterator[Move]:
@@ -174,8 +142,8 @@ def check_joint(segment: Segment, ended: tuple[int, str] | None) -> None:
     if ended is None or said.why != "continued" or (said.version, said.digest) == ended:
         return
     raise Diverged(
-        f"{_where(segment, segment.standing_record)}: begins with version {said.version} "
-        f"({said.digest}), the segment before ends with {ended[0]} ({ended[1]})"
+        f"{segment.standing_record.place.where}: the segment begins with version "
+        f"{said.version} ({said.digest}), the one before ends with version {ended[0]} ({ended[1]})"
     )
 
 
@@ -202,7 +170,7 @@ def model_at(chain: Sequence[Segment], version: int) -> tuple[Model, str]:
             continue
         if move.after is None:
             raise NotRecorded(
-                f"{_where(first, move.record)}: version {version} cannot be rebuilt: updates were "
+                f"{move.record.place.where}: version {version} cannot be rebuilt: updates were "
                 "recorded without their weights (journal.weights = false); the nearest checkpoint "
                 f"is version {first.standing.version}"
             )
@@ -264,7 +232,7 @@ def _verified(segment: Segment, cut: int | None, verdict: Verdict, *, models: bo
         expected = verdict.last + (message.digest is not None)
         if message.version != expected:
             raise Diverged(
-                f"{_where(segment, move.record)}: version {message.version} where {expected} is due"
+                f"{move.record.place.where}: version {message.version} where {expected} is due"
             )
         verdict.last, verdict.records = message.version, verdict.records + 1
         verdict.versions += message.digest is not None

@@ -174,11 +174,16 @@ _KINDS: tuple[type[Message], ...] = (SegmentHead, Standing, Taken, RoundClosed)
 class Place:
     """Where a record is."""
 
-    segment: str  # file name
+    path: Path  # of the segment
     offset: int  # bytes from its beginning
 
     def __str__(self) -> str:
-        return f"{self.segment} at byte {self.offset}"
+        return f"{self.path.name} at byte {self.offset}"
+
+    @property
+    def where(self) -> str:
+        """The place with its folder, for messages."""
+        return f"{self.path} at byte {self.offset}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,9 +286,9 @@ class Segment:
         while at < end:
             record = self._record(at)
             if record is None or record.end > end:
-                place = Place(self.path.name, at)
+                place = Place(self.path, at)
                 if cut is not None or self.was_on_disk(at):
-                    raise JournalDamaged(f"damaged record: {self.path.parent / str(place)}")
+                    raise JournalDamaged(f"damaged record: {place.where}")
                 self.torn = place
                 return
             yield record
@@ -293,7 +298,7 @@ class Segment:
         """Reads a record's payload into models, one behind the other. Raises JournalDamaged."""
         if record.payload_bytes != sum(model.layout.nbytes for model in into):
             raise JournalDamaged(
-                f"{self.path.parent / str(record.place)}: a payload of {record.payload_bytes} "
+                f"{record.place.where}: a payload of {record.payload_bytes} "
                 "bytes, which is not the layout's"
             )
         at = record.payload
@@ -320,7 +325,7 @@ class Segment:
             self._salt, begin[: _RECORD.size - 8], message
         ):
             return None
-        place = Place(self.path.name, at)
+        place = Place(self.path, at)
         start = at + _filled(_RECORD.size + length)
         end = start + _filled(payload)
         if end > self.size:
@@ -328,7 +333,7 @@ class Segment:
         try:
             found = decode(message, *_KINDS)
         except BadMessage as error:
-            raise JournalError(f"{self.path.parent / str(place)}: {error}") from error
+            raise JournalError(f"{place.where}: {error}") from error
         return Record(found, place, start, payload, synced, end)
 
     def was_on_disk(self, at: int) -> bool:

@@ -60,7 +60,7 @@ class Rebuild:
         segment.load(segment.standing_record, *([model, memory] if memory else [model]))
         if model.digest() != said.digest or (memory and memory.digest() != said.memory):
             raise Diverged(
-                f"{segment.path.parent / str(segment.standing_record.place)}: the checkpoint's "
+                f"{segment.standing_record.place.where}: the checkpoint's "
                 "model is not the one that was written"
             )
         state = State(said.version, model, Memory(memory, said.arrivals, said.weight))
@@ -113,17 +113,26 @@ class Rebuild:
             return
         if step.made is not None:
             self.digest, self.time = step.after.state.model.digest(), message.time
-        found = (version, self.digest if step.made is not None else None)
-        said = (message.version, message.digest)
-        what = "version and digest"
-        if found == said and isinstance(message, Taken) and step.decision is not None:
-            what = "outcome and weight"
-            found = (step.decision.outcome, step.decision.weight)  # type: ignore[assignment]
-            said = (message.outcome, message.weight)  # type: ignore[assignment]
-        if found != said:
-            raise Diverged(
-                f"{record.place}: version {version}: {what} are {found}, the journal says {said}"
-            )
+        found = self.digest if step.made is not None else None
+        if (version, found) != (message.version, message.digest):
+            now, then = f"digest {found}", str(message.digest)
+            if version != message.version or found is None or message.digest is None:
+                now, then = _made(version, found), _made(message.version, message.digest)
+        elif isinstance(message, Taken) and step.decision is not None:
+            if (step.decision.outcome, step.decision.weight) == (message.outcome, message.weight):
+                return
+            now = f"{step.decision.outcome} with weight {step.decision.weight!r}"
+            then = f"{message.outcome} with weight {message.weight!r}"
+        else:
+            return
+        raise Diverged(
+            f"{record.place.where}: version {message.version} does not come out again: {now}, "
+            f"the journal says {then}"
+        )
+
+
+def _made(version: int, digest: str | None) -> str:
+    return f"version {version}, {f'digest {digest}' if digest else 'none made'}"
 
 
 def is_used(message: Message) -> TypeGuard[Taken]:
@@ -135,7 +144,8 @@ def recorded(record: Record, update: Model | None) -> Model:
     """The update of a record. Raises NotRecorded if its weights are not there."""
     if update is None:
         raise NotRecorded(
-            f"{record.place}: an update was recorded without its weights (journal.weights = false)"
+            f"{record.place.where}: an update was recorded without its weights "
+            "(journal.weights = false)"
         )
     return update
 
@@ -178,7 +188,7 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
     for record in segment.records():
         message = record.message
         if not isinstance(message, Taken | RoundClosed):
-            raise JournalError(f"{record.place}: a record that does not belong here")
+            raise JournalError(f"{record.place.where}: a record that does not belong here")
         if until == found.digest and message.digest is not None:
             break
         if found.progress is not None and not _followed(found, rebuild, segment, record):
@@ -215,7 +225,7 @@ def _followed(found: Recovered, rebuild: Rebuild, segment: Segment, record: Reco
         segment.load(record, update)
         if update.digest() != record.message.upload.digest:
             if segment.was_on_disk(record.place.offset):
-                raise JournalDamaged(f"{record.place}: the update is not what it was")
+                raise JournalDamaged(f"{record.place.where}: the update is not what it was")
             return False
     step = rebuild.follow(record, update)
     found.progress = step.after

@@ -21,7 +21,7 @@ from threading import Thread
 from typing import Any, TypeAlias
 
 from broker.layout import Model
-from updater.inspection import check
+from updater.inspection import check_joint
 from updater.journal import (
     JournalDamaged,
     JournalError,
@@ -78,12 +78,12 @@ class Moment:
         Raises JournalError if there is none, or it was recorded without its bytes.
         """
         if not self._record.payload_bytes:
-            where = self._segment.path.parent / str(self.place)
+            where = self.place.where
             if isinstance(self.message, RoundClosed):
                 raise NotRecorded(f"{where}: is the end of a round, and no update")
             if not is_used(self.message):
                 raise NotRecorded(f"{where}: a {self.message.outcome} update's bytes are not kept")
-            raise _without_weights(self._segment, self._record)
+            recorded(self._record, None)
         model = Model(self._segment.layout)
         self._segment.load(self._record, model)
         return model
@@ -283,10 +283,10 @@ class Replayer:
             else:
                 message = record.message
                 if not isinstance(message, Taken | RoundClosed):
-                    raise JournalError(f"{self.folder / str(record.place)}: does not belong there")
+                    raise JournalError(f"{record.place.where}: does not belong there")
                 update = model if _has_update(record) else None
-                if update is None and is_used(message):
-                    raise _without_weights(segment, record)
+                if is_used(message):
+                    recorded(record, update)
                 done = was.take(record, update) if was is not None else None
                 other = what_if.take(record, update) if what_if is not None else None
                 reading.free(model)
@@ -311,14 +311,7 @@ class Replayer:
 
     def _continue(self, was: Rebuild, segment: Segment) -> None:
         """The next segment of a lineage begins where the one before ended. Raises Diverged."""
-        said = segment.standing
-        found = was.progress.state.version, was.digest
-        if found != (said.version, said.digest):
-            raise Diverged(
-                f"{segment.path.parent / str(segment.standing_record.place)}: the segment begins "
-                f"with version {said.version} ({said.digest}), the one before ends with version "
-                f"{found[0]} ({found[1]})"
-            )
+        check_joint(segment, (was.progress.state.version, was.digest))
         self.checkpoints += 1
         was.strategy = strategy_of(segment.head.strategy)
 
@@ -331,25 +324,18 @@ class Replayer:
         return rule.build()
 
 
-def _without_weights(segment: Segment, record: Record) -> NotRecorded:
-    return NotRecorded(
-        f"{segment.path.parent / str(record.place)}: an update was recorded without its weights "
-        "(journal.weights = false)"
-    )
-
-
 def _check(was: Rebuild, step: Step, segment: Segment, record: Record) -> None:
     """Raises Diverged; and says so if it is the update that is not what it was."""
     try:
-        check(was, segment, record, step)
+        was.check(record, step)
     except Diverged as error:
         if isinstance(record.message, Taken) and _has_update(record):
             update = Model(segment.layout)
             segment.load(record, update)
             if update.digest() != record.message.upload.digest:
-                where = segment.path.parent / str(record.place)
                 raise Diverged(
-                    f"{where}: the update of version {record.message.version} is not what it was"
+                    f"{record.place.where}: the update of version {record.message.version} is not "
+                    "what it was"
                 ) from error
         raise
 

@@ -58,7 +58,7 @@ from updater.journal import (
 )
 from updater.mixing import norm
 from updater.progress import Progress, Step, close_round, take
-from updater.rebuild import Recovered, recovered, standing_of
+from updater.rebuild import Recovered, end_of, recovered, standing_of
 from updater.recorder import Recorder
 from updater.strategies import State, StrategySettings
 
@@ -548,7 +548,7 @@ class Updater:
             await self._adopt(run, head)
 
     async def _take_batch(self, progress: Progress) -> None:
-        """Decides on the next entries, one on top of the other, and writes them to the journal."""
+        """Decides on the next entries, one on top of the other."""
         most = max(1, min(_BATCH, _LARGE // max(1, progress.state.model.layout.nbytes)))
         finishing = False
         while self._backlog and len(self._unwritten) < most and not finishing:
@@ -616,10 +616,13 @@ class Updater:
         if change.finish is not None and self._run is not None:
             over = replace(self._run, state="finished", why=change.finish, finished=self._time)
             self._end(over)
-        if change.end is not None and change.record is not None:
-            self._counts = counted(self._counts, change.end)
+        self._count(change)
         self._metrics.journal.set(self._recorder.appended)
         self._metrics.unsynced.set(self._recorder.appended - self._recorder.safe)
+
+    def _count(self, change: _Change) -> None:
+        if change.end is not None and change.record is not None:
+            self._counts = counted(self._counts, change.end)
 
     def _decided(self, change: _Change) -> None:
         """From now on its entry is known, should it be found again."""
@@ -777,13 +780,17 @@ class Updater:
             time=version.time if version else time.time(),
             received=entry.time, finished=finish, counts=self._counts,
         )  # fmt: skip
-        end = End(
-            task=upload.task, attempt=upload.attempt, outcome=outcome, device=upload.device,
-            version=step.after.state.version, staleness=decision.staleness, weight=decision.weight,
-        )  # fmt: skip
         payload = (update,) if self._journal.weights else ()
         return _Change(
-            entry.id, record, payload, step.after, version, end, upload.blob, finish, used
+            entry.id,
+            record,
+            payload,
+            step.after,
+            version,
+            end_of(record),
+            upload.blob,
+            finish,
+            used,
         )
 
     def _round_end(self, entry: Entry, message: RoundEnd, before: Progress) -> _Change:
@@ -812,11 +819,7 @@ class Updater:
             entry=entry.id, upload=upload, outcome=outcome, reason=reason, staleness=late,
             version=version, time=time.time(), received=entry.time, counts=self._counts,
         )  # fmt: skip
-        end = End(
-            task=upload.task, attempt=upload.attempt, outcome=outcome, reason=reason,
-            device=upload.device, version=version, staleness=late,
-        )  # fmt: skip
-        return _Change(entry.id, record, (), before, end=end, blob=upload.blob)
+        return _Change(entry.id, record, (), before, end=end_of(record), blob=upload.blob)
 
     def _done_before(self, entry: Entry, upload: Upload, before: Progress) -> _Change:
         """A task that is in the journal, but Redis does not know it: it ends as it did."""
@@ -907,8 +910,7 @@ class Updater:
             self._retained = done_with[on_disk:]
             self._counts = done.counts
             for pending, _ in list(self._pending)[1:]:
-                if pending.end is not None and pending.record is not None:
-                    self._counts = counted(self._counts, pending.end)
+                self._count(pending)
             for blob in commit.retired:
                 self._kept.pop(blob, None)
             if done.finished != self._finished and len(self._pending) < 2:

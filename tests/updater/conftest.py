@@ -15,6 +15,8 @@ from updater.journal import JournalSettings
 from updater.service import Updater, UpdaterSettings
 from updater.strategies import FedAsyncSettings, FedAvgSettings
 
+JOURNAL = set(JournalSettings.model_fields) - set(UpdaterSettings.model_fields)
+
 
 @pytest.fixture
 def redis(any_redis: RedisSettings) -> RedisSettings:
@@ -30,7 +32,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def make(redis: RedisSettings, keys: Keys, hand: Hand, folder: Path) -> Any:
-    """An updater that begins with zeros."""
+    """An updater of the run, that begins with zeros; further settings are its or the journal's."""
 
     def make(
         strategy: FedAsyncSettings | FedAvgSettings = HALF,
@@ -39,13 +41,15 @@ def make(redis: RedisSettings, keys: Keys, hand: Hand, folder: Path) -> Any:
         redis: RedisSettings = redis,
         lease_s: float = 5.0,
         versions: int = 1000,
-        keep_versions: int = 16,
-        **journal: Any,
+        **settings: Any,
     ) -> Updater:
-        run = hand.run(strategy=strategy.name, versions=versions)
-        settings = JournalSettings(**{"dir": str(folder), "sync": "always"} | journal)
+        rule = strategy.build()
+        run = hand.run(strategy=strategy.name, versions=versions, max_staleness=rule.max_staleness)
+        # A commit deletes its own entry from the queue, unless a test wants it otherwise.
+        journal: dict[str, Any] = {"dir": str(folder), "sync": "always"}
+        journal |= {key: settings.pop(key) for key in [*settings] if key in JOURNAL}
         return Updater(
-            UpdaterSettings(lease_s=lease_s, keep_versions=keep_versions), strategy, settings,
+            UpdaterSettings(lease_s=lease_s, **settings), strategy, JournalSettings(**journal),
             keys=keys, redis=redis, name=name, found=lambda: (run, model_of(hand.layout)),
         )  # fmt: skip
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -28,38 +27,10 @@ from tests.support import (
     running,
     wait_until,
 )
-from updater.journal import JournalSettings
+from tests.updater.journalled import HALF
 from updater.rules import Constant, Polynomial
-from updater.service import _BATCH, _LARGE, Updater, UpdaterSettings
+from updater.service import _BATCH, _LARGE
 from updater.strategies import FedAsyncSettings, FedAvgSettings, State, Update
-
-SAFE = JournalSettings(sync="always")  # a commit deletes its own entry from the queue
-HALF = FedAsyncSettings(alpha=0.5, staleness=Constant())
-
-
-@pytest.fixture
-def make(redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path) -> Any:
-    """An updater of the run, that begins with zeros."""
-
-    def make(
-        strategy: FedAsyncSettings | FedAvgSettings = HALF,
-        *,
-        name: str = "updater-0",
-        redis: RedisSettings = redis,
-        lease_s: float = 5.0,
-        versions: int = 1000,
-        journal: JournalSettings = SAFE,
-        **settings: Any,
-    ) -> Updater:
-        rule = strategy.build()
-        run = hand.run(strategy=strategy.name, versions=versions, max_staleness=rule.max_staleness)
-        return Updater(
-            UpdaterSettings(lease_s=lease_s, **settings), strategy,
-            journal.model_copy(update={"dir": str(tmp_path / journal.dir)}),
-            keys=keys, redis=redis, name=name, found=lambda: (run, model_of(hand.layout)),
-        )  # fmt: skip
-
-    return make
 
 
 async def refused(hand: Hand, reason: str, n: int = 1) -> None:
