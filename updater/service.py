@@ -570,41 +570,30 @@ class Updater:
         return bool(self._backlog) and small and self._ahead is None
 
     async def _go_on(self) -> None:
-        """Writes to the journal what was decided on, and commits what is there: side by side."""
-        troubles = await asyncio.gather(
-            self._record(), self._settle_all(list(self._pending)), return_exceptions=True
+        """Writes to the journal what was decided on, and meanwhile goes on without it.
+
+        What was written before is committed, the next update is fetched, and a large model's chunks
+        go to Redis. Trouble leaves undone what it struck, to be done in its turn.
+        """
+        changes = self._unwritten
+        appending = asyncio.create_task(
+            self._recorder.append([(one.record, one.payload) for one in changes]), name="journal"
         )
-        for trouble in troubles:
-            if trouble is not None:
-                raise trouble
+        try:
+            await self._settle_all(list(self._pending))
+            await self._read_ahead(changes[0].after.state.model.layout)
+            await self._write_ahead(changes[0])
+        finally:
+            with self._metrics.seconds.labels("journal").time():
+                positions = await appending
+            self._unwritten = []
+            for change, position in zip(changes, positions, strict=True):
+                self._happened(change, position)
 
     async def _settle_all(self, recorded: Sequence[tuple[_Change, int]]) -> None:
         for change, position in recorded:
             if not await self._settle(change, position):
                 return  # the rest comes to nothing without it
-
-    async def _record(self) -> None:
-        """Writes what was decided on to the journal; from then on it has happened.
-
-        Meanwhile a large model's chunks go to Redis, and the next update is fetched from there.
-        Trouble leaves it unwritten, to be written again.
-        """
-        changes = self._unwritten
-        with self._metrics.seconds.labels("journal").time():
-            positions, *meanwhile = await asyncio.gather(
-                self._recorder.append([(one.record, one.payload) for one in changes]),
-                self._write_ahead(changes[0]),
-                self._read_ahead(changes[0].after.state.model.layout),
-                return_exceptions=True,
-            )
-        if isinstance(positions, BaseException):
-            raise positions
-        self._unwritten = []
-        for change, position in zip(changes, positions, strict=True):
-            self._happened(change, position)
-        for trouble in meanwhile:  # what was not done is done in its turn
-            if trouble is not None:
-                raise trouble
 
     def _happened(self, change: _Change, position: int) -> None:
         """A change is in the journal: it is now what is."""
