@@ -1,7 +1,7 @@
-"""Split a data set over devices: alike, or by classes (Anarchic Federated Learning, appendix E.1).
+"""Split a data set over devices: alike, by classes, by random mixes of classes, or in its order.
 
-Both return one array of row numbers per device, disjoint and together every row, as a function of
-their arguments only: every trainer computes the same partition for itself.
+All return one array of row numbers per device, none of them empty, disjoint and together every row,
+as a function of their arguments only: every trainer computes the same partition for itself.
 """
 
 from __future__ import annotations
@@ -21,10 +21,18 @@ def iid(labels: npt.NDArray[Any], devices: int, seed: int) -> list[Rows]:
 
     Raises DataError if there are fewer rows than devices.
     """
-    if not 1 <= devices <= len(labels):
-        raise DataError(f"{len(labels)} samples cannot be split over {devices} devices")
+    _check_devices(len(labels), devices)
     rows = np.random.default_rng(seed).permutation(len(labels))
     return [np.sort(part) for part in np.array_split(rows, devices)]
+
+
+def contiguous(samples: int, devices: int) -> list[Rows]:
+    """Deal the rows out in their order, each device a stretch of them: sizes differ by at most one.
+
+    Raises DataError if there are fewer rows than devices.
+    """
+    _check_devices(samples, devices)
+    return list(np.array_split(np.arange(samples), devices))
 
 
 def by_classes(labels: npt.NDArray[Any], devices: int, p: int, seed: int) -> list[Rows]:
@@ -61,6 +69,48 @@ def by_classes(labels: npt.NDArray[Any], devices: int, p: int, seed: int) -> lis
         for device, share in zip(holders, np.array_split(rows, len(holders)), strict=True):
             parts[device].append(share)
     return [np.sort(np.concatenate(shares)) for shares in parts]
+
+
+def by_dirichlet(labels: npt.NDArray[Any], devices: int, alpha: float, seed: int) -> list[Rows]:
+    """Give every device a mix of classes drawn from a symmetric Dirichlet distribution.
+
+    The mixes q_i ~ Dir(alpha) are those of Hsu, Qi, Brown (2019, "Measuring the Effects of
+    Non-Identical Data Distribution", section 3). They fill devices of one size until a class runs
+    out; here device i gets the share q_ic / sum_j q_jc of each class c instead: nothing is left
+    over, the order of devices has no influence, and sizes differ.
+
+    Raises DataError if alpha is not above 0, or if a device is left without samples.
+    """
+    _check_devices(len(labels), devices)
+    if not alpha > 0:
+        raise DataError(f"a Dirichlet distribution with alpha = {alpha}: take one above 0")
+    draw = np.random.default_rng(seed)
+    classes = np.unique(labels)
+    mixes = draw.dirichlet(np.full(len(classes), alpha), size=devices)
+    mixes += np.finfo(float).tiny  # where alpha is tiny, a class may have no taker: all share it
+    parts: list[list[Rows]] = [[] for _ in range(devices)]
+    for name, weights in zip(classes, mixes.T, strict=True):
+        rows = draw.permutation(np.flatnonzero(labels == name))
+        ends = np.rint(np.cumsum(weights) / weights.sum() * len(rows)).astype(np.int64)
+        for own, share in zip(parts, np.split(rows, ends[:-1]), strict=True):
+            own.append(share)
+    split = [np.sort(np.concatenate(shares)) for shares in parts]
+    empty = [device for device, rows in enumerate(split) if not len(rows)]
+    if empty:
+        raise DataError(
+            f"a Dirichlet partition with alpha = {alpha} and seed {seed} leaves device {empty[0]} "
+            f"({len(empty)} of {devices} devices) without a sample: take fewer devices, a larger "
+            f"alpha or another seed"
+        )
+    return split
+
+
+def _check_devices(samples: int, devices: int) -> None:
+    if not 1 <= devices <= samples:
+        raise DataError(
+            f"{samples} samples cannot be split over {devices} devices: "
+            f"take from 1 to {samples} devices"
+        )
 
 
 def _holders(classes: int, devices: int, p: int, draw: np.random.Generator) -> list[Rows]:

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 
 from broker.errors import ConfigError, DataError, FedstreamError
 from runtime.config import Section
@@ -33,7 +33,8 @@ class Task(ABC):
     """A model, the devices' data, and optionally test data, loss, metrics and local training.
 
     The defaults are those of classification: items ``(x, y)``, the model gives scores of shape
-    (batch, classes), y holds class numbers.
+    (batch, classes), y holds class numbers. Sequences fit too: scores of shape (batch, classes, T)
+    for y of shape (batch, T).
     """
 
     devices: int | None = None
@@ -55,7 +56,7 @@ class Task(ABC):
         """The scalar to minimise on one collated batch: by default the mean cross entropy."""
         from torch.nn.functional import cross_entropy
 
-        x, y = _examples(model, batch)
+        x, y = examples(model, batch)
         return cross_entropy(model(x), y)
 
     def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
@@ -75,7 +76,7 @@ class Task(ABC):
         loss = 0.0
         with torch.no_grad():
             for rows in torch.split(torch.arange(samples), _EVALUATION_BATCH):
-                x, y = _examples(model, gather(data, rows))
+                x, y = examples(model, gather(data, rows))
                 scores = model(x)
                 hits += int((scores.argmax(1) == y).sum())
                 loss += float(cross_entropy(scores, y, reduction="sum"))
@@ -87,8 +88,11 @@ class Task(ABC):
         return solve(self, model, data, work)
 
 
-def _examples(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """The inputs and classes of a batch, where the model is."""
+def examples(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
+    """The inputs and classes of a batch, where the model is.
+
+    Raises DataError if the items of the data set are not (x, y).
+    """
     import torch
 
     match batch:
@@ -114,13 +118,50 @@ class Classes(Section):
     p: Annotated[int, Field(ge=1)] = 2
 
 
+class Dirichlet(Section):
+    """Every device has its own mix of classes, drawn from a Dirichlet distribution."""
+
+    kind: Literal["dirichlet"] = "dirichlet"
+    alpha: Annotated[float, Field(gt=0)] = 0.5
+    """Small: few classes on each device; large: devices that look alike."""
+
+
+class Natural(Section):
+    """As the data itself is divided: by speaking roles, or by place in the text."""
+
+    kind: Literal["natural"] = "natural"
+
+
+def _kind(settings: object) -> object:
+    """The tag of a partition; a table without ``kind`` is told by its key."""
+    if isinstance(settings, dict):
+        return settings.get("kind", "dirichlet" if "alpha" in settings else "classes")
+    return getattr(settings, "kind", None)
+
+
+PartitionSettings = Annotated[
+    Annotated[Iid, Tag("iid")]
+    | Annotated[Classes, Tag("classes")]
+    | Annotated[Dirichlet, Tag("dirichlet")]
+    | Annotated[Natural, Tag("natural")],
+    Discriminator(
+        _kind,
+        custom_error_type="partition_kind",
+        custom_error_message="kind must be iid, classes, dirichlet or natural",
+    ),
+]
+
+
 class TaskSettings(Section):
     """Which task, and for the built-in ones how their data is found and split."""
 
     name: str = "digits"
-    """``digits``, ``mnist``, ``path/to/file.py:attribute`` or ``package.module:attribute``"""
+    """A built-in task (:mod:`trainer.tasks`), ``path/to/file.py:attribute`` or
+    ``package.module:attribute``."""
     devices: Annotated[int, Field(ge=1)] | None = None
-    partition: Annotated[Iid | Classes, Field(discriminator="kind")] = Classes()
+    """None: as many as suit the task."""
+    partition: PartitionSettings | None = None
+    """None: the one that suits the task; for the digits and MNIST ``classes`` with p = 2."""
     data_root: str | None = None
     """Folder of data sets; the environment's ``FEDSTREAM_DATA`` where it is not given."""
     download: bool = False

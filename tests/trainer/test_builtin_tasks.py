@@ -1,4 +1,4 @@
-"""The built-in tasks: real digits at once, MNIST from wherever the user has it."""
+"""What the built-in tasks share; real digits at once, MNIST from wherever the user has it."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from broker.errors import DataError
-from trainer.task import Classes, Iid, TaskSettings, load_task
-from trainer.tasks import Bytes, Split, digits, mnist
+from broker.errors import ConfigError, DataError
+from runtime.config import Section, load
+from trainer.in_memory import Bytes, InMemory
+from trainer.task import Classes, Dirichlet, Iid, Natural, TaskSettings, load_task
+from trainer.tasks import BUILT_IN, digits, mnist
 from trainer.vector import initial
 
 if TYPE_CHECKING:
@@ -23,7 +25,8 @@ FILES = ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-lab
 
 def idx(values: Bytes) -> bytes:
     """Values as an IDX file, as http://yann.lecun.com/exdb/mnist describes it."""
-    return struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape) + values.tobytes()
+    head = struct.pack(f">HBB{values.ndim}I", 0, 8, values.ndim, *values.shape)
+    return head + bytes(values.tobytes())
 
 
 @pytest.fixture
@@ -39,7 +42,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def classes(task: Split, device: int) -> set[int]:
+def classes(task: InMemory, device: int) -> set[int]:
     return set(task.device_data(device).tensors[1].tolist())
 
 
@@ -103,3 +106,104 @@ def test_damaged_mnist_names_the_file(root: Path, damage: str) -> None:
     file.with_name(f"{file.name}.gz").write_bytes(packed)
     with pytest.raises(DataError, match=r"train-images-idx3-ubyte.gz is damaged: .*fetch it anew"):
         mnist(TaskSettings(data_root=str(root)))
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("train-images-idx3", np.zeros((40, 28, 27), np.uint8)),
+        ("train-images-idx3", np.zeros((39, 28, 28), np.uint8)),
+        ("t10k-labels-idx1", np.full(10, 10, np.uint8)),
+        ("t10k-labels-idx1", np.zeros((10, 1), np.uint8)),
+    ],
+)
+def test_mnist_of_the_wrong_shape_is_refused(root: Path, name: str, values: Bytes) -> None:
+    (root / "MNIST/raw" / f"{name}-ubyte").write_bytes(idx(values))
+    with pytest.raises(DataError, match=f"{name}-ubyte.* 28, 28\\).* from 0 to 9 .*anew"):
+        mnist(TaskSettings(data_root=str(root)))
+
+
+def test_an_empty_mnist_is_refused(root: Path) -> None:
+    file = root / "MNIST/raw/train-images-idx3-ubyte"
+    file.write_bytes(idx(np.zeros((0, 28, 28), np.uint8)))
+    with pytest.raises(DataError, match="train-images-idx3-ubyte is damaged: there is nothing"):
+        mnist(TaskSettings(data_root=str(root)))
+
+
+def test_download_is_torchvisions_and_only_for_what_is_missing(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[str, Path]] = []
+
+    def download(dataset: str, root: Path) -> None:
+        asked.append((dataset, root))
+
+    monkeypatch.setattr("trainer.digits.download", download)
+    monkeypatch.setattr("trainer.cifar.download", download)
+    settings = TaskSettings(data_root=str(root), download=True)
+    mnist(settings)
+    assert asked == []
+    (root / "MNIST/raw/t10k-images-idx3-ubyte").unlink()
+    for name in ("mnist", "cifar10-afl"):
+        with pytest.raises(DataError, match="is not in"):
+            load_task(name, settings)
+    assert asked == [("MNIST", root), ("CIFAR10", root)]
+
+
+def test_images_are_not_divided_by_themselves() -> None:
+    with pytest.raises(DataError, match=r"'natural'.*take iid, classes or dirichlet"):
+        digits(TaskSettings(partition=Natural()))
+
+
+def test_digits_by_dirichlet_are_unlike_and_all_there() -> None:
+    task = digits(TaskSettings(devices=5, partition=Dirichlet(alpha=0.1)))
+    counts = torch.stack(
+        [torch.bincount(task.device_data(i).tensors[1], minlength=10) for i in range(5)]
+    )
+    assert int(counts.sum()) + len(task.test_data()) == 1797
+    assert float((counts.max(1).values / counts.sum(1)).mean()) > 0.3  # alike: .1
+
+
+@pytest.mark.parametrize("name", sorted(set(BUILT_IN) - {"digits"}))
+def test_every_task_with_files_says_what_it_needs(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("FEDSTREAM_DATA", raising=False)
+    with pytest.raises(DataError, match=rf"{name} needs a folder .*--data-root .*FEDSTREAM_DATA"):
+        load_task(name, TaskSettings())
+    with pytest.raises(DataError, match=rf"in {tmp_path}/.*: point --data-root") as caught:
+        load_task(name, TaskSettings(data_root=str(tmp_path)))
+    assert "\n" not in str(caught.value)
+
+
+class Settings(Section):
+    task: TaskSettings = TaskSettings()
+
+
+@pytest.mark.parametrize(
+    ("sets", "partition"),
+    [
+        ([], None),
+        (["task.partition.p=5"], Classes(p=5)),
+        (["task.partition.alpha=0.1"], Dirichlet(alpha=0.1)),
+        (["task.partition.kind=iid"], Iid()),
+        (["task.partition.kind=natural"], Natural()),
+        (["task.partition.kind=classes"], Classes(p=2)),
+    ],
+)
+def test_partitions_are_told_by_kind_or_by_their_key(sets: list[str], partition: object) -> None:
+    settings = load(Settings, path=None, environ={}, sets=sets)
+    assert settings.task.partition == partition
+
+
+@pytest.mark.parametrize(
+    ("sets", "words"),
+    [
+        (["task.partition.kind=diagonal"], "must be .*iid, classes, dirichlet or natural"),
+        (["task.partition.alpha=0"], "task.partition.alpha = 0 .*greater than 0"),
+        (["task.partition.kind=iid", "task.partition.p=2"], "task.partition.p .*unknown key"),
+    ],
+)
+def test_wrong_partitions_are_said_by_key(sets: list[str], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        load(Settings, path=None, environ={}, sets=sets)

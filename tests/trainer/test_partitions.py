@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.errors import DataError
-from trainer.partitions import Rows, by_classes, iid
+from trainer.partitions import Rows, by_classes, by_dirichlet, contiguous, iid
 
 
 def labels_of(classes: int, each: int = 40) -> Rows:
@@ -32,6 +33,17 @@ def test_iid_deals_every_row_once_and_evenly(devices: int, more: int, seed: int)
 def test_iid_refuses_more_devices_than_rows() -> None:
     with pytest.raises(DataError, match="3 samples cannot be split over 4 devices"):
         iid(np.zeros(3), 4, seed=0)
+    with pytest.raises(DataError, match=r"3 samples .* 4 devices: take from 1 to 3 devices"):
+        contiguous(3, 4)
+
+
+@given(st.integers(1, 60), st.integers(0, 40))
+def test_contiguous_keeps_the_order(devices: int, more: int) -> None:
+    parts = contiguous(devices + more, devices)
+    assert np.array_equal(np.concatenate(parts), np.arange(devices + more))
+    sizes = [len(part) for part in parts]
+    assert len(sizes) == devices
+    assert 0 < min(sizes) <= max(sizes) <= min(sizes) + 1
 
 
 @given(st.integers(2, 12), st.integers(1, 30), st.data(), st.integers(0, 2**32))
@@ -83,3 +95,52 @@ def test_by_classes_refuses_what_cannot_be_met_with_the_numbers(
 ) -> None:
     with pytest.raises(DataError, match=words):
         by_classes(labels_of(10), devices, p, seed=0)
+
+
+@given(
+    classes=st.integers(1, 12),
+    devices=st.integers(1, 30),
+    alpha=st.floats(1e-6, 1e6),
+    seed=st.integers(0, 2**32),
+)
+def test_by_dirichlet_deals_every_row_once_and_leaves_nobody_empty(
+    classes: int, devices: int, alpha: float, seed: int
+) -> None:
+    labels = labels_of(classes, each=2 * devices * classes)  # the smallest share then has one
+    parts = by_dirichlet(labels, devices, alpha, seed)
+    assert len(parts) == devices
+    assert min(len(part) for part in parts) > 0
+    assert_covers_once(parts, len(labels))
+    again = by_dirichlet(labels, devices, alpha, seed)
+    assert all(np.array_equal(a, b) for a, b in zip(parts, again, strict=True))
+
+
+def shares(labels: Rows, parts: list[Rows]) -> npt.NDArray[np.float64]:
+    """How much of each device's samples is of each class: (devices, classes), rows sum to 1."""
+    counts = np.array([np.bincount(labels[part], minlength=10) for part in parts])
+    found: npt.NDArray[np.float64] = counts / counts.sum(axis=1, keepdims=True)
+    return found
+
+
+def test_by_dirichlet_mixes_as_the_distribution_does() -> None:
+    """The variance of a class's share is (1/c)(1 - 1/c) / (c alpha + 1), c classes."""
+    labels = labels_of(10, each=100_000)
+    for alpha, tolerance in ((100.0, 0.1), (1.0, 0.1), (0.1, 0.1)):
+        found = shares(labels, by_dirichlet(labels, 1000, alpha, seed=5)).var()
+        assert found == pytest.approx(0.09 / (10 * alpha + 1), rel=tolerance)
+
+
+def test_by_dirichlet_with_the_smallest_alpha_gives_each_device_one_class() -> None:
+    labels = labels_of(10, each=100)
+    assert shares(labels, by_dirichlet(labels, 30, 1e-9, seed=0)).max(axis=1).min() == 1
+
+
+def test_by_dirichlet_says_who_would_have_nothing() -> None:
+    labels = labels_of(2, each=10)
+    with pytest.raises(DataError, match=r"alpha = 0.01 and seed 0 leaves device \d+ .*of 20 dev"):
+        by_dirichlet(labels, 20, 0.01, seed=0)
+    with pytest.raises(DataError, match="20 samples cannot be split over 21 devices"):
+        by_dirichlet(labels, 21, 1.0, seed=0)
+    for alpha in (0.0, -1.0, float("nan")):
+        with pytest.raises(DataError, match="take one above 0"):
+            by_dirichlet(labels, 2, alpha, seed=0)

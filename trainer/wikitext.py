@@ -1,0 +1,149 @@
+"""WikiText-2 with an LSTM language model, as in FedAsync's experiments."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
+
+from broker.errors import DataError
+from trainer import partitions
+from trainer.in_memory import InMemory, data_root, deal, read_text
+from trainer.solvers import gather
+from trainer.task import Iid, Natural, examples
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+    from torch.utils.data import Dataset
+
+    from trainer.task import TaskSettings
+
+_NO_TARGET = -100  # torch's own mark: cross entropy leaves such targets out
+_STEPS = 35
+_WINDOWS_AT_ONCE = 16  # in evaluation: 560 targets, whose scores take 75 MB
+
+
+class Words(InMemory):
+    """Next-word prediction: x and y of shape (T,), scores of shape (batch, words, T)."""
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        """The mean cross entropy over the batch's targets."""
+        x, y = examples(model, batch)
+        return _cross_entropy(model(x), y, "mean")
+
+    def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
+        """``loss``, the mean cross entropy over all words of the data, and ``perplexity``, exp of
+        it. Puts the model into evaluation mode. Raises DataError if the data is empty.
+        """
+        model.eval()
+        windows = len(data)  # type: ignore[arg-type]  # torch's Dataset declares no length
+        if windows == 0:
+            raise DataError("there is nothing to evaluate: the data set is empty")
+        loss, words = torch.zeros((), dtype=torch.float64), 0
+        with torch.no_grad():
+            for rows in torch.split(torch.arange(windows), _WINDOWS_AT_ONCE):
+                x, y = examples(model, gather(data, rows))
+                loss += _cross_entropy(model(x), y, "sum").cpu()
+                words += int((y != _NO_TARGET).sum())
+        loss /= words
+        return {"perplexity": float(loss.exp()), "loss": float(loss)}
+
+
+def _cross_entropy(scores: Tensor, y: Tensor, reduction: str) -> Tensor:
+    """As torch's, with words last: over 33,278 of them it takes two thirds of the time."""
+    return cross_entropy(scores.transpose(1, 2).flatten(0, 1), y.flatten(), reduction=reduction)
+
+
+class WordModel(nn.Module):
+    """Two LSTM layers of 200 over word vectors of 200: (batch, T) to (batch, words, T).
+
+    FedAsync doesn't give its model. This is the usual one of its time for this text, gamma = 20 and
+    batches of 20: that of PyTorch's word_language_model, whose dropout of .2 and first weights,
+    uniform on [-.1, .1], it has too: 401 ``words`` + 643,200 parameters.
+    """
+
+    def __init__(self, words: int) -> None:
+        super().__init__()
+        self.dropout = nn.Dropout(0.2)
+        self.embedding = nn.Embedding(words, 200)
+        self.lstm = nn.LSTM(200, 200, num_layers=2, dropout=0.2, batch_first=True)
+        self.scores = nn.Linear(200, words)
+        nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
+        nn.init.uniform_(self.scores.weight, -0.1, 0.1)
+        nn.init.zeros_(self.scores.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        states, _ = self.lstm(self.dropout(self.embedding(x)))
+        scores: Tensor = self.scores(self.dropout(states))
+        return scores.transpose(1, 2)
+
+
+def wikitext2(settings: TaskSettings) -> Words:
+    """WikiText-2 with an LSTM language model, as in FedAsync's experiments (workshop, figure 3).
+
+    The text is cut into windows of 35 words, each of which begins with an empty memory; a device
+    gets a stretch of them, or with ``iid`` any. The words are those of the training text.
+
+    Raises DataError if the data is missing or empty, or the partition is one by classes.
+    """
+    folder = data_root("wikitext2", settings) / "wikitext-2"
+    train, test = _words(folder, "train"), _words(folder, "test")
+    numbers: dict[str, int] = {}
+    for word in train:
+        numbers.setdefault(word, len(numbers))
+    windows = _windows([numbers[word] for word in train])
+    devices = settings.devices or 100
+    match settings.partition or Natural():
+        case Natural():
+            rows = partitions.contiguous(len(windows), devices)
+        case Iid():
+            rows = partitions.iid(windows.tensors[1].numpy(), devices, settings.seed)
+        case other:
+            raise DataError(
+                f"task.partition.kind = {other.kind!r}: the words of a text have no classes to "
+                f"split it by; take natural or iid"
+            )
+    foreign = next((word for word in test if word not in numbers), None)
+    if foreign is not None and "<unk>" not in numbers:
+        raise DataError(
+            f"{folder}: {foreign!r} of the test text is not in the training text, which has no "
+            f"<unk> either: take the files of WikiText-2, not of its raw edition"
+        )
+    known = [numbers[word if word in numbers else "<unk>"] for word in test]
+    return Words(lambda: WordModel(len(numbers)), deal(windows, rows), _windows(known))
+
+
+def _words(folder: Path, part: str) -> list[str]:
+    """The words of a part of the text, with ``<eos>`` at the end of each line."""
+    names = (f"{part}.txt", f"wiki.{part}.tokens")
+    path = next((folder / name for name in names if (folder / name).is_file()), None)
+    if path is None:
+        raise DataError(
+            f"WikiText-2's {names[0]} (or {names[1]}, as it was published) is not in {folder}: "
+            f"point --data-root or FEDSTREAM_DATA to a folder with wikitext-2 in it; "
+            f"it is not downloaded"
+        )
+    lines = read_text(path).removesuffix("\n").split("\n")
+    words = [word for line in lines for word in (*line.split(), "<eos>")]
+    if len(words) < 2:
+        raise DataError(f"{path} is empty: fetch it anew")
+    return words
+
+
+def _windows(text: list[int]) -> TensorDataset:
+    """x and y of shape (windows, 35): each word after the first is a target once.
+
+    Places of the last window behind the end hold word 0 and no target; an LSTM looks back only.
+    """
+    targets = len(text) - 1
+    windows = -(-targets // _STEPS)
+    x = torch.zeros(windows * _STEPS, dtype=torch.int64)
+    y = torch.full_like(x, _NO_TARGET)
+    words = torch.tensor(text)
+    x[:targets], y[:targets] = words[:-1], words[1:]
+    return TensorDataset(x.view(windows, _STEPS), y.view(windows, _STEPS))
