@@ -21,7 +21,10 @@ from broker.layout import Model
 CHUNK = (1 << 20) - 64
 WINDOW = 8  # chunks on their way at once: bounds the memory that a transfer takes on top
 
+_HALF_KEPT_S = 600.0  # after which what was never written to its end goes away
+
 _SIZE = b"size"
+_DIGEST = b"digest"
 
 
 async def write(client: Client, key: str, model: Model, *, expire_s: float) -> None:
@@ -81,3 +84,21 @@ async def read(client: Client, key: str, into: Model, *, digest: str) -> None:
     found = xxhash.xxh3_128_hexdigest(data.data)
     if found != digest:
         raise BlobDamaged(f"blob {key} has digest {found}, announced was {digest}")
+
+
+async def keep(client: Client, key: str, model: Model) -> None:
+    """Writes a blob that is written again and again, with its digest, to stay.
+
+    Whoever reads it meanwhile finds it damaged, and reads it again.
+    """
+    await write(client, key, model, expire_s=_HALF_KEPT_S)
+    await client.pipeline([("HSET", key, _DIGEST, model.digest()), ("PERSIST", key)])
+
+
+async def recall(client: Client, key: str, into: Model) -> bool:
+    """Reads what :func:`keep` wrote: whether there was any. Raises BlobDamaged."""
+    digest = await client.call("HGET", key, _DIGEST)
+    if digest is None:
+        return False
+    await read(client, key, into, digest=digest.decode())
+    return True

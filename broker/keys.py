@@ -70,3 +70,11 @@ class Keys:
     def update(self, blob: str) -> str:
         """The blob of an update."""
         return f"{self.prefix}update:{blob}"
+
+    def device(self, device: int) -> str:
+        """What a strategy remembers of a device, for whoever trains for it (SCAFFOLD's c_i)."""
+        return f"{self.prefix}device:{device}"
+
+    def workspace(self, task: str) -> str:
+        """What an interrupted task left for whoever goes on with it."""
+        return f"{self.prefix}workspace:{task}"

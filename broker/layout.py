@@ -1,8 +1,9 @@
 """Layout of a model, and the model itself as one block of bytes.
 
 A model travels, rests and is mixed as one flat float32 vector. The layout names what lies where:
-parameters first, then floating-point buffers (BatchNorm's statistics), and beside the vector the
-integer buffers (counters), which are never averaged. The bytes of a model are
+parameters first, then floating-point buffers (BatchNorm's statistics), then, for SCAFFOLD, the
+control variate of each parameter, and beside the vector the integer buffers (counters), which are
+never averaged. The bytes of a model are
 
     int64[integers] ++ float32[floats]        little-endian, integers first so that both are aligned
 
@@ -12,7 +13,7 @@ and the layout's signature, checked wherever a model changes hands, tells two la
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from typing import Any, Literal
 
@@ -23,13 +24,13 @@ import xxhash
 
 from broker.errors import LayoutMismatch
 
-Kind = Literal["parameter", "buffer", "integer"]
+Kind = Literal["parameter", "buffer", "control", "integer"]
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
 PAGE = 4096  # bytes
 
-_ORDER: tuple[Kind, ...] = ("parameter", "buffer", "integer")
+_ORDER: tuple[Kind, ...] = ("parameter", "buffer", "control", "integer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,14 +50,16 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a model, ordered: parameters, floating-point buffers, integers."""
+    """The tensors of a model, ordered: parameters, floating-point buffers, controls, integers."""
 
     tensors: tuple[Tensor, ...]
 
     def __post_init__(self) -> None:
         kinds = [_ORDER.index(tensor.kind) for tensor in self.tensors]
         if kinds != sorted(kinds):
-            raise LayoutMismatch("a layout lists parameters, then buffers, then integers")
+            raise LayoutMismatch(
+                "a layout lists parameters, then buffers, then controls, then integers"
+            )
         if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
             raise LayoutMismatch("a layout names every tensor once")
 
@@ -70,8 +73,13 @@ class Layout:
 
     @cached_property
     def floats(self) -> int:
-        """Elements of the float32 vector: parameters and floating-point buffers."""
-        return self.parameters + self._count("buffer")
+        """Elements of the float32 vector: parameters, floating-point buffers and controls."""
+        return self.parameters + self._count("buffer") + self.controls
+
+    @cached_property
+    def controls(self) -> int:
+        """Elements of the control variate, the vector's end: as many as parameters, or 0."""
+        return self._count("control")
 
     @cached_property
     def integers(self) -> int:
@@ -87,6 +95,17 @@ class Layout:
     def signature(self) -> str:
         """Digest of the layout: equal exactly if two layouts are equal."""
         return xxhash.xxh3_128_hexdigest(self.encode())
+
+    def with_controls(self) -> Layout:
+        """The layout with a control variate for each parameter (SCAFFOLD's c)."""
+        parameters = [t for t in self.tensors if t.kind == "parameter"]
+        controls = [replace(t, name=f"control.{t.name}", kind="control") for t in parameters]
+        tensors = (*self.without_controls().tensors, *controls)
+        return Layout(tuple(sorted(tensors, key=lambda tensor: _ORDER.index(tensor.kind))))
+
+    def without_controls(self) -> Layout:
+        """The layout of the module itself."""
+        return Layout(tuple(t for t in self.tensors if t.kind != "control"))
 
     def encode(self) -> bytes:
         """The layout as msgpack, the same bytes for the same layout."""
@@ -148,6 +167,16 @@ class Model:
         """The trained part of the vector (a view)."""
         return self.floats[: self.layout.parameters]
 
+    @property
+    def buffers(self) -> Floats:
+        """The floating-point buffers (a view)."""
+        return self.floats[self.layout.parameters : self.layout.floats - self.layout.controls]
+
+    @property
+    def controls(self) -> Floats:
+        """The control variate (a view), as long as the parameters; empty but for SCAFFOLD."""
+        return self.floats[self.layout.floats - self.layout.controls :]
+
     def digest(self) -> str:
         """xxh3 (128 bit) of the bytes, in hexadecimal."""
         return xxhash.xxh3_128_hexdigest(self.buffer.data)
@@ -157,13 +186,13 @@ class Model:
         return Model(self.layout, self.buffer.copy())
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
-        """Every tensor by name, in its shape: views for float32 and int64, else copies.
+        """The module's tensors by name, in their shapes: views for float32 and int64, else copies.
 
         dtypes that numpy lacks (bfloat16) come as float32, the width in which they are mixed.
         """
         found: dict[str, npt.NDArray[Any]] = {}
         at = {"float": 0, "integer": 0}
-        for tensor in self.layout.tensors:
+        for tensor in self.layout.without_controls().tensors:
             vector, which = (
                 (self.integers, "integer") if tensor.kind == "integer" else (self.floats, "float")
             )
@@ -172,3 +201,9 @@ class Model:
             dtype = tensor.dtype if tensor.dtype != "bfloat16" else "float32"
             found[tensor.name] = values.astype(dtype, copy=False)
         return found
+
+
+def vector_of(values: Floats) -> Model:
+    """A vector as a model of its own, which shares its memory."""
+    layout = Layout((Tensor("vector", values.shape, "float32", "parameter"),))
+    return Model(layout, values.view(np.uint8))

@@ -27,6 +27,7 @@ from broker.messages import (
     GiveUp,
     Outcome,
     RoundEnd,
+    Sends,
     Task,
     Trigger,
     Upload,
@@ -97,6 +98,7 @@ class Run:
     seed: int
     created: float  # seconds since 1970
     max_staleness: int | None = None
+    sends: Sends = "model"  # what the devices answer with
     lineage: str = ""  # the journal's: which versions these are
     state: State = "running"
     why: str | None = None  # it finished
@@ -127,6 +129,7 @@ class Run:
             seed=int(record["seed"]),
             created=float(record["created"]),
             max_staleness=None if number is None else int(number),
+            sends="delta" if record.get("sends") == b"delta" else "model",
             lineage=record["lineage"].decode(),
             state="finished" if record["state"] == b"finished" else "running",
             why=record["why"].decode() if "why" in record else None,

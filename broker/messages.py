@@ -24,6 +24,7 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 # Of tasks and attempts: without the signs that join them in blobs' names and in the ledger.
 Id = Annotated[str, Field(pattern=r"^[^|.]{1,200}$")]
 Outcome = Literal["applied", "buffered", "refused", "given_up", "dead"]
+Sends = Literal["model", "delta"]  # x_new, or x_new - x_tau in place of its parameters
 A = TypeVar("A", bound="Message")
 B = TypeVar("B", bound="Message")
 OUTCOMES: tuple[Outcome, ...] = ("applied", "buffered", "refused", "given_up", "dead")
@@ -68,6 +69,7 @@ class Task(Message):
     seed: Count
     steps: Annotated[int, Field(ge=1)] | None = None
     epochs: Annotated[int, Field(ge=1)] | None = None
+    seconds: Annotated[float, Field(gt=0)] | None = None
     version: Count | None = None  # rounds: train from this version
     deadline: float | None = None  # rounds: seconds since 1970 after which no answer counts
 
@@ -112,6 +114,7 @@ class Upload(Message):
     lr: float  # gamma
     loss: float | None = None  # mean training loss over the steps
     seconds: float = 0.0  # that the device took
+    sends: Sends = "model"
 
     @property
     def blob(self) -> str:

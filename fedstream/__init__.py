@@ -4,15 +4,17 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 __version__ = "0.1.0"
-__all__ = ["Task", "__version__", "by_classes", "iid"]
+__all__ = ["Task", "__version__", "by_classes", "by_dirichlet", "contiguous", "iid"]
 
 if TYPE_CHECKING:
-    from trainer.partitions import by_classes, iid
+    from trainer.partitions import by_classes, by_dirichlet, contiguous, iid
     from trainer.task import Task
 else:  # unseen by type checkers, to which every name would exist
     _FROM = {
         "Task": "trainer.task",
         "by_classes": "trainer.partitions",
+        "by_dirichlet": "trainer.partitions",
+        "contiguous": "trainer.partitions",
         "iid": "trainer.partitions",
     }
 

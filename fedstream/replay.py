@@ -32,14 +32,13 @@ from updater.journal import JournalError
 from updater.mixing import BLOCK, norm
 from updater.rebuild import is_used
 from updater.replay import Moment, Replayer
-from updater.strategies import FedAsyncSettings, FedAvgSettings, StrategySettings
+from updater.strategies import Rule, StrategySettings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 Metrics = dict[str, float]
 Measure = Callable[[int, Model], Metrics]
-Rule = FedAsyncSettings | FedAvgSettings
 
 TABLE = "replay.csv"
 PICTURE = "replay.png"

@@ -34,7 +34,8 @@ def found(settings: Settings) -> tuple[Run, Model]:
     from trainer.vector import initial
 
     task = task_of(settings)
-    model = initial(task, settings.run.seed)
+    rule = settings.strategy.build()
+    model = initial(task, settings.run.seed, controls=rule.controls)
     run = Run(
         layout=model.layout,
         strategy=settings.strategy.name,
@@ -43,7 +44,8 @@ def found(settings: Settings) -> tuple[Run, Model]:
         versions=settings.run.versions,
         seed=settings.run.seed,
         created=time.time(),
-        max_staleness=settings.strategy.build().max_staleness,
+        max_staleness=rule.max_staleness,
+        sends=rule.sends,
     )
     return run, model
 

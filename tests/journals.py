@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import gzip
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,20 @@ import numpy as np
 from broker.layout import Layout, Model
 from broker.messages import Upload
 from tests.support import layout_of
-from updater.journal import RoundClosed, SegmentHead, Standing, Taken, Writer
+from updater.journal import VECTORS, RoundClosed, SegmentHead, Standing, Taken, Writer
 from updater.progress import Progress, Step, close_round, take
 from updater.rebuild import standing_of
-from updater.rules import StepAlpha
-from updater.strategies import FedAsyncSettings, FedAvgSettings, State
+from updater.rules import Polynomial, StepAlpha
+from updater.strategies import (
+    AfaCdSettings,
+    AfaCsSettings,
+    FedAsyncSettings,
+    FedAvgSettings,
+    FedBuffSettings,
+    Rule,
+    ScaffoldSettings,
+    State,
+)
 
 LAYOUT = layout_of(4)
 GOLDEN = Path(__file__).parent / "data" / "journals"
@@ -35,7 +43,7 @@ class Scribe:
     def __init__(
         self,
         folder: Path,
-        strategy: FedAsyncSettings | FedAvgSettings | None = None,
+        strategy: Rule | None = None,
         *,
         layout: Layout = LAYOUT,
         weights: bool = True,
@@ -48,6 +56,7 @@ class Scribe:
         self.weights = weights
         self.rng = np.random.default_rng(seed)
         self.records = 0
+        self.stored: dict[int, str] = {}  # device -> segment with its vector
         model = self.drawn()
         self.digests = {0: model.digest()}  # version -> digest
         self.progress = Progress(State(0, model))
@@ -81,7 +90,7 @@ class Scribe:
         """An update arrives, ``late`` versions after the one that it was trained from."""
         model = self.drawn()
         upload = self._upload(device, model, late, **changes)
-        rule = self.strategy.build()
+        rule = self.strategy.build(self.head.devices)
         before = self.progress
         step = take(rule, before, upload, model, Model(self.layout))
         assert step.decision
@@ -101,7 +110,9 @@ class Scribe:
     def close_round(self) -> RoundClosed:
         """The round ends, whatever has arrived."""
         round_ = self.version
-        made = self._made(close_round(self.strategy.build(), self.progress, round_))
+        made = self._made(
+            close_round(self.strategy.build(self.head.devices), self.progress, round_)
+        )
         record = RoundClosed(
             entry=self._entry(), round=round_, time=self._time, received=self._time,
             **{"version": self.version, **made},
@@ -109,9 +120,7 @@ class Scribe:
         self.writer.append(record)
         return record
 
-    def segment(
-        self, strategy: FedAsyncSettings | FedAvgSettings | None = None, *, epoch: int | None = None
-    ) -> None:
+    def segment(self, strategy: Rule | None = None, *, epoch: int | None = None) -> None:
         """The next segment begins where this one ends; ``epoch``: its writer is another."""
         cut = self.writer.size
         before = self.writer.path.name
@@ -148,7 +157,17 @@ class Scribe:
         standing, models = standing_of(
             self.progress, why, digest=self.digests[self.version], time=self._time
         )
-        self.writer = Writer(self.folder, self.head, standing, *models)
+        vectors = self.progress.state.memory.devices
+        here = sorted(vectors.changed) if vectors else []
+        elsewhere = {device: name for device, name in self.stored.items() if device not in here}
+        standing = standing.model_copy(
+            update={"here": tuple(here), "elsewhere": tuple(elsewhere.items())}
+        )
+        head = self.head.model_copy(update={"needs": (VECTORS,) if vectors else ()})
+        self.writer = Writer(self.folder, head, standing, *models, vectors=vectors)
+        self.stored = elsewhere | dict.fromkeys(here, self.writer.path.name)
+        if vectors:
+            vectors.changed.clear()
 
     @property
     def _time(self) -> float:
@@ -189,15 +208,26 @@ class Scribe:
 
 
 def write_golden() -> None:
-    """A small journal of each strategy, and the digests of its versions."""
-    shutil.rmtree(GOLDEN, ignore_errors=True)
-    for rule in (
+    """A small journal of each strategy, and the digests of its versions.
+
+    Those that are there stay: an older release's journals must be readable for ever.
+    """
+    rules: tuple[Rule, ...] = (
         FedAsyncSettings(alpha_schedule=StepAlpha(at=4), max_staleness=3),
         FedAvgSettings(clients_per_round=3, weighting="samples"),
-    ):
-        scribe = Scribe(GOLDEN / rule.name, rule, layout=layout_of(5, 2, 1))
+        FedBuffSettings(buffer_size=3, staleness=Polynomial()),
+        AfaCdSettings(buffer_size=3),
+        AfaCsSettings(buffer_size=3, max_staleness=1),
+        ScaffoldSettings(buffer_size=3, server_lr=0.5),
+    )
+    for rule in rules:
+        if (GOLDEN / rule.name).exists():
+            continue
+        layout = layout_of(5, 2, 1)
+        layout = layout.with_controls() if rule.build().controls else layout
+        scribe = Scribe(GOLDEN / rule.name, rule, layout=layout)
         for n in range(12):
-            scribe.update(late=n % 5 if rule.name == "fedasync" else n % 4 // 3)
+            scribe.update(late=n % 4 // 3 if rule.name == "fedavg" else n % 5)
             if n == 4:
                 scribe.refuse()
             if n == 6:

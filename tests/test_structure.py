@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("broker", "coordinator", "fedstream", "runtime", "trainer", "updater")
+PARTS = ("broker", "coordinator", "experiments", "fedstream", "runtime", "trainer", "updater")
 MAY_IMPORT = {
     "broker": {"broker"},
     "runtime": {"broker", "runtime"},
@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "updater": {"broker", "runtime", "updater"},
     "trainer": {"broker", "runtime", "trainer"},
     "fedstream": set(PARTS),
+    "experiments": set(PARTS),
 }
 
 

@@ -1,4 +1,5 @@
-"""Simulated devices: how long one takes for a task, and whether it vanishes midway.
+"""Simulated devices: how long one takes for a task, whether it vanishes midway, and when it is
+there at all.
 
 For experiments and demonstrations on one machine, where real devices' differences are missing.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 import math
 import random
 from dataclasses import dataclass
+from itertools import count
 from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
@@ -63,9 +65,37 @@ class LognormalLatency(Section):
 Latency = NoLatency | FixedLatency | UniformLatency | ExponentialLatency | LognormalLatency
 
 
+class AlwaysAvailable(Section):
+    """Eligible for tasks at any time."""
+
+    kind: Literal["always"] = "always"
+
+
+class OnOff(Section):
+    """Eligible and not by turns, for exponential times with means ``mean_on_s``, ``mean_off_s``."""
+
+    kind: Literal["on_off"] = "on_off"
+    mean_on_s: Positive
+    mean_off_s: Positive
+
+
+class Diurnal(Section):
+    """Eligible for one stretch of each ``period_s``, the same at each device but for its begin."""
+
+    kind: Literal["diurnal"] = "diurnal"
+    period_s: Positive = 86400.0
+    share: Annotated[float, Field(gt=0, le=1)]
+    """of the period"""
+
+
+Availability = AlwaysAvailable | OnOff | Diurnal
+State = Literal["idle", "working", "ineligible"]
+
+
 class DeviceSettings(Section):
     """How the simulated devices differ from this machine."""
 
+    availability: Annotated[Availability, Field(discriminator="kind")] = AlwaysAvailable()
     latency: Annotated[Latency, Field(discriminator="kind")] = NoLatency()
     slow_devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
     slow_factor: Positive = 20.0
@@ -108,3 +138,86 @@ def _latency_s(latency: Latency, draw: random.Random) -> float:
         case LognormalLatency(mean_s=mean_s, sigma=sigma):
             # the mean of exp(N(mu, sigma^2)) is exp(mu + sigma^2 / 2)
             return draw.lognormvariate(math.log(mean_s) - sigma**2 / 2, sigma)
+
+
+# Availability. Two kinds of events come to a device, each kind in blocks of time of its own: calls
+# that make it eligible and calls that make it ineligible. What it is, the latest call says; one
+# that changes nothing is no change. Two Poisson processes of such calls are exactly the alternating
+# exponential process: whatever the state, the call that ends it is an exponential time away. A
+# block's calls are drawn from a seed of its own, one in the mean, so any time is found at once,
+# however late; and blocks before time 0 make the process stationary from the start.
+
+
+def eligible(settings: Availability, device: int, seed: int, at_s: float) -> bool:
+    """Whether ``device`` may work at ``at_s`` seconds: a function of its arguments only.
+
+    ``seed`` is of the whole simulation, not of a task: it and the device make one course of time.
+    """
+    match settings:
+        case AlwaysAvailable() | Diurnal(share=1.0):
+            return True
+        case OnOff() | Diurnal():
+            on, off = (_Calls(settings, device, seed, to=to) for to in (True, False))
+            return on.latest(at_s) > off.latest(at_s)
+
+
+def next_change(settings: Availability, device: int, seed: int, at_s: float) -> float:
+    """The first time after ``at_s`` at which :func:`eligible` is another; inf if there is none."""
+    match settings:
+        case AlwaysAvailable() | Diurnal(share=1.0):
+            return math.inf
+        case OnOff() | Diurnal():
+            to = not eligible(settings, device, seed, at_s)
+            return _Calls(settings, device, seed, to=to).next(at_s)
+
+
+def state(settings: Availability, device: int, seed: int, at_s: float, *, busy: bool) -> State:
+    """What ``device`` is at ``at_s`` seconds; ``busy``: it has a task in hand."""
+    if not eligible(settings, device, seed, at_s):
+        return "ineligible"
+    return "working" if busy else "idle"
+
+
+class _Calls:
+    """The times at which one device is told ``to`` be eligible, or not to be."""
+
+    def __init__(self, settings: OnOff | Diurnal, device: int, seed: int, *, to: bool) -> None:
+        self._settings = settings
+        self._to = to
+        self._course = f"{seed}/{device}/available"
+        match settings:
+            case OnOff(mean_on_s=mean_on_s, mean_off_s=mean_off_s):
+                self._block_s = mean_off_s if to else mean_on_s
+            case Diurnal(period_s=period_s):
+                self._block_s = period_s
+
+    # A block's border, which is rounded, may lie beyond its calls: a search begins one block early.
+
+    def latest(self, at_s: float) -> float:
+        """The latest call that is not after ``at_s``."""
+        for block in count(math.floor(at_s / self._block_s) + 1, -1):
+            if past := [call for call in self._in(block) if call <= at_s]:
+                return past[-1]
+        raise AssertionError("count() ended")
+
+    def next(self, at_s: float) -> float:
+        """The first call after ``at_s``."""
+        for block in count(math.floor(at_s / self._block_s) - 1):
+            if coming := [call for call in self._in(block) if call > at_s]:
+                return coming[0]
+        raise AssertionError("count() ended")
+
+    def _in(self, block: int) -> list[float]:
+        """The calls of one block, in order."""
+        begin_s = block * self._block_s
+        match self._settings:
+            case OnOff():
+                draw = random.Random(f"{self._course}/{self._to}/{block}")
+                calls, after = [], draw.expovariate(1.0)
+                while after < 1.0:  # of the block, which is the mean time between two calls
+                    calls.append(begin_s + after * self._block_s)
+                    after += draw.expovariate(1.0)
+                return calls
+            case Diurnal(share=share):
+                phase = random.Random(self._course).random()
+                return [begin_s + (phase if self._to else (phase + share) % 1.0) * self._block_s]

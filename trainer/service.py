@@ -18,10 +18,11 @@ import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Annotated
 
+import numpy as np
 from aiohttp import web
 from prometheus_client import Counter, Histogram
 from pydantic import Field
@@ -31,24 +32,27 @@ from broker import blobs
 from broker.client import Client, Command, RedisSettings
 from broker.errors import (
     BadMessage,
+    BlobDamaged,
     BlobMissing,
+    ConfigError,
     FedstreamError,
     LayoutMismatch,
     NoRun,
     Unavailable,
 )
 from broker.keys import TRAINERS, Keys
-from broker.layout import Model
-from broker.ledger import Head, Ledger
-from broker.messages import Event, GiveUp, Task, Trigger, Upload, task_id
+from broker.layout import Floats, Model, vector_of
+from broker.ledger import Head, Ledger, Run
+from broker.messages import Event, GiveUp, Sends, Task, Trigger, Upload, task_id
 from broker.streams import Entry, Group
 from runtime.backoff import Backoff, pause
 from runtime.config import Section
 from runtime.service import Context, repeat
 from runtime.steps import Epochs, Steps
 from runtime.tasks import LeaseSettings
-from trainer.devices import DeviceSettings, behaviour
-from trainer.solvers import Cancelled, SolverSettings, Trained, Work
+from trainer.devices import AlwaysAvailable, DeviceSettings, behaviour, eligible
+from trainer.solvers import Cancelled, Scaffold, SolverSettings, Trained, Work
+from trainer.workspace import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -57,6 +61,7 @@ if TYPE_CHECKING:
 
 _HEARTBEAT_S = 2.0
 _GOODBYE_S = 2.0  # a Redis that hangs must not outlast the drain
+_LOOK_S = 0.1  # between two looks whether a device has become eligible
 _PARTITIONS_KEPT = 64  # data sets of devices that are kept open
 
 
@@ -74,7 +79,20 @@ class TrainerSettings(Section):
     anarchic: Initiative | None = None
     threads: Annotated[int, Field(ge=1)] = 1  # of torch
     blob_expiry_s: Annotated[float, Field(gt=0)] = 600.0  # an update that is never admitted
+    workspace_bytes: Annotated[int, Field(ge=0)] = 64 << 20  # a larger one is not saved
+    workspace_expiry_s: Annotated[float, Field(gt=0)] = 3600.0
     drain_s: Annotated[float, Field(gt=0)] = 20.0
+
+
+@dataclass(frozen=True)
+class _Start:
+    """What training starts from, or goes on with."""
+
+    version: int  # tau
+    digest: str  # of x_tau
+    model: Model  # x_tau
+    device_control: Floats | None = None  # c_i
+    saved: Workspace | None = None
 
 
 @dataclass(frozen=True)
@@ -116,6 +134,7 @@ class Trainer:
         self._tasks = Group(self._client, stream, TRAINERS, name)
         self._unsure: str | None = "crash"  # we may hold tasks that we don't know of, and why
         self._swept = 0.0
+        self._run: Run | None = None
         self._base: tuple[Head, Model] | None = None  # the newest version that we have
         self._out: Model | None = None
         self._now: Task | None = None
@@ -183,16 +202,30 @@ class Trainer:
         except NoRun:
             await pause(self._context.stop, 0.2)
             return False
-        if run.layout.signature != self._layout.signature:
+        if run.layout.without_controls() != self._layout.without_controls():
             raise LayoutMismatch(
                 f"the model of this trainer's task has {self._layout.parameters} parameters in "
                 f"{len(self._layout.tensors)} tensors, run {self._keys.name!r} was made with "
                 f"{run.layout.parameters} in {len(run.layout.tensors)}: give every service the "
                 "same task, or purge the run"
             )
+        if bool(run.layout.controls) != isinstance(self._solver, Scaffold):
+            raise ConfigError(
+                f"solver.kind = {self._solver.kind!r}: run {self._keys.name!r} was made with "
+                f"strategy {run.strategy!r}; scaffold takes both"
+            )
+        self._run, self._layout = run, run.layout
         self._out = Model(run.layout)
         await self._tasks.ensure()
         return True
+
+    @property
+    def _sends(self) -> Sends:
+        return self._run.sends if self._run is not None else "model"
+
+    @property
+    def _controls(self) -> bool:
+        return self._layout.controls > 0
 
     # register
 
@@ -280,10 +313,11 @@ class Trainer:
             cancelled = lambda: lost.is_set() or self._context.stop.is_set()  # noqa: E731
             try:
                 answer = await self._answer(task, attempt, started, cancelled)
-            except Cancelled:
+            except Cancelled as stopped:
                 end = "lease lost" if lost.is_set() else "handed back"
                 if not lost.is_set():
                     self._client.hurry(_GOODBYE_S)
+                    await self._save(task.task, stopped.workspace)
                     await self._tasks.release(entry)
                 self._unsure = None
                 self._context.log.info("task not finished", end=end)
@@ -306,22 +340,24 @@ class Trainer:
         )
         if task.deadline is not None and time.time() > task.deadline:
             return give_up(reason="deadline passed")
-        head, base = await self._newest()
-        if task.version is not None and task.version != head.version:
+        await self._eligible(task.device, cancelled)
+        start = await self._start(task)
+        if task.version is not None and task.version != start.version:
             return give_up(reason="round over")
         simulated = behaviour(self._devices, task.device, task.seed)
         if simulated.drops_out:
             await self._device_time(simulated.latency_s * 0.5, cancelled)
             return give_up(reason="dropped out")
         work = Work(
-            device=task.device, task=task.task, version=head.version, seed=task.seed,
-            steps=task.steps, epochs=task.epochs, solver=self._solver, cancelled=cancelled,
+            device=task.device, task=task.task, version=start.version, seed=task.seed,
+            steps=task.steps, epochs=task.epochs, seconds=task.seconds, solver=self._solver,
+            cancelled=lambda: cancelled() or not self._is_eligible(task.device),
+            base=start.digest, control=start.model.controls if self._controls else None,
+            device_control=start.device_control, resume=start.saved,
         )  # fmt: skip
         try:
             with self._seconds.labels("training").time():
-                done = await asyncio.get_running_loop().run_in_executor(
-                    self._thread, self._train, base, work
-                )
+                done = await self._trained(start, work, cancelled)
         except Cancelled:
             raise
         except Exception as error:
@@ -330,11 +366,86 @@ class Trainer:
         await self._device_time(simulated.latency_s - (time.monotonic() - started), cancelled)
         return Upload(
             task=task.task, attempt=attempt, device=task.device, trainer=self._name,
-            tau=head.version, base=head.digest, layout=self._layout.signature,
+            tau=start.version, base=start.digest, layout=done.model.layout.signature,
             digest=done.digest, size=done.model.layout.nbytes, samples=done.trained.samples,
             steps=done.trained.steps, lr=self._solver.lr, loss=done.trained.loss,
-            seconds=time.monotonic() - started,
+            seconds=time.monotonic() - started, sends=self._sends,
         )  # fmt: skip
+
+    async def _trained(self, start: _Start, work: Work, cancelled: Callable[[], bool]) -> _Answered:
+        """Trains; where the device becomes ineligible midway, it finishes later. Raises Cancelled.
+
+        Asynchronous Federated Optimization, 'flexibility'.
+        """
+        while True:
+            try:
+                return await asyncio.get_running_loop().run_in_executor(
+                    self._thread, self._train, start, work
+                )
+            except Cancelled as stopped:
+                if cancelled():
+                    raise
+                await self._save(work.task, stopped.workspace)
+                work = replace(work, resume=stopped.workspace)
+                await self._eligible(work.device, cancelled)
+
+    # where training starts
+
+    async def _start(self, task: Task) -> _Start:
+        """What another replica, or this one, has left of the task; else the newest version."""
+        saved = await self._saved(task)
+        if saved is not None:
+            _, x_tau = saved.models(self._layout.without_controls())
+            return _Start(saved.version, saved.base, x_tau, saved.device_control, saved)
+        head, base = await self._newest()
+        control: Floats | None = None
+        if self._controls:
+            control = np.zeros(self._layout.parameters, np.float32)  # as it is the first time
+            key = self._keys.device(task.device)
+            try:
+                await blobs.recall(self._client, key, vector_of(control))
+            except (BlobDamaged, BlobMissing) as error:
+                raise Unavailable(f"device {task.device}'s control is being written") from error
+        return _Start(head.version, head.digest, base, control)
+
+    async def _saved(self, task: Task) -> Workspace | None:
+        """The task's workspace, if there is one that is of use here."""
+        data = await self._client.call("GET", self._keys.workspace(task.task))
+        if data is None:
+            return None
+        try:
+            saved = Workspace.decode(data)
+            saved.models(self._layout.without_controls())
+        except FedstreamError as error:
+            self._context.log.warning("workspace of no use: begun anew", reason=str(error))
+            return None
+        self._context.log.info("goes on from a workspace", version=saved.version, step=saved.step)
+        return saved
+
+    async def _save(self, task: str, workspace: Workspace | None) -> None:
+        """Keeps a workspace for whoever goes on with the task."""
+        if workspace is None:
+            return
+        data = workspace.encode()
+        if len(data) > self._settings.workspace_bytes:
+            self._context.log.warning("workspace too large to be saved", bytes=len(data))
+            return
+        expire_ms = round(self._settings.workspace_expiry_s * 1000)
+        await self._client.call("SET", self._keys.workspace(task), data, "PX", expire_ms)
+        self._context.log.info("workspace saved", step=workspace.step, bytes=len(data))
+
+    def _is_eligible(self, device: int) -> bool:
+        if self._run is None or isinstance(self._devices.availability, AlwaysAvailable):
+            return True
+        at_s = time.time() - self._run.created
+        return eligible(self._devices.availability, device, self._run.seed, at_s)
+
+    async def _eligible(self, device: int, cancelled: Callable[[], bool]) -> None:
+        """Waits until the device may train. Raises Cancelled."""
+        while not self._is_eligible(device):
+            await pause(self._context.stop, _LOOK_S)
+            if cancelled():
+                raise Cancelled
 
     async def _said(self, entry: Entry, answer: Upload | GiveUp) -> bool:
         """Uploads and answers, through trouble that passes: the work is done, it must not be lost.
@@ -368,17 +479,28 @@ class Trainer:
                     return said == "said"
                 unwritten = True  # it expired while Redis was away, or never got there
 
-    def _train(self, base: Model, work: Work) -> _Answered:
-        """Trains the module from ``base``; runs in the training thread."""
+    def _train(self, start: _Start, work: Work) -> _Answered:
+        """Trains the module from x_tau; runs in the training thread."""
         from trainer import vector
 
-        vector.load(base, self._module)
+        vector.load(start.model, self._module)
         trained = self._learning.train(self._module, self._data(work.device), work)
         if not isinstance(trained, Trained):
             raise TypeError(f"train() must return Trained(...), not {type(trained).__name__}")
+        control = trained.control
         trained = Trained(int(trained.steps), int(trained.samples), float(trained.loss))
         out = self._out or Model(self._layout)
         vector.read(self._module, out)
+        if self._sends == "delta":
+            vector.to_delta(out, start.model)
+        if self._controls:
+            if control is None:
+                raise TypeError("train() must return Trained(..., control=...): it is SCAFFOLD")
+            np.subtract(
+                control,
+                0.0 if start.device_control is None else start.device_control,
+                out=out.controls,
+            )
         return _Answered(trained, out, out.digest())
 
     async def _newest(self) -> tuple[Head, Model]:

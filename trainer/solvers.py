@@ -3,17 +3,21 @@
 torch is imported where it is used: services that only read these settings start without it.
 """
 
+# ruff: noqa: SLF001  (torch's operations on lists, torch._foreach_*, are private by name alone)
+
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from itertools import islice
+import time
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
-from broker.errors import ConfigError, DataError
+from broker.errors import BadMessage, ConfigError, DataError, LayoutMismatch
+from broker.layout import Floats, Model
 from runtime.config import Section
+from trainer.workspace import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -24,6 +28,8 @@ if TYPE_CHECKING:
 
     from trainer.task import Task
 
+    Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
+
 
 class Sgd(Section):
     """Plain minibatch SGD: FedAsync, option I; also the local steps of FedAvg, FedBuff and AFL."""
@@ -33,6 +39,14 @@ class Sgd(Section):
     """gamma (eta_L in AFL)"""
     batch_size: Annotated[int, Field(ge=0)] = 50
     """0: the whole partition in each step, the full gradient"""
+    sampling: Literal["passes", "fresh"] = "passes"
+    """Minibatches are the parts of shuffled passes over the data, or each is drawn anew (AFL)."""
+    momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """of torch.optim.SGD; it starts from zero in every task"""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    """Times x, a part of the gradient, as in torch.optim.SGD."""
+    clip_norm: Annotated[float, Field(gt=0)] | None = None
+    """The largest norm, over all parameters, that the loss's gradient keeps."""
 
 
 class Proximal(Sgd):
@@ -40,6 +54,21 @@ class Proximal(Sgd):
 
     kind: Literal["proximal"] = "proximal"  # type: ignore[assignment]  # narrows the tag
     rho: Annotated[float, Field(ge=0)] = 0.01
+
+
+class Scaffold(Sgd):
+    """SGD that is corrected for how a device differs from all (Karimireddy et al., option II)."""
+
+    kind: Literal["scaffold"] = "scaffold"  # type: ignore[assignment]  # narrows the tag
+
+    @model_validator(mode="after")
+    def _plain_steps(self) -> Scaffold:
+        if self.momentum:
+            raise ValueError(
+                f"momentum = {self.momentum} does not go with kind = scaffold, whose control is "
+                "the mean of plain steps: leave momentum out"
+            )
+        return self
 
 
 def _kind(settings: object) -> object:
@@ -50,22 +79,34 @@ def _kind(settings: object) -> object:
 
 
 SolverSettings = Annotated[
-    Annotated[Sgd, Tag("sgd")] | Annotated[Proximal, Tag("proximal")],
+    Annotated[Sgd, Tag("sgd")]
+    | Annotated[Proximal, Tag("proximal")]
+    | Annotated[Scaffold, Tag("scaffold")],
     Discriminator(
         _kind,
         custom_error_type="solver_kind",
-        custom_error_message="kind must be sgd or proximal",
+        custom_error_message="kind must be sgd, proximal or scaffold",
     ),
 ]
 
 
 class Cancelled(Exception):
-    """Training was stopped between two batches; the model is somewhere on its way."""
+    """Training was stopped between two batches.
+
+    ``workspace`` is where it stopped, for another replica to go on; None if that was not kept.
+    """
+
+    def __init__(self, workspace: Workspace | None = None) -> None:
+        super().__init__()
+        self.workspace = workspace
 
 
 @dataclass(frozen=True)
 class Work:
-    """One piece of local training. Exactly one of ``steps`` (H) and ``epochs`` is given."""
+    """One piece of local training, of exactly one length: ``steps``, ``epochs`` or ``seconds``.
+
+    Vectors hold one float32 for each of the model's parameters, in the layout's order.
+    """
 
     device: int
     task: str
@@ -74,15 +115,29 @@ class Work:
     """tau, the version that the model is"""
     seed: int
     steps: int | None
+    """H"""
     epochs: int | None
     solver: SolverSettings
     cancelled: Callable[[], bool]
+    seconds: float | None = None
+    """a time budget: steps are taken until it is spent, at least one"""
+    base: str | None = None
+    """digest of x_tau, for the workspace; None: that of the model as it comes"""
+    control: Floats | None = None
+    """c of SCAFFOLD, published with x_tau; None: zero. Other solvers don't look at it."""
+    device_control: Floats | None = None
+    """c_i of SCAFFOLD; None: zero, the device's first time"""
+    resume: Workspace | None = None
+    """where to go on; x_tau, c and c_i are then the workspace's"""
 
     def __post_init__(self) -> None:
-        if (self.steps is None) == (self.epochs is None) or (self.steps or self.epochs or 0) < 1:
+        given = [length for length in (self.steps, self.epochs, self.seconds) if length is not None]
+        wrong = len(given) != 1 or not 0 < given[0] < math.inf
+        if wrong or (self.seconds is None and given[0] < 1):
             raise ConfigError(
-                f"task {self.task} asks for {self.steps} steps and {self.epochs} epochs: "
-                f"exactly one of them is to be given, and at least 1"
+                f"task {self.task} asks for {self.steps} steps, {self.epochs} epochs and "
+                f"{self.seconds} seconds: exactly one of them is to be given, at least 1 step or "
+                f"epoch, or a time above 0"
             )
 
 
@@ -93,51 +148,322 @@ class Trained:
     steps: int
     samples: int
     loss: float
+    control: Floats | None = None
+    """c_i+ of SCAFFOLD, to be kept for the device; as little finite as the model"""
 
 
 def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
     """Train ``model`` in place, from x_tau as it comes, by exactly H steps (FedAsync, algorithm 1)
 
-        x <- x - gamma (grad f(x; z) + rho (x - x_tau)),        rho = 0 for option I
+        x <- x - gamma g,       g = grad f(x; z)                        SGD, option I
+                                  + rho (x - x_tau)                     proximal, option II
+                                  + c - c_i                             SCAFFOLD
 
-    on the trainable parameters; ``epochs`` passes are epochs * ceil(samples / batch_size) steps.
+    on the trainable parameters; ``epochs`` passes are epochs * ceil(samples / batch_size) steps,
+    and a time budget takes as many as come. The gradient is clipped, and then weight decay added,
+    before the solver's own term; momentum takes the sum. SCAFFOLD ends with
+
+        c_i+ = c_i - c + (x_tau - x_new) / (H gamma)        zero for parameters not trained
+
     Everything random (minibatches, dropout) follows from ``work.seed``: the same work on the same
-    machine gives the same bits. Dropout draws from torch's global generator, which is put back
-    afterwards, so one process does one piece of work at a time.
+    machine gives the same bits, a time budget aside, be it interrupted and resumed or not. Dropout
+    draws from torch's global generators, which are put back afterwards, so one process does one
+    piece of work at a time.
 
     A loss that is not finite doesn't end it: the updater refuses such an update, with a count.
 
-    Raises Cancelled at the next batch once ``work.cancelled()``; DataError, naming the device, if
-    its data is empty, not map-style, or not what the task's loss takes.
+    Raises Cancelled at the next batch once ``work.cancelled()``, the model being x_tau again;
+    DataError, naming the device, if its data is empty, not map-style, or not what the task's loss
+    takes; LayoutMismatch, ConfigError or BadMessage if what is to be resumed or a control is of
+    another model, other work or another torch.
     """
     import torch
 
-    lr, rho = work.solver.lr, work.solver.rho if isinstance(work.solver, Proximal) else 0.0
     samples = _size(data, work.device)
-    batch_size = min(work.solver.batch_size or samples, samples)
-    steps = work.steps or (work.epochs or 0) * math.ceil(samples / batch_size)
-    generator = torch.Generator().manual_seed(work.seed)
-
-    model.train()
     trained = [x for x in model.parameters() if x.requires_grad]
-    received = [x.detach().clone() for x in trained] if rho else trained
-    losses = []
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(work.seed)
-        for rows in islice(_minibatches(samples, batch_size, generator), steps):
+    if not trained:
+        raise ConfigError("there is nothing to train: no parameter of the model takes a gradient")
+    model.train()
+    with torch.random.fork_rng(devices=[trained[0].device] if trained[0].is_cuda else []):
+        training = _begun(model, trained, samples, work)
+        while training.goes_on():
             if work.cancelled():
-                raise Cancelled
+                raise Cancelled(training.stop())
             try:
-                loss = task.loss(model, gather(data, rows))
+                loss = task.loss(model, gather(data, training.minibatch()))
             except DataError as error:
                 raise DataError(f"device {work.device}: {error}") from error
-            gradients = torch.autograd.grad(loss, trained, materialize_grads=True)
-            with torch.no_grad():
-                for x, gradient, x_tau in zip(trained, gradients, received, strict=True):
-                    direction = gradient + rho * (x - x_tau) if rho else gradient
-                    x.sub_(direction, alpha=lr)
-            losses.append(loss.detach())  # not .item(): that would wait for a GPU in every step
-    return Trained(steps, samples, torch.stack(losses).double().mean().item())
+            training.step(loss)
+    return training.result()
+
+
+def _begun(model: nn.Module, trained: list[nn.Parameter], samples: int, work: Work) -> _Training:
+    """Training as it begins, or goes on from the workspace."""
+    saved = work.resume
+    if saved is None:
+        return _Training(model, trained, samples, work)
+    from trainer.vector import layout_of, load
+
+    x, x_tau = saved.models(layout_of(model))
+    load(x_tau, model)
+    work = replace(
+        work, base=saved.base, control=saved.control, device_control=saved.device_control
+    )
+    training = _Training(model, trained, samples, work)
+    load(x, model)
+    training.skip_to(saved)
+    return training
+
+
+class _Training:
+    """Local training between two of its steps. It seeds torch's global generators.
+
+    What is done to every parameter is done by torch's operations on lists: a small model's time
+    goes to starting operations, not to their arithmetic.
+    """
+
+    def __init__(
+        self, model: nn.Module, trained: list[nn.Parameter], samples: int, work: Work
+    ) -> None:
+        import torch
+
+        solver = work.solver
+        self._model, self._trained, self._work, self._solver = model, trained, work, solver
+        self._minibatches = _Minibatches(samples, solver, work.seed)
+        self._generators = _global_generators(trained[0])
+        torch.manual_seed(work.seed)
+        steps = work.epochs * self._minibatches.epoch if work.epochs else work.steps
+        # What tells this work from other: the workspace of other work can't be resumed.
+        self._about: dict[str, Any] = {
+            "task": work.task,
+            "device": work.device,
+            "version": work.version,
+            "seed": work.seed,
+            "solver": solver.model_dump_json(),
+            "samples": samples,
+            "steps": steps,
+        }
+        self._steps = math.inf if steps is None else steps
+        self._budget_s = math.inf if work.seconds is None else work.seconds
+        self._step, self._began_s = 0, time.monotonic()
+        self._loss = torch.zeros((), dtype=torch.float64, device=trained[0].device)
+        self._x_tau = [tensor.detach().clone() for tensor in _state(model)]
+        starts = zip(model.parameters(), self._x_tau, strict=False)  # the buffers' come after
+        self._start = [x_tau for x, x_tau in starts if x.requires_grad]
+        self._x = [x.detach() for x in trained]  # the same memory, without a graph
+        self._rho = solver.rho if isinstance(solver, Proximal) else 0.0
+        if solver.momentum:
+            self._momentum = _split(None, model)
+        if isinstance(solver, Scaffold):
+            c, c_i = _split(work.control, model), _split(work.device_control, model)
+            self._correction = torch._foreach_sub(c, c_i)
+
+    def goes_on(self) -> bool:
+        """Whether another step is to be done."""
+        if self._budget_s < math.inf:
+            self._loss.item()  # waits for a GPU: what is spent is the time of steps that are done
+        return self._step == 0 or (self._step < self._steps and self._seconds() < self._budget_s)
+
+    def minibatch(self) -> torch.Tensor:
+        """The rows of the next step."""
+        return self._minibatches.next()
+
+    def step(self, loss: torch.Tensor) -> None:
+        """x <- x - gamma g."""
+        import torch
+
+        gradients = torch.autograd.grad(loss, self._trained, materialize_grads=True)
+        torch._foreach_sub_(self._x, self._direction(gradients), alpha=self._solver.lr)
+        self._loss += loss.detach().view(())  # not .item(): that would wait for a GPU each time
+        self._step += 1
+
+    def result(self) -> Trained:
+        """What was done."""
+        import torch
+
+        control = None
+        if isinstance(self._solver, Scaffold):
+            way = torch._foreach_sub(self._start, self._x)
+            mean = torch._foreach_div(way, self._step * self._solver.lr)
+            control = _join(torch._foreach_sub(mean, self._correction), self._model)
+        samples = self._about["samples"]
+        return Trained(self._step, samples, self._loss.item() / self._step, control)
+
+    def stop(self) -> Workspace:
+        """What it takes to go on from here. The model is x_tau again."""
+        from trainer.vector import layout_of, read
+
+        layout = layout_of(self._model)
+        x, x_tau = Model(layout), Model(layout)
+        read(self._model, x)
+        for tensor, value in zip(_state(self._model), self._x_tau, strict=True):
+            tensor.detach().copy_(value)
+        read(self._model, x_tau)
+        state, position = self._minibatches.place
+        return Workspace(
+            **self._about,
+            base=self._work.base or x_tau.digest(),
+            layout=layout.signature,
+            step=self._step,
+            seconds=self._seconds(),
+            loss=self._loss.item(),
+            minibatches=state,
+            position=position,
+            generators=tuple(_bytes(generator.get_state()) for generator in self._generators),
+            x=x.buffer,
+            x_tau=x_tau.buffer,
+            momentum=_join(self._momentum, self._model) if self._solver.momentum else None,
+            control=self._work.control,
+            device_control=self._work.device_control,
+        )
+
+    def skip_to(self, saved: Workspace) -> None:
+        """Go on where it was saved; the model is already the one from there."""
+        for name, ours in self._about.items():
+            if (theirs := getattr(saved, name)) != ours:
+                raise ConfigError(
+                    f"task {self._work.task}: the workspace is of other work, its {name} is "
+                    f"{theirs} and not {ours}: train from the start"
+                )
+        self._step = saved.step
+        self._began_s -= saved.seconds
+        self._loss += saved.loss
+        if self._solver.momentum:
+            self._momentum = _split(saved.momentum, self._model)
+        self._minibatches.skip_to(saved.minibatches, saved.position)
+        # On another kind of machine a generator may have no state here: it stays as it was seeded.
+        for generator, state in zip(self._generators, saved.generators, strict=False):
+            _restore(generator, state)
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def _direction(self, gradients: Tensors) -> Tensors:
+        """g, of the loss's gradients, which are not written to: two may be the same tensor."""
+        import torch
+
+        g, solver = gradients, self._solver
+        if solver.clip_norm is not None:
+            norm = torch.nn.utils.get_total_norm(g)
+            g = torch._foreach_mul(g, (solver.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        if solver.weight_decay:
+            g = torch._foreach_add(g, self._x, alpha=solver.weight_decay)
+        if self._rho:
+            g = torch._foreach_add(g, torch._foreach_sub(self._x, self._start), alpha=self._rho)
+        if isinstance(solver, Scaffold):
+            g = torch._foreach_add(g, self._correction)
+        if solver.momentum:
+            torch._foreach_mul_(self._momentum, solver.momentum)
+            torch._foreach_add_(self._momentum, g)
+            g = self._momentum
+        return g
+
+
+class _Minibatches:
+    """Rows of one minibatch after another, for ever.
+
+    They are the parts of shuffled passes, the smaller last one kept; where each is to be drawn
+    anew, a pass ends with its first.
+    """
+
+    def __init__(self, samples: int, solver: SolverSettings, seed: int) -> None:
+        import torch
+
+        self._samples = samples
+        self._size = min(solver.batch_size or samples, samples)
+        self._used = self._size if solver.sampling == "fresh" else samples
+        self._generator = torch.Generator().manual_seed(seed)
+        self._shuffle()
+
+    @property
+    def epoch(self) -> int:
+        """Minibatches that make as many samples as there are."""
+        return math.ceil(self._samples / self._size)
+
+    @property
+    def place(self) -> tuple[bytes, int]:
+        """The generator's state before the current pass was drawn, minibatches taken of it."""
+        return _bytes(self._before), self._taken
+
+    def skip_to(self, state: bytes, taken: int) -> None:
+        """Go on at a place."""
+        _restore(self._generator, state)
+        self._shuffle()
+        self._taken = taken
+
+    def next(self) -> torch.Tensor:
+        """Row numbers."""
+        if self._taken == len(self._pass):
+            self._shuffle()
+        self._taken += 1
+        return self._pass[self._taken - 1]
+
+    def _shuffle(self) -> None:
+        import torch
+
+        self._before = self._generator.get_state()
+        rows = torch.randperm(self._samples, generator=self._generator)
+        self._pass = torch.split(rows[: self._used], self._size)
+        self._taken = 0
+
+
+def _state(model: nn.Module) -> Iterator[torch.Tensor]:
+    """All that training may change."""
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _of_vector(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters whose numbers are a vector's, in its order (:mod:`trainer.vector`)."""
+    return [x for x in model.parameters() if x.is_floating_point()]
+
+
+def _split(vector: Floats | None, model: nn.Module) -> Tensors:
+    """A vector's part for each parameter that is trained; None: zeros."""
+    import torch
+
+    parameters = _of_vector(model)
+    sizes = [x.numel() for x in parameters]
+    if vector is None:
+        return [torch.zeros_like(x) for x in parameters if x.requires_grad]
+    if vector.shape != (sum(sizes),):
+        raise LayoutMismatch(
+            f"a vector of shape {vector.shape} for a model of {sum(sizes)} parameters"
+        )
+    parts = zip(parameters, torch.split(torch.tensor(vector), sizes), strict=True)
+    return [part.view(x.shape).to(x) for x, part in parts if x.requires_grad]
+
+
+def _join(parts: Tensors, model: nn.Module) -> Floats:
+    """The vector of these parts; zero for parameters that are not trained."""
+    import torch
+
+    rest = iter(parts)
+    whole = [next(rest) if x.requires_grad else torch.zeros_like(x) for x in _of_vector(model)]
+    vector: Floats = torch.cat([x.flatten().to("cpu", torch.float32) for x in whole]).numpy()
+    return vector
+
+
+def _global_generators(where: torch.Tensor) -> list[torch.Generator]:
+    """torch's own, from which dropout draws: the CPU's, and the GPU's if the tensor is on one."""
+    import torch
+
+    gpu = [torch.cuda.default_generators[where.get_device()]] if where.is_cuda else []
+    return [torch.default_generator, *gpu]
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    data: bytes = state.numpy().tobytes()
+    return data
+
+
+def _restore(generator: torch.Generator, state: bytes) -> None:
+    import torch
+
+    try:
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    except (RuntimeError, ValueError) as error:
+        raise BadMessage(f"the state of a generator is not this torch's: {error}") from error
 
 
 def gather(data: Dataset[Any], rows: torch.Tensor) -> Any:
@@ -148,22 +474,13 @@ def gather(data: Dataset[Any], rows: torch.Tensor) -> Any:
     from torch.utils.data import TensorDataset, default_collate
 
     if type(data) is TensorDataset:  # a subclass may have items of its own
-        return [tensor[rows] for tensor in data.tensors]
+        # several times as fast as tensor[rows]
+        return [tensor.index_select(0, rows.to(tensor.device)) for tensor in data.tensors]
     items = [data[row] for row in rows.tolist()]
     try:
         return default_collate(items)
     except (TypeError, RuntimeError) as error:
         raise DataError(f"items of the data set do not make a batch: {error}") from error
-
-
-def _minibatches(
-    samples: int, batch_size: int, generator: torch.Generator
-) -> Iterator[torch.Tensor]:
-    """Rows of one minibatch after another, for ever: shuffled passes, the smaller last one kept."""
-    import torch
-
-    while True:
-        yield from torch.split(torch.randperm(samples, generator=generator), batch_size)
 
 
 def _size(data: Dataset[Any], device: int) -> int:

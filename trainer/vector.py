@@ -2,7 +2,7 @@
 
 Names are those of ``state_dict``; what that does not carry (buffers that are not persistent) stays
 with the module. A tensor that appears under several names (tied weights) travels once, under the
-first.
+first. What a layout has beside the module's tensors, SCAFFOLD's control variate, is left alone.
 """
 
 from __future__ import annotations
@@ -49,17 +49,27 @@ def load(model: Model, module: nn.Module) -> None:
         tensor.copy_(vector)
 
 
-def initial(task: Task, seed: int) -> Model:
+def initial(task: Task, seed: int, *, controls: bool = False) -> Model:
     """The task's untrained model, x_0: the same bits for the same seed on the same torch.
 
-    torch's global generator is left as it was.
+    With ``controls`` its control variate is zero. torch's global generator is left as it was.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         module = task.model()
-    model = Model(layout_of(module))
+    layout = layout_of(module)
+    model = Model(layout.with_controls() if controls else layout)
     read(module, model)
+    model.controls[:] = 0.0
     return model
+
+
+def to_delta(model: Model, base: Model) -> None:
+    """Puts x_new - x_tau in place of the parameters of ``model``, which was trained from ``base``.
+
+    What is no parameter stays as it is: it is never an extrapolation.
+    """
+    np.subtract(model.parameters, base.parameters, out=model.parameters)
 
 
 def _tensors(module: nn.Module) -> list[tuple[Tensor, torch.Tensor]]:
@@ -88,8 +98,9 @@ def _tensors(module: nn.Module) -> list[tuple[Tensor, torch.Tensor]]:
 def _pairs(model: Model, module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """For each tensor its place in the vectors, as a view in its shape, and the module's own."""
     tensors = _tensors(module)
-    if tuple(entry for entry, _ in tensors) != model.layout.tensors:
-        raise LayoutMismatch(_difference(model.layout, Layout(tuple(e for e, _ in tensors))))
+    layout = model.layout.without_controls()
+    if tuple(entry for entry, _ in tensors) != layout.tensors:
+        raise LayoutMismatch(_difference(layout, Layout(tuple(e for e, _ in tensors))))
     floats = torch.from_numpy(model.floats)
     integers = torch.from_numpy(model.integers)
     for entry, tensor in tensors:

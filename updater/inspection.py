@@ -101,7 +101,7 @@ def moves(segment: Segment, cut: int | None, *, models: bool = True) -> Iterator
     ``models=False`` compares the payloads with their digests, and rebuilds nothing. From the first
     update without weights on nothing can be rebuilt either. Raises JournalError.
     """
-    rebuild = Rebuild(strategy_of(segment.head.strategy), segment)
+    rebuild = Rebuild(strategy_of(segment.head.strategy, segment.head.devices), segment)
     room = Model(segment.layout)  # for the updates, one after the other
     model: Model | None = rebuild.progress.state.model
     yield Move(segment.standing_record, segment.standing, None, None, model)

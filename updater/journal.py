@@ -40,9 +40,10 @@ import xxhash
 from pydantic import Field
 
 from broker.errors import BadMessage, FedstreamError, Fenced
-from broker.layout import PAGE, Layout, Model
+from broker.layout import PAGE, Layout, Model, vector_of
 from broker.messages import Contribution, Count, Message, Name, Outcome, Upload, decode
 from runtime.config import Section
+from updater.strategies.vectors import DeviceVectors
 
 FORMAT = 1
 SUFFIX = ".journal"
@@ -131,6 +132,16 @@ class Standing(Message):
     rounds: tuple[str, ...] = ()  # entries that ended rounds lately, oldest first
     made: tuple[Contribution, ...] = ()  # the updates in the version
     finished: str | None = None  # why the run is over
+    here: tuple[Count, ...] = ()  # devices whose vectors are the records that follow
+    elsewhere: tuple[tuple[Count, Name], ...] = ()  # and the segments where the others' are
+
+
+class DeviceVector(Message):
+    """What a strategy remembers of a device. Payload: a vector as long as the parameters."""
+
+    kind: ClassVar[str] = "device_vector"
+    device: Count
+    digest: Name
 
 
 class Taken(Message):
@@ -168,7 +179,9 @@ class RoundClosed(Message):
 
 
 Entry: TypeAlias = Taken | RoundClosed
-_KINDS: tuple[type[Message], ...] = (SegmentHead, Standing, Taken, RoundClosed)
+_KINDS: tuple[type[Message], ...] = (SegmentHead, Standing, DeviceVector, Taken, RoundClosed)
+VECTORS = "device vectors"  # what a segment with some of them needs
+_KNOWN = {VECTORS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,9 +236,10 @@ class Segment:
             if found is None or not isinstance(found.message, SegmentHead):
                 raise JournalDamaged(f"{path}: its first record is not a segment's head")
             self.head = found.message
-            if self.head.needs:
+            unknown = [need for need in self.head.needs if need not in _KNOWN]
+            if unknown:
                 raise JournalError(
-                    f"{path}: needs {', '.join(self.head.needs)}, which this release does not "
+                    f"{path}: needs {', '.join(unknown)}, which this release does not "
                     "know: read it with a newer one"
                 )
             standing = self._record(found.end)
@@ -235,6 +249,9 @@ class Segment:
             self.standing = standing.message.model_copy(update={"done": ()})
             self.standing_record = replace(standing, message=self.standing)
             self.layout = Layout.decode(self.head.layout)
+            self.begun = self.standing_record.end  # offset behind the beginning
+            for record, _ in self.vectors():
+                self.begun = record.end
         except BaseException:
             self.close()
             raise
@@ -278,12 +295,22 @@ class Segment:
             raise JournalDamaged(f"{self.path}: its second record is not a standing any more")
         return standing.message.done
 
+    def vectors(self) -> Iterator[tuple[Record, DeviceVector]]:
+        """The devices' vectors that belong to the standing. Raises JournalDamaged."""
+        at = self.standing_record.end
+        for _ in self.standing.here:
+            record = self._record(at)
+            if record is None or not isinstance(record.message, DeviceVector):
+                raise JournalDamaged(f"{Place(self.path, at).where}: is not a device's vector")
+            yield record, record.message
+            at = record.end
+
     def records(self, cut: int | None = None) -> Iterator[Record]:
-        """The records behind the standing, up to ``cut`` or to the torn tail.
+        """The records behind the beginning, up to ``cut`` or to the torn tail.
 
         Raises JournalDamaged where one is not whole that was.
         """
-        at = self.standing_record.end
+        at = self.begun
         end = self.size if cut is None else cut
         while at < end:
             record = self._record(at)
@@ -397,8 +424,18 @@ def cuts(chain: Sequence[Segment]) -> Iterator[tuple[Segment, int | None]]:
 class Writer:
     """A segment that is written, by one thread at a time."""
 
-    def __init__(self, folder: Path, head: SegmentHead, standing: Standing, *models: Model) -> None:
-        """Makes the segment, whole and on disk. Raises JournalError; Fenced if it is there."""
+    def __init__(
+        self,
+        folder: Path,
+        head: SegmentHead,
+        standing: Standing,
+        *models: Model,
+        vectors: DeviceVectors | None = None,
+    ) -> None:
+        """Makes the segment, whole and on disk. Raises JournalError; Fenced if it is there.
+
+        ``vectors``: where those are that the standing says are here.
+        """
         self.path = folder / name_of(head.epoch, head.number)
         self.head = head
         self._salt = secrets.randbits(64)  # so that no update can contain a record
@@ -418,6 +455,11 @@ class Writer:
             self._write([self._paged(_FILE.pack(_MAGIC, FORMAT, self._salt))])
             self.append(head)
             self.append(standing, *models)
+            for device in standing.here:
+                if vectors is None:
+                    raise RuntimeError("a standing with vectors, without them")
+                vector = vector_of(vectors[device])
+                self.append(DeviceVector(device=device, digest=vector.digest()), vector)
             self.sync()
             _named(aside, self.path)
             _sync_folder(folder)

@@ -19,13 +19,27 @@ def mix(x: Model, new: Model, weight: float, into: Model) -> None:
 
     Floating-point buffers mix like parameters. Integers take the newer value.
     """
-    w = np.float32(weight)
-    for start in range(0, x.layout.floats, BLOCK):
-        part = slice(start, start + BLOCK)
-        step = np.subtract(new.floats[part], x.floats[part])
-        np.multiply(step, w, out=step)
-        np.add(x.floats[part], step, out=into.floats[part])
+    toward(x.floats, new.floats, weight, into=into.floats)
     into.integers[:] = new.integers
+
+
+def toward(x: Floats, new: Floats, weight: float, into: Floats) -> None:
+    """into = x + weight (new - x), element by element; ``into`` may be either."""
+    w = np.float32(weight)
+    for start in range(0, x.size, BLOCK):
+        part = slice(start, start + BLOCK)
+        step = np.subtract(new[part], x[part])
+        np.multiply(step, w, out=step)
+        np.add(x[part], step, out=into[part])
+
+
+def add(x: Floats, direction: Floats, weight: float, into: Floats) -> None:
+    """into = x + weight direction, element by element; ``into`` may be either."""
+    w = np.float32(weight)
+    for start in range(0, x.size, BLOCK):
+        part = slice(start, start + BLOCK)
+        step = np.multiply(direction[part], w)
+        np.add(x[part], step, out=into[part])
 
 
 def norm(vector: Floats) -> float:

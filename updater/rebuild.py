@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeGuard
 
-from broker.layout import Model
+from broker.layout import Model, vector_of
 from broker.ledger import End, counted
 from broker.messages import Contribution, Message
 from updater.journal import (
@@ -19,7 +19,7 @@ from updater.journal import (
     Taken,
 )
 from updater.progress import Progress, Step, close_round, take
-from updater.strategies import Memory, State, Strategy, strategy_of
+from updater.strategies import DeviceVectors, Memory, State, Strategy, strategy_of
 
 
 class Diverged(JournalError):
@@ -63,7 +63,8 @@ class Rebuild:
                 f"{segment.standing_record.place.where}: the checkpoint's "
                 "model is not the one that was written"
             )
-        state = State(said.version, model, Memory(memory, said.arrivals, said.weight))
+        vectors = _vectors(segment, strategy)
+        state = State(said.version, model, Memory(memory, said.arrivals, said.weight, vectors))
         self.progress = Progress(state, said.held, said.mean_staleness)
         self.strategy = strategy
         self.digest = said.digest  # of the newest version
@@ -131,6 +132,36 @@ class Rebuild:
         )
 
 
+def _vectors(segment: Segment, strategy: Strategy) -> DeviceVectors | None:
+    """What the strategy remembers of the devices, from wherever it was last written."""
+    said = segment.standing
+    if strategy.devices is None or not (said.here or said.elsewhere):
+        return None
+    vectors = DeviceVectors(strategy.devices, segment.layout.parameters)
+    wanted: dict[str, set[int]] = {}
+    for device, name in said.elsewhere:
+        wanted.setdefault(name, set()).add(device)
+    _load(segment, set(said.here), vectors)
+    for name, devices in wanted.items():
+        with Segment(segment.path.with_name(name)) as older:
+            _load(older, devices, vectors)
+    vectors.changed.clear()
+    return vectors
+
+
+def _load(segment: Segment, devices: set[int], vectors: DeviceVectors) -> None:
+    for record, message in segment.vectors():
+        if message.device not in devices:
+            continue
+        vector = vector_of(vectors.write(message.device))
+        segment.load(record, vector)
+        if vector.digest() != message.digest:
+            raise JournalDamaged(f"{record.place.where}: the device's vector is not what it was")
+        devices.discard(message.device)
+    if devices:
+        raise JournalDamaged(f"{segment.path}: has no vector of device {min(devices)}")
+
+
 def _made(version: int, digest: str | None) -> str:
     return f"version {version}, {f'digest {digest}' if digest else 'none made'}"
 
@@ -166,6 +197,7 @@ class Recovered:
     rounds: list[str]  # entries that ended rounds, oldest first
     forgotten: int
     finished: str | None
+    stored: dict[int, str] = field(default_factory=dict)  # device -> segment with its vector
     records: int = 0
     end: int = 0  # bytes of the segment that count
     torn_bytes: int = 0
@@ -177,13 +209,14 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
     Raises JournalError, Diverged among it.
     """
     said = segment.standing
-    rebuild = Rebuild(strategy_of(segment.head.strategy), segment)
+    rebuild = Rebuild(strategy_of(segment.head.strategy, segment.head.devices), segment)
     found = Recovered(
         head=segment.head, progress=rebuild.progress, checkpoint=rebuild.progress,
         version=said.version, digest=said.digest, time=said.time, made=said.made,
         counts=said.counts, done={row[0]: End(*row) for row in segment.done()},
         rounds=list(said.rounds), forgotten=said.forgotten, finished=said.finished,
-        end=segment.standing_record.end,
+        end=segment.begun,
+        stored=dict.fromkeys(said.here, segment.path.name) | dict(said.elsewhere),
     )  # fmt: skip
     for record in segment.records():
         message = record.message

@@ -16,6 +16,7 @@ from broker.layout import Model
 from runtime.backoff import pause
 from updater.journal import (
     SUFFIX,
+    VECTORS,
     JournalFull,
     JournalSettings,
     RoundClosed,
@@ -23,8 +24,10 @@ from updater.journal import (
     Standing,
     Taken,
     Writer,
+    name_of,
     sync_file,
 )
+from updater.strategies import DeviceVectors
 
 T = TypeVar("T")
 
@@ -49,6 +52,7 @@ class Recorder:
         self._writer: Writer | None = None
         self._before = 0  # position at which the segment begins
         self._since = _Since()
+        self.stored: dict[int, str] = {}  # device -> the segment that holds its vector
         self._looked_at = 0  # the folder's time of change when it was listed
         self._syncing: asyncio.Task[None] | None = None
         self._now = asyncio.Event()  # set: it need not wait any longer
@@ -95,12 +99,18 @@ class Recorder:
         )
 
     async def begin(
-        self, head: SegmentHead, standing: Standing, *models: Model, after: Path | None = None
+        self,
+        head: SegmentHead,
+        standing: Standing,
+        *models: Model,
+        vectors: DeviceVectors | None = None,
+        after: Path | None = None,
     ) -> None:
         """A new segment; the oldest go if there are too many.
 
         The one before, our own or another's (``after``), is closed, and on disk whatever the
-        settings are: what the new one cuts it to must be there.
+        settings are: what the new one cuts it to must be there. Of the devices' vectors it holds
+        those that changed, and those of segments that go.
         """
         await self._synced()
         before = self._writer
@@ -110,8 +120,20 @@ class Recorder:
                 before.sync()
             if after is not None:
                 sync_file(after)
-            writer = Writer(self.folder, head, standing, *models)
-            self._retire(writer.path.name)
+            name = name_of(head.epoch, head.number)
+            outlived = self._outlived(name)
+            here = self._due(vectors, {path.name for path in outlived})
+            elsewhere = {d: where for d, where in self.stored.items() if d not in here}
+            said = standing.model_copy(
+                update={"here": tuple(sorted(here)), "elsewhere": tuple(elsewhere.items())}
+            )
+            needs = head.model_copy(update={"needs": (VECTORS,) if vectors else ()})
+            writer = Writer(self.folder, needs, said, *models, vectors=vectors)
+            self.stored = elsewhere | dict.fromkeys(here, name)
+            if vectors is not None:
+                vectors.changed.clear()
+            for path in outlived:
+                path.unlink(missing_ok=True)
             return writer
 
         position = self.appended
@@ -120,6 +142,14 @@ class Recorder:
         if before is not None:
             before.close()
         self._since = _Since(time.monotonic(), self._writer.size)
+
+    def _due(self, vectors: DeviceVectors | None, outlived: set[str]) -> set[int]:
+        """The devices whose vectors a new segment has to hold."""
+        if vectors is None:
+            self.stored = {}
+            return set()
+        lost = {device for device, name in self.stored.items() if name in outlived}
+        return vectors.changed | lost
 
     async def append(
         self, records: Sequence[tuple[Taken | RoundClosed | None, Sequence[Model]]]
@@ -228,9 +258,13 @@ class Recorder:
                 await running
             raise
 
-    def _retire(self, newest: str) -> None:
-        """Deletes the oldest segments beyond the limits; one is always kept."""
+    def _outlived(self, newest: str) -> list[Path]:
+        """The segments beyond the limits once ``newest`` is there, the oldest first: no gap if
+        their deletion stops midway. One is always kept. Clears away what crashed writers left.
+        """
         s = self._settings
+        if not self.folder.is_dir():
+            return []
         for aside in self.folder.glob("*.tmp"):  # whoever made it crashed before it was whole
             if aside.name < newest:
                 aside.unlink(missing_ok=True)
@@ -247,6 +281,5 @@ class Recorder:
                 or (s.keep_segments is not None and number >= s.keep_segments)
                 or (s.keep_s is not None and now - about.st_mtime > s.keep_s)
             ):
-                for old in reversed(paths[number - 1 :]):  # the oldest first: no gap if we stop
-                    old.unlink()
-                return
+                return paths[number - 1 :][::-1]
+        return []

@@ -12,7 +12,7 @@ refused, and a round ends where it ended. Nothing is ever written to a journal.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import repeat
 from pathlib import Path
@@ -35,16 +35,8 @@ from updater.journal import (
 )
 from updater.progress import Progress, Step, close_round, take
 from updater.rebuild import Diverged, NotRecorded, Rebuild, is_used, recorded
-from updater.strategies import (
-    FedAsyncSettings,
-    FedAvgSettings,
-    Memory,
-    State,
-    Strategy,
-    strategy_of,
-)
+from updater.strategies import Rule, Strategy, strategy_of
 
-Rule: TypeAlias = FedAsyncSettings | FedAvgSettings
 Cut: TypeAlias = tuple[Segment, int | None]  # and the bytes of it that count
 
 _LARGE = 4 << 20  # bytes; of larger models the next update is read ahead
@@ -274,7 +266,10 @@ class Replayer:
                 if version < 0 or segment.standing.why == "adopted":
                     if version >= 0:
                         self.adopted.append(segment.standing.version)
-                    was, what_if = Rebuild(strategy_of(segment.head.strategy), segment), None
+                    was, what_if = (
+                        Rebuild(strategy_of(segment.head.strategy, segment.head.devices), segment),
+                        None,
+                    )
                     version = segment.standing.version
                 elif was is not None:
                     self._continue(was, segment)
@@ -313,15 +308,26 @@ class Replayer:
         """The next segment of a lineage begins where the one before ended. Raises Diverged."""
         check_joint(segment, (was.progress.state.version, was.digest))
         self.checkpoints += 1
-        was.strategy = strategy_of(segment.head.strategy)
+        was.strategy = strategy_of(segment.head.strategy, segment.head.devices)
 
     def _rule(self, segment: Segment) -> Strategy:
-        """The other rule, as it is for a segment."""
-        recorded_as = segment.head.strategy
+        """The other rule, as it is for a segment. Raises NotRecorded."""
+        recorded_as, devices = segment.head.strategy, segment.head.devices
+        was = strategy_of(recorded_as, devices)
         if self._strategy is None:
-            return strategy_of(recorded_as)
+            return was
         rule = self._strategy(recorded_as) if callable(self._strategy) else self._strategy
-        return rule.build()
+        other = rule.build(devices)
+        if (other.sends, other.controls) != (was.sends, was.controls):
+            raise NotRecorded(
+                f"{self.folder}: {rule.name} takes {_takes(other)}, but {recorded_as['name']}'s "
+                f"devices sent {_takes(was)}: record a run with a rule that takes the same"
+            )
+        return other
+
+
+def _takes(rule: Strategy) -> str:
+    return f"{rule.sends}s{' and control variates' if rule.controls else ''}"
 
 
 def _check(was: Rebuild, step: Step, segment: Segment, record: Record) -> None:
@@ -341,11 +347,7 @@ def _check(was: Rebuild, step: Step, segment: Segment, record: Record) -> None:
 
 
 def _copied(progress: Progress) -> Progress:
-    state, memory = progress.state, progress.state.memory
-    kept = Memory(memory.model and memory.model.copy(), memory.arrivals, memory.weight)
-    return Progress(
-        State(state.version, state.model.copy(), kept), progress.held, progress.mean_staleness
-    )
+    return replace(progress, state=progress.state.copy())
 
 
 def _has_update(record: Record) -> bool:

@@ -38,7 +38,7 @@ from broker.errors import (
     OutOfMemory,
 )
 from broker.keys import Keys
-from broker.layout import Layout, Model
+from broker.layout import Layout, Model, vector_of
 from broker.lease import Lease
 from broker.ledger import LOST, Commit, End, Head, Ledger, Run, counted
 from broker.messages import Contribution, Outcome, RoundEnd, Upload, Version, decode
@@ -60,7 +60,7 @@ from updater.mixing import norm
 from updater.progress import Progress, Step, close_round, take
 from updater.rebuild import Recovered, end_of, recovered, standing_of
 from updater.recorder import Recorder
-from updater.strategies import State, StrategySettings
+from updater.strategies import Memory, State, StrategySettings
 
 T = TypeVar("T")
 
@@ -71,7 +71,8 @@ _LOST_S = 0.1  # between two looks at a Redis that was emptied
 _REMEMBERED = 10_000  # tasks that are recognised when they are found again
 _ROUNDS_REMEMBERED = 1000
 _FINISHED = "run finished"  # the reason of what comes too late for it
-_LARGEST = 1e37  # norm; between models of at most this, no difference overflows float32
+_LARGEST = 1e37  # norm; between models of at most this, no difference overflows float32,
+_LARGEST_DELTA = 1e30  # and of deltas of at most this, no batch's sum times its rate
 
 
 class UpdaterSettings(Section):
@@ -305,6 +306,8 @@ class Updater:
             found = await self._from_redis(newest, found, head)
         self._take_over(found, run)
         await self._begin_segment("continued", after=newest, cut=found.end)
+        if found.progress is not None:
+            await self._hand_out(found.progress.state)
         self._context.log.info(
             "recovered", version=found.version, records=found.records,
             torn_bytes=found.torn_bytes, seconds=round(time.monotonic() - began, 3),
@@ -368,7 +371,8 @@ class Updater:
         self._run = Run(
             layout=Layout.decode(head.layout), strategy=self._rule.name, task=head.task,
             devices=head.devices, versions=run.versions if run else head.versions, seed=head.seed,
-            created=head.created, max_staleness=self._strategy.max_staleness, lineage=head.lineage,
+            created=head.created, max_staleness=self._strategy.max_staleness,
+            sends=self._strategy.sends, lineage=head.lineage,
             state="finished" if found.finished else "running", why=found.finished,
             finished=found.time if found.finished else None,
         )  # fmt: skip
@@ -381,6 +385,7 @@ class Updater:
             self._remember(end)
         self._counts = found.counts
         self._made = found.made
+        self._recorder.stored = found.stored
         self._go_on_from(found.progress, found.digest, found.time)
 
     async def _adopt(self, run: Run, head: Head) -> None:
@@ -397,7 +402,10 @@ class Updater:
         self._forgotten = head.version if self._progress is not None else 0
         self._counts = dict((await self._ledger.look()).counts)
         self._made = ()
-        progress = Progress(State(head.version, model), mean_staleness=head.mean_staleness)
+        # What was remembered of the devices is as good as it was; a batch begins anew.
+        known = self._progress.state.memory.devices if self._progress else None
+        state = State(head.version, model, Memory(devices=known))
+        progress = Progress(state, mean_staleness=head.mean_staleness)
         self._go_on_from(progress, head.digest, head.time)
         self._unwritten = []
         try:
@@ -433,7 +441,10 @@ class Updater:
             rounds=tuple(self._rounds),
         )  # fmt: skip
         with self._metrics.seconds.labels("checkpoint").time():
-            await self._recorder.begin(head, standing, *models, after=after.path if after else None)
+            await self._recorder.begin(
+                head, standing, *models, vectors=progress.state.memory.devices,
+                after=after.path if after else None,
+            )  # fmt: skip
         self._sealed = self._finished
 
     def _go_on_from(self, progress: Progress, digest: str, made_at: float) -> None:
@@ -444,6 +455,8 @@ class Updater:
         self._retained.clear()
         self._written = ""
         self._progress, self._digest, self._time = progress, digest, made_at
+        if self._run is not None:
+            self._strategy = self._rule.build(self._run.devices)
         self._metrics.version.set(progress.state.version)
 
     async def _compare(self, progress: Progress) -> None:
@@ -500,6 +513,7 @@ class Updater:
         if reply != "created":  # emptied once more
             await pause(self._context.stop, _LOST_S)
             return
+        await self._hand_out(state)
         self._kept = await self._ledger.kept()
         self._epoch = epoch
         await self._forget_fetches()
@@ -683,9 +697,11 @@ class Updater:
             return "digest", None
         with self._metrics.seconds.labels("check").time():
             size = await self._off_loop(lambda: norm(model.floats))
+        scaled = size / (upload.lr * upload.steps) if self._strategy.per_step else size
+        largest = _LARGEST if self._strategy.sends == "model" else _LARGEST_DELTA
         if not math.isfinite(size):
             refusal = "not finite"
-        elif size > min(self._settings.max_norm or _LARGEST, _LARGEST):
+        elif size > (self._settings.max_norm or largest) or scaled > largest:
             refusal = "norm too large"
         if refusal:
             self._free.append(model)
@@ -694,7 +710,7 @@ class Updater:
 
     def _refusal(self, upload: Upload, state: State) -> str:
         """Why an update is refused for what it says of itself; '' if it is not."""
-        limit = self._strategy.max_staleness
+        rule, limit = self._strategy, self._strategy.max_staleness
         if self._is_over(state.version):
             return _FINISHED
         if upload.tau > state.version:
@@ -703,6 +719,12 @@ class Updater:
             return "too old"  # nobody could say whether it was applied before
         if limit is not None and state.version - upload.tau > limit:
             return "too stale"
+        if rule.devices is not None and upload.device >= rule.devices:
+            return "unknown device"
+        if rule.per_step and not (upload.steps > 0 and 0 < upload.lr * upload.steps < math.inf):
+            return "no steps"
+        if upload.sends != rule.sends:
+            return f"sends a {upload.sends}"
         return "" if upload.layout == state.model.layout.signature else "layout"
 
     async def _fetched(self, entry: Entry, upload: Upload, layout: Layout) -> Model:
@@ -858,6 +880,8 @@ class Updater:
             else:
                 self._ahead = None
         with self._metrics.seconds.labels("publish").time():
+            if change.end is not None and change.end.device is not None:
+                await self._hand_out(change.after.state, {change.end.device})
             ahead = await self._prepared(publish, change.after.state.model)
             done = await self._commit(change.after, change, position, publish, ahead)
         if done:
@@ -911,6 +935,18 @@ class Updater:
         else:
             self._epoch = 0  # Redis is behind: compare
         return done.what == "done"
+
+    async def _hand_out(self, state: State, devices: set[int] | None = None) -> None:
+        """Gives the pool's trainers what these devices, or all, have to know (SCAFFOLD's c_i).
+
+        It comes before the commit that ends the device's task: only then may it have another.
+        """
+        vectors = state.memory.devices
+        if vectors is None or not self._strategy.controls:
+            return
+        for device in vectors.heard & devices if devices else vectors.heard:
+            vector = vector_of(vectors[device])
+            await blobs.keep(self._client, self._keys.device(device), vector)
 
     def _end(self, run: Run) -> None:
         """The run is over: by its last version, or because somebody said so."""

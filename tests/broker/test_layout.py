@@ -123,7 +123,7 @@ def test_a_layout_names_every_tensor_once_and_keeps_the_order_of_roles() -> None
     weight = Tensor("w", (1,), "float32", "parameter")
     with pytest.raises(LayoutMismatch, match="names every tensor once"):
         Layout((weight, weight))
-    with pytest.raises(LayoutMismatch, match="parameters, then buffers, then integers"):
+    with pytest.raises(LayoutMismatch, match="parameters, then buffers, then controls"):
         Layout((Tensor("m", (1,), "float32", "buffer"), weight))
 
 

@@ -2,20 +2,31 @@
 
 from __future__ import annotations
 
+import math
+from itertools import pairwise
 from statistics import fmean
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from trainer.devices import (
+    AlwaysAvailable,
+    Availability,
     Behaviour,
     DeviceSettings,
+    Diurnal,
     ExponentialLatency,
     FixedLatency,
     Latency,
     LognormalLatency,
+    OnOff,
     UniformLatency,
     behaviour,
+    eligible,
+    next_change,
+    state,
 )
 
 SEEDS = range(2000)
@@ -67,3 +78,110 @@ def test_drop_outs_come_at_their_rate_whatever_the_latency() -> None:
 def test_uniform_latency_refuses_bounds_in_the_wrong_order() -> None:
     with pytest.raises(ValidationError, match=r"low_s = 2.0 is above high_s = 1.0"):
         UniformLatency(low_s=2.0, high_s=1.0)
+
+
+def changes(settings: Availability, device: int, until_s: float, seed: int = 1) -> list[float]:
+    """The times of all changes from 0 on."""
+    found = [0.0]
+    while found[-1] < until_s:
+        found.append(next_change(settings, device, seed, found[-1]))
+    return found[1:]
+
+
+@pytest.mark.parametrize("settings", [AlwaysAvailable(), Diurnal(share=1.0)])
+def test_a_device_that_is_always_there_never_changes(settings: Availability) -> None:
+    assert DeviceSettings().availability == AlwaysAvailable()
+    assert all(eligible(settings, 3, 1, at_s / 7) for at_s in range(50))
+    assert next_change(settings, 3, 1, 12.5) == math.inf
+
+
+@pytest.mark.parametrize(("mean_on_s", "mean_off_s"), [(3.0, 1.0), (1.0, 4.0), (0.5, 0.5)])
+def test_on_off_times_are_exponential_with_their_means(mean_on_s: float, mean_off_s: float) -> None:
+    settings = OnOff(mean_on_s=mean_on_s, mean_off_s=mean_off_s)
+    times: dict[bool, list[float]] = {True: [], False: []}
+    for begin, end in pairwise(changes(settings, 2, until_s=3000 * (mean_on_s + mean_off_s))):
+        times[eligible(settings, 2, 1, begin)].append(end - begin)
+    for on, mean in ((True, mean_on_s), (False, mean_off_s)):
+        drawn = times[on]
+        assert fmean(drawn) == pytest.approx(mean, rel=0.1)
+        # exponential: the deviation is the mean, and e^-1 of them are longer than it
+        assert math.sqrt(fmean([(t - mean) ** 2 for t in drawn])) == pytest.approx(mean, rel=0.1)
+        assert fmean([t > mean for t in drawn]) == pytest.approx(math.exp(-1), abs=0.03)
+    # alternating, and one time does not tell the next
+    assert abs(len(times[True]) - len(times[False])) <= 1
+
+
+@pytest.mark.parametrize("at_s", [0.0, 0.3, 1e9])
+def test_the_share_of_devices_that_are_on_is_the_same_at_any_time(at_s: float) -> None:
+    for settings, share in (
+        (OnOff(mean_on_s=3.0, mean_off_s=1.0), 0.75),
+        (OnOff(mean_on_s=1e-2, mean_off_s=1e4), 1e-6),
+        (Diurnal(period_s=10.0, share=0.3), 0.3),
+    ):
+        on = [eligible(settings, device, 1, at_s) for device in range(2000)]
+        assert fmean(on) == pytest.approx(share, abs=0.03)
+
+
+def test_diurnal_devices_have_their_share_of_each_period_each_at_a_time_of_its_own() -> None:
+    settings = Diurnal(period_s=24.0, share=0.25)
+    begins = set()
+    for device in range(20):
+        times = changes(settings, device, until_s=240.0)
+        on = [at_s for at_s in times if eligible(settings, device, 1, at_s)]
+        assert [b - a for a, b in pairwise(on)] == pytest.approx([24.0] * (len(on) - 1))
+        assert all(
+            next_change(settings, device, 1, at_s) - at_s == pytest.approx(6.0) for at_s in on
+        )
+        begins.add(round(on[0] % 24.0, 6))
+    assert len(begins) == 20
+
+
+POSITIVE = st.floats(1e-2, 1e6)
+SETTINGS = st.builds(OnOff, mean_on_s=POSITIVE, mean_off_s=POSITIVE) | st.builds(
+    Diurnal, period_s=POSITIVE, share=st.floats(0.01, 0.99)
+)
+
+
+@given(
+    settings=SETTINGS,
+    device=st.integers(0, 10**6),
+    seed=st.integers(0, 2**63),
+    at_s=st.floats(0, 1e9),
+    part=st.floats(0, 1),
+)
+def test_eligibility_changes_at_the_next_change_and_not_before(
+    settings: Availability, device: int, seed: int, at_s: float, part: float
+) -> None:
+    now = eligible(settings, device, seed, at_s)
+    change_s = next_change(settings, device, seed, at_s)
+    assert change_s > at_s
+    assert eligible(settings, device, seed, change_s) is not now
+    before_s = min(at_s + part * (change_s - at_s), math.nextafter(change_s, 0))
+    assert eligible(settings, device, seed, before_s) is now
+    assert next_change(settings, device, seed, before_s) == change_s
+    assert eligible(settings, device, seed, at_s) is now  # whatever was asked in between
+
+
+def test_devices_and_seeds_have_courses_of_their_own() -> None:
+    for settings in (OnOff(mean_on_s=1.0, mean_off_s=1.0), Diurnal(share=0.5)):
+        drawn = {
+            next_change(settings, device, seed, 0.0) for device in range(10) for seed in range(10)
+        }
+        assert len(drawn) == 100
+
+
+def test_a_device_is_idle_working_or_ineligible() -> None:
+    settings = Diurnal(period_s=10.0, share=0.5)
+    change_s = next_change(settings, 0, 1, 0.0)
+    if not eligible(settings, 0, 1, change_s):
+        change_s = next_change(settings, 0, 1, change_s)
+    assert state(settings, 0, 1, change_s, busy=False) == "idle"
+    assert state(settings, 0, 1, change_s, busy=True) == "working"
+    for busy in (False, True):
+        assert state(settings, 0, 1, change_s + 5.5, busy=busy) == "ineligible"
+
+
+@pytest.mark.parametrize("share", [0.0, 1.1, -0.5])
+def test_a_share_is_a_part_of_the_period(share: float) -> None:
+    with pytest.raises(ValidationError, match="share"):
+        Diurnal(share=share)

@@ -16,13 +16,25 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from broker.errors import ConfigError, DataError
+from broker.errors import ConfigError, DataError, LayoutMismatch
 from broker.layout import Model
-from trainer.solvers import Cancelled, Proximal, Sgd, SolverSettings, Trained, Work, gather, solve
+from trainer.solvers import (
+    Cancelled,
+    Proximal,
+    Scaffold,
+    Sgd,
+    SolverSettings,
+    Trained,
+    Work,
+    gather,
+    solve,
+)
 from trainer.task import Task
 from trainer.vector import initial, layout_of, load, read
 
-ANSWERS = json.loads((Path(__file__).parents[1] / "data/known_answers_local.json").read_text())
+DATA = Path(__file__).parents[1] / "data"
+ANSWERS = json.loads((DATA / "known_answers_local.json").read_text())
+SCAFFOLD = json.loads((DATA / "known_answers_scaffold.json").read_text())
 
 
 def work(solver: SolverSettings | None = None, steps: int | None = 1, **more: Any) -> Work:
@@ -107,6 +119,203 @@ def test_known_answers(answer: dict[str, Any]) -> None:
     expected = np.array(answer["x_new"])
     error = np.abs(model.x.detach().numpy() - expected).max()
     assert error <= 1e-5 * np.abs(expected).max()
+
+
+@pytest.mark.parametrize("answer", SCAFFOLD, ids=lambda answer: f"{answer['devices']} devices")
+def test_scaffolds_known_answers(answer: dict[str, Any]) -> None:
+    """x, c and every c_i after every round, with the server's part done here."""
+    solver, devices = Scaffold(lr=answer["local_lr"]), answer["devices"]
+    x = np.array(answer["x0"], np.float32)
+    c, c_i = np.zeros_like(x), np.zeros((devices, len(x)), np.float32)
+
+    def close(ours: Any, theirs: list[Any]) -> bool:
+        return bool(np.abs(ours - np.array(theirs)).max() <= 1e-5 * np.abs(theirs).max())
+
+    for expected in answer["rounds"]:
+        group = expected["group"]
+        moves, shifts = [], []
+        for device in group:
+            data = TensorDataset(
+                torch.tensor([answer["h"][device]]), torch.tensor([answer["b"][device]])
+            )
+            model = Point(x.tolist())
+            piece = work(
+                solver, steps=answer["local_steps"], control=c, device_control=c_i[device].copy()
+            )
+            control = solve(Quadratic(), model, data, piece).control
+            assert control is not None
+            moves.append(model.x.detach().numpy() - x)
+            shifts.append(control - c_i[device])
+            c_i[device] = control
+        x = x + np.float32(answer["server_lr"]) * np.mean(moves, axis=0)
+        c = c + np.float32(len(group) / devices) * np.mean(shifts, axis=0)
+        assert close(x, expected["x"])
+        assert close(c, expected["c"])
+        assert close(c_i, expected["c_i"])
+
+
+def test_a_devices_first_time_under_scaffold_is_sgd_whose_mean_gradient_it_keeps() -> None:
+    data = samples(7)
+    plain, corrected = Point([1.0]), Point([1.0])
+    solve(Quadratic(), plain, data, work(Sgd(lr=0.1), steps=4))
+    trained = solve(Quadratic(), corrected, data, work(Scaffold(lr=0.1), steps=4))
+    assert torch.equal(plain.x, corrected.x)
+    assert trained.control == pytest.approx((1.0 - corrected.x.detach().numpy()) / 0.4)
+    assert solve(Quadratic(), plain, data, work(Sgd())).control is None
+
+
+def test_controls_leave_parameters_alone_that_are_not_trained() -> None:
+    task = Noisy()
+    module = task.model()
+    module[0].weight.requires_grad_(requires_grad=False)  # type: ignore[index]
+    count = layout_of(module).parameters
+    before = module[0].weight.detach().clone()  # type: ignore[index]
+    control = np.arange(count, dtype=np.float32)
+    control.flags.writeable = False  # as it comes from elsewhere
+    trained = task.train(module, task.device_data(0), work(Scaffold(), control=control))
+    assert trained.control is not None
+    assert trained.control.shape == (count,)
+    assert trained.control.dtype == np.float32
+    assert not trained.control[:32].any()  # of 0.weight
+    assert trained.control[32:].all()
+    assert torch.equal(module[0].weight, before)  # type: ignore[index]
+    with pytest.raises(LayoutMismatch, match=r"shape \(5,\) for a model of \d+ parameters"):
+        task.train(module, task.device_data(0), work(Scaffold(), control=control[:5]))
+
+
+class Torchs(Noisy):
+    """Training by torch.optim and torch.nn.utils, on the rows that ours takes."""
+
+    def __init__(self, solver: Sgd) -> None:
+        self.solver = solver
+        self.batches: list[Any] = []
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.batches.append(batch)
+        return super().loss(model, batch)
+
+    def repeated(self, model: nn.Module, seed: int) -> None:
+        solver = self.solver
+        optimizer = torch.optim.SGD(
+            model.parameters(), solver.lr, solver.momentum, weight_decay=solver.weight_decay
+        )
+        torch.manual_seed(seed)
+        for batch in self.batches:
+            optimizer.zero_grad()
+            super().loss(model, batch).backward()  # type: ignore[no-untyped-call]
+            if solver.clip_norm is not None:
+                nn.utils.clip_grad_norm_(model.parameters(), solver.clip_norm)
+            optimizer.step()
+
+
+@pytest.mark.parametrize(
+    "solver",
+    [
+        Sgd(),
+        Sgd(momentum=0.9),
+        Sgd(weight_decay=0.1),
+        Sgd(clip_norm=0.25),
+        Sgd(clip_norm=100.0),
+        Sgd(momentum=0.5, weight_decay=0.01, clip_norm=0.5, sampling="fresh"),
+    ],
+    ids=str,
+)
+def test_options_are_torchs(solver: Sgd) -> None:
+    task = Torchs(solver.model_copy(update={"batch_size": 8, "lr": 0.1}))
+    ours, theirs = task.model(), task.model()
+    theirs.load_state_dict(ours.state_dict())
+    task.train(ours, task.device_data(3), work(task.solver, steps=60))
+    with torch.random.fork_rng(devices=[]):
+        task.repeated(theirs, seed=5)
+    for x, expected in zip(ours.parameters(), theirs.parameters(), strict=True):
+        torch.testing.assert_close(x, expected, rtol=1e-5, atol=1e-6)
+
+
+class Sum(nn.Module):
+    """Two parameters whose gradients are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
+
+
+def test_gradients_that_are_one_tensor_are_not_clipped_twice() -> None:
+    class Shared(Quadratic):
+        def loss(self, model: nn.Module, batch: Any) -> Tensor:
+            assert isinstance(model, Sum)
+            return (model.a + model.b).sum()
+
+    model = Sum()
+    solve(Shared(), model, samples(1), work(Sgd(lr=1.0, clip_norm=2**-0.5)))
+    assert (model.a.item(), model.b.item()) == pytest.approx((-0.5, -0.5), abs=1e-5)
+
+
+class Rows(Quadratic):
+    """Notes which samples each batch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[list[int]] = []
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.rows.append([int(b) for b in batch[1][:, 0]])
+        return super().loss(model, batch)
+
+
+def test_fresh_minibatches_are_drawn_anew_without_repeating_a_sample() -> None:
+    task = Rows()
+    solver = Sgd(batch_size=3, sampling="fresh")
+    result = solve(task, Point([0.0]), samples(7), work(solver, steps=2100))
+    assert all(len(set(rows)) == 3 for rows in task.rows)
+    assert result.steps == len(task.rows) == 2100
+    drawn = np.bincount(np.concatenate(task.rows), minlength=7)
+    assert np.abs(drawn - 900).max() < 5 * math.sqrt(2100 * 3 / 7 * 4 / 7)
+    # unlike in passes, a sample may come twice within one
+    assert any(set(a) & set(b) for a, b in zip(task.rows[::2], task.rows[1::2], strict=True))
+
+
+def test_an_epoch_of_fresh_minibatches_is_as_long_as_a_pass() -> None:
+    task = Quadratic()
+    solver = Sgd(batch_size=3, sampling="fresh")
+    assert solve(task, Point([0.0]), samples(7), work(solver, None, epochs=2)).steps == 6
+    assert task.batches == [3] * 6
+
+
+class Clock(Quadratic):
+    """Each step takes two seconds, by a clock that nothing else moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.now = 100.0
+        monkeypatch.setattr("trainer.solvers.time.monotonic", lambda: self.now)
+
+    def loss(self, model: nn.Module, batch: Any) -> Tensor:
+        self.now += 2.0
+        return super().loss(model, batch)
+
+
+@pytest.mark.parametrize(("seconds", "steps"), [(0.1, 1), (2.0, 1), (2.1, 2), (10.0, 5)])
+def test_a_time_budget_ends_with_the_step_that_spends_it(
+    seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = Clock(monkeypatch)
+    piece = work(Scaffold(lr=0.1), steps=None, seconds=seconds)
+    model = Point([1.0])
+    result = solve(task, model, samples(4), piece)
+    assert result.steps == len(task.batches) == steps
+    assert result.control == pytest.approx((1 - model.x.item()) / (steps * 0.1))
+
+
+def test_a_resumed_time_budget_counts_the_time_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    task, asked = Clock(monkeypatch), count(1)
+    piece = work(steps=None, seconds=9.0, cancelled=lambda: next(asked) == 4)
+    with pytest.raises(Cancelled) as stopped:
+        solve(task, Point([0.0]), samples(4), piece)
+    task.now += 1000.0  # nobody trains
+    assert stopped.value.workspace is not None
+    assert stopped.value.workspace.seconds == 6.0
+    result = solve(task, Point([0.0]), samples(4), replace(piece, resume=stopped.value.workspace))
+    assert result.steps == 5
 
 
 def test_exactly_h_steps_in_shuffled_passes_that_keep_the_smaller_last_batch() -> None:
@@ -215,17 +424,59 @@ def test_data_that_does_not_fit_names_the_device(data: Dataset[Any], words: str)
         task.train(task.model(), data, work())
 
 
-@pytest.mark.parametrize(("steps", "epochs"), [(None, None), (1, 1), (0, None), (None, 0)])
-def test_work_is_either_steps_or_epochs(steps: int | None, epochs: int | None) -> None:
+def test_a_model_without_trainable_parameters_is_refused() -> None:
+    model = Point([0.0]).requires_grad_(requires_grad=False)
+    with pytest.raises(ConfigError, match="nothing to train"):
+        solve(Quadratic(), model, samples(1), work())
+
+
+@pytest.mark.parametrize(
+    ("steps", "epochs", "seconds"),
+    [
+        (None, None, None),
+        (1, 1, None),
+        (1, None, 1.0),
+        (None, 1, 1.0),
+        (0, None, None),
+        (None, 0, None),
+        (None, None, 0.0),
+        (None, None, math.nan),
+        (None, None, math.inf),
+    ],
+)
+def test_work_has_exactly_one_length(
+    steps: int | None, epochs: int | None, seconds: float | None
+) -> None:
     with pytest.raises(ConfigError, match="exactly one of them"):
-        work(steps=steps, epochs=epochs)
+        work(steps=steps, epochs=epochs, seconds=seconds)
 
 
-def test_rho_belongs_to_the_proximal_solver_and_sgd_is_what_no_kind_means() -> None:
-    solver: TypeAdapter[SolverSettings] = TypeAdapter(SolverSettings)
-    assert solver.validate_python({"kind": "proximal", "rho": 0.3}) == Proximal(rho=0.3)
-    assert solver.validate_python({"lr": 0.5}) == Sgd(lr=0.5)
-    with pytest.raises(ValidationError, match=r"rho\n.*not permitted"):
-        solver.validate_python({"kind": "sgd", "rho": 0.3})
-    with pytest.raises(ValidationError, match="kind must be sgd or proximal"):
-        solver.validate_python({"kind": "adam"})
+SOLVER: TypeAdapter[SolverSettings] = TypeAdapter(SolverSettings)
+
+
+def test_a_solvers_options_are_its_own_and_sgd_is_what_no_kind_means() -> None:
+    assert SOLVER.validate_python({"kind": "proximal", "rho": 0.3}) == Proximal(rho=0.3)
+    assert SOLVER.validate_python({"kind": "scaffold", "weight_decay": 0.1}) == Scaffold(
+        weight_decay=0.1
+    )
+    assert SOLVER.validate_python({"lr": 0.5}) == Sgd(lr=0.5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ({"kind": "sgd", "rho": 0.3}, r"rho\n.*not permitted"),
+        ({"kind": "adam"}, "kind must be sgd, proximal or scaffold"),
+        ({"kind": "proximal", "rho": -0.1}, r"rho\n.*greater than or equal to 0"),
+        ({"momentum": 1.0}, r"momentum\n.*less than 1"),
+        ({"momentum": -0.1}, r"momentum\n.*greater than or equal to 0"),
+        ({"weight_decay": -1e-4}, r"weight_decay\n.*greater than or equal to 0"),
+        ({"clip_norm": 0.0}, r"clip_norm\n.*greater than 0"),
+        ({"lr": 0.0}, r"lr\n.*greater than 0"),
+        ({"sampling": "bootstrap"}, r"sampling\n.*'passes' or 'fresh'"),
+        ({"kind": "scaffold", "momentum": 0.9}, "momentum = 0.9 does not go with kind = scaffold"),
+    ],
+)
+def test_solver_settings_that_make_no_sense(settings: dict[str, Any], says: str) -> None:
+    with pytest.raises(ValidationError, match=says):
+        SOLVER.validate_python(settings)

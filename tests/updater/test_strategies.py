@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +19,14 @@ from broker.layout import Layout, Model
 from tests.support import layout_of, model_of
 from updater.rules import Hinge, Polynomial
 from updater.strategies import (
-    FedAsync,
+    AfaCdSettings,
+    AfaCsSettings,
+    DeviceVectors,
     FedAsyncSettings,
-    FedAvg,
     FedAvgSettings,
+    FedBuffSettings,
+    Rule,
+    ScaffoldSettings,
     State,
     Strategy,
     StrategySettings,
@@ -29,14 +34,15 @@ from updater.strategies import (
 )
 
 KNOWN = json.loads((Path(__file__).parents[1] / "data" / "known_answers_server.json").read_text())
-SETTINGS: TypeAdapter[StrategySettings] = TypeAdapter(StrategySettings)
+SETTINGS: TypeAdapter[Rule] = TypeAdapter(StrategySettings)
 LAYOUT = layout_of(2)
 
 
 def named(case: dict[str, Any]) -> str:
     rule = case["strategy"]
     inner = [rule.get(key, {}).get("kind") for key in ("staleness", "alpha_schedule")]
-    parts = [rule["name"], *inner, rule.get("weighting"), rule.get("max_staleness")]
+    own = ("weighting", "buffer_size", "max_staleness")
+    parts = [rule["name"], *inner, *(rule.get(key) for key in own)]
     return "-".join(str(part) for part in parts if part is not None)
 
 
@@ -54,6 +60,14 @@ def receive(rule: Strategy, before: State, new: Update) -> tuple[State, str, flo
     return after, decision.outcome, decision.weight, decision.staleness
 
 
+def sent(rule: Strategy, x_new: Model, x_tau: Model) -> Model:
+    """What a device sends that trained x_tau into x_new."""
+    model = x_new.copy()
+    if rule.sends == "delta":
+        model.parameters[:] -= x_tau.parameters
+    return model
+
+
 # the papers' rules
 
 
@@ -62,11 +76,14 @@ def test_known_answers(case: dict[str, Any]) -> None:
     rule = SETTINGS.validate_python(case["strategy"]).build()
     layout = layout_of(len(case["x0"]))
     now = State(0, model_of(layout, *case["x0"]))
+    versions = {0: now.model.copy()}
     for number, (arrived, expected) in enumerate(
         zip(case["updates"], case["expected"], strict=True)
     ):
+        x_new = model_of(layout, *arrived["x_new"])
+        tau = arrived["base_version"]
         new = Update(
-            model=model_of(layout, *arrived["x_new"]), tau=arrived["base_version"],
+            model=sent(rule, x_new, versions[tau]), tau=tau,
             device=arrived["device"], samples=arrived["samples"],
             steps=arrived["local_steps"], lr=arrived["local_lr"],
         )  # fmt: skip
@@ -74,15 +91,19 @@ def test_known_answers(case: dict[str, Any]) -> None:
         found = (outcome, staleness, now.version)
         assert found == (expected["outcome"], expected["staleness"], expected["version"]), number
         assert weight == pytest.approx(expected["weight"], rel=1e-12), number
+        versions.setdefault(now.version, now.model.copy())
         wanted = np.array(expected["x"])
         assert np.abs(now.model.floats - wanted).max() <= 1e-5 * np.abs(wanted).max(), number
 
 
-def test_the_known_answers_cover_every_outcome_and_both_strategies() -> None:
+def test_the_known_answers_cover_every_outcome_and_strategy() -> None:
     outcomes = {(c["strategy"]["name"], e["outcome"]) for c in KNOWN for e in c["expected"]}
     assert outcomes >= {
         ("fedasync", "applied"), ("fedasync", "dropped"),
         ("fedavg", "applied"), ("fedavg", "buffered"), ("fedavg", "dropped"),
+        ("fedbuff", "applied"), ("fedbuff", "buffered"), ("fedbuff", "dropped"),
+        ("afa-cd", "applied"), ("afa-cd", "buffered"),
+        ("afa-cs", "applied"), ("afa-cs", "buffered"), ("afa-cs", "dropped"),
     }  # fmt: skip
     assert all(e["weight"] == 0 for c in KNOWN for e in c["expected"] if e["outcome"] == "dropped")
 
@@ -170,8 +191,8 @@ def test_a_round_that_times_out_is_the_mean_of_fewer_than_k() -> None:
 
 def test_a_round_without_arrivals_makes_no_version() -> None:
     now = state(1.0, version=3)
-    assert FedAvg(FedAvgSettings()).end_round(now) is now
-    assert FedAsync(FedAsyncSettings()).end_round(now) is now
+    for settings in (FedAvgSettings(), FedAsyncSettings(), FedBuffSettings(), AfaCsSettings()):
+        assert settings.build(10).end_round(now) is now
 
 
 def test_late_arrivals_of_a_round_are_dropped() -> None:
@@ -191,29 +212,104 @@ def test_a_device_that_answers_twice_counts_twice() -> None:
 
 
 @pytest.mark.parametrize(
-    "settings",
+    ("settings", "floats"),
     [
-        FedAsyncSettings(alpha=0.25, staleness=Polynomial()),
-        FedAvgSettings(clients_per_round=2),
+        (FedAsyncSettings(alpha=0.5, staleness=Polynomial()), [5.0, 3.5]),
+        (FedAvgSettings(clients_per_round=2), [6.0, 4.0]),
+        # parameters: 0 + rate (4 + 8); buffers: the mean of the batch's own, 3 and 5
+        (FedBuffSettings(buffer_size=2, server_lr=3.0), [18.0, 4.0]),
+        (AfaCdSettings(buffer_size=2, server_lr=0.1), [6.0, 4.0]),
+        (AfaCsSettings(buffer_size=2, server_lr=0.1, devices=4), [3.0, 4.0]),
     ],
 )
 def test_batch_norms_statistics_mix_and_its_counters_take_the_newest(
-    settings: FedAsyncSettings | FedAvgSettings,
+    settings: Rule, floats: list[float]
 ) -> None:
+    """Where devices send deltas, statistics are never stepped beyond what the devices have."""
     layout = layout_of(1, buffers=1, integers=1)
     now = State(0, model_of(layout, 0.0, 1.0, integers=[5]))
-    arrived = (
-        model_of(layout, 4.0, 3.0, integers=[60]),
-        model_of(layout, 8.0, 5.0, integers=[7]),
-    )
     rule = settings.build()
-    for model in arrived:
-        now, *_ = receive(rule, now, update(model, tau=now.version))
-    if settings.name == "fedavg":
-        assert now.model.floats == pytest.approx([6.0, 4.0])
-    else:
-        assert now.model.floats == pytest.approx([0.75 * 1.0 + 0.25 * 8, 0.75 * 1.5 + 0.25 * 5])
+    for device, (x, mean, count) in enumerate(((4.0, 3.0, 60), (8.0, 5.0, 7))):
+        model = model_of(layout, x, mean, integers=[count])
+        now, *_ = receive(rule, now, update(model, tau=now.version, device=device))
+    assert now.model.floats == pytest.approx(floats)
     assert now.model.integers.tolist() == [7]
+
+
+# batches
+
+
+def test_a_batch_is_divided_by_its_size_and_all_of_it_counts() -> None:
+    rule = FedBuffSettings(buffer_size=4, server_lr=2.0).build(100)
+    now = state(10.0)
+    for value in (1.0, 2.0, 3.0, 6.0):
+        now, *_ = receive(rule, now, update(model_of(LAYOUT, value)))
+    assert (now.version, now.memory) == (1, State(0, now.model).memory)
+    assert now.model.floats == pytest.approx([16.0, 16.0])  # 10 + 2/4 * 12
+
+
+def test_a_batch_that_ends_early_is_of_as_many_as_came() -> None:
+    rule = FedBuffSettings(buffer_size=10).build()
+    now = state(0.0)
+    for value in (2.0, 4.0):
+        now, *_ = receive(rule, now, update(model_of(LAYOUT, value)))
+    assert rule.end_round(now).model.floats == pytest.approx([3.0, 3.0])
+
+
+def test_afa_takes_the_mean_gradient_over_the_devices_own_steps() -> None:
+    rule = AfaCdSettings(buffer_size=2, server_lr=0.5).build()
+    now = state(0.0)
+    for steps, lr in ((5, 0.1), (10, 0.2)):
+        now, *_ = receive(rule, now, update(model_of(LAYOUT, 2.0), steps=steps, lr=lr))
+    # -G is 2 / .5 and 2 / 2
+    assert now.model.floats == pytest.approx([0.5 * (4 + 1) / 2] * 2)
+
+
+def test_afa_cs_steps_along_every_devices_last_gradient() -> None:
+    """Devices not heard from count as zero; a later answer replaces the earlier; m arrivals."""
+    rule = AfaCsSettings(buffer_size=2, server_lr=1.0).build(4)
+    now = state(0.0)
+    for device, value in ((0, 4.0), (0, 8.0), (3, -4.0), (3, 12.0)):
+        new = update(model_of(LAYOUT, value), device=device, steps=1, lr=1.0)
+        now, *_ = receive(rule, now, new)
+    # version 1: 8/4; version 2: (8 + 12)/4
+    assert now.version == 2
+    assert now.model.floats == pytest.approx([2 + 5.0] * 2)
+
+
+def test_afa_cs_finds_its_sum_again_where_only_the_devices_vectors_are_left() -> None:
+    rule = AfaCsSettings(buffer_size=1, server_lr=1.0).build(3)
+    vectors = DeviceVectors(3, 2)
+    vectors.write(1)[:] = 6.0
+    lost = State(0, model_of(LAYOUT, 0.0), replace(state(0.0).memory, devices=vectors))
+    now, *_ = receive(rule, lost, update(model_of(LAYOUT, 3.0), device=0, steps=1, lr=1.0))
+    assert now.model.floats == pytest.approx([3.0, 3.0])
+
+
+def test_scaffold_is_published_with_its_control_variate() -> None:
+    """x += server_lr mean(delta), c += sum of the changes / M; c_i is what a device's sum up to."""
+    layout = layout_of(1).with_controls()
+    rule = ScaffoldSettings(buffer_size=2, server_lr=0.5).build(4)
+    now = State(0, model_of(layout, 1.0, 0.0))
+    for device, (delta, change) in ((0, (2.0, 8.0)), (1, (4.0, -4.0)), (1, (1, 2)), (0, (1, 2))):
+        now, *_ = receive(rule, now, update(model_of(layout, delta, change), device=device))
+    assert now.version == 2
+    assert now.model.floats == pytest.approx([1 + 1.5 + 0.5, 1.0 + 1.0])
+    assert now.memory.devices is not None
+    assert [now.memory.devices[n][0] for n in range(4)] == [10.0, -2.0, 0.0, 0.0]
+
+
+def test_vectors_that_do_not_fit_are_in_a_file_of_their_own() -> None:
+    small, large = DeviceVectors(3, 4), DeviceVectors(3, 4, in_memory=47)
+    for vectors in (small, large):
+        vectors.write(2)[:] = 7.0
+        assert (vectors[2].tolist(), vectors[0].tolist()) == ([7.0] * 4, [0.0] * 4)
+        assert vectors.changed == {2}
+        with pytest.raises(ValueError, match="read-only"):
+            vectors[1][:] = 1.0
+        other = vectors.copy()
+        other.write(2)[:] = 1.0
+        assert vectors[2].tolist() == [7.0] * 4
 
 
 # purity
@@ -221,15 +317,17 @@ def test_batch_norms_statistics_mix_and_its_counters_take_the_newest(
 
 @pytest.mark.parametrize(
     "settings",
-    [FedAsyncSettings(), FedAsyncSettings(max_staleness=0), FedAvgSettings(clients_per_round=3)],
-)
+    [
+        FedAsyncSettings(), FedAsyncSettings(max_staleness=0), FedAvgSettings(clients_per_round=3),
+        FedBuffSettings(buffer_size=3), FedBuffSettings(buffer_size=1), AfaCdSettings(),
+        AfaCsSettings(buffer_size=1), AfaCsSettings(buffer_size=3),
+    ],
+)  # fmt: skip
 @given(data=st.data())
-def test_the_current_model_is_never_written_to(
-    settings: FedAsyncSettings | FedAvgSettings, data: st.DataObject
-) -> None:
+def test_the_current_model_is_never_written_to(settings: Rule, data: st.DataObject) -> None:
     """Readers may be reading it; and the memory that may be reused is never one in use."""
     layout = layout_of(3, integers=1)
-    rule = settings.build()
+    rule = settings.build(1)
     now = State(0, model_of(layout, 1.0, 2.0, 3.0, integers=[1]))
     free: list[Model] = []
     for _ in range(12):
@@ -248,10 +346,13 @@ def test_the_current_model_is_never_written_to(
         assert np.isfinite(now.model.floats).all()
 
 
-def test_the_same_updates_give_the_same_bits() -> None:
+@pytest.mark.parametrize(
+    "settings", [FedAsyncSettings(), FedBuffSettings(), AfaCdSettings(), AfaCsSettings()]
+)
+def test_the_same_updates_give_the_same_bits(settings: Rule) -> None:
     def run() -> str:
         rng = np.random.default_rng(7)
-        rule = FedAsyncSettings().build()
+        rule = settings.build(1)
         layout = layout_of(1000)
         now = state(0.0, layout=layout)
         for _ in range(20):

@@ -1,0 +1,214 @@
+"""Interrupted training goes on elsewhere as if nothing had been, and damaged bytes are seen."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from itertools import count
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+import torch
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from broker.errors import BadMessage, ConfigError, LayoutMismatch
+from broker.layout import Model
+from trainer.solvers import Cancelled, Proximal, Scaffold, Sgd, Trained, Work
+from trainer.task import Task
+from trainer.vector import initial, layout_of, load, read
+from trainer.workspace import Workspace
+
+STEPS = 7
+
+
+class Noisy(Task):
+    """Everything that has a state: dropout, BatchNorm, and a parameter that is not trained."""
+
+    def model(self) -> nn.Module:
+        model = nn.Sequential(
+            nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3)
+        )
+        model[0].bias.requires_grad_(requires_grad=False)
+        return model
+
+    def device_data(self, device: int) -> TensorDataset:
+        generator = torch.Generator().manual_seed(device)
+        return TensorDataset(
+            torch.randn(20, 4, generator=generator),
+            torch.randint(3, (20,), generator=generator),
+        )
+
+
+TASK = Noisy()
+X_TAU = initial(TASK, seed=0)
+C = np.linspace(-1, 1, X_TAU.layout.parameters, dtype=np.float32)
+
+
+def work(solver: Sgd, **more: Any) -> Work:
+    asked: dict[str, Any] = {
+        "device": 3, "task": "t", "version": 9, "seed": 5, "steps": STEPS, "epochs": None,
+        "solver": solver, "cancelled": lambda: False, "control": C, "device_control": -C / 2,
+    }  # fmt: skip
+    return Work(**(asked | more))
+
+
+def trained(piece: Work, start: Model = X_TAU) -> tuple[str, int, float, bytes]:
+    """The bits that training gives, in a process that begins with a module of its own."""
+    module = TASK.model()
+    load(start, module)
+    result: Trained = TASK.train(module, TASK.device_data(piece.device), piece)
+    model = Model(layout_of(module))
+    read(module, model)
+    control = b"" if result.control is None else result.control.tobytes()
+    return model.digest(), result.steps, result.loss, control
+
+
+def interrupted(piece: Work, after: int, start: Model = X_TAU) -> Workspace:
+    """The workspace after so many steps, once it has been bytes."""
+    asked = count()
+    with pytest.raises(Cancelled) as stopped:
+        trained(replace(piece, cancelled=lambda: next(asked) == after), start)
+    assert stopped.value.workspace is not None
+    return Workspace.decode(stopped.value.workspace.encode())
+
+
+@pytest.mark.parametrize("sampling", ["passes", "fresh"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        Sgd,
+        Proximal,
+        Scaffold,
+        partial(Sgd, momentum=0.9, weight_decay=0.01, clip_norm=1.0),
+        partial(Proximal, momentum=0.9),
+    ],
+    ids=["sgd", "proximal", "scaffold", "sgd with options", "proximal with momentum"],
+)
+def test_resumed_training_gives_the_bits_of_uninterrupted(kind: Any, sampling: str) -> None:
+    piece = work(kind(batch_size=6, sampling=sampling, lr=0.1))
+    expected = trained(piece)
+    other = initial(TASK, seed=1)  # what the resuming module holds doesn't matter
+    for after in range(STEPS):
+        saved = interrupted(piece, after)
+        torch.manual_seed(after)
+        resumed = replace(piece, resume=saved, control=None, device_control=None)
+        assert trained(resumed, other) == expected
+        again = interrupted(resumed, 0, other)  # at once, and then to the end
+        assert again.step == saved.step == after
+        assert trained(replace(resumed, resume=again), other) == expected
+
+
+def test_a_workspace_says_whose_it_is_and_carries_x_tau() -> None:
+    piece = work(Proximal(momentum=0.5))
+    saved = interrupted(piece, 2)
+    assert (saved.task, saved.device, saved.version, saved.seed) == ("t", 3, 9, 5)
+    assert (saved.samples, saved.steps, saved.step) == (20, STEPS, 2)
+    assert saved.solver == piece.solver.model_dump_json()
+    assert saved.base == X_TAU.digest()
+    x, x_tau = saved.models(X_TAU.layout)
+    assert x_tau.digest() == X_TAU.digest() != x.digest()
+    assert interrupted(replace(piece, base="as published"), 2).base == "as published"
+
+
+def test_the_model_of_a_cancelled_work_is_x_tau_again() -> None:
+    module, asked = TASK.model(), count()
+    load(X_TAU, module)
+    with pytest.raises(Cancelled):
+        piece = work(Sgd(), cancelled=lambda: next(asked) == 3)
+        TASK.train(module, TASK.device_data(3), piece)
+    model = Model(X_TAU.layout)
+    read(module, model)
+    assert model.digest() == X_TAU.digest()
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        ({"task": "u"}, "task is t and not u"),
+        ({"version": 8}, "version is 9 and not 8"),
+        ({"seed": 6}, "seed is 5 and not 6"),
+        ({"steps": 8}, "steps is 7 and not 8"),
+        ({"steps": None, "epochs": 2}, "steps is 7 and not 2"),
+        ({"steps": None, "seconds": 1.0}, "steps is 7 and not None"),
+        ({"solver": Sgd(lr=0.2)}, "solver is .* and not "),
+    ],
+)
+def test_only_the_work_that_was_interrupted_is_resumed(more: dict[str, Any], says: str) -> None:
+    saved = interrupted(work(Sgd(lr=0.1)), 2)
+    with pytest.raises(ConfigError, match=f"workspace is of other work, its {says}"):
+        trained(work(Sgd(lr=0.1), resume=saved, **more))
+
+
+def test_a_workspace_of_another_layout_or_torch_is_refused() -> None:
+    piece = work(Sgd())
+    saved = interrupted(piece, 2)
+    with pytest.raises(LayoutMismatch, match="another layout"):
+        trained(replace(piece, resume=saved.model_copy(update={"layout": "other"})))
+    for damaged in ({"minibatches": b"x"}, {"minibatches": b""}, {"generators": (b"x" * 5056,)}):
+        with pytest.raises(BadMessage, match="not this torch's"):
+            trained(replace(piece, resume=saved.model_copy(update=damaged)))
+
+
+SAVED = interrupted(work(Scaffold()), 2)
+BYTES = SAVED.encode()
+
+
+def sealed(fields: object) -> bytes:
+    packed = msgpack.packb(fields)
+    return bytes(xxhash.xxh3_64_digest(packed) + packed)
+
+
+def test_a_workspace_survives_its_bytes() -> None:
+    again = Workspace.decode(BYTES)
+    assert again.encode() == BYTES
+    assert again.control is not None
+    assert np.array_equal(again.control, C)
+    assert again.momentum is None
+
+
+@given(data=st.data())
+def test_damaged_bytes_are_a_bad_message(data: st.DataObject) -> None:
+    at = data.draw(st.integers(0, len(BYTES) - 1))
+    flipped = bytearray(BYTES)
+    flipped[at] ^= data.draw(st.integers(1, 255))
+    for damaged in (bytes(flipped), BYTES[:at], BYTES + BYTES[:1]):
+        with pytest.raises(BadMessage):
+            Workspace.decode(damaged)
+
+
+@given(data=st.binary())
+def test_any_other_bytes_are_a_bad_message(data: bytes) -> None:
+    for foreign in (data, xxhash.xxh3_64_digest(data) + data):
+        with pytest.raises(BadMessage):
+            Workspace.decode(foreign)
+
+
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**63) | st.floats() | st.text()
+    | st.binary(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.binary(), inner),
+    max_leaves=5,
+)  # fmt: skip
+
+
+@given(name=st.sampled_from([*Workspace.model_fields, "v", "more"]), value=anything)
+def test_a_field_of_another_kind_is_a_bad_message_or_the_field(name: str, value: object) -> None:
+    fields = msgpack.unpackb(BYTES[8:])
+    try:
+        found = Workspace.decode(sealed(fields | {name: value}))
+    except BadMessage:
+        return
+    assert isinstance(found, Workspace)
+    assert name in ({"v"} | Workspace.model_fields.keys())
+
+
+@pytest.mark.parametrize("fields", [None, 3, [], {}, {"v": 1}, {"v": 2}, {b"v": 1}, {1: 2}])
+def test_sealed_bytes_that_are_no_workspace(fields: object) -> None:
+    with pytest.raises(BadMessage):
+        Workspace.decode(sealed(fields))

@@ -1,0 +1,61 @@
+"""Strategies, by name. A new one is a module beside these, and a member of the union here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated, Any, TypeAlias
+
+from pydantic import Field, TypeAdapter, ValidationError
+
+from broker.errors import ConfigError
+from updater.strategies.afa import AfaCdSettings, AfaCsSettings
+from updater.strategies.fedasync import FedAsyncSettings
+from updater.strategies.fedavg import FedAvgSettings
+from updater.strategies.fedbuff import FedBuffSettings
+from updater.strategies.scaffold import ScaffoldSettings
+from updater.strategies.strategy import Decision, Memory, State, Strategy, Update
+from updater.strategies.vectors import DeviceVectors
+
+__all__ = [
+    "AfaCdSettings",
+    "AfaCsSettings",
+    "Decision",
+    "DeviceVectors",
+    "FedAsyncSettings",
+    "FedAvgSettings",
+    "FedBuffSettings",
+    "Memory",
+    "Rule",
+    "ScaffoldSettings",
+    "State",
+    "Strategy",
+    "StrategySettings",
+    "Update",
+    "strategy_of",
+]
+
+Rule: TypeAlias = (
+    FedAsyncSettings
+    | FedAvgSettings
+    | FedBuffSettings
+    | AfaCdSettings
+    | AfaCsSettings
+    | ScaffoldSettings
+)
+StrategySettings = Annotated[Rule, Field(discriminator="name")]
+
+_RULES: TypeAdapter[Rule] = TypeAdapter(StrategySettings)
+
+
+def strategy_of(recorded: Mapping[str, Any], devices: int) -> Strategy:
+    """The strategy that a journal names with its parameters, for a run of so many devices.
+
+    Raises ConfigError.
+    """
+    try:
+        settings = _RULES.validate_python(dict(recorded), strict=False)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise ConfigError(f"strategy.{where}: {first['msg']}") from error
+    return settings.build(devices)

@@ -1,0 +1,105 @@
+"""Anarchic Federated Averaging: devices choose when, and how many steps, they train.
+
+Anarchic Federated Learning (Yang, Zhang, Khanduri, Liu), algorithms 1 to 3. A device's answer is
+G = (x_tau - x_new) / (gamma H), the mean gradient over its own number of steps. ``server_lr`` is
+eta eta_L: the paper's box has eta G, its proofs and its tables need eta eta_L G.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+import numpy as np
+from pydantic import Field
+
+from broker.layout import Model
+from runtime.config import Section
+from updater.mixing import add
+from updater.strategies.batches import Batch
+from updater.strategies.strategy import Memory, State, Update
+from updater.strategies.vectors import DeviceVectors
+
+
+class _AfaSettings(Section):
+    has_memory: ClassVar[bool] = True
+    buffer_size: Annotated[int, Field(ge=1)] = 5
+    """m"""
+    server_lr: Annotated[float, Field(gt=0)] = 0.1
+    """eta eta_L"""
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+
+
+class AfaCdSettings(_AfaSettings):
+    """AFA-CD: for devices that take part alike (cross-device)."""
+
+    name: Literal["afa-cd"] = "afa-cd"
+
+    def build(self, _devices: int = 0) -> AfaCd:
+        """The strategy."""
+        return AfaCd(self)
+
+
+class AfaCsSettings(_AfaSettings):
+    """AFA-CS: for devices of which some come often and some seldom (cross-silo)."""
+
+    name: Literal["afa-cs"] = "afa-cs"
+    devices: Annotated[int, Field(ge=1)] | None = None
+    """M; all devices of the run where it is not given"""
+
+    def build(self, devices: int = 0) -> AfaCs:
+        """The strategy, for a run of so many devices."""
+        return AfaCs(self, self.devices or devices)
+
+
+class AfaCd(Batch):
+    """x_{t+1} = x_t - server_lr mean(G) over m arrivals (algorithm 2)."""
+
+    per_step = True
+
+    def __init__(self, settings: AfaCdSettings | AfaCsSettings) -> None:
+        super().__init__(settings.buffer_size, settings.server_lr, settings.max_staleness)
+
+    def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
+        """Every device's mean gradient counts alike."""
+        return 1.0, 1.0 / (update.lr * update.steps)
+
+
+class AfaCs(AfaCd):
+    """x_{t+1} = x_t - (server_lr / M) sum_i G_i over all M devices, every m arrivals (algorithm 3).
+
+    The sum is of every device's last G (zero until it is heard), and is kept as it changes.
+    """
+
+    def __init__(self, settings: AfaCsSettings, devices: int) -> None:
+        super().__init__(settings)
+        self.devices: int | None = devices
+
+    def begin(self, total: Model, vectors: DeviceVectors | None) -> None:
+        """The sum of what is remembered, where the sum itself was lost."""
+        super().begin(total, vectors)
+        if vectors is None:
+            return
+        for device in range(len(vectors)):
+            add(total.parameters, vectors[device], 1.0, into=total.parameters)
+
+    def add(
+        self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
+    ) -> DeviceVectors:
+        """The device's new -G takes the place of its last one, in the sum too."""
+        new = update.model.parameters
+        vectors = vectors or DeviceVectors(self.devices or 0, new.size)
+        last = vectors.write(update.device)
+        latest = np.multiply(new, np.float32(factor))
+        add(total.parameters, np.subtract(latest, last), 1.0, into=total.parameters)
+        last[:] = latest
+        return vectors
+
+    def step(self, state: State, spare: Model | None) -> State:
+        """The step along the mean of all devices; the sum stays."""
+        x, total = state.model, self.total(state)
+        made = spare or Model(x.layout)
+        rate = self._server_lr / (self.devices or 1)
+        add(x.parameters, total.parameters, rate, into=made.parameters)
+        made.buffers[:] = total.buffers
+        made.integers[:] = total.integers
+        return State(state.version + 1, made, Memory(total, devices=state.memory.devices))

@@ -1,0 +1,92 @@
+"""Rules that step along the mean of a batch: what FedBuff, AFA-CD and SCAFFOLD share.
+
+Devices send deltas x_new - x_tau. With f_i the factor that a rule gives an update, every K arrivals
+
+    x_{t+1} = x_t + (server_lr / K) sum_i f_i (x_new_i - x_tau_i)
+
+Floating-point buffers become the mean of the batch's own values, never an extrapolation (a running
+variance would turn negative); integers take the newest value. A batch that ends early, because a
+round's time is over, is of as many as came.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from broker.layout import Model
+from broker.messages import Sends
+from updater.mixing import add, toward
+from updater.strategies.strategy import Decision, Memory, State, Update
+from updater.strategies.vectors import DeviceVectors
+
+
+class Batch(ABC):
+    """A rule that makes a version of K updates. A subclass says what an update's factor is."""
+
+    sends: Sends = "delta"
+    controls = False
+    per_step = False
+    devices: int | None = None
+
+    def __init__(self, size: int, server_lr: float, max_staleness: int | None) -> None:
+        self.max_staleness = max_staleness
+        self._size = size
+        self._server_lr = server_lr
+
+    @abstractmethod
+    def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
+        """The weight that is reported of an update, and its factor f."""
+
+    def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
+        """Adds the update to the batch; the K-th makes the version."""
+        d = state.version - update.tau
+        if self.max_staleness is not None and d > self.max_staleness:
+            return state, Decision("dropped", 0.0, d)
+        weight, factor = self.weigh(update, d)
+        memory = self._grown(state.memory, update, factor, spare)
+        grown = State(state.version, state.model, memory)
+        if memory.arrivals < self._size:
+            return grown, Decision("buffered", weight, d)
+        return self.step(grown, None if memory.model is spare else spare), Decision(
+            "applied", weight, d
+        )
+
+    def end_round(self, state: State) -> State:
+        """The step along the mean of those that came, if any did."""
+        return self.step(state, None) if state.memory.arrivals else state
+
+    def _grown(self, memory: Memory, update: Update, factor: float, spare: Model) -> Memory:
+        """The memory with one more update in its sum."""
+        total, new, arrivals = memory.model, update.model, memory.arrivals + 1
+        if total is None:
+            total = spare
+            self.begin(total, memory.devices)
+        vectors = self.add(update, factor, total, memory.devices)
+        toward(total.buffers, new.buffers, 1.0 / arrivals, into=total.buffers)
+        total.integers[:] = new.integers
+        return Memory(total, arrivals, devices=vectors)
+
+    def begin(self, total: Model, _vectors: DeviceVectors | None) -> None:
+        """A sum begins with zero."""
+        total.floats[:] = 0.0
+
+    def add(
+        self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
+    ) -> DeviceVectors | None:
+        """Adds f (x_new - x_tau) to the sum. What is kept of each device is returned."""
+        add(total.parameters, update.model.parameters, factor, into=total.parameters)
+        return vectors
+
+    def step(self, state: State, spare: Model | None) -> State:
+        """The version that a batch makes: here it takes the place of the sum."""
+        made, memory = self.total(state), state.memory
+        rate = self._server_lr / memory.arrivals
+        add(state.model.parameters, made.parameters, rate, into=made.parameters)
+        return State(state.version + 1, made, Memory(devices=memory.devices))
+
+    @staticmethod
+    def total(state: State) -> Model:
+        """The sum over the batch."""
+        if state.memory.model is None:
+            raise RuntimeError("a batch without updates")
+        return state.memory.model

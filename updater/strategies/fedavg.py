@@ -1,0 +1,70 @@
+"""FedAvg: synchronous rounds, the baseline."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from broker.layout import Model
+from broker.messages import Sends
+from runtime.config import Section
+from updater.mixing import mix
+from updater.strategies.strategy import Decision, Memory, State, Update
+
+
+class FedAvgSettings(Section):
+    """FedAvg: rounds of k devices. ``weighting`` by samples is McMahan's, uniform the paper's."""
+
+    has_memory: ClassVar[bool] = True
+    max_staleness: ClassVar[int | None] = 0
+    name: Literal["fedavg"] = "fedavg"
+    clients_per_round: Annotated[int, Field(ge=1)] = 10
+    weighting: Literal["uniform", "samples"] = "uniform"
+
+    def build(self, _devices: int = 0) -> FedAvg:
+        """The strategy."""
+        return FedAvg(self)
+
+
+class FedAvg:
+    """x_{t+1} = the mean of k devices' models, all trained from x_t; late ones are dropped.
+
+    The mean is kept as it grows, m <- m + (n / N) (x_new - m), N the weights' sum so far: the same
+    arithmetic as mixing, and no sum that outgrows float32.
+    """
+
+    sends: Sends = "model"
+    controls = False
+    max_staleness: int | None = 0
+    per_step = False
+    devices: int | None = None
+
+    def __init__(self, settings: FedAvgSettings) -> None:
+        self._k = settings.clients_per_round
+        self._by_samples = settings.weighting == "samples"
+
+    def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
+        """Averages the update in; the k-th makes the version."""
+        d = state.version - update.tau
+        if d > 0:
+            return state, Decision("dropped", 0.0, d)
+        weight = float(update.samples) if self._by_samples else 1.0
+        memory = state.memory
+        total = memory.weight + weight
+        if memory.model is None:
+            mean = spare
+            mean.buffer[:] = update.model.buffer
+        else:
+            mean = memory.model
+            mix(mean, update.model, weight / total if total else 0.0, into=mean)
+        grown = Memory(mean, memory.arrivals + 1, total)
+        if grown.arrivals < self._k:
+            return State(state.version, state.model, grown), Decision("buffered", weight, d)
+        return State(state.version + 1, mean), Decision("applied", weight, d)
+
+    def end_round(self, state: State) -> State:
+        """The mean of those that came, if any did."""
+        if state.memory.model is None:
+            return state
+        return State(state.version + 1, state.memory.model)

@@ -1,0 +1,47 @@
+"""FedBuff: a buffer of K updates makes a version."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from runtime.config import Section
+from updater.rules import Constant, Staleness
+from updater.strategies.batches import Batch
+from updater.strategies.strategy import Update
+
+
+class FedBuffSettings(Section):
+    """FedBuff. K = 1 is plain asynchronous federated learning."""
+
+    has_memory: ClassVar[bool] = True
+    name: Literal["fedbuff"] = "fedbuff"
+    buffer_size: Annotated[int, Field(ge=1)] = 10
+    """K"""
+    server_lr: Annotated[float, Field(gt=0)] = 1.0
+    """The paper's beta is server_lr / K."""
+    staleness: Staleness = Constant()
+    """Not in this paper; the original FedBuff has 1 / sqrt(1 + d)."""
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+
+    def build(self, _devices: int = 0) -> FedBuff:
+        """The strategy."""
+        return FedBuff(self)
+
+
+class FedBuff(Batch):
+    """x_{t+1} = x_t - (server_lr / K) sum s(d) (x_tau - x_new), every K arrivals.
+
+    Federated Learning with Buffered Asynchronous Aggregation, as in FedBuff's analysis without
+    bounded gradients (``papers/fedbuff-unbounded-gradients``), algorithm 1.
+    """
+
+    def __init__(self, settings: FedBuffSettings) -> None:
+        super().__init__(settings.buffer_size, settings.server_lr, settings.max_staleness)
+        self._staleness = settings.staleness
+
+    def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
+        """s(d), twice."""
+        weight = self._staleness(staleness)
+        return weight, weight

@@ -1,0 +1,72 @@
+"""SCAFFOLD's server: control variates correct the drift of devices whose data differ."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from broker.layout import Model
+from runtime.config import Section
+from updater.mixing import add
+from updater.strategies.batches import Batch
+from updater.strategies.strategy import State, Update
+from updater.strategies.vectors import DeviceVectors
+
+
+class ScaffoldSettings(Section):
+    """SCAFFOLD. In rounds as in its paper, or asynchronous: every K arrivals."""
+
+    has_memory: ClassVar[bool] = True
+    name: Literal["scaffold"] = "scaffold"
+    buffer_size: Annotated[int, Field(ge=1)] = 5
+    """|S|, the updates in a version"""
+    server_lr: Annotated[float, Field(gt=0)] = 1.0
+    per_step: bool = False
+    """Divide what a device sends by gamma H, as AFA-CD does (AFL + SCAFFOLD)."""
+    devices: Annotated[int, Field(ge=1)] | None = None
+    """M; all devices of the run where it is not given"""
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+
+    def build(self, devices: int = 0) -> Scaffold:
+        """The strategy, for a run of so many devices."""
+        return Scaffold(self, self.devices or devices)
+
+
+class Scaffold(Batch):
+    """x <- x + server_lr mean(x_new - x_tau), c <- c + (|S| / M) mean(c_i+ - c_i), for each S.
+
+    SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (Karimireddy et al.),
+    algorithm 1. c is published with x, a device uses the c of its x_tau. The server keeps every
+    c_i too, the sum of what the device sent: it hands a pool's trainers the state of the device
+    that they train for.
+    """
+
+    controls = True
+
+    def __init__(self, settings: ScaffoldSettings, devices: int) -> None:
+        super().__init__(settings.buffer_size, settings.server_lr, settings.max_staleness)
+        self.devices: int | None = devices
+        self.per_step = settings.per_step
+
+    def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
+        """Every device counts alike."""
+        return 1.0, 1.0 / (update.lr * update.steps) if self.per_step else 1.0
+
+    def add(
+        self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
+    ) -> DeviceVectors:
+        """The sum of both parts, and the device's c_i."""
+        super().add(update, factor, total, vectors)
+        change = update.model.controls
+        add(total.controls, change, 1.0, into=total.controls)
+        vectors = vectors or DeviceVectors(self.devices or 0, change.size)
+        own = vectors.write(update.device)
+        add(own, change, 1.0, into=own)
+        return vectors
+
+    def step(self, state: State, spare: Model | None) -> State:
+        """The version of a batch: x and c."""
+        total, c = self.total(state), state.model.controls
+        add(c, total.controls, 1.0 / (self.devices or 1), into=total.controls)
+        return super().step(state, spare)
