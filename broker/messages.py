@@ -114,6 +114,7 @@ class Upload(Message):
     lr: float  # gamma
     loss: float | None = None  # mean training loss over the steps
     seconds: float = 0.0  # that the device took
+    seed: int | None = None  # of its training, which the task drew
     sends: Sends = "model"
 
     @property

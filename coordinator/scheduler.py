@@ -19,7 +19,7 @@ from broker.client import Client, RedisSettings
 from broker.errors import NoRun
 from broker.keys import Keys
 from broker.lease import Lease
-from broker.ledger import Ledger, View
+from broker.ledger import Ledger, Run, View
 from broker.messages import CloseRound
 from broker.streams import BLOCK_MS
 from coordinator.scheduling import HoldBack, Policy, Situation, plan
@@ -171,7 +171,7 @@ class Scheduler:
             open=view.open,
             queue=view.queue,
             backlog=view.backlog,
-            kept=view.kept,
+            kept=view.kept + _vectors(view.run),
             held=view.head.held,
             # Of what is in the queue and not done, the rest is the ends of rounds.
             round_ending=self._asked[0] == version and view.backlog > view.admitted,
@@ -188,3 +188,8 @@ class Scheduler:
         info = await self._client.call("INFO", "memory")
         found = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
         return int(int(found.get(b"maxmemory", 0)) * _MEMORY_SHARE)
+
+
+def _vectors(run: Run) -> int:
+    """In models: what Redis holds of the devices (SCAFFOLD's c_i)."""
+    return -(-4 * run.layout.controls * run.devices // max(1, run.layout.nbytes))

@@ -177,7 +177,7 @@ def test_controls_leave_parameters_alone_that_are_not_trained() -> None:
     assert trained.control.shape == (count,)
     assert trained.control.dtype == np.float32
     assert not trained.control[:32].any()  # of 0.weight
-    assert trained.control[32:].all()
+    assert trained.control[-3:].all()
     assert torch.equal(module[0].weight, before)  # type: ignore[index]
     with pytest.raises(LayoutMismatch, match=r"shape \(5,\) for a model of \d+ parameters"):
         task.train(module, task.device_data(0), work(Scaffold(), control=control[:5]))

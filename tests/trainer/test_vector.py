@@ -13,7 +13,7 @@ from torch.utils.data import TensorDataset
 from broker.errors import LayoutMismatch
 from broker.layout import Model
 from trainer.task import Task
-from trainer.vector import initial, layout_of, load, read
+from trainer.vector import initial, layout_of, load, read, to_delta
 
 
 class Mixed(nn.Module):
@@ -139,3 +139,32 @@ def test_the_initial_model_follows_from_the_seed_and_leaves_torchs_generator_alo
     assert initial(Random(), 1).digest() == initial(Random(), 1).digest()
     assert initial(Random(), 1).digest() != initial(Random(), 2).digest()
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_delta_is_of_the_parameters_alone_and_from_the_model_it_started_from() -> None:
+    """Against the current model instead, others' progress would be taken back."""
+    module = Mixed()
+    layout = layout_of(module)
+    x_tau, x_new = Model(layout), Model(layout)
+    for model, value in ((x_tau, 2.0), (x_new, 5.0)):
+        model.floats[:] = value
+        model.integers[:] = int(value)
+    to_delta(x_new, x_tau)
+    assert set(x_new.parameters) == {3.0}
+    assert set(x_new.buffers) == {5.0}
+    assert set(x_new.integers) == {5}
+
+
+def test_a_control_variate_is_beside_the_module_and_begins_at_zero() -> None:
+    model = initial(Random(), 1, controls=True)
+    assert model.layout == layout_of(nn.Linear(4, 3)).with_controls()
+    assert (model.controls.size, model.parameters.size) == (15, 15)
+    assert not model.controls.any()
+    model.controls[:] = 7.0
+    module = nn.Linear(4, 3)
+    load(model, module)
+    model.parameters[:] = 0.0
+    read(module, model)
+    assert set(model.controls) == {7.0}
+    assert model.parameters.tolist() == initial(Random(), 1).parameters.tolist()
+    assert sorted(model.tensors()) == ["bias", "weight"]

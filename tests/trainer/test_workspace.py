@@ -34,7 +34,7 @@ class Noisy(Task):
         model = nn.Sequential(
             nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 3)
         )
-        model[0].bias.requires_grad_(requires_grad=False)
+        model.get_parameter("0.bias").requires_grad = False
         return model
 
     def device_data(self, device: int) -> TensorDataset:
@@ -119,8 +119,8 @@ def test_a_workspace_says_whose_it_is_and_carries_x_tau() -> None:
 def test_the_model_of_a_cancelled_work_is_x_tau_again() -> None:
     module, asked = TASK.model(), count()
     load(X_TAU, module)
+    piece = work(Sgd(), cancelled=lambda: next(asked) == 3)
     with pytest.raises(Cancelled):
-        piece = work(Sgd(), cancelled=lambda: next(asked) == 3)
         TASK.train(module, TASK.device_data(3), piece)
     model = Model(X_TAU.layout)
     read(module, model)
@@ -140,9 +140,10 @@ def test_the_model_of_a_cancelled_work_is_x_tau_again() -> None:
     ],
 )
 def test_only_the_work_that_was_interrupted_is_resumed(more: dict[str, Any], says: str) -> None:
-    saved = interrupted(work(Sgd(lr=0.1)), 2)
+    piece = work(Sgd(lr=0.1))
+    other = replace(piece, resume=interrupted(piece, 2), **more)
     with pytest.raises(ConfigError, match=f"workspace is of other work, its {says}"):
-        trained(work(Sgd(lr=0.1), resume=saved, **more))
+        trained(other)
 
 
 def test_a_workspace_of_another_layout_or_torch_is_refused() -> None:
