@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: run test lint types unit chaos bench constraints clean
+.PHONY: run test lint types unit chaos bench reproduce constraints clean
 
 run: .venv/installed  ## train the handwritten digits on this machine
 	$(BIN)/fedstream run
@@ -28,6 +28,7 @@ bench: .venv/installed  ## the tables in benchmarks/results (some minutes)
 	$(BIN)/python -m benchmarks.devices
 	$(BIN)/python -m benchmarks.journal
 	$(BIN)/python -m benchmarks.replay
+	$(BIN)/python -m benchmarks.simulation
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv

@@ -1,0 +1,84 @@
+"""``python -m experiments.theory [name ...]``: results, pictures and README.md.
+
+Without names every setting is measured anew; README.md always tells of all that have results.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from benchmarks.machine import described
+from experiments.theory import afa, fedasync, fedbuff, readme, speedup
+from experiments.theory.claims import Claim, Results
+
+HERE = Path(__file__).parent
+
+
+class Setting(Protocol):
+    """What a setting's module has."""
+
+    def measure(self) -> Results:
+        """The figures, as they go into the JSON file."""
+
+    def claims(self, found: Results) -> list[Claim]:
+        """What they say of the theorems."""
+
+    def draw(self, found: Results, path: Path) -> None:
+        """The picture."""
+
+
+SETTINGS: dict[str, Setting] = {
+    "fedasync": fedasync,
+    "afa": afa,
+    "speedup": speedup,
+    "fedbuff": fedbuff,
+}
+
+
+def rounded(value: Any) -> Any:
+    """Six digits of every float: more than is meant, and a file that can be read."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}")
+    if isinstance(value, list | tuple):
+        return [rounded(item) for item in value]
+    if isinstance(value, dict):
+        return {key: rounded(item) for key, item in value.items()}
+    return value
+
+
+def write(name: str, folder: Path) -> None:
+    """Measures a setting, and writes its results with how they came about."""
+    began = time.perf_counter()
+    found = rounded(SETTINGS[name].measure())
+    found["how"] = described() | {"seconds": round(time.perf_counter() - began)}
+    lines = ",\n".join(f"{json.dumps(key)}: {json.dumps(value)}" for key, value in found.items())
+    (folder / f"{name}.json").write_text("{\n" + lines + "\n}\n")
+
+
+def main(names: list[str]) -> int:
+    """The exit status: 2 for a name that there is not."""
+    if unknown := set(names) - set(SETTINGS):
+        sys.stderr.write(f"no setting {', '.join(unknown)}; there are {', '.join(SETTINGS)}\n")
+        return 2
+    folder = HERE / "results"
+    folder.mkdir(exist_ok=True)
+    claims, how = {}, {}
+    for name in names or SETTINGS:
+        write(name, folder)
+    for name, setting in SETTINGS.items():
+        if (path := folder / f"{name}.json").exists():
+            found = json.loads(path.read_text())
+            claims[name], how[name] = setting.claims(found), found["how"]
+            setting.draw(found, folder / f"{name}.png")
+            for claim in claims[name]:
+                sys.stdout.write(f"{claim.verdict}: {claim.source}. {claim.measured}\n")
+    (HERE / "README.md").write_text(readme.page(claims, how))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

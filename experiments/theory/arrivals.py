@@ -1,0 +1,66 @@
+"""Who arrives, how stale, after how many local steps; and the exact odds of a biased draw."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+from typing import NamedTuple
+
+import numpy as np
+
+from experiments.theory.quadratics import Wide
+
+_BLOCK = 2048  # versions drawn at once
+
+
+class Arrival(NamedTuple):
+    """One answer: the device, d = t - tau (less while there are fewer versions), and H."""
+
+    device: int
+    staleness: int
+    steps: int
+
+
+def batches(
+    rng: np.random.Generator,
+    odds: Wide,
+    size: int,
+    *,
+    oldest: int,
+    steps: tuple[int, int] = (1, 1),
+    repeated: bool = False,
+) -> Iterator[Arrival]:
+    """Arrivals without end, ``size`` to a version: uniform staleness to ``oldest``, uniform H.
+
+    The devices of a batch are drawn one after the other with these odds, without replacement
+    unless ``repeated``.
+    """
+    # Adding Gumbel noise to log p and taking the largest is drawing without replacement.
+    with np.errstate(divide="ignore"):
+        log_odds = np.log(odds)
+    for _ in count():
+        if repeated:
+            drawn = rng.choice(len(odds), (_BLOCK, size), p=odds / odds.sum())
+        else:
+            keys = log_odds + rng.gumbel(size=(_BLOCK, len(odds)))
+            drawn = np.argsort(-keys, axis=1)[:, :size]
+        stale = rng.integers(0, oldest, drawn.size, endpoint=True).tolist()
+        made = rng.integers(*steps, drawn.size, endpoint=True).tolist()
+        yield from map(Arrival, drawn.ravel().tolist(), stale, made)
+
+
+def inclusion(odds: Wide, size: int) -> Wide:
+    """pi_i: the probability that device i is among ``size`` drawn without replacement, exactly."""
+    sets = {0: 1.0}
+    for _ in range(size):
+        grown: dict[int, float] = {}
+        for chosen, probability in sets.items():
+            left = [i for i in range(len(odds)) if not chosen >> i & 1]
+            total = sum(float(odds[i]) for i in left)
+            for i in left:
+                key = chosen | 1 << i
+                grown[key] = grown.get(key, 0.0) + probability * float(odds[i]) / total
+        sets = grown
+    return np.array(
+        [sum(p for chosen, p in sets.items() if chosen >> i & 1) for i in range(len(odds))]
+    )

@@ -1,0 +1,123 @@
+"""FedBuff's bound (Toghani and Uribe, theorem 1), with beta = 1/K and gamma = 1/(Q sqrt(L T)).
+
+1/T sum E|grad f(w_t)|^2 <= 8 sqrt(L) (f_0 - f*) / sqrt(T) + 16 sqrt(L) (sigma^2 + g^2) / sqrt(T)
+    + 320 L (Q + 1) (tau^2 + 1) (sigma^2 + n g^2) / T,   T >= 160 L (Q + 7) (tau + 1)^3,
+for uniform arrivals and s = 1; sigma^2 is that of a minibatch (the paper's sigma^2 / b), g^2 the
+mean of |grad f_i - grad f|^2 over the devices.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from experiments.theory import pictures
+from experiments.theory.arrivals import batches
+from experiments.theory.claims import Claim, Results, exponent, figure, held
+from experiments.theory.loop import closed_loop, points
+from experiments.theory.quadratics import Quadratics, fan
+from updater.strategies import FedBuffSettings
+
+L, LOCAL, OLDEST, BUFFER, DEVICES = 0.1, 2, 1, 4, 10  # L, Q, tau, K, n
+HORIZONS = (1200, 2400, 4800, 9600, 19_200, 38_400, 76_800)
+SIDE_BY_SIDE = 8  # runs that share their arrivals and have noise of their own
+
+
+def objective() -> Quadratics:
+    """Ten devices with one Hessian, eigenvalues .05 to L; centres and noise are ours."""
+    centres = np.random.default_rng(0).normal(0.0, 1.0, (DEVICES, 10))
+    return Quadratics(fan(L / 2, L, DEVICES), centres, variance=0.05)
+
+
+def bound(problem: Quadratics, gap: float, horizon: int) -> float:
+    """The theorem's right-hand side."""
+    sigma, g = problem.variance, float(problem.diversity(problem.optimum).mean())
+    root = float(np.sqrt(L / horizon))
+    rest = 320 * L * (LOCAL + 1) * (OLDEST**2 + 1) * (sigma + DEVICES * g) / horizon
+    return 8 * root * gap + 16 * root * (sigma + g) + rest
+
+
+def measure(horizons: tuple[int, ...] = HORIZONS, sequences: int = 2) -> Results:
+    """The mean of |grad f(w_t)|^2 over t < T at each T, over runs and sequences of arrivals."""
+    problem = objective()
+    start = np.full((SIDE_BY_SIDE, problem.dimensions), 1.0, np.float32)
+    gap = float(problem.gap(start[0]))
+    odds = np.full(DEVICES, 1 / DEVICES)
+    means: list[list[float]] = []
+    for horizon in horizons:
+        means.append([])
+        for sequence in range(sequences):
+            arriving, noise = np.random.default_rng(sequence).spawn(2)
+            states = closed_loop(
+                FedBuffSettings(buffer_size=BUFFER, server_lr=1.0).build(), problem, start,
+                batches(
+                    arriving, odds, BUFFER, oldest=OLDEST, steps=(LOCAL, LOCAL), repeated=True
+                ),
+                lr=1 / (LOCAL * (L * horizon) ** 0.5), oldest=OLDEST, rng=noise,
+            )  # fmt: skip
+            total = sum(
+                float(problem.slope(points(state, start.shape)).mean())
+                for state in islice(states, horizon)
+            )
+            means[-1].append(total / horizon)
+    return {
+        "horizons": list(horizons),
+        "first_horizon": 160 * L * (LOCAL + 7) * (OLDEST + 1) ** 3,
+        "runs": SIDE_BY_SIDE * sequences,
+        "start_gap": gap,
+        "sequences": means,
+        "mean": [float(np.mean(of)) for of in means],
+        "bound": [bound(problem, gap, horizon) for horizon in horizons],
+    }
+
+
+def claims(found: Results) -> list[Claim]:
+    """Of theorem 1."""
+    horizons, mean, above = found["horizons"], found["mean"], found["bound"]
+    slope, of_bound = exponent(horizons, mean), exponent(horizons, above)
+    last = exponent(horizons[-2:], mean[-2:])
+    return [
+        Claim(
+            "FedBuff, theorem 1",
+            "1/T sum E|grad f(w_t)|^2 is under the bound at every T >= 160 L (Q+7)(tau+1)^3",
+            f"{figure(mean[0])} under {figure(above[0])} at T = {horizons[0]}, "
+            f"{figure(mean[-1])} under {figure(above[-1])} at T = {horizons[-1]}; "
+            f"the mean of {found['runs']} runs.",
+            held(
+                min(horizons) >= found["first_horizon"]
+                and all(y <= b for y, b in zip(mean, above, strict=True))
+            ),
+        ),
+        Claim(
+            "FedBuff, theorem 1: the rate",
+            "O(1/sqrt(T))",
+            f"Slope {slope:.2f} over all T, {last:.2f} over the last doubling; the bound's own "
+            f"is {of_bound:.2f}.",
+            held(abs(slope + 0.5) < 0.05),
+        ),
+    ]
+
+
+def draw(found: Results, path: Path) -> None:
+    """The mean over T under the bound."""
+    horizons, mean = np.array(found["horizons"]), np.array(found["mean"])
+    with pictures.picture(path, 1) as (axes,):
+        axes.loglog(
+            horizons, found["bound"], color=pictures.BOUND, linestyle="--", label="theorem 1"
+        )
+        axes.loglog(
+            horizons, mean, color=pictures.MAIN, marker="o", markersize=5, linestyle="",
+            label=f"measured, {found['runs']} runs",
+        )  # fmt: skip
+        axes.loglog(
+            horizons, mean[0] * (horizons / horizons[0]) ** -0.5, color="#888888", linestyle=":",
+            label="slope -1/2 through the first",
+        )  # fmt: skip
+        axes.set(
+            title="FedBuff: the mean squared gradient falls as 1/sqrt(T), far under the bound",
+            xlabel="T (versions), each with its own learning rate 1/(Q sqrt(L T))",
+            ylabel="mean |grad f|² over t < T (dimensionless)",
+        )
+        axes.legend(loc="upper right")

@@ -1,0 +1,56 @@
+"""The closed loop: arrivals train, the production rule receives, versions come out."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+
+from broker.layout import Floats, Layout, Model, Tensor
+from experiments.theory.arrivals import Arrival
+from experiments.theory.quadratics import Quadratics
+from updater.strategies import State, Strategy, Update
+
+
+def closed_loop(
+    rule: Strategy,
+    problem: Quadratics,
+    start: Floats,
+    arrivals: Iterator[Arrival],
+    *,
+    lr: float,
+    oldest: int,
+    rng: np.random.Generator,
+) -> Iterator[State]:
+    """The state at version 0, 1, 2, ... without end; a state is valid until the next is asked for.
+
+    ``start`` is (runs, d): runs side by side in one model, which share their arrivals and have
+    noise of their own; the rules work element by element, so they cannot meet. ``rng`` is the
+    noise's.
+    """
+    layout = Layout((Tensor("x", start.shape, "float32", "parameter"),))
+    pool = [Model(layout) for _ in range(3)]  # the current one, the batch's sum, a spare
+    pool[0].floats[:] = start.ravel()
+    sent = Model(layout)
+    state = State(0, pool[0])
+    past: deque[Floats] = deque([start.astype(np.float32)], maxlen=oldest + 1)  # the newest last
+    yield state
+    for device, staleness, steps in arrivals:
+        d = min(staleness, len(past) - 1)
+        x_tau = past[-1 - d]
+        x_new = problem.train(device, x_tau, steps, lr, rng)
+        sent.floats[:] = (x_new - x_tau if rule.sends == "delta" else x_new).ravel()
+        held = tuple(state.models())
+        spare = next(model for model in pool if all(model is not one for one in held))
+        before = state.version
+        update = Update(sent, tau=before - d, device=device, samples=1, steps=steps, lr=lr)
+        state, _ = rule.receive(state, update, spare)
+        if state.version > before:
+            past.append(points(state, start.shape).copy())
+            yield state
+
+
+def points(state: State, shape: tuple[int, ...]) -> Floats:
+    """(runs, d): the runs of a state (a view)."""
+    return state.model.parameters.reshape(shape)

@@ -1,0 +1,108 @@
+"""Quadratic objectives with diagonal Hessians: every constant in the theorems is known exactly.
+
+Device i has f_i(x) = (x - b_i)' A_i (x - b_i) / 2, and f = mean f_i. A stochastic gradient is the
+gradient and Gaussian noise z with E|z|^2 = ``variance``. Devices compute in float32, as devices do;
+gaps and gradients are measured in float64.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import numpy.typing as npt
+
+from broker.layout import Floats
+
+Wide = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Quadratics:
+    """M devices in d dimensions."""
+
+    hessians: Wide
+    """(M, d): the diagonals of A_i"""
+    centres: Wide
+    """(M, d): b_i"""
+    variance: float = 0.0
+    """sigma^2, over all coordinates together"""
+
+    @property
+    def devices(self) -> int:
+        """M."""
+        return int(self.centres.shape[0])
+
+    @property
+    def dimensions(self) -> int:
+        """d."""
+        return int(self.centres.shape[1])
+
+    @property
+    def smoothness(self) -> float:
+        """L, of every f_i."""
+        return float(self.hessians.max())
+
+    @cached_property
+    def hessian(self) -> Wide:
+        """(d,): the diagonal of f's Hessian."""
+        return np.asarray(self.hessians.mean(axis=0))
+
+    @property
+    def convexity(self) -> float:
+        """mu, of f."""
+        return float(self.hessian.min())
+
+    @cached_property
+    def optimum(self) -> Wide:
+        """(d,): x*."""
+        return np.asarray((self.hessians * self.centres).mean(axis=0) / self.hessian)
+
+    @cached_property
+    def _narrow(self) -> tuple[Floats, Floats]:
+        return self.hessians.astype(np.float32), self.centres.astype(np.float32)
+
+    def gap(self, x: Floats | Wide) -> Wide:
+        """f(x) - f*, of each row of x."""
+        away = np.asarray(x, np.float64) - self.optimum
+        return np.asarray(0.5 * (self.hessian * away**2).sum(axis=-1))
+
+    def slope(self, x: Floats | Wide) -> Wide:
+        """|grad f(x)|^2, of each row of x."""
+        away = np.asarray(x, np.float64) - self.optimum
+        return np.asarray(((self.hessian * away) ** 2).sum(axis=-1))
+
+    def diversity(self, x: Floats | Wide) -> Wide:
+        """(M,): |grad f_i(x) - grad f(x)|^2 at one x; the same everywhere if A_i = A."""
+        x = np.asarray(x, np.float64)
+        own = self.hessians * (x - self.centres)
+        return np.asarray(((own - own.mean(axis=0)) ** 2).sum(axis=1))
+
+    def train(
+        self, device: int, x: Floats, steps: int, lr: float, rng: np.random.Generator
+    ) -> Floats:
+        """x_new: so many SGD steps of a device from each row of x, all in float32."""
+        hessian, centre = self._narrow[0][device], self._narrow[1][device]
+        rate, spread = np.float32(lr), np.float32((self.variance / self.dimensions) ** 0.5)
+        for _ in range(steps):
+            gradient = hessian * (x - centre)
+            if spread:
+                gradient += spread * rng.standard_normal(x.shape, np.float32)
+            x = x - rate * gradient  # never in place: x_tau is the server's
+        return x
+
+
+def fan(low: float, high: float, devices: int, dimensions: int = 10) -> Wide:
+    """(M, d): one Hessian for all, its eigenvalues evenly from low to high."""
+    return np.tile(np.linspace(low, high, dimensions), (devices, 1))
+
+
+def stationary(problem: Quadratics, present: slice, *, steps: int, lr: float) -> Wide:
+    """(d,): where the mean of G_i over the devices that are present is zero.
+
+    Without noise G_i(x) = P_i (x - b_i), P_i = (I - (I - gamma A_i)^H) / (gamma H).
+    """
+    hessians, centres = problem.hessians[present], problem.centres[present]
+    gains = (1 - (1 - lr * hessians) ** steps) / (lr * steps)
+    return np.asarray((gains * centres).sum(axis=0) / gains.sum(axis=0))

@@ -1,0 +1,77 @@
+"""README.md, from the results: every figure in it is read from a file beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from experiments.theory.claims import Claim
+
+UNTESTED = [
+    Claim(
+        "FedAsync (2019), theorem 2; workshop edition, theorem 4.3",
+        "Weakly convex objectives, option II",
+        "No setting here: every objective is a strongly convex quadratic.",
+        "not tested",
+    ),
+    Claim(
+        "AFL, theorem 4: the bound itself",
+        "The right-hand side with alpha_L, alpha_G and the series beta_u",
+        "Only what it says of floors and rates; its condition (7) bounds the iterates' own "
+        "directions from below, which no setting can promise.",
+        "not tested",
+    ),
+    Claim(
+        "AFL, corollaries 1 to 3: delays and local steps",
+        "The terms of order tau^2/T and K^2/T",
+        "Speed-up is measured with one local step and delays up to 4 versions only.",
+        "not tested",
+    ),
+]
+
+_BEFORE = """\
+# Theory against measurement
+
+`python -m experiments.theory [name ...]` measures, draws and writes this file; names are
+{names}. The server's rules are the classes of `updater.strategies`, as in production, in float32;
+devices are quadratics in d = 10 with known constants ([quadratics.py](quadratics.py)), so that each
+bound is a number. Settings are at the head of each module. Where a text names no centres, noise or
+starting point, ours are there too: figures are comparable with another program's, not equal.
+
+| source | claim | measured | verdict |
+|---|---|---|---|
+"""
+
+_AFTER = """
+What 'held' covers: these settings, not the theorem in general; a bound that is far above what is
+measured holds easily, and the pictures show how far. The floor of AFA-CD depends on the direction u
+of the centres through |A u|^2: another u than ours (all ones, of length 1) gives another figure by
+the same formula. AFA-CS keeps the sum of the devices' vectors as it changes, and what float32
+rounds off while the vectors still change much stays in that sum for good: this is where its error
+ends, and the more versions a run takes to get there, the higher.
+
+AFA-CS at a fixed m: each G serves for about M/m versions at weight 1/M, so its noise enters with
+weight 1/m as in AFA-CD, and the step sqrt(M/T) of corollary 3 makes it larger. The first term of
+the bound does fall with M, which is why the error may fall before it rises.
+"""
+
+
+def page(settings: Mapping[str, Sequence[Claim]], how: Mapping[str, Mapping[str, Any]]) -> str:
+    """The README: one row per claim, the pictures, and how each setting was measured."""
+    rows = [claim for claims in settings.values() for claim in claims] + UNTESTED
+    table = "".join(
+        f"| {_cell(row.source)} | {_cell(row.claim)} | {_cell(row.measured)} | {row.verdict} |\n"
+        for row in rows
+    )
+    shown = "".join(
+        f"\n## {name}\n\n![{name}](results/{name}.png)\n\n"
+        f"{about['seconds']} s on {about['date']}, {about['processor']}, one core; "
+        f"Python {about['python']}, numpy {about['numpy']}: [{name}.json](results/{name}.json)\n"
+        for name, about in how.items()
+    )
+    names = ", ".join(f"`{name}`" for name in settings)
+    return _BEFORE.format(names=names) + table + _AFTER + shown
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "&#124;").replace("*", "\\*")

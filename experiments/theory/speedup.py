@@ -1,0 +1,135 @@
+"""Linear speed-up: AFA-CD in m (corollaries 1 and 2) and AFA-CS in M (corollary 3).
+
+With eta_L = 1/sqrt(T) and eta = sqrt(m), or sqrt(M), the mean of E|grad f|^2 over t < T is to go as
+1/sqrt(m T), or 1/sqrt(M T): 1.41 times less with each doubling. In M that cannot be at a fixed m:
+each G of AFA-CS is used for about M/m versions at weight 1/M, so its noise enters with weight 1/m
+in all, as AFA-CD's does, and the step sqrt(M/T) only makes it larger.
+"""
+
+from __future__ import annotations
+
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+
+from experiments.theory import pictures
+from experiments.theory.arrivals import batches
+from experiments.theory.claims import Claim, Results, exponent, figure, held
+from experiments.theory.loop import closed_loop, points
+from experiments.theory.quadratics import Quadratics, fan
+from updater.strategies import AfaCdSettings, AfaCsSettings
+
+VERSIONS, OLDEST, SIDE_BY_SIDE = 8000, 4, 16
+BATCHES = (1, 2, 4, 8, 16, 32)  # m of AFA-CD, M = 32
+MEMBERS = (8, 16, 32, 64)  # M of AFA-CS, m = 4 or M/2
+FIXED = 4
+
+
+def objective(devices: int) -> Quadratics:
+    """One Hessian, eigenvalues .1 to .3; devices differ less than minibatches do (sigma^2 = 1)."""
+    centres = np.random.default_rng(0).normal(0.0, 0.1, (devices, 10))
+    return Quadratics(fan(0.1, 0.3, devices), centres - centres.mean(axis=0), variance=1.0)
+
+
+def average(rule: AfaCdSettings | AfaCsSettings, devices: int, versions: int) -> float:
+    """The mean of |grad f(x_t)|^2 over t < versions, one local step, uniform arrivals."""
+    problem = objective(devices)
+    start = np.full((SIDE_BY_SIDE, problem.dimensions), 1.0, np.float32)
+    arriving, noise = np.random.default_rng(1).spawn(2)
+    odds = np.full(devices, 1 / devices)
+    states = closed_loop(
+        rule.build(devices), problem, start,
+        batches(arriving, odds, rule.buffer_size, oldest=OLDEST),
+        lr=versions**-0.5, oldest=OLDEST, rng=noise,
+    )  # fmt: skip
+    slopes = (problem.slope(points(s, start.shape)).mean() for s in islice(states, versions))
+    return float(sum(slopes) / versions)
+
+
+def measure(
+    sizes: tuple[int, ...] = BATCHES,
+    members: tuple[int, ...] = MEMBERS,
+    versions: int = VERSIONS,
+) -> Results:
+    """The error over m, over M at a fixed m, and over M with m = M/2."""
+
+    def cs(devices: int, size: int) -> float:
+        step = (devices / versions) ** 0.5
+        return average(AfaCsSettings(buffer_size=size, server_lr=step), devices, versions)
+
+    most = max(sizes)
+    return {
+        "versions": versions,
+        "fixed": FIXED,
+        "m": list(sizes),
+        "over_m": [
+            average(
+                AfaCdSettings(buffer_size=m, server_lr=(m / versions) ** 0.5), most, versions
+            )
+            for m in sizes
+        ],
+        "M": list(members),
+        "fixed_m": [cs(devices, FIXED) for devices in members],
+        "half": [cs(devices, devices // 2) for devices in members],
+    }  # fmt: skip
+
+
+def claims(found: Results) -> list[Claim]:
+    """Of corollaries 1 to 3: by what an error is divided with each doubling."""
+    in_m = 2 ** -exponent(found["m"], found["over_m"])
+    fixed, half = (2 ** -exponent(found["M"], found[key]) for key in ("fixed_m", "half"))
+
+    def ends(sizes: str, errors: str) -> str:
+        return (
+            f"{figure(found[errors][0])} at {found[sizes][0]}, "
+            f"{figure(found[errors][-1])} at {found[sizes][-1]}"
+        )
+
+    return [
+        Claim(
+            "AFL, corollary 2",
+            "AFA-CD, uniform arrivals: the error falls by 1.41 with each doubling of m",
+            f"By {in_m:.2f} ({ends('m', 'over_m')}; T = {found['versions']}).",
+            held(abs(in_m - 2**0.5) < 0.1),
+        ),
+        Claim(
+            "AFL, corollary 3, at a fixed m",
+            "AFA-CS: the error falls by 1.41 with each doubling of M",
+            f"m = {found['fixed']}: divided by {fixed:.2f} with each doubling, "
+            + ("that is, it got worse" if fixed < 1 else "less than claimed")
+            + f" ({ends('M', 'fixed_m')}, least at "
+            f"{found['M'][int(np.argmin(found['fixed_m']))]}).",
+            held(fixed > 1.3),
+        ),
+        Claim(
+            "AFL, corollary 3, where m grows with M",
+            "AFA-CS: the error falls by 1.41 with each doubling of M",
+            f"m = M/2: by {half:.2f} ({ends('M', 'half')}).",
+            held(abs(half - 2**0.5) < 0.1),
+        ),
+    ]
+
+
+def draw(found: Results, path: Path) -> None:
+    """The three errors over m or M, with the claimed slope."""
+    with pictures.picture(path, 1) as (axes,):
+        for x, y, color, label in (
+            ("m", "over_m", pictures.MAIN, f"AFA-CD over m, M = {found['m'][-1]}"),
+            ("M", "fixed_m", pictures.OTHER, f"AFA-CS over M, m = {found['fixed']}"),
+            ("M", "half", pictures.THIRD, "AFA-CS over M, m = M/2"),
+        ):
+            sizes, errors = np.array(found[x]), np.array(found[y])
+            axes.loglog(sizes, errors, color=color, marker="o", markersize=4, label=label)
+            axes.loglog(
+                sizes, errors[0] * (sizes / sizes[0]) ** -0.5, color=color, linestyle=":",
+                linewidth=1,
+            )  # fmt: skip
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:.0f}")
+        axes.set(
+            title="Speed-up: in m yes, in M only where m grows too (dotted: the claimed slope)",
+            xlabel="devices: m in a batch (AFA-CD), M in all (AFA-CS)",
+            ylabel=f"mean |grad f|² over t < {found['versions']} (dimensionless)",
+        )
+        axes.legend(loc="lower left")
