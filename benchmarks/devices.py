@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from benchmarks import machine
+from fedstream import machine
 
 RESULTS = Path(__file__).parent / "results"
 

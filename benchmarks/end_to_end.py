@@ -27,8 +27,9 @@ from typing import Any
 import psutil
 import redis
 
-from benchmarks import bare, machine
+from benchmarks import bare
 from broker.messages import Version
+from fedstream import machine
 from fedstream.redis_server import RedisServer
 
 RESULTS = Path(__file__).parent / "results"

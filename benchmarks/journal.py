@@ -18,9 +18,9 @@ from typing import Any
 
 import redis
 
-from benchmarks import machine
 from benchmarks.end_to_end import RESULTS, Pipeline
 from benchmarks.replay import write
+from fedstream import machine
 from fedstream.redis_server import RedisServer
 from updater.journal import segments
 from updater.rebuild import recovered

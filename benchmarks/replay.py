@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks import machine
 from broker.layout import Layout, Model, Tensor
 from broker.messages import Upload
+from fedstream import machine
 from updater.journal import SegmentHead, Taken, Writer, segments
 from updater.mixing import mix
 from updater.progress import Progress, take

@@ -11,9 +11,9 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from benchmarks.machine import described
 from experiments.theory import afa, fedasync, fedbuff, readme, speedup
 from experiments.theory.claims import Claim, Results
+from fedstream.machine import described
 
 HERE = Path(__file__).parent
 

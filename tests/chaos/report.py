@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from benchmarks import machine
 from broker.ledger import LOST
+from fedstream import machine
 from tests.chaos.checks import USED
 from tests.chaos.driver import Outcome
 
