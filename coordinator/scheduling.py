@@ -216,13 +216,14 @@ def _trigger(
     deadline: float | None = None,
 ) -> Trigger:
     device = rng.choice(idle)
-    count, epochs = steps.draw(rng)
+    length = steps.draw(rng)
     return Trigger(
         task=task_id(int(now * 1000)),
         device=device,
         seed=rng.getrandbits(63),
-        steps=count,
-        epochs=epochs,
+        steps=length.steps,
+        epochs=length.epochs,
+        seconds=length.seconds,
         why=why,
         version=version,
         deadline=deadline,

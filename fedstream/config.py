@@ -18,6 +18,7 @@ from broker.keys import check_name
 from coordinator.scheduler import SchedulerSettings
 from coordinator.scheduling import Anarchic, InFlight, Policy, Rounds
 from coordinator.service import CoordinatorSettings
+from fedstream.simulation.settings import SimulationSettings
 from runtime.config import Section, load
 from runtime.health import HttpSettings
 from runtime.logging import LogSettings
@@ -25,11 +26,17 @@ from runtime.tasks import LeaseSettings
 from trainer.devices import DeviceSettings
 from trainer.evaluator import EvaluatorSettings
 from trainer.service import TrainerSettings
-from trainer.solvers import Sgd, SolverSettings
+from trainer.solvers import Scaffold, Sgd, SolverSettings
 from trainer.task import TaskSettings
 from updater.journal import JournalSettings
 from updater.service import UpdaterSettings
-from updater.strategies import FedAsyncSettings, FedAvgSettings, StrategySettings
+from updater.strategies import (
+    AfaCsSettings,
+    FedAsyncSettings,
+    FedAvgSettings,
+    ScaffoldSettings,
+    StrategySettings,
+)
 
 
 class RunSettings(Section):
@@ -59,33 +66,55 @@ class Settings(Section):
     trainer: TrainerSettings = TrainerSettings()
     devices: DeviceSettings = DeviceSettings()
     evaluator: EvaluatorSettings = EvaluatorSettings()
+    simulation: SimulationSettings = SimulationSettings()
 
     @model_validator(mode="after")
     def _agree(self) -> Settings:
         """What one table says must suit the others; the message names both keys."""
         policy, strategy = self.scheduler.policy, self.strategy
-        if isinstance(strategy, FedAvgSettings) and policy is not None:
-            if not isinstance(policy, Rounds):
-                raise ValueError(
-                    f"strategy.name = 'fedavg' needs scheduler.policy.kind = 'rounds', "
-                    f"not {policy.kind!r}: leave scheduler.policy out"
-                )
-            if policy.k < strategy.clients_per_round:
-                raise ValueError(
-                    f"scheduler.policy.k = {policy.k} is below strategy.clients_per_round = "
-                    f"{strategy.clients_per_round}: no round would ever be full"
-                )
-        if isinstance(policy, Rounds) and not isinstance(strategy, FedAvgSettings):
+        if isinstance(strategy, FedAvgSettings) and not isinstance(policy, Rounds | None):
             raise ValueError(  # noqa: TRY004  (what pydantic takes from a validator)
-                f"scheduler.policy.kind = 'rounds' needs strategy.name = 'fedavg', "
-                f"not {strategy.name!r}"
+                f"strategy.name = 'fedavg' needs scheduler.policy.kind = 'rounds', "
+                f"not {policy.kind!r}: leave scheduler.policy out"
             )
+        if isinstance(policy, Rounds):
+            self._check_rounds(policy)
+        if isinstance(strategy, ScaffoldSettings) != isinstance(self.solver, Scaffold):
+            raise ValueError(
+                f"strategy.name = {strategy.name!r} with solver.kind = {self.solver.kind!r}: "
+                "SCAFFOLD's server and its devices go together, set both to 'scaffold' or neither"
+            )
+        if isinstance(strategy, AfaCsSettings | ScaffoldSettings):
+            remembered, devices = strategy.devices, self.task.devices
+            if remembered is not None and devices is not None and remembered != devices:
+                raise ValueError(
+                    f"strategy.devices = {remembered} is not task.devices = {devices}: "
+                    "leave strategy.devices out"
+                )
         if isinstance(policy, Anarchic) and self.trainer.anarchic is None:
             raise ValueError(
                 "scheduler.policy.kind = 'none' leaves the triggers to the devices: set "
                 "trainer.anarchic too, such as trainer.anarchic.rate = 1.0"
             )
         return self
+
+    def _check_rounds(self, policy: Rounds) -> None:
+        """A round has to be able to make a version."""
+        match self.strategy:
+            case FedAsyncSettings(name=name):
+                raise ValueError(
+                    f"scheduler.policy.kind = 'rounds' needs a strategy with a batch, such as "
+                    f"strategy.name = 'fedavg', not {name!r}"
+                )
+            case FedAvgSettings(clients_per_round=size):
+                key = "clients_per_round"
+            case rule:
+                size, key = rule.buffer_size, "buffer_size"
+        if policy.k < size:
+            raise ValueError(
+                f"scheduler.policy.k = {policy.k} is below strategy.{key} = {size}: "
+                "no round would ever be full"
+            )
 
     @property
     def policy(self) -> Policy:

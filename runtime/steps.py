@@ -1,14 +1,27 @@
 """How long a task trains: H, the number of local steps. Schedulers draw it, and so do anarchic
-devices."""
+devices, and simulations."""
 
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from runtime.config import Section
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """Of a task: one of these is given."""
+
+    steps: int | None = None
+    """H"""
+    epochs: int | None = None
+    """passes over the device's data"""
+    seconds: float | None = None
+    """a time budget: as many steps as come, at least one"""
 
 
 class FixedSteps(Section):
@@ -17,9 +30,9 @@ class FixedSteps(Section):
     kind: Literal["fixed"] = "fixed"
     n: Annotated[int, Field(ge=1)] = 5
 
-    def draw(self, _rng: random.Random) -> tuple[int | None, int | None]:
-        """(steps, epochs), one of them None."""
-        return self.n, None
+    def draw(self, _rng: random.Random) -> Length:
+        """Always the same."""
+        return Length(steps=self.n)
 
 
 class UniformSteps(Section):
@@ -28,9 +41,9 @@ class UniformSteps(Section):
     kind: Literal["uniform"] = "uniform"
     c: Annotated[int, Field(ge=1)] = 5
 
-    def draw(self, rng: random.Random) -> tuple[int | None, int | None]:
-        """(steps, epochs), one of them None."""
-        return rng.randint(1, 2 * self.c), None
+    def draw(self, rng: random.Random) -> Length:
+        """Another for each task."""
+        return Length(steps=rng.randint(1, 2 * self.c))
 
 
 class Epochs(Section):
@@ -39,9 +52,20 @@ class Epochs(Section):
     kind: Literal["epochs"] = "epochs"
     n: Annotated[int, Field(ge=1)] = 1
 
-    def draw(self, _rng: random.Random) -> tuple[int | None, int | None]:
-        """(steps, epochs), one of them None."""
-        return None, self.n
+    def draw(self, _rng: random.Random) -> Length:
+        """Always the same."""
+        return Length(epochs=self.n)
 
 
-Steps = Annotated[FixedSteps | UniformSteps | Epochs, Field(discriminator="kind")]
+class Seconds(Section):
+    """As many steps as the device does in this time, at least one."""
+
+    kind: Literal["seconds"] = "seconds"
+    s: Annotated[float, Field(gt=0)] = 1.0
+
+    def draw(self, _rng: random.Random) -> Length:
+        """Always the same."""
+        return Length(seconds=self.s)
+
+
+Steps = Annotated[FixedSteps | UniformSteps | Epochs | Seconds, Field(discriminator="kind")]

@@ -229,7 +229,7 @@ class _Training:
 
         solver = work.solver
         self._model, self._trained, self._work, self._solver = model, trained, work, solver
-        self._minibatches = _Minibatches(samples, solver, work.seed)
+        self._minibatches = Minibatches(samples, solver, work.seed)
         self._generators = _global_generators(trained[0])
         torch.manual_seed(work.seed)
         steps = work.epochs * self._minibatches.epoch if work.epochs else work.steps
@@ -359,7 +359,7 @@ class _Training:
         return g
 
 
-class _Minibatches:
+class Minibatches:
     """Rows of one minibatch after another, for ever.
 
     They are the parts of shuffled passes, the smaller last one kept; where each is to be drawn

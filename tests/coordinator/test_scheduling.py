@@ -25,7 +25,7 @@ from coordinator.scheduling import (
     held_back,
     plan,
 )
-from runtime.steps import Epochs, FixedSteps, Steps, UniformSteps
+from runtime.steps import Epochs, FixedSteps, Length, Seconds, Steps, UniformSteps
 
 NOW = 1_000_000.0
 FIVE = FixedSteps(n=5)
@@ -75,10 +75,11 @@ def test_a_scheduler_that_takes_over_goes_on_with_its_predecessors_draws() -> No
 
 
 def test_draws_of_steps() -> None:
-    assert FixedSteps(n=7).draw(random.Random(0)) == (7, None)
-    assert Epochs(n=2).draw(random.Random(0)) == (None, 2)
+    assert FixedSteps(n=7).draw(random.Random(0)) == Length(steps=7)
+    assert Epochs(n=2).draw(random.Random(0)) == Length(epochs=2)
+    assert Seconds(s=0.5).draw(random.Random(0)) == Length(seconds=0.5)
     drawn = Counter(UniformSteps(c=3).draw(draw(0, n)) for n in range(3000))
-    assert {steps for steps, _ in drawn} == {1, 2, 3, 4, 5, 6}  # uniform on [1, 2c]
+    assert {length.steps for length in drawn} == {1, 2, 3, 4, 5, 6}  # uniform on [1, 2c]
     assert all(400 < count < 600 for count in drawn.values())
 
 

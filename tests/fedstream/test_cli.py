@@ -30,7 +30,7 @@ def fedstream(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
     [
         (["run", "--set", "run.versionz=3"], 2, "did you mean run.versions?"),
         (["run", "--updates", "0"], 2, "run.versions = 0"),
-        (["run", "--strategy", "fedprox"], 2, "must be one of fedasync, fedavg"),
+        (["run", "--strategy", "fedprox"], 2, "must be one of afa-cd, afa-cs, fedasync"),
         (
             ["run", "--strategy", "fedavg", "--set", "scheduler.policy.kind=in_flight"],
             2,

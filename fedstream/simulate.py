@@ -1,0 +1,228 @@
+"""`fedstream simulate`: a run in virtual time, and the files that it leaves in a folder."""
+
+from __future__ import annotations
+
+import platform
+import signal
+import sys
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from threading import Event as Flag
+from typing import Any
+
+import tomli_w
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.table import Table
+
+from broker.errors import FedstreamError
+from broker.messages import Version
+from fedstream import __version__, report
+from fedstream.config import Settings
+from fedstream.display import short
+from fedstream.observer import History
+from fedstream.run import CONFIG, usable
+from fedstream.services import task_of
+from fedstream.simulation import Outcome, VersionMade, simulate
+from runtime.config import dump
+from updater.inspection import FOLDER
+
+_CODES = {"finished": 0, "interrupted": 130, "failed": 1}
+
+
+def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[int, dict[str, Any]]:
+    """Simulates it, and writes the files: the exit code and the summary. Raises FedstreamError."""
+    _check_folder(out)
+    settings = _with_paths(settings)
+    with redirect_stdout(sys.stderr):  # stdout may be a program's
+        task = task_of(settings)
+    with usable(out):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / CONFIG).write_text(_as_toml(settings), encoding="utf-8")
+    history = History()
+    with _progress(settings.run.versions, quiet=quiet) as show, _interruptible() as interrupted:
+
+        def heard(made: VersionMade, _model: object) -> None:
+            history.publish(
+                Version(
+                    version=made.version, time=made.time, epoch=1, digest="none", blob="none",
+                    size=0, updates=made.updates,
+                )
+            )  # fmt: skip
+            history.measure(made.version, made.metrics)
+            show(made)
+
+        outcome = simulate(
+            settings, task, journal=out / FOLDER if journal else None, on_version=heard,
+            cancelled=interrupted,
+        )  # fmt: skip
+    numbers = summary(settings, outcome, history)
+    files = _write(settings, out, outcome, history, numbers)
+    files += [FOLDER] if journal else []
+    if not quiet:
+        _show(outcome, numbers, [str(out / name) for name in (*files, CONFIG)])
+    return _CODES[outcome.state], numbers
+
+
+def _check_folder(out: Path) -> None:
+    with usable(out):
+        taken = [name for name in (CONFIG, report.SUMMARY, FOLDER) if (out / name).exists()]
+    if taken:
+        raise FedstreamError(
+            f"{out} holds a run already ({taken[0]}): name another folder with --out"
+        )
+
+
+def _with_paths(settings: Settings) -> Settings:
+    """The paths in the configuration hold wherever it is read."""
+    task, (file, _, attribute) = settings.task, settings.task.name.rpartition(":")
+    if file.endswith(".py"):
+        task = task.model_copy(update={"name": f"{Path(file).absolute()}:{attribute}"})
+    if task.data_root is not None:
+        task = task.model_copy(update={"data_root": str(Path(task.data_root).absolute())})
+    return settings.model_copy(update={"task": task})
+
+
+def _as_toml(settings: Settings) -> str:
+    """run.toml, resolved: with a Redis only if one was named, so that services can run it too."""
+    tables = tomllib.loads(dump(settings))
+    if "url" not in settings.redis.model_fields_set:
+        del tables["redis"]["url"]
+    return tomli_w.dumps(tables)
+
+
+@contextmanager
+def _interruptible() -> Iterator[Callable[[], bool]]:
+    """Ctrl-C ends the run with what there is; once more ends the program."""
+    flag = Flag()
+
+    def interrupt(_number: int, _frame: object) -> None:
+        flag.set()
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield flag.is_set
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _progress(versions: int, *, quiet: bool) -> Iterator[Callable[[VersionMade], None]]:
+    """A bar with accuracy and time left, on a terminal."""
+    console = Console(stderr=True)
+    if quiet or not console.is_terminal:
+        yield lambda _made: None
+        return
+    columns = (
+        TextColumn("simulate"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[measured]}"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("simulate", total=versions, measured="")
+
+        def show(made: VersionMade) -> None:
+            bar.update(task, completed=made.version)
+            if made.metrics:
+                bar.update(task, measured=_in_words(made.metrics))
+
+        yield show
+
+
+def _in_words(metrics: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+def summary(settings: Settings, outcome: Outcome, history: History) -> dict[str, Any]:
+    """The run in numbers."""
+    import torch
+
+    measured, metrics = history.measured or (None, {})
+    best, late, last = history.best_accuracy, history.staleness(), outcome.versions[-1]
+    return {
+        "accuracy": metrics.get("accuracy"),
+        "loss": metrics.get("loss"),
+        "metrics": metrics,
+        "measured_version": measured,
+        "best_accuracy": best[1] if best else None,
+        "best_accuracy_version": best[0] if best else None,
+        "versions": last.version,
+        "versions_wanted": settings.run.versions,
+        "updates": last.used,
+        "gradients": last.gradients,
+        "device_epochs": round(last.epochs, 3),
+        "communications": last.communications,
+        "refused": dict(outcome.refused),
+        "mean_staleness": round(history.mean_staleness, 4),
+        "max_staleness": max(late, default=0),
+        "virtual_seconds": last.time,
+        "seconds": round(outcome.seconds, 3),
+        "device_epochs_per_s": round(last.epochs / outcome.seconds, 3),
+        "trained_together": outcome.together,
+        "state": outcome.state,
+        "why": outcome.why,
+        "run": settings.run.name,
+        "task": settings.task.name,
+        "strategy": settings.strategy.name,
+        "devices": outcome.devices,
+        "seed": settings.run.seed,
+        "parameters": outcome.model.layout.parameters,
+        "fedstream": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _write(
+    settings: Settings, out: Path, outcome: Outcome, history: History, numbers: dict[str, Any]
+) -> list[str]:
+    """The files' names."""
+    from fedstream import curves
+
+    title = (
+        f"{short(settings.task.name)} · {settings.strategy.name} · {outcome.devices} devices, "
+        f"simulated · {numbers['versions']} versions"
+    )
+    about = {
+        "version": str(numbers["versions"]), "digest": outcome.model.digest(),
+        "run": settings.run.name, "task": settings.task.name,
+    }  # fmt: skip
+    with usable(out):
+        report.write_summary(out, numbers)
+        report.write_table(out, history, 0.0)
+        curves.draw(out / report.CURVES, title, history, created=0.0, devices=outcome.devices)
+        report.write_model(out, outcome.model, outcome.module, about)
+    return [report.SUMMARY, report.METRICS, report.CURVES, report.MODEL]
+
+
+def _show(outcome: Outcome, numbers: dict[str, Any], files: list[str]) -> None:
+    """The result as a table."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    rows = {
+        "run": f"{numbers['run']}: {outcome.state} ({outcome.why})",
+        "measured": _in_words(numbers["metrics"]) or "not measured",
+        "best": f"accuracy {numbers['best_accuracy']:.4f} at version "
+        f"{numbers['best_accuracy_version']}"
+        if numbers["best_accuracy"] is not None
+        else "",
+        "versions": f"{numbers['versions']} of {numbers['updates']} updates, "
+        f"{numbers['gradients']} gradients, {numbers['device_epochs']:g} device-epochs",
+        "staleness": f"mean {numbers['mean_staleness']:.2f}, max {numbers['max_staleness']}",
+        "refused": ", ".join(f"{n} {why}" for why, n in outcome.refused.items()),
+        "took": f"{outcome.seconds:.1f} s, {numbers['device_epochs_per_s']:,.0f} device-epochs/s",
+        "files": "\n".join(files),
+    }
+    for name, value in rows.items():
+        if value:
+            table.add_row(name, value)
+    Console().print(table)

@@ -1,0 +1,363 @@
+"""Who trains, from which version, for how long, and in which order answers arrive.
+
+A plan is a function of configuration and number of devices alone: it does not depend on the
+training, and the same one can be played to the live pipeline. The n-th task is drawn as the
+scheduler draws its n-th (:func:`coordinator.scheduling.draw`).
+
+Versions are counted here as if no update were ever refused for what is in it.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Container, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING, TypeAlias
+
+from broker.errors import ConfigError
+from coordinator.scheduling import Anarchic, InFlight, Poisson, Rounds, draw
+from fedstream.simulation.settings import (
+    BiasedArrivals,
+    LatencyStaleness,
+    NoStaleness,
+    RecentStaleness,
+    UniformStaleness,
+)
+from runtime.steps import Seconds, Steps
+from trainer.devices import behaviour, eligible, next_change
+from updater.strategies import FedAsyncSettings, FedAvgSettings
+
+if TYPE_CHECKING:
+    from fedstream.config import Settings
+
+_EMPTY_ROUNDS = 1000  # in a row, of which none gets an answer in time
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A device answers."""
+
+    n: int
+    """number of its task"""
+    device: int
+    seed: int
+    steps: int | None
+    epochs: int | None
+    tau: int
+    version: int
+    """the newest when it arrives"""
+    makes: bool
+    """It is the last one of its batch: a version is made."""
+    oldest: int
+    """No later arrival starts from an older version than this."""
+    time: float
+    """virtual seconds; arrivals so far where there is no clock"""
+
+
+@dataclass(frozen=True, slots=True)
+class RoundOver:
+    """A round ends with what has arrived for ``version``."""
+
+    version: int
+    makes: bool
+    oldest: int
+    time: float
+    why: str
+
+
+Event: TypeAlias = Arrival | RoundOver
+
+
+def plan(settings: Settings, devices: int) -> Iterator[Event]:
+    """What arrives, for ever. Raises ConfigError if the configuration makes no sense here."""
+    initiative = settings.trainer.anarchic
+    for key, steps in (
+        ("scheduler.steps", settings.scheduler.steps),
+        ("trainer.anarchic.steps", initiative and initiative.steps),
+    ):
+        if isinstance(steps, Seconds):
+            raise ConfigError(
+                f"{key}.kind = 'seconds': in virtual time no training takes any: take fixed, "
+                "uniform or epochs"
+            )
+    pick = _picker(settings, devices)
+    match settings.simulation.staleness:
+        case NoStaleness():
+            return _drawn(settings, devices, pick, most=0)
+        case UniformStaleness(most=most):
+            return _drawn(settings, devices, pick, most=most)
+        case RecentStaleness(of=of):
+            return _drawn(settings, devices, pick, most=of - 1)
+        case LatencyStaleness():
+            return _Clock(settings, devices, pick).events()
+
+
+def batch_size(settings: Settings) -> int:
+    """The updates in a version."""
+    match settings.strategy:
+        case FedAsyncSettings():
+            return 1
+        case FedAvgSettings(clients_per_round=k):
+            return k
+        case rule:
+            return rule.buffer_size
+
+
+Pick: TypeAlias = Callable[[random.Random, Sequence[int]], int]
+
+
+def _picker(settings: Settings, devices: int) -> Pick:
+    """Draws one of some devices. Raises ConfigError."""
+    match settings.simulation.arrivals:
+        case BiasedArrivals(weights=weights):
+            if len(weights) != devices:
+                raise ConfigError(
+                    f"simulation.arrivals.weights has {len(weights)} weights, the task has "
+                    f"{devices} devices: give each device one"
+                )
+            return lambda rng, idle: rng.choices(idle, [weights[device] for device in idle])[0]
+        case _:
+            return lambda rng, idle: rng.choice(idle)
+
+
+def _drawn(settings: Settings, devices: int, pick: Pick, *, most: int) -> Iterator[Arrival]:
+    """Staleness uniform on [0, most], and on [0, t] as long as t is below that.
+
+    No device comes twice in a batch before every device has come.
+    """
+    size, limit = batch_size(settings), settings.strategy.max_staleness
+    steps, seed, n = settings.scheduler.steps, settings.run.seed, 0
+    for version in count():
+        idle: list[int] = []
+        used = 0
+        while used < size:
+            rng = draw(seed, n)
+            idle = idle or list(range(devices))
+            device = pick(rng, idle)
+            idle.remove(device)
+            length = steps.draw(rng)
+            task_seed = rng.getrandbits(63)
+            d = rng.randint(0, min(most, version))
+            used += limit is None or d <= limit
+            n += 1
+            yield Arrival(
+                n - 1, device, task_seed, length.steps, length.epochs, version - d, version,
+                makes=used == size, oldest=max(0, version - most), time=float(n),
+            )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class _Task:
+    """A device at work."""
+
+    n: int
+    device: int
+    seed: int
+    steps: int | None
+    epochs: int | None
+    tau: int
+    drops_out: bool
+
+
+class _Clock:
+    """Events on a virtual clock: devices begin when the policy says, and take their time."""
+
+    def __init__(self, settings: Settings, devices: int, pick: Pick) -> None:
+        self._settings = settings
+        self._devices = range(devices)
+        self._pick = pick
+        self._size = batch_size(settings)
+        self._limit = settings.strategy.max_staleness
+        self._seed = settings.run.seed
+        self._now = 0.0
+        self._issued = 0
+        self._version = 0
+        self._used = 0  # for the next version
+        self._open: dict[int, _Task] = {}  # by device
+        self._ends: list[tuple[float, int, _Task]] = []  # (time, task's number, task): a heap
+
+    def events(self) -> Iterator[Event]:
+        """What arrives. Raises ConfigError."""
+        if self._settings.devices.dropout == 1.0:
+            raise ConfigError("devices.dropout = 1.0: every device vanishes, nothing ever arrives")
+        match self._settings.policy:
+            case InFlight(n=None):
+                raise ConfigError(
+                    "simulation.staleness.kind = 'latency' needs scheduler.policy.n, the tasks in "
+                    "flight: there are no trainers to go by"
+                )
+            case InFlight(n=n, mean_delay_s=delay_s):
+                return self._in_flight(n or 1, delay_s, poisson=False)
+            case Poisson(n=n, rate=rate):
+                return self._in_flight(n, 1.0 / rate, poisson=True)
+            case Rounds() as policy:
+                return self._rounds(policy)
+            case Anarchic():
+                return self._anarchic()
+
+    # one task
+
+    def _begin(self, idle: Sequence[int], steps: Steps, rng: random.Random) -> None:
+        """One of the idle devices begins with the newest version."""
+        device = self._pick(rng, idle)
+        length = steps.draw(rng)
+        seed = rng.getrandbits(63)
+        simulated = behaviour(self._settings.devices, device, seed)
+        task = _Task(
+            self._issued,
+            device,
+            seed,
+            length.steps,
+            length.epochs,
+            self._version,
+            simulated.drops_out,
+        )
+        self._open[device] = task
+        self._issued += 1
+        seconds = simulated.latency_s * (0.5 if task.drops_out else 1.0)  # it vanishes half way
+        heapq.heappush(self._ends, (self._end(device, seconds), task.n, task))
+
+    def _end(self, device: int, seconds: float) -> float:
+        """When a device has worked so long from now on: it rests while it is not eligible."""
+        availability, at = self._settings.devices.availability, self._now
+        while True:
+            change = next_change(availability, device, self._seed, at)
+            if eligible(availability, device, self._seed, at):
+                if at + seconds <= change:
+                    return at + seconds
+                seconds -= change - at
+            at = change
+
+    def _idle(self, busy: Container[int]) -> list[int]:
+        """The devices that may begin now."""
+        availability = self._settings.devices.availability
+        return [
+            device
+            for device in self._devices
+            if device not in busy and eligible(availability, device, self._seed, self._now)
+        ]
+
+    def _next_eligible(self, busy: Container[int]) -> float:
+        """When one more device may begin: none that is not busy may now."""
+        availability = self._settings.devices.availability
+        resting = (device for device in self._devices if device not in busy)
+        return min(
+            (next_change(availability, device, self._seed, self._now) for device in resting),
+            default=math.inf,
+        )
+
+    def _finished(self) -> _Task:
+        """The task that ends next: time goes on to its end."""
+        self._now, _, task = heapq.heappop(self._ends)
+        del self._open[task.device]
+        return task
+
+    def _arrived(self, task: _Task) -> Arrival:
+        """Its answer."""
+        version = self._version
+        self._used += self._limit is None or version - task.tau <= self._limit
+        makes = self._used == self._size
+        if makes:
+            self._version, self._used = version + 1, 0
+        return Arrival(
+            task.n, task.device, task.seed, task.steps, task.epochs, task.tau, version,
+            makes=makes, oldest=self._oldest(task), time=self._now,
+        )  # fmt: skip
+
+    def _oldest(self, *more: _Task) -> int:
+        """The oldest version that a task is at work on, or a new one may get."""
+        return min([self._version, *(task.tau for task in (*self._open.values(), *more))])
+
+    # policies
+
+    def _in_flight(self, n: int, mean_delay_s: float, *, poisson: bool) -> Iterator[Arrival]:
+        """So many tasks in flight; each after an exponential delay, as the scheduler has it."""
+        last, steps = 0.0, self._settings.scheduler.steps
+        while True:
+            wake = math.inf
+            while len(self._open) < min(n, len(self._devices)):
+                rng = draw(self._seed, self._issued)
+                due = last + (rng.expovariate(1.0 / mean_delay_s) if mean_delay_s else 0.0)
+                if due > self._now:
+                    wake = due
+                    break
+                idle = self._idle(self._open)
+                if not idle:
+                    wake = self._next_eligible(self._open)
+                    break
+                self._begin(idle, steps, rng)
+                last = due if poisson else self._now
+            if self._ends and self._ends[0][0] <= wake:
+                task = self._finished()
+                if not task.drops_out:
+                    yield self._arrived(task)
+            else:
+                self._now = wake
+
+    def _rounds(self, policy: Rounds) -> Iterator[Event]:
+        """Rounds of k devices; who vanishes is replaced, and with a round its tasks end."""
+        k, steps, empty = min(policy.k, len(self._devices)), self._settings.scheduler.steps, 0
+        while empty < _EMPTY_ROUNDS:
+            version, deadline = self._version, self._now + policy.timeout_s
+            answered: set[int] = set()
+            over: RoundOver | None = None
+            while self._version == version and over is None:
+                busy = answered | self._open.keys()
+                while len(busy) < k and (idle := self._idle(busy)):
+                    self._begin(idle, steps, draw(self._seed, self._issued))
+                    busy = answered | self._open.keys()
+                wake = self._next_eligible(busy) if len(busy) < k else math.inf
+                end = self._ends[0][0] if self._ends else math.inf
+                if len(answered) == k:  # there are no more devices
+                    over = self._over("every device has answered")
+                elif min(end, wake) >= deadline:
+                    self._now = deadline
+                    over = self._over("time-out")
+                elif end <= wake:
+                    task = self._finished()
+                    if not task.drops_out:
+                        answered.add(task.device)
+                        yield self._arrived(task)
+                else:
+                    self._now = wake
+            if over is not None:
+                yield over
+            empty = 0 if answered else empty + 1
+            self._open.clear()
+            self._ends.clear()
+        raise ConfigError(
+            f"scheduler.policy.timeout_s = {policy.timeout_s:g} is too short for these devices: "
+            f"{_EMPTY_ROUNDS} rounds had no answer in time"
+        )
+
+    def _over(self, why: str) -> RoundOver:
+        version, makes = self._version, self._used > 0
+        if makes:
+            self._version, self._used = version + 1, 0
+        return RoundOver(version, makes=makes, oldest=version, time=self._now, why=why)
+
+    def _anarchic(self) -> Iterator[Arrival]:
+        """Each device decides by itself, after an exponential time without anything to do."""
+        initiative = self._settings.trainer.anarchic
+        if initiative is None:
+            raise ConfigError("scheduler.policy.kind = 'none' needs trainer.anarchic.rate")
+        rngs = [random.Random(f"{self._seed}/{device}/anarchic") for device in self._devices]
+        decisions = [(rng.expovariate(initiative.rate), device) for device, rng in enumerate(rngs)]
+        heapq.heapify(decisions)
+        while True:
+            if self._ends and (not decisions or self._ends[0][0] <= decisions[0][0]):
+                task = self._finished()
+                decides = self._now + rngs[task.device].expovariate(initiative.rate)
+                heapq.heappush(decisions, (decides, task.device))
+                if not task.drops_out:
+                    yield self._arrived(task)
+                continue
+            self._now, device = heapq.heappop(decisions)
+            if eligible(self._settings.devices.availability, device, self._seed, self._now):
+                self._begin([device], initiative.steps, rngs[device])
+            else:
+                decides = self._now + rngs[device].expovariate(initiative.rate)
+                heapq.heappush(decisions, (decides, device))

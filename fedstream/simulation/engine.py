@@ -1,0 +1,375 @@
+"""The simulation itself: arrivals in their order, trained, and given to the server's rule.
+
+The rule is the updater's own (:mod:`updater.progress`), local training the trainer's own
+(:meth:`trainer.task.Task.train`), or the same for several devices at once.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from broker.layout import Model
+from broker.messages import Contribution, Upload
+from fedstream.simulation.arrivals import Arrival, Event, RoundOver, plan
+from fedstream.simulation.record import Happened, Recorder
+from trainer.solvers import Cancelled
+from updater.mixing import norm
+from updater.progress import Progress, Step, close_round, take
+from updater.strategies import State
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fedstream.config import Settings
+    from fedstream.simulation.training import Job
+    from trainer.solvers import Trained
+    from trainer.task import Task
+
+Ending: TypeAlias = tuple[Literal["finished", "interrupted", "failed"], str]  # and why
+
+_AHEAD = 128  # arrivals among which those are looked for that can be trained together
+_MOST_REFUSED = 100  # updates in a row, as in `fedstream run`
+_LARGEST = 1e37  # norm, as in the updater
+
+
+@dataclass(frozen=True, slots=True)
+class VersionMade:
+    """A version, and what was spent until it was there."""
+
+    version: int
+    updates: tuple[Contribution, ...]
+    """those in it"""
+    used: int
+    """updates so far that went into a version"""
+    gradients: int
+    """local steps in them"""
+    epochs: float
+    """passes over a device's data in them; what FedAsync calls global epochs are versions"""
+    communications: int
+    """models that the server sent and received, those that it refused among them"""
+    time: float
+    """virtual seconds; arrivals where there is no clock"""
+    loss: float | None
+    """mean training loss of its updates"""
+    metrics: dict[str, float]
+    """on the test data; empty where it was not measured"""
+
+
+@dataclass
+class Outcome:
+    """What a simulation came to."""
+
+    versions: list[VersionMade]
+    model: Model
+    """the newest version's"""
+    module: nn.Module
+    """the same as a module"""
+    devices: int
+    state: Literal["finished", "interrupted", "failed"]
+    why: str
+    refused: Counter[str] = field(default_factory=Counter)
+    seconds: float = 0.0
+    """of the machine"""
+    together: int = 0
+    """updates that were trained together with others"""
+
+    @property
+    def measured(self) -> list[VersionMade]:
+        """The versions that were measured."""
+        return [made for made in self.versions if made.metrics]
+
+    def best(self, name: str = "accuracy") -> float:
+        """The highest value of a measure over the versions that were measured."""
+        return max(made.metrics[name] for made in self.measured)
+
+    def last(self, name: str = "accuracy") -> float:
+        """Its value at the last version that was measured."""
+        return self.measured[-1].metrics[name]
+
+
+def simulate(
+    settings: Settings,
+    task: Task | None = None,
+    *,
+    arrivals: Iterable[Event] | None = None,
+    journal: Path | None = None,
+    on_version: Callable[[VersionMade, Model], object] | None = None,
+    cancelled: Callable[[], bool] = lambda: False,
+) -> Outcome:
+    """Simulates the run that ``settings`` describe, to its end.
+
+    ``task``: the one that ``settings`` name, where it is loaded already: its data is read once for
+    many simulations. ``arrivals``: who arrives, in place of :func:`arrivals.plan`; as many as the
+    versions take. ``journal``: a folder to write a journal to. ``on_version`` hears of every
+    version, also 0; the model is valid during the call.
+
+    Raises ConfigError, DataError, JournalError; Fenced if there is a journal in the folder.
+    """
+    from fedstream.services import task_of
+    from fedstream.simulation.training import use_of_torch
+
+    with use_of_torch(settings.simulation), ExitStack() as stack:
+        run = _Run(
+            settings, task or task_of(settings), arrivals, journal, on_version, cancelled
+        )  # fmt: skip
+        stack.callback(run.close)
+        return run.outcome()
+
+
+@dataclass(slots=True)
+class _Base:
+    """A version that devices may start from."""
+
+    model: Model
+    version: int
+    digest: str
+
+
+class _Run:
+    """A simulation while it runs.
+
+    The plan's versions are counted as if no update were refused; ``_bases`` has the model that was
+    the newest when the plan's version was made.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        task: Task,
+        arrivals: Iterable[Event] | None,
+        journal: Path | None,
+        on_version: Callable[[VersionMade, Model], object] | None,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        from fedstream.services import DEVICES
+        from fedstream.simulation.training import Measuring, Training
+        from trainer.vector import initial
+
+        self._settings = settings
+        self._task = task
+        self._on_version = on_version
+        self._devices = settings.task.devices or task.devices or DEVICES
+        self._plan = plan(settings, self._devices) if arrivals is None else iter(arrivals)
+        self._strategy = settings.strategy.build(self._devices)
+        x_0 = initial(task, settings.run.seed, controls=self._strategy.controls)
+        self._training = Training(settings, task, self._strategy, self._devices, cancelled)
+        self._measure = Measuring(settings.simulation, task, self._training)
+        self._progress = Progress(State(0, x_0))
+        self._digest = x_0.digest() if journal else "none"
+        self._bases = {0: _Base(x_0, 0, self._digest)}
+        self._newest = 0  # of the plan's versions
+        self._ahead: deque[Event] = deque()
+        self._trained: dict[int, tuple[Trained, Job]] = {}  # by task's number
+        self._free: list[Model] = []
+        self._entries = self._streak = 0
+        self._refused: Counter[str] = Counter()
+        self._used, self._gradients, self._epochs, self._answers = 0, 0, 0.0, 0
+        self._time = 0.0
+        self._versions: list[VersionMade] = []
+        self._ending: Ending | None = None
+        self._journal = (
+            Recorder(journal, settings, self._devices, self._progress, self._digest)
+            if journal
+            else None
+        )
+
+    def close(self) -> None:
+        """Everything is on disk."""
+        if self._journal is not None:
+            self._journal.close()
+
+    def outcome(self) -> Outcome:
+        """Runs it to its end."""
+        from trainer.vector import load
+
+        began = time.perf_counter()
+        self._tell(self._made(Step(self._progress, made=()), 0.0))
+        while self._ending is None:
+            try:
+                event = self._next()
+                if isinstance(event, RoundOver):
+                    self._end_round(event)
+                else:
+                    self._take(event, *self._trained_for(event))
+                self._follow(event)
+            except Cancelled:
+                self._ending = "interrupted", f"at version {self._progress.state.version}"
+        state, why = self._ending
+        module, model = self._training.module, self._progress.state.model.copy()
+        load(model, module)
+        return Outcome(
+            self._versions, model, module, self._devices, state, why, self._refused,
+            time.perf_counter() - began, self._training.together,
+        )  # fmt: skip
+
+    # arrivals, and training ahead of them
+
+    def _next(self) -> Event:
+        if not self._ahead:
+            self._ahead.append(next(self._plan))
+        return self._ahead.popleft()
+
+    def _trained_for(self, arrival: Arrival) -> tuple[Trained, Job]:
+        """What comes of an arrival's training, and of others' that can be trained with it."""
+        if arrival.n not in self._trained:
+            jobs = [self._job(one) for one in self._trainable(arrival)]
+            for job, trained in zip(jobs, self._training.train(jobs), strict=True):
+                self._trained[job.arrival.n] = trained, job
+        return self._trained.pop(arrival.n)
+
+    def _trainable(self, first: Arrival) -> list[Arrival]:
+        """``first`` and arrivals behind it whose versions are made, as many as suit the machine."""
+        width = self._training.width
+        if width == 1:
+            return [first]
+        missing = max(0, _AHEAD - len(self._ahead))
+        self._ahead.extend(islice(self._plan, missing))
+        found, devices = [first], {first.device}
+        left = self._settings.run.versions - self._progress.state.version
+        for event in self._ahead:
+            if len(found) == width:
+                break
+            if isinstance(event, RoundOver) or event.version >= self._newest + left:
+                continue
+            # Its c_i is not known before its answer that comes first was taken in.
+            waits = self._strategy.controls and event.device in devices
+            devices.add(event.device)
+            if event.tau <= self._newest and event.n not in self._trained and not waits:
+                found.append(event)
+        return found
+
+    def _job(self, arrival: Arrival) -> Job:
+        from fedstream.simulation.training import Job
+
+        base, vectors = self._bases[arrival.tau], self._progress.state.memory.devices
+        return Job(
+            arrival, base.model, base.version, base.digest, self._spare(),
+            vectors[arrival.device] if vectors is not None else None,
+        )  # fmt: skip
+
+    def _follow(self, event: Event) -> None:
+        """The plan's newest version is this one now; versions that nobody starts from go."""
+        if event.makes:
+            self._newest += 1
+            state = self._progress.state
+            self._bases[self._newest] = _Base(state.model, state.version, self._digest)
+        for old in [version for version in self._bases if version < event.oldest]:
+            self._release(self._bases.pop(old).model)
+
+    def _spare(self) -> Model:
+        return self._free.pop() if self._free else Model(self._progress.state.model.layout)
+
+    def _release(self, *models: Model) -> None:
+        """These are not used any more, unless somebody starts from them or the state has them."""
+        used = {id(model) for model in self._progress.state.models()}
+        used |= {id(base.model) for base in self._bases.values()}
+        self._free += [model for model in models if id(model) not in used]
+
+    # what arrives
+
+    def _take(self, arrival: Arrival, trained: Trained, job: Job) -> None:
+        """An answer is taken in."""
+        before, update = self._progress, job.into
+        self._answers += 1
+        upload = Upload(
+            task=f"task-{arrival.n}", attempt="1", device=arrival.device, trainer="simulation",
+            tau=job.version, base=job.digest, layout=update.layout.signature,
+            digest=update.digest() if self._journal else "none", size=update.layout.nbytes,
+            samples=trained.samples, steps=trained.steps, lr=self._settings.solver.lr,
+            loss=trained.loss,
+        )  # fmt: skip
+        refusal = self._refusal(update)
+        if refusal:
+            self._refuse(upload, refusal, arrival.time)
+            self._release(update)
+            return
+        spare = self._spare()
+        step = take(self._strategy, before, upload, update, spare)
+        if step.decision is not None and step.decision.outcome == "dropped":
+            self._refuse(upload, "too stale", arrival.time)
+        else:
+            self._streak = 0
+            self._progress = step.after
+            made = self._made(step, arrival.time)
+            if self._journal is not None:
+                self._journal.taken(upload, update, step, self._happened(step, arrival.time))
+            self._tell(made)
+        self._release(before.state.model, update, spare)
+
+    def _refusal(self, update: Model) -> str:
+        """Why an update is refused for what is in it; '' if it is not."""
+        size = norm(update.floats)
+        if not math.isfinite(size):
+            return "not finite"
+        most = min(self._settings.updater.max_norm or _LARGEST, _LARGEST)
+        return "norm too large" if size > most else ""
+
+    def _refuse(self, upload: Upload, reason: str, at: float) -> None:
+        self._refused[reason] += 1
+        self._streak += 1
+        if self._journal is not None:
+            version = self._progress.state.version
+            self._journal.refused(upload, reason, version, self._happened(None, at))
+        if self._streak >= _MOST_REFUSED:
+            self._ending = "failed", f"{self._streak} updates in a row were refused ({reason})"
+
+    def _end_round(self, over: RoundOver) -> None:
+        before = self._progress
+        round_ = before.state.version
+        step = close_round(self._strategy, before, round_)
+        self._progress = step.after
+        made = self._made(step, over.time)
+        if self._journal is not None:
+            version = step.after.state.version
+            self._journal.round_over(over, round_, version, self._happened(step, over.time))
+        self._tell(made)
+        self._release(before.state.model)
+
+    def _happened(self, step: Step | None, at: float) -> Happened:
+        self._entries += 1
+        digest = self._digest if step is not None and step.made is not None else None
+        finished = self._ending[1] if self._ending and digest else None
+        return Happened(self._entries, at, digest, finished)
+
+    # versions
+
+    def _made(self, step: Step, at: float) -> VersionMade | None:
+        """The version that a step made, measured if it is its turn; whether it is the last."""
+        if step.made is None:
+            return None
+        state, updates, run = step.after.state, step.made, self._settings.run
+        if self._journal is not None:
+            self._digest = state.model.digest()
+        batch = self._settings.solver.batch_size
+        for update in updates:
+            self._used += 1
+            self._gradients += update.steps
+            self._epochs += update.steps / math.ceil(update.samples / (batch or update.samples))
+        every, last = self._settings.simulation.evaluate_every, state.version >= run.versions
+        due = last or (every and state.version % every == 0)
+        metrics = self._measure(state.model) if due else {}
+        if last:
+            self._ending = "finished", f"version {state.version} reached"
+        elif run.target_accuracy and metrics.get("accuracy", 0.0) >= run.target_accuracy:
+            said = f"accuracy {metrics['accuracy']:.4f} reached"
+            self._ending = "finished", said
+        losses = [update.loss for update in updates if update.loss is not None]
+        return VersionMade(
+            state.version, updates, self._used, self._gradients, self._epochs, 2 * self._answers,
+            at, sum(losses) / len(losses) if losses else None, metrics,
+        )  # fmt: skip
+
+    def _tell(self, made: VersionMade | None) -> None:
+        if made is None:
+            return
+        self._versions.append(made)
+        if self._on_version is not None:
+            self._on_version(made, self._progress.state.model)

@@ -1,0 +1,104 @@
+"""The journal of a simulated run, as the updater would have written it. Its clock is virtual."""
+
+from __future__ import annotations
+
+import platform
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from broker.ledger import counted
+from broker.messages import Outcome, Upload
+from updater.journal import RoundClosed, SegmentHead, Taken, Writer
+from updater.rebuild import end_of, standing_of
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from broker.layout import Model
+    from fedstream.config import Settings
+    from fedstream.simulation.arrivals import RoundOver
+    from updater.progress import Progress, Step
+
+
+@dataclass(frozen=True, slots=True)
+class Happened:
+    """What the simulation says of an entry, beside what came of it."""
+
+    n: int  # of the run's entries
+    time: float
+    digest: str | None  # of the version that it made
+    finished: str | None  # why the run is over with it
+
+
+class Recorder:
+    """Writes a journal: segments with a record for every update and every round's end."""
+
+    def __init__(
+        self, folder: Path, settings: Settings, devices: int, progress: Progress, digest: str
+    ) -> None:
+        """Begins it. Raises JournalError; Fenced if there is one."""
+        self._settings = settings.journal
+        self._folder = folder
+        self._counts: dict[str, int] = {}
+        self._versions = 0  # in the segment
+        head = SegmentHead(
+            epoch=1, number=0, lineage=f"simulation-{settings.run.seed}", run=settings.run.name,
+            task=settings.task.name, devices=devices, versions=settings.run.versions,
+            seed=settings.run.seed, created=0.0, strategy=settings.strategy.model_dump(mode="json"),
+            layout=progress.state.model.layout.encode(),
+            release=f"numpy {np.__version__}, {platform.machine()}, simulated", time=time.time(),
+        )  # fmt: skip
+        standing, models = standing_of(progress, "begun", digest=digest, time=0.0)
+        self._writer = Writer(folder, head, standing, *models)
+
+    def taken(self, upload: Upload, model: Model, step: Step, about: Happened) -> None:
+        """An update that was used."""
+        decision = step.decision
+        if decision is None or decision.outcome == "dropped":
+            raise RuntimeError("an update that was not used")
+        self._add(
+            upload, about, decision.outcome, decision.staleness, step.after.state.version,
+            weight=decision.weight, payload=(model,) if self._settings.weights else (),
+        )  # fmt: skip
+
+    def refused(self, upload: Upload, reason: str, version: int, about: Happened) -> None:
+        """An update that was not."""
+        self._add(upload, about, "refused", version - upload.tau, version, reason=reason)
+
+    def _add(
+        self,
+        upload: Upload,
+        about: Happened,
+        outcome: Outcome,
+        staleness: int,
+        version: int,
+        *,
+        reason: str = "",
+        weight: float = 0.0,
+        payload: tuple[Model, ...] = (),
+    ) -> None:
+        record = Taken(
+            entry=f"{about.n}-0", upload=upload, outcome=outcome, reason=reason,
+            staleness=staleness, weight=weight, version=version, digest=about.digest,
+            time=about.time, received=about.time, finished=about.finished, counts=self._counts,
+        )  # fmt: skip
+        self._writer.append(record, *payload)
+        self._counts = counted(self._counts, end_of(record))
+        self._versions += about.digest is not None
+
+    def round_over(self, over: RoundOver, round_: int, version: int, about: Happened) -> None:
+        """The end of the round on top of version ``round_``."""
+        record = RoundClosed(
+            entry=f"{about.n}-0", round=round_, why=over.why, version=version, digest=about.digest,
+            time=about.time, received=about.time, finished=about.finished, counts=self._counts,
+        )  # fmt: skip
+        self._writer.append(record)
+        self._versions += about.digest is not None
+
+    def close(self) -> None:
+        """Everything is on disk."""
+        self._writer.sync()
+        self._writer.close()

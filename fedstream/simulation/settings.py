@@ -1,0 +1,71 @@
+"""The table ``[simulation]``."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from runtime.config import Section
+
+
+class NoStaleness(Section):
+    """Every device starts from the newest version: d = 0, as in synchronous rounds."""
+
+    kind: Literal["none"] = "none"
+
+
+class UniformStaleness(Section):
+    """d uniform on [0, ``most``], and on [0, t] as long as t is below that (FedAsync)."""
+
+    kind: Literal["uniform"] = "uniform"
+    most: Annotated[int, Field(ge=0)] = 4
+
+
+class RecentStaleness(Section):
+    """Each device starts from one of the last ``of`` versions that there are, uniformly (AFL)."""
+
+    kind: Literal["recent"] = "recent"
+    of: Annotated[int, Field(ge=1)] = 5
+
+
+class LatencyStaleness(Section):
+    """Staleness emerges: devices take the time that ``[devices]`` says, ``scheduler.policy`` says
+    when they begin, and the clock is virtual."""
+
+    kind: Literal["latency"] = "latency"
+
+
+class UniformArrivals(Section):
+    """Every device is as likely as another. None comes twice in a batch, or in a round."""
+
+    kind: Literal["uniform"] = "uniform"
+
+
+class BiasedArrivals(Section):
+    """Device i is drawn with probability in proportion to ``weights[i]``, in a batch without
+    replacement (AFL: .19 .19 .1 .1 .1 .1 .1 .1 .01 .01)."""
+
+    kind: Literal["biased"] = "biased"
+    weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
+
+
+class SimulationSettings(Section):
+    """How ``fedstream simulate`` differs from a run of services."""
+
+    staleness: Annotated[
+        NoStaleness | UniformStaleness | RecentStaleness | LatencyStaleness,
+        Field(discriminator="kind"),
+    ] = UniformStaleness()
+    arrivals: Annotated[UniformArrivals | BiasedArrivals, Field(discriminator="kind")] = (
+        UniformArrivals()
+    )
+    evaluate_every: Annotated[int, Field(ge=0)] = 10
+    """versions; the last one is measured too; 0: that one alone"""
+    device: Literal["cpu", "cuda"] = "cpu"
+    precision: Literal["float32", "bfloat16"] = "float32"
+    """bfloat16: of layers while they train (autocast, channels last); the weights stay float32."""
+    batched: bool = True
+    """Train several devices together where that is faster."""
+    threads: Annotated[int, Field(ge=1)] | None = None
+    """of torch; None: as many as it takes by itself"""

@@ -1,0 +1,178 @@
+"""Local training and measuring in a simulation: on CPU or CUDA, one after the other or together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils.data import TensorDataset
+
+from broker.errors import ConfigError
+from broker.layout import Floats, Model
+from fedstream.simulation import together
+from trainer import vector
+from trainer.solvers import Trained, Work
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from torch.utils.data import Dataset
+
+    from fedstream.config import Settings
+    from fedstream.simulation.arrivals import Arrival
+    from fedstream.simulation.settings import SimulationSettings
+    from trainer.task import Task
+    from updater.strategies import Strategy
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A device's training from a version."""
+
+    arrival: Arrival
+    base: Model
+    """x_tau"""
+    version: int
+    """tau"""
+    digest: str
+    """of x_tau"""
+    into: Model
+    """Takes what the device sends."""
+    device_control: Floats | None
+    """SCAFFOLD's c_i; None: zero"""
+
+
+@contextmanager
+def use_of_torch(settings: SimulationSettings) -> Iterator[None]:
+    """torch as the settings want it, and afterwards as it was. Raises ConfigError without CUDA."""
+    if settings.device == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            "simulation.device = 'cuda': torch finds no CUDA device here; take 'cpu', or install "
+            "a torch with CUDA"
+        )
+    threads, deterministic = torch.get_num_threads(), torch.backends.cudnn.deterministic
+    if settings.threads is not None:
+        torch.set_num_threads(settings.threads)
+    torch.backends.cudnn.deterministic = True
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.cudnn.deterministic = deterministic
+
+
+class Training:
+    """Trains what is asked for."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        task: Task,
+        strategy: Strategy,
+        devices: int,
+        cancelled: Callable[[], bool],
+    ) -> None:
+        simulation = settings.simulation
+        with torch.random.fork_rng(devices=[]):
+            self.module = task.model().to(simulation.device)
+        self.together = 0
+        self._settings = settings
+        self._task = task
+        self._strategy = strategy
+        self._cancelled = cancelled
+        self._data: dict[int, Dataset[Any]] = {}
+        self._group: together.Together | None = None
+        if simulation.precision == "bfloat16":
+            self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        elif simulation.batched and together.suits(task, self.module, settings.solver):
+            rows = together.rows_of(task, devices, simulation.device)
+            if rows is not None:
+                self._group = together.Together(task, self.module, settings.solver, rows, cancelled)
+
+    @property
+    def width(self) -> int:
+        """Devices that are trained together, at most."""
+        return together.WIDTH if self._group is not None else 1
+
+    def train(self, jobs: Sequence[Job]) -> list[Trained]:
+        """Fills every job's ``into``. Raises Cancelled, and what the task raises."""
+        if self._group is None or len(jobs) < together.LEAST:
+            return [self._alone(job) for job in jobs]
+        try:
+            trained = self._group.train(jobs)
+        except RuntimeError:  # a loss that looks at its values, or draws: alone it may do that
+            self._group = None
+            return self.train(jobs)
+        for job, one in zip(jobs, trained, strict=True):
+            self._as_sent(job, one)
+        self.together += len(jobs)
+        return trained
+
+    def data(self, device: int) -> Dataset[Any]:
+        """A device's data, where the module is."""
+        if device not in self._data:
+            self._data[device] = placed(
+                self._task.device_data(device), self._settings.simulation.device
+            )
+        return self._data[device]
+
+    def _alone(self, job: Job) -> Trained:
+        """One device's training, as a trainer does it."""
+        arrival, controls = job.arrival, self._strategy.controls
+        work = Work(
+            device=arrival.device, task=f"task-{arrival.n}", version=job.version,
+            seed=arrival.seed, steps=arrival.steps, epochs=arrival.epochs,
+            solver=self._settings.solver, cancelled=self._cancelled, base=job.digest,
+            control=job.base.controls if controls else None, device_control=job.device_control,
+        )  # fmt: skip
+        vector.load(job.base, self.module)
+        with self._precision():
+            trained = self._task.train(self.module, self.data(arrival.device), work)
+        vector.read(self.module, job.into)
+        self._as_sent(job, trained)
+        return trained
+
+    def _as_sent(self, job: Job, trained: Trained) -> None:
+        """``into`` holds x_new: makes it what the strategy wants."""
+        into = job.into
+        if self._strategy.sends == "delta":
+            vector.to_delta(into, job.base)
+        if self._strategy.controls and trained.control is not None:
+            into.controls[:] = trained.control
+            if job.device_control is not None:
+                into.controls[:] -= job.device_control
+
+    def _precision(self) -> AbstractContextManager[object]:
+        """How layers compute while they train."""
+        simulation = self._settings.simulation
+        if simulation.precision == "float32":
+            return nullcontext()
+        # Its cache would keep the weights as they were before the first step.
+        return torch.autocast(simulation.device, torch.bfloat16, cache_enabled=False)
+
+
+class Measuring:
+    """Measures models on the task's test data, in float32."""
+
+    def __init__(self, settings: SimulationSettings, task: Task, training: Training) -> None:
+        self._task = task
+        self._training = training
+        data = task.test_data()
+        self._data = placed(data, settings.device) if data is not None else None
+
+    def __call__(self, model: Model) -> dict[str, float]:
+        """The measures; none if there is no test data."""
+        if self._data is None:
+            return {}
+        vector.load(model, self._training.module)
+        return dict(self._task.metrics(self._training.module, self._data))
+
+
+def placed(data: Dataset[Any], device: str) -> Dataset[Any]:
+    """The data on the device, where it is tensors; else as it is, for the loss to move."""
+    if device == "cpu" or type(data) is not TensorDataset:
+        return data
+    return TensorDataset(*(tensor.to(device) for tensor in data.tensors))

@@ -1,0 +1,229 @@
+"""Who trains, from which version, and in which order answers arrive."""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice, pairwise
+
+import pytest
+
+from broker.errors import ConfigError
+from fedstream.config import Settings, read
+from fedstream.simulation.arrivals import Arrival, Event, RoundOver, plan
+
+AFL = (0.19, 0.19, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.01, 0.01)
+
+
+def settings(*sets: str) -> Settings:
+    return read(None, sets)
+
+
+def events(count: int, *sets: str, devices: int = 10) -> list[Event]:
+    return list(islice(plan(settings(*sets), devices), count))
+
+
+def arrivals(count: int, *sets: str, devices: int = 10) -> list[Arrival]:
+    return [event for event in events(count, *sets, devices=devices) if isinstance(event, Arrival)]
+
+
+def latency(*sets: str) -> tuple[str, ...]:
+    return (
+        "simulation.staleness.kind=latency", "devices.latency.kind=uniform",
+        "devices.latency.low_s=0.5", "devices.latency.high_s=1.5", *sets,
+    )  # fmt: skip
+
+
+def test_staleness_is_uniform_among_the_versions_that_exist() -> None:
+    found = arrivals(4000, "simulation.staleness.kind=uniform", "simulation.staleness.most=4")
+    assert all(0 <= one.tau <= one.version for one in found)
+    late = Counter(one.version - one.tau for one in found if one.version >= 4)
+    assert set(late) == {0, 1, 2, 3, 4}
+    assert all(abs(count / late.total() - 0.2) < 0.03 for count in late.values())
+    assert {one.version - one.tau for one in found if one.version == 1} <= {0, 1}
+
+
+def test_one_of_the_last_five_models_is_at_most_four_versions_old() -> None:
+    found = arrivals(2000, "simulation.staleness.kind=recent", "strategy.name=afa-cd")
+    assert {one.version - one.tau for one in found} == {0, 1, 2, 3, 4}
+
+
+def test_without_staleness_everybody_starts_from_the_newest() -> None:
+    found = arrivals(100, "simulation.staleness.kind=none", "strategy.name=fedavg")
+    assert all(one.tau == one.version for one in found)
+    assert [one.version for one in found] == [n // 10 for n in range(100)]
+
+
+def test_a_batch_has_no_device_twice_and_makes_a_version() -> None:
+    found = arrivals(500, "strategy.name=afa-cd", "strategy.buffer_size=5")
+    for version in range(100):
+        batch = found[5 * version : 5 * version + 5]
+        assert len({one.device for one in batch}) == 5
+        assert [one.makes for one in batch] == [False] * 4 + [True]
+        assert {one.version for one in batch} == {version}
+
+
+def test_more_arrivals_than_devices_take_every_device_first() -> None:
+    batch = arrivals(7, "strategy.name=fedbuff", "strategy.buffer_size=7", devices=3)
+    assert {one.device for one in batch[:3]} == {one.device for one in batch[3:6]} == {0, 1, 2}
+
+
+def test_biased_arrivals_come_as_often_as_their_weights_say() -> None:
+    bias = ("simulation.arrivals.kind=biased", f"simulation.arrivals.weights={list(AFL)}")
+    alone = Counter(one.device for one in arrivals(10_000, *bias))
+    assert [alone[device] / 10_000 for device in range(10)] == pytest.approx(AFL, abs=0.012)
+    found = arrivals(10_000, *bias, "strategy.name=afa-cd", "strategy.buffer_size=5")
+    share = Counter(one.device for one in found)
+    assert 0.7 < share[0] / 2000 < 0.85, "without replacement it is not 5 times its weight"
+    assert share[9] / 2000 < 0.12
+
+
+def test_a_plan_is_a_function_of_its_seed() -> None:
+    one, same, other = (arrivals(50, f"run.seed={seed}") for seed in (1, 1, 2))
+    assert one == same
+    assert [a.seed for a in one] != [a.seed for a in other]
+
+
+def test_what_is_too_stale_makes_no_version() -> None:
+    found = arrivals(1000, "simulation.staleness.most=4", "strategy.max_staleness=2")
+    assert all(one.makes == (one.version - one.tau <= 2) for one in found)
+    assert any(not one.makes for one in found)
+
+
+def test_steps_are_drawn_for_every_task() -> None:
+    dynamic = arrivals(2000, "scheduler.steps.kind=uniform", "scheduler.steps.c=5")
+    assert {one.steps for one in dynamic} == set(range(1, 11))
+    assert {one.epochs for one in arrivals(9, "scheduler.steps.kind=epochs")} == {1}
+
+
+def test_nobody_starts_from_a_version_that_was_let_go() -> None:
+    for sets in (
+        ("simulation.staleness.most=7",),
+        latency("scheduler.policy.kind=in_flight", "scheduler.policy.n=5"),
+    ):
+        oldest = 0
+        for one in arrivals(500, *sets):
+            assert one.tau >= oldest
+            oldest = one.oldest
+
+
+def test_latency_makes_stragglers() -> None:
+    found = arrivals(
+        2000,
+        *latency(
+            "scheduler.policy.kind=in_flight",
+            "scheduler.policy.n=8",
+            "devices.slow_devices=[3]",
+            "devices.slow_factor=20",
+        ),
+    )
+    assert all(later.time >= one.time for one, later in pairwise(found))
+    slow = [one.version - one.tau for one in found if one.device == 3]
+    fast = [one.version - one.tau for one in found if one.device != 3]
+    assert slow
+    assert min(slow) > 60
+    assert 4 < sum(fast) / len(fast) < 9, "seven others come while one trains"
+
+
+def test_without_latency_tasks_in_flight_take_turns() -> None:
+    sets = ("simulation.staleness.kind=latency", "scheduler.policy.kind=in_flight")
+    found = arrivals(50, *sets, "scheduler.policy.n=4")
+    assert [one.version - one.tau for one in found] == [0, 1, 2, *[3] * 47]
+
+
+def test_who_vanishes_does_not_arrive() -> None:
+    found = arrivals(
+        300,
+        *latency("scheduler.policy.kind=in_flight", "scheduler.policy.n=4", "devices.dropout=0.5"),
+    )
+    assert found[-1].n > 450
+
+
+def test_a_device_that_rests_finishes_later() -> None:
+    rests = ("devices.availability.kind=diurnal", "devices.availability.period_s=10.0",
+             "devices.availability.share=0.2")  # fmt: skip
+    always = arrivals(200, *latency("scheduler.policy.kind=in_flight", "scheduler.policy.n=5"))
+    resting = arrivals(
+        200, *latency("scheduler.policy.kind=in_flight", "scheduler.policy.n=5", *rests)
+    )
+    assert resting[-1].time > 1.5 * always[-1].time
+
+
+def test_poisson_triggers_come_at_their_rate() -> None:
+    poisson = ("scheduler.policy.kind=poisson", "scheduler.policy.rate=2.0")
+    found = arrivals(1000, *latency(*poisson), devices=100)
+    assert found[-1].time == pytest.approx(500, rel=0.15)
+
+
+def test_anarchic_devices_decide_by_themselves() -> None:
+    anarchic = ("scheduler.policy.kind=none", "trainer.anarchic.rate=0.5")
+    found = arrivals(1000, *latency(*anarchic))
+    assert set(Counter(one.device for one in found)) == set(range(10))
+    assert found[-1].time == pytest.approx(1000 / 10 * (2 + 1), rel=0.15)
+
+
+def test_a_round_ends_with_its_last_device_or_its_time() -> None:
+    rounds = ("strategy.name=fedavg", "strategy.clients_per_round=4")
+    full = events(40, *latency(*rounds))
+    assert all(isinstance(one, Arrival) and one.tau == one.version for one in full)
+    timed = events(
+        200,
+        *latency(*rounds, "scheduler.policy.kind=rounds", "scheduler.policy.k=4",
+                 "scheduler.policy.timeout_s=1.0"),
+    )  # fmt: skip
+    over = [one for one in timed if isinstance(one, RoundOver)]
+    assert over
+    assert any(one.makes for one in over)
+    versions = [one.version for one in timed]
+    assert versions == sorted(versions)
+
+
+def test_a_round_of_all_devices_ends_short_of_k() -> None:
+    found = events(8, *latency("strategy.name=fedavg", "strategy.clients_per_round=9"), devices=3)
+    assert [isinstance(one, RoundOver) for one in found] == [False] * 3 + [True] + [False] * 3 + [
+        True
+    ]
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        (("simulation.arrivals.kind=biased", "simulation.arrivals.weights=[1.0, 2.0]"),
+         "simulation.arrivals.weights has 2 weights, the task has 10 devices"),
+        (latency(), "scheduler.policy.n"),
+        (latency("scheduler.policy.kind=in_flight", "scheduler.policy.n=2", "devices.dropout=1.0"),
+         "devices.dropout"),
+        (latency("strategy.name=fedavg", "scheduler.policy.kind=rounds",
+                 "scheduler.policy.timeout_s=0.1"), "scheduler.policy.timeout_s"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_sense_is_said(sets: tuple[str, ...], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        events(2000, *sets)
+
+
+@pytest.mark.parametrize(
+    "sets",
+    [
+        ("strategy.name=scaffold",),
+        ("solver.kind=scaffold",),
+        ("strategy.name=afa-cd", "strategy.buffer_size=5", "scheduler.policy.kind=rounds",
+         "scheduler.policy.k=4"),
+        ("strategy.name=fedasync", "scheduler.policy.kind=rounds"),
+        ("strategy.name=afa-cs", "strategy.devices=10", "task.devices=9"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_refused_with_both_keys(sets: tuple[str, ...]) -> None:
+    with pytest.raises(ConfigError) as refused:
+        settings(*sets)
+    keys = {item.partition("=")[0] for item in sets}
+    named = [key for key in keys if key in str(refused.value)]
+    assert named
+    assert str(refused.value).count("strategy.") >= 1
+
+
+@pytest.mark.parametrize("name", ["fedbuff", "afa-cd", "afa-cs"])
+def test_rules_with_a_batch_go_with_rounds(name: str) -> None:
+    settings(
+        f"strategy.name={name}", "strategy.buffer_size=5",
+        "scheduler.policy.kind=rounds", "scheduler.policy.k=5",
+    )  # fmt: skip
