@@ -156,8 +156,8 @@ class Model:
     def pages(self) -> memoryview | None:
         """The buffer up to the end of its last page; None if it was given, and may end before."""
         block, start = self.buffer.base, self.buffer.ctypes.data
-        if not isinstance(block, np.ndarray) or start % PAGE:
-            return None
+        if not isinstance(block, np.ndarray) or block.dtype != np.uint8 or start % PAGE:
+            return None  # it is not our own block
         first = start - block.ctypes.data
         filled = self.layout.nbytes + -self.layout.nbytes % PAGE
         return block[first : first + filled].data if first + filled <= block.nbytes else None

@@ -6,6 +6,7 @@ import asyncio
 import atexit
 import io
 import os
+import shlex
 import socket
 import sys
 from collections.abc import Awaitable, Callable
@@ -145,7 +146,10 @@ def run(
             help="digits, mnist, path/to/file.py:attribute or package.module:attribute",
         ),
     ] = None,
-    strategy: Annotated[str | None, typer.Option(metavar="NAME", help="fedasync or fedavg")] = None,
+    strategy: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="fedasync, fedavg, fedbuff, afa-cd, afa-cs, scaffold"),
+    ] = None,
     trainers: Annotated[int, typer.Option(min=1, metavar="N", help="trainer processes")] = 2,
     devices: Annotated[
         int | None, typer.Option(metavar="N", help="devices that the data is split over")
@@ -209,6 +213,108 @@ def run(
     if as_json:
         typer.echo(report.as_json(numbers))
     _leave(code)
+
+
+@app.command()
+def simulate(
+    config: Config = None,
+    task: Annotated[
+        str | None,
+        typer.Option(
+            metavar="TASK",
+            help="digits, mnist, path/to/file.py:attribute or package.module:attribute",
+        ),
+    ] = None,
+    strategy: Annotated[
+        str | None, typer.Option(metavar="NAME", help="instead of strategy.name")
+    ] = None,
+    devices: Annotated[
+        int | None, typer.Option(metavar="N", help="devices that the data is split over")
+    ] = None,
+    updates: Annotated[
+        int | None, typer.Option(metavar="T", help="versions: the run ends with this one")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="for results; runs/NAME-TIME if not given")
+    ] = None,
+    data_root: Annotated[
+        str | None, typer.Option(metavar="DIR", help="of data sets; else FEDSTREAM_DATA")
+    ] = None,
+    sets: Sets = None,
+    journal: Annotated[
+        bool, typer.Option("--journal/--no-journal", help="keep what `fedstream replay` reads")
+    ] = True,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="no progress; the summary as JSON at the end")
+    ] = False,
+) -> None:
+    """Train in virtual time: in this process, without Redis and without waiting for devices.
+
+    The table [simulation] says where staleness comes from and in which order devices arrive. The
+    same configuration gives the same run again.
+
+    Exit codes: 0 finished, 130 interrupted, 1 failed, 2 a wrong configuration.
+    """
+    from fedstream import report
+    from fedstream import simulate as page
+    from fedstream.run import default_out
+
+    settings = _settings(
+        config, sets,
+        task__name=task, strategy__name=strategy, task__devices=devices, run__versions=updates,
+        task__data_root=data_root,
+    )  # fmt: skip
+    folder = out or default_out(settings.run.name, datetime.now().astimezone())
+    code, numbers = page.run(settings, folder, journal=journal, quiet=as_json)
+    if as_json:
+        typer.echo(report.as_json(numbers))
+    _leave(code)
+
+
+@app.command()
+def reproduce(
+    names: Annotated[
+        list[str] | None, typer.Argument(metavar="NAME...", help="of experiments: see --list")
+    ] = None,
+    repeats: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="R", help="of every cell; as many as it says if not given"),
+    ] = None,
+    scale: Annotated[
+        float, typer.Option(min=1.0, metavar="S", help="divide the number of versions by it")
+    ] = 1.0,
+    data_root: Annotated[
+        str | None, typer.Option(metavar="DIR", help="of data sets; else FEDSTREAM_DATA")
+    ] = None,
+    jobs: Annotated[
+        int | None, typer.Option(min=1, metavar="J", help="processes; one for each core")
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="experiments/results/NAME if not given")
+    ] = None,
+    again: Annotated[
+        bool, typer.Option("--again", help="also what is there already, which is replaced")
+    ] = False,
+    listed: Annotated[bool, typer.Option("--list", help="the experiments, and end")] = False,
+) -> None:
+    """Repeat a paper's experiment: raw results, table, pictures, and what held of its claims.
+
+    What is there already is not run again: a command that was interrupted goes on where it was.
+
+    Exit codes: 0 done, 130 interrupted, 1 failed, 2 a wrong command line.
+    """
+    from fedstream import reproduce as page
+
+    if listed:
+        typer.echo("\n".join(page.listed()))
+        return
+    try:
+        page.reproduce(
+            names or (), repeats=repeats, scale=scale, data_root=data_root, processes=jobs,
+            out=out, again=again, command=shlex.join(["fedstream", *sys.argv[1:]]), say=typer.echo,
+        )  # fmt: skip
+    except KeyboardInterrupt:
+        _leave(130)
 
 
 @app.command(rich_help_panel=_LOOKING)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from broker.errors import DataError, FedstreamError, LayoutMismatch
 from broker.layout import Model
 from trainer.task import load_task
-from updater.inspection import Move, distance, history, newest, since
+from updater.inspection import Move, direction, history, newest, since
 from updater.journal import Segment, Standing, Taken
 from updater.mixing import norm
 from updater.rebuild import NotRecorded, is_used
@@ -132,7 +132,7 @@ def _cause(message: Taken, move: Move) -> Cause:
     return Cause(
         device=upload.device, task=upload.task, tau=upload.tau, staleness=message.staleness,
         weight=message.weight, norm=norm(move.update.floats),
-        distance=distance(move.update, move.before), loss=upload.loss,
+        distance=norm(direction(upload, move.update, move.before)), loss=upload.loss,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Annotated
@@ -62,6 +62,7 @@ if TYPE_CHECKING:
 _HEARTBEAT_S = 2.0
 _GOODBYE_S = 2.0  # a Redis that hangs must not outlast the drain
 _LOOK_S = 0.1  # between two looks whether a device has become eligible
+_OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # a workspace of other work, or torch
 _PARTITIONS_KEPT = 64  # data sets of devices that are kept open
 
 
@@ -138,6 +139,7 @@ class Trainer:
         self._base: tuple[Head, Model] | None = None  # the newest version that we have
         self._out: Model | None = None
         self._now: Task | None = None
+        self._saved_for = ""  # the task of which a workspace is in Redis
         self._raised: set[str] = set()
         self._answers = 0
         self._rng = random.Random()  # of back-off and initiative; training is seeded by its task
@@ -252,13 +254,14 @@ class Trainer:
             return  # Redis was emptied; the updater publishes it again
         if run.state == "finished":
             return
-        steps, epochs = initiative.steps.draw(rng)
+        length = initiative.steps.draw(rng)
         trigger = Trigger(
             task=task_id(time.time_ns() // 1_000_000),
             device=rng.choice(self._settings.owns or range(run.devices)),
             seed=rng.getrandbits(63),
-            steps=steps,
-            epochs=epochs,
+            steps=length.steps,
+            epochs=length.epochs,
+            seconds=length.seconds,
             why="own initiative",
             origin=self._name,
         )
@@ -324,6 +327,9 @@ class Trainer:
                 self._done.labels(end).inc()
                 return
             said = await self._said(entry, answer)
+        if self._saved_for == task.task:
+            with suppress(FedstreamError):  # else it expires
+                await self._client.call("UNLINK", self._keys.workspace(task.task))
         self._unsure = None
         self._answers += said
         end = answer.kind if said else "lease lost"
@@ -361,6 +367,10 @@ class Trainer:
         except Cancelled:
             raise
         except Exception as error:
+            if start.saved is not None and isinstance(error, _OF_NO_USE):
+                self._begins_anew(error)
+                await self._client.call("UNLINK", self._keys.workspace(task.task))
+                return await self._answer(task, attempt, started, cancelled)
             await self._report(error, work)
             return give_up(reason=f"raised {type(error).__name__}")
         await self._device_time(simulated.latency_s - (time.monotonic() - started), cancelled)
@@ -369,7 +379,7 @@ class Trainer:
             tau=start.version, base=start.digest, layout=done.model.layout.signature,
             digest=done.digest, size=done.model.layout.nbytes, samples=done.trained.samples,
             steps=done.trained.steps, lr=self._solver.lr, loss=done.trained.loss,
-            seconds=time.monotonic() - started, sends=self._sends,
+            seconds=time.monotonic() - started, seed=task.seed, sends=self._sends,
         )  # fmt: skip
 
     async def _trained(self, start: _Start, work: Work, cancelled: Callable[[], bool]) -> _Answered:
@@ -417,13 +427,17 @@ class Trainer:
             saved = Workspace.decode(data)
             saved.models(self._layout.without_controls())
         except FedstreamError as error:
-            self._context.log.warning("workspace of no use: begun anew", reason=str(error))
+            self._begins_anew(error)
             return None
+        self._saved_for = task.task
         self._context.log.info("goes on from a workspace", version=saved.version, step=saved.step)
         return saved
 
+    def _begins_anew(self, error: Exception) -> None:
+        self._context.log.warning("workspace of no use: begun anew", reason=str(error))
+
     async def _save(self, task: str, workspace: Workspace | None) -> None:
-        """Keeps a workspace for whoever goes on with the task."""
+        """Keeps a workspace for whoever goes on with the task; without one it begins anew."""
         if workspace is None:
             return
         data = workspace.encode()
@@ -431,7 +445,12 @@ class Trainer:
             self._context.log.warning("workspace too large to be saved", bytes=len(data))
             return
         expire_ms = round(self._settings.workspace_expiry_s * 1000)
-        await self._client.call("SET", self._keys.workspace(task), data, "PX", expire_ms)
+        try:
+            await self._client.call("SET", self._keys.workspace(task), data, "PX", expire_ms)
+        except FedstreamError as error:
+            self._context.log.warning("workspace not saved", reason=str(error))
+            return
+        self._saved_for = task
         self._context.log.info("workspace saved", step=workspace.step, bytes=len(data))
 
     def _is_eligible(self, device: int) -> bool:

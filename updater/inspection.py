@@ -14,6 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from broker.layout import Floats, Model
+from broker.messages import Upload
 from updater.journal import (
     SUFFIX,
     Entry,
@@ -415,9 +416,9 @@ class Share:
     staleness: Mean = field(default_factory=Mean)
     weight: Mean = field(default_factory=Mean)
     loss: Mean = field(default_factory=Mean)
-    norm: Mean = field(default_factory=Mean)  # of x_new
+    norm: Mean = field(default_factory=Mean)  # of what was sent, x_new or a delta
     distance: Mean = field(default_factory=Mean)  # of x_new from x, which it was mixed into
-    cosine: Mean = field(default_factory=Mean)  # between x_new - x and the model's way from there
+    cosine: Mean = field(default_factory=Mean)  # between that direction and the model's way from x
 
 
 @dataclass(frozen=True, slots=True)
@@ -428,18 +429,21 @@ class _Course:
     directions: list[tuple[int, Floats]]
 
 
-def distance(a: Model, b: Model) -> float:
-    """The Euclidean distance of two models."""
-    return norm(np.subtract(a.floats, b.floats))
+def direction(upload: Upload, sent: Model, x: Model) -> Floats:
+    """Where an update wants the parameters to go: x_new - x, x being the model that it was mixed
+    into; of a device that sends it x_new - x_tau."""
+    if upload.sends == "delta":
+        return sent.parameters
+    return np.subtract(sent.parameters, x.parameters)
 
 
 def stats(chain: Sequence[Segment], ahead: int) -> dict[int, Share]:
     """What each device brought, by its number.
 
-    ``cosine`` compares an update's direction x_new - x, x being the model it was mixed into, with
-    the way the model went in the ``ahead`` versions after the one with the update in it. Updates
-    that fewer versions followed are left out of it. Of large models 65,536 numbers, evenly spaced,
-    stand for the whole, so that memory holds ``ahead`` versions' directions whatever their size.
+    ``cosine`` compares an update's direction with the way the model went in the ``ahead`` versions
+    after the one with the update in it. Updates that fewer versions followed are left out of it. Of
+    large models 65,536 numbers, evenly spaced, stand for the whole, so that memory holds ``ahead``
+    versions' directions whatever their size.
     """
     shares: dict[int, Share] = {}
     courses: deque[_Course] = deque()
@@ -448,14 +452,14 @@ def stats(chain: Sequence[Segment], ahead: int) -> dict[int, Share]:
         message = move.message
         if isinstance(message, Taken):
             share = shares.setdefault(message.upload.device, Share())
-            direction = _count(share, message, move)
-            if direction is not None:
-                arriving.append((message.upload.device, direction))
+            wanted = _count(share, message, move)
+            if wanted is not None:
+                arriving.append((message.upload.device, wanted))
         if isinstance(message, Standing) or move.after is None:  # the course breaks off here
             courses.clear()
             arriving.clear()
         elif move.is_made:
-            courses.append(_Course(_sampled(move.after).copy(), arriving))
+            courses.append(_Course(_sampled(move.after.parameters).copy(), arriving))
             arriving = []
             if len(courses) > ahead:
                 _compare(courses.popleft(), courses[-1].model, shares)
@@ -476,19 +480,19 @@ def _count(share: Share, message: Taken, move: Move) -> Floats | None:
     share.norm.add(norm(move.update.floats))
     if move.before is None:
         return None
-    share.distance.add(distance(move.update, move.before))
-    return _sampled(move.update) - _sampled(move.before)
+    wanted = direction(message.upload, move.update, move.before)
+    share.distance.add(norm(wanted))
+    return _sampled(wanted).copy()
 
 
-def _sampled(model: Model) -> Floats:
-    every = -(-model.layout.floats // _SAMPLE) or 1
-    return model.floats[::every]
+def _sampled(parameters: Floats) -> Floats:
+    return parameters[:: -(-parameters.size // _SAMPLE) or 1]
 
 
 def _compare(course: _Course, later: Floats, shares: Mapping[int, Share]) -> None:
     way = later - course.model
     length = norm(way)
-    for device, direction in course.directions:
-        both = length * norm(direction)
+    for device, wanted in course.directions:
+        both = length * norm(wanted)
         if both > 0:  # what does not move has no direction
-            shares[device].cosine.add(float(np.dot(way, direction)) / both)
+            shares[device].cosine.add(float(np.dot(way, wanted)) / both)

@@ -133,6 +133,7 @@ class Standing(Message):
     made: tuple[Contribution, ...] = ()  # the updates in the version
     finished: str | None = None  # why the run is over
     here: tuple[Count, ...] = ()  # devices whose vectors are the records that follow
+    again: tuple[Count, ...] = ()  # those of them that are as they were: their segment went
     elsewhere: tuple[tuple[Count, Name], ...] = ()  # and the segments where the others' are
 
 
@@ -249,6 +250,7 @@ class Segment:
             self.standing = standing.message.model_copy(update={"done": ()})
             self.standing_record = replace(standing, message=self.standing)
             self.layout = Layout.decode(self.head.layout)
+            self.elsewhere = dict(self.standing.elsewhere)  # device -> segment with its vector
             self.begun = self.standing_record.end  # offset behind the beginning
             for record, _ in self.vectors():
                 self.begun = record.end
@@ -379,7 +381,8 @@ class Segment:
 def segments(folder: Path) -> list[Segment]:
     """The segments that count, oldest first, each but the last up to its successor's cut.
 
-    None: there is no journal. Segments of writers that were fenced are left out. Raises
+    None: there is no journal. Segments of writers that were fenced are left out, and the oldest
+    ones that cannot be rebuilt, since devices' vectors went with what was before them. Raises
     JournalError for a foreign file, and if one is missing in the middle.
     """
     try:
@@ -409,7 +412,22 @@ def segments(folder: Path) -> list[Segment]:
         for segment in chain:
             segment.close()
         raise
-    return chain[::-1]
+    return _with_vectors(chain, set(names))[::-1]
+
+
+def _with_vectors(chain: list[Segment], names: set[str]) -> list[Segment]:
+    """The segments, newest first, as far as their devices' vectors are there.
+
+    One whose segment is gone may be in a later segment again: it is looked for there.
+    """
+    again: dict[int, str] = {}  # device -> where its vector is, if it is the same in the next one
+    for number, segment in enumerate(chain):
+        gone = {device for device, name in segment.elsewhere.items() if name not in names}
+        if number and not gone <= again.keys():
+            return chain[:number]
+        segment.elsewhere |= {device: again[device] for device in gone & again.keys()}
+        again = segment.elsewhere | dict.fromkeys(segment.standing.again, segment.path.name)
+    return chain
 
 
 def cuts(chain: Sequence[Segment]) -> Iterator[tuple[Segment, int | None]]:
@@ -458,7 +476,8 @@ class Writer:
             for device in standing.here:
                 if vectors is None:
                     raise RuntimeError("a standing with vectors, without them")
-                vector = vector_of(vectors[device])
+                # Copied: rows of one array are not pages of their own.
+                vector = vector_of(vectors[device]).copy()
                 self.append(DeviceVector(device=device, digest=vector.digest()), vector)
             self.sync()
             _named(aside, self.path)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TypeGuard
 
 from broker.layout import Model, vector_of
 from broker.ledger import End, counted
-from broker.messages import Contribution, Message
+from broker.messages import Contribution, Message, Upload
 from updater.journal import (
     JournalDamaged,
     JournalError,
@@ -20,6 +21,8 @@ from updater.journal import (
 )
 from updater.progress import Progress, Step, close_round, take
 from updater.strategies import DeviceVectors, Memory, State, Strategy, strategy_of
+
+_SHORT = 1e-30  # gamma H; less is no training
 
 
 class Diverged(JournalError):
@@ -134,17 +137,23 @@ class Rebuild:
 
 def _vectors(segment: Segment, strategy: Strategy) -> DeviceVectors | None:
     """What the strategy remembers of the devices, from wherever it was last written."""
-    said = segment.standing
-    if strategy.devices is None or not (said.here or said.elsewhere):
+    here, elsewhere = segment.standing.here, segment.elsewhere
+    if strategy.devices is None or not (here or elsewhere):
         return None
     vectors = DeviceVectors(strategy.devices, segment.layout.parameters)
     wanted: dict[str, set[int]] = {}
-    for device, name in said.elsewhere:
+    for device, name in elsewhere.items():
         wanted.setdefault(name, set()).add(device)
-    _load(segment, set(said.here), vectors)
+    _load(segment, set(here), vectors)
     for name, devices in wanted.items():
-        with Segment(segment.path.with_name(name)) as older:
-            _load(older, devices, vectors)
+        path = segment.path.with_name(name)
+        if not path.exists():
+            raise JournalError(
+                f"{path}: is missing, but {segment.path.name} needs it for the vectors of "
+                f"{len(devices)} devices, {min(devices)} among them: put it back"
+            )
+        with Segment(path) as other:
+            _load(other, devices, vectors)
     vectors.changed.clear()
     return vectors
 
@@ -169,6 +178,16 @@ def _made(version: int, digest: str | None) -> str:
 def is_used(message: Message) -> TypeGuard[Taken]:
     """Whether a record is of an update that went into a model."""
     return isinstance(message, Taken) and message.outcome in ("applied", "buffered")
+
+
+def unfit(rule: Strategy, upload: Upload) -> str:
+    """Why a rule has no use for an update, for what it says of itself; '' if it has."""
+    if rule.devices is not None and upload.device >= rule.devices:
+        return "unknown device"
+    # Its inverse must be a float32, and zero times that be zero.
+    if rule.per_step and not (upload.steps > 0 and _SHORT <= upload.lr * upload.steps < math.inf):
+        return "no steps"
+    return ""
 
 
 def recorded(record: Record, update: Model | None) -> Model:
@@ -216,7 +235,7 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
         counts=said.counts, done={row[0]: End(*row) for row in segment.done()},
         rounds=list(said.rounds), forgotten=said.forgotten, finished=said.finished,
         end=segment.begun,
-        stored=dict.fromkeys(said.here, segment.path.name) | dict(said.elsewhere),
+        stored=dict.fromkeys(said.here, segment.path.name) | segment.elsewhere,
     )  # fmt: skip
     for record in segment.records():
         message = record.message

@@ -122,10 +122,15 @@ class Recorder:
                 sync_file(after)
             name = name_of(head.epoch, head.number)
             outlived = self._outlived(name)
-            here = self._due(vectors, {path.name for path in outlived})
+            changed, gone = self._due(vectors, {path.name for path in outlived})
+            here = changed | gone
             elsewhere = {d: where for d, where in self.stored.items() if d not in here}
             said = standing.model_copy(
-                update={"here": tuple(sorted(here)), "elsewhere": tuple(elsewhere.items())}
+                update={
+                    "here": tuple(sorted(here)),
+                    "again": tuple(sorted(gone - changed)),
+                    "elsewhere": tuple(elsewhere.items()),
+                }
             )
             needs = head.model_copy(update={"needs": (VECTORS,) if vectors else ()})
             writer = Writer(self.folder, needs, said, *models, vectors=vectors)
@@ -143,13 +148,16 @@ class Recorder:
             before.close()
         self._since = _Since(time.monotonic(), self._writer.size)
 
-    def _due(self, vectors: DeviceVectors | None, outlived: set[str]) -> set[int]:
-        """The devices whose vectors a new segment has to hold."""
+    def _due(self, vectors: DeviceVectors | None, outlived: set[str]) -> tuple[set[int], set[int]]:
+        """The devices whose vectors a new segment has to hold: they changed, or their segment
+        goes, or an operator who made room has deleted it.
+        """
         if vectors is None:
             self.stored = {}
-            return set()
-        lost = {device for device, name in self.stored.items() if name in outlived}
-        return vectors.changed | lost
+            return set(), set()
+        names = set(self.stored.values())
+        gone = {name for name in names if name in outlived or not (self.folder / name).exists()}
+        return set(vectors.changed), {d for d, name in self.stored.items() if name in gone}
 
     async def append(
         self, records: Sequence[tuple[Taken | RoundClosed | None, Sequence[Model]]]

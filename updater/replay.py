@@ -34,8 +34,8 @@ from updater.journal import (
     segments,
 )
 from updater.progress import Progress, Step, close_round, take
-from updater.rebuild import Diverged, NotRecorded, Rebuild, is_used, recorded
-from updater.strategies import Rule, Strategy, strategy_of
+from updater.rebuild import Diverged, NotRecorded, Rebuild, is_used, recorded, unfit
+from updater.strategies import Memory, Rule, Strategy, strategy_of
 
 Cut: TypeAlias = tuple[Segment, int | None]  # and the bytes of it that count
 
@@ -97,7 +97,11 @@ class WhatIf:
         message, before = record.message, self.progress
         used = [before.state.model]
         step = Step(before)
-        if is_used(message) and message.upload.device not in self._without:
+        if (
+            is_used(message)
+            and message.upload.device not in self._without
+            and not unfit(self.rule, message.upload)  # a live updater would refuse it
+        ):
             spare = self._free.pop() if self._free else Model(before.state.model.layout)
             used.append(spare)
             # Its staleness is the fact: this rule may have made fewer versions by now.
@@ -301,7 +305,10 @@ class Replayer:
             begun = begun or version >= self.begin
             if begun and self.changed and what_if is None and was is not None:
                 start = _copied(was.progress) if self._beside else was.progress
-                what_if = WhatIf(self._rule(segment), start, self._without)
+                rule = self._rule(segment)
+                if type(rule) is not type(was.strategy):  # another's memory is no use to it
+                    start = replace(start, state=replace(start.state, memory=Memory()), held=())
+                what_if = WhatIf(rule, start, self._without)
                 was = was if self._beside else None
 
     def _continue(self, was: Rebuild, segment: Segment) -> None:

@@ -58,9 +58,9 @@ from updater.journal import (
 )
 from updater.mixing import norm
 from updater.progress import Progress, Step, close_round, take
-from updater.rebuild import Recovered, end_of, recovered, standing_of
+from updater.rebuild import Recovered, end_of, recovered, standing_of, unfit
 from updater.recorder import Recorder
-from updater.strategies import Memory, State, StrategySettings
+from updater.strategies import DeviceVectors, Memory, State, StrategySettings, strategy_of
 
 T = TypeVar("T")
 
@@ -306,8 +306,6 @@ class Updater:
             found = await self._from_redis(newest, found, head)
         self._take_over(found, run)
         await self._begin_segment("continued", after=newest, cut=found.end)
-        if found.progress is not None:
-            await self._hand_out(found.progress.state)
         self._context.log.info(
             "recovered", version=found.version, records=found.records,
             torn_bytes=found.torn_bytes, seconds=round(time.monotonic() - began, 3),
@@ -353,6 +351,12 @@ class Updater:
                 f"strategy.name: run {self._keys.name!r} was created with "
                 f"{head.strategy.get('name')}, not {self._rule.name}; use another run.name and "
                 "journal.dir"
+            )
+        was, now = strategy_of(head.strategy, head.devices), self._rule.build(head.devices)
+        if was.devices != now.devices:
+            raise ConfigError(
+                f"strategy.devices: run {self._keys.name!r} was created with {was.devices}, not "
+                f"{now.devices}: a mean over all of them cannot change its number"
             )
 
     def _foreign(self, what: str, *, here: bool = False) -> ConfigError:
@@ -404,7 +408,7 @@ class Updater:
         self._made = ()
         # What was remembered of the devices is as good as it was; a batch begins anew.
         known = self._progress.state.memory.devices if self._progress else None
-        state = State(head.version, model, Memory(devices=known))
+        state = State(head.version, model, Memory(devices=await self._handed_out(run, known)))
         progress = Progress(state, mean_staleness=head.mean_staleness)
         self._go_on_from(progress, head.digest, head.time)
         self._unwritten = []
@@ -485,6 +489,8 @@ class Updater:
             self._ahead = head
         elif head.digest != self._digest:
             raise self._foreign(f"another version {head.version} than the journal")
+        elif epoch != self._epoch:
+            await self._hand_out(progress.state)
         self._kept = await self._ledger.kept()
         self._epoch = epoch
 
@@ -505,6 +511,7 @@ class Updater:
         )  # fmt: skip
         key = self._keys.model(version.blob)
         await blobs.write(self._client, key, state.model, expire_s=_UNPUBLISHED_S)
+        await self._hand_out(state)  # whoever sees the version finds them
         reply = await self._ledger.create(
             self._lease.token, run, version, counts=self._counts,
             held=tuple(one.device for one in progress.held),
@@ -513,7 +520,6 @@ class Updater:
         if reply != "created":  # emptied once more
             await pause(self._context.stop, _LOST_S)
             return
-        await self._hand_out(state)
         self._kept = await self._ledger.kept()
         self._epoch = epoch
         await self._forget_fetches()
@@ -719,10 +725,8 @@ class Updater:
             return "too old"  # nobody could say whether it was applied before
         if limit is not None and state.version - upload.tau > limit:
             return "too stale"
-        if rule.devices is not None and upload.device >= rule.devices:
-            return "unknown device"
-        if rule.per_step and not (upload.steps > 0 and 0 < upload.lr * upload.steps < math.inf):
-            return "no steps"
+        if (why := unfit(rule, upload)) != "":
+            return why
         if upload.sends != rule.sends:
             return f"sends a {upload.sends}"
         return "" if upload.layout == state.model.layout.signature else "layout"
@@ -944,9 +948,25 @@ class Updater:
         vectors = state.memory.devices
         if vectors is None or not self._strategy.controls:
             return
+        await self._recorder.check_last()  # these writes show no token
         for device in vectors.heard & devices if devices else vectors.heard:
             vector = vector_of(vectors[device])
             await blobs.keep(self._client, self._keys.device(device), vector)
+
+    async def _handed_out(self, run: Run, known: DeviceVectors | None) -> DeviceVectors | None:
+        """What the devices have to know as Redis has it; what it has not, as it was known."""
+        rule = self._rule.build(run.devices)
+        if not rule.controls or rule.devices is None:
+            return known
+        vectors = known or DeviceVectors(rule.devices, run.layout.parameters)
+        for device in range(len(vectors)):
+            vector = Model(vector_of(vectors[device]).layout)
+            try:
+                if await blobs.recall(self._client, self._keys.device(device), vector):
+                    vectors.write(device)[:] = vector.floats
+            except (BlobDamaged, BlobMissing) as error:
+                self._context.log.warning("a device's vector is lost", reason=str(error))
+        return vectors
 
     def _end(self, run: Run) -> None:
         """The run is over: by its last version, or because somebody said so."""

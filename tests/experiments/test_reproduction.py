@@ -1,0 +1,316 @@
+"""Experiments on a tiny task: what is run, kept, gone on with, shown, and refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from broker.errors import ConfigError, DataError
+from experiments import reproduction, running
+from experiments.reproduction import (
+    Cell,
+    Claim,
+    Experiment,
+    Panel,
+    Picture,
+    Results,
+    Row,
+    Sweep,
+    catalogue,
+    settings_of,
+)
+from experiments.running import Job, Store, jobs_of, run, thinned
+from experiments.showing import DIFFERENCES, TABLE, show, table
+from fedstream import reproduce as command
+from fedstream.simulation import VersionMade
+
+TASK = """
+import torch
+from fedstream import Task
+
+class Tiny(Task):
+    devices = 4
+
+    def model(self):
+        return torch.nn.Linear(3, 2)
+
+    def device_data(self, device):
+        x = torch.randn(20, 3, generator=torch.Generator().manual_seed(device))
+        return torch.utils.data.TensorDataset(x, (x[:, 0] > 0).long())
+
+    def test_data(self):
+        return self.device_data(99)
+"""
+
+
+def claims(results: Results) -> list[Claim]:
+    fast, slow = results.mean("fast"), results.mean("slow", "last")
+    return [
+        Claim("Fast is fast.", fast > 0, f"It reached {fast:.4f}."),
+        Claim("Slow is slow.", slow > 1, f"It reached {slow:.4f}."),
+        Claim("It lasts.", None, "Too short."),
+    ]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
+    """Two cells, two repeats and three."""
+    task = tmp_path_factory.mktemp("task") / "a_tiny_task.py"
+    task.write_text(TASK)
+    return Experiment(
+        name="tiny",
+        title="Tiny",
+        source="A paper, table 1",
+        base={
+            "task.name": f"{task}:Tiny",
+            "run.versions": 40,
+            "solver.batch_size": 5,
+            "strategy.name": "fedasync",
+            "strategy.alpha": 0.5,
+            "strategy.alpha_schedule.kind": "step",
+            "strategy.alpha_schedule.at": 16,
+            "simulation.evaluate_every": 2,
+            "simulation.threads": 1,
+        },
+        cells=(
+            Cell("fast", {"solver.lr": 0.5}, paper=0.9),
+            Cell("slow", {"solver.lr": 0.1}, repeats=3),
+        ),
+        repeats=2,
+        tolerance=0.5,
+        points=5,
+        pictures=(
+            Picture(
+                "curves.png",
+                "Tiny",
+                (
+                    Panel("Accuracy", {"fast": "fast", "slow": "slow"}, x="gradients"),
+                    Panel("Loss", {"fast": "fast"}, y="training_loss", log=True),
+                    Sweep("Rate", {"all": {0.1: "slow", 0.5: "fast"}}),
+                ),
+            ),
+        ),
+        claims=claims,
+        notes=("A note.",),
+    )
+
+
+# what is run
+
+
+def test_a_cells_keys_win_over_the_bases_and_the_repeat_is_the_seed(tiny: Experiment) -> None:
+    keys = tiny.sets(tiny.cells[0], 3, 1.0)
+    settings = settings_of(keys)
+    assert settings.solver.lr == 0.5
+    assert settings.run.seed == settings.task.seed == 3
+
+
+def test_another_kind_drops_what_the_base_said_of_the_table(tiny: Experiment) -> None:
+    cell = Cell("other", {"strategy.name": "fedavg", "strategy.clients_per_round": 2})
+    keys = tiny.sets(cell, 0, 1.0)
+    assert "strategy.alpha" not in keys
+    assert "strategy.alpha_schedule.at" not in keys
+    assert settings_of(keys).strategy.name == "fedavg"
+
+
+def test_the_scale_divides_the_versions_and_the_decay_stays_where_it_was(tiny: Experiment) -> None:
+    keys = tiny.sets(tiny.cells[0], 0, 4.0)
+    assert keys["run.versions"] == 10
+    assert keys["strategy.alpha_schedule.at"] == 4
+    assert keys["simulation.evaluate_every"] == 1
+    assert keys["solver.lr"] == 0.5
+
+
+def test_repeats_are_the_cells_own_unless_they_are_given(tiny: Experiment) -> None:
+    def count(repeats: int | None) -> dict[str, int]:
+        jobs = jobs_of(tiny, repeats=repeats, scale=1.0, data_root=None)
+        return {c.label: sum(job.cell == c.label for job in jobs) for c in tiny.cells}
+
+    assert count(None) == {"fast": 2, "slow": 3}
+    assert count(1) == {"fast": 1, "slow": 1}
+
+
+def test_a_configuration_is_told_from_another_but_not_by_where_the_data_lies(
+    tiny: Experiment,
+) -> None:
+    def digest(experiment: Experiment, data_root: str | None = None) -> str:
+        return jobs_of(experiment, repeats=1, scale=1.0, data_root=data_root)[0].configuration
+
+    assert digest(tiny) == digest(tiny, "/elsewhere")
+    assert digest(tiny) != digest(replace(tiny, base={**tiny.base, "strategy.alpha": 0.6}))
+
+
+def test_every_experiment_that_there_is_can_be_configured() -> None:
+    for experiment in catalogue().values():
+        labels = [cell.label for cell in experiment.cells]
+        assert len(set(labels)) == len(labels)
+        for cell in experiment.cells:
+            settings_of(experiment.sets(cell, 0, 1.0))
+
+
+# what is kept
+
+
+def test_a_run_leaves_rows_curves_a_table_and_pictures(tiny: Experiment, tmp_path: Path) -> None:
+    folder, said = tmp_path / "out", list[str]()
+    results = run(tiny, folder, command="reproduce tiny", say=said.append)
+    show(tiny, results, folder, "reproduce tiny")
+    assert [len(results.of("fast")), len(results.of("slow"))] == [2, 3]
+    row = results.of("fast")[0]
+    assert (row.state, row.versions, row.updates) == ("finished", 40, 40)
+    assert row.gradients == 40 * 5
+    x, mean, deviation = results.curve("fast", "gradients", "accuracy")
+    assert x.tolist() == [0, 50, 100, 150, 200]
+    assert results.at("fast", "gradients", 75, "accuracy") == pytest.approx(mean[1:3].mean())
+    assert (deviation >= 0).all()
+    assert mean[-1] == pytest.approx(results.mean("fast", "last"))
+    about = json.loads((folder / "about.json").read_text())
+    assert about["calls"][0]["command"] == "reproduce tiny"
+    assert about["runs"] == 5
+    assert about["cells"]["fast"] == {"paper": 0.9, "solver.lr": 0.5}
+    assert len(said) == 1 + 5
+    text = (folder / TABLE).read_text()
+    assert "full length, 2 or 3 repeats" in text
+    assert "| fast | 0.9000 | " in text
+    assert "Within 0.5 of the paper: 1 of 1 cells." in text
+    assert "**held**: Fast is fast." in text
+    assert "**did not hold**: Slow is slow." in text
+    assert "**not tested at this scale**: It lasts." in text
+    assert {path.name for path in folder.glob("*.png")} == {"curves.png", DIFFERENCES}
+
+
+def test_a_run_that_is_there_is_not_run_again(
+    tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[tuple[str, int]] = []
+
+    def counted(job: Job) -> tuple[Row, reproduction.Points]:
+        if len(done) == 3:
+            raise KeyboardInterrupt
+        done.append((job.cell, job.repeat))
+        return honest(job)
+
+    honest = running.run_job
+    monkeypatch.setattr(running, "run_job", counted)
+    with pytest.raises(KeyboardInterrupt):
+        run(tiny, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "about.json").read_text())["runs"] == 3
+    for name in ("results.csv", "curves.csv"):  # as if it had been killed while it wrote
+        with (tmp_path / "out" / name).open("a") as file:
+            file.write("slow,2,1")
+    first = Store(tmp_path / "out").results()
+    monkeypatch.setattr(running, "run_job", honest)
+    resumed = run(tiny, tmp_path / "out")
+    assert len(resumed.rows) == 5
+    assert [row for row in resumed.rows if (row.cell, row.repeat) in done] == first.rows
+    whole = run(tiny, tmp_path / "whole")
+    for row, same in zip(whole.rows, resumed.rows, strict=True):
+        assert replace(row, seconds=0) == replace(same, seconds=0)
+        for name, values in whole.curves[row.cell, row.repeat].items():
+            np.testing.assert_array_equal(values, resumed.curves[row.cell, row.repeat][name])
+
+
+def test_only_what_is_configured_otherwise_is_run_again(tiny: Experiment, tmp_path: Path) -> None:
+    before = run(tiny, tmp_path)
+    cells = (Cell("fast", {"solver.lr": 0.4}), tiny.cells[1])
+    said: list[str] = []
+    after = run(replace(tiny, cells=cells), tmp_path, say=said.append)
+    assert said[0] == "tiny: 5 runs, 3 of them are there"
+    assert after.of("slow") == before.of("slow")
+    assert after.of("fast") != before.of("fast")
+    fewer = run(replace(tiny, cells=cells), tmp_path, repeats=1)
+    assert fewer.rows == after.rows  # repeats that are there stay
+    again = run(tiny, tmp_path, repeats=1, again=True)
+    assert len(again.rows) == 2
+
+
+def test_results_of_another_scale_are_not_mixed_in(tiny: Experiment, tmp_path: Path) -> None:
+    results = run(tiny, tmp_path, repeats=1, scale=10)
+    assert results.of("fast")[0].versions == 4
+    assert "T divided by 10, 1 repeat" in (text := table(tiny, results, ""))
+    assert "Within" not in text  # the paper's numbers are of its own length
+    with pytest.raises(ConfigError, match="holds results at scale 10, not 1: give --scale 10"):
+        run(tiny, tmp_path)
+    assert run(tiny, tmp_path, repeats=1, again=True).of("fast")[0].versions == 40
+
+
+def test_processes_side_by_side_give_the_same(tiny: Experiment, tmp_path: Path) -> None:
+    alone = run(tiny, tmp_path / "one", repeats=1)
+    together = run(tiny, tmp_path / "two", repeats=1, processes=2)
+    for cell in ("fast", "slow"):
+        assert alone.values(cell).tolist() == together.values(cell).tolist()
+
+
+def test_claims_wait_until_every_cell_was_run(tiny: Experiment, tmp_path: Path) -> None:
+    results = run(replace(tiny, cells=tiny.cells[:1]), tmp_path, repeats=1)
+    text = table(tiny, results, "")
+    assert "| slow |  | not run | | | 0 |" in text
+    assert "Not judged: 1 cells were not run yet." in text
+
+
+def test_a_cell_beyond_the_tolerance_is_named(tiny: Experiment, tmp_path: Path) -> None:
+    far = replace(tiny, cells=(Cell("fast", {}, paper=0.1), Cell("slow", {})), tolerance=0.02)
+    results = run(far, tmp_path, repeats=1)
+    text = table(far, results, "")
+    assert "Within 0.02 of the paper: 0 of 1 cells; not: fast." in text
+    assert f"**{results.mean('fast') - 0.1:+.4f}**" in text
+
+
+def test_a_curve_keeps_some_versions_and_the_losses_between_them() -> None:
+    def made(version: int) -> VersionMade:
+        metrics = {"accuracy": 0.5, "loss": 1.0} if version % 2 == 0 else {}
+        loss = None if version == 0 else float(version)
+        return VersionMade(version, (), version, version, 0.0, 0, 0.0, loss, metrics)
+
+    curve = thinned([made(version) for version in range(9)], 3)
+    assert curve["version"].tolist() == [0, 4, 8]
+    assert np.isnan(curve["training_loss"][0])
+    assert curve["training_loss"][1:].tolist() == [2.5, 6.5]
+
+
+# what is refused
+
+
+def ask(names: Sequence[str], out: Path | None = None, data_root: str | None = None) -> None:
+    command.reproduce(
+        names, repeats=1, scale=50.0, data_root=data_root, processes=1, out=out, again=False,
+        command="reproduce", say=lambda _: None,
+    )  # fmt: skip
+
+
+def test_the_command_runs_an_experiment_by_its_name(
+    tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reproduction, "catalogue", lambda: {"tiny": tiny})
+    ask(["tiny"], tmp_path / "out")
+    assert (tmp_path / "out" / TABLE).is_file()
+    assert command.listed() == ["tiny                       2 cells  Tiny"]
+
+
+def test_an_unknown_name_is_answered_with_those_that_there_are(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"no experiment nope; there are .*afl-mnist-table2"):
+        ask(["afl-mnist-table2", "nope"])
+    with pytest.raises(ConfigError, match="which experiment"):
+        ask([])
+    with pytest.raises(ConfigError, match="--out is one experiment's folder"):
+        ask(["afl-mnist-table2", "afl-mnist-table3"], tmp_path)
+
+
+def test_missing_data_is_an_error_that_says_where_it_was_sought(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=f"is not in {tmp_path}"):
+        ask(["afl-mnist-table2"], tmp_path / "out", str(tmp_path))
+
+
+def test_a_metric_that_the_task_does_not_measure_is_named(tiny: Experiment, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cell 'fast': the task measures no perplexity"):
+        run(replace(tiny, metric="perplexity"), tmp_path, repeats=1, scale=50)
+
+
+def test_results_that_there_are_not_are_named() -> None:
+    with pytest.raises(ConfigError, match="there are no results of the cell 'fast'"):
+        Results([], {}, 1.0).mean("fast")

@@ -1,0 +1,495 @@
+"""Tasks that one trainer begins and another one, or another hour, ends: with the same update."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from structlog.testing import capture_logs
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from broker import blobs
+from broker.client import RedisSettings
+from broker.errors import ConfigError
+from broker.keys import TRAINERS
+from broker.layout import Floats, Model, vector_of
+from broker.ledger import Commit
+from broker.messages import GiveUp, Upload, decode
+from broker.streams import Group
+from runtime.tasks import LeaseSettings
+from tests.support import Hand, Proxy, context, counted, model_of, running, wait_until
+from trainer.devices import DeviceSettings, OnOff
+from trainer.service import Trainer, TrainerSettings
+from trainer.solvers import Scaffold, Sgd, SolverSettings, Work, solve
+from trainer.task import Task
+from trainer.vector import layout_of, load, read
+from trainer.workspace import Workspace
+
+H = 7
+HELD = 3  # the step in whose middle the task is interrupted
+
+
+class Steps(Task):
+    """Counts its steps, of which one can be held; dropout and BatchNorm have a state of their own.
+
+    Trainers that are given the same one share its count and its gate.
+    """
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.hold: int | None = None
+        self.gate = threading.Event()
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 2))
+
+    def device_data(self, device: int) -> Dataset[Any]:
+        draw = torch.Generator().manual_seed(device)
+        return TensorDataset(
+            torch.randn(40, 4, generator=draw), torch.randint(2, (40,), generator=draw)
+        )
+
+    def loss(self, model: nn.Module, batch: Any) -> torch.Tensor:
+        self.steps += 1
+        if self.steps == self.hold:
+            assert self.gate.wait(10)
+        return super().loss(model, batch)
+
+    def begins(self, hold: int | None = None) -> None:
+        """Counts from zero; the step ``hold`` waits for the gate."""
+        self.steps, self.hold = 0, hold
+        self.gate.clear()
+
+    def held(self) -> bool:
+        """Whether it is in the middle of that step."""
+        return self.steps == self.hold
+
+
+SGD = Sgd(lr=0.1, batch_size=10, momentum=0.5)
+SCAFFOLD = Scaffold(lr=0.1, batch_size=10)
+RUNS = pytest.mark.parametrize(
+    ("solver", "sends"),
+    [(SGD, "model"), (SGD, "delta"), (SCAFFOLD, "delta")],
+    ids=["models", "deltas", "scaffold"],
+)
+Make = Callable[..., Trainer]
+
+
+@pytest.fixture
+def task() -> Steps:
+    return Steps()
+
+
+@pytest.fixture
+def make(hand: Hand, redis: RedisSettings, task: Steps) -> Make:
+    """Makes a trainer of the task, with these settings."""
+
+    def trainer(name: str = "t1", solver: SolverSettings = SGD, **changes: Any) -> Trainer:
+        parts: dict[str, Any] = {
+            "settings": TrainerSettings(), "devices": DeviceSettings(),
+            "lease": LeaseSettings(seconds=0.8), "redis": redis,
+        }  # fmt: skip
+        parts |= changes
+        return Trainer(
+            parts["settings"], solver, parts["devices"], parts["lease"],
+            keys=hand.keys, redis=parts["redis"], name=name, load=lambda: task,
+        )  # fmt: skip
+
+    return trainer
+
+
+async def begun(
+    hand: Hand, task: Steps, solver: SolverSettings = SGD, sends: Any = "model"
+) -> None:
+    """The run is there with a version 0; of device 1 something is known, where that matters."""
+    scaffold = isinstance(solver, Scaffold)
+    layout = layout_of(task.model())
+    hand.layout = layout.with_controls() if scaffold else layout
+    await hand.create(sends=sends, strategy="scaffold" if scaffold else "fedbuff")
+    if scaffold:
+        await knows(hand, 0.25)
+
+
+async def knows(hand: Hand, value: float, device: int = 1) -> None:
+    """The updater hands out a device's c_i."""
+    await blobs.keep(hand.client, hand.keys.device(device), vector_of(control(hand, value)))
+
+
+def control(hand: Hand, value: float) -> Floats:
+    drawn: Floats = np.linspace(-value, value, hand.layout.parameters, dtype=np.float32)
+    return drawn
+
+
+async def asked(hand: Hand, device: int = 1) -> str:
+    """The scheduler wants H steps of a device, always from the same seed: the task."""
+    [trigger] = await hand.open(device=device, steps=H, epochs=None)
+    await hand.dispatch()
+    return trigger.task
+
+
+async def answers(hand: Hand, count: int = 1) -> list[Upload]:
+    """The updates in `uploads`, once there are so many."""
+
+    async def there() -> bool:
+        return int(await hand.client.call("XLEN", hand.keys.uploads)) >= count
+
+    await wait_until(there, what=f"{count} answers")
+    rows = await hand.client.call("XRANGE", hand.keys.uploads, "-", "+")
+    found = [decode(fields[1], Upload, GiveUp) for _, fields in rows]
+    assert all(isinstance(one, Upload) for one in found), found
+    return [one for one in found if isinstance(one, Upload)]
+
+
+async def uninterrupted(hand: Hand, make: Make, task: Steps, solver: SolverSettings) -> Upload:
+    """The update of a trainer that nobody interrupts, on version 0."""
+    task.begins()
+    async with running(make("t0", solver), context()):
+        await asked(hand)
+        [upload] = await answers(hand)
+    assert (task.steps, upload.steps, upload.tau) == (H, H, 0)
+    return upload
+
+
+async def newer(hand: Hand) -> None:
+    """Meanwhile version 1 is made of something else."""
+    version = await hand.publish(1, 0.5)
+    commit = Commit(version=version, held=(), mean_staleness=0.0)
+    assert (await hand.ledger.commit(hand.updater.token, commit)).what == "done"
+
+
+async def stopped_midway(hand: Hand, task: Steps, trainer: Trainer) -> str:
+    """The trainer is told to stop in the middle of a step, and ends: the task it had."""
+    task.begins(hold=HELD)
+    live = context()
+    async with running(trainer, live) as service:
+        name = await asked(hand)
+        await wait_until(task.held)
+        live.stop.set()
+        task.gate.set()
+        await asyncio.wait_for(asyncio.shield(service), 5)
+    assert task.steps == HELD  # not a step more
+    return name
+
+
+async def saved(hand: Hand, name: str) -> Workspace | None:
+    """What is left of a task."""
+    data = await hand.client.call("GET", hand.keys.workspace(name))
+    return Workspace.decode(data) if data is not None else None
+
+
+async def content(hand: Hand, upload: Upload) -> Model:
+    model = Model(hand.layout)
+    await blobs.read(hand.client, hand.keys.update(upload.blob), model, digest=upload.digest)
+    return model
+
+
+# a trainer that is told to stop
+
+
+@RUNS
+async def test_another_trainer_goes_on_from_there_to_the_same_bits(
+    hand: Hand, make: Make, task: Steps, solver: SolverSettings, sends: str
+) -> None:
+    await begun(hand, task, solver, sends)
+    wanted = await uninterrupted(hand, make, task, solver)
+    name = await stopped_midway(hand, task, make("t1", solver))
+    workspace = await saved(hand, name)
+    assert workspace is not None
+    assert (workspace.step, workspace.steps, workspace.version) == (HELD, H, 0)
+    assert await hand.client.call("PTTL", hand.keys.workspace(name)) > 0
+    await newer(hand)
+    if isinstance(solver, Scaffold):
+        await knows(hand, 0.75)  # what it began with is in the workspace
+    async with running(make("t2", solver), context()):
+        _, upload = await answers(hand, 2)
+        await wait_until(lambda: gone(hand, name))  # nobody needs it any more
+    assert task.steps == H  # over both
+    assert (upload.task, upload.trainer, upload.tau, upload.base) == (name, "t2", 0, wanted.base)
+    assert (upload.steps, upload.samples, upload.loss) == (H, wanted.samples, wanted.loss)
+    assert (upload.digest, upload.sends, upload.layout) == (wanted.digest, sends, wanted.layout)
+
+
+async def test_it_may_be_interrupted_again_and_again(hand: Hand, make: Make, task: Steps) -> None:
+    await begun(hand, task)
+    wanted = await uninterrupted(hand, make, task, SGD)
+    await stopped_midway(hand, task, make("t1"))
+    for n in range(HELD + 1, H + 1):
+        task.hold = n
+        task.gate.clear()
+        live = context()
+        async with running(make(f"t{n}"), live) as service:
+            await wait_until(task.held)
+            live.stop.set()
+            task.gate.set()
+            await asyncio.wait_for(asyncio.shield(service), 5)
+    # The last step was done, and so was the task: its trainer ended after it had answered.
+    _, upload = await answers(hand, 2)
+    assert (task.steps, upload.digest, upload.trainer) == (H, wanted.digest, f"t{H}")
+
+
+async def test_it_can_be_handed_back_though_its_work_cannot_be_saved(
+    hand: Hand, make: Make, task: Steps, redis: RedisSettings
+) -> None:
+    await begun(hand, task)
+    wanted = await uninterrupted(hand, make, task, SGD)
+    async with Proxy(redis) as proxy:
+        proxy.refuse = lambda data: b"SET\r\n" in data and b":workspace:" in data
+        slow = LeaseSettings(seconds=60)
+        name = await stopped_midway(hand, task, make("t1", redis=proxy.settings, lease=slow))
+    assert await saved(hand, name) is None
+    taken, _ = await Group(hand.client, hand.keys.tasks, TRAINERS, "t2").claim(
+        idle_ms=60_000, most=9, count=1
+    )
+    assert len(taken) == 1  # at once, and not when the lease is over
+    task.begins()
+    async with running(make("t2"), context()):
+        _, upload = await answers(hand, 2)
+    assert (task.steps, upload.digest) == (H, wanted.digest)
+
+
+async def test_a_workspace_too_large_is_not_saved_and_the_work_is_done_again(
+    hand: Hand, make: Make, task: Steps
+) -> None:
+    await begun(hand, task)
+    small = TrainerSettings(workspace_bytes=1000)
+    with capture_logs() as logs:
+        name = await stopped_midway(hand, task, make("t1", settings=small))
+    [warning] = [line for line in logs if line["log_level"] == "warning"]
+    assert warning["event"] == "workspace too large to be saved"
+    assert warning["bytes"] > 1000
+    assert await saved(hand, name) is None
+    await newer(hand)
+    task.begins()
+    async with running(make("t2"), context()):
+        [upload] = await answers(hand)
+    assert (task.steps, upload.steps, upload.tau) == (H, H, 1)  # from what is new by now
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        ("a bit", "do not match their checksum"),
+        ("all of it", "do not match their checksum"),
+        ("another solver", "the workspace is of other work, its solver is"),
+        ("another torch", "the state of a generator is not this torch's"),
+        ("another model", "a model of another layout"),
+    ],
+)
+async def test_a_workspace_of_no_use_is_left_and_the_task_begun_anew(
+    hand: Hand, make: Make, task: Steps, damage: str, said: str
+) -> None:
+    await begun(hand, task)
+    name = await stopped_midway(hand, task, make("t1"))
+    workspace = await saved(hand, name)
+    assert workspace is not None
+    data = bytearray(workspace.encode())
+    match damage:
+        case "a bit":
+            data[-1] ^= 1
+        case "all of it":
+            data.clear()
+        case "another torch":
+            data[:] = workspace.model_copy(update={"minibatches": b"junk"}).encode()
+        case "another model":
+            data[:] = workspace.model_copy(update={"layout": "0" * 32}).encode()
+    await hand.client.call("SET", hand.keys.workspace(name), bytes(data))
+    await newer(hand)
+    task.begins()
+    solver = SGD.model_copy(update={"lr": 0.2}) if damage == "another solver" else SGD
+    with capture_logs() as logs:
+        async with running(make("t2", solver), context()):
+            [upload] = await answers(hand)
+    [warning] = [line for line in logs if line["log_level"] == "warning"]
+    assert warning["event"] == "workspace of no use: begun anew"
+    assert said in warning["reason"]
+    assert (upload.task, upload.tau, upload.steps, task.steps) == (name, 1, H, H)
+    assert await hand.events("error") == []  # it was not the task's mistake
+
+
+async def test_a_trainer_that_lost_its_lease_saves_nothing(
+    hand: Hand, make: Make, task: Steps
+) -> None:
+    """Whoever has it now may be further."""
+    await begun(hand, task)
+    task.begins(hold=HELD)
+    live = context()
+    other = Group(hand.client, hand.keys.tasks, TRAINERS, "t2")
+    with capture_logs() as logs:
+        async with running(make("t1", lease=LeaseSettings(seconds=0.2)), live):
+            name = await asked(hand)
+            await wait_until(task.held)
+            assert len((await other.claim(idle_ms=0, most=9))[0]) == 1
+            await wait_until(lambda: any(line["event"] == "lease lost" for line in logs))
+            task.gate.set()
+            end = {"end": "lease lost"}
+            await wait_until(lambda: counted(live, "fedstream_trainer_tasks_total", **end))
+    assert await saved(hand, name) is None
+    assert await hand.client.call("XLEN", hand.keys.uploads) == 0
+
+
+# a device that becomes ineligible
+
+
+class Course:
+    """When the device may work: the test says it."""
+
+    def __init__(self) -> None:
+        self.eligible = True
+
+    def __call__(self, _settings: object, _device: int, _seed: int, _at_s: float) -> bool:
+        return self.eligible
+
+
+@pytest.fixture
+def course(monkeypatch: pytest.MonkeyPatch) -> Course:
+    """In place of a drawn one."""
+    course = Course()
+    monkeypatch.setattr("trainer.service.eligible", course)
+    monkeypatch.setattr("trainer.service._LOOK_S", 0.01)
+    return course
+
+
+BY_TURNS = DeviceSettings(availability=OnOff(mean_on_s=1.0, mean_off_s=1.0))
+
+
+@RUNS
+async def test_a_device_ineligible_midway_waits_and_finishes_to_the_same_bits(
+    hand: Hand, make: Make, task: Steps, course: Course, solver: SolverSettings, sends: str
+) -> None:
+    await begun(hand, task, solver, sends)
+    wanted = await uninterrupted(hand, make, task, solver)
+    task.begins(hold=HELD)
+    async with running(make("t1", solver, devices=BY_TURNS), context()):
+        name = await asked(hand)
+        await wait_until(task.held)
+        course.eligible = False
+        task.gate.set()
+        await wait_until(lambda: saved(hand, name))
+        await newer(hand)
+        assert task.steps == HELD
+        assert await hand.client.call("XLEN", hand.keys.uploads) == 1
+        course.eligible = True
+        _, upload = await answers(hand, 2)
+        await wait_until(lambda: gone(hand, name))
+    assert (task.steps, upload.steps, upload.tau, upload.trainer) == (H, H, 0, "t1")
+    assert (upload.digest, upload.loss) == (wanted.digest, wanted.loss)
+
+
+async def gone(hand: Hand, name: str) -> bool:
+    return await saved(hand, name) is None
+
+
+async def test_a_trainer_stopped_while_its_device_is_ineligible_hands_the_task_back(
+    hand: Hand, make: Make, task: Steps, course: Course
+) -> None:
+    await begun(hand, task)
+    wanted = await uninterrupted(hand, make, task, SGD)
+    task.begins(hold=HELD)
+    live = context()
+    async with running(make("t1", devices=BY_TURNS), live) as service:
+        name = await asked(hand)
+        await wait_until(task.held)
+        course.eligible = False
+        task.gate.set()
+        await wait_until(lambda: saved(hand, name))
+        live.stop.set()
+        await asyncio.wait_for(asyncio.shield(service), 5)
+    assert counted(live, "fedstream_trainer_tasks_total", end="handed back") == 1
+    course.eligible = True
+    async with running(make("t2", devices=BY_TURNS), context()):
+        _, upload = await answers(hand, 2)
+    assert (task.steps, upload.digest, upload.trainer) == (H, wanted.digest, "t2")
+
+
+async def test_a_device_that_is_not_there_begins_with_what_is_new_when_it_comes(
+    hand: Hand, make: Make, task: Steps, course: Course
+) -> None:
+    await begun(hand, task)
+    course.eligible = False
+    trainer = make("t1", devices=BY_TURNS)
+    async with running(trainer, context()):
+        await asked(hand)
+        await wait_until(lambda: trainer._now)
+        await newer(hand)
+        assert task.steps == 0
+        course.eligible = True
+        [upload] = await answers(hand)
+    assert (upload.tau, upload.steps) == (1, H)
+
+
+# what a device has to know
+
+
+async def test_the_control_comes_from_redis_and_its_change_goes_back(
+    hand: Hand, make: Make, task: Steps
+) -> None:
+    await begun(hand, task, SCAFFOLD, "delta")
+    async with running(make("t1", SCAFFOLD), context()):
+        await asked(hand, device=1)
+        await asked(hand, device=2)  # of which nothing is known
+        known, unknown = [await content(hand, one) for one in await answers(hand, 2)]
+    # c_i+ = c_i - c + (x_tau - x_new) / (H gamma), c being zero here
+    for model, before in ((known, control(hand, 0.25)), (unknown, control(hand, 0.0))):
+        after = before - model.parameters / (H * SCAFFOLD.lr)
+        assert model.controls == pytest.approx(after - before, abs=1e-5)
+        assert np.any(model.controls)
+
+
+async def test_a_delta_is_how_far_training_went(hand: Hand, make: Make, task: Steps) -> None:
+    await begun(hand, task, SGD, "delta")
+    await newer(hand)
+    async with running(make("t1"), context()):
+        name = await asked(hand)
+        [upload] = await answers(hand)
+    found = await content(hand, upload)
+    x_tau, x_new, module = model_of(hand.layout, 0.5), Model(hand.layout), task.model()
+    load(x_tau, module)
+    work = Work(
+        device=1, task=name, version=1, seed=1, steps=H, epochs=None, solver=SGD,
+        cancelled=lambda: False,
+    )  # fmt: skip
+    solve(task, module, task.device_data(1), work)
+    read(module, x_new)
+    # Nearly: it was trained by another thread, with as many of torch's own as its settings say.
+    assert found.parameters == pytest.approx(x_new.parameters - x_tau.parameters, abs=1e-5)
+    assert found.buffers == pytest.approx(x_new.buffers, abs=1e-5)  # which are no difference
+    assert found.integers.tolist() == x_new.integers.tolist()
+
+
+async def test_a_trainer_waits_for_a_control_that_is_being_written(
+    hand: Hand, make: Make, task: Steps
+) -> None:
+    await begun(hand, task, SCAFFOLD, "delta")
+    wanted = await uninterrupted(hand, make, task, SCAFFOLD)
+    junk = vector_of(control(hand, 9.0)).buffer.tobytes()
+    await hand.client.call("HSET", hand.keys.device(1), "0", junk)  # its digest is not there yet
+    task.begins()
+    live = context()
+    async with running(make("t1", SCAFFOLD), live):
+        await asked(hand)
+        await wait_until(lambda: counted(live, "fedstream_retries_total", loop="tasks") > 1)
+        assert task.steps == 0
+        await knows(hand, 0.25)
+        _, upload = await answers(hand, 2)
+    assert upload.digest == wanted.digest
+
+
+@pytest.mark.parametrize(
+    ("strategy", "solver", "said"),
+    [
+        ("scaffold", SGD, r"solver.kind = 'sgd': run .* strategy 'scaffold'; scaffold takes both"),
+        ("fedbuff", SCAFFOLD, "solver.kind = 'scaffold': run .* made with strategy 'fedbuff'"),
+    ],
+)
+async def test_a_solver_that_does_not_suit_the_strategy_ends_the_trainer(
+    hand: Hand, make: Make, task: Steps, strategy: str, solver: SolverSettings, said: str
+) -> None:
+    await begun(hand, task, SCAFFOLD if strategy == "scaffold" else SGD)
+    with pytest.raises(ConfigError, match=said):
+        await asyncio.wait_for(make("t1", solver).run(context()), 10)

@@ -1,0 +1,746 @@
+"""What is remembered of every device: it outlives the updater, Redis and the segments it was in."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import sys
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from broker import blobs
+from broker.client import Client, RedisSettings
+from broker.errors import BlobDamaged, ConfigError, Fenced
+from broker.layout import Floats, Layout, Model, vector_of
+from broker.ledger import _SCRIPTS
+from broker.messages import Upload
+from fedstream.cli import main
+from tests.journals import Scribe
+from tests.support import Hand, Proxy, context, layout_of, model_of, running, wait_until
+from tests.updater.journalled import held, records
+from trainer.task import TaskSettings, load_task
+from trainer.vector import initial
+from updater.journal import (
+    VECTORS,
+    JournalDamaged,
+    JournalError,
+    JournalSettings,
+    Segment,
+    SegmentHead,
+    Standing,
+    Taken,
+    Writer,
+    segments,
+)
+from updater.progress import Progress, take
+from updater.rebuild import NotRecorded, recovered, standing_of
+from updater.recorder import Recorder
+from updater.replay import Replayer
+from updater.strategies import (
+    AfaCdSettings,
+    AfaCsSettings,
+    DeviceVectors,
+    FedAsyncSettings,
+    FedBuffSettings,
+    Memory,
+    Rule,
+    ScaffoldSettings,
+    State,
+)
+
+M = 10
+AFA_CS = AfaCsSettings(buffer_size=2, server_lr=0.5)
+SCAFFOLD = ScaffoldSettings(buffer_size=2)
+BOTH = pytest.mark.parametrize("rule", [AFA_CS, SCAFFOLD], ids=lambda rule: rule.name)
+FIRST, SECOND = "00000001-000000.journal", "00000001-000001.journal"
+
+
+def layout_for(rule: Rule, layout: Layout | None = None) -> Layout:
+    """The layout of a run by the rule."""
+    layout = layout or layout_of(4)
+    return layout.with_controls() if rule.build(M).controls else layout
+
+
+class Twin:
+    """The same run without any updater: nothing ever interrupts it."""
+
+    def __init__(self, rule: Rule, layout: Layout) -> None:
+        self.rule = rule.build(M)
+        self.layout = layout
+        self.progress = Progress(State(0, model_of(layout)))
+        self.digests = {0: self.progress.state.model.digest()}
+        self.taken = 0
+
+    @property
+    def version(self) -> int:
+        return self.progress.state.version
+
+    @property
+    def vectors(self) -> DeviceVectors | None:
+        return self.progress.state.memory.devices
+
+    def values(self) -> list[float]:
+        """What the next device sends."""
+        drawn = np.random.default_rng(self.taken).standard_normal(self.layout.floats)
+        return [float(value) for value in drawn.astype(np.float32)]
+
+    def take(self, upload: Upload, values: list[float]) -> Taken:
+        """The next update arrives: its record."""
+        model, spare = model_of(self.layout, *values), Model(self.layout)
+        step = take(self.rule, self.progress, upload, model, spare)
+        self.progress, self.taken = step.after, self.taken + 1
+        assert step.decision
+        assert step.decision.outcome != "dropped"
+        if step.made:
+            self.digests[self.version] = step.after.state.model.digest()
+        return Taken(
+            entry=f"{self.taken}-0", upload=upload, outcome=step.decision.outcome,
+            staleness=step.decision.staleness, weight=step.decision.weight, version=self.version,
+            digest=self.digests[self.version] if step.made else None, time=1.0, received=1.0,
+        )  # fmt: skip
+
+
+def files(folder: Path) -> set[str]:
+    """The segments that are there."""
+    return {path.name for path in folder.iterdir()}
+
+
+def same(found: DeviceVectors | None, wanted: DeviceVectors | None) -> bool:
+    """Whether both remember the same of every device, to the bit."""
+    assert found is not None
+    assert wanted is not None
+    return found.heard == wanted.heard and all(
+        found[device].tobytes() == wanted[device].tobytes() for device in range(M)
+    )
+
+
+def on_disk(folder: Path) -> DeviceVectors | None:
+    """What an updater that begins now would remember."""
+    chain = segments(folder)
+    found = recovered(chain[-1])
+    for segment in chain:
+        segment.close()
+    assert found.progress
+    return found.progress.state.memory.devices
+
+
+async def come(hand: Hand, twin: Twin, *devices: int) -> None:
+    """These devices answer, one after the other, in the live run and in its twin."""
+    for device in devices:
+        [trigger] = await hand.open(device=device)
+        values = twin.values()
+        upload = await hand.trained(trigger, *values, sends="delta")
+        await hand.slip_in(upload)
+        twin.take(upload, values)
+        await wait_until(lambda: so_far(hand, twin))
+
+
+async def so_far(hand: Hand, twin: Twin) -> bool:
+    head = await hand.ledger.head()
+    at = (twin.version, len(twin.progress.held))
+    return head is not None and (head.version, head.buffered) == at
+
+
+async def as_the_twin(hand: Hand, twin: Twin) -> None:
+    """Every version that was told is the twin's."""
+    told = {version.version: version.digest for version in await hand.published()}
+    assert told == {version: twin.digests[version] for version in told}
+    assert max(told) == twin.version
+
+
+async def handed_out(hand: Hand, device: int) -> Floats | None:
+    """What Redis has of a device."""
+    vector = vector_of(np.zeros(hand.layout.parameters, np.float32))
+    there = await blobs.recall(hand.client, hand.keys.device(device), vector)
+    return vector.floats if there else None
+
+
+async def handed_out_as(hand: Hand, vectors: DeviceVectors | None) -> bool:
+    """Whether Redis has of every device what the vectors say, and of no other."""
+    assert vectors is not None
+    for device in range(M):
+        found = await handed_out(hand, device)
+        if device not in vectors.heard:
+            assert found is None
+        elif found is None or found.tobytes() != vectors[device].tobytes():
+            return False
+    return True
+
+
+@pytest.fixture
+def twin(hand: Hand, rule: Rule) -> Twin:
+    """The run's twin."""
+    hand.layout = layout_for(rule)
+    return Twin(rule, hand.layout)
+
+
+# a live run
+
+
+@BOTH
+async def test_an_updater_killed_between_two_checkpoints_goes_on_to_the_same_bits(
+    make: Any, hand: Hand, folder: Path, rule: Rule, twin: Twin
+) -> None:
+    few = {"segment_versions": 2}
+    async with running(make(rule, **few), context()):
+        await hand.join()
+        await come(hand, twin, 0, 1, 2, 3, 0, 1, 0)  # the last one is buffered
+    assert same(on_disk(folder), twin.vectors)
+    async with running(make(rule, **few), context()):
+        await come(hand, twin, 3, 2)
+    async with running(make(rule, **few), context()):
+        await come(hand, twin, 0, 2, 1, 0, 1)
+    await as_the_twin(hand, twin)
+    assert same(on_disk(folder), twin.vectors)
+    chain = segments(folder)
+    assert all(segment.head.needs == (VECTORS,) for segment in chain[1:])
+    assert any(segment.standing.elsewhere for segment in chain)
+    for before, segment in pairwise(chain):  # of each what changed, and no more
+        written = [record.message for record in before.records(segment.head.cut)]
+        assert {*segment.standing.here} == {
+            message.upload.device for message in written if isinstance(message, Taken)
+        }
+    with Replayer(folder) as replayer:
+        made = {m.version: m.model.digest() for m in replayer if m.identical}
+    assert made == {n: digest for n, digest in twin.digests.items() if n}
+
+
+@BOTH
+async def test_devices_that_are_long_silent_outlive_the_segments_that_go(
+    make: Any, hand: Hand, folder: Path, rule: Rule, twin: Twin
+) -> None:
+    few = {"segment_versions": 1, "keep_segments": 2}
+    async with running(make(rule, **few), context()):
+        await hand.join()
+        await come(hand, twin, 7, 8, *[0, 1] * 8)
+        await wait_until(lambda: len(files(folder)) == 2)
+    assert files(folder).isdisjoint({FIRST, SECOND})
+    assert same(on_disk(folder), twin.vectors)
+    async with running(make(rule, **few), context()):
+        await come(hand, twin, 7, 8)  # at last: their vectors matter now
+    await as_the_twin(hand, twin)
+
+
+async def test_the_number_of_devices_does_not_change_over_a_restart(make: Any, hand: Hand) -> None:
+    async with running(make(AFA_CS), context()):
+        await hand.join()
+    fewer = AFA_CS.model_copy(update={"devices": 4})
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await asyncio.wait_for(make(fewer).run(context()), 5)
+    assert raised.group_contains(ConfigError, match=r"strategy\.devices: run .* with 10, not 4")
+
+
+# handed out
+
+
+@pytest.mark.parametrize("rule", [SCAFFOLD])
+async def test_redis_has_every_devices_control_before_its_task_ends(
+    make: Any, hand: Hand, redis: RedisSettings, rule: Rule, twin: Twin
+) -> None:
+    commit = _SCRIPTS["commit"]._sha.encode()
+    async with Proxy(redis) as proxy, running(make(rule, redis=proxy.settings), context()):
+        await hand.join()
+        await come(hand, twin, 3)
+        assert await handed_out_as(hand, twin.vectors)
+        proxy.refuse = lambda data: commit in data
+        [trigger] = await hand.open(device=4)
+        values = twin.values()
+        upload = await hand.trained(trigger, *values, sends="delta")
+        await hand.slip_in(upload)
+        twin.take(upload, values)
+        await wait_until(lambda: handed_out_as(hand, twin.vectors))
+        assert trigger.task in {task.task for task in (await hand.ledger.look()).open}
+        proxy.refuse = None
+        await hand.reaches(1)
+
+
+@pytest.mark.parametrize("rule", [SCAFFOLD])
+async def test_the_controls_are_there_again_after_a_restart_and_after_redis_lost_everything(
+    make: Any, hand: Hand, client: Client, rule: Rule, twin: Twin
+) -> None:
+    async with running(make(rule, lease_s=0.4), context()):
+        await hand.join()
+        await come(hand, twin, 0, 1, 2)
+        await client.call("FLUSHALL")
+        await hand.reaches(1)  # whoever sees the version finds the controls
+        assert await handed_out_as(hand, twin.vectors)
+    await client.call("HSET", hand.keys.device(1), "0", bytes(16))  # half-written when it died
+    await client.call("DEL", hand.keys.device(2))
+    async with running(make(rule, lease_s=0.4), context()):
+        await wait_until(lambda: whole(hand))
+        assert await handed_out_as(hand, twin.vectors)
+        await hand.join()
+        await come(hand, twin, 1)
+        assert await handed_out_as(hand, twin.vectors)
+    assert (await hand.published())[-1].digest == twin.digests[2]
+
+
+async def whole(hand: Hand) -> bool:
+    try:
+        return await handed_out(hand, 1) is not None and await handed_out(hand, 2) is not None
+    except BlobDamaged:
+        return False
+
+
+@pytest.mark.parametrize("rule", [SCAFFOLD])
+async def test_the_control_of_a_buffered_update_is_there_when_the_update_is_found_again(
+    make: Any, hand: Hand, redis: RedisSettings, folder: Path, rule: Rule, twin: Twin
+) -> None:
+    async with Proxy(redis) as proxy:
+        async with running(make(rule, redis=proxy.settings), context()):
+            await hand.join()
+            proxy.refuse = lambda data: hand.keys.device(5).encode() in data
+            [trigger] = await hand.open(device=5)
+            values = twin.values()
+            upload = await hand.trained(trigger, *values, sends="delta")
+            await hand.slip_in(upload)
+            twin.take(upload, values)
+            await wait_until(lambda: len(records(folder)) == 1)
+        assert await handed_out(hand, 5) is None
+        assert not await held(hand, 1)  # journalled, and Redis knows nothing of it
+    async with running(make(rule), context()):
+        await wait_until(lambda: held(hand, 1))
+        assert await handed_out_as(hand, twin.vectors)
+        await wait_until(hand.queue_is_empty)
+        await come(hand, twin, 5)
+        assert await handed_out_as(hand, twin.vectors)
+    await as_the_twin(hand, twin)
+    assert len(records(folder)) == 2
+
+
+@pytest.mark.parametrize("rule", [SCAFFOLD])
+async def test_an_updater_that_has_a_successor_hands_nothing_out(
+    make: Any, hand: Hand, folder: Path, rule: Rule, twin: Twin
+) -> None:
+    """It was away past its lease, between its record and its commit."""
+    updater = make(rule)
+    async with running(updater, context(), may_fail=True):
+        await hand.join()
+        await come(hand, twin, 3)
+        await wait_until(hand.queue_is_empty)
+        (folder / "00000002-000000.journal").touch()
+        await hand.client.call("DEL", hand.keys.device(3))  # which the other has written
+        with pytest.raises(Fenced):
+            await updater._hand_out(updater._progress.state, {3})
+    assert await handed_out(hand, 3) is None
+
+
+@pytest.mark.parametrize("rule", [SCAFFOLD])
+@pytest.mark.parametrize("lost", ["its end", "all of it"])
+async def test_an_updater_that_adopts_redis_model_adopts_the_controls_too(
+    lost: str, make: Any, hand: Hand, folder: Path, tmp_path: Path, rule: Rule, twin: Twin
+) -> None:
+    async with running(make(rule), context()):
+        await hand.join()
+        await come(hand, twin, 0, 1)
+        shutil.copytree(folder, tmp_path / "copy")
+        await come(hand, twin, 1, 2)
+    shutil.rmtree(folder)
+    if lost == "its end":
+        shutil.move(tmp_path / "copy", folder)
+    async with running(make(rule, adopt=True), context()):
+        await wait_until(lambda: adopted(folder))
+        assert await handed_out_as(hand, twin.vectors)
+        await come(hand, twin, 0, 2)
+    assert same(on_disk(folder), twin.vectors)
+    assert (await hand.published())[-1].digest == twin.digests[3]
+
+
+def adopted(folder: Path) -> bool:
+    chain = segments(folder)
+    return bool(chain) and chain[-1].standing.why == "adopted"
+
+
+# the journal, without any service
+
+
+class Kept:
+    """A recorder under an updater's part that is played by hand, beside its twin."""
+
+    def __init__(self, folder: Path, rule: Rule, **settings: Any) -> None:
+        self.layout = layout_for(rule)
+        self.twin = Twin(rule, self.layout)
+        self._rule = rule
+        self.recorder = Recorder(JournalSettings(dir=str(folder), sync="never", **settings))
+
+    async def segment(self) -> None:
+        """The next segment begins where this one ends."""
+        mine, twin = self.recorder.head, self.twin
+        head = SegmentHead(
+            epoch=1, number=mine.number + 1 if mine else 0, predecessor=self.recorder.name,
+            cut=self.recorder.size, lineage="line", run="demo", task="digits", devices=M,
+            versions=100, seed=0, created=1.0, strategy=self._rule.model_dump(mode="json"),
+            layout=self.layout.encode(), release="tests", time=1.0,
+        )  # fmt: skip
+        standing, models = standing_of(
+            twin.progress, "continued" if mine else "begun",
+            digest=twin.digests[twin.version], time=1.0,
+        )  # fmt: skip
+        await self.recorder.begin(head, standing, *models, vectors=twin.vectors)
+
+    async def comes(self, device: int) -> None:
+        """An update of the device arrives."""
+        values = self.twin.values()
+        model = model_of(self.layout, *values)
+        upload = Upload(
+            task=f"task-{self.twin.taken}", attempt="a", device=device, trainer="t",
+            tau=self.twin.version, base="base", layout=self.layout.signature,
+            digest=model.digest(), size=self.layout.nbytes, samples=10, steps=5, lr=0.1,
+            sends="delta",
+        )  # fmt: skip
+        await self.recorder.append([(self.twin.take(upload, values), [model])])
+
+
+@BOTH
+@pytest.mark.parametrize("keep", [1, 2, 4])
+async def test_what_retention_leaves_can_be_rebuilt_and_replayed(
+    keep: int, folder: Path, rule: Rule
+) -> None:
+    """At every moment, whoever was silent, and from every version that is said to be there."""
+    kept = Kept(folder, rule, keep_segments=keep)
+    rng = np.random.default_rng(keep)
+    most = 0
+    for round_ in range(14):
+        await kept.segment()
+        # Some come often, some were heard once and never again, one comes back after long.
+        for device in (
+            round_ % M if round_ < 6 else 0,
+            9 if round_ == 11 else int(rng.integers(3)),
+        ):
+            await kept.comes(device)
+        assert len(files(folder)) == min(keep, round_ + 1)
+        assert same(on_disk(folder), kept.twin.vectors)
+        with Replayer(folder) as replayer:
+            most = max(most, replayer.newest - replayer.oldest)
+            made = {m.version: m.model.digest() for m in replayer if m.identical}
+            wanted = range(replayer.oldest + 1, kept.twin.version + 1)
+        assert made == {version: kept.twin.digests[version] for version in wanted}
+    assert most == keep  # and it is not the newest alone
+    await kept.recorder.close()
+
+
+async def test_a_vector_that_was_stored_again_is_found_for_the_segments_before_too(
+    folder: Path,
+) -> None:
+    kept = Kept(folder, AFA_CS, keep_segments=3)
+    await kept.segment()
+    await kept.comes(9)  # never again
+    await kept.comes(0)
+    for _ in range(3):
+        await kept.segment()
+        await kept.comes(0)
+        await kept.comes(1)
+    await kept.segment()  # the second segment goes, in which device 9's was
+    await kept.recorder.close()
+    chain = segments(folder)
+    assert [segment.standing.version for segment in chain] == [2, 3, 4]
+    oldest, middle, newest = chain
+    assert [9 in segment.standing.again for segment in chain] == [False, False, True]
+    assert dict(oldest.standing.elsewhere)[9] == SECOND
+    assert dict(middle.standing.elsewhere)[9] == SECOND
+    assert oldest.elsewhere[9] == middle.elsewhere[9] == newest.path.name
+    assert not (folder / SECOND).exists()
+
+
+async def test_a_segment_that_an_operator_deleted_is_made_up_for_while_the_updater_lives(
+    folder: Path,
+) -> None:
+    kept = Kept(folder, SCAFFOLD)
+    for devices in ((7, 8), (0, 1), (0, 1)):
+        await kept.segment()
+        for device in devices:
+            await kept.comes(device)
+    (folder / FIRST).unlink()
+    (folder / SECOND).unlink()  # which held 7 and 8
+    await kept.segment()
+    await kept.recorder.close()
+    assert same(on_disk(folder), kept.twin.vectors)
+    with Replayer(folder) as replayer:  # and they are found for the one before it too
+        assert [m.version for m in replayer if m.identical] == [3]
+        assert replayer.oldest == 2
+
+
+def two(folder: Path, rule: Rule, **options: Any) -> Scribe:
+    """Three segments; the third has devices 4 and 5, and device 0 to 3 are in the second."""
+    scribe = Scribe(folder, rule, layout=layout_for(rule, options.pop("layout", None)), **options)
+    for devices in (range(4), (4, 5), (0, 4, 1)):
+        for device in devices:
+            scribe.update(device, sends="delta")
+        if devices != (0, 4, 1):
+            scribe.segment()
+    scribe.close()
+    return scribe
+
+
+@BOTH
+def test_a_segment_that_is_missing_is_named_with_who_needs_it(folder: Path, rule: Rule) -> None:
+    two(folder, rule)
+    (folder / FIRST).unlink()  # nobody needs it: it began with nothing
+    (folder / SECOND).unlink()
+    [newest] = segments(folder)
+    with pytest.raises(JournalError) as raised:
+        recovered(newest)
+    assert str(raised.value) == (
+        f"{folder / SECOND}: is missing, but {newest.path.name} needs it for the vectors of 4 "
+        "devices, 0 among them: put it back"
+    )
+
+
+@BOTH
+def test_a_damaged_vector_is_found_with_its_place(folder: Path, rule: Rule) -> None:
+    two(folder, rule)
+    with Segment(folder / SECOND) as segment:
+        found = {message.device: record for record, message in segment.vectors()}
+    assert [*found] == [0, 1, 2, 3]
+    data = bytearray((folder / SECOND).read_bytes())
+    data[found[2].payload + 5] ^= 1
+    (folder / SECOND).write_bytes(data)
+    for name in (SECOND, "00000001-000002.journal"):  # its own, and one that refers to it
+        with (
+            Segment(folder / name) as segment,
+            pytest.raises(JournalDamaged, match="the device's vector is not what it was") as raised,
+        ):
+            recovered(segment)
+        assert found[2].place.where in str(raised.value)
+    data[found[2].place.offset + 40] ^= 1  # and now what is said of it
+    (folder / SECOND).write_bytes(data)
+    with pytest.raises(JournalDamaged, match="is not a device's vector") as raised:
+        Segment(folder / SECOND)
+    assert found[2].place.where in str(raised.value)
+
+
+def test_a_vector_that_is_not_where_it_is_said_to_be(folder: Path) -> None:
+    scribe = two(folder, AFA_CS)
+    with Segment(folder / "00000001-000002.journal") as segment:
+        segment.elsewhere[9] = SECOND
+        with pytest.raises(JournalDamaged, match=f"{SECOND}: has no vector of device 9"):
+            recovered(segment)
+    assert scribe.stored[0] == SECOND
+
+
+@pytest.mark.parametrize("floats", [1024, 1000, 2048])
+@pytest.mark.parametrize("in_memory", [0, 1 << 30])
+def test_vectors_that_begin_on_a_page_go_to_disk_as_they_are(
+    in_memory: int, floats: int, folder: Path
+) -> None:
+    """A row of a large array is no block of pages of its own, wherever it lies."""
+    layout = layout_of(floats)
+    vectors = DeviceVectors(M, floats, in_memory=in_memory)
+    rng = np.random.default_rng(0)
+    for device in range(M):
+        vectors.write(device)[:] = rng.standard_normal(floats)
+    scribe = Scribe(folder, AFA_CS, layout=layout)
+    scribe.close()
+    model = model_of(layout)
+    progress = Progress(State(3, model, Memory(model_of(layout), devices=vectors)))
+    standing, models = standing_of(progress, "continued", digest=model.digest(), time=1.0)
+    standing = standing.model_copy(update={"here": tuple(range(M))})
+    assert isinstance(standing, Standing)
+    head = scribe.head.model_copy(update={"number": 1, "needs": (VECTORS,)})
+    writer = Writer(folder, head, standing, *models, vectors=vectors)
+    writer.close()
+    with Segment(writer.path) as segment:
+        assert segment.begun == segment.size
+        found = recovered(segment).progress
+    assert found
+    assert same(found.state.memory.devices, vectors)
+
+
+def test_a_release_that_does_not_know_of_vectors_says_so(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two(folder, AFA_CS)
+    monkeypatch.setattr("updater.journal._KNOWN", set())
+    with pytest.raises(JournalError, match=r"needs device vectors, .* read it with a newer one"):
+        segments(folder)
+
+
+# replay
+
+
+@BOTH
+def test_a_replay_from_the_middle_is_as_it_was(folder: Path, rule: Rule) -> None:
+    scribe = two(folder, rule)
+    for begin in range(scribe.version + 1):
+        with Replayer(folder, from_version=begin) as replayer:
+            made = {m.version: m.model.digest() for m in replayer if m.identical}
+        assert made == {n: scribe.digests[n] for n in range(begin + 1, scribe.version + 1)}
+
+
+@BOTH
+@pytest.mark.parametrize("begin", [0, 1, 2, 3])
+def test_another_rule_beside_leaves_the_recorded_one_alone(
+    begin: int, folder: Path, rule: Rule
+) -> None:
+    """They share no vector: what one remembers of a device, the other does not."""
+    scribe = two(folder, rule)
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    faster = rule.model_copy(update={"server_lr": 3.0})
+    alone: list[list[float]] = []
+    for beside in (False, True):
+        with Replayer(folder, strategy=faster, from_version=begin, beside=beside) as replayer:
+            models = []
+            for moment in replayer:
+                models.append(moment.model.floats.tolist())
+                if moment.original is None:
+                    continue
+                version = moment.original.state.version
+                assert moment.original.state.model.digest() == scribe.digests[version]
+        alone = alone or models
+        assert models == alone
+    without = frozenset({4})
+    with Replayer(folder, without=without, from_version=begin, beside=True) as replayer:
+        for moment in replayer:
+            original = moment.original
+            assert original
+            assert original.state.memory.devices is not moment.step.after.state.memory.devices
+            version = original.state.version
+            assert original.state.model.digest() == scribe.digests[version]
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_another_rule_does_not_go_on_with_a_sum_that_means_something_else(folder: Path) -> None:
+    """AFA-CS keeps the sum over all devices; FedBuff's begins with zero, from any version."""
+    two(folder, AFA_CS)
+    buffered = FedBuffSettings(buffer_size=2)
+    with Replayer(folder, from_version=2) as replayer:
+        updates = [moment.update() for moment in replayer]
+        x = next(iter(Replayer(folder, from_version=2))).model
+        before = {m.version: m.model.floats.copy() for m in Replayer(folder, until=2)}[2]
+    assert x is not None
+    with Replayer(folder, strategy=buffered, from_version=2) as replayer:
+        found = {m.version: m.model.floats.copy() for m in replayer}
+    wanted = before + (updates[0].floats + updates[1].floats) / 2
+    assert found[3] == pytest.approx(wanted, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("recorded", "wanted", "said"),
+    [
+        (FedAsyncSettings(), FedBuffSettings(), "fedbuff takes deltas, but fedasync's .* models"),
+        (FedBuffSettings(), FedAsyncSettings(), "fedasync takes models, but fedbuff's .* deltas"),
+        (AFA_CS, SCAFFOLD, "scaffold takes deltas and control .* afa-cs's devices sent deltas:"),
+        (SCAFFOLD, AFA_CS, "afa-cs takes deltas, but scaffold's .* deltas and control variates"),
+    ],
+)
+def test_a_rule_that_takes_something_else_is_told_in_a_line(
+    recorded: Rule, wanted: Rule, said: str, folder: Path
+) -> None:
+    scribe = Scribe(folder, recorded, layout=layout_for(recorded))
+    scribe.update()
+    scribe.close()
+    with (
+        pytest.raises(NotRecorded, match=said) as raised,
+        Replayer(folder, strategy=wanted) as replayer,
+    ):
+        list(replayer)
+    assert "\n" not in str(raised.value)
+
+
+def test_what_a_live_updater_would_refuse_is_left_out_of_another_rule(folder: Path) -> None:
+    scribe = Scribe(folder, FedBuffSettings(buffer_size=1))
+    scribe.update(7)
+    scribe.update(1, steps=0)
+    scribe.update(2)
+    scribe.close()
+    for rule, used in (
+        (AfaCdSettings(buffer_size=1), [7, 2]),  # it divides by the steps
+        (AfaCsSettings(buffer_size=1, devices=5), [2]),  # it has no place for device 7
+    ):
+        with Replayer(folder, strategy=rule) as replayer:
+            steps = [moment.step for moment in replayer]
+        assert [one.device for step in steps for one in step.made or ()] == used
+
+
+def test_the_servers_control_is_the_mean_of_the_devices_at_every_version(folder: Path) -> None:
+    scribe = Scribe(folder, SCAFFOLD, layout=layout_for(SCAFFOLD))
+    rng = np.random.default_rng(1)
+    for n in range(40):
+        scribe.update(int(rng.integers(M)), late=n % 3, sends="delta")
+        if n % 9 == 8:
+            scribe.segment()
+    scribe.close()
+    scribe_began = model_of(layout_for(SCAFFOLD))
+    with Segment(folder / FIRST) as segment:
+        segment.load(segment.standing_record, scribe_began)
+    compared = 0
+    with Replayer(folder) as replayer:
+        for moment in replayer:
+            vectors = moment.step.after.state.memory.devices
+            if moment.step.made is None or vectors is None:
+                continue
+            mean = np.mean([vectors[device] for device in range(M)], axis=0)
+            c = moment.model.controls - scribe_began.controls  # a scribe draws version 0
+            assert c == pytest.approx(mean, abs=1e-5)
+            compared += 1
+    assert compared == 20
+
+
+# the commands
+
+
+Journal = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def journal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Journal:
+    """Runs `fedstream journal` in this process: exit code, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedstream", "journal", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
+@BOTH
+def test_the_journals_commands_read_it(journal: Journal, rule: Rule, folder: Path) -> None:
+    scribe = two(folder, rule)
+    for command in ("verify", "show", "stats"):
+        code, out, error = journal(command, folder)
+        assert (code, error) == (0, ""), (command, error)
+        assert out
+    code, out, _ = journal("diff", folder, folder)
+    assert code == 0
+    assert f"the same, versions 0 to {scribe.version}" in out
+
+
+@BOTH
+def test_an_exported_version_is_the_module_s_own_tensors(
+    journal: Journal, tmp_path: Path, rule: Rule, folder: Path
+) -> None:
+    digits = initial(load_task("digits", TaskSettings()), 0).layout
+    scribe = two(folder, rule, layout=digits)
+    assert journal("export", folder, "--out", tmp_path / "x.safetensors")[0] == 0
+    with safe_open(str(tmp_path / "x.safetensors"), framework="numpy") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert {*tensors} == {tensor.name for tensor in digits.tensors}
+    model = scribe.progress.state.model
+    assert np.concatenate([tensors[t.name].ravel() for t in digits.tensors]).tobytes() == (
+        model.parameters.tobytes()
+    )
+
+
+@BOTH
+def test_verify_finds_a_damaged_vector_and_goes_on(
+    journal: Journal, folder: Path, rule: Rule
+) -> None:
+    two(folder, rule)
+    newest = folder / "00000001-000002.journal"
+    with Segment(newest) as segment:
+        record, message = next(segment.vectors())
+    data = bytearray(newest.read_bytes())
+    data[record.payload] ^= 1
+    newest.write_bytes(data)
+    code, out, error = journal("verify", folder)
+    assert code == 1
+    assert message.device == 4
+    assert "the device's vector is not what it was" in " ".join((out + error).split())
