@@ -1,4 +1,5 @@
-"""Every algorithm that takes deltas, live: `fedstream run`, and what its journal says then."""
+"""Every algorithm that takes deltas, live: `fedstream run`, what its journal says, and the same
+arrivals simulated."""
 
 from __future__ import annotations
 
@@ -12,9 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from fedstream.config import read
+from fedstream.simulation import Arrival, simulate
 from tests.integration.command import SCRIPT, Command, adds_up
-from updater.inspection import opened
-from updater.rebuild import recovered
+from updater.inspection import entries, model_at, opened
+from updater.journal import Segment, Taken, cuts
+from updater.rebuild import is_used, recovered
 
 pytestmark = pytest.mark.timeout(180)
 
@@ -94,3 +98,37 @@ def test_a_run_ends_and_its_replay_is_identical(runs: dict[str, Command], name: 
     with opened(command.out) as chain:
         assert len(chain) > 2
         assert all(bool(segment.head.needs) == (name == "afa-cs") for segment in chain[1:])
+
+
+def arrivals_of(chain: list[Segment]) -> list[Arrival]:
+    """What arrived, as the journal has it."""
+    taken = [
+        message
+        for segment, cut in cuts(chain)
+        for _, message in entries(segment, cut)
+        if isinstance(message, Taken) and is_used(message)
+    ]
+    taus = [message.upload.tau for message in taken]
+    return [
+        Arrival(
+            n=n, device=message.upload.device, seed=message.upload.seed or 0,
+            steps=message.upload.steps, epochs=None, tau=message.upload.tau,
+            version=message.version - (message.digest is not None),
+            makes=message.digest is not None, oldest=min(taus[n:]), time=float(n),
+        )
+        for n, message in enumerate(taken)
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_the_same_arrivals_simulated_give_the_same_model(
+    runs: dict[str, Command], name: str
+) -> None:
+    """Live through Redis, or in one process in virtual time: one code path, the same bits."""
+    command = runs[name]
+    finished(command, name)
+    settings = read(command.out / "run.toml", ["simulation.batched=false", "simulation.threads=1"])
+    with opened(command.out) as chain:
+        simulated = simulate(settings, arrivals=arrivals_of(chain))
+        assert simulated.versions[-1].version == VERSIONS
+        assert simulated.model.digest() == model_at(chain, VERSIONS)[1]
