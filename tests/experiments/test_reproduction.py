@@ -276,10 +276,12 @@ def test_a_curve_keeps_some_versions_and_the_losses_between_them() -> None:
 # what is refused
 
 
-def ask(names: Sequence[str], out: Path | None = None, data_root: str | None = None) -> None:
+def ask(
+    names: Sequence[str], out: Path | None = None, data_root: str | None = None, processes: int = 1
+) -> None:
     command.reproduce(
-        names, repeats=1, scale=50.0, data_root=data_root, processes=1, out=out, again=False,
-        command="reproduce", say=lambda _: None,
+        names, repeats=1, scale=50.0, data_root=data_root, processes=processes, out=out,
+        again=False, command="reproduce", say=lambda _: None,
     )  # fmt: skip
 
 
@@ -303,7 +305,7 @@ def test_an_unknown_name_is_answered_with_those_that_there_are(tmp_path: Path) -
 
 def test_missing_data_is_an_error_that_says_where_it_was_sought(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"is not in {tmp_path}"):
-        ask(["afl-mnist-table2"], tmp_path / "out", str(tmp_path))
+        ask(["afl-mnist-table2"], tmp_path / "out", str(tmp_path), processes=2)
 
 
 def test_a_metric_that_the_task_does_not_measure_is_named(tiny: Experiment, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 
 def fedstream(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
@@ -54,8 +56,11 @@ def test_its_configuration_gives_the_same_run_again(folder: Path, tmp_path: Path
     assert done.returncode == 0, done.stderr
     assert "finished (version 40 reached)" in done.stdout
     assert not (again / "journal").exists()
-    for name in ("model.safetensors", "metrics.csv"):
-        assert (again / name).read_bytes() == (folder / name).read_bytes()
+    assert (again / "metrics.csv").read_bytes() == (folder / "metrics.csv").read_bytes()
+    # not their bytes: safetensors writes what it says of the model in any order
+    model, first = (load_file(run / "model.safetensors") for run in (again, folder))
+    assert model.keys() == first.keys()
+    assert all(torch.equal(model[name], first[name]) for name in model)
 
 
 def test_a_folder_with_a_run_is_refused(folder: Path) -> None:

@@ -1,0 +1,412 @@
+"""AFL on MNIST with logistic regression: tables 2 and 3, figures 1, 2 and 5."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from experiments.reproduction import Cell, Claim, Experiment, Panel, Picture, Results, Vector
+
+_LEVELS = (1, 2, 5, 10)  # p
+_BASE: dict[str, object] = {
+    "task.name": "mnist",
+    "task.partition.kind": "classes",
+    "run.versions": 150,
+    "simulation.evaluate_every": 1,
+}
+_AFA: dict[str, object] = {"strategy.name": "afa-cd", "strategy.server_lr": 0.1}
+_SYNC: dict[str, object] = {"simulation.staleness.kind": "none"}
+_ASYNC: dict[str, object] = {"simulation.staleness.kind": "recent", "simulation.staleness.of": 5}
+_BIASED: dict[str, object] = {
+    "simulation.arrivals.kind": "biased",
+    "simulation.arrivals.weights": [0.19, 0.19, *[0.1] * 6, 0.01, 0.01],
+}
+
+
+def _local(kind: str = "sgd") -> dict[str, object]:
+    """The devices' solver."""
+    return {
+        "solver.kind": kind,
+        "solver.lr": 0.1,
+        "solver.batch_size": 64,
+        "solver.sampling": "fresh",
+    } | ({"solver.rho": 0.1} if kind == "proximal" else {})
+
+
+def _constant(c: int) -> dict[str, object]:
+    return {"scheduler.steps.kind": "fixed", "scheduler.steps.n": c}
+
+
+def _dynamic(c: int) -> dict[str, object]:
+    return {"scheduler.steps.kind": "uniform", "scheduler.steps.c": c}
+
+
+def _split(p: int, devices: int = 10) -> dict[str, object]:
+    return {"task.partition.p": p, "task.devices": devices}
+
+
+def _repeats(p: int) -> int | None:
+    """With two classes a device much depends on which two."""
+    return 5 if p == 2 else None
+
+
+_NOTES = (
+    (
+        "Decided where the paper is silent: pixels (x/255 - .1307)/.3081, x_0 = 0, a minibatch "
+        "drawn anew each step, server_lr = eta eta_L = .1, every class held by exactly M p / 10 "
+        "devices, 'asynchronous' = each device starts from one of the last five models."
+    ),
+    "Every repeat draws the partition, the arrivals and the minibatches anew; p = 2 has 5.",
+)
+
+
+def _panels(label: Callable[[int, str], str], names: Sequence[str]) -> tuple[Panel, ...]:
+    """A panel for every p; ``label`` names the cell of p and a name."""
+    return tuple(
+        Panel(
+            f"p = {p}",
+            {name: label(p, name) for name in names},
+            xlabel="round",
+            ylabel="test accuracy",
+            ylim=(0.3, 1.0),
+        )
+        for p in _LEVELS
+    )
+
+
+# table 2 and figure 2
+
+_ROWS = tuple((p, 5, 10, 5) for p in _LEVELS) + tuple((p, 5, 10, 10) for p in _LEVELS)
+_ROWS += tuple((p, 20, 100, 5) for p in _LEVELS)  # p, m, M, c
+_COLUMNS = ("sync, constant", "sync, dynamic", "async, constant", "async, dynamic")
+_TABLE_2 = (
+    (0.8916, 0.8915, 0.8888, 0.8868),
+    (0.8906, 0.8981, 0.8901, 0.8931),
+    (0.9072, 0.9075, 0.9059, 0.9048),
+    (0.9114, 0.9111, 0.9129, 0.9143),
+    (0.8743, 0.8786, 0.8701, 0.8734),
+    (0.8687, 0.8813, 0.8661, 0.8819),
+    (0.9016, 0.9050, 0.9034, 0.9065),
+    (0.9124, 0.9135, 0.9112, 0.9111),
+    (0.8898, 0.8973, 0.8909, 0.8938),
+    (0.8968, 0.9007, 0.8955, 0.9000),
+    (0.9088, 0.9088, 0.9097, 0.9078),
+    (0.9111, 0.9106, 0.9126, 0.9125),
+)
+
+
+def _label(p: int, m: int, devices: int, c: int, column: str) -> str:
+    return f"p = {p}, {m}/{devices}, c = {c}: {column}"
+
+
+def _table_2_sets(p: int, m: int, devices: int, c: int, column: str) -> dict[str, object]:
+    synchrony = _SYNC if column.startswith("sync") else _ASYNC
+    steps = _constant(c) if column.endswith("constant") else _dynamic(c)
+    return _AFA | {"strategy.buffer_size": m} | _local() | _split(p, devices) | synchrony | steps
+
+
+def _table_2_claims(results: Results) -> list[Claim]:
+    def best(row: tuple[int, int, int, int], column: str) -> float:
+        return results.mean(_label(*row, column))
+
+    spans = [
+        max(best(row, c) for c in _COLUMNS) - min(best(row, c) for c in _COLUMNS) for row in _ROWS
+    ]
+    widest = _ROWS[spans.index(max(spans))]
+    groups = [_ROWS[n : n + len(_LEVELS)] for n in range(0, len(_ROWS), len(_LEVELS))]
+    grows = [
+        (best(low, column), best(high, column))
+        for group in groups
+        for low, high in ((group[0], group[-1]),)
+        for column in _COLUMNS
+    ]
+    shaken = {p: _shaking(results, _label(p, 5, 10, 5, _COLUMNS[3])) for p in _LEVELS}
+    calm = {p: _shaking(results, _label(p, 5, 10, 5, _COLUMNS[0])) for p in _LEVELS}
+    last = [
+        abs(
+            results.mean(_label(p, 5, 10, 5, column), "last")
+            - results.mean(_label(p, 5, 10, 5, _COLUMNS[0]), "last")
+        )
+        for p in _LEVELS
+        for column in _COLUMNS[1:]
+    ]
+    return [
+        Claim(
+            "Asynchrony and dynamic steps make no obvious difference to the accuracy (table 2; "
+            "here: the four columns of every row within .02).",
+            max(spans) <= 0.02,
+            f"The columns' best lie within {max(spans):.4f} of each other, the furthest at p = "
+            f"{widest[0]}, {widest[1]}/{widest[2]}, c = {widest[3]}.",
+        ),
+        Claim(
+            "The accuracy falls as p does (table 2; here: from p = 10 to p = 1, in every column).",
+            all(low < high for low, high in grows),
+            f"In {sum(low < high for low, high in grows)} of {len(grows)} pairs; the best falls by "
+            f"{min(high - low for low, high in grows):.4f} to "
+            f"{max(high - low for low, high in grows):.4f}.",
+        ),
+        Claim(
+            "Asynchrony and dynamic steps make the curves zigzag, the more the smaller p is "
+            "(figure 2; here: the mean change between measurements in the last 50 rounds).",
+            all(shaken[p] > calm[p] for p in _LEVELS)
+            and all(shaken[a] > shaken[b] for a, b in pairwise(_LEVELS)),
+            f"Asynchronous and dynamic: {_by_level(shaken)}; synchronous and constant: "
+            f"{_by_level(calm)}.",
+        ),
+        Claim(
+            "The final accuracies differ negligibly (figure 2; here: the last round within .02 of "
+            "synchronous, constant).",
+            max(last) <= 0.02,
+            f"They differ by up to {max(last):.4f}.",
+        ),
+    ]
+
+
+def _shaking(results: Results, cell: str) -> float:
+    """Mean |change| of a run's accuracy from one kept version to the next, in the last 50."""
+    changes = []
+    for run in results.of(cell):
+        curve = results.curves[cell, run.repeat]
+        late = curve["accuracy"][curve["version"] >= curve["version"][-1] * 2 / 3]
+        changes += [abs(b - a) for a, b in pairwise(late)]
+    return math.fsum(changes) / len(changes)
+
+
+def _by_level(values: dict[int, float]) -> str:
+    return ", ".join(f"{value:.4f} at p = {p}" for p, value in values.items())
+
+
+# table 3
+
+_OPTIMIZERS = ("FedProx", "SCAFFOLD", "AFL + FedProx", "AFL + SCAFFOLD")
+_TABLE_3 = (
+    (0.8893, 0.8928, 0.8775, 0.8946),
+    (0.8868, 0.8970, 0.8832, 0.8954),
+    (0.9036, 0.9032, 0.9004, 0.9019),
+    (0.9075, 0.9057, 0.9054, 0.9022),
+    (0.8752, 0.8789, 0.8669, 0.8838),
+    (0.8685, 0.8967, 0.8789, 0.8978),
+    (0.9019, 0.9047, 0.8998, 0.9029),
+    (0.9072, 0.9071, 0.9052, 0.9038),
+)
+_PLAIN = ("AFA-CD", "AFL + AFA-CD")
+"""Columns beside the table's: plain steps, synchronous and constant, asynchronous and dynamic."""
+_SCAFFOLD: dict[str, object] = {
+    "strategy.name": "scaffold",
+    "strategy.per_step": True,
+    "strategy.server_lr": 0.1,
+}
+_MEAN: dict[str, object] = {"strategy.name": "scaffold", "strategy.server_lr": 1.0}
+_ROWS_3 = tuple((p, 5, 10, c) for c in (5, 10) for p in _LEVELS)
+
+
+def _table_3_sets(
+    p: int, c: int, column: str, scaffold: dict[str, object] = _SCAFFOLD
+) -> dict[str, object]:
+    free = _ASYNC | _dynamic(c) if column.startswith("AFL") else _SYNC | _constant(c)
+    if column.endswith("SCAFFOLD"):
+        server, solver = scaffold, _local("scaffold")
+    else:
+        server, solver = _AFA, _local("proximal" if column.endswith("FedProx") else "sgd")
+    return server | {"strategy.buffer_size": 5} | solver | _split(p) | free
+
+
+def _table_3_cells() -> tuple[Cell, ...]:
+    return tuple(
+        Cell(_label(*row, column), _table_3_sets(row[0], row[3], column), paper, _repeats(row[0]))
+        for row, numbers in zip(_ROWS_3, _TABLE_3, strict=True)
+        for column, paper in zip((*_OPTIMIZERS, *_PLAIN), (*numbers, None, None), strict=True)
+    )
+
+
+def _no_worse(results: Results, claim: str, column: str, than: str) -> Claim:
+    """That a column is nowhere more than .02 below another."""
+    gaps = {
+        row: results.mean(_label(*row, than)) - results.mean(_label(*row, column))
+        for row in _ROWS_3
+    }
+    worst = max(gaps, key=lambda row: gaps[row])
+    return Claim(
+        f"{claim} (table 3; here: the best of {column} in no row more than .02 below {than}).",
+        gaps[worst] <= 0.02,
+        f"At worst {gaps[worst]:+.4f} below it, at p = {worst[0]}, c = {worst[3]}; in the mean "
+        f"{math.fsum(gaps.values()) / len(gaps):+.4f}.",
+    )
+
+
+def _table_3_claims(results: Results) -> list[Claim]:
+    return [
+        _no_worse(results, "FedProx performs as well as FedAvg.", "FedProx", "AFA-CD"),
+        _no_worse(results, "FedProx loses nothing in AFL's framework.", "AFL + FedProx", "FedProx"),
+        _no_worse(results, "SCAFFOLD performs well for LR on MNIST.", "SCAFFOLD", "AFA-CD"),
+        _no_worse(results, "SCAFFOLD loses nothing under AFL.", "AFL + SCAFFOLD", "SCAFFOLD"),
+    ]
+
+
+# figures 1 and 5
+
+_CURVES: dict[str, dict[str, object]] = {
+    "FedAvg": {"strategy.name": "fedavg", "strategy.clients_per_round": 5} | _SYNC | _constant(5),
+    "AFA-CD, uniform": _AFA | _ASYNC | _dynamic(5),
+    "AFA-CD, biased": _AFA | _ASYNC | _dynamic(5) | _BIASED,
+    "AFA-CS, biased": _AFA | {"strategy.name": "afa-cs"} | _ASYNC | _dynamic(5) | _BIASED,
+}
+
+
+def _curve(p: int, name: str) -> str:
+    return f"p = {p}: {name}"
+
+
+def _late(results: Results, p: int, name: str) -> Vector:
+    """Every repeat's mean accuracy in the last 50 rounds: one round says little of a zigzag."""
+    cell = _curve(p, name)
+    curves = [results.curves[cell, run.repeat] for run in results.of(cell)]
+    return np.array([c["accuracy"][c["version"] > c["version"][-1] * 2 / 3].mean() for c in curves])
+
+
+def _arrivals_claims(results: Results) -> list[Claim]:
+    def spread(values: Vector) -> str:
+        return f"{values.mean():.4f} ± {values.std(ddof=1):.4f}"
+
+    def by_level(values: dict[int, Vector]) -> str:
+        return ", ".join(f"{spread(of)} at p = {p}" for p, of in values.items())
+
+    late = {name: {p: _late(results, p, name) for p in _LEVELS} for name in _CURVES}
+    fedavg, uniform, cd, cs = late.values()
+    below = max(fedavg[p].mean() - anarchic[p].mean() for anarchic in (cd, cs) for p in _LEVELS)
+    lost = {p: uniform[p] - cd[p] for p in _LEVELS}  # with one partition and one seed
+    behind = max(uniform[p].mean() - cs[p].mean() for p in _LEVELS)
+    how = "mean of the last 50 rounds"
+    return [
+        Claim(
+            "AFA-CD and AFA-CS with general arrivals are comparable to FedAvg (figure 1; here: "
+            f"biased arrivals, {how}, at most .02 below FedAvg).",
+            below <= 0.02,
+            f"FedAvg: {by_level(fedavg)}. AFA-CD: {by_level(cd)}. AFA-CS: {by_level(cs)}. With "
+            f"uniform arrivals AFA-CD: {by_level(uniform)}.",
+        ),
+        Claim(
+            f"Biased arrivals degrade AFA-CD at p = 1 (figure 5; here: {how}, by more than .02).",
+            bool(lost[1].mean() > 0.02),
+            f"By {spread(lost[1])}.",
+        ),
+        Claim(
+            f"At p = 2, 5, 10 they don't, significantly (figure 5; here: {how}, by at most .02).",
+            bool(max(lost[p].mean() for p in _LEVELS[1:]) <= 0.02),
+            f"By {by_level({p: lost[p] for p in _LEVELS[1:]})}.",
+        ),
+        Claim(
+            "AFA-CS, which reuses old gradients, performs well under biased arrivals (figure 5; "
+            f"here: {how}, nowhere more than .02 below AFA-CD with uniform ones).",
+            behind <= 0.02,
+            f"It is up to {behind:.4f} below those. Over AFA-CD with the same arrivals it gains "
+            f"{by_level({p: cs[p] - cd[p] for p in _LEVELS})}.",
+        ),
+    ]
+
+
+EXPERIMENTS = (
+    Experiment(
+        name="afl-mnist-table2",
+        title="AFL, table 2: LR/MNIST",
+        source="Anarchic Federated Learning, table 2 (rows of LR/MNIST) and figure 2: AFA-CD, "
+        "uniform arrivals",
+        base=_BASE,
+        cells=tuple(
+            Cell(_label(*row, column), _table_2_sets(*row, column), paper, _repeats(row[0]))
+            for row, numbers in zip(_ROWS, _TABLE_2, strict=True)
+            for column, paper in zip(_COLUMNS, numbers, strict=True)
+        ),
+        tolerance=0.02,
+        points=76,
+        notes=_NOTES,
+        pictures=(
+            Picture(
+                "figure2.png",
+                "AFL, figure 2: LR/MNIST, 5 of 10 devices, c = 5",
+                _panels(lambda p, column: _label(p, 5, 10, 5, column), _COLUMNS),
+            ),
+        ),
+        claims=_table_2_claims,
+    ),
+    Experiment(
+        name="afl-mnist-table3",
+        title="AFL, table 3: LR/MNIST",
+        source="Anarchic Federated Learning, table 3 (rows of LR/MNIST): FedProx (rho = .1) and "
+        "SCAFFOLD, synchronous with constant steps, and in AFL asynchronous with dynamic steps",
+        base=_BASE,
+        cells=_table_3_cells(),
+        tolerance=0.02,
+        points=51,
+        notes=(
+            *_NOTES,
+            (
+                "SCAFFOLD's server takes AFA-CD's step, on mean gradients (x_tau - x_new) / "
+                "(gamma H) with server_lr = .1; afl-mnist-scaffold has the other reading."
+            ),
+            "AFA-CD's columns are table 2's, to compare with; the paper's table 3 has none.",
+        ),
+        claims=_table_3_claims,
+    ),
+    Experiment(
+        name="afl-mnist-scaffold",
+        title="AFL, table 3: LR/MNIST, SCAFFOLD's server averaging models",
+        source="Anarchic Federated Learning, table 3 (rows of LR/MNIST), the columns of SCAFFOLD "
+        "read as its own paper has its server: x += mean(x_new - x_tau), server_lr = 1",
+        base=_BASE,
+        cells=tuple(
+            Cell(
+                _label(*row, column),
+                _table_3_sets(row[0], row[3], column, _MEAN),
+                numbers[_OPTIMIZERS.index(column)],
+                _repeats(row[0]),
+            )
+            for row, numbers in zip(_ROWS_3, _TABLE_3, strict=True)
+            for column in ("SCAFFOLD", "AFL + SCAFFOLD")
+        ),
+        tolerance=0.02,
+        points=51,
+        notes=_NOTES,
+    ),
+    Experiment(
+        name="afl-mnist-arrivals",
+        title="AFL, figures 1 and 5: LR/MNIST under uniform and biased arrivals",
+        source="Anarchic Federated Learning, figures 1 and 5: 5 of 10 devices, c = 5; AFA-CD and "
+        "AFA-CS asynchronous with dynamic steps, FedAvg synchronous with constant ones",
+        base=_BASE,
+        cells=tuple(
+            Cell(
+                _curve(p, name),
+                _local() | _split(p) | sets,
+                repeats=_repeats(p),
+            )
+            for p in _LEVELS
+            for name, sets in _CURVES.items()
+        ),
+        points=151,
+        notes=(
+            *_NOTES,
+            (
+                "Biased: drawn without replacement with weights .19 .19 .1x6 .01 .01. The paper "
+                "calls figure 1's arrivals 'general': biased here, as in figure 5."
+            ),
+            "FedAvg averages the models of 5 devices: it steps 5 times as far as server_lr = .1.",
+        ),
+        pictures=(
+            Picture(
+                "figure1.png",
+                "AFL, figure 1: LR/MNIST, biased arrivals to AFA",
+                _panels(_curve, ("FedAvg", "AFA-CD, biased", "AFA-CS, biased")),
+            ),
+            Picture(
+                "figure5.png",
+                "AFL, figure 5: LR/MNIST, asynchronous, dynamic steps",
+                _panels(_curve, ("AFA-CD, uniform", "AFA-CD, biased", "AFA-CS, biased")),
+            ),
+        ),
+        claims=_arrivals_claims,
+    ),
+)

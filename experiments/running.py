@@ -1,0 +1,383 @@
+"""Runs an experiment's cells, in processes side by side, and keeps what came of them.
+
+A run that is finished is on disk: its curve first, then its row, which says that the curve is
+whole. So a command that was interrupted, however it ended, goes on where it was.
+"""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import json
+import math
+import multiprocessing
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import asdict, dataclass, fields
+from datetime import UTC, datetime
+from functools import lru_cache
+from importlib.metadata import version
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from broker.errors import ConfigError
+from experiments.reproduction import Cell, Experiment, Points, Results, Row, settings_of
+from fedstream.parent import VARIABLE, end_with_parent
+
+if TYPE_CHECKING:
+    from fedstream.simulation import VersionMade
+    from trainer.task import Task, TaskSettings
+
+ROWS, CURVES, ABOUT = "results.csv", "curves.csv", "about.json"
+_SPENT = {  # columns of curves.csv, and what they are of a version
+    "version": "version",
+    "updates": "used",
+    "gradients": "gradients",
+    "epochs": "epochs",
+    "communications": "communications",
+    "time": "time",
+}
+_TYPES: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": float}
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """A run that is wanted."""
+
+    cell: str
+    repeat: int
+    scale: float
+    sets: dict[str, object]
+    metric: str
+    higher: bool
+    points: int
+
+    @property
+    def configuration(self) -> str:
+        """A digest of the keys that are set, the data's folder aside."""
+        keys = {key: value for key, value in self.sets.items() if key != "task.data_root"}
+        return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:10]
+
+
+def job_of(
+    experiment: Experiment, cell: Cell, repeat: int, scale: float, data_root: str | None = None
+) -> Job:
+    """One of an experiment's runs."""
+    given = {} if data_root is None else {"task.data_root": data_root}
+    return Job(
+        cell.label, repeat, scale, experiment.sets(cell, repeat, scale) | given,
+        experiment.metric, experiment.higher, experiment.points,
+    )  # fmt: skip
+
+
+def jobs_of(
+    experiment: Experiment, *, repeats: int | None, scale: float, data_root: str | None
+) -> list[Job]:
+    """All runs of an experiment; ``repeats`` of each cell, else as many as it says.
+
+    Those with the same data come one after the other: a process keeps the last data it read.
+    """
+    jobs = [
+        job_of(experiment, cell, repeat, scale, data_root)
+        for cell in experiment.cells
+        for repeat in range(repeats or experiment.repeats_of(cell))
+    ]
+    data = [
+        json.dumps({k: v for k, v in job.sets.items() if k.startswith("task.")}) for job in jobs
+    ]
+    first = {of: n for n, of in reversed(list(enumerate(data)))}
+    return [job for _, job in sorted(zip(data, jobs, strict=True), key=lambda x: first[x[0]])]
+
+
+def run_job(job: Job) -> tuple[Row, Points]:
+    """One run. Raises ConfigError and DataError."""
+    from fedstream.simulation import simulate
+
+    settings = settings_of(job.sets)
+    outcome = simulate(settings, _task(settings.task))
+    measured = outcome.measured
+    if not measured or job.metric not in measured[0].metrics:
+        raise ConfigError(f"cell {job.cell!r}: the task measures no {job.metric}")
+    sign = 1 if job.higher else -1
+    best = max(
+        (made for made in measured if math.isfinite(made.metrics[job.metric])),
+        key=lambda made: sign * made.metrics[job.metric],
+        default=measured[0],
+    )
+    last = outcome.versions[-1]
+    row = Row(
+        job.cell, job.repeat, job.scale, job.configuration, outcome.state, last.version,
+        last.used, last.gradients, round(last.epochs, 3), last.communications,
+        sum(outcome.refused.values()), best.metrics[job.metric], best.version,
+        outcome.last(job.metric), round(outcome.seconds, 2),
+    )  # fmt: skip
+    return row, thinned(outcome.versions, job.points)
+
+
+@lru_cache(maxsize=1)
+def _task(settings: TaskSettings) -> Task:
+    from trainer.task import load_task
+
+    return load_task(settings.name, settings)
+
+
+def thinned(versions: Sequence[VersionMade], most: int) -> Points:
+    """At most so many of the measured versions, evenly. ``training_loss`` is the mean over the
+    versions since the last one that is kept."""
+    measured = [n for n, made in enumerate(versions) if made.metrics]
+    chosen = np.linspace(0, len(measured) - 1, min(most, len(measured))).round().astype(int)
+    kept = [measured[n] for n in chosen]
+    losses, since = [], 0
+    for n in kept:
+        found = [made.loss for made in versions[since : n + 1] if made.loss is not None]
+        losses.append(sum(found) / len(found) if found else math.nan)
+        since = n + 1
+    curve: Points = {
+        name: np.array([getattr(versions[n], attribute) for n in kept], float)
+        for name, attribute in _SPENT.items()
+    }
+    curve["training_loss"] = np.array(losses)
+    for name in versions[kept[0]].metrics:
+        curve[name] = np.array([versions[n].metrics[name] for n in kept])
+    return curve
+
+
+# side by side
+
+
+def results(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Row, Points]]:
+    """What comes of the jobs, as they end. Raises what a job raises."""
+    if processes == 1:
+        import torch
+
+        torch.set_num_threads(threads)
+        yield from map(run_job, jobs)
+        return
+    pool = ProcessPoolExecutor(
+        processes,
+        multiprocessing.get_context("spawn"),  # torch does not survive a fork
+        initializer=_begin,
+        initargs=(threads,),
+    )
+    try:
+        for done in as_completed([pool.submit(run_job, job) for job in jobs]):
+            yield done.result()
+    except BaseException:  # also Ctrl-C: nobody waits for runs that nobody will keep
+        pool.shutdown(wait=False, cancel_futures=True)
+        for process in multiprocessing.active_children():
+            process.terminate()
+        raise
+    pool.shutdown()
+
+
+def _begin(threads: int) -> None:
+    """A process that ends with the one that started it, and leaves Ctrl-C to that."""
+    import torch
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.environ[VARIABLE] = str(os.getppid())
+    end_with_parent()
+    torch.set_num_threads(threads)
+
+
+# on disk
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """A command that ran something, as it stands in about.json."""
+
+    command: str
+    date: str
+    runs: int
+    processes: int
+    threads: int
+    seconds: float
+    """from its start to its end"""
+
+
+class Store:
+    """The folder of an experiment's results."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def scale(self) -> float | None:
+        """That of the results that are there; None: there are none."""
+        return next((row.scale for row in self._rows()), None)
+
+    def begin(self, experiment: Experiment, scale: float, *, again: bool) -> set[tuple[str, int]]:
+        """The runs that are there, by cell and repeat. Those of cells that are no more, or were
+        configured otherwise, are dropped from the files; ``again``: all.
+
+        Raises ConfigError if there are results of another scale.
+        """
+        there = self.scale()
+        if there is not None and there != scale and not again:
+            raise ConfigError(
+                f"{self.folder} holds results at scale {there:g}, not {scale:g}: give --scale "
+                f"{there:g}, another folder with --out, or --again to replace them"
+            )
+        self.folder.mkdir(parents=True, exist_ok=True)
+        cells = {cell.label: cell for cell in experiment.cells}
+        found = self.results()
+        kept = [
+            row for row in found.rows
+            if not again and row.cell in cells
+            and job_of(experiment, cells[row.cell], row.repeat, scale).configuration
+            == row.configuration
+        ]  # fmt: skip
+        with TemporaryDirectory(dir=self.folder) as new:
+            for row in kept:
+                Store(Path(new)).add(row, found.curves[row.cell, row.repeat])
+            for name in (CURVES, ROWS):
+                if kept:
+                    (Path(new) / name).replace(self.folder / name)
+                else:
+                    (self.folder / name).unlink(missing_ok=True)
+        if not kept:
+            (self.folder / ABOUT).unlink(missing_ok=True)
+        return {(row.cell, row.repeat) for row in kept}
+
+    def add(self, row: Row, curve: Points) -> None:
+        """A run that is finished."""
+        lines = [
+            [row.cell, row.repeat, *(_text(value) for value in values)]
+            for values in zip(*curve.values(), strict=True)
+        ]
+        self._append(CURVES, ["cell", "repeat", *curve], lines)
+        self._append(ROWS, [field.name for field in fields(Row)], [list(asdict(row).values())])
+
+    def results(self) -> Results:
+        """All that there is."""
+        rows = self._rows()
+        columns: dict[tuple[str, int], dict[str, list[float]]] = {}
+        whole = {(row.cell, row.repeat) for row in rows}
+        for line in self._lines(CURVES):
+            key = line.pop("cell"), int(line.pop("repeat"))
+            if key in whole:
+                curve = columns.setdefault(key, {name: [] for name in line})
+                for name, value in line.items():
+                    curve[name].append(float(value) if value else math.nan)
+        curves = {
+            key: {name: np.array(values) for name, values in curve.items()}
+            for key, curve in columns.items()
+        }
+        rows = [row for row in rows if (row.cell, row.repeat) in curves]
+        return Results(rows, curves, rows[0].scale if rows else 1.0)
+
+    def tell(self, experiment: Experiment, scale: float, call: Call) -> None:
+        """about.json: the commands, this one last, the machine, and the configurations."""
+        path, rows = self.folder / ABOUT, self._rows()
+        calls = json.loads(path.read_text())["calls"] if path.is_file() else []
+        if calls and (calls[-1]["command"], calls[-1]["date"]) == (call.command, call.date):
+            calls.pop()  # as it was a run ago
+        about = {
+            "experiment": experiment.name,
+            "source": experiment.source,
+            "scale": scale,
+            "metric": experiment.metric,
+            "machine": machine(),
+            "calls": [*calls, asdict(call)],
+            "runs": len(rows),
+            "seconds": round(sum(row.seconds for row in rows)),
+            "base": dict(experiment.base),
+            "cells": {cell.label: {"paper": cell.paper, **cell.sets} for cell in experiment.cells},
+        }
+        path.write_text(json.dumps(about, indent=1) + "\n")
+
+    def _rows(self) -> list[Row]:
+        found = {}
+        for line in self._lines(ROWS):
+            row = Row(**{f.name: _TYPES[str(f.type)](line[f.name]) for f in fields(Row)})
+            found[row.cell, row.repeat] = row
+        return list(found.values())
+
+    def _lines(self, name: str) -> Iterator[dict[str, str]]:
+        """Whole lines: the last one may have been cut off."""
+        path = self.folder / name
+        if path.is_file():
+            with path.open(newline="") as file:
+                lines = (line for line in file if line.endswith("\n"))
+                for line in csv.DictReader(lines):
+                    if None not in line.values():
+                        yield line
+
+    def _append(self, name: str, header: list[str], lines: Sequence[Sequence[object]]) -> None:
+        path = self.folder / name
+        new = not path.is_file()
+        with path.open("a", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")
+            writer.writerows([*([header] if new else []), *lines])
+
+
+def _text(value: float) -> str:
+    """Six digits, whole numbers in full; nothing where nothing was measured."""
+    if math.isnan(value):
+        return ""
+    return str(int(value)) if value == int(value) else f"{value:.6g}"
+
+
+def machine() -> dict[str, str | int]:
+    """What it runs on."""
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
+    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "processor": models[0] if models else platform.processor(),
+        "cores": os.cpu_count() or 0,
+        "system": f"{platform.system()} {platform.release()}",
+        "python": sys.version.split()[0],
+        **{name: version(name) for name in ("fedstream", "torch", "numpy")},
+    }
+
+
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def run(
+    experiment: Experiment,
+    folder: Path,
+    *,
+    repeats: int | None = None,
+    scale: float = 1.0,
+    data_root: str | None = None,
+    processes: int = 1,
+    again: bool = False,
+    command: str = "",
+    say: Callable[[str], object] = lambda _: None,
+) -> Results:
+    """Runs what is missing, and gives all that there is.
+
+    Raises ConfigError, DataError: what was finished before is kept.
+    """
+    store, began = Store(folder), time.perf_counter()
+    wanted = jobs_of(experiment, repeats=repeats, scale=scale, data_root=data_root)
+    settings_of(wanted[0].sets)
+    there = store.begin(experiment, scale, again=again)
+    missing = [job for job in wanted if (job.cell, job.repeat) not in there]
+    processes = max(1, min(processes, len(missing)))
+    threads = max(1, cores() // processes)
+    say(f"{experiment.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them are there")
+    date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    for n, (row, curve) in enumerate(results(missing, processes, threads), start=1):
+        store.add(row, curve)
+        seconds = time.perf_counter() - began
+        call = Call(command, date, n, processes, threads, round(seconds, 1))
+        store.tell(experiment, scale, call)
+        say(
+            f"[{n}/{len(missing)}] {row.cell}, repeat {row.repeat}: best {row.best:.4f}, last "
+            f"{row.last:.4f}, {row.seconds:.1f} s; about "
+            f"{seconds / n * (len(missing) - n) / 60:.0f} min to go"
+        )
+    return store.results()

@@ -1,0 +1,223 @@
+"""An experiment's results as a table beside the paper's numbers, and as pictures."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from experiments.reproduction import Cell, Experiment, Of, Panel, Picture, Results, Sweep
+from fedstream.curves import STYLE
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+
+TABLE, DIFFERENCES = "table.md", "differences.png"
+COLOURS = ("#1f5fa8", "#d9772b", "#3a8f5c", "#8a4fa3", "#7a5a3a", "#c03a6b", "#5a6b7a")
+_FAINT, _BOUND = "#888888", "#b03030"
+_DASHES = ("-", "--", "-.", ":")
+
+
+def show(experiment: Experiment, results: Results, folder: Path, command: str) -> None:
+    """Writes table.md and the pictures of what there is."""
+    (folder / TABLE).write_text(table(experiment, results, command))
+    if any(cell.paper is not None and results.of(cell.label) for cell in experiment.cells):
+        differences(experiment, results, folder / DIFFERENCES)
+    if not missing(experiment, results):
+        for picture in experiment.pictures:
+            draw(experiment, results, picture, folder / picture.file)
+
+
+def missing(experiment: Experiment, results: Results) -> list[str]:
+    """Cells that were not run yet."""
+    return [cell.label for cell in experiment.cells if not results.of(cell.label)]
+
+
+def beyond(experiment: Experiment, results: Results) -> list[Cell]:
+    """Cells further from the paper's number than the tolerance, at full length."""
+    return [
+        cell
+        for cell in experiment.cells
+        if results.scale == 1
+        and experiment.tolerance is not None
+        and cell.paper is not None
+        and results.of(cell.label)
+        and abs(results.mean(cell.label, experiment.compare) - cell.paper) > experiment.tolerance
+    ]
+
+
+def length(experiment: Experiment, results: Results) -> str:
+    """Scale and repeats, as they stand on every picture."""
+    counts = sorted({len(found) for c in experiment.cells if (found := results.of(c.label))})
+    repeats = " or ".join(map(str, counts)) + (" repeat" if counts == [1] else " repeats")
+    if results.scale == 1:
+        return f"full length, {repeats}"
+    return f"T divided by {results.scale:g}, {repeats}"
+
+
+# the table
+
+
+def table(experiment: Experiment, results: Results, command: str) -> str:
+    """Markdown: every cell, then every claim."""
+    of = experiment.metric
+    about = (
+        f"{experiment.source}. Here: {length(experiment, results)}; `{command}`; machine, date and "
+        "configurations are in about.json."
+    )
+    how = (
+        f"{of[0].upper()}{of[1:]}, mean ± standard deviation over the repeats. The best is that of "
+        "all measured versions, so it looks at the test set; the last is the last version's. The "
+        f"difference is the {experiment.compare} less the paper's number."
+    )
+    lines = [
+        f"# {experiment.title}", "", about, "",
+        *(f"* {note}" for note in experiment.notes), *([""] if experiment.notes else []), how, "",
+        "| cell | paper | best | last | difference | repeats |", "|---|---|---|---|---|---|",
+    ]  # fmt: skip
+    far = {cell.label for cell in beyond(experiment, results)}
+    for cell in experiment.cells:
+        runs = results.of(cell.label)
+        paper = "" if cell.paper is None else _figure(cell.paper)
+        if not runs:
+            lines.append(f"| {cell.label} | {paper} | not run | | | 0 |")
+            continue
+        difference = ""
+        if cell.paper is not None:
+            difference = f"{results.mean(cell.label, experiment.compare) - cell.paper:+.4f}"
+            difference = f"**{difference}**" if cell.label in far else difference
+        failed = sum(run.state != "finished" for run in runs)
+        lines.append(
+            f"| {cell.label} | {paper} | {spread(results, cell.label, 'best')} "
+            f"| {spread(results, cell.label, 'last')} | {difference} | {len(runs)}"
+            f"{f' ({failed} diverged)' if failed else ''} |"
+        )
+    lines += ["", *_agreement(experiment, results, far), *_claims(experiment, results)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _agreement(experiment: Experiment, results: Results, far: set[str]) -> list[str]:
+    """How many cells are within the tolerance, and which are not."""
+    known = [c for c in experiment.cells if c.paper is not None and results.of(c.label)]
+    if experiment.tolerance is None or not known or results.scale != 1:
+        return []
+    near = len(known) - len(far)
+    said = f"Within {experiment.tolerance:g} of the paper: {near} of {len(known)} cells"
+    return [f"{said}{'; not: ' + '; '.join(sorted(far)) if far else ''}.", ""]
+
+
+def _claims(experiment: Experiment, results: Results) -> list[str]:
+    if absent := missing(experiment, results):
+        return ["## Claims", "", f"Not judged: {len(absent)} cells were not run yet."]
+    claims = experiment.claims(results)
+    if not claims:
+        return []
+    return ["## Claims", "", *(f"* **{c.verdict}**: {c.claim} {c.seen}" for c in claims)]
+
+
+def spread(results: Results, cell: str, of: Of) -> str:
+    """Mean and deviation."""
+    mean, deviation = results.mean(cell, of), results.deviation(cell, of)
+    return _figure(mean) + ("" if math.isnan(deviation) else f" ± {_figure(deviation)}")
+
+
+def _figure(value: float) -> str:
+    """Four digits behind the point where it is a share, two where it is a perplexity."""
+    return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
+
+
+# pictures
+
+
+def draw(experiment: Experiment, results: Results, picture: Picture, path: Path) -> None:
+    """Writes a picture as PNG, 960 pixels wide."""
+    # Figure rather than pyplot: no global state, no display, half the import.
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    columns = min(picture.columns, len(picture.panels))
+    rows = -(-len(picture.panels) // columns)
+    with rc_context(STYLE):
+        figure = Figure(figsize=(8.0, 3.1 * rows + 0.9), layout="constrained")
+        grid = figure.subplots(rows, columns, squeeze=False).ravel()
+        for axes, panel in zip(grid, picture.panels, strict=False):
+            if isinstance(panel, Panel):
+                _curves(axes, results, panel)
+            else:
+                _sweep(axes, results, panel)
+        for axes in grid[len(picture.panels) :]:
+            axes.set_axis_off()
+        below = f"{length(experiment, results)}: mean and deviation"
+        figure.suptitle(f"{picture.title}\n{below}", x=0.01, ha="left", fontsize=11)
+        handles: dict[str, Artist] = {}
+        for axes in grid:
+            shown, names = axes.get_legend_handles_labels()
+            handles |= dict(zip(names, shown, strict=True))
+        figure.legend(
+            list(handles.values()), list(handles), loc="outside lower left",
+            ncols=min(4, len(handles)),
+        )  # fmt: skip
+        # No metadata: the same results give the same bytes.
+        figure.savefig(path, dpi=120, metadata={"Software": None})
+
+
+def _curves(axes: Axes, results: Results, panel: Panel) -> None:
+    for n, (name, cell) in enumerate(panel.lines.items()):
+        x, mean, deviation = results.curve(cell, panel.x, panel.y)
+        colour = COLOURS[n % len(COLOURS)]
+        axes.fill_between(x, mean - deviation, mean + deviation, color=colour, alpha=0.15, lw=0)
+        axes.plot(x, mean, color=colour, ls=_DASHES[n % len(_DASHES)], lw=1.3, label=name)
+    axes.set(title=panel.title, xlabel=panel.xlabel or panel.x, ylabel=panel.ylabel or panel.y)
+    if panel.log:
+        axes.set_yscale("log")
+    axes.set_ylim(*panel.ylim)
+
+
+def _sweep(axes: Axes, results: Results, sweep: Sweep) -> None:
+    for n, (name, cells) in enumerate(sweep.lines.items()):
+        x = list(cells)
+        mean = [results.mean(cell, sweep.of) for cell in cells.values()]
+        deviation = np.nan_to_num([results.deviation(cell, sweep.of) for cell in cells.values()])
+        axes.errorbar(
+            x, mean, deviation, color=COLOURS[n % len(COLOURS)], ls=_DASHES[n % len(_DASHES)],
+            marker="o", ms=3, capsize=2, lw=1.3, label=name,
+        )  # fmt: skip
+    axes.set(title=sweep.title, xlabel=sweep.xlabel, ylabel=sweep.ylabel)
+    axes.set_ylim(*sweep.ylim)
+
+
+def differences(experiment: Experiment, results: Results, path: Path) -> None:
+    """Every cell's distance from the paper's number, with its deviation, and the tolerance."""
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    cells = [c for c in experiment.cells if c.paper is not None and results.of(c.label)]
+    of = experiment.compare
+    with rc_context(STYLE):
+        figure = Figure(figsize=(8.0, 0.22 * len(cells) + 1.6), layout="constrained")
+        axes = figure.subplots()
+        for y, cell in enumerate(cells):
+            paper = cell.paper or 0.0
+            deviation = float(np.nan_to_num(results.deviation(cell.label, of)))
+            axes.errorbar(
+                results.mean(cell.label, of) - paper, y, xerr=deviation, color=COLOURS[0],
+                marker="o", ms=4, capsize=2, lw=1.1,
+            )  # fmt: skip
+            axes.plot(results.mean(cell.label, "last") - paper, y, "x", color=COLOURS[1], ms=5)
+        axes.axvline(0, color=_FAINT, lw=1)
+        if experiment.tolerance is not None:
+            for edge in (-experiment.tolerance, experiment.tolerance):
+                axes.axvline(edge, color=_BOUND, lw=1, ls="--")
+        axes.set_yticks(range(len(cells)), [cell.label for cell in cells])
+        axes.set_ylim(len(cells) - 0.4, -0.6)
+        axes.set_xlabel(
+            f"{experiment.metric} less the paper's: {of} (dot, ± deviation), last (cross)"
+        )
+        axes.grid(visible=False, axis="y")
+        figure.suptitle(
+            f"{experiment.title}\n{length(experiment, results)}", x=0.01, ha="left", fontsize=11
+        )
+        figure.savefig(path, dpi=120, metadata={"Software": None})

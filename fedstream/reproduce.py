@@ -1,0 +1,67 @@
+"""``fedstream reproduce``: an experiment of a paper anew, its results beside the paper's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from broker.errors import ConfigError
+
+if TYPE_CHECKING:
+    from experiments.reproduction import Experiment
+
+RESULTS = Path("experiments") / "results"
+
+
+def listed() -> list[str]:
+    """A line for every experiment."""
+    return [
+        f"{name:24} {len(one.cells):3} cells  {one.title}" for name, one in _experiments().items()
+    ]
+
+
+def reproduce(
+    names: Sequence[str],
+    *,
+    repeats: int | None,
+    scale: float,
+    data_root: str | None,
+    processes: int | None,
+    out: Path | None,
+    again: bool,
+    command: str,
+    say: Callable[[str], object],
+) -> None:
+    """Runs what is missing of the experiments, and writes tables and pictures.
+
+    Raises ConfigError for a name that there is not, DataError where data is missing.
+    """
+    from experiments.running import cores, run
+    from experiments.showing import TABLE, show
+
+    known = _experiments()
+    if unknown := [name for name in names if name not in known]:
+        raise ConfigError(f"no experiment {', '.join(unknown)}; there are {', '.join(known)}")
+    if not names:
+        raise ConfigError(f"which experiment? There are {', '.join(known)}")
+    if out is not None and len(names) > 1:
+        raise ConfigError("--out is one experiment's folder, and several are named")
+    for name in names:
+        folder = out or RESULTS / name
+        results = run(
+            known[name], folder, repeats=repeats, scale=scale, data_root=data_root,
+            processes=processes or cores(), again=again, command=command, say=say,
+        )  # fmt: skip
+        show(known[name], results, folder, command)
+        say(f"{name}: {folder / TABLE}")
+
+
+def _experiments() -> dict[str, Experiment]:
+    try:
+        from experiments.reproduction import catalogue
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"{error}: the experiments come with a checkout, and this is none ({Path.cwd()})"
+        ) from error
+    return catalogue()
