@@ -18,7 +18,7 @@ K = 10
 IN_FLIGHT = 20
 H, GAMMA = 5, 0.1
 SECONDS = UPDATES / IN_FLIGHT  # that it takes where all devices take a second
-SLOW = tuple(range(0, DEVICES, 5))  # classes are dealt so that these hold every class
+SLOW = tuple(range(0, DEVICES, 5))
 FULL, THIRD = "full step", "a third"
 
 BASE: Sets = {

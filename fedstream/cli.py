@@ -143,7 +143,8 @@ def run(
         str | None,
         typer.Option(
             metavar="TASK",
-            help="digits, mnist, path/to/file.py:attribute or package.module:attribute",
+            help="a built-in one (digits, mnist, cifar10-fedasync, cifar10-afl, wikitext2, "
+            "shakespeare), path/to/file.py:attribute or package.module:attribute",
         ),
     ] = None,
     strategy: Annotated[
@@ -158,7 +159,7 @@ def run(
         int | None,
         typer.Option(
             metavar="T",
-            help="versions: the run ends with this one; each is one update, or a round of fedavg",
+            help="versions: the run ends with this one; each is an update, a round, or a batch",
         ),
     ] = None,
     redis: Annotated[
@@ -222,7 +223,8 @@ def simulate(
         str | None,
         typer.Option(
             metavar="TASK",
-            help="digits, mnist, path/to/file.py:attribute or package.module:attribute",
+            help="a built-in one (digits, mnist, cifar10-fedasync, cifar10-afl, wikitext2, "
+            "shakespeare), path/to/file.py:attribute or package.module:attribute",
         ),
     ] = None,
     strategy: Annotated[

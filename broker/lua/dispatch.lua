@@ -1,7 +1,12 @@
 -- keys: triggers open run tasks owners counts rates ended
 -- A trigger becomes a task. The scheduler's are in `open` already; a device's own enter it here,
--- within its rate and the limit. A device that a trainer owns is that trainer's to serve.
+-- within its rate and the limit, one at a time. A device that a trainer owns is that trainer's to serve.
 local a = cmsgpack.unpack(ARGV[1])
+local function is_busy(device)
+  for _, trigger in ipairs(redis.call('HVALS', key.open)) do
+    if cmsgpack.unpack(trigger).device == device then return true end
+  end
+end
 guard()
 if redis.call('XACK', key.triggers, a.group, a.entry) == 0 then return 'repeated' end
 redis.call('XDEL', key.triggers, a.entry)
@@ -17,6 +22,10 @@ else
   if used >= a.rate or redis.call('HLEN', key.open) >= a.limit then
     count('stray:trigger over the limit')
     return 'limited'
+  end
+  if is_busy(a.device) then
+    count('stray:trigger for a busy device')
+    return 'busy'
   end
   redis.call('HSET', key.rates, a.origin, second .. ':' .. (used + 1))
   redis.call('HSET', key.open, a.task, ARGV[3])

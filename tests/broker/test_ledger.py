@@ -274,6 +274,21 @@ async def test_devices_trigger_themselves_only_up_to_the_limit(hand: Hand) -> No
     assert await hand.dispatch(limit=3) == ["sent", "sent", "sent", "limited"]
 
 
+async def test_a_device_that_is_busy_triggers_nothing_more(hand: Hand) -> None:
+    """Two tasks of a device would start from the same control variate, and count it twice."""
+    await hand.create()
+    trigger = hand.trigger(origin="ann", device=3)
+    await hand.ledger.ask(trigger)
+    await hand.ledger.ask(hand.trigger(origin="bob", device=3))
+    await hand.ledger.ask(hand.trigger(origin="bob", device=4))
+    assert await hand.dispatch() == ["sent", "busy", "sent"]
+    assert (await hand.ledger.look()).reasons("stray") == {"trigger for a busy device": 1}
+    assert await hand.admit(give_up(trigger)) == [("given_up", "tired")]
+    await hand.ledger.ask(hand.trigger(origin="bob", device=3))
+    assert await hand.dispatch() == ["sent"]
+    await hand.balanced()
+
+
 async def test_a_devices_trigger_that_was_said_twice_is_one_task_even_after_its_end(
     hand: Hand,
 ) -> None:
