@@ -224,25 +224,55 @@ def _table_3_cells() -> tuple[Cell, ...]:
 
 def _no_worse(results: Results, claim: str, column: str, than: str) -> Claim:
     """That a column is nowhere more than .02 below another."""
-    gaps = {
-        row: results.mean(_label(*row, than)) - results.mean(_label(*row, column))
+    gains = {
+        row: results.mean(_label(*row, column)) - results.mean(_label(*row, than))
         for row in _ROWS_3
     }
-    worst = max(gaps, key=lambda row: gaps[row])
+    worst = min(gains, key=lambda row: gains[row])
     return Claim(
         f"{claim} (table 3; here: the best of {column} in no row more than .02 below {than}).",
-        gaps[worst] <= 0.02,
-        f"At worst {gaps[worst]:+.4f} below it, at p = {worst[0]}, c = {worst[3]}; in the mean "
-        f"{math.fsum(gaps.values()) / len(gaps):+.4f}.",
+        gains[worst] >= -0.02,
+        f"The difference is {math.fsum(gains.values()) / len(gains):+.4f} in the mean, at worst "
+        f"{gains[worst]:+.4f}, at p = {worst[0]}, c = {worst[3]}.",
     )
 
 
 def _table_3_claims(results: Results) -> list[Claim]:
     return [
-        _no_worse(results, "FedProx performs as well as FedAvg.", "FedProx", "AFA-CD"),
-        _no_worse(results, "FedProx loses nothing in AFL's framework.", "AFL + FedProx", "FedProx"),
-        _no_worse(results, "SCAFFOLD performs well for LR on MNIST.", "SCAFFOLD", "AFA-CD"),
-        _no_worse(results, "SCAFFOLD loses nothing under AFL.", "AFL + SCAFFOLD", "SCAFFOLD"),
+        _no_worse(results, "FedProx performs as well as FedAvg", "FedProx", "AFA-CD"),
+        _no_worse(results, "FedProx loses nothing in AFL's framework", "AFL + FedProx", "FedProx"),
+        _no_worse(results, "SCAFFOLD performs well for LR on MNIST", "SCAFFOLD", "AFA-CD"),
+        _no_worse(results, "SCAFFOLD loses nothing under AFL", "AFL + SCAFFOLD", "SCAFFOLD"),
+    ]
+
+
+def _scaffold_cells() -> tuple[Cell, ...]:
+    """Table 3's columns of SCAFFOLD, with the server of SCAFFOLD's own paper."""
+    return tuple(
+        Cell(
+            _label(*row, column),
+            _table_3_sets(row[0], row[3], column, _MEAN),
+            numbers[_OPTIMIZERS.index(column)],
+            _repeats(row[0]),
+        )
+        for row, numbers in zip(_ROWS_3, _TABLE_3, strict=True)
+        for column in ("SCAFFOLD", "AFL + SCAFFOLD")
+    )
+
+
+def _scaffold_claims(results: Results) -> list[Claim]:
+    cells = _scaffold_cells()
+    off = {c.label: abs(results.mean(c.label) - (c.paper or 0.0)) for c in cells}
+    worst = max(off, key=lambda label: off[label])
+    return [
+        Claim(
+            "Table 3's SCAFFOLD averages models, as SCAFFOLD's own paper does (a reading; here: "
+            "every cell within .02).",
+            off[worst] <= 0.02,
+            f"{sum(far > 0.02 for far in off.values())} of {len(off)} cells are further off, the "
+            f"furthest by {off[worst]:.4f}: {worst}. afl-mnist-table3 has the reading with "
+            "AFA-CD's step.",
+        )
     ]
 
 
@@ -357,19 +387,11 @@ EXPERIMENTS = (
         source="Anarchic Federated Learning, table 3 (rows of LR/MNIST), the columns of SCAFFOLD "
         "read as its own paper has its server: x += mean(x_new - x_tau), server_lr = 1",
         base=_BASE,
-        cells=tuple(
-            Cell(
-                _label(*row, column),
-                _table_3_sets(row[0], row[3], column, _MEAN),
-                numbers[_OPTIMIZERS.index(column)],
-                _repeats(row[0]),
-            )
-            for row, numbers in zip(_ROWS_3, _TABLE_3, strict=True)
-            for column in ("SCAFFOLD", "AFL + SCAFFOLD")
-        ),
+        cells=_scaffold_cells(),
         tolerance=0.02,
         points=51,
         notes=_NOTES,
+        claims=_scaffold_claims,
     ),
     Experiment(
         name="afl-mnist-arrivals",

@@ -3,14 +3,25 @@
 100 devices, virtual time. A task takes a second in the mean; with stragglers every fifth device
 takes ten times as long. 20 tasks are in flight, so that FedAsync's updates are 19 versions late in
 the mean; rounds wait for the slowest of ten. Each rule has a step that moves the model all the way
-(alpha .6, or the mean of the devices' models) and one of a third of it; the better one is shown.
+(alpha .6, or the mean of the devices' models) and one of a third of it; the claims take the better
+one. Two more experiments vary the staleness, by the tasks in flight, and the number of devices, and
+compare after as many updates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Mapping
 
-from experiments.reproduction import Cell, Claim, Experiment, Panel, Picture, Results, Sets
+from experiments.reproduction import (
+    Cell,
+    Claim,
+    Experiment,
+    Panel,
+    Picture,
+    Results,
+    Sets,
+    Sweep,
+)
 
 DEVICES = 100
 UPDATES = 2_000
@@ -20,6 +31,7 @@ H, GAMMA = 5, 0.1
 SECONDS = UPDATES / IN_FLIGHT  # that it takes where all devices take a second
 SLOW = tuple(range(0, DEVICES, 5))
 FULL, THIRD = "full step", "a third"
+ROUNDS_OF_K = "fedavg, rounds"
 
 BASE: Sets = {
     "task.name": "mnist",
@@ -76,7 +88,7 @@ FEDAVG: Sets = {
     "strategy.clients_per_round": K,
 }
 RULES: dict[str, dict[str, Sets]] = {
-    "fedavg, rounds": {FULL: FEDAVG},
+    ROUNDS_OF_K: {FULL: FEDAVG},
     **{
         name: {FULL: full, THIRD: third}
         for (name, full), third in zip(_rules(1.0).items(), _rules(1 / 3).values(), strict=True)
@@ -99,52 +111,114 @@ SITUATIONS: dict[str, Sets] = {
 }
 
 
+STALENESS: dict[int, Sets] = {
+    n: {"task.partition.kind": "classes", "task.partition.p": 1, "scheduler.policy.n": n}
+    for n in (1, 5, 20, 80)
+}
+NUMBERS: dict[int, Sets] = {
+    devices: {
+        "task.partition.kind": "classes",
+        "task.partition.p": 1,
+        "task.devices": devices,
+        "scheduler.policy.n": devices // 2 if devices < 2 * IN_FLIGHT else IN_FLIGHT,
+    }
+    for devices in (10, 100, 1000)
+}
+
+
 def _label(situation: str, rule: str, step: str) -> str:
     return f"{situation}: {rule}, {step}"
 
 
-def _cells() -> Iterator[Cell]:
-    for situation, where in SITUATIONS.items():
+def _cells(situations: Mapping[str, Sets]) -> tuple[Cell, ...]:
+    """Every rule and step in every situation, whose keys win; rounds have nothing in flight."""
+    cells = []
+    for situation, where in situations.items():
         for rule, steps in RULES.items():
             for step, sets in steps.items():
-                yield Cell(_label(situation, rule, step), {**where, **sets})
+                keys = {**sets, **where}
+                if sets["scheduler.policy.kind"] == "rounds":
+                    keys.pop("scheduler.policy.n", None)
+                cells.append(Cell(_label(situation, rule, step), keys))
+    return tuple(cells)
 
 
-def _after(results: Results, situation: str, rule: str) -> tuple[float, str]:
-    """Accuracy after SECONDS of virtual time with the better step, and which that is."""
+def _reached(
+    results: Results, situation: str, rule: str, x: str, at: float
+) -> tuple[float, str, str]:
+    """Accuracy where x is so much, with the better step; which that is; the rule."""
     return max(
-        (results.at(_label(situation, rule, step), "time", SECONDS, "accuracy"), step)
+        (results.at(_label(situation, rule, step), x, at, "accuracy"), step, rule)
         for step in RULES[rule]
     )
 
 
-def claims(results: Results) -> list[Claim]:
+def _order(results: Results, situation: str, x: str, at: float) -> list[tuple[float, str, str]]:
+    """The rules, from the best."""
+    return sorted((_reached(results, situation, rule, x, at) for rule in RULES), reverse=True)
+
+
+def _in_words(order: list[tuple[float, str, str]]) -> str:
+    return ", ".join(f"{rule} {value:.3f} ({step})" for value, step, rule in order) + "."
+
+
+def in_time(results: Results) -> list[Claim]:
     """In every situation, the rules in the order of what they reached."""
     found = []
     for situation in SITUATIONS:
-        reached = sorted(
-            ((*_after(results, situation, rule), rule) for rule in RULES), reverse=True
-        )
-        order = ", ".join(f"{rule} {value:.3f} ({step})" for value, step, rule in reached)
-        asynchronous = max(value for value, _, rule in reached if rule != "fedavg, rounds")
-        fedavg, _ = _after(results, situation, "fedavg, rounds")
+        order = _order(results, situation, "time", SECONDS)
+        fedavg = next(value for value, _, rule in order if rule == ROUNDS_OF_K)
         found.append(
             Claim(
                 f"{situation}: some asynchronous rule is better than rounds after {SECONDS:.0f} s.",
-                asynchronous > fedavg,
-                f"{order}.",
+                order[0][0] > fedavg,
+                _in_words(order),
             )
         )
     return found
 
 
+def _by_updates(situations: Mapping[int, Sets], what: str) -> Callable[[Results], list[Claim]]:
+    def claims(results: Results) -> list[Claim]:
+        return [
+            Claim(
+                f"{what.format(number)}: the best rule is an asynchronous one after {UPDATES} "
+                "updates.",
+                order[0][2] != ROUNDS_OF_K,
+                _in_words(order),
+            )
+            for number in situations
+            for order in [_order(results, what.format(number), "updates", UPDATES)]
+        ]
+
+    return claims
+
+
+def _sweep(situations: Mapping[int, Sets], what: str, xlabel: str) -> tuple[Sweep, ...]:
+    return tuple(
+        Sweep(
+            step,
+            {
+                rule: {n: _label(what.format(n), rule, step) for n in situations}
+                for rule in RULES
+                if step in RULES[rule]
+            },
+            xlabel=xlabel,
+            ylabel=f"test accuracy after {UPDATES} updates",
+            ylim=(0.0, 0.95),
+        )
+        for step in (FULL, THIRD)
+    )
+
+
+FLIGHT, MANY = "one class each, {} in flight", "one class each, {} devices"
 EXPERIMENTS = (
     Experiment(
         name="choosing",
         title="Which rule for which situation",
         source="this project's own; docs/algorithms.md",
         base=BASE,
-        cells=tuple(_cells()),
+        cells=_cells(SITUATIONS),
         repeats=2,
         compare="last",
         pictures=(
@@ -154,16 +228,54 @@ EXPERIMENTS = (
                 tuple(
                     Panel(
                         situation,
-                        {rule: _label(situation, rule, FULL) for rule in RULES},
+                        {
+                            rule: _label(situation, rule, THIRD if THIRD in steps else FULL)
+                            for rule, steps in RULES.items()
+                        },
                         x="time",
                         xlabel="virtual seconds",
-                        ylabel="test accuracy, full step",
+                        ylabel=f"test accuracy, {THIRD} (fedavg: {FULL})",
                         ylim=(0.0, 0.95),
+                        xlim=(0.0, SECONDS),
                     )
                     for situation in SITUATIONS
                 ),
             ),
         ),
-        claims=claims,
+        claims=in_time,
+    ),
+    Experiment(
+        name="choosing-staleness",
+        title="Which rule for how much staleness",
+        source="this project's own; docs/algorithms.md",
+        base=BASE,
+        cells=_cells({FLIGHT.format(n): where for n, where in STALENESS.items()}),
+        repeats=2,
+        compare="last",
+        pictures=(
+            Picture(
+                "staleness.png",
+                f"{DEVICES} devices of one class each: accuracy against tasks in flight",
+                _sweep(STALENESS, FLIGHT, "tasks in flight"),
+            ),
+        ),
+        claims=_by_updates(STALENESS, FLIGHT),
+    ),
+    Experiment(
+        name="choosing-devices",
+        title="Which rule for how many devices",
+        source="this project's own; docs/algorithms.md",
+        base=BASE,
+        cells=_cells({MANY.format(n): where for n, where in NUMBERS.items()}),
+        repeats=2,
+        compare="last",
+        pictures=(
+            Picture(
+                "devices.png",
+                "Devices of one class each: accuracy against their number",
+                _sweep(NUMBERS, MANY, "devices"),
+            ),
+        ),
+        claims=_by_updates(NUMBERS, MANY),
     ),
 )

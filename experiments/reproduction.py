@@ -87,6 +87,7 @@ class Panel:
     xlabel: str = ""
     ylabel: str = ""
     ylim: tuple[float | None, float | None] = (None, None)
+    xlim: tuple[float | None, float | None] = (None, None)
     log: bool = False
 
 
@@ -162,11 +163,17 @@ class Results:
     """What there is of an experiment."""
 
     def __init__(
-        self, rows: Sequence[Row], curves: Mapping[tuple[str, int], Points], scale: float
+        self,
+        rows: Sequence[Row],
+        curves: Mapping[tuple[str, int], Points],
+        scale: float,
+        command: str = "",
     ) -> None:
         self.rows = sorted(rows, key=lambda row: row.repeat)
         self.curves = curves
         self.scale = scale
+        self.command = command
+        """The last one that ran something."""
 
     def of(self, cell: str) -> list[Row]:
         """A cell's runs."""

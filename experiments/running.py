@@ -12,16 +12,13 @@ import json
 import math
 import multiprocessing
 import os
-import platform
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from functools import lru_cache
-from importlib.metadata import version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -30,6 +27,7 @@ import numpy as np
 
 from broker.errors import ConfigError
 from experiments.reproduction import Cell, Experiment, Points, Results, Row, settings_of
+from fedstream import machine
 from fedstream.parent import VARIABLE, end_with_parent
 
 if TYPE_CHECKING:
@@ -272,12 +270,13 @@ class Store:
             for key, curve in columns.items()
         }
         rows = [row for row in rows if (row.cell, row.repeat) in curves]
-        return Results(rows, curves, rows[0].scale if rows else 1.0)
+        calls = self._calls()
+        command = calls[-1]["command"] if calls else ""
+        return Results(rows, curves, rows[0].scale if rows else 1.0, command)
 
     def tell(self, experiment: Experiment, scale: float, call: Call) -> None:
         """about.json: the commands, this one last, the machine, and the configurations."""
-        path, rows = self.folder / ABOUT, self._rows()
-        calls = json.loads(path.read_text())["calls"] if path.is_file() else []
+        rows, calls = self._rows(), self._calls()
         if calls and (calls[-1]["command"], calls[-1]["date"]) == (call.command, call.date):
             calls.pop()  # as it was a run ago
         about = {
@@ -285,14 +284,21 @@ class Store:
             "source": experiment.source,
             "scale": scale,
             "metric": experiment.metric,
-            "machine": machine(),
+            "machine": machine.described(),
             "calls": [*calls, asdict(call)],
             "runs": len(rows),
             "seconds": round(sum(row.seconds for row in rows)),
             "base": dict(experiment.base),
             "cells": {cell.label: {"paper": cell.paper, **cell.sets} for cell in experiment.cells},
         }
-        path.write_text(json.dumps(about, indent=1) + "\n")
+        (self.folder / ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+
+    def _calls(self) -> list[dict[str, Any]]:
+        path = self.folder / ABOUT
+        calls: list[dict[str, Any]] = (
+            json.loads(path.read_text())["calls"] if path.is_file() else []
+        )
+        return calls
 
     def _rows(self) -> list[Row]:
         found = {}
@@ -324,20 +330,6 @@ def _text(value: float) -> str:
     if math.isnan(value):
         return ""
     return str(int(value)) if value == int(value) else f"{value:.6g}"
-
-
-def machine() -> dict[str, str | int]:
-    """What it runs on."""
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.is_file() else []
-    models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return {
-        "processor": models[0] if models else platform.processor(),
-        "cores": os.cpu_count() or 0,
-        "system": f"{platform.system()} {platform.release()}",
-        "python": sys.version.split()[0],
-        **{name: version(name) for name in ("fedstream", "torch", "numpy")},
-    }
 
 
 def cores() -> int:

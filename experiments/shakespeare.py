@@ -84,6 +84,8 @@ _NOTES = (
     ),
 )
 
+_LINES = {f"{a.removesuffix('hronous')}, {s}": _label(a, s) for a, s in _KINDS}
+
 EXPERIMENTS = (
     Experiment(
         name="afl-shakespeare",
@@ -103,16 +105,16 @@ EXPERIMENTS = (
                 (
                     Panel(
                         "next character",
-                        {_label(*kind): _label(*kind) for kind in _KINDS},
+                        _LINES,
                         xlabel="rounds",
                         ylabel="test accuracy",
                     ),
                     Panel(
-                        "local training",
-                        {_label(*kind): _label(*kind) for kind in _KINDS},
-                        y="training_loss",
+                        "its loss",
+                        _LINES,
+                        y="loss",
                         xlabel="rounds",
-                        ylabel="training loss",
+                        ylabel="test loss",
                     ),
                 ),
             ),

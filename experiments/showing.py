@@ -21,9 +21,9 @@ _FAINT, _BOUND = "#888888", "#b03030"
 _DASHES = ("-", "--", "-.", ":")
 
 
-def show(experiment: Experiment, results: Results, folder: Path, command: str) -> None:
+def show(experiment: Experiment, results: Results, folder: Path) -> None:
     """Writes table.md and the pictures of what there is."""
-    (folder / TABLE).write_text(table(experiment, results, command))
+    (folder / TABLE).write_text(table(experiment, results))
     if any(cell.paper is not None and results.of(cell.label) for cell in experiment.cells):
         differences(experiment, results, folder / DIFFERENCES)
     if not missing(experiment, results):
@@ -61,12 +61,12 @@ def length(experiment: Experiment, results: Results) -> str:
 # the table
 
 
-def table(experiment: Experiment, results: Results, command: str) -> str:
+def table(experiment: Experiment, results: Results) -> str:
     """Markdown: every cell, then every claim."""
     of = experiment.metric
     about = (
-        f"{experiment.source}. Here: {length(experiment, results)}; `{command}`; machine, date and "
-        "configurations are in about.json."
+        f"{experiment.source}. Here: {length(experiment, results)}; `{results.command}`; machine, "
+        "date and configurations are in about.json."
     )
     how = (
         f"{of[0].upper()}{of[1:]}, mean ± standard deviation over the repeats. The best is that of "
@@ -173,6 +173,7 @@ def _curves(axes: Axes, results: Results, panel: Panel) -> None:
     axes.set(title=panel.title, xlabel=panel.xlabel or panel.x, ylabel=panel.ylabel or panel.y)
     if panel.log:
         axes.set_yscale("log")
+    axes.set_xlim(*panel.xlim)
     axes.set_ylim(*panel.ylim)
 
 

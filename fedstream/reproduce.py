@@ -53,7 +53,7 @@ def reproduce(
             known[name], folder, repeats=repeats, scale=scale, data_root=data_root,
             processes=processes or cores(), again=again, command=command, say=say,
         )  # fmt: skip
-        show(known[name], results, folder, command)
+        show(known[name], results, folder)
         say(f"{name}: {folder / TABLE}")
 
 

@@ -68,13 +68,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
         source="A paper, table 1",
         base={
             "task.name": f"{task}:Tiny",
-            "run.versions": 40,
+            "run.versions": 20,
             "solver.batch_size": 5,
             "strategy.name": "fedasync",
             "strategy.alpha": 0.5,
             "strategy.alpha_schedule.kind": "step",
-            "strategy.alpha_schedule.at": 16,
-            "simulation.evaluate_every": 2,
+            "strategy.alpha_schedule.at": 8,
+            "simulation.evaluate_every": 5,
             "simulation.threads": 1,
         },
         cells=(
@@ -120,8 +120,8 @@ def test_another_kind_drops_what_the_base_said_of_the_table(tiny: Experiment) ->
 
 def test_the_scale_divides_the_versions_and_the_decay_stays_where_it_was(tiny: Experiment) -> None:
     keys = tiny.sets(tiny.cells[0], 0, 4.0)
-    assert keys["run.versions"] == 10
-    assert keys["strategy.alpha_schedule.at"] == 4
+    assert keys["run.versions"] == 5
+    assert keys["strategy.alpha_schedule.at"] == 2
     assert keys["simulation.evaluate_every"] == 1
     assert keys["solver.lr"] == 0.5
 
@@ -159,14 +159,14 @@ def test_every_experiment_that_there_is_can_be_configured() -> None:
 def test_a_run_leaves_rows_curves_a_table_and_pictures(tiny: Experiment, tmp_path: Path) -> None:
     folder, said = tmp_path / "out", list[str]()
     results = run(tiny, folder, command="reproduce tiny", say=said.append)
-    show(tiny, results, folder, "reproduce tiny")
+    show(tiny, results, folder)
     assert [len(results.of("fast")), len(results.of("slow"))] == [2, 3]
     row = results.of("fast")[0]
-    assert (row.state, row.versions, row.updates) == ("finished", 40, 40)
-    assert row.gradients == 40 * 5
+    assert (row.state, row.versions, row.updates) == ("finished", 20, 20)
+    assert row.gradients == 20 * 5
     x, mean, deviation = results.curve("fast", "gradients", "accuracy")
-    assert x.tolist() == [0, 50, 100, 150, 200]
-    assert results.at("fast", "gradients", 75, "accuracy") == pytest.approx(mean[1:3].mean())
+    assert x.tolist() == [0, 25, 50, 75, 100]
+    assert results.at("fast", "gradients", 37.5, "accuracy") == pytest.approx(mean[1:3].mean())
     assert (deviation >= 0).all()
     assert mean[-1] == pytest.approx(results.mean("fast", "last"))
     about = json.loads((folder / "about.json").read_text())
@@ -175,7 +175,7 @@ def test_a_run_leaves_rows_curves_a_table_and_pictures(tiny: Experiment, tmp_pat
     assert about["cells"]["fast"] == {"paper": 0.9, "solver.lr": 0.5}
     assert len(said) == 1 + 5
     text = (folder / TABLE).read_text()
-    assert "full length, 2 or 3 repeats" in text
+    assert "full length, 2 or 3 repeats; `reproduce tiny`" in text
     assert "| fast | 0.9000 | " in text
     assert "Within 0.5 of the paper: 1 of 1 cells." in text
     assert "**held**: Fast is fast." in text
@@ -231,12 +231,12 @@ def test_only_what_is_configured_otherwise_is_run_again(tiny: Experiment, tmp_pa
 
 def test_results_of_another_scale_are_not_mixed_in(tiny: Experiment, tmp_path: Path) -> None:
     results = run(tiny, tmp_path, repeats=1, scale=10)
-    assert results.of("fast")[0].versions == 4
-    assert "T divided by 10, 1 repeat" in (text := table(tiny, results, ""))
+    assert results.of("fast")[0].versions == 2
+    assert "T divided by 10, 1 repeat" in (text := table(tiny, results))
     assert "Within" not in text  # the paper's numbers are of its own length
     with pytest.raises(ConfigError, match="holds results at scale 10, not 1: give --scale 10"):
         run(tiny, tmp_path)
-    assert run(tiny, tmp_path, repeats=1, again=True).of("fast")[0].versions == 40
+    assert run(tiny, tmp_path, repeats=1, again=True).of("fast")[0].versions == 20
 
 
 def test_processes_side_by_side_give_the_same(tiny: Experiment, tmp_path: Path) -> None:
@@ -248,7 +248,7 @@ def test_processes_side_by_side_give_the_same(tiny: Experiment, tmp_path: Path) 
 
 def test_claims_wait_until_every_cell_was_run(tiny: Experiment, tmp_path: Path) -> None:
     results = run(replace(tiny, cells=tiny.cells[:1]), tmp_path, repeats=1)
-    text = table(tiny, results, "")
+    text = table(tiny, results)
     assert "| slow |  | not run | | | 0 |" in text
     assert "Not judged: 1 cells were not run yet." in text
 
@@ -256,7 +256,7 @@ def test_claims_wait_until_every_cell_was_run(tiny: Experiment, tmp_path: Path) 
 def test_a_cell_beyond_the_tolerance_is_named(tiny: Experiment, tmp_path: Path) -> None:
     far = replace(tiny, cells=(Cell("fast", {}, paper=0.1), Cell("slow", {})), tolerance=0.02)
     results = run(far, tmp_path, repeats=1)
-    text = table(far, results, "")
+    text = table(far, results)
     assert "Within 0.02 of the paper: 0 of 1 cells; not: fast." in text
     assert f"**{results.mean('fast') - 0.1:+.4f}**" in text
 
@@ -276,11 +276,9 @@ def test_a_curve_keeps_some_versions_and_the_losses_between_them() -> None:
 # what is refused
 
 
-def ask(
-    names: Sequence[str], out: Path | None = None, data_root: str | None = None, processes: int = 1
-) -> None:
+def ask(names: Sequence[str], out: Path | None = None, data_root: str | None = None) -> None:
     command.reproduce(
-        names, repeats=1, scale=50.0, data_root=data_root, processes=processes, out=out,
+        names, repeats=1, scale=50.0, data_root=data_root, processes=1, out=out,
         again=False, command="reproduce", say=lambda _: None,
     )  # fmt: skip
 
@@ -305,7 +303,7 @@ def test_an_unknown_name_is_answered_with_those_that_there_are(tmp_path: Path) -
 
 def test_missing_data_is_an_error_that_says_where_it_was_sought(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"is not in {tmp_path}"):
-        ask(["afl-mnist-table2"], tmp_path / "out", str(tmp_path), processes=2)
+        ask(["afl-mnist-table2"], tmp_path / "out", str(tmp_path))
 
 
 def test_a_metric_that_the_task_does_not_measure_is_named(tiny: Experiment, tmp_path: Path) -> None:
