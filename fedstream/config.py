@@ -18,7 +18,12 @@ from broker.keys import check_name
 from coordinator.scheduler import SchedulerSettings
 from coordinator.scheduling import Anarchic, InFlight, Policy, Rounds
 from coordinator.service import CoordinatorSettings
-from fedstream.simulation.settings import SimulationSettings
+from fedstream.simulation.settings import (
+    NoStaleness,
+    SimulationSettings,
+    Staleness,
+    UniformStaleness,
+)
 from runtime.config import Section, load
 from runtime.health import HttpSettings
 from runtime.logging import LogSettings
@@ -124,6 +129,13 @@ class Settings(Section):
         if isinstance(self.strategy, FedAvgSettings):
             return Rounds(k=self.strategy.clients_per_round)
         return InFlight()
+
+    @property
+    def staleness(self) -> Staleness:
+        """A simulation's: the one that is named, else the one that suits the strategy."""
+        if self.simulation.staleness is not None:
+            return self.simulation.staleness
+        return NoStaleness() if isinstance(self.strategy, FedAvgSettings) else UniformStaleness()
 
 
 def read(path: Path | None, sets: Sequence[str] = ()) -> Settings:

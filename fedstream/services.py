@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+from broker.errors import ConfigError, DataError
 from broker.keys import Keys
 from broker.ledger import Run
 from coordinator.scheduler import Scheduler
@@ -16,17 +17,62 @@ from trainer.evaluator import Evaluator
 from trainer.service import Trainer
 from trainer.task import load_task
 from updater.service import Updater
+from updater.strategies import AfaCsSettings, ScaffoldSettings
 
 if TYPE_CHECKING:
     from broker.layout import Model
     from trainer.task import Task
 
 DEVICES = 10  # where neither the configuration nor the task says how many
+_LOOK_S = 1.0  # in which a run's data are looked over before it begins
 
 
 def task_of(settings: Settings) -> Task:
-    """The user's task, or a built-in one."""
-    return load_task(settings.task.name, settings.task)
+    """The user's task, or a built-in one, which the other keys suit. Raises ConfigError."""
+    task = load_task(settings.task.name, settings.task)
+    devices_of(settings, task)
+    return task
+
+
+def devices_of(settings: Settings, task: Task) -> int:
+    """How many devices the run has. Raises ConfigError where another key says otherwise."""
+    devices = settings.task.devices or task.devices or DEVICES
+    strategy, slow = settings.strategy, settings.devices.slow_devices
+    if (
+        isinstance(strategy, AfaCsSettings | ScaffoldSettings)
+        and strategy.devices is not None
+        and strategy.devices != devices
+    ):
+        raise ConfigError(
+            f"strategy.devices = {strategy.devices}, but the run has {devices} devices "
+            "(task.devices): leave strategy.devices out"
+        )
+    if max(slow, default=0) >= devices:
+        raise ConfigError(
+            f"devices.slow_devices = {list(slow)}: there is no device {max(slow)}, the run's "
+            f"{devices} (task.devices) are numbered from 0"
+        )
+    return devices
+
+
+def look_over(task: Task, devices: int) -> None:
+    """Raises DataError if a device's data set is empty, where looking costs nothing.
+
+    That is where they are tensors in memory. What takes longer than a second, or is not on this
+    machine, is left to the training.
+    """
+    from torch.utils.data import TensorDataset
+
+    until = time.monotonic() + _LOOK_S
+    for device in range(devices):
+        try:
+            data = task.device_data(device)
+        except Exception:
+            return  # whoever trains there says what it was
+        if not isinstance(data, TensorDataset) or time.monotonic() > until:
+            return
+        if len(data) == 0:
+            raise DataError(f"device {device} has no data: its data set is empty")
 
 
 def found(settings: Settings) -> tuple[Run, Model]:
@@ -34,13 +80,15 @@ def found(settings: Settings) -> tuple[Run, Model]:
     from trainer.vector import initial
 
     task = task_of(settings)
+    devices = devices_of(settings, task)
+    look_over(task, devices)
     rule = settings.strategy.build()
     model = initial(task, settings.run.seed, controls=rule.controls)
     run = Run(
         layout=model.layout,
         strategy=settings.strategy.name,
         task=settings.task.name,
-        devices=settings.task.devices or task.devices or DEVICES,
+        devices=devices,
         versions=settings.run.versions,
         seed=settings.run.seed,
         created=time.time(),

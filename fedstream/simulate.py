@@ -7,8 +7,9 @@ import signal
 import sys
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
+from shutil import rmtree
 from threading import Event as Flag
 from typing import Any
 
@@ -44,11 +45,12 @@ def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[i
     settings = _with_paths(settings)
     with redirect_stdout(sys.stderr):  # stdout may be a program's
         task = task_of(settings)
-    with usable(out):
-        out.mkdir(parents=True, exist_ok=True)
-        (out / CONFIG).write_text(_as_toml(settings), encoding="utf-8")
     history = History()
-    with _progress(settings.run.versions, quiet=quiet) as show, _interruptible() as interrupted:
+    with (
+        _folder(out, settings, begun=lambda: len(history.versions) > 1),
+        _progress(settings.run.versions, quiet=quiet) as show,
+        _interruptible() as interrupted,
+    ):
 
         def heard(made: VersionMade, _model: object) -> None:
             history.publish(
@@ -79,6 +81,24 @@ def _check_folder(out: Path) -> None:
         raise FedstreamError(
             f"{out} holds a run already ({taken[0]}): name another folder with --out"
         )
+
+
+@contextmanager
+def _folder(out: Path, settings: Settings, *, begun: Callable[[], bool]) -> Iterator[None]:
+    """The folder with run.toml; after an error before the first version it is as it was."""
+    missing = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        with usable(out):
+            out.mkdir(parents=True, exist_ok=True)
+            (out / CONFIG).write_text(_as_toml(settings), encoding="utf-8")
+        yield
+    except Exception:
+        if not begun():
+            rmtree(out / FOLDER, ignore_errors=True)
+            for undo in ((out / CONFIG).unlink, *(folder.rmdir for folder in missing)):
+                with suppress(OSError):
+                    undo()
+        raise
 
 
 def _with_paths(settings: Settings) -> Settings:

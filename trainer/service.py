@@ -50,6 +50,7 @@ from runtime.config import Section
 from runtime.service import Context, repeat
 from runtime.steps import Epochs, Steps
 from runtime.tasks import LeaseSettings
+from trainer.answer import as_sent
 from trainer.devices import AlwaysAvailable, DeviceSettings, behaviour, eligible
 from trainer.solvers import Cancelled, Scaffold, SolverSettings, Trained, Work
 from trainer.workspace import Workspace
@@ -504,23 +505,10 @@ class Trainer:
 
         vector.load(start.model, self._module)
         trained = self._learning.train(self._module, self._data(work.device), work)
-        if not isinstance(trained, Trained):
-            raise TypeError(f"train() must return Trained(...), not {type(trained).__name__}")
-        control = trained.control
-        trained = Trained(int(trained.steps), int(trained.samples), float(trained.loss))
         out = self._out or Model(self._layout)
         vector.read(self._module, out)
-        if self._sends == "delta":
-            vector.to_delta(out, start.model)
-        if self._controls:
-            if control is None:
-                raise TypeError("train() must return Trained(..., control=...): it is SCAFFOLD")
-            np.subtract(
-                control,
-                0.0 if start.device_control is None else start.device_control,
-                out=out.controls,
-            )
-        return _Answered(trained, out, out.digest())
+        took = as_sent(trained, out, start.model, start.device_control, self._sends)
+        return _Answered(took, out, out.digest())
 
     async def _newest(self) -> tuple[Head, Model]:
         """The newest version; one that vanishes while it is read was the newest no more."""

@@ -10,7 +10,6 @@ recognises in the queue what it had done. An entry leaves the queue only once it
 from __future__ import annotations
 
 import asyncio
-import math
 import platform
 import secrets
 import time
@@ -47,6 +46,7 @@ from runtime.backoff import pause
 from runtime.config import Section
 from runtime.leading import lead
 from runtime.service import Context, repeat
+from updater import refusals
 from updater.journal import (
     JournalError,
     JournalSettings,
@@ -58,7 +58,7 @@ from updater.journal import (
 )
 from updater.mixing import norm
 from updater.progress import Progress, Step, close_round, take
-from updater.rebuild import Recovered, end_of, recovered, standing_of, unfit
+from updater.rebuild import Recovered, end_of, recovered, standing_of
 from updater.recorder import Recorder
 from updater.strategies import DeviceVectors, Memory, State, StrategySettings, strategy_of
 
@@ -71,8 +71,6 @@ _LOST_S = 0.1  # between two looks at a Redis that was emptied
 _REMEMBERED = 10_000  # tasks that are recognised when they are found again
 _ROUNDS_REMEMBERED = 1000
 _FINISHED = "run finished"  # the reason of what comes too late for it
-_LARGEST = 1e37  # norm; between models of at most this, no difference overflows float32,
-_LARGEST_DELTA = 1e30  # and of deltas of at most this, no batch's sum times its rate
 
 
 class UpdaterSettings(Section):
@@ -703,12 +701,7 @@ class Updater:
             return "digest", None
         with self._metrics.seconds.labels("check").time():
             size = await self._off_loop(lambda: norm(model.floats))
-        scaled = size / (upload.lr * upload.steps) if self._strategy.per_step else size
-        largest = _LARGEST if self._strategy.sends == "model" else _LARGEST_DELTA
-        if not math.isfinite(size):
-            refusal = "not finite"
-        elif size > (self._settings.max_norm or largest) or scaled > largest:
-            refusal = "norm too large"
+        refusal = refusals.by_norm(upload, self._strategy, size, self._settings.max_norm)
         if refusal:
             self._free.append(model)
             return refusal, None
@@ -716,20 +709,11 @@ class Updater:
 
     def _refusal(self, upload: Upload, state: State) -> str:
         """Why an update is refused for what it says of itself; '' if it is not."""
-        rule, limit = self._strategy, self._strategy.max_staleness
         if self._is_over(state.version):
             return _FINISHED
-        if upload.tau > state.version:
-            return "unknown base"
         if upload.tau < self._forgotten:
             return "too old"  # nobody could say whether it was applied before
-        if limit is not None and state.version - upload.tau > limit:
-            return "too stale"
-        if (why := unfit(rule, upload)) != "":
-            return why
-        if upload.sends != rule.sends:
-            return f"sends a {upload.sends}"
-        return "" if upload.layout == state.model.layout.signature else "layout"
+        return refusals.by_word(upload, self._strategy, state)
 
     async def _fetched(self, entry: Entry, upload: Upload, layout: Layout) -> Model:
         """The update's model, whose reading began while the one before was being mixed."""

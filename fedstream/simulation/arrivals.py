@@ -14,7 +14,6 @@ import math
 import random
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import count
 from typing import TYPE_CHECKING, TypeAlias
 
 from broker.errors import ConfigError
@@ -34,6 +33,7 @@ if TYPE_CHECKING:
     from fedstream.config import Settings
 
 _EMPTY_ROUNDS = 1000  # in a row, of which none gets an answer in time
+_ALL_ANSWERED = "every device has answered"
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +84,15 @@ def plan(settings: Settings, devices: int) -> Iterator[Event]:
                 "uniform or epochs"
             )
     pick = _picker(settings, devices)
-    match settings.simulation.staleness:
+    staleness = settings.staleness
+    if isinstance(settings.strategy, FedAvgSettings) and isinstance(
+        staleness, UniformStaleness | RecentStaleness
+    ):
+        raise ConfigError(
+            f"strategy.name = 'fedavg' with simulation.staleness.kind = {staleness.kind!r}: FedAvg "
+            "drops what is late: leave simulation.staleness out, or take none or latency"
+        )
+    match staleness:
         case NoStaleness():
             return _drawn(settings, devices, pick, most=0)
         case UniformStaleness(most=most):
@@ -123,17 +131,18 @@ def _picker(settings: Settings, devices: int) -> Pick:
             return lambda rng, idle: rng.choice(idle)
 
 
-def _drawn(settings: Settings, devices: int, pick: Pick, *, most: int) -> Iterator[Arrival]:
+def _drawn(settings: Settings, devices: int, pick: Pick, *, most: int) -> Iterator[Event]:
     """Staleness uniform on [0, most], and on [0, t] as long as t is below that.
 
-    No device comes twice in a batch before every device has come.
+    No device comes twice in a batch before every device has come; in a round none does at all.
     """
     size, limit = batch_size(settings), settings.strategy.max_staleness
-    steps, seed, n = settings.scheduler.steps, settings.run.seed, 0
-    for version in count():
+    steps, seed, n, version = settings.scheduler.steps, settings.run.seed, 0, 0
+    most_answers = devices if isinstance(settings.policy, Rounds) else math.inf
+    while True:
         idle: list[int] = []
-        used = 0
-        while used < size:
+        used, begun, oldest = 0, n, max(0, version - most)
+        while used < size and n - begun < most_answers:
             rng = draw(seed, n)
             idle = idle or list(range(devices))
             device = pick(rng, idle)
@@ -145,8 +154,13 @@ def _drawn(settings: Settings, devices: int, pick: Pick, *, most: int) -> Iterat
             n += 1
             yield Arrival(
                 n - 1, device, task_seed, length.steps, length.epochs, version - d, version,
-                makes=used == size, oldest=max(0, version - most), time=float(n),
+                makes=used == size, oldest=oldest, time=float(n),
             )  # fmt: skip
+        if used < size:
+            yield RoundOver(
+                version, makes=used > 0, oldest=oldest, time=float(n), why=_ALL_ANSWERED
+            )
+        version += used > 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -312,7 +326,7 @@ class _Clock:
                 wake = self._next_eligible(busy) if len(busy) < k else math.inf
                 end = self._ends[0][0] if self._ends else math.inf
                 if len(answered) == k:  # there are no more devices
-                    over = self._over("every device has answered")
+                    over = self._over(_ALL_ANSWERED)
                 elif min(end, wake) >= deadline:
                     self._now = deadline
                     over = self._over("time-out")

@@ -21,6 +21,7 @@ from broker.messages import Contribution, Upload
 from fedstream.simulation.arrivals import Arrival, Event, RoundOver, plan
 from fedstream.simulation.record import Happened, Recorder
 from trainer.solvers import Cancelled
+from updater import refusals
 from updater.mixing import norm
 from updater.progress import Progress, Step, close_round, take
 from updater.strategies import State
@@ -37,7 +38,6 @@ Ending: TypeAlias = tuple[Literal["finished", "interrupted", "failed"], str]  # 
 
 _AHEAD = 128  # arrivals among which those are looked for that can be trained together
 _MOST_REFUSED = 100  # updates in a row, as in `fedstream run`
-_LARGEST = 1e37  # norm, as in the updater
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +111,8 @@ def simulate(
     versions take. ``journal``: a folder to write a journal to. ``on_version`` hears of every
     version, also 0; the model is valid during the call.
 
-    Raises ConfigError, DataError, JournalError; Fenced if there is a journal in the folder.
+    Raises ConfigError, JournalError; DataError, naming the device, also for whatever the task
+    raises; Fenced if there is a journal in the folder.
     """
     from fedstream.services import task_of
     from fedstream.simulation.training import use_of_torch
@@ -149,17 +150,19 @@ class _Run:
         on_version: Callable[[VersionMade, Model], object] | None,
         cancelled: Callable[[], bool],
     ) -> None:
-        from fedstream.services import DEVICES
-        from fedstream.simulation.training import Measuring, Training
+        from fedstream.services import devices_of, look_over
+        from fedstream.simulation.training import Measuring, Training, blamed
         from trainer.vector import initial
 
         self._settings = settings
         self._task = task
         self._on_version = on_version
-        self._devices = settings.task.devices or task.devices or DEVICES
+        self._devices = devices_of(settings, task)
         self._plan = plan(settings, self._devices) if arrivals is None else iter(arrivals)
         self._strategy = settings.strategy.build(self._devices)
-        x_0 = initial(task, settings.run.seed, controls=self._strategy.controls)
+        look_over(task, self._devices)
+        with blamed("model()"):
+            x_0 = initial(task, settings.run.seed, controls=self._strategy.controls)
         self._training = Training(settings, task, self._strategy, self._devices, cancelled)
         self._measure = Measuring(settings.simulation, task, self._training)
         self._progress = Progress(State(0, x_0))
@@ -284,33 +287,25 @@ class _Run:
             tau=job.version, base=job.digest, layout=update.layout.signature,
             digest=update.digest() if self._journal else "none", size=update.layout.nbytes,
             samples=trained.samples, steps=trained.steps, lr=self._settings.solver.lr,
-            loss=trained.loss,
+            loss=trained.loss, sends=self._strategy.sends,
         )  # fmt: skip
-        refusal = self._refusal(update)
+        rule, max_norm = self._strategy, self._settings.updater.max_norm
+        refusal = refusals.by_word(upload, rule, before.state) or refusals.by_norm(
+            upload, rule, norm(update.floats), max_norm
+        )
         if refusal:
             self._refuse(upload, refusal, arrival.time)
             self._release(update)
             return
         spare = self._spare()
-        step = take(self._strategy, before, upload, update, spare)
-        if step.decision is not None and step.decision.outcome == "dropped":
-            self._refuse(upload, "too stale", arrival.time)
-        else:
-            self._streak = 0
-            self._progress = step.after
-            made = self._made(step, arrival.time)
-            if self._journal is not None:
-                self._journal.taken(upload, update, step, self._happened(step, arrival.time))
-            self._tell(made)
+        step = take(rule, before, upload, update, spare)
+        self._streak = 0
+        self._progress = step.after
+        made = self._made(step, arrival.time)
+        if self._journal is not None:
+            self._journal.taken(upload, update, step, self._happened(step, arrival.time))
+        self._tell(made)
         self._release(before.state.model, update, spare)
-
-    def _refusal(self, update: Model) -> str:
-        """Why an update is refused for what is in it; '' if it is not."""
-        size = norm(update.floats)
-        if not math.isfinite(size):
-            return "not finite"
-        most = min(self._settings.updater.max_norm or _LARGEST, _LARGEST)
-        return "norm too large" if size > most else ""
 
     def _refuse(self, upload: Upload, reason: str, at: float) -> None:
         self._refused[reason] += 1
@@ -352,7 +347,8 @@ class _Run:
         for update in updates:
             self._used += 1
             self._gradients += update.steps
-            self._epochs += update.steps / math.ceil(update.samples / (batch or update.samples))
+            # what a task of its own trained may have been no samples at all
+            self._epochs += update.steps / max(1, math.ceil(update.samples / (batch or math.inf)))
         every, last = self._settings.simulation.evaluate_every, state.version >= run.versions
         due = last or (every and state.version % every == 0)
         metrics = self._measure(state.model) if due else {}

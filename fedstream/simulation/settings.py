@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeAlias
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from runtime.config import Section
 
@@ -50,13 +50,14 @@ class BiasedArrivals(Section):
     weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
 
 
+Staleness: TypeAlias = NoStaleness | UniformStaleness | RecentStaleness | LatencyStaleness
+
+
 class SimulationSettings(Section):
     """How ``fedstream simulate`` differs from a run of services."""
 
-    staleness: Annotated[
-        NoStaleness | UniformStaleness | RecentStaleness | LatencyStaleness,
-        Field(discriminator="kind"),
-    ] = UniformStaleness()
+    staleness: Annotated[Staleness, Field(discriminator="kind")] | None = None
+    """None: what suits the strategy, ``none`` for FedAvg and else ``uniform``"""
     arrivals: Annotated[UniformArrivals | BiasedArrivals, Field(discriminator="kind")] = (
         UniformArrivals()
     )
@@ -69,3 +70,11 @@ class SimulationSettings(Section):
     """Train several devices together where that is faster."""
     threads: Annotated[int, Field(ge=1)] | None = None
     """of torch; None: as many as it takes by itself"""
+
+    @field_validator("staleness", mode="before")
+    @classmethod
+    def _told_by_its_key(cls, table: object) -> object:
+        """``most`` alone is about uniform staleness."""
+        if isinstance(table, dict) and table.keys() == {"most"}:
+            return {"kind": "uniform"} | table
+        return table

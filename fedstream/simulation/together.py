@@ -21,6 +21,8 @@ from trainer.task import Task
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+    from torch.utils.data import Dataset
+
     from fedstream.simulation.training import Job
     from trainer.solvers import SolverSettings
 
@@ -77,9 +79,9 @@ class Rows:
         return taken
 
 
-def rows_of(task: Task, devices: int, device: str) -> Rows | None:
+def rows_of(data: Callable[[int], Dataset[Any]], devices: int, device: str) -> Rows | None:
     """All devices' data; None if it is not tensors of one shape, or more than is copied."""
-    shares = [task.device_data(number) for number in range(devices)]
+    shares = [data(number) for number in range(devices)]
     tensors = [share.tensors for share in shares if type(share) is TensorDataset]
     if len(tensors) < devices or any(
         [(t.dtype, t.shape[1:], t.device) for t in one]

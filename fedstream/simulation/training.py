@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -10,11 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils.data import TensorDataset
 
-from broker.errors import ConfigError
+from broker.errors import ConfigError, DataError, FedstreamError
 from broker.layout import Floats, Model
 from fedstream.simulation import together
 from trainer import vector
-from trainer.solvers import Trained, Work
+from trainer.answer import as_sent
+from trainer.solvers import Cancelled, Trained, Work
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -76,7 +78,7 @@ class Training:
         cancelled: Callable[[], bool],
     ) -> None:
         simulation = settings.simulation
-        with torch.random.fork_rng(devices=[]):
+        with blamed("model()"), torch.random.fork_rng(devices=[]):
             self.module = task.model().to(simulation.device)
         self.together = 0
         self._settings = settings
@@ -88,7 +90,7 @@ class Training:
         if simulation.precision == "bfloat16":
             self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         elif simulation.batched and together.suits(task, self.module, settings.solver):
-            rows = together.rows_of(task, devices, simulation.device)
+            rows = together.rows_of(self._given, devices, simulation.device)
             if rows is not None:
                 self._group = together.Together(task, self.module, settings.solver, rows, cancelled)
 
@@ -98,26 +100,28 @@ class Training:
         return together.WIDTH if self._group is not None else 1
 
     def train(self, jobs: Sequence[Job]) -> list[Trained]:
-        """Fills every job's ``into``. Raises Cancelled, and what the task raises."""
+        """Fills every job's ``into``. Raises Cancelled; DataError for what the task raises."""
         if self._group is None or len(jobs) < together.LEAST:
             return [self._alone(job) for job in jobs]
         try:
             trained = self._group.train(jobs)
-        except RuntimeError:  # a loss that looks at its values, or draws: alone it may do that
-            self._group = None
+        except Cancelled:
+            raise
+        except Exception:  # a loss that looks at its values, or draws, may do that alone;
+            self._group = None  # else whose fault it is comes out so
             return self.train(jobs)
-        for job, one in zip(jobs, trained, strict=True):
-            self._as_sent(job, one)
         self.together += len(jobs)
-        return trained
+        return [self._as_sent(job, one) for job, one in zip(jobs, trained, strict=True)]
 
     def data(self, device: int) -> Dataset[Any]:
         """A device's data, where the module is."""
         if device not in self._data:
-            self._data[device] = placed(
-                self._task.device_data(device), self._settings.simulation.device
-            )
+            self._data[device] = placed(self._given(device), self._settings.simulation.device)
         return self._data[device]
+
+    def _given(self, device: int) -> Dataset[Any]:
+        with blamed(f"device {device}"):
+            return self._task.device_data(device)
 
     def _alone(self, job: Job) -> Trained:
         """One device's training, as a trainer does it."""
@@ -129,21 +133,14 @@ class Training:
             control=job.base.controls if controls else None, device_control=job.device_control,
         )  # fmt: skip
         vector.load(job.base, self.module)
-        with self._precision():
-            trained = self._task.train(self.module, self.data(arrival.device), work)
-        vector.read(self.module, job.into)
-        self._as_sent(job, trained)
-        return trained
+        with blamed(f"device {arrival.device}"):
+            with self._precision():
+                trained = self._task.train(self.module, self.data(arrival.device), work)
+            vector.read(self.module, job.into)
+            return self._as_sent(job, trained)
 
-    def _as_sent(self, job: Job, trained: Trained) -> None:
-        """``into`` holds x_new: makes it what the strategy wants."""
-        into = job.into
-        if self._strategy.sends == "delta":
-            vector.to_delta(into, job.base)
-        if self._strategy.controls and trained.control is not None:
-            into.controls[:] = trained.control
-            if job.device_control is not None:
-                into.controls[:] -= job.device_control
+    def _as_sent(self, job: Job, trained: Trained) -> Trained:
+        return as_sent(trained, job.into, job.base, job.device_control, self._strategy.sends)
 
     def _precision(self) -> AbstractContextManager[object]:
         """How layers compute while they train."""
@@ -160,15 +157,30 @@ class Measuring:
     def __init__(self, settings: SimulationSettings, task: Task, training: Training) -> None:
         self._task = task
         self._training = training
-        data = task.test_data()
-        self._data = placed(data, settings.device) if data is not None else None
+        with blamed("test data"):
+            data = task.test_data()
+            self._data = placed(data, settings.device) if data is not None else None
 
     def __call__(self, model: Model) -> dict[str, float]:
         """The measures; none if there is no test data."""
         if self._data is None:
             return {}
         vector.load(model, self._training.module)
-        return dict(self._task.metrics(self._training.module, self._data))
+        with blamed("test data"):
+            return dict(self._task.metrics(self._training.module, self._data))
+
+
+@contextmanager
+def blamed(what: str) -> Iterator[None]:
+    """What the user's task raises is a DataError, which says what it was about."""
+    try:
+        yield
+    except (FedstreamError, Cancelled):
+        raise
+    except Exception as error:
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        words = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        raise DataError(f"{what}: {words} at {last.filename}:{last.lineno}") from error
 
 
 def placed(data: Dataset[Any], device: str) -> Dataset[Any]:

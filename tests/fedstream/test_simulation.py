@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +12,12 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from broker.errors import ConfigError, Fenced
+from broker.errors import ConfigError, DataError, Fenced
+from fedstream import services
 from fedstream.config import read
+from fedstream.services import devices_of
 from fedstream.simulation import Outcome, VersionMade, simulate
+from trainer.solvers import Trained, Work
 from trainer.task import Task
 from updater.replay import Replayer
 
@@ -124,8 +128,9 @@ def test_together_gives_what_one_after_the_other_gives(sets: tuple[str, ...], st
     ids=["dropout", "batch norm", "a loss that looks"],
 )
 def test_what_cannot_be_trained_together_is_trained_one_after_the_other(task: Task) -> None:
-    found = run(*AFA, task=task)
+    found, alone = run(*AFA, task=task), run(*AFA, "simulation.batched=false", task=task)
     assert (found.state, found.together) == ("finished", 0)
+    assert found.model.digest() == alone.model.digest()
 
 
 def test_the_same_configuration_gives_the_same_bits() -> None:
@@ -235,6 +240,148 @@ def test_a_journal_is_never_written_over(tmp_path: Path) -> None:
     run("run.versions=2", journal=tmp_path / "journal")
     with pytest.raises(Fenced):
         run("run.versions=2", journal=tmp_path / "journal")
+
+
+class Odd(Small):
+    """A task whose training answers with what a test wants, the model being what it was."""
+
+    def __init__(self, answer: object, add: float = 0.0) -> None:
+        super().__init__()
+        self._answer = answer
+        self._add = add
+
+    def train(self, model: nn.Module, data: Any, work: Work) -> Any:
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(self._add)
+        return self._answer
+
+
+@pytest.mark.parametrize(
+    ("sets", "task", "reason"),
+    [
+        (AFA, Odd(Trained(0, 9, 0.5)), "no steps"),
+        (AFA, Odd(Trained(1, 9, 0.5), add=2.8e36), "norm too large"),
+        ((*AFA, "solver.lr=0.001"), Odd(Trained(1, 9, 0.5), add=1e28), "norm too large"),
+        (("strategy.name=fedbuff",), Odd(Trained(1, 9, 0.5), add=1e31), "norm too large"),
+    ],
+)
+def test_what_the_updater_refuses_is_refused(
+    sets: tuple[str, ...], task: Task, reason: str, tmp_path: Path
+) -> None:
+    found = run(*sets, task=task, journal=tmp_path / "journal")
+    assert (found.state, found.refused) == ("failed", {reason: 100})
+    assert np.isfinite(found.model.floats).all()
+    with Replayer(tmp_path / "journal") as replayer:
+        said = {getattr(moment.message, "reason", "") for moment in replayer}
+    assert said - {""} == {reason}
+
+
+def test_training_on_nothing_is_counted_as_it_is() -> None:
+    assert run(task=Odd(Trained(1, 0, 0.5))).versions[-1].epochs == 12
+
+
+@pytest.mark.parametrize(
+    ("sets", "answer", "said"),
+    [
+        (SCAFFOLD, Trained(1, 1, 0.5), r"device \d: TypeError: train\(\) must .*control="),
+        (AFA, None, r"device \d: TypeError: train\(\) must return .* not NoneType"),
+    ],
+)
+def test_an_answer_that_no_trainer_would_send_is_said(
+    sets: tuple[str, ...], answer: object, said: str
+) -> None:
+    with pytest.raises(DataError, match=said):
+        run(*sets, task=Odd(answer))
+
+
+class Wrong(Small):
+    """A task with something wrong in a device's data, or in the test data (device -1)."""
+
+    def __init__(self, device: int, change: Callable[[torch.Tensor, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self._wrong = device
+        self._change = change
+
+    def device_data(self, device: int) -> TensorDataset:
+        data = super().device_data(device)
+        return TensorDataset(*self._change(*data.tensors)) if device == self._wrong else data
+
+    def test_data(self) -> TensorDataset:
+        data = super().test_data()
+        return TensorDataset(*self._change(*data.tensors)) if self._wrong < 0 else data
+
+    def train(self, model: nn.Module, data: Any, work: Work) -> Trained:
+        self.trained = True
+        return super().train(model, data, work)
+
+
+@pytest.mark.parametrize("batched", ["true", "false"])
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        (Wrong(2, lambda x, y: (x[:, :4], y)), "device 2: RuntimeError: mat1 and mat2"),
+        (Wrong(2, lambda x, y: (x, y + 7)), "device 2: IndexError: Target"),
+        (Wrong(-1, lambda x, y: (x[:, :4], y)), "test data: RuntimeError: mat1 and mat2"),
+        (Wrong(-1, lambda x, y: (x, y + 7)), "test data: IndexError: Target"),
+        (Wrong(2, lambda x, y: 1 / 0), "device 2: ZeroDivisionError: division by zero"),
+        (Wrong(2, lambda x, y: (x[:0], y[:0])), "device 2 has no data"),
+    ],
+)
+def test_what_a_task_raises_is_said_with_the_device(task: Task, said: str, batched: str) -> None:
+    with pytest.raises(DataError, match=said) as error:
+        run(*AFA, f"simulation.batched={batched}", task=task)
+    assert "\n" not in str(error.value)
+
+
+def test_a_device_without_data_is_found_before_anything_is_trained() -> None:
+    task = Wrong(5, lambda x, y: (x[:0], y[:0]))
+    with pytest.raises(DataError, match="device 5 has no data"):
+        run("run.versions=1", "simulation.batched=false", task=task)
+    assert not hasattr(task, "trained")
+
+
+@pytest.mark.parametrize(
+    ("sets", "keys"),
+    [
+        (("strategy.name=afa-cs", "strategy.devices=4"), ("strategy.devices = 4", "has 6 devices")),
+        ((*SCAFFOLD, "strategy.devices=7"), ("strategy.devices = 7", "has 6 devices")),
+        (("devices.slow_devices=[1, 6]",), ("devices.slow_devices", "no device 6", "the run's 6 ")),
+    ],
+)
+def test_devices_that_there_are_not_are_refused(
+    sets: tuple[str, ...], keys: tuple[str, ...]
+) -> None:
+    settings = read(None, sets)
+    for refuses in (lambda: simulate(settings, Small()), lambda: devices_of(settings, Small())):
+        with pytest.raises(ConfigError) as error:
+            refuses()
+        assert all(key in str(error.value) for key in (*keys, "task.devices"))
+
+
+def test_a_run_of_services_begins_with_devices_that_there_are(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(ConfigError, match=r"strategy\.devices = 9"):
+        services.found(read(None, ["strategy.name=afa-cs", "strategy.devices=9"]))
+    with pytest.raises(ConfigError, match=r"devices\.slow_devices"):
+        services.found(read(None, ["devices.slow_devices=[10]"]))
+    empty = Wrong(3, lambda x, y: (x[:0], y[:0]))
+    monkeypatch.setattr(services, "load_task", lambda *_: empty)
+    with pytest.raises(DataError, match="device 3 has no data"):
+        services.found(read(None, []))
+    elsewhere = Wrong(3, lambda x, y: 1 / 0)  # an updater need not have the devices' data
+    monkeypatch.setattr(services, "load_task", lambda *_: elsewhere)
+    assert services.found(read(None, []))[0].devices == DEVICES
+
+
+def test_a_round_of_all_devices_is_shorter_than_k(tmp_path: Path) -> None:
+    found = run(
+        "strategy.name=fedavg", "strategy.clients_per_round=9", journal=tmp_path / "journal"
+    )
+    assert all(sorted(u.device for u in made.updates) == [*range(6)] for made in found.versions[1:])
+    with Replayer(tmp_path / "journal") as replayer:
+        assert sum(moment.identical is True for moment in replayer) == 12
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

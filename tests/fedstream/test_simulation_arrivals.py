@@ -67,6 +67,24 @@ def test_more_arrivals_than_devices_take_every_device_first() -> None:
     assert {one.device for one in batch[:3]} == {one.device for one in batch[3:6]} == {0, 1, 2}
 
 
+def test_a_drawn_round_of_all_devices_ends_short_of_k() -> None:
+    """As it does live: no device answers twice in a round."""
+    found = events(8, "strategy.name=fedavg", "strategy.clients_per_round=9", devices=3)
+    assert [isinstance(one, RoundOver) for one in found] == ([False] * 3 + [True]) * 2
+    assert [one.version for one in found] == [0] * 4 + [1] * 4
+    for begin in (0, 4):
+        answered = {one.device for one in found[begin : begin + 3] if isinstance(one, Arrival)}
+        assert answered == {0, 1, 2}
+    assert found[3].makes
+
+
+def test_staleness_is_what_suits_the_strategy() -> None:
+    late = [one.version - one.tau for one in arrivals(200, "strategy.name=fedavg")]
+    assert max(late) == 0
+    late = [one.version - one.tau for one in arrivals(200, "strategy.name=fedbuff")]
+    assert max(late) == 4
+
+
 def test_biased_arrivals_come_as_often_as_their_weights_say() -> None:
     bias = ("simulation.arrivals.kind=biased", f"simulation.arrivals.weights={list(AFL)}")
     alone = Counter(one.device for one in arrivals(10_000, *bias))
@@ -194,6 +212,10 @@ def test_a_round_of_all_devices_ends_short_of_k() -> None:
          "devices.dropout"),
         (latency("strategy.name=fedavg", "scheduler.policy.kind=rounds",
                  "scheduler.policy.timeout_s=0.1"), "scheduler.policy.timeout_s"),
+        (("strategy.name=fedavg", "simulation.staleness.kind=recent"),
+         "strategy.name = 'fedavg' with simulation.staleness.kind = 'recent'"),
+        (("strategy.name=fedavg", "simulation.staleness.most=2"),
+         "strategy.name = 'fedavg' with simulation.staleness.kind = 'uniform'"),
     ],
 )  # fmt: skip
 def test_what_makes_no_sense_is_said(sets: tuple[str, ...], said: str) -> None:

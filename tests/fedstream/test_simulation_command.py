@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import subprocess
 import sys
 from pathlib import Path
 
@@ -12,20 +11,58 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from fedstream import cli, simulate
+from fedstream.config import read
+from tests.fedstream.test_cli import fedstream
 
-def fedstream(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fedstream", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+QUICK = ("--set", "simulation.threads=1")
+
+TASK = """
+import torch
+from torch.utils.data import TensorDataset
+from fedstream import Task
+
+class Mine(Task):
+    devices, wrong = 3, range(3)
+
+    def model(self):
+        return torch.nn.Linear(5, 3)
+
+    def device_data(self, device):
+        x, y = torch.zeros(8, 5), torch.arange(8) % 3
+        return TensorDataset(*(self.given(x, y) if device in self.wrong else (x, y)))
+
+class Empty(Mine):
+    given = lambda self, x, y: (x[:0], y[:0])
+
+class Label(Mine):
+    given = lambda self, x, y: (x, y + 7)
+
+class Seldom(Label):
+    wrong = [1]
+"""
+
+
+@pytest.fixture(autouse=True)
+def stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command ends, but not this process."""
+    monkeypatch.setattr(cli, "_leave", sys.exit)
+
+
+def task_in(folder: Path) -> Path:
+    """A program with tasks, of a name of its own."""
+    file = folder / f"tasks_of_{folder.name}.py"
+    file.write_text(TASK)
+    return file
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("simulated") / "run"
-    done = fedstream(
-        "simulate", "--updates", "40", "--out", out, "--json", "--set", "simulation.threads=1"
-    )
-    assert done.returncode == 0, done.stderr
-    assert json.loads(done.stdout) == json.loads((out / "summary.json").read_text())
+    settings = read(None, ["simulation.threads=1", "run.versions=40"])
+    code, numbers = simulate.run(settings, out, journal=True, quiet=True)
+    assert code == 0
+    assert numbers == json.loads((out / "summary.json").read_text())
     return out
 
 
@@ -44,17 +81,23 @@ def test_it_leaves_what_a_run_leaves(folder: Path) -> None:
     assert load_file(folder / "model.safetensors")["0.weight"].shape == (64, 64)
 
 
-def test_replay_accepts_its_journal(folder: Path) -> None:
-    done = fedstream("replay", folder)
-    assert done.returncode == 0, done.stderr
-    assert "40 of 40 versions identical" in done.stdout
+def test_replay_accepts_its_journal(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert fedstream("replay", str(folder), monkeypatch=monkeypatch) == 0
+    assert "40 of 40 versions identical" in capsys.readouterr().out
 
 
-def test_its_configuration_gives_the_same_run_again(folder: Path, tmp_path: Path) -> None:
+def test_its_configuration_gives_the_same_run_again(
+    folder: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     again = tmp_path / "again"
-    done = fedstream("simulate", "--config", folder / "run.toml", "--out", again, "--no-journal")
-    assert done.returncode == 0, done.stderr
-    assert "finished (version 40 reached)" in done.stdout
+    arguments = ("--config", str(folder / "run.toml"), "--out", str(again), "--no-journal")
+    assert fedstream("simulate", *arguments, monkeypatch=monkeypatch) == 0
+    assert "finished (version 40 reached)" in capsys.readouterr().out
     assert not (again / "journal").exists()
     assert (again / "metrics.csv").read_bytes() == (folder / "metrics.csv").read_bytes()
     # not their bytes: safetensors writes what it says of the model in any order
@@ -63,24 +106,84 @@ def test_its_configuration_gives_the_same_run_again(folder: Path, tmp_path: Path
     assert all(torch.equal(model[name], first[name]) for name in model)
 
 
-def test_a_folder_with_a_run_is_refused(folder: Path) -> None:
-    done = fedstream("simulate", "--updates", "2", "--out", folder)
-    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
-    assert "holds a run already" in done.stderr
+def test_its_summary_is_what_a_program_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "run"
+    arguments = ("--updates", "2", "--out", str(out), "--json", *QUICK)
+    assert fedstream("simulate", *arguments, monkeypatch=monkeypatch) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out) == json.loads((out / "summary.json").read_text())
+
+
+def test_a_folder_with_a_run_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
+    arguments = ("--updates", "2", "--out", str(folder))
+    assert fedstream("simulate", *arguments, monkeypatch=monkeypatch) == 1
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "holds a run already" in said
+    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
 @pytest.mark.parametrize(
-    ("key", "said"),
+    ("sets", "code", "said"),
     [
-        ("simulation.staleness.kind=old", "must be one of latency, none, recent, uniform"),
-        ("simulation.staleness.most=-1", "simulation.staleness.most"),
-        ("simulation.arrivals.weights=[0.5]", "simulation.arrivals"),
-        ("simulation.batch=true", "did you mean simulation.batched"),
-        ("strategy.name=scaffold", "solver.kind"),
+        (["simulation.staleness.kind=old"], 2, "must be one of latency, none, recent, uniform"),
+        (["simulation.staleness.most=-1"], 2, "simulation.staleness.most"),
+        (["simulation.arrivals.weights=[0.5]"], 2, "simulation.arrivals"),
+        (["simulation.batch=true"], 2, "did you mean simulation.batched"),
+        (["strategy.name=scaffold"], 2, "solver.kind"),
+        # what only shows once the task is there
+        (["simulation.arrivals.kind=biased", "simulation.arrivals.weights=[0.5]"], 2, "weights"),
+        (["simulation.staleness.kind=latency"], 2, "scheduler.policy.n"),
+        (["strategy.name=fedavg", "simulation.staleness.kind=recent"], 2, "simulation.staleness"),
+        (["strategy.name=afa-cs", "strategy.devices=9"], 2, "strategy.devices = 9"),
+        (["devices.slow_devices=[10]"], 2, "devices.slow_devices"),
+        (["task.name={task}:Empty"], 1, "device 0 has no data"),
+        (["task.name={task}:Label"], 1, ": IndexError: Target "),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(key: str, said: str, tmp_path: Path) -> None:
-    done = fedstream("simulate", "--out", tmp_path / "out", "--set", key)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert said in done.stderr
-    assert not (tmp_path / "out").exists()
+def test_what_is_wrong_is_said_in_one_line_and_leaves_nothing(
+    sets: list[str],
+    code: int,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    task = task_in(tmp_path)
+    keys = [part for key in sets for part in ("--set", key.format(task=task))]
+    out = tmp_path / "runs" / "out"
+    arguments = ("simulate", "--out", str(out), "--updates", "1", *QUICK, *keys)
+    assert fedstream(*arguments, monkeypatch=monkeypatch) == code
+    shown = capsys.readouterr()
+    assert said in shown.err
+    assert (shown.err.count("\n"), shown.out) == (1, "")
+    assert not out.parent.exists()
+
+
+def test_what_goes_wrong_later_leaves_the_versions_that_were_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    sets = (
+        f"task.name={task_in(tmp_path)}:Seldom", "simulation.arrivals.kind=biased",
+        "simulation.arrivals.weights=[1.0, 0.02, 1.0]", "simulation.batched=false",
+    )  # fmt: skip
+    out = tmp_path / "out"
+    keys = [part for key in sets for part in ("--set", key)]
+    assert fedstream("simulate", "--out", str(out), *QUICK, *keys, monkeypatch=monkeypatch) == 1
+    assert "device 1: IndexError" in capsys.readouterr().err
+    assert sorted(path.name for path in out.iterdir()) == ["journal", "run.toml"]
+    assert fedstream("replay", str(out), monkeypatch=monkeypatch) == 0
+
+
+def test_a_folder_that_was_there_stays_as_it_was(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    arguments = ("--out", str(tmp_path), "--set", "simulation.staleness.kind=latency")
+    assert fedstream("simulate", *arguments, monkeypatch=monkeypatch) == 2
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from broker.streams import Group
 from runtime.steps import FixedSteps
 from runtime.tasks import LeaseSettings
 from tests.support import Hand, Proxy, context, counted, running, wait_until
+from trainer.answer import as_sent
 from trainer.devices import DeviceSettings, FixedLatency
 from trainer.evaluator import Evaluator, EvaluatorSettings
 from trainer.service import Initiative, Trainer, TrainerSettings
@@ -288,7 +290,7 @@ async def test_an_anarchic_trainer_asks_for_tasks_of_its_own(hand: Hand, make: M
 
         async def served() -> bool:
             await hand.dispatch()
-            return int(await hand.client.call("XLEN", hand.keys.uploads)) >= 2
+            return int(await hand.client.call("XLEN", hand.keys.uploads)) >= 1
 
         await wait_until(served)
         view = await hand.ledger.look()
@@ -445,3 +447,34 @@ async def test_metrics_that_raise_are_told_and_the_run_goes_on(
     [error, _] = await hand.events("error")
     assert (error.device, error.reason) == (None, "metrics: KeyError")
     assert "Traceback" in (error.text or "")
+
+
+# what a device sends
+
+
+@pytest.mark.parametrize(
+    ("trained", "error", "said"),
+    [
+        (None, TypeError, "not NoneType"),
+        (Trained(1, 1, 0.5), TypeError, "control="),
+        (Trained(-1, 1, 0.5), ValueError, "at least zero"),
+    ],
+)
+def test_what_train_must_return(trained: object, error: type[Exception], said: str) -> None:
+    layout = layout_of(Point()).with_controls()
+    with pytest.raises(error, match=said):
+        as_sent(trained, Model(layout), Model(layout), None, "delta")
+
+
+@pytest.mark.parametrize("known", [None, 0.5])
+def test_what_is_sent_is_a_difference_from_what_was_there(known: float | None) -> None:
+    layout = layout_of(Point()).with_controls()
+    base, into = Model(layout), Model(layout)
+    base.floats[:], into.floats[:] = 1.0, 3.0
+    control = np.full(4, 2.0, np.float32)
+    device_control = None if known is None else np.full(4, known, np.float32)
+    some: Any = np.int64(2)  # numpy's numbers are no JSON
+    took = as_sent(Trained(some, some, 0.5, control), into, base, device_control, "delta")
+    assert into.parameters.tolist() == [2.0] * 4
+    assert into.controls.tolist() == [2.0 - (known or 0.0)] * 4
+    assert (took, type(took.steps)) == (Trained(2, 2, 0.5), int)

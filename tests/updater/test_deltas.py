@@ -13,7 +13,8 @@ from broker.keys import Keys
 from broker.messages import Upload
 from tests.support import Hand, context, counted, layout_of, running, wait_until
 from tests.updater.journalled import held, reasons
-from updater.service import _LARGEST_DELTA
+from updater import refusals
+from updater.refusals import LARGEST_DELTA
 from updater.strategies import (
     AfaCdSettings,
     AfaCsSettings,
@@ -99,8 +100,8 @@ async def test_a_delta_is_a_step_from_the_newest_version(
         (FEDBUFF, {"parameters": math.nan}, {}, "not finite"),
         (FEDBUFF, {"buffers": math.inf}, {}, "not finite"),
         (SCAFFOLD, {"controls": math.nan}, {}, "not finite"),
-        (FEDBUFF, {"parameters": 10 * _LARGEST_DELTA}, {}, "norm too large"),
-        (SCAFFOLD, {"controls": 10 * _LARGEST_DELTA}, {}, "norm too large"),
+        (FEDBUFF, {"parameters": 10 * LARGEST_DELTA}, {}, "norm too large"),
+        (SCAFFOLD, {"controls": 10 * LARGEST_DELTA}, {}, "norm too large"),
         # not by itself, but divided by gamma H
         (AFA_CD, {"parameters": 1e3}, {"lr": 1e-29, "steps": 1}, "norm too large"),
         (PER_STEP, {"parameters": 1e3}, {"lr": 1e-29, "steps": 1}, "norm too large"),
@@ -154,7 +155,7 @@ async def test_what_a_rule_does_not_divide_by_need_not_be_there(
 async def test_the_largest_that_is_taken_overflows_nothing(
     make: Any, hand: Hand, rule: Rule
 ) -> None:
-    largest = _LARGEST_DELTA / 4
+    largest = LARGEST_DELTA / 4
     async with running(make(rule), context()):
         await hand.join()
         for number, sign in enumerate((1, 1, -1), 1):
@@ -163,6 +164,29 @@ async def test_the_largest_that_is_taken_overflows_nothing(
             await hand.reaches(number)
         model = await hand.model((await hand.published())[-1])
     assert np.isfinite(model.floats).all()
+
+
+@pytest.mark.parametrize(
+    ("rule", "norm", "max_norm", "reason"),
+    [
+        (FedAsyncSettings(), 1e36, None, ""),
+        (FedAsyncSettings(), 2e37, None, "norm too large"),
+        (FEDBUFF, 1e29, None, ""),
+        (FEDBUFF, 2e30, None, "norm too large"),
+        (FEDBUFF, 2e30, 1e38, "norm too large"),  # what overflows is not for a setting to allow
+        (FEDBUFF, 3.0, 2.0, "norm too large"),
+        (AFA_CD, 3e29, None, "norm too large"),  # divided by gamma H = 0.2
+        (FEDBUFF, math.inf, None, "not finite"),
+    ],
+)
+def test_what_is_too_large_is_a_pure_decision(
+    rule: Rule, norm: float, max_norm: float | None, reason: str
+) -> None:
+    upload = Upload(
+        task="t", attempt="1", device=1, trainer="t1", tau=0, base="b", layout="l", digest="d",
+        size=1, samples=1, steps=2, lr=0.1,
+    )  # fmt: skip
+    assert refusals.by_norm(upload, rule.build(10), norm, max_norm) == reason
 
 
 @pytest.mark.usefixtures("begun")

@@ -3,8 +3,10 @@ make none of the mistakes that others made."""
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
+from broker.errors import FedstreamError
 from broker.layout import Layout, Model
 from tests.support import layout_of, model_of
 from updater.rules import Hinge, Polynomial
@@ -310,6 +313,30 @@ def test_vectors_that_do_not_fit_are_in_a_file_of_their_own() -> None:
         other = vectors.copy()
         other.write(2)[:] = 1.0
         assert vectors[2].tolist() == [7.0] * 4
+
+
+def test_a_file_of_vectors_has_its_room_from_the_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A page that a full disk has no room for kills by a signal, where nobody can say anything."""
+    reserved: list[int] = []
+    real = os.posix_fallocate
+
+    def reserve(file: int, begin: int, size: int) -> None:
+        real(file, begin, size)
+        reserved.append(os.fstat(file).st_blocks * 512)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    assert DeviceVectors(300, 1000, in_memory=0)[299].tolist() == [0.0] * 1000
+    assert [room >= 1_200_000 for room in reserved] == [True]
+
+    def full(_file: int, _begin: int, _size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(FedstreamError, match=r"1200000 bytes: No space left .*TMPDIR") as said:
+        DeviceVectors(300, 1000, in_memory=0)
+    assert "\n" not in str(said.value)
 
 
 # purity

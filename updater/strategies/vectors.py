@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import tempfile
 
 import numpy as np
 
+from broker.errors import FedstreamError
 from broker.layout import Floats
 
 IN_MEMORY = 1 << 30  # bytes; more are in a file
@@ -15,7 +17,8 @@ class DeviceVectors:
     """M vectors of ``floats`` float32 each, zero until they are written.
 
     Where they are larger than a gigabyte they lie in a file of their own, which nobody else sees
-    and which ends with the process (``TMPDIR`` says where): the journal has what is in it.
+    and which ends with the process (``TMPDIR`` says where; FedstreamError without room there): the
+    journal has what is in it.
     """
 
     def __init__(self, devices: int, floats: int, *, in_memory: int = IN_MEMORY) -> None:
@@ -26,10 +29,19 @@ class DeviceVectors:
 
     @staticmethod
     def _empty(devices: int, floats: int, in_memory: int) -> Floats:
-        if 4 * devices * floats <= in_memory:
+        size = 4 * devices * floats
+        if size <= in_memory:
             return np.zeros((devices, floats), np.float32)
-        with tempfile.TemporaryFile(prefix="fedstream-devices-") as file:
-            return np.memmap(file, np.float32, "w+", shape=(devices, floats))
+        try:
+            with tempfile.TemporaryFile(prefix="fedstream-devices-") as file:
+                if hasattr(os, "posix_fallocate"):  # a disk that is full later kills by a signal
+                    os.posix_fallocate(file.fileno(), 0, size)
+                return np.memmap(file, np.float32, "w+", shape=(devices, floats))
+        except OSError as error:
+            raise FedstreamError(
+                f"no room for {devices} devices' vectors, {size} bytes: {error.strerror}: set "
+                "TMPDIR to a folder that has it"
+            ) from error
 
     def __len__(self) -> int:
         return len(self._vectors)

@@ -1,0 +1,38 @@
+"""What a device sends of what it trained: the trainers and the simulation make it here alone."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from trainer.solvers import Trained
+
+if TYPE_CHECKING:
+    from broker.layout import Floats, Model
+    from broker.messages import Sends
+
+
+def as_sent(
+    trained: object, into: Model, base: Model, device_control: Floats | None, sends: Sends
+) -> Trained:
+    """Makes of ``into``, which holds x_new, what is sent; what training took, as plain numbers.
+
+    ``trained`` is what train() returned, ``base`` x_tau, ``device_control`` c_i (None: zero).
+    Raises TypeError or ValueError if train() returned something else than it has to.
+    """
+    from trainer import vector
+
+    if not isinstance(trained, Trained):
+        raise TypeError(f"train() must return Trained(...), not {type(trained).__name__}")
+    took = Trained(int(trained.steps), int(trained.samples), float(trained.loss))
+    if min(took.steps, took.samples) < 0:
+        raise ValueError("train() must return Trained(...) with numbers of at least zero")
+    if sends == "delta":
+        vector.to_delta(into, base)
+    if into.layout.controls:
+        if trained.control is None:
+            raise TypeError("train() must return Trained(..., control=...): it is SCAFFOLD")
+        known = 0.0 if device_control is None else device_control
+        np.subtract(trained.control, known, out=into.controls)
+    return took
