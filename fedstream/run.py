@@ -39,7 +39,7 @@ from fedstream.observer import Observer
 from fedstream.presence import serving
 from fedstream.recall import recall
 from fedstream.redis_server import RedisServer
-from fedstream.services import DEVICES, task_of
+from fedstream.services import devices_of, look_over, task_of
 from fedstream.supervisor import Program, Supervisor
 from runtime.backoff import pause
 from runtime.config import dump
@@ -326,7 +326,8 @@ def examine(settings: Settings) -> Subject:
             raise
         except Exception as error:
             raise DataError(_user_error(settings, "test_data()", error)) from error
-    devices = settings.task.devices or task.devices or DEVICES
+    devices = devices_of(settings, task)
+    look_over(task, devices)
     return Subject(module, devices, tested, torch.__version__)
 
 
