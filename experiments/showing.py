@@ -115,7 +115,13 @@ def _claims(experiment: Experiment, results: Results) -> list[str]:
     claims = experiment.claims(results)
     if not claims:
         return []
-    return ["## Claims", "", *(f"* **{c.verdict}**: {c.claim} {c.seen}" for c in claims)]
+    scaled = (
+        [f"At T / {results.scale:g} a verdict is of the run's beginning, not of the paper.", ""]
+        if results.scale > 1
+        else []
+    )
+    said = (f"* **{c.verdict}**: {c.claim} {c.seen}" for c in claims)
+    return ["## Claims", "", *scaled, *said]
 
 
 def spread(results: Results, cell: str, of: Of) -> str:

@@ -252,7 +252,7 @@ def simulate(
 ) -> None:
     """Train in virtual time: in this process, without Redis and without waiting for devices.
 
-    The table [simulation] says where staleness comes from and in which order devices arrive. The
+    The table \\[simulation] says where staleness comes from and in which order devices arrive. The
     same configuration gives the same run again.
 
     Exit codes: 0 finished, 130 interrupted, 1 failed, 2 a wrong configuration.
