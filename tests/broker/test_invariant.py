@@ -63,7 +63,7 @@ class Walk:
         await self.hand.ledger.trigger(self.hand.scheduler.token, 8, draw, triggers)
 
     async def own_trigger(self) -> None:
-        trigger = self.hand.trigger(origin="ann")
+        trigger = self.hand.trigger(origin="ann", device=self.hand.devices)
         for _ in range(self.rng.choice((1, 1, 2))):
             await self.hand.ledger.ask(trigger)
 
