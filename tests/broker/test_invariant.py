@@ -32,7 +32,7 @@ from broker.messages import (
 from broker.streams import Entry, Group
 from tests.support import SIZE_LIMIT, Hand, full
 
-STEPS = 800
+STEPS = 1000
 
 
 class Walk:
