@@ -105,6 +105,8 @@ class Layout:
 
     def without_controls(self) -> Layout:
         """The layout of the module itself."""
+        if not self.controls:  # it is asked for with every model that is loaded
+            return self
         return Layout(tuple(t for t in self.tensors if t.kind != "control"))
 
     def encode(self) -> bytes:

@@ -224,9 +224,13 @@ def decode(data: bytes, /, *kinds: type[Message]) -> Message:
     try:
         return cls.model_validate(fields)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise BadMessage(f"{cls.kind}: {where}: {first['msg']}") from error
+        raise BadMessage(f"{cls.kind}: {first_wrong(error)}") from error
+
+
+def first_wrong(error: ValidationError) -> str:
+    """The first field that is wrong, and why."""
+    first = error.errors()[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
 
 
 def task_id(time_ms: int, entropy: bytes | None = None) -> str:

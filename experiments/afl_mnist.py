@@ -8,6 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
+from experiments.afl import ASYNC, SYNC, constant, dynamic
 from experiments.reproduction import Cell, Claim, Experiment, Panel, Picture, Results, Vector
 
 _LEVELS = (1, 2, 5, 10)  # p
@@ -18,8 +19,6 @@ _BASE: dict[str, object] = {
     "simulation.evaluate_every": 1,
 }
 _AFA: dict[str, object] = {"strategy.name": "afa-cd", "strategy.server_lr": 0.1}
-_SYNC: dict[str, object] = {"simulation.staleness.kind": "none"}
-_ASYNC: dict[str, object] = {"simulation.staleness.kind": "recent", "simulation.staleness.of": 5}
 _BIASED: dict[str, object] = {
     "simulation.arrivals.kind": "biased",
     "simulation.arrivals.weights": [0.19, 0.19, *[0.1] * 6, 0.01, 0.01],
@@ -34,14 +33,6 @@ def _local(kind: str = "sgd") -> dict[str, object]:
         "solver.batch_size": 64,
         "solver.sampling": "fresh",
     } | ({"solver.rho": 0.1} if kind == "proximal" else {})
-
-
-def _constant(c: int) -> dict[str, object]:
-    return {"scheduler.steps.kind": "fixed", "scheduler.steps.n": c}
-
-
-def _dynamic(c: int) -> dict[str, object]:
-    return {"scheduler.steps.kind": "uniform", "scheduler.steps.c": c}
 
 
 def _split(p: int, devices: int = 10) -> dict[str, object]:
@@ -103,8 +94,8 @@ def _label(p: int, m: int, devices: int, c: int, column: str) -> str:
 
 
 def _table_2_sets(p: int, m: int, devices: int, c: int, column: str) -> dict[str, object]:
-    synchrony = _SYNC if column.startswith("sync") else _ASYNC
-    steps = _constant(c) if column.endswith("constant") else _dynamic(c)
+    synchrony = SYNC if column.startswith("sync") else ASYNC
+    steps = constant(c) if column.endswith("constant") else dynamic(c)
     return _AFA | {"strategy.buffer_size": m} | _local() | _split(p, devices) | synchrony | steps
 
 
@@ -206,7 +197,7 @@ _ROWS_3 = tuple((p, 5, 10, c) for c in (5, 10) for p in _LEVELS)
 def _table_3_sets(
     p: int, c: int, column: str, scaffold: dict[str, object] = _SCAFFOLD
 ) -> dict[str, object]:
-    free = _ASYNC | _dynamic(c) if column.startswith("AFL") else _SYNC | _constant(c)
+    free = ASYNC | dynamic(c) if column.startswith("AFL") else SYNC | constant(c)
     if column.endswith("SCAFFOLD"):
         server, solver = scaffold, _local("scaffold")
     else:
@@ -279,10 +270,10 @@ def _scaffold_claims(results: Results) -> list[Claim]:
 # figures 1 and 5
 
 _CURVES: dict[str, dict[str, object]] = {
-    "FedAvg": {"strategy.name": "fedavg", "strategy.clients_per_round": 5} | _SYNC | _constant(5),
-    "AFA-CD, uniform": _AFA | _ASYNC | _dynamic(5),
-    "AFA-CD, biased": _AFA | _ASYNC | _dynamic(5) | _BIASED,
-    "AFA-CS, biased": _AFA | {"strategy.name": "afa-cs"} | _ASYNC | _dynamic(5) | _BIASED,
+    "FedAvg": {"strategy.name": "fedavg", "strategy.clients_per_round": 5} | SYNC | constant(5),
+    "AFA-CD, uniform": _AFA | ASYNC | dynamic(5),
+    "AFA-CD, biased": _AFA | ASYNC | dynamic(5) | _BIASED,
+    "AFA-CS, biased": _AFA | {"strategy.name": "afa-cs"} | ASYNC | dynamic(5) | _BIASED,
 }
 
 

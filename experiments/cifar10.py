@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import TensorDataset
 
+from experiments.afl import COLUMNS, column
+from experiments.fedasync import T, fedasync, fedavg, rules, sgd
 from experiments.reproduction import Cell, Claim, Experiment, Panel, Picture, Results, Sets, Sweep
 from trainer.cifar import cifar10_fedasync
 from trainer.in_memory import InMemory
@@ -41,58 +43,25 @@ def _with_fewer_tested(devices: int) -> InMemory:
     return InMemory(task.model, [task.device_data(number) for number in range(devices)], some)
 
 
-_T = 2000  # FedAsync's versions
-_K = 10  # FedAvg's devices per round: T / K rounds take as many gradients
 _BASE: Sets = {
     "task.name": "experiments.cifar10:images",
-    "run.versions": _T,
-    "simulation.evaluate_every": _T // 10,
+    "run.versions": T,
+    "simulation.evaluate_every": T // 10,
     "simulation.threads": 1,
     "solver.lr": 0.1,
     "solver.batch_size": 50,
     "scheduler.steps.kind": "epochs",
     "scheduler.steps.n": 1,
 }
-_FEDASYNC: Sets = {
-    "strategy.name": "fedasync",
-    "strategy.alpha": 0.9,
-    "strategy.alpha_schedule.kind": "step",
-    "strategy.alpha_schedule.at": round(0.4 * _T),
-    "strategy.alpha_schedule.factor": 0.5,
-    "solver.kind": "proximal",
-    "solver.rho": 0.005,
-}
+_RHO = 0.005
 _A, _B = 10.0, 4  # of hinge
-_RULES: dict[str, Sets] = {
-    "Const": {"strategy.staleness.kind": "constant"},
-    "Poly": {"strategy.staleness.kind": "polynomial", "strategy.staleness.a": 0.5},
-    "Hinge": {
-        "strategy.staleness.kind": "hinge",
-        "strategy.staleness.a": _A,
-        "strategy.staleness.b": _B,
-    },
-}
+_RULES = rules(_A, _B)
 _SGD: Sets = {
-    "task.name": "experiments.cifar10:all_images",
-    "strategy.name": "fedasync",
-    "strategy.alpha": 1.0,
-    "strategy.staleness.kind": "constant",
-    "simulation.staleness.kind": "none",
+    **sgd("experiments.cifar10:all_images"),
     "scheduler.steps.kind": "fixed",
     "scheduler.steps.n": 10,
 }
-_FEDAVG: Sets = {
-    "strategy.name": "fedavg",
-    "strategy.clients_per_round": _K,
-    "simulation.staleness.kind": "none",
-    "run.versions": _T // _K,
-    "simulation.evaluate_every": _T // _K // 10,
-}
-
-
-def _async(rule: str, most: int) -> Sets:
-    late: Sets = {"simulation.staleness.kind": "uniform", "simulation.staleness.most": most}
-    return {**_FEDASYNC, **_RULES[rule], **late}
+_FEDAVG = fedavg(measured=10)
 
 
 def _late(rule: str, most: int) -> str:
@@ -106,7 +75,7 @@ _CELLS = (
     Cell("SGD", _SGD),
     Cell("FedAvg", _FEDAVG),
     *(
-        Cell(f"{rule}, {most}", _async(rule, most))
+        Cell(f"{rule}, {most}", fedasync(_RULES[rule], most, _RHO))
         for most in _MOST
         for rule in _RULES
         if _late(rule, most) == f"{rule}, {most}"
@@ -126,16 +95,7 @@ _AFL_BASE: Sets = {
     "solver.batch_size": 500,
     "solver.sampling": "fresh",
 }
-_ARRIVING: dict[str, Sets] = {
-    "synchronous": {"simulation.staleness.kind": "none"},
-    "asynchronous": {"simulation.staleness.kind": "recent", "simulation.staleness.of": 5},
-}
-_STEPS: dict[str, Sets] = {
-    "constant": {"scheduler.steps.kind": "fixed", "scheduler.steps.n": 5},
-    "dynamic": {"scheduler.steps.kind": "uniform", "scheduler.steps.c": 5},
-}
 _PAPER = {1: (0.7474, 0.7606, 0.7319, 0.7350), 10: (0.8081, 0.8072, 0.8065, 0.8119)}
-_KINDS = [(arriving, steps) for arriving in _ARRIVING for steps in _STEPS]
 
 
 def _afl(p: int, arriving: str, steps: str) -> str:
@@ -145,11 +105,11 @@ def _afl(p: int, arriving: str, steps: str) -> str:
 _AFL_CELLS = tuple(
     Cell(
         _afl(p, arriving, steps),
-        {"task.partition.p": p, **_ARRIVING[arriving], **_STEPS[steps]},
+        {"task.partition.p": p, **column(arriving, steps, 5)},
         paper=paper,
     )
     for p, row in _PAPER.items()
-    for (arriving, steps), paper in zip(_KINDS, row, strict=True)
+    for (arriving, steps), paper in zip(COLUMNS, row, strict=True)
 )
 
 
@@ -273,13 +233,13 @@ _TELLING = 20  # at a larger scale it is too early to tell
 
 
 def _afl_claims(results: Results) -> list[Claim]:
-    ends = {p: [results.mean(_afl(p, *kind), "last") for kind in _KINDS] for p in _PAPER}
+    ends = {p: [results.mean(_afl(p, *kind), "last") for kind in COLUMNS] for p in _PAPER}
     spans = {p: max(values) - min(values) for p, values in ends.items()}
     long_enough = results.scale <= _TELLING
     reached = "; ".join(
         f"p = {p}: " + ", ".join(f"{value:.3f}" for value in values) for p, values in ends.items()
     )
-    rounds = results.of(_afl(1, *_KINDS[0]))[0].versions
+    rounds = results.of(_afl(1, *COLUMNS[0]))[0].versions
     return [
         Claim(
             "Asynchrony and dynamic steps make no obvious difference to the accuracy (table 2; "
@@ -422,7 +382,7 @@ EXPERIMENTS = (
                 tuple(
                     Panel(
                         f"p = {p}",
-                        {f"{a.removesuffix('hronous')}, {s}": _afl(p, a, s) for a, s in _KINDS},
+                        {f"{a.removesuffix('hronous')}, {s}": _afl(p, a, s) for a, s in COLUMNS},
                         xlabel="rounds",
                         ylabel="test accuracy",
                     )

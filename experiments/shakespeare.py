@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+from experiments.afl import COLUMNS, column
 from experiments.reproduction import Cell, Claim, Experiment, Panel, Picture, Results, Sets
 
 _BASE: Sets = {
@@ -21,16 +22,7 @@ _BASE: Sets = {
     "solver.batch_size": 10,
     "solver.sampling": "fresh",
 }
-_ARRIVING: dict[str, Sets] = {
-    "synchronous": {"simulation.staleness.kind": "none"},
-    "asynchronous": {"simulation.staleness.kind": "recent", "simulation.staleness.of": 5},
-}
-_STEPS: dict[str, Sets] = {
-    "constant": {"scheduler.steps.kind": "fixed", "scheduler.steps.n": 50},
-    "dynamic": {"scheduler.steps.kind": "uniform", "scheduler.steps.c": 50},
-}
 _PAPER = (0.4683, 0.4831, 0.4606, 0.4687)
-_KINDS = [(arriving, steps) for arriving in _ARRIVING for steps in _STEPS]
 
 
 def _label(arriving: str, steps: str) -> str:
@@ -41,12 +33,12 @@ _TELLING = 20  # at a larger scale it is too early to tell
 
 
 def _claims(results: Results) -> list[Claim]:
-    ends = {kind: results.mean(_label(*kind), "last") for kind in _KINDS}
+    ends = {kind: results.mean(_label(*kind), "last") for kind in COLUMNS}
     span = max(ends.values()) - min(ends.values())
-    rounds = results.of(_label(*_KINDS[0]))[0].versions
+    rounds = results.of(_label(*COLUMNS[0]))[0].versions
     said = ", ".join(f"{value:.4f} ({_label(*kind)})" for kind, value in ends.items())
     tells = results.scale <= _TELLING
-    shaken = {kind: _shaking(results, _label(*kind)) for kind in _KINDS}
+    shaken = {kind: _shaking(results, _label(*kind)) for kind in COLUMNS}
     return [
         Claim(
             "Asynchrony and dynamic steps make no obvious difference to the accuracy (table 2; "
@@ -57,7 +49,7 @@ def _claims(results: Results) -> list[Claim]:
         Claim(
             "Asynchrony and dynamic steps make the accuracy go up and down (figure 4; here: the "
             "mean fall from one measurement to the next, against synchronous, constant).",
-            all(shaken[kind] > shaken[_KINDS[0]] for kind in _KINDS[1:]) if tells else None,
+            all(shaken[kind] > shaken[COLUMNS[0]] for kind in COLUMNS[1:]) if tells else None,
             "Mean fall: "
             + ", ".join(f"{value:.4f} ({_label(*kind)})" for kind, value in shaken.items())
             + ".",
@@ -84,7 +76,7 @@ _NOTES = (
     ),
 )
 
-_LINES = {f"{a.removesuffix('hronous')}, {s}": _label(a, s) for a, s in _KINDS}
+_LINES = {f"{a.removesuffix('hronous')}, {s}": _label(a, s) for a, s in COLUMNS}
 
 EXPERIMENTS = (
     Experiment(
@@ -93,8 +85,8 @@ EXPERIMENTS = (
         source="AFL, table 2 and figure 4",
         base=_BASE,
         cells=tuple(
-            Cell(_label(arriving, steps), {**_ARRIVING[arriving], **_STEPS[steps]}, paper=paper)
-            for (arriving, steps), paper in zip(_KINDS, _PAPER, strict=True)
+            Cell(_label(arriving, steps), column(arriving, steps, 50), paper=paper)
+            for (arriving, steps), paper in zip(COLUMNS, _PAPER, strict=True)
         ),
         repeats=1,
         compare="last",

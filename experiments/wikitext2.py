@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import TensorDataset
 
+from experiments.fedasync import T, fedasync, fedavg, rules, sgd
 from experiments.reproduction import Cell, Claim, Experiment, Panel, Picture, Results, Sets
 from trainer.task import TaskSettings
 from trainer.wikitext import Words, wikitext2
@@ -38,13 +39,11 @@ def _with_less_tested(devices: int) -> Words:
     return Words(task.model, [task.device_data(number) for number in range(devices)], some)
 
 
-_T = 2000  # not given for this figure: that of the others
-_K = 10
 _H = 2  # local steps; an epoch, which the paper does, is 30
 _BASE: Sets = {
     "task.name": "experiments.wikitext2:text",
-    "run.versions": _T,
-    "simulation.evaluate_every": _T // 4,
+    "run.versions": T,
+    "simulation.evaluate_every": T // 4,
     "simulation.threads": 1,
     "solver.lr": 20.0,
     "solver.batch_size": 20,
@@ -52,50 +51,21 @@ _BASE: Sets = {
     "scheduler.steps.kind": "fixed",
     "scheduler.steps.n": _H,
 }
-_FEDASYNC: Sets = {
-    "strategy.name": "fedasync",
-    "strategy.alpha": 0.9,
-    "strategy.alpha_schedule.kind": "step",
-    "strategy.alpha_schedule.at": round(0.4 * _T),
-    "strategy.alpha_schedule.factor": 0.5,
-    "solver.kind": "proximal",
-    "solver.rho": 0.0001,
-}
-_RULES: dict[str, Sets] = {
-    "Const": {"strategy.staleness.kind": "constant"},
-    "Poly": {"strategy.staleness.kind": "polynomial", "strategy.staleness.a": 0.5},
-    "Hinge": {
-        "strategy.staleness.kind": "hinge",
-        "strategy.staleness.a": 10.0,
-        "strategy.staleness.b": 2,
-    },
-}
-_SGD: Sets = {
-    "task.name": "experiments.wikitext2:all_text",
-    "strategy.name": "fedasync",
-    "strategy.alpha": 1.0,
-    "strategy.staleness.kind": "constant",
-    "simulation.staleness.kind": "none",
-}
-_FEDAVG: Sets = {
-    "strategy.name": "fedavg",
-    "strategy.clients_per_round": _K,
-    "simulation.staleness.kind": "none",
-    "run.versions": _T // _K,
-    "simulation.evaluate_every": _T // _K // 4,
-}
+_RHO = 0.0001
+_RULES = rules(10.0, 2)
+_SGD: Sets = sgd("experiments.wikitext2:all_text")
+_FEDAVG = fedavg(measured=4)
 _MOST = (4, 16)
-
-
-def _async(rule: str, most: int) -> Sets:
-    late: Sets = {"simulation.staleness.kind": "uniform", "simulation.staleness.most": most}
-    return {**_FEDASYNC, **_RULES[rule], **late}
 
 
 _CELLS = (
     Cell("SGD", _SGD),
     Cell("FedAvg", _FEDAVG),
-    *(Cell(f"{rule}, {most}", _async(rule, most)) for most in _MOST for rule in _RULES),
+    *(
+        Cell(f"{rule}, {most}", fedasync(_RULES[rule], most, _RHO))
+        for most in _MOST
+        for rule in _RULES
+    ),
 )
 
 

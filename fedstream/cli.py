@@ -47,6 +47,37 @@ Sets = Annotated[
         "--set", metavar="KEY=VALUE", help="a configuration key, such as strategy.alpha=0.3"
     ),
 ]
+TaskName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TASK",
+        help="a built-in one (digits, mnist, cifar10-fedasync, cifar10-afl, wikitext2, "
+        "shakespeare), path/to/file.py:attribute or package.module:attribute",
+    ),
+]
+StrategyName = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="fedasync, fedavg, fedbuff, afa-cd, afa-cs, scaffold"),
+]
+Devices = Annotated[
+    int | None, typer.Option(metavar="N", help="devices that the data is split over")
+]
+Updates = Annotated[
+    int | None,
+    typer.Option(
+        metavar="T",
+        help="versions: the run ends with this one; each is an update, a round, or a batch",
+    ),
+]
+Out = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="for results; runs/NAME-TIME if not given")
+]
+DataRoot = Annotated[
+    str | None, typer.Option(metavar="DIR", help="of data sets; else FEDSTREAM_DATA")
+]
+SummaryAsJson = Annotated[
+    bool, typer.Option("--json", help="no progress; the summary as JSON at the end")
+]
 Url = Annotated[str | None, typer.Option("--redis", metavar="URL", help="instead of redis.url")]
 RunName = Annotated[str | None, typer.Option("--run", metavar="NAME", help="instead of run.name")]
 AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
@@ -139,38 +170,16 @@ def _main(
 @app.command()
 def run(
     config: Config = None,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TASK",
-            help="a built-in one (digits, mnist, cifar10-fedasync, cifar10-afl, wikitext2, "
-            "shakespeare), path/to/file.py:attribute or package.module:attribute",
-        ),
-    ] = None,
-    strategy: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="fedasync, fedavg, fedbuff, afa-cd, afa-cs, scaffold"),
-    ] = None,
+    task: TaskName = None,
+    strategy: StrategyName = None,
     trainers: Annotated[int, typer.Option(min=1, metavar="N", help="trainer processes")] = 2,
-    devices: Annotated[
-        int | None, typer.Option(metavar="N", help="devices that the data is split over")
-    ] = None,
-    updates: Annotated[
-        int | None,
-        typer.Option(
-            metavar="T",
-            help="versions: the run ends with this one; each is an update, a round, or a batch",
-        ),
-    ] = None,
+    devices: Devices = None,
+    updates: Updates = None,
     redis: Annotated[
         str | None, typer.Option(metavar="URL", help="without it the run starts its own")
     ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="for results; runs/NAME-TIME if not given")
-    ] = None,
-    data_root: Annotated[
-        str | None, typer.Option(metavar="DIR", help="of data sets; else FEDSTREAM_DATA")
-    ] = None,
+    out: Out = None,
+    data_root: DataRoot = None,
     sets: Sets = None,
     port: Annotated[
         int | None,
@@ -181,9 +190,7 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="go on with the unfinished run that --out holds")
     ] = False,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="no progress; the summary as JSON at the end")
-    ] = False,
+    as_json: SummaryAsJson = False,
 ) -> None:
     """Train: every service as a process on this machine, with a Redis of its own.
 
@@ -219,36 +226,17 @@ def run(
 @app.command()
 def simulate(
     config: Config = None,
-    task: Annotated[
-        str | None,
-        typer.Option(
-            metavar="TASK",
-            help="a built-in one (digits, mnist, cifar10-fedasync, cifar10-afl, wikitext2, "
-            "shakespeare), path/to/file.py:attribute or package.module:attribute",
-        ),
-    ] = None,
-    strategy: Annotated[
-        str | None, typer.Option(metavar="NAME", help="instead of strategy.name")
-    ] = None,
-    devices: Annotated[
-        int | None, typer.Option(metavar="N", help="devices that the data is split over")
-    ] = None,
-    updates: Annotated[
-        int | None, typer.Option(metavar="T", help="versions: the run ends with this one")
-    ] = None,
-    out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="for results; runs/NAME-TIME if not given")
-    ] = None,
-    data_root: Annotated[
-        str | None, typer.Option(metavar="DIR", help="of data sets; else FEDSTREAM_DATA")
-    ] = None,
+    task: TaskName = None,
+    strategy: StrategyName = None,
+    devices: Devices = None,
+    updates: Updates = None,
+    out: Out = None,
+    data_root: DataRoot = None,
     sets: Sets = None,
     journal: Annotated[
         bool, typer.Option("--journal/--no-journal", help="keep what `fedstream replay` reads")
     ] = True,
-    as_json: Annotated[
-        bool, typer.Option("--json", help="no progress; the summary as JSON at the end")
-    ] = False,
+    as_json: SummaryAsJson = False,
 ) -> None:
     """Train in virtual time: in this process, without Redis and without waiting for devices.
 
@@ -285,9 +273,7 @@ def reproduce(
     scale: Annotated[
         float, typer.Option(min=1.0, metavar="S", help="divide the number of versions by it")
     ] = 1.0,
-    data_root: Annotated[
-        str | None, typer.Option(metavar="DIR", help="of data sets; else FEDSTREAM_DATA")
-    ] = None,
+    data_root: DataRoot = None,
     jobs: Annotated[
         int | None, typer.Option(min=1, metavar="J", help="processes; one for each core")
     ] = None,
@@ -381,9 +367,7 @@ def replay(
         Path | None,
         typer.Option("--config", "-c", metavar="FILE", help="instead of the run's own run.toml"),
     ] = None,
-    data_root: Annotated[
-        str | None, typer.Option(metavar="DIR", help="of data sets; else FEDSTREAM_DATA")
-    ] = None,
+    data_root: DataRoot = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="for table and picture; DIR/replay-N if not given"),

@@ -15,7 +15,6 @@ import socket
 import sys
 import time
 import tomllib
-import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
@@ -43,6 +42,7 @@ from fedstream.services import devices_of, look_over, task_of
 from fedstream.supervisor import Program, Supervisor
 from runtime.backoff import pause
 from runtime.config import dump
+from trainer.task import words
 from updater.inspection import FOLDER, entries
 from updater.journal import JournalError, segments
 
@@ -332,9 +332,7 @@ def examine(settings: Settings) -> Subject:
 
 
 def _user_error(settings: Settings, what: str, error: Exception) -> str:
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    words = f"{type(error).__name__}: {' '.join(str(error).split())}"
-    return f"task {settings.task.name!r}: {what} raised {words} at {last.filename}:{last.lineno}"
+    return f"task {settings.task.name!r}: {what} raised {words(error)}"
 
 
 def _write_config(plan: Plan, url: str | None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from itertools import count
@@ -18,6 +19,7 @@ from broker.errors import BadMessage
 from broker.keys import Keys
 from broker.ledger import Ledger
 from broker.messages import Upload
+from fedstream.cli import main
 from fedstream.redis_server import RedisServer, find_servers
 from tests.support import Hand
 
@@ -122,3 +124,18 @@ def ledger(client: Client, keys: Keys) -> Ledger:
 def hand(client: Client, keys: Keys, ledger: Ledger) -> Hand:
     """Every service's part, played by hand."""
     return Hand(client, keys, ledger)
+
+
+@pytest.fixture
+def journal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs `fedstream journal` in this process: exit code, stdout and stderr."""
+
+    def run(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedstream", "journal", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run

@@ -194,7 +194,7 @@ def load_task(spec: str, settings: TaskSettings) -> Task:
         except FedstreamError:
             raise
         except Exception as error:
-            raise ConfigError(f"task {spec!r}: {attribute}() raised {_words(error)}") from error
+            raise ConfigError(f"task {spec!r}: {attribute}() raised {words(error)}") from error
     if not isinstance(found, Task):
         raise ConfigError(
             f"task {spec!r} is of type {type(found).__name__}: it must be a fedstream.Task, "
@@ -229,7 +229,7 @@ def _import(source: str) -> ModuleType:
     except FedstreamError:
         raise
     except Exception as error:
-        raise ConfigError(f"task {source!r}: importing it raised {_words(error)}") from error
+        raise ConfigError(f"task {source!r}: importing it raised {words(error)}") from error
 
 
 def _is_found(name: str, file: Path) -> bool:
@@ -238,7 +238,7 @@ def _is_found(name: str, file: Path) -> bool:
     return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file
 
 
-def _words(error: Exception) -> str:
+def words(error: Exception) -> str:
     """An exception in one line, with the place in the program that raised it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationErr
 
 from broker.errors import BadMessage, LayoutMismatch
 from broker.layout import Floats, Layout, Model
+from broker.messages import first_wrong
 
 SCHEMA = 1
 
@@ -112,9 +113,7 @@ class Workspace(BaseModel):
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"])
-            raise BadMessage(f"workspace: {where}: {first['msg']}") from error
+            raise BadMessage(f"workspace: {first_wrong(error)}") from error
 
     def models(self, layout: Layout) -> tuple[Model, Model]:
         """The model so far, and x_tau. Raises LayoutMismatch if they are of another layout."""

@@ -34,16 +34,14 @@ class Happened:
 
 
 class Recorder:
-    """Writes a journal: segments with a record for every update and every round's end."""
+    """Writes a journal: a segment with a record for every update and every round's end."""
 
     def __init__(
         self, folder: Path, settings: Settings, devices: int, progress: Progress, digest: str
     ) -> None:
         """Begins it. Raises JournalError; Fenced if there is one."""
         self._settings = settings.journal
-        self._folder = folder
         self._counts: dict[str, int] = {}
-        self._versions = 0  # in the segment
         head = SegmentHead(
             epoch=1, number=0, lineage=f"simulation-{settings.run.seed}", run=settings.run.name,
             task=settings.task.name, devices=devices, versions=settings.run.versions,
@@ -87,7 +85,6 @@ class Recorder:
         )  # fmt: skip
         self._writer.append(record, *payload)
         self._counts = counted(self._counts, end_of(record))
-        self._versions += about.digest is not None
 
     def round_over(self, over: RoundOver, round_: int, version: int, about: Happened) -> None:
         """The end of the round on top of version ``round_``."""
@@ -96,7 +93,6 @@ class Recorder:
             time=about.time, received=about.time, finished=about.finished, counts=self._counts,
         )  # fmt: skip
         self._writer.append(record)
-        self._versions += about.digest is not None
 
     def close(self) -> None:
         """Everything is on disk."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -17,6 +16,7 @@ from fedstream.simulation import together
 from trainer import vector
 from trainer.answer import as_sent
 from trainer.solvers import Cancelled, Trained, Work
+from trainer.task import words
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -178,9 +178,7 @@ def blamed(what: str) -> Iterator[None]:
     except (FedstreamError, Cancelled):
         raise
     except Exception as error:
-        last = traceback.extract_tb(error.__traceback__)[-1]
-        words = f"{type(error).__name__}: {' '.join(str(error).split())}"
-        raise DataError(f"{what}: {words} at {last.filename}:{last.lineno}") from error
+        raise DataError(f"{what}: {words(error)}") from error
 
 
 def placed(data: Dataset[Any], device: str) -> Dataset[Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from broker.layout import Layout, Model, Tensor
-from fedstream.cli import main
 from fedstream.journal_bisect import search
 from tests.journals import LAYOUT, Scribe
 from tests.support import model_of
@@ -28,19 +26,6 @@ from updater.strategies import FedAsyncSettings, FedAvgSettings
 
 Command = Callable[..., tuple[int, str, str]]
 FIRST, SECOND = "00000001-000000.journal", "00000001-000001.journal"
-
-
-@pytest.fixture
-def journal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """Runs `fedstream journal` in this process: exit code, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedstream", "journal", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0), *capsys.readouterr()
-
-    return run
 
 
 class By(Scribe):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import shutil
-import sys
 from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +19,6 @@ from broker.errors import BlobDamaged, ConfigError, Fenced
 from broker.layout import Floats, Layout, Model, vector_of
 from broker.ledger import _SCRIPTS
 from broker.messages import Upload
-from fedstream.cli import main
 from tests.journals import Scribe
 from tests.support import Hand, Proxy, context, layout_of, model_of, running, wait_until
 from tests.updater.journalled import held, records
@@ -686,19 +684,6 @@ def test_the_servers_control_is_the_mean_of_the_devices_at_every_version(folder:
 
 
 Journal = Callable[..., tuple[int, str, str]]
-
-
-@pytest.fixture
-def journal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Journal:
-    """Runs `fedstream journal` in this process: exit code, stdout and stderr."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedstream", "journal", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0), *capsys.readouterr()
-
-    return run
 
 
 @BOTH

@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeAlias
 from pydantic import Field, TypeAdapter, ValidationError
 
 from broker.errors import ConfigError
+from broker.messages import first_wrong
 from updater.strategies.afa import AfaCdSettings, AfaCsSettings
 from updater.strategies.fedasync import FedAsyncSettings
 from updater.strategies.fedavg import FedAvgSettings
@@ -55,7 +56,5 @@ def strategy_of(recorded: Mapping[str, Any], devices: int) -> Strategy:
     try:
         settings = _RULES.validate_python(dict(recorded), strict=False)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
-        raise ConfigError(f"strategy.{where}: {first['msg']}") from error
+        raise ConfigError(f"strategy.{first_wrong(error)}") from error
     return settings.build(devices)

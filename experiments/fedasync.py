@@ -1,0 +1,59 @@
+"""FedAsync's experiments: what its figures have in common, whatever the task."""
+
+from __future__ import annotations
+
+from experiments.reproduction import Sets
+
+T = 2000  # FedAsync's versions
+K = 10  # FedAvg's devices per round: T / K rounds take as many gradients
+
+
+def rules(a: float, b: int) -> dict[str, Sets]:
+    """The staleness functions, by name; ``a`` and ``b`` of hinge."""
+    return {
+        "Const": {"strategy.staleness.kind": "constant"},
+        "Poly": {"strategy.staleness.kind": "polynomial", "strategy.staleness.a": 0.5},
+        "Hinge": {
+            "strategy.staleness.kind": "hinge",
+            "strategy.staleness.a": a,
+            "strategy.staleness.b": b,
+        },
+    }
+
+
+def fedasync(rule: Sets, most: int, rho: float) -> Sets:
+    """FedAsync with a staleness function, staleness uniform on [0, most]."""
+    return {
+        "strategy.name": "fedasync",
+        "strategy.alpha": 0.9,
+        "strategy.alpha_schedule.kind": "step",
+        "strategy.alpha_schedule.at": round(0.4 * T),
+        "strategy.alpha_schedule.factor": 0.5,
+        "solver.kind": "proximal",
+        "solver.rho": rho,
+        **rule,
+        "simulation.staleness.kind": "uniform",
+        "simulation.staleness.most": most,
+    }
+
+
+def sgd(task: str) -> Sets:
+    """One device, which holds all data; ``task`` is that."""
+    return {
+        "task.name": task,
+        "strategy.name": "fedasync",
+        "strategy.alpha": 1.0,
+        "strategy.staleness.kind": "constant",
+        "simulation.staleness.kind": "none",
+    }
+
+
+def fedavg(measured: int) -> Sets:
+    """As many gradients in rounds, ``measured`` times."""
+    return {
+        "strategy.name": "fedavg",
+        "strategy.clients_per_round": K,
+        "simulation.staleness.kind": "none",
+        "run.versions": T // K,
+        "simulation.evaluate_every": T // K // measured,
+    }
