@@ -4,53 +4,73 @@ redis-py's ``Redis`` object repeats commands whose reply was lost, which would r
 and strand what an ``XREADGROUP`` handed out. So this client drives redis-py's *connections* itself:
 a command is sent once; a reply that doesn't come is an :class:`Unavailable`, and whoever called
 decides what a repetition means. Replies come in RESP2's shapes, always as bytes.
+
+Where sentinels or a cluster say which node to talk to (:mod:`broker.places`), they are asked before
+a connection is made, and asked again after trouble. A command is sent to another node only if the
+first one has said that it did not do it.
 """
 
 from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, cast
 
 import hiredis
-from pydantic import BaseModel, ConfigDict, Field
 from redis import exceptions
 from redis.asyncio.connection import Connection, parse_url
+from redis.crc import key_slot
 
 from broker.errors import BrokerError, ConfigError, NoScript, OutOfMemory, Unavailable
+from broker.places import Address, Cluster, Guide, Sentinels
+from broker.settings import RedisSettings, check_files
+
+__all__ = ["Argument", "Buffer", "Client", "Command", "RedisSettings"]
 
 Buffer = bytes | memoryview
 Argument = bytes | memoryview | str | int | float
 Command = Sequence[Argument]
 
 _READ = 1 << 20  # bytes taken from a connection at once
-# UNBLOCKED: the stream that was waited for is gone, or the node is no master any more. MISCONF: a
-# snapshot failed. BUSY: a script that runs too long. In a script's error the code is not the first.
-_PASSING = re.compile(r"\b(UNBLOCKED|NOREPLICAS|MISCONF|BUSY) ")
+_ASKED_S = 2.0  # one sentinel, or one node of a cluster, for the way
+_HOPS = 4  # nodes that send us on before it is trouble
+_DENIED = re.compile(r"\b(NOPERM|WRONGPASS) |The user executing the script can't")
+# MISCONF: a snapshot failed. BUSY: a script that runs too long. In a script's error the code is not
+# the first.
+_PASSING = re.compile(r"\b(NOREPLICAS|MISCONF|BUSY|TRYAGAIN|CLUSTERDOWN|MASTERDOWN|LOADING) ")
+# What says that this is the wrong node now, in a script's words too. UNBLOCKED: the stream that was
+# waited for is gone, or the node is no master any more.
+_ELSEWHERE = (
+    exceptions.AskError,
+    exceptions.ReadOnlyError,
+    exceptions.ClusterDownError,
+    exceptions.MasterDownError,
+)
+_ELSEWHERE_TOO = re.compile(
+    r"\b(UNBLOCKED|READONLY) |cript attempted to (access a non|execute a .* while the cluster)"
+)
+_UNTRUSTED = re.compile(r"certificate verify failed: ([^(]+)")
 
 
-class RedisSettings(BaseModel):
-    """Where Redis is, and how long its answers may take."""
+@dataclass(frozen=True, slots=True)
+class _Elsewhere:
+    """A node for one exchange: that of another slot, or one that is taking ours over."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
-
-    url: str = "redis://127.0.0.1:6379/0"
-    # For one round trip, or one window of chunks; liveness expects a sign of life within 30 s.
-    timeout_s: float = Field(default=10.0, gt=0, le=20)
+    place: Address
+    asking: bool  # it has to be told that it is to answer all the same
 
 
 class Client:
-    """Commands to one Redis, each sent at most once. Safe for concurrent tasks of one loop."""
+    """Commands to one Redis, each done at most once. Safe for concurrent tasks of one loop."""
 
     def __init__(self, settings: RedisSettings, name: str = "") -> None:
-        try:
-            options: dict[str, Any] = dict(parse_url(settings.url))
-        except ValueError as error:
-            raise ConfigError(f"redis.url: {settings.url!r} is not allowed: {error}") from error
-        self._make = options.pop("connection_class", Connection)
+        options = _options(settings)
+        self._make = options.pop("connection_class")
         self._options = options | {
             "protocol": 2,
+            "decode_responses": False,
             "socket_timeout": None,  # one time-out around the whole exchange instead
             "socket_connect_timeout": settings.timeout_s,
             "socket_read_size": _READ,
@@ -60,55 +80,167 @@ class Client:
         self._timeout_s = settings.timeout_s
         self._idle: list[Connection] = []
         self._closed = False
-        where = (
-            options.get("path") or f"{options.get('host', 'localhost')}:{options.get('port', 6379)}"
-        )
-        self.address = str(where)  # without credentials: for messages
+        self._lost = False  # since then no connection was made
+        self.reconnects = 0  # times that Redis was reached again after it was lost
+        place = (str(options.get("host", "localhost")), int(options.get("port", 6379)))
+        self._place: Address | None = place  # None: to be asked for
+        self._path = options.get("path")
+        self._guide: Guide | None = None
+        self._guide_options: dict[str, Any] = {}
+        if settings.sentinel is not None:
+            sentinel = settings.sentinel
+            secret = sentinel.password.get_secret_value() if sentinel.password else None
+            self._guide = Sentinels(sentinel)
+            self._guide_options = {"username": sentinel.username, "password": secret, "db": 0}
+        elif settings.cluster:
+            if options.get("db"):
+                raise ConfigError(
+                    f"redis.url: database {options['db']}, but redis.cluster = true: has only 0"
+                )
+            self._guide = Cluster(place)
+        if self._guide is not None:
+            self._place = None
+        self._generation = 0  # connections of an earlier one go to a node that is not it any more
+
+    @property
+    def address(self) -> str:
+        """Where Redis is, without credentials: for messages."""
+        if self._path is not None:
+            return str(self._path)
+        return f"{self._place[0]}:{self._place[1]}" if self._place else str(self._guide)
+
+    def bind(self, key: str) -> None:
+        """What is said will be about keys of this one's slot: it matters in a cluster alone."""
+        if isinstance(self._guide, Cluster) and self._guide.slot != key_slot(key.encode()):
+            self._guide.slot = key_slot(key.encode())
+            self._forget()
 
     async def call(self, *command: Argument, wait_s: float = 0.0) -> Any:
         """The reply to one command; ``wait_s`` is how long the command itself may block."""
-        return (await self._exchange((command,), wait_s))[0]
+        return (await self.pipeline((command,), wait_s=wait_s))[0]
 
     async def pipeline(self, commands: Sequence[Command], *, wait_s: float = 0.0) -> list[Any]:
         """The replies to several commands sent in one write; raises the first error among them.
 
         ``wait_s`` is how long they may block.
         """
-        return await self._exchange(commands, wait_s)
+        once: _Elsewhere | None = None
+        hops = 0
+        while True:
+            replies = await self._exchange(commands, wait_s, once)
+            failure = next((r for r in replies if isinstance(r, exceptions.ResponseError)), None)
+            if failure is None:
+                return replies
+            undone = not any(_is_done(c, r) for c, r in zip(commands, replies, strict=True))
+            # MovedError is an AskError too
+            if undone and isinstance(failure, exceptions.AskError) and self._guide and hops < _HOPS:
+                hops += 1
+                once = self._sent_on(failure)
+                continue
+            translated = self._translated(failure)
+            if self._guide is not None and _is_elsewhere(failure):
+                self._lost = True
+                self._forget()
+            raise translated from failure
 
-    async def _exchange(self, commands: Sequence[Command], wait_s: float) -> list[Any]:
+    def _sent_on(self, failure: exceptions.AskError) -> _Elsewhere | None:
+        """Where to go for this once; None: from now on, the slot has moved for good."""
+        # A node that doesn't know its own name says none: it is where we are.
+        here = self._place[0] if self._place else ""
+        place = (failure.host or here, failure.port)
+        if not isinstance(failure, exceptions.MovedError):
+            return _Elsewhere(place, asking=True)
+        if isinstance(self._guide, Cluster):
+            if self._guide.slot not in (None, failure.slot_id):
+                return _Elsewhere(place, asking=False)
+            self._guide.slot = failure.slot_id
+        self._forget(place)
+        return None
+
+    async def _exchange(
+        self, commands: Sequence[Command], wait_s: float, once: _Elsewhere | None = None
+    ) -> list[Any]:
+        """The replies, errors among them. ``once``: not from where everything else goes."""
         connection: Connection | None = None
         transport: asyncio.WriteTransport | None = None
+        sent = tuple(_asking(commands)) if once and once.asking else commands
+        generation = self._generation
         try:
             async with asyncio.timeout(self._timeout_s + wait_s):
-                connection = self._idle.pop() if self._idle else self._make(**self._options)
-                if not connection.is_connected:
-                    await _as_awaitable(connection.connect())
-                    # asyncio's 64 KiB pause and resume the socket four times for every chunk.
-                    connection._reader._limit = _READ  # type: ignore[union-attr]  # noqa: SLF001
+                if once is not None:
+                    connection = await self._connected(once.place)
+                else:
+                    connection = self._idle.pop() if self._idle else await self._connected()
                 transport = connection._writer.transport  # type: ignore[union-attr]  # noqa: SLF001
-                await connection.send_packed_command(_pack(commands), check_health=False)  # type: ignore[arg-type]
-                replies: list[Any] = []
-                failure: exceptions.ResponseError | None = None
-                for _ in commands:
-                    try:
-                        # One at a time and to the end: an error reply leaves the rest in order.
-                        replies.append(await connection.read_response(disconnect_on_error=False))
-                    except exceptions.ResponseError as error:
-                        failure = failure or error
+                await connection.send_packed_command(_pack(sent), check_health=False)  # type: ignore[arg-type]
+                # One at a time and to the end: an error reply leaves the rest in order.
+                replies = [await _reply(connection) for _ in sent]
         except (exceptions.RedisError, OSError, TimeoutError) as error:
             await self._drop(connection, transport)
-            raise self._translated(error) from error
+            translated = self._translated(error)
+            self._lost = True
+            if self._guide is not None and generation == self._generation:
+                self._forget()
+            raise translated from error
         except BaseException:  # cancelled: the reply may still come, and must meet nobody
             await self._drop(connection, transport)
             raise
-        if self._closed:
+        if self._closed or once is not None or generation != self._generation:
             await self._drop(connection)
         else:
             self._idle.append(connection)
-        if failure is not None:
-            raise self._translated(failure) from failure
-        return replies
+        kept = zip(sent, replies, strict=True)
+        return [reply for command, reply in kept if command is not _ASKING]
+
+    async def _connected(self, place: Address | None = None) -> Connection:
+        """A new connection: to a node, or to the one that is to be talked to now."""
+        if place is None and self._guide is not None:
+            place = self._place = self._place or await self._guide.find(self._ask)
+        connection = await self._opened(place, self._options)
+        if isinstance(self._guide, Sentinels):
+            try:
+                await _check_role(connection)
+            except BaseException:
+                await self._drop(connection)
+                raise
+        if self._lost:
+            self._lost = False
+            self.reconnects += 1
+        return connection
+
+    async def _opened(self, place: Address | None, options: dict[str, Any]) -> Connection:
+        if place is not None and self._path is None:
+            options = options | {"host": place[0], "port": place[1]}
+        connection = self._make(**options)
+        try:
+            await connection.connect()
+        except BaseException:
+            await self._drop(connection)
+            raise
+        # asyncio's 64 KiB pause and resume the socket four times for every chunk.
+        connection._reader._limit = _READ  # noqa: SLF001
+        return cast(Connection, connection)
+
+    async def _ask(self, node: Address, question: tuple[str, ...]) -> Any:
+        """The reply of a node that may know the way. Raises BrokerError."""
+        connection: Connection | None = None
+        try:
+            async with asyncio.timeout(min(self._timeout_s, _ASKED_S)):
+                connection = await self._opened(node, self._options | self._guide_options)
+                await connection.send_command(*question, check_health=False)
+                return await connection.read_response(disconnect_on_error=False)
+        except (exceptions.RedisError, OSError, TimeoutError) as error:
+            raise self._translated(error, f"{node[0]}:{node[1]}") from error
+        finally:
+            await self._drop(connection)
+
+    def _forget(self, place: Address | None = None) -> None:
+        """From now on ``place`` is the node, or is to be asked for."""
+        self._place = place
+        self._generation += 1
+        for connection in self._idle:
+            connection._close()  # type: ignore[no-untyped-call]  # noqa: SLF001  (at once)
+        self._idle.clear()
 
     async def _drop(
         self, connection: Connection | None, transport: asyncio.WriteTransport | None = None
@@ -120,28 +252,35 @@ class Client:
         if connection is not None:
             await connection.disconnect(nowait=True)
 
-    def _translated(self, error: Exception) -> BrokerError:
-        text = str(error) or type(error).__name__
+    def _translated(self, error: Exception, address: str = "") -> BrokerError:
+        if isinstance(error, BrokerError):
+            return error
+        text = _words(error)
+        where = f"Redis at {address or self.address}"
         denied = (exceptions.AuthenticationError, exceptions.NoPermissionError)
-        if isinstance(error, denied) or "NOPERM" in text or "WRONGPASS" in text:
-            return BrokerError(f"Redis at {self.address} refuses: {text}")
+        if isinstance(error, denied) or _DENIED.search(text):
+            return BrokerError(f"{where} refuses: {text}")
         if isinstance(error, exceptions.NoScriptError):
-            return NoScript(f"Redis at {self.address}: {text}")
+            return NoScript(f"{where}: {text}")
         if isinstance(error, exceptions.OutOfMemoryError) or "OOM " in text:
-            return OutOfMemory(f"Redis at {self.address} is full: {text}")
+            return OutOfMemory(f"{where} is full: {text}")
+        if untrusted := _UNTRUSTED.search(text):
+            return BrokerError(
+                f"{where} is not trusted: {untrusted[1].strip()}: redis.tls.ca must name who "
+                "signed its certificate, which must be for this address"
+            )
+        if isinstance(error, exceptions.AskError) and self._guide is None:
+            return BrokerError(f"{where} is a node of a cluster: set redis.cluster = true")
         passing = (
             exceptions.ConnectionError,  # BusyLoadingError among them
             exceptions.TimeoutError,
-            exceptions.ReadOnlyError,
             exceptions.TryAgainError,
-            exceptions.ClusterDownError,
-            exceptions.MasterDownError,
             OSError,
             TimeoutError,
         )
-        if isinstance(error, passing) or _PASSING.search(text):
-            return Unavailable(f"Redis at {self.address} does not answer: {text}")
-        return BrokerError(f"Redis at {self.address}: {text}")
+        if isinstance(error, passing) or _is_elsewhere(error) or _PASSING.search(text):
+            return Unavailable(f"{where} does not answer: {text}")
+        return BrokerError(f"{where}: {text}")
 
     def hurry(self, seconds: float) -> None:
         """From now on an answer must come in ``seconds``: for good-byes, which must not hold up."""
@@ -154,8 +293,79 @@ class Client:
             await self._idle.pop().disconnect(nowait=True)
 
 
-async def _as_awaitable(connected: Awaitable[object]) -> None:
-    await connected
+def _options(settings: RedisSettings) -> dict[str, Any]:
+    """What redis-py's connections are made with. Raises ConfigError."""
+    shown = re.sub(r"//.*@", "//...@", settings.url)  # without credentials
+    try:
+        options: dict[str, Any] = {"connection_class": Connection, **parse_url(settings.url)}
+    except ValueError as error:
+        # What of a password looks like a port is in the error's words.
+        unquoted = "special characters of a password must be percent-encoded, or in redis.password"
+        why = unquoted if "@" in settings.url else error
+        raise ConfigError(f"redis.url: {shown!r} is not allowed: {why}") from error
+    try:
+        made = dict(options)
+        made.pop("connection_class")(**made)  # connects to nothing
+    except TypeError as error:
+        name = re.search(r"argument '(\w+)'", str(error))
+        option = name[1] if name else "connection_class"
+        raise ConfigError(f"redis.url: {shown!r}: option {option!r} is not known") from error
+    if settings.username is not None:
+        options["username"] = settings.username
+    if settings.password is not None:
+        options["password"] = settings.password.get_secret_value()
+    if settings.tls is not None:
+        check_files(settings.tls)
+        options |= {
+            "ssl_ca_certs": settings.tls.ca,
+            "ssl_certfile": settings.tls.cert,
+            "ssl_keyfile": settings.tls.key,
+        }
+    return options
+
+
+def _words(error: Exception) -> str:
+    return str(error) or type(error).__name__
+
+
+def _is_elsewhere(error: Exception) -> bool:
+    """Whether the node says that it is not, or no more, the one to talk to."""
+    return isinstance(error, _ELSEWHERE) or bool(_ELSEWHERE_TOO.search(str(error)))
+
+
+async def _reply(connection: Connection) -> Any:
+    """The next reply, or the error that it is."""
+    try:
+        return await connection.read_response(disconnect_on_error=False)
+    except exceptions.ResponseError as error:
+        return error
+
+
+async def _check_role(connection: Connection) -> None:
+    """Raises ReadOnlyError if this is no master: a sentinel may not know yet."""
+    await connection.send_command("ROLE", check_health=False)
+    role, *_ = await connection.read_response(disconnect_on_error=False)
+    if role != b"master":
+        raise exceptions.ReadOnlyError(f"it is no master but a {role.decode()} now")
+
+
+def _is_done(command: Command, reply: Any) -> bool:
+    """Whether a command had an effect: a MULTI that was not executed has none."""
+    failed = isinstance(reply, exceptions.ResponseError)
+    return not failed and command[0] != "MULTI" and reply != b"QUEUED"
+
+
+_ASKING: Command = ("ASKING",)
+
+
+def _asking(commands: Sequence[Command]) -> Iterator[Command]:
+    """The commands for a node that is only taking a slot over: it holds for one, or one MULTI."""
+    inside = False
+    for command in commands:
+        if not inside:
+            yield _ASKING
+        yield command
+        inside = (inside or command[0] == "MULTI") and command[0] != "EXEC"
 
 
 def _pack(commands: Sequence[Command]) -> list[Buffer]:

@@ -21,6 +21,7 @@ from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.layout import Layout
 from broker.messages import (
     OUTCOMES,
+    SCHEMA,
     CloseRound,
     Dead,
     Event,
@@ -40,8 +41,8 @@ _SCRIPTS = {
     name: Script(name)
     for name in (
         "admit", "announce", "bury", "close_round", "commit", "create", "dispatch",
-        "finish_run", "finish_task", "leave", "look", "retire", "settle_unserved",
-        "tell", "trigger",
+        "finish_run", "finish_task", "leave", "look", "measure", "retire", "retry",
+        "settle_unserved", "tell", "trigger",
     )
 }  # fmt: skip
 
@@ -291,6 +292,7 @@ class Ledger:
     """The state of one run in Redis, changed by scripts alone."""
 
     def __init__(self, client: Client, keys: Keys, service: str) -> None:
+        client.bind(keys.prefix)
         self._client = client
         self._service = service
         self.keys = keys
@@ -323,7 +325,13 @@ class Ledger:
         )
 
     def _event(self, **fields: Any) -> dict[str, Any]:
-        event = {"v": 1, "k": Event.kind, "service": self._service, "time": time.time(), **fields}
+        event = {
+            "v": SCHEMA,
+            "k": Event.kind,
+            "service": self._service,
+            "time": time.time(),
+            **fields,
+        }
         return {name: value for name, value in event.items() if value is not None}
 
     # what is
@@ -494,10 +502,14 @@ class Ledger:
         *,
         task: Task | Trigger | Upload | GiveUp | None = None,
         deliveries: int = 0,
+        found: Dead | None = None,
     ) -> bool:
-        """Moves an entry to ``dead``, and ends the task that it is about."""
+        """Moves an entry to ``dead``, and ends the task that it is about.
+
+        ``found``: it tells of another entry, which a trainer could not read: that one is kept.
+        """
         name = stream.removeprefix(self.keys.prefix)
-        dead = Dead(
+        dead = found or Dead(
             stream=name, entry=entry.id, reason=reason, time=time.time(),
             deliveries=deliveries, data=entry.data,
         )  # fmt: skip
@@ -509,12 +521,27 @@ class Ledger:
             )
         )  # fmt: skip
 
+    async def training(self, lease_ms: int) -> int:
+        """Tasks that a trainer has, under a lease that holds."""
+        return int(await self._script("measure", TRAINERS, lease_ms))
+
+    async def memory(self) -> tuple[int, int]:
+        """Bytes that Redis uses, and that it may use (0: no limit)."""
+        info = await self._client.call("INFO", "memory")
+        found = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
+        return int(found.get(b"used_memory", 0)), int(found.get(b"maxmemory", 0))
+
     async def silent(self, seconds: float) -> list[str]:
-        """Trainers that were not heard for so long."""
+        """Trainers that were not heard for so long, and have not said good-bye."""
         now = await self._client.call("TIME")
         names = await self._client.call(
-            "ZRANGEBYSCORE", self.keys.alive, "-inf", int(now[0]) - seconds
+            "ZRANGEBYSCORE", self.keys.alive, "(0", int(now[0]) - seconds
         )
+        return [name.decode() for name in names]
+
+    async def left(self) -> list[str]:
+        """Trainers that said good-bye."""
+        names = await self._client.call("ZRANGEBYSCORE", self.keys.alive, 0, 0)
         return [name.decode() for name in names]
 
     async def settle_unserved(self, lease_ms: int) -> int:
@@ -538,8 +565,12 @@ class Ledger:
         )  # fmt: skip
         return {device: owner.decode() for device, owner in refused}
 
+    async def goodbye(self, name: str) -> None:
+        """Says that a trainer leaves: a coordinator strikes it off at its next sweep."""
+        await self._client.call("ZADD", self.keys.alive, "XX", 0, name)
+
     async def leave(self, name: str, *, silent_s: float = 0.0) -> int | None:
-        """Strikes a trainer off the register if it was silent for so long.
+        """Strikes a trainer off the register if it was silent for so long, or has said good-bye.
 
         How many tasks were given up because they waited for the devices that it owned; None if it
         is not on the register, or was heard since.
@@ -556,20 +587,22 @@ class Ledger:
         stream: str,
         group: str,
         entry: Entry,
-        answer: Upload | GiveUp,
+        answer: Upload | GiveUp | Dead,
         *,
         expire_s: float = 600.0,
         ahead: Sequence[Command] = (),
     ) -> str:
         """Says the answer to a task and ends its lease, both or neither: what happened.
 
+        A trainer that can't read a task says so by a Dead: it has no right to ``dead`` itself.
         'said'; 'over': the lease had ended before; 'unwritten': the update's blob is not there.
         ``ahead``: what :func:`broker.blobs.prepare` left to write it by.
         """
+        blob = "none" if isinstance(answer, Dead) else f"{answer.task}.{answer.attempt}"
         reply = await self._script(
             "finish_task", group, entry.id, answer.encode(),
             answer.size if isinstance(answer, Upload) else 0, round(expire_s * 1000),
-            tasks=stream, update=self.keys.update(f"{answer.task}.{answer.attempt}"), ahead=ahead,
+            tasks=stream, update=self.keys.update(blob), ahead=ahead,
         )  # fmt: skip
         return str(reply.decode())
 
@@ -678,6 +711,36 @@ class Ledger:
         event = self._event(what="run", text=f"finished: {why}")
         now = time.time()
         return bool(await self._script("finish_run", why, repr(now), _packed(event)))
+
+    # an operator's part
+
+    async def retry(self, letter: str, before: str, trigger: Trigger) -> tuple[str, str]:
+        """A dead letter's work once more, as the task that ``trigger`` says; the letter goes.
+
+        ``before`` is the task that it was about. 'sent'; else nothing was done: 'gone' (there is no
+        such letter), 'finished' (the run), 'open' (the task), 'ended' (the task, and how it did if
+        not as dead), 'round' (is over), 'busy' (the device has this task), 'held' (its update is
+        buffered).
+        """
+        about: dict[str, object] = {
+            "letter": letter, "before": before, "task": trigger.task, "device": trigger.device,
+        }  # fmt: skip
+        if trigger.version is not None:
+            about["version"] = trigger.version
+        return _verdict(await self._script("retry", _packed(about), trigger.encode()))
+
+    async def ends(self, tasks: Sequence[str]) -> list[str]:
+        """What became of tasks: 'open', an outcome, or '' where that is not remembered any more."""
+        asked: list[Command] = []
+        for task in tasks:
+            asked.append(("HEXISTS", self.keys.open, task))
+            between = (f"[{task}|", f"[{task}}}", "LIMIT", 0, 1)
+            asked.append(("ZRANGEBYLEX", self.keys.ended, *between))
+        replies = await self._client.pipeline(asked) if asked else []
+        return [
+            "open" if is_open else ended[0].decode().rpartition("|")[2] if ended else ""
+            for is_open, ended in zip(replies[::2], replies[1::2], strict=True)
+        ]
 
     # everybody's part
 

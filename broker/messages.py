@@ -1,15 +1,24 @@
 """What the services say to each other: small, frozen, versioned messages in msgpack.
 
 A stream entry has one field ``m``: a msgpack map with the schema version ``v``, the kind ``k`` and
-the message's fields. Weights never ride in a message; it names a blob. A reader ignores fields that
-it does not know and fills in defaults for those that are missing, so that services one release
-apart understand each other; ``v`` changes only when that is no longer enough.
+the message's fields. Weights never ride in a message; it names a blob.
+
+Services one release apart understand each other. A reader ignores fields that it does not know, in
+nested maps as well, and fills in defaults for those that are missing; scripts pick the fields they
+need. So a release may add a field that has a default, and stop reading one that it still writes.
+Whatever else changes (a field that is required, renamed, gone, or means something else; a new value
+of a closed set, such as an outcome) takes a new schema in two releases: the first one reads it
+(``READS``) and goes on writing the old one, the next one writes it (``SCHEMA``) and reads both. A
+new kind is read one release before it is written, or is buried as unreadable without harm. Triggers
+and tasks, which scripts unpack, never have a field of bytes: Redis's cmsgpack knows none. Bytes of
+every kind are kept in ``tests/data/messages``: a test reads them, and compares what is written.
 """
 
 from __future__ import annotations
 
 import secrets
 import struct
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, overload
 
 import msgpack
@@ -17,7 +26,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from broker.errors import BadMessage
 
-SCHEMA = 1
+SCHEMA = 1  # what this release writes
+READS = (1,)  # and what it reads: also what the releases before and after it write
 
 Count = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
@@ -196,7 +206,7 @@ class Dead(Message):
     stream: Name
     entry: Name
     reason: str
-    time: float
+    time: Annotated[float, Field(ge=0, lt=1e11)]  # seconds since 1970
     deliveries: Count = 0
     data: bytes = b""
 
@@ -215,8 +225,8 @@ def decode(data: bytes, /, *kinds: type[Message]) -> Message:
         raise BadMessage(f"not msgpack: {error}") from error
     if not isinstance(fields, dict) or type(fields.get("v")) is not int:
         raise BadMessage("not a message: a map with the schema version 'v' was expected")
-    if fields["v"] != SCHEMA:
-        raise BadMessage(f"schema {fields['v']}, but this release speaks {SCHEMA}")
+    if fields["v"] not in READS:
+        raise BadMessage(f"schema {fields['v']}, but this release reads {_listed(READS)}")
     cls = next((kind for kind in kinds if kind.kind == fields.get("k")), None)
     if cls is None:
         expected = " or ".join(kind.kind for kind in kinds)
@@ -225,6 +235,10 @@ def decode(data: bytes, /, *kinds: type[Message]) -> Message:
         return cls.model_validate(fields)
     except ValidationError as error:
         raise BadMessage(f"{cls.kind}: {first_wrong(error)}") from error
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    return " and ".join(map(str, numbers))
 
 
 def first_wrong(error: ValidationError) -> str:

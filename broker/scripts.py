@@ -1,8 +1,13 @@
 """The Lua scripts: state changes that belong together, each checked and done in one step.
 
-A script names the keys it touches in its first line, ``-- keys: open counts``; they arrive in the
+A script names the keys it touches in its first lines, ``-- keys: open counts``; they arrive in the
 script as ``key.open`` and ``key.counts``. Keys not fixed in number (blobs) come behind them, as
 ``rest``. What several scripts share is in ``lua/prelude.lua``.
+
+Redis takes every declared key of a script for read and written. So a key that a script only reads,
+or only writes, for a user who has no other right to it, is named in a second line, ``-- undeclared:
+run head``, and put together inside from the run's prefix; the commands on it are checked all the
+same. Undeclared keys lie in the run's one slot like the others.
 
 Redis decides at a script's start whether memory is short, and then fails its first write that takes
 memory. So every script that takes memory makes such a write before it frees or deletes anything
@@ -23,18 +28,33 @@ from broker.errors import NoScript
 _LUA = files("broker") / "lua"
 
 
+def prelude() -> dict[str, str]:
+    """The functions that scripts share, by name."""
+    text = (_LUA / "prelude.lua").read_text()
+    return dict(re.findall(r"^local function (\w+)\((.*?)^end$", text, re.MULTILINE | re.DOTALL))
+
+
 class Script:
     """One script of ``broker/lua``, loaded into Redis when first needed."""
 
     def __init__(self, name: str) -> None:
-        body = (_LUA / f"{name}.lua").read_text()
+        body = self.body = (_LUA / f"{name}.lua").read_text()
         first = re.match(r"-- keys:([a-z_ ]*)\n", body)
         if first is None:
             raise ValueError(f"lua/{name}.lua does not begin with '-- keys: ...'")
+        second = re.match(r".*\n-- undeclared:([a-z_ ]*)\n", body)
         self.name = name
         self.keys = first.group(1).split()
-        table = ", ".join(f"{key} = KEYS[{n}]" for n, key in enumerate(self.keys, 1))
-        header = f"local key = {{{table}}}\nlocal first_rest = {len(self.keys) + 1}\n"
+        self.undeclared = second.group(1).split() if second else []
+        table = [f"{key} = KEYS[{n}]" for n, key in enumerate(self.keys, 1)]
+        table += [f"{key} = prefix .. '{key}'" for key in self.undeclared]
+        header = "local prefix = table.remove(ARGV)\n" if self.undeclared else ""
+        header += f"local key = {{{', '.join(table)}}}\nlocal first_rest = {len(self.keys) + 1}\n"
+        if self.undeclared:
+            # While a cluster moves the slot some keys are there and some here: fail before a write.
+            header += (
+                f"redis.call('EXISTS', {', '.join(f'key.{key}' for key in self.undeclared)})\n"
+            )
         text = header + (_LUA / "prelude.lua").read_text() + body
         self.source = text.encode()
         self._sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest()
@@ -44,7 +64,8 @@ class Script:
     ) -> Command:
         """The command that runs it, for a pipeline. Raises NoScript there if Redis forgot it."""
         named = [*(keys[name] for name in self.keys), *rest]
-        return ("EVALSHA", self._sha, len(named), *named, *arguments)
+        prefix = (keys["prefix"],) if self.undeclared else ()
+        return ("EVALSHA", self._sha, len(named), *named, *arguments, *prefix)
 
     async def __call__(
         self,

@@ -25,7 +25,7 @@ from typing import (
 )
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 from pydantic_core import to_json
 
 from broker.errors import ConfigError
@@ -84,7 +84,10 @@ def load(
 
 
 def dump(settings: BaseModel) -> str:
-    """TOML text of settings; ``load`` of it gives equal ones. None is left out: TOML has none."""
+    """TOML text of settings; ``load`` of it gives equal ones, but for secrets, which are left out.
+
+    None is left out too: TOML has none.
+    """
     return tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True))
 
 
@@ -247,11 +250,18 @@ class _Wrong:
         """The key, its value unless that is a table, and its sources."""
         text = _dotted(self.key) or "configuration"
         absent = self.details["type"] in ("missing", "union_tag_not_found")
-        if isinstance(self.node, _Leaf) and not absent:
+        if isinstance(self.node, _Leaf) and not absent and not self._may_be_secret():
             value = self.details.get("ctx", {}).get("tag", self.details["input"])
             text += f" = {to_json(value, fallback=repr).decode()[:_SHOWN]}"
         sources = dict.fromkeys(_sources(self.node)) if self.node else {}
         return f"{text} (from {', '.join(sources)})" if sources else text
+
+    def _may_be_secret(self) -> bool:
+        """Whether it is a secret's value, or one misspelt beside a secret: not to be shown."""
+        unknown = self.details["type"] == "extra_forbidden"
+        fields = [one.model_fields for one in self.holder if _is_model(one)] if unknown else []
+        beside = [_alternatives(f.annotation) for table in fields for f in table.values()]
+        return SecretStr in self.types or any(SecretStr in types for types in beside)
 
     def expected(self) -> str:
         kinds = {label for one in self.types for label in _labels(one)[1:]}

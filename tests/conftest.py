@@ -95,6 +95,7 @@ async def keys(client: Client) -> AsyncIterator[Keys]:
     Owned: a model that is kept, an update that is in the queue; anything else has to expire.
     """
     keys = Keys(f"test-{next(_run_numbers)}")
+    client.bind(keys.prefix)
     yield keys
     await client.call("CONFIG", "SET", "maxmemory", 0)
     names = [name.decode() for name in await client.call("KEYS", "*")]

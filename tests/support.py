@@ -355,9 +355,11 @@ async def full(client: Client) -> AsyncIterator[None]:
 class Proxy:
     """Stands between a client and Redis: cuts connections, or the reply to a request of choice."""
 
-    def __init__(self, redis: RedisSettings) -> None:
+    def __init__(self, redis: RedisSettings, run: Keys | None = None) -> None:
         host, _, port = redis.url.removeprefix("redis://").partition("/")[0].partition(":")
         self._target = (host, int(port))
+        self._of = Client(redis)  # which knows the node of a run
+        self._run = run
         self._writers: set[asyncio.StreamWriter] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.connections = 0
@@ -376,6 +378,12 @@ class Proxy:
         return RedisSettings(url=f"redis://127.0.0.1:{port}/0")
 
     async def __aenter__(self) -> Self:
+        if self._run is not None:
+            self._of.bind(self._run.prefix)
+            await self._of.call("PING")
+            host, _, port = self._of.address.partition(":")
+            self._target = (host, int(port))
+            await self._of.close()
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return self
 

@@ -1,4 +1,5 @@
--- keys: uploads run open admitted ended queue events counts head lineage
+-- keys: uploads open admitted ended events counts
+-- undeclared: run head lineage queue
 -- Admission by metadata: known task, first answer, layout, size, base, staleness now. ARGV: what
 -- was said, the entry for the queue, the event's fields. rest[1]: the blob.
 local a, event = cmsgpack.unpack(ARGV[1]), cmsgpack.unpack(ARGV[3])

@@ -1,4 +1,5 @@
--- keys: run trainers alive owners tasks events counts
+-- keys: trainers alive owners tasks
+-- undeclared: run events
 -- A trainer is there, and owns the devices that it says: unless the run has no such device, or another
 -- that is alive owns it (the first one keeps it). ARGV: name, what it says of itself with `owns`, two
 -- events, the pool's group. Those it does not get, with their owner ('' if there is none).
@@ -7,12 +8,12 @@
 -- dispatched before it came, and nobody else has the data.
 local name, group = ARGV[1], ARGV[5]
 local wanted = cmsgpack.unpack(ARGV[2]).owns
-guard()
 local before, wants = {}, {}
 local last = redis.call('HGET', key.trainers, name)
 for _, device in ipairs(last and cmsgpack.unpack(last).owns or {}) do before[device] = true end
 for _, device in ipairs(wanted) do wants[device] = true end
 local now = redis.call('TIME')
+-- the first write, which fails without memory
 local new = redis.call('ZADD', key.alive, now[1] .. '.' .. string.format('%06d', now[2]), name)
 redis.call('HSET', key.trainers, name, ARGV[2])
 if new == 1 then tell(cmsgpack.unpack(ARGV[3])) end

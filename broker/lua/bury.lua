@@ -1,4 +1,5 @@
--- keys: stream dead open admitted ended events counts
+-- keys: stream open admitted ended events counts
+-- undeclared: dead
 -- An entry that can't be processed leaves its stream for `dead`; its task, if it has one, ends,
 -- unless another answer to it was admitted.
 local group, entry, dead, task, reason, event = unpack(ARGV)

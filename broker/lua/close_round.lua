@@ -1,4 +1,5 @@
--- keys: triggers open admitted ended queue events counts
+-- keys: triggers open admitted ended events counts
+-- undeclared: queue
 local a = cmsgpack.unpack(ARGV[1])
 guard()
 if redis.call('XACK', key.triggers, a.group, a.entry) == 0 then return 'repeated' end

@@ -1,4 +1,5 @@
--- keys: triggers open run tasks owners counts rates ended
+-- keys: triggers open tasks owners counts rates ended
+-- undeclared: run
 -- A trigger becomes a task. The scheduler's are in `open` already; a device's own enter it here,
 -- within its rate and the limit, one at a time. A device that a trainer owns is that trainer's to serve.
 local a = cmsgpack.unpack(ARGV[1])
@@ -7,6 +8,9 @@ local function is_busy(device)
     if cmsgpack.unpack(trigger).device == device then return true end
   end
 end
+local owner = redis.call('HGET', key.owners, a.device)
+local stream = owner and key.tasks .. ':' .. owner or key.tasks
+redis.call('EXISTS', stream) -- as for undeclared keys: fails here where a cluster is moving it
 guard()
 if redis.call('XACK', key.triggers, a.group, a.entry) == 0 then return 'repeated' end
 redis.call('XDEL', key.triggers, a.entry)
@@ -31,6 +35,5 @@ else
   redis.call('HSET', key.open, a.task, ARGV[3])
   count('issued')
 end
-local owner = redis.call('HGET', key.owners, a.device)
-redis.call('XADD', owner and key.tasks .. ':' .. owner or key.tasks, '*', 'm', ARGV[2])
+redis.call('XADD', stream, '*', 'm', ARGV[2])
 return 'sent'

@@ -1,6 +1,7 @@
--- keys: run events counts
+-- keys: run
+-- undeclared: events
 if redis.call('HGET', key.run, 'state') ~= 'running' then return 0 end
-guard()
+-- the first write fails without memory
 redis.call('HSET', key.run, 'state', 'finished', 'why', ARGV[1], 'finished', ARGV[2])
 tell(cmsgpack.unpack(ARGV[3]))
 return 1

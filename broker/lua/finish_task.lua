@@ -1,4 +1,5 @@
--- keys: tasks uploads update
+-- keys: tasks update
+-- undeclared: uploads
 -- A trainer's answer and the end of its lease in one step: the answer is said once. ARGV[4]: the size
 -- of the update that it names (0: none), whose expiry begins anew.
 local group, entry, answer, size, expire_ms = unpack(ARGV)

@@ -1,11 +1,14 @@
 -- keys: trainers alive owners rates tasks open admitted ended events counts
--- A trainer that says good-bye (ARGV[2] is 0), or was not heard for so many seconds. If it owned
--- devices, what waits for it is given up: nobody else has their data. -1, or how many tasks that was.
+-- A trainer leaves (ARGV[2] is 0), or was not heard for so many seconds; one that said good-bye was last
+-- heard at 0. If it owned devices, what waits for it is given up: nobody else has their data. -1, or
+-- how many tasks that was.
 local name, silent, event, gone = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
 local heard = redis.call('ZSCORE', key.alive, name)
 if not heard then return -1 end
 local now = redis.call('TIME')
 if silent > 0 and now[1] + now[2] / 1e6 - tonumber(heard) < silent then return -1 end
+local given_up, waiting = 0, key.tasks .. ':' .. name
+redis.call('EXISTS', waiting) -- as for undeclared keys: fails here where a cluster is moving it
 guard()
 redis.call('ZREM', key.alive, name)
 redis.call('HDEL', key.trainers, name)
@@ -13,8 +16,9 @@ redis.call('HDEL', key.rates, name)
 for device, owner in pairs(pairs_of(redis.call('HGETALL', key.owners))) do
   if owner == name then redis.call('HDEL', key.owners, device) end
 end
-tell(cmsgpack.unpack(event))
-local given_up, waiting = 0, key.tasks .. ':' .. name
+local told = cmsgpack.unpack(event)
+if tonumber(heard) == 0 then told.text = name .. ' left' end
+tell(told)
 for _, entry in ipairs(redis.call('XRANGE', waiting, '-', '+')) do
   local ok, task = pcall(cmsgpack.unpack, entry[2][2])
   if ok and type(task) == 'table' and task.task then

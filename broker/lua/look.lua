@@ -1,4 +1,5 @@
--- keys: run head open admitted queue triggers uploads counts alive kept dead owners events models
+-- keys:
+-- undeclared: run head open admitted queue triggers uploads counts alive kept dead owners events models
 -- Everything countable, and the newest event's and version's ids: whatever came before is in it.
 local function newest(stream)
   local entry = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]

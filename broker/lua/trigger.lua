@@ -1,4 +1,5 @@
--- keys: tokens run open triggers counts
+-- keys: tokens open counts
+-- undeclared: run triggers
 -- The scheduler's tasks enter `open` only while it holds fewer than N. Draw n makes the n-th task
 -- issued, so a repetition after a lost reply, which would issue draw n twice, is recognised.
 local token, limit, draw = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])

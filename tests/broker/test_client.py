@@ -61,7 +61,7 @@ async def test_many_tasks_share_a_client(client: Client, keys: Keys) -> None:
 async def test_a_connection_lost_mid_command_is_unavailable_and_the_command_was_sent_once(
     redis: RedisSettings, keys: Keys, client: Client
 ) -> None:
-    async with Proxy(redis) as proxy:
+    async with Proxy(redis, keys) as proxy:
         mine = Client(proxy.settings)
         assert await mine.call("PING") == b"PONG"
         proxy.cut_reply_to = lambda data: b"RPUSH" in data
@@ -78,17 +78,21 @@ async def test_connections_cut_while_idle_cost_one_call_each(redis: RedisSetting
     async with Proxy(redis) as proxy:
         mine = Client(proxy.settings)
         await mine.call("PING")
-        proxy.cut()
-        with pytest.raises(Unavailable):
-            await mine.call("PING")
-        assert await mine.call("PING") == b"PONG"
+        await mine.call("PING")
+        assert mine.reconnects == 0
+        for times in (1, 2):
+            proxy.cut()
+            with pytest.raises(Unavailable):
+                await mine.call("PING")
+            assert await mine.call("PING") == b"PONG"
+            assert mine.reconnects == times
         await mine.close()
 
 
 async def test_a_cancelled_call_does_not_hand_its_reply_to_the_next(
     redis: RedisSettings, keys: Keys, client: Client
 ) -> None:
-    async with Proxy(redis) as proxy:
+    async with Proxy(redis, keys) as proxy:
         mine = Client(proxy.settings)
         await mine.call("SET", keys.run, "first")
         proxy.answering.clear()
@@ -121,7 +125,7 @@ async def test_what_was_given_up_is_not_sent_later(
     redis: RedisSettings, keys: Keys, client: Client
 ) -> None:
     """Its buffer may be in use for something else by then."""
-    async with Proxy(redis) as proxy:
+    async with Proxy(redis, keys) as proxy:
         mine = Client(RedisSettings(url=proxy.settings.url, timeout_s=0.2))
         await mine.call("PING")
         proxy.reading.clear()
@@ -138,7 +142,7 @@ async def test_what_was_given_up_is_not_sent_later(
 async def test_a_command_may_block_longer_than_the_time_out(
     redis: RedisSettings, keys: Keys
 ) -> None:
-    mine = Client(RedisSettings(url=redis.url, timeout_s=0.5))
+    mine = Client(redis.model_copy(update={"timeout_s": 0.5}))
     await mine.call("PING")
     reply = await mine.call("XREAD", "BLOCK", 700, "STREAMS", keys.queue, "$", wait_s=0.7)
     assert reply is None

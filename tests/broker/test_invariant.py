@@ -21,6 +21,7 @@ from broker.keys import TRAINERS, Keys
 from broker.ledger import Commit, End
 from broker.messages import (
     CloseRound,
+    Dead,
     GiveUp,
     Outcome,
     RoundEnd,
@@ -47,6 +48,7 @@ class Walk:
         self.said: list[Upload | GiveUp] = []
         self.held: list[tuple[str, Upload]] = []  # buffered: entry, upload
         self.commits: list[Commit] = []
+        self.retried = 0
 
     def steps(self) -> list[Callable[[], Awaitable[object]]]:
         return [
@@ -54,6 +56,7 @@ class Walk:
             self.take, self.take, self.answer, self.answer, self.answer, self.admit, self.admit,
             self.admit, self.commit, self.commit, self.commit, self.close_round, self.bury,
             self.join, self.leave, self.repeat_admit, self.repeat_commit, self.say_again,
+            self.retry,
         ]  # fmt: skip
 
     async def trigger(self) -> None:
@@ -177,6 +180,18 @@ class Walk:
             stream, entry, task = self.rng.choice(self.leased)
             await self.hand.ledger.bury(stream, TRAINERS, entry, "poison", task=task)
 
+    async def retry(self) -> None:
+        """An operator has a dead letter's work done again; the reply may be lost."""
+        rows = await self.hand.client.call("XRANGE", self.hand.keys.dead, "-", "+")
+        if not rows:
+            return
+        id_, fields = self.rng.choice(rows)
+        task = Task.decode(Dead.decode(fields[1]).data)
+        again = self.hand.trigger(device=task.device)
+        for _ in range(self.rng.choice((1, 1, 2))):
+            verdict, _ = await self.hand.ledger.retry(id_.decode(), task.task, again)
+            self.retried += verdict == "sent"
+
     async def join(self) -> None:
         await self.hand.ledger.announce("owner", {}, [1, 2])
 
@@ -207,6 +222,7 @@ async def test_every_task_has_exactly_one_end(
     assert view.issued > 50
     assert all(n > 0 for n in view.outcomes.values()), view.outcomes  # it went everywhere
     assert view.reasons("stray").keys() >= {"answered twice", "late"}
+    assert walk.retried > 0
     # What is counted is what was told, once for each task; and no end was told twice.
     ends = Counter(event.task for event in await hand.events())
     assert set(ends.values()) == {1}

@@ -732,6 +732,25 @@ async def test_an_entry_of_a_stream_without_a_group_is_buried(hand: Hand, client
     assert (await hand.ledger.look()).dead == 1
 
 
+async def test_a_task_that_a_trainer_cannot_read_goes_by_way_of_the_coordinator(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    await hand.tasks.ensure()
+    await client.call("XADD", keys.tasks, "*", "m", b"junk")
+    [entry] = await hand.tasks.read()
+    dead = Dead(stream="tasks", entry=entry.id, reason="not msgpack", time=1.0, data=entry.data)
+    assert await hand.ledger.answer(keys.tasks, TRAINERS, entry, dead) == "said"
+    assert await client.call("XLEN", keys.tasks) == 0
+    await hand.uploads.ensure()
+    [said] = await hand.uploads.read()
+    found = Dead.decode(said.data)
+    assert await hand.ledger.bury(keys.uploads, "coordinators", said, found.reason, found=found)
+    [row] = await client.call("XRANGE", keys.dead, "-", "+")
+    assert Dead.decode(row[1][1]) == dead
+    assert await client.call("XLEN", keys.uploads) == 0
+
+
 async def test_dead_letters_are_capped_and_the_losses_counted(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
@@ -767,6 +786,21 @@ async def test_a_trainer_leaves_once(hand: Hand) -> None:
     assert await hand.ledger.owners() == {8: "bob"}
     assert list(await hand.ledger.trainers()) == ["bob"]
     assert [e.text for e in await hand.events("trainer")][-1] == "ann left"
+
+
+async def test_a_trainer_that_said_goodbye_is_struck_off_unless_it_is_back(hand: Hand) -> None:
+    await hand.create()
+    await hand.ledger.goodbye("nobody")  # who never joined
+    await hand.ledger.announce("ann", {})
+    await hand.ledger.goodbye("ann")
+    assert await hand.ledger.left() == ["ann"]
+    await hand.ledger.announce("ann", {})
+    assert await hand.ledger.left() == []
+    assert await hand.ledger.leave("ann", silent_s=30) is None
+    await hand.ledger.goodbye("ann")
+    assert await hand.ledger.leave("ann", silent_s=30) == 0
+    assert await hand.ledger.trainers() == {}
+    assert [e.text for e in await hand.events("trainer")] == ["ann joined", "ann left"]
 
 
 async def test_a_trainer_is_silent_only_after_a_while(
@@ -811,7 +845,8 @@ async def test_purging_deletes_this_run_and_no_other(client: Client, hand: Hand)
     other = Keys(hand.keys.name + "-other")
     await client.call("SET", other.run, "x")
     assert await hand.ledger.purge() >= 10
-    assert await client.call("KEYS", "*") == [other.run.encode()]
+    assert await client.call("KEYS", hand.keys.prefix + "*") == []
+    assert await client.call("GET", other.run) == b"x"
     assert await hand.ledger.purge() == 0
     await client.call("DEL", other.run)
 

@@ -113,7 +113,7 @@ def test_fields_of_a_later_release_are_ignored_and_missing_ones_have_defaults() 
     ("data", "says"),
     [
         (msgpack.packb({"v": 1, "k": "round_end"}), "round_end: version: Field required"),
-        (packed(v=2), "schema 2, but this release speaks 1"),
+        (packed(v=2), "schema 2, but this release reads 1"),
         (packed(v="1"), "a map with the schema version 'v' was expected"),
         (packed(v=None), "a map with the schema version 'v' was expected"),
         (msgpack.packb([1, 2]), "a map with the schema version 'v' was expected"),

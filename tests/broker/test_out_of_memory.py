@@ -132,6 +132,17 @@ async def bury(hand: Hand) -> Step:
     return lambda: hand.ledger.bury(hand.keys.tasks, TRAINERS, entry, "poison", task=task)
 
 
+async def retry(hand: Hand) -> Step:
+    await hand.create()
+    [trigger] = await hand.open()
+    await hand.dispatch()
+    [(entry, task)] = await hand.take()
+    await hand.ledger.bury(hand.keys.tasks, TRAINERS, entry, "poison", task=task)
+    [(letter, _)] = await hand.client.call("XRANGE", hand.keys.dead, "-", "+")
+    again = hand.trigger(device=task.device)
+    return lambda: hand.ledger.retry(letter.decode(), trigger.task, again)
+
+
 async def announce(hand: Hand) -> Step:
     await hand.create()
     return lambda: hand.ledger.announce("ann", {"pid": 1}, [1, 2])
@@ -179,6 +190,7 @@ SCENES = {
     "commit": commit_a_version,
     "commit, refusal": commit_a_refusal,
     "bury": bury,
+    "retry": retry,
     "announce": announce,
     "leave": leave,
     "settle_unserved": settle,
@@ -186,7 +198,18 @@ SCENES = {
     "tell": tell,
 }
 # Scripts that take no memory: they work when there is none, because they free it or only read.
-NEEDS_NONE = {"acquire", "claim", "hold", "look", "reap", "release", "renew", "retire", "yield"}
+NEEDS_NONE = {
+    "acquire",
+    "claim",
+    "hold",
+    "look",
+    "measure",
+    "reap",
+    "release",
+    "renew",
+    "retire",
+    "yield",
+}
 
 
 @pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES.keys())

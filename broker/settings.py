@@ -1,0 +1,118 @@
+"""Where Redis is, and how to get in: the table ``redis`` of the configuration."""
+
+from __future__ import annotations
+
+import re
+import ssl
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, model_validator
+
+from broker.errors import ConfigError
+
+_NODE = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/@\s]+)(?::(\d{1,5}))?")
+
+# A secret is never dumped: whoever passes settings on passes it by the environment.
+Secret = Annotated[SecretStr | None, Field(exclude=True)]
+
+
+class _Table(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class TlsSettings(_Table):
+    """Files in PEM; for ``rediss://``. They are read anew for every connection."""
+
+    ca: str | None = None  # who may sign Redis's certificate; None: the system's authorities
+    cert: str | None = None  # ours, where Redis asks for one
+    key: str | None = None
+
+
+class SentinelSettings(_Table):
+    """The sentinels that know which Redis is the master."""
+
+    nodes: Annotated[tuple[str, ...], Field(min_length=1)]  # "host:port", or "host": port 26379
+    master: str = "fedstream"
+    username: str | None = None  # of the sentinels themselves
+    password: Secret = None
+
+
+class RedisSettings(_Table):
+    """Where Redis is, who we are there, and how long its answers may take."""
+
+    # With sentinels only its scheme and database count; with a cluster it names any node.
+    url: str = "redis://127.0.0.1:6379/0"
+    username: str | None = None  # instead of the URL's
+    password: Secret = None  # instead of the URL's
+    tls: TlsSettings | None = None
+    sentinel: SentinelSettings | None = None
+    cluster: bool = False
+    # For one round trip, or one window of chunks; liveness expects a sign of life within 30 s.
+    timeout_s: float = Field(default=10.0, gt=0, le=20)
+
+    @model_validator(mode="after")
+    def _agree(self) -> RedisSettings:
+        """What one key says must suit the others; the message names both."""
+        scheme = self.url.partition("://")[0]
+        if self.sentinel is not None and self.cluster:
+            raise ValueError(
+                "redis.sentinel and redis.cluster = true: one of them, a cluster has no sentinels"
+            )
+        if scheme == "unix" and (self.sentinel is not None or self.cluster):
+            other = "redis.cluster = true" if self.cluster else "redis.sentinel"
+            raise ValueError(f"redis.url = unix://... and {other}: their nodes have addresses")
+        if self.tls is not None:
+            if scheme != "rediss":
+                raise ValueError("redis.tls needs a redis.url that begins with rediss://")
+            if (self.tls.cert is None) != (self.tls.key is None):
+                raise ValueError("redis.tls.cert and redis.tls.key: both or neither")
+        for node in self.sentinel.nodes if self.sentinel else ():
+            address(node)
+        return self
+
+    @property
+    def is_named(self) -> bool:
+        """Whether it says where Redis is or how to get in, or is nothing but defaults."""
+        others = (self.username, self.password, self.tls, self.sentinel)
+        return (
+            "url" in self.model_fields_set or self.cluster or any(one is not None for one in others)
+        )
+
+
+def address(node: str) -> tuple[str, int]:
+    """Host and port of a sentinel. Raises ValueError."""
+    found = _NODE.fullmatch(node)
+    port = int(found[2] or 26379) if found else 0
+    if found is None or not 0 < port < 1 << 16:
+        raise ValueError(f"redis.sentinel.nodes: {node!r} is no address: host:port")
+    return found[1].strip("[]"), port
+
+
+def check_files(tls: TlsSettings) -> None:
+    """Tries the files. Raises ConfigError: what can't be read now is a wrong configuration."""
+    context = ssl.create_default_context()
+    if tls.ca is not None:
+        _tried("redis.tls.ca", tls.ca)
+        try:
+            context.load_verify_locations(tls.ca)
+        except OSError as error:  # ssl.SSLError among them
+            raise ConfigError(f"redis.tls.ca: {tls.ca}: holds no certificate in PEM") from error
+    if tls.cert is not None and tls.key is not None:
+        _tried("redis.tls.cert", tls.cert)
+        _tried("redis.tls.key", tls.key)
+        try:
+            context.load_cert_chain(tls.cert, tls.key, password="")
+        except OSError as error:
+            raise ConfigError(
+                f"redis.tls.cert, redis.tls.key: {tls.cert} and {tls.key} are no certificate and "
+                "its unencrypted key in PEM"
+            ) from error
+
+
+def _tried(key: str, path: str) -> None:
+    try:
+        with open(path, "rb"):  # noqa: PTH123  (a path as it was written, for the message)
+            pass
+    except (OSError, ValueError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"{key}: {path}: cannot be read: {reason}") from error

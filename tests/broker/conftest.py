@@ -1,0 +1,32 @@
+"""What the broker promises holds on every Redis at hand, and on a cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from broker.client import RedisSettings
+from fedstream.redis_server import RedisServer
+from tests.broker.servers import cluster, redis_7
+from tests.conftest import _ORDERED
+
+CLUSTER = "cluster"
+
+
+@pytest.fixture(scope="session")
+def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[int]]:
+    """The ports of a cluster of three masters."""
+    with cluster(tmp_path_factory.mktemp("cluster")) as ports:
+        yield ports
+
+
+@pytest.fixture(params=[*_ORDERED, CLUSTER])
+def redis(request: pytest.FixtureRequest, server_of: Callable[[str], RedisServer]) -> RedisSettings:
+    """Each Redis at hand, and a cluster: the contract holds on all of them."""
+    if request.param != CLUSTER:
+        return RedisSettings(url=server_of(request.param).url)
+    if redis_7() is None:
+        pytest.skip("a cluster is made by CLUSTER ADDSLOTSRANGE, which came with Redis 7")
+    ports: list[int] = request.getfixturevalue("nodes")
+    return RedisSettings(url=f"redis://127.0.0.1:{ports[0]}", cluster=True)

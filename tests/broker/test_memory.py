@@ -1,0 +1,73 @@
+"""Redis out of memory while a run is going on: all wait, nobody ends, and then all go on."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from broker.client import Client, RedisSettings
+from broker.keys import Keys
+from broker.ledger import Ledger
+from tests.broker.pipeline import finished, pipeline, reached
+from tests.broker.servers import redis, redis_7
+from tests.support import full, wait_until
+
+pytestmark = [
+    pytest.mark.skipif(redis_7() is None, reason="no Redis 7"),
+    pytest.mark.timeout(60),
+]
+KEYS = Keys("full")
+SLOW = "devices.latency={kind='fixed', mean_s=0.02}"
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> Iterator[RedisSettings]:
+    """A Redis for this test alone: its memory is."""
+    with redis(tmp_path / "redis") as server:
+        yield RedisSettings(url=f"redis://127.0.0.1:{server.port}/0")
+
+
+@pytest.fixture
+async def client(own: RedisSettings) -> AsyncIterator[Client]:
+    client = Client(own, "test")
+    yield client
+    await client.close()
+
+
+async def test_every_service_waits_for_memory_and_goes_on(
+    own: RedisSettings, client: Client, tmp_path: Path
+) -> None:
+    sets = ("run.versions=60", "evaluator.every=1", SLOW)
+    async with pipeline(KEYS, lambda _role: own, tmp_path, *sets) as services:
+        await services.start("trainer", "trainer-1")
+        await reached(client, KEYS, 10)
+        async with full(client):
+            await services.start("trainer", "trainer-2")  # one that comes just now
+            for name in ("trainer-1", "updater", "trainer-2"):
+                await wait_until(lambda: services.retries(name))  # noqa: B023
+            stands = await Ledger(client, KEYS, "test").look()
+            assert not services.ended()
+        view = await finished(client, KEYS)
+        assert view.head.version == 60 > stands.head.version
+        assert view.outcomes["applied"] == 60
+        assert view.outcomes["refused"] == view.outcomes["dead"] == 0
+        await wait_until(lambda: not services.waiting())
+
+
+async def test_a_run_goes_on_in_the_memory_that_it_has(
+    own: RedisSettings, client: Client, tmp_path: Path
+) -> None:
+    """Sixteen models are to be kept, but there is room for ten: older ones go, again and again."""
+    sets = ("run.versions=60", "task.name=tests.chaos.task:task", "journal.sync=always")
+    async with pipeline(KEYS, lambda _role: own, tmp_path, *sets) as services:
+        await services.start("trainer", "trainer-1")
+        await reached(client, KEYS, 10)
+        used, _ = await Ledger(client, KEYS, "test").memory()
+        await client.call("CONFIG", "SET", "maxmemory", used)
+        view = await finished(client, KEYS)
+        assert view.outcomes["applied"] == 60
+        assert view.outcomes["refused"] == view.outcomes["dead"] == 0
+        assert services.retries("updater") + services.retries("trainer-1")
+        assert not services.ended()

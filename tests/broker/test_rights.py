@@ -1,0 +1,294 @@
+"""Each service under a user of its own: what it needs works to the end of a run, the rest does not.
+
+The runs are small but whole: every service in this process, on a real Redis whose users are those
+of `fedstream acl`. Redis logs what it denied, so that a refusal that a service survives is found.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
+
+import pytest
+
+from broker import rights, scripts
+from broker.client import Client, RedisSettings
+from broker.errors import BrokerError, ConfigError
+from broker.keys import Keys
+from broker.ledger import Ledger
+from broker.messages import Dead
+from broker.scripts import Script
+from fedstream import acl, presence, status
+from tests.broker.pipeline import Pipeline, finished, lines, pipeline, reached
+from tests.broker.servers import redis, redis_7
+from tests.support import wait_until
+
+RUN = "guarded"
+KEYS = Keys(RUN)
+PASSWORDS = {f"FEDSTREAM_PASSWORD_{role.upper()}": f"of-{role}" for role in rights.ROLES}
+
+needs_7 = pytest.mark.skipif(redis_7() is None, reason="%R~ and %W~ came with Redis 7")
+pytestmark = pytest.mark.timeout(60)
+
+
+class Guarded:
+    """A Redis with the users of one run."""
+
+    def __init__(self, port: int) -> None:
+        self.port = port
+
+    def settings(self, role: str) -> RedisSettings:
+        """As the configuration of a role has it."""
+        return RedisSettings.model_validate_json(
+            f'{{"url": "redis://127.0.0.1:{self.port}/0", "username": "{role}", '
+            f'"password": "of-{role}"}}'
+        )
+
+    @asynccontextmanager
+    async def client(self, role: str) -> AsyncIterator[Client]:
+        """A connection as this role."""
+        client = Client(self.settings(role))
+        try:
+            yield client
+        finally:
+            await client.close()
+
+
+@contextmanager
+def guarded(folder: Path) -> Iterator[Guarded]:
+    file = folder / "users.acl"
+    acl.write(file, acl.file_of(RUN, PASSWORDS) + "user admin on >of-admin ~* &* +@all\n")
+    with redis(folder / "redis", "--aclfile", str(file)) as server:
+        yield Guarded(server.port)
+
+
+@pytest.fixture
+def there(tmp_path: Path) -> Iterator[Guarded]:
+    with guarded(tmp_path) as server:
+        yield server
+
+
+@asynccontextmanager
+async def under_users(there: Guarded, folder: Path, *sets: str) -> AsyncIterator[Pipeline]:
+    """Each service as its own user; at the end nothing was denied to anyone."""
+    async with pipeline(KEYS, there.settings, folder, *sets) as services:
+        yield services
+    async with there.client("admin") as admin:
+        assert await admin.call("ACL", "LOG") == []
+
+
+@needs_7
+async def test_a_run_by_single_updates_with_a_workspace_ends_at_its_target(
+    there: Guarded, tmp_path: Path
+) -> None:
+    """One trainer is stopped in the middle of a task and saves it, another one ends it."""
+    sets = ("run.versions=100000", "run.target_accuracy=0.9", "evaluator.every=1")
+    async with under_users(there, tmp_path, *sets) as services:
+        lines.gate.clear()
+        await services.start("trainer", "trainer-1")
+        await wait_until(lines.held.is_set)
+        stopping = asyncio.create_task(services.stop("trainer-1"))
+        await asyncio.sleep(0)
+        lines.gate.set()
+        await stopping
+        async with there.client("admin") as admin:
+            assert await admin.call("KEYS", KEYS.workspace("*"))
+            await admin.call("XADD", KEYS.tasks, "*", "m", "junk")
+        await services.start("trainer", "trainer-2")
+        await services.start("trainer", "trainer-3")
+        async with there.client("operator") as operator:
+            view = await finished(operator, KEYS)
+            assert "accuracy" in (view.run.why or "")
+
+            async def left() -> bool:  # the coordinator has struck off who said good-bye
+                return sorted(await Ledger(operator, KEYS, "o").trainers()) == [
+                    "trainer-2", "trainer-3",
+                ]  # fmt: skip
+
+            await wait_until(left)
+            [row] = await operator.call("XRANGE", KEYS.dead, "-", "+")
+            letter = Dead.decode(row[1][1])
+            assert (letter.stream, letter.data) == ("tasks", b"junk")
+
+
+@needs_7
+async def test_a_run_in_rounds_goes_on_after_redis_forgot_everything(
+    there: Guarded, tmp_path: Path
+) -> None:
+    """Rounds that time out because a device drops out; a new updater; an emptied Redis."""
+    sets = (
+        "run.versions=12", "strategy.name=fedavg", "strategy.clients_per_round=3",
+        "scheduler.policy={kind='rounds', k=3, timeout_s=1.0}", "devices.dropout=0.2",
+        "devices.latency={kind='fixed', mean_s=0.05}",
+    )  # fmt: skip
+    async with under_users(there, tmp_path, *sets) as services:
+        await services.start("trainer", "trainer-1")
+        async with there.client("operator") as operator, there.client("admin") as admin:
+            await reached(operator, KEYS, 2)
+            await services.stop("updater")
+            await admin.call("SCRIPT", "FLUSH")
+            await services.start("updater", "updater-2")
+            await reached(operator, KEYS, 4)
+            await admin.call("FLUSHALL")
+            assert (await finished(operator, KEYS)).head.version == 12
+
+
+@needs_7
+async def test_owners_with_controls_of_their_own_who_decide_for_themselves(
+    there: Guarded, tmp_path: Path
+) -> None:
+    """SCAFFOLD's c_i as blobs, owners' streams, and triggers of the devices' own."""
+    sets = (
+        "run.versions=10", "strategy.name=scaffold", "strategy.buffer_size=3",
+        "solver.kind=scaffold", "scheduler.policy.kind=none", "trainer.anarchic.rate=20",
+    )  # fmt: skip
+    async with under_users(there, tmp_path, *sets) as services:
+        await services.start("trainer", "owner-1", "trainer.owns=[0, 1, 2]")
+        await services.start("trainer", "owner-2", "trainer.owns=[3, 4, 5]")
+        async with there.client("operator") as operator, there.client("admin") as admin:
+            view = await finished(operator, KEYS)
+            assert (view.head.version, view.owned) == (10, tuple(range(6)))
+            assert await admin.call("EXISTS", KEYS.device(0))
+        await services.stop_all()
+        async with there.client("operator") as operator:
+            assert (await status.read(operator, KEYS))["state"] == "finished"
+            await presence.purge(operator, KEYS, force=True)
+            assert await operator.call("SCAN", 0, "COUNT", 1000) == [b"0", []]
+
+
+# what is refused
+
+
+@pytest.fixture(scope="module")
+def module_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    with guarded(tmp_path_factory.mktemp("guarded")) as server:
+        yield server
+
+
+FORBIDDEN: dict[str, list[tuple[str | int, ...]]] = {
+    "trainer": [
+        *(("HSET", key, "a", 1) for key in (KEYS.head, KEYS.run, KEYS.lineage, KEYS.tokens)),
+        *(("HSET", key, "a", 1) for key in (KEYS.open, KEYS.admitted, KEYS.counts)),
+        ("HSET", KEYS.model("1.1"), "0", "x"), ("HSET", KEYS.device(1), "0", "x"),
+        ("UNLINK", KEYS.model("1.1")), ("ZADD", KEYS.kept, 1, "x"),
+        ("XADD", KEYS.queue, "*", "m", "x"), ("XADD", KEYS.models, "*", "m", "x"),
+        ("XADD", KEYS.dead, "*", "m", "x"), ("XREAD", "STREAMS", KEYS.uploads, "0"),
+        ("SET", KEYS.leader("updater"), "me"), ("SET", KEYS.leader("scheduler"), "me"),
+    ],
+    "scheduler": [
+        ("HSET", KEYS.model("1.1"), "0", "x"), ("HGET", KEYS.model("1.1"), "0"),
+        ("XADD", KEYS.queue, "*", "m", "x"), ("XADD", KEYS.models, "*", "m", "x"),
+        ("XADD", KEYS.tasks, "*", "m", "x"), ("HSET", KEYS.head, "a", 1),
+        ("SET", KEYS.leader("updater"), "me"), ("HSET", KEYS.run, "state", "finished"),
+    ],
+    "coordinator": [
+        ("HSET", KEYS.model("1.1"), "0", "x"), ("HSET", KEYS.head, "a", 1),
+        ("HSET", KEYS.lineage, "1", "x"), ("HSET", KEYS.tokens, "updater", "x"),
+        ("ZADD", KEYS.kept, 1, "x"), ("XADD", KEYS.models, "*", "m", "x"),
+        ("XREAD", "STREAMS", KEYS.queue, "0"), ("HGETALL", KEYS.device(1)),
+    ],
+    "evaluator": [
+        ("HSET", KEYS.model("1.1"), "0", "x"), ("HSET", KEYS.head, "a", 1),
+        ("XADD", KEYS.queue, "*", "m", "x"), ("XREAD", "STREAMS", KEYS.uploads, "0"),
+        ("HGET", KEYS.update("a.b"), "0"), ("HSET", KEYS.counts, "applied", 9),
+    ],
+    "updater": [
+        ("XADD", KEYS.tasks, "*", "m", "x"), ("XADD", KEYS.uploads, "*", "m", "x"),
+        ("SET", KEYS.leader("scheduler"), "me"), ("HSET", KEYS.trainers, "a", "x"),
+    ],
+    "operator": [("SHUTDOWN",), ("FLUSHALL",), ("CONFIG", "SET", "maxmemory", 1)],
+}  # fmt: skip
+
+
+@needs_7
+@pytest.mark.parametrize("role", FORBIDDEN)
+async def test_what_a_role_must_not_do_is_denied(role: str, module_redis: Guarded) -> None:
+    async with module_redis.client(role) as client:
+        for command in [
+            *FORBIDDEN[role],
+            ("HGETALL", Keys("another").run),
+            ("ACL", "SETUSER", role, "~*"), ("KEYS", "*"),
+        ]:  # fmt: skip
+            with pytest.raises(BrokerError, match="refuses"):
+                await client.call(*command)
+
+
+@needs_7
+@pytest.mark.parametrize("role", ["trainer", "scheduler", "evaluator"])
+async def test_a_script_is_no_way_around(role: str, module_redis: Guarded) -> None:
+    """Neither one of the role's own making, nor one of ours that is another's."""
+    own = f"return redis.call('XADD', '{KEYS.queue}', '*', 'm', 'x')"
+    async with module_redis.client(role) as client:
+        with pytest.raises(BrokerError, match="refuses"):
+            await client.call("EVAL", own, 0)
+        with pytest.raises(BrokerError, match="refuses"):
+            await Script("retire")(client, KEYS.__dict__, "1:x", "1.1", rest=[KEYS.model("1.1")])
+
+
+@needs_7
+async def test_a_probe_may_ask_whether_redis_is_there_and_nothing_else(
+    module_redis: Guarded,
+) -> None:
+    async with module_redis.client("health") as client:  # any password will do
+        assert await client.call("PING") == b"PONG"
+        with pytest.raises(BrokerError, match="refuses"):
+            await client.call("GET", KEYS.run)
+    nobody = Client(RedisSettings(url=f"redis://127.0.0.1:{module_redis.port}/0"))
+    with pytest.raises(BrokerError, match="refuses: Authentication required"):
+        await nobody.call("PING")
+    await nobody.close()
+
+
+def test_every_script_is_some_roles_and_its_commands_are_granted() -> None:
+    named = {name for one in rights.RIGHTS.values() for name in one.scripts}
+    there = {path.name.removesuffix(".lua") for path in scripts._LUA.iterdir()} - {"prelude"}
+    assert named == there
+    assert {"hdel", "zadd", "xadd"} <= set(rights.commands("coordinator"))  # by the prelude
+
+
+# the file
+
+
+def test_the_file_has_a_user_for_each_role_and_no_password(tmp_path: Path) -> None:
+    text = acl.file_of(RUN, PASSWORDS)
+    users = [line.split()[1] for line in text.splitlines()]
+    assert users == ["default", *rights.ROLES, "health"]
+    assert "default off" in text
+    assert "of-" not in text
+    assert "fedstream:{guarded}:" in text
+    out = tmp_path / "users.acl"
+    acl.write(out, text)
+    acl.write(out, text)  # once more, over what is there
+    assert out.read_text() == text
+    assert out.stat().st_mode & 0o777 == 0o640
+    assert [path.name for path in tmp_path.iterdir()] == ["users.acl"]
+
+
+def test_sentinels_and_replicas_get_users_where_they_have_passwords() -> None:
+    more = {"FEDSTREAM_PASSWORD_SENTINEL": "s", "FEDSTREAM_PASSWORD_REPLICA": "r"}
+    users = [line.split()[1] for line in acl.file_of(RUN, PASSWORDS | more).splitlines()]
+    assert users == ["default", *rights.ROLES, "replica", "sentinel", "health"]
+
+
+@pytest.mark.parametrize("left", [("TRAINER",), ("TRAINER", "UPDATER")])
+def test_a_missing_password_is_named(left: Sequence[str]) -> None:
+    given = {k: v for k, v in PASSWORDS.items() if not k.endswith(tuple(left))}
+    with pytest.raises(ConfigError) as raised:
+        acl.file_of(RUN, given | {"FEDSTREAM_PASSWORD_TRAINER": ""})
+    assert all(f"FEDSTREAM_PASSWORD_{role}" in str(raised.value) for role in left)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_command_exits_with_2_and_one_line(tmp_path: Path) -> None:
+    asked = [sys.executable, "-m", "fedstream", "acl", "--run", RUN]
+    done = subprocess.run(asked, capture_output=True, text=True, check=False, env={})
+    assert done.returncode == 2
+    assert len(done.stderr.splitlines()) == 1
+    nowhere = [*asked, "--out", str(tmp_path / "no" / "users.acl")]
+    done = subprocess.run(nowhere, capture_output=True, text=True, check=False, env=PASSWORDS)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "No such file or directory" in done.stderr

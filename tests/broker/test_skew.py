@@ -1,0 +1,253 @@
+"""Services one release apart understand each other: in messages, in scripts, in the records.
+
+The bytes in ``tests/data/messages`` are what a release wrote. They are never changed; a kind, or a
+schema, that comes new gets files of its own: ``python -m tests.broker.test_skew`` writes those that
+are missing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+from pydantic import BaseModel
+
+from broker import messages
+from broker.client import Client
+from broker.keys import Keys
+from broker.messages import (
+    CloseRound,
+    Contribution,
+    Dead,
+    Event,
+    GiveUp,
+    Message,
+    RoundEnd,
+    Task,
+    Trigger,
+    Upload,
+    Version,
+    decode,
+)
+from tests.support import Hand
+
+FOLDER = Path(__file__).parents[1] / "data" / "messages"
+ID = "019aa6d1-0000-7000-8000-000000000001"
+OTHER = "019aa6d1-0000-7000-8000-000000000002"
+DIGEST = "99aa06d3014798d86001c324468d497f"
+
+LEAST = {  # only what has no default
+    "task": Task(task=ID, device=3, seed=7),
+    "trigger": Trigger(task=ID, device=3, seed=7),
+    "close_round": CloseRound(version=4, tasks=(), why="round over"),
+    "upload": Upload(
+        task=ID, attempt="a1", device=3, trainer="t", tau=4, base=DIGEST, layout=DIGEST,
+        digest=DIGEST, size=16, samples=100, steps=5, lr=0.25,
+    ),
+    "give_up": GiveUp(task=ID, attempt="a1", device=3, trainer="t", reason="dropped out"),
+    "round_end": RoundEnd(version=4),
+    "version": Version(version=0, time=1.5, epoch=1, digest=DIGEST, blob="0.1.ab", size=16),
+    "event": Event(what="trainer", service="t", time=1.5),
+    "dead": Dead(stream="tasks", entry="1-1", reason="not msgpack", time=1.5),
+}  # fmt: skip
+MOST = {  # everything there is
+    "task": Task(
+        task=ID, device=3, seed=7, steps=5, epochs=2, seconds=1.5, version=4, deadline=1e9
+    ),
+    "trigger": Trigger(
+        task=ID, device=3, seed=7, steps=5, epochs=2, seconds=1.5, version=4, deadline=1e9,
+        why="round", origin="owner",
+    ),
+    "close_round": CloseRound(version=4, tasks=(ID, OTHER), why="round over"),
+    "upload": LEAST["upload"].model_copy(
+        update={"loss": 0.5, "seconds": 2.5, "seed": 7, "sends": "delta"}
+    ),
+    "give_up": LEAST["give_up"],
+    "round_end": RoundEnd(version=4, why="round over"),
+    "version": Version(
+        version=5, time=1.5, epoch=1, parent=4, digest=DIGEST, blob="5.1.ab", size=16,
+        updates=(
+            Contribution(
+                task=ID, device=3, tau=4, staleness=1, weight=0.25, samples=100, steps=5, loss=0.5
+            ),
+            Contribution(
+                task=OTHER, device=4, tau=5, staleness=0, weight=0.5, samples=100, steps=5
+            ),
+        ),
+    ),
+    "event": Event(
+        what="outcome", service="u", time=1.5, task=ID, device=3, outcome="applied", reason="r",
+        version=5, staleness=1, weight=0.25, metrics={"accuracy": 0.5}, text="words",
+    ),
+    "dead": Dead(
+        stream="tasks", entry="1-1", reason="not msgpack", time=1.5, deliveries=3, data=b"\xc1\x00"
+    ),
+}  # fmt: skip
+GOLDEN = {
+    f"{kind}-{what}-{messages.SCHEMA}": message
+    for what, some in (("least", LEAST), ("most", MOST))
+    for kind, message in some.items()
+}
+
+
+def golden(name: str) -> bytes:
+    """What a release wrote."""
+    return (FOLDER / f"{name}.msgpack").read_bytes()
+
+
+def newer(data: bytes) -> bytes:
+    """The same from a later release: with fields that nobody here knows, in each of its maps."""
+    fields = msgpack.unpackb(data)
+    unread_by_scripts = {"bytes": b"\x00\xff"} if fields["k"] not in ("trigger", "task") else {}
+
+    def with_more(value: Any) -> Any:
+        if isinstance(value, dict):
+            more = {"later": {"of": [1, "two", None]}, "also": 0.5, "nil": None} | unread_by_scripts
+            return {name: with_more(inner) for name, inner in value.items()} | more
+        return [with_more(inner) for inner in value] if isinstance(value, list) else value
+
+    metrics = fields.pop("metrics", None)  # a map of the user's own names
+    fields = with_more(fields) | ({"metrics": metrics} if metrics else {})
+    packed = msgpack.packb(fields)
+    assert isinstance(packed, bytes)
+    return packed
+
+
+def kinds() -> set[type[Message]]:
+    found: set[type[Message]] = set()
+    waiting: list[type[Message]] = [Message]
+    while waiting:
+        for one in waiting.pop().__subclasses__():
+            found.add(one)
+            waiting.append(one)
+    return found
+
+
+def test_every_kind_has_its_bytes() -> None:
+    ours = {one.kind for one in kinds() if one.__module__ == messages.__name__}
+    assert ours == set(LEAST) == set(MOST)
+    assert {path.stem for path in FOLDER.iterdir()} >= set(GOLDEN)
+
+
+@pytest.mark.parametrize("kind", MOST)
+def test_the_fullest_message_has_every_field(kind: str) -> None:
+    def empty(message: BaseModel) -> list[str]:
+        return [name for name, value in message if value is None]
+
+    assert empty(MOST[kind]) == []
+    fields = type(MOST[kind]).model_fields
+    assert [name for name in fields if name not in MOST[kind].model_fields_set] == []
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_what_a_release_wrote_is_read(name: str) -> None:
+    message = GOLDEN[name]
+    assert decode(golden(name), type(message)) == message
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_what_a_later_release_writes_is_read(name: str) -> None:
+    message = GOLDEN[name]
+    assert decode(newer(golden(name)), type(message)) == message
+
+
+@pytest.mark.parametrize("name", GOLDEN)
+def test_what_is_written_now_has_all_that_older_readers_look_for(name: str) -> None:
+    """The same fields with the same values; what came since may be there besides."""
+    before = msgpack.unpackb(golden(name))
+    now = msgpack.unpackb(GOLDEN[name].encode())
+
+    def contains(now: Any, before: Any) -> bool:
+        if isinstance(before, dict):
+            return isinstance(now, dict) and all(
+                key in now and contains(now[key], value) for key, value in before.items()
+            )
+        if isinstance(before, list):
+            return len(now) == len(before) and all(map(contains, now, before))
+        return type(now) is type(before) and bool(now == before)
+
+    assert contains(now, before)
+
+
+# scripts, which pick fields out of messages
+
+
+def task_of(name: str, **changes: Any) -> tuple[str, bytes]:
+    """A trigger or a task of a later release: its id and its bytes."""
+    fields = msgpack.unpackb(newer(golden(name))) | changes
+    packed = msgpack.packb(fields)
+    assert isinstance(packed, bytes)
+    return str(fields["task"]), packed
+
+
+async def test_scripts_read_what_a_later_scheduler_opened(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    task, data = task_of("trigger-most-1", device=3)
+    await client.call("HSET", keys.open, task, data)
+    await client.call("HINCRBY", keys.counts, "issued", 1)
+    await hand.triggers.ensure()
+    await hand.ledger.ask(hand.trigger(device=3, origin="ann"))
+    [entry] = await hand.triggers.read()
+    asked = Trigger.decode(entry.data)
+    assert await hand.ledger.dispatch(entry, asked, rate=9, limit=9) == "busy"
+    [opened] = (await hand.ledger.look()).open
+    assert (opened.task, opened.device) == (task, 3)
+    await hand.balanced()
+
+
+async def test_scripts_read_the_tasks_that_a_later_coordinator_sent(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    """To a device's owner, and given up when the owner goes, or when nobody serves the device."""
+    await hand.create()
+    one, task = task_of("task-most-1", device=3)
+    two, other = task_of("task-most-1", device=5, task=OTHER)
+    for name, data in ((one, task), (two, other)):
+        await client.call("HSET", keys.open, name, data)
+        await client.call("HINCRBY", keys.counts, "issued", 1)
+        await client.call("XADD", keys.tasks, "*", "m", data)
+    about = {"pid": 1, "later": {"a": 1}}
+    await hand.ledger.announce("owner", about, [3])
+    assert await client.call("XLEN", keys.tasks_of("owner")) == 1
+    await hand.ledger.announce("owner", about, [3, 4])
+    assert await hand.ledger.settle_unserved(0) == 1
+    assert await hand.ledger.leave("owner") == 1
+    reasons = (await hand.ledger.look()).reasons("given_up")
+    assert reasons == {"nobody serves this device": 1, "owner gone": 1}
+    await hand.balanced()
+
+
+async def test_an_upload_of_a_later_trainer_is_admitted_as_it_was_said(
+    hand: Hand, client: Client
+) -> None:
+    """What goes on to the updater is what this coordinator understood of it."""
+    await hand.create()
+    [trigger] = await hand.open()
+    upload = await hand.trained(trigger)
+    await hand.uploads.ensure()
+    await client.call("XADD", hand.keys.uploads, "*", "m", newer(upload.encode()))
+    [entry] = await hand.uploads.read()
+    answer = Upload.decode(entry.data)
+    assert await hand.ledger.admit(entry, answer, size_limit=1 << 20) == ("admitted", "")
+    assert [message for _, message in await hand.queue()] == [upload]
+
+
+async def test_the_records_of_a_later_updater_are_read(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    for key in (keys.run, keys.head, keys.counts):
+        await client.call("HSET", key, "later", 1)
+    view = await hand.ledger.look()
+    assert (view.run, view.head.version) == (hand.run(), 0)
+
+
+if __name__ == "__main__":
+    for name, message in GOLDEN.items():
+        path = FOLDER / f"{name}.msgpack"
+        if not path.exists():
+            path.write_bytes(message.encode())

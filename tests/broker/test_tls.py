@@ -1,0 +1,225 @@
+"""Redis over TLS: with the right authority it works as without, and what is wrong is said."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from broker.client import Client, RedisSettings
+from broker.errors import BrokerError, ConfigError, Unavailable
+from broker.settings import TlsSettings
+from fedstream.config import read
+from tests.broker.servers import redis, redis_7
+
+pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
+
+
+def openssl(*arguments: str, cwd: Path) -> None:
+    subprocess.run(["openssl", *arguments], cwd=cwd, check=True, capture_output=True)
+
+
+def authority(folder: Path, name: str) -> None:
+    """NAME.crt and NAME.key, signed by itself."""
+    openssl(
+        "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+        "-keyout", f"{name}.key", "-out", f"{name}.crt", "-subj", f"/CN={name}", "-days", "2",
+        cwd=folder,
+    )  # fmt: skip
+
+
+def signed(folder: Path, name: str, by: str, address: str = "127.0.0.1") -> None:
+    """NAME.crt and NAME.key for an address."""
+    openssl(
+        "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+        "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}", cwd=folder,
+    )  # fmt: skip
+    (folder / f"{name}.ext").write_text(f"subjectAltName=IP:{address}\n")
+    openssl(
+        "x509", "-req", "-in", f"{name}.csr", "-CA", f"{by}.crt", "-CAkey", f"{by}.key",
+        "-CAcreateserial", "-out", f"{name}.crt", "-days", "2", "-extfile", f"{name}.ext",
+        cwd=folder,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Guarded:
+    """A server that speaks TLS alone, and the files to talk to it."""
+
+    port: int
+    folder: Path
+
+    def settings(self, ca: str | None = "ca", **files: Any) -> RedisSettings:
+        paths = {name: str(self.folder / f"{file}") for name, file in files.items()}
+        if ca is not None:
+            paths["ca"] = str(self.folder / f"{ca}.crt")
+        return RedisSettings(url=f"rediss://127.0.0.1:{self.port}/0", tls=TlsSettings(**paths))
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tls")
+    authority(folder, "ca")
+    authority(folder, "stranger")
+    for name, address in (("server", "127.0.0.1"), ("elsewhere", "127.0.0.9"), ("we", "127.0.0.1")):
+        signed(folder, name, "ca", address)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def guarded(files: Path) -> Iterator[Guarded]:
+    """It asks for no certificate of ours."""
+    yield from served(files, "server", "no")
+
+
+@pytest.fixture(scope="module")
+def mutual(files: Path) -> Iterator[Guarded]:
+    """It wants one."""
+    yield from served(files, "server", "yes")
+
+
+@pytest.fixture(scope="module")
+def misplaced(files: Path) -> Iterator[Guarded]:
+    """Its certificate is for another address."""
+    yield from served(files, "elsewhere", "no")
+
+
+def served(files: Path, name: str, clients: str) -> Iterator[Guarded]:
+    from tests.broker.servers import free_port
+
+    if redis_7() is None:
+        pytest.skip("no Redis 7")
+    port = free_port()
+    server = redis(
+        files / f"{name}-{clients}", "--port", "0", "--tls-port", str(port),
+        "--tls-cert-file", str(files / f"{name}.crt"), "--tls-key-file", str(files / f"{name}.key"),
+        "--tls-ca-cert-file", str(files / "ca.crt"), "--tls-auth-clients", clients, port=port,
+    )  # fmt: skip
+    try:
+        server.__enter__()
+    except AssertionError as error:
+        if "Bad directive" not in str(error):
+            raise
+        pytest.skip("this redis-server was built without TLS")
+    try:
+        yield Guarded(port, files)
+    finally:
+        server.__exit__(None, None, None)
+
+
+async def answer(settings: RedisSettings) -> Any:
+    client = Client(settings, "tls")
+    try:
+        return await client.call("PING")
+    finally:
+        await client.close()
+
+
+async def test_a_model_goes_there_and_back(guarded: Guarded) -> None:
+    client = Client(guarded.settings(), "tls")
+    chunks = [bytes([n]) * (1 << 20) for n in range(8)]
+    await client.pipeline([("HSET", "it", n, memoryview(chunk)) for n, chunk in enumerate(chunks)])
+    assert await client.pipeline([("HGET", "it", n) for n in range(8)]) == chunks
+    await client.call("UNLINK", "it")
+    await client.close()
+
+
+async def test_a_redis_that_wants_our_certificate_gets_it(mutual: Guarded) -> None:
+    assert await answer(mutual.settings(cert="we.crt", key="we.key")) == b"PONG"
+    with pytest.raises(Unavailable, match=r"reset|closed|required"):  # by a Redis that says no more
+        await answer(mutual.settings())
+
+
+@pytest.mark.parametrize("ca", ["stranger", None])
+async def test_a_redis_that_nobody_we_know_has_signed_is_not_trusted(
+    guarded: Guarded, ca: str | None
+) -> None:
+    with pytest.raises(BrokerError, match=r"is not trusted: .*redis\.tls\.ca") as raised:
+        await answer(guarded.settings(ca))
+    assert not raised.value.retriable
+    assert "\n" not in str(raised.value)
+
+
+async def test_a_certificate_for_another_address_is_not_trusted(misplaced: Guarded) -> None:
+    with pytest.raises(BrokerError, match=r"IP address mismatch"):
+        await answer(misplaced.settings())
+
+
+async def test_a_redis_with_tls_does_not_answer_without(guarded: Guarded) -> None:
+    with pytest.raises(Unavailable):
+        await answer(RedisSettings(url=f"redis://127.0.0.1:{guarded.port}/0"))
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        ({"ca": "no.crt"}, "redis.tls.ca: {}/no.crt: cannot be read: No such file or directory"),
+        ({"ca": "server.key"}, "redis.tls.ca: {}/server.key: holds no certificate in PEM"),
+        ({"cert": "no.crt", "key": "we.key"}, "redis.tls.cert: {}/no.crt: cannot be read: No such"),
+        ({"cert": "we.crt", "key": "no.key"}, "redis.tls.key: {}/no.key: cannot be read: No such"),
+        ({"cert": "we.crt", "key": "server.key"}, "redis.tls.cert, redis.tls.key: {}/we.crt and"),
+    ],
+)
+def test_files_of_no_use_are_found_at_the_start(
+    files: Path, given: dict[str, str], says: str
+) -> None:
+    paths = {name: str(files / file) for name, file in given.items()}
+    with pytest.raises(ConfigError) as raised:
+        Client(RedisSettings(url="rediss://127.0.0.1:1/0", tls=TlsSettings(**paths)))
+    assert str(raised.value).startswith(says.format(files))
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("sets", "says"),
+    [
+        (["redis.tls.ca=a.crt"], "redis.tls needs a redis.url that begins with rediss://"),
+        (
+            ["redis.url=rediss://h", "redis.tls.cert=a.crt"],
+            "redis.tls.cert and redis.tls.key: both or neither",
+        ),
+        (
+            ["redis.cluster=true", 'redis.sentinel.nodes=["a:1"]'],
+            "redis.sentinel and redis.cluster = true: one of them",
+        ),
+        (
+            ["redis.cluster=true", "redis.url=unix:///a"],
+            "redis.url = unix://... and redis.cluster = true",
+        ),
+        (['redis.sentinel.nodes=["a:1", "b:x"]'], "redis.sentinel.nodes: 'b:x' is no address"),
+        (['redis.sentinel.nodes=["a:70000"]'], "redis.sentinel.nodes: 'a:70000' is no address"),
+        (["redis.sentinel.nodes=[]"], "redis.sentinel.nodes = []"),
+        (["redis.sentinel.master=m"], "redis.sentinel.nodes: required, but not given"),
+    ],
+)
+def test_keys_that_do_not_go_together_are_both_named(sets: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(None, sets)
+    assert says in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_a_cluster_has_one_database() -> None:
+    with pytest.raises(ConfigError, match=r"redis\.url: database 2, but redis\.cluster = true"):
+        Client(RedisSettings(url="redis://127.0.0.1:1/2", cluster=True))
+
+
+@pytest.mark.parametrize(
+    ("key", "shown"), [("password", "redis.password"), ("passwrod", "redis.passwrod")]
+)
+def test_a_secret_is_in_no_message(key: str, shown: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        read(None, [f"redis.{key}={{a='geheim'}}", "redis.timeout_s=0"])
+    assert shown in str(raised.value)
+    assert "geheim" not in str(raised.value)
+    with pytest.raises(ConfigError) as raised:
+        Client(RedisSettings(url="http://me:geheim@there"))
+    assert "geheim" not in str(raised.value)
+    with pytest.raises(ValidationError):
+        RedisSettings.model_validate_json('{"password": 5}')
