@@ -68,15 +68,38 @@ class App:
         """GET routes under /v1."""
         return (
             web.get("/v1/runs/{run}", _answering(self._status)),
+            web.get("/v1/runs/{run}/scaling", _answering(self._scaling)),
             web.get("/v1/models/{version}", _answering(self._model)),
         )
 
     async def _status(self, request: web.Request) -> web.Response:
-        name = request.match_info["run"]
-        if name != self._keys.name:
-            return _problem(404, f"this deployment serves run {self._keys.name!r}, not {name!r}")
-        about = status(name, await self._ledger.look())
+        if problem := self._another(request):
+            return problem
+        about = status(self._keys.name, await self._ledger.look())
         return web.json_response(about | {"register": await self._ledger.trainers()})
+
+    async def _scaling(self, request: web.Request) -> web.Response:
+        """How much there is to do for trainers, for whoever sets their number (KEDA).
+
+        Nothing before the run is there and after it is finished, rather than an error: an
+        autoscaler that gets none keeps the trainers that it has.
+        """
+        if problem := self._another(request):
+            return problem
+        try:
+            view = await self._ledger.look()
+        except NoRun:
+            return web.json_response({"open": 0, "trainers": 0, "state": "absent"})
+        state = view.run.state
+        tasks = len(view.open) if state == "running" else 0
+        return web.json_response({"open": tasks, "trainers": view.trainers, "state": state})
+
+    def _another(self, request: web.Request) -> web.Response | None:
+        """The answer to who asks for a run that is not served here; None if it is."""
+        name = request.match_info["run"]
+        if name == self._keys.name:
+            return None
+        return _problem(404, f"this deployment serves run {self._keys.name!r}, not {name!r}")
 
     async def _model(self, request: web.Request) -> web.Response:
         """A model as safetensors. Its digest is the ETag: a copy that is current costs nothing."""

@@ -22,14 +22,14 @@ from broker.lease import Lease
 from broker.ledger import Ledger, Run, View
 from broker.messages import CloseRound
 from broker.streams import BLOCK_MS
-from coordinator.scheduling import HoldBack, Policy, Situation, plan
+from coordinator.scheduling import HELD_BY, HoldBack, Policy, Situation, plan
 from runtime.backoff import pause
 from runtime.config import Section
 from runtime.leading import lead
 from runtime.service import Context, repeat
 from runtime.steps import FixedSteps, Steps
 
-_MEMORY_SHARE = 0.8  # of Redis's own limit, where no budget is given
+BUDGET_SHARE = 0.8  # of Redis's own limit, where no budget is given
 _ASK_AGAIN_S = 10.0  # for the end of a round that nobody seems to have heard
 
 
@@ -89,6 +89,16 @@ class Scheduler:
         self._limit = Gauge(
             "fedstream_tasks_limit", "Tasks that may be open now.", registry=context.registry
         )
+        Gauge(
+            "fedstream_queue_limit", "Entries of the queue that hold the scheduler back.",
+            registry=context.registry,
+        ).set(self._settings.max_queue)  # fmt: skip
+        self._holding = Gauge(
+            "fedstream_held_back", "1: fewer tasks are opened than the policy wants, and why.",
+            ["by"], registry=context.registry,
+        )  # fmt: skip
+        self._show_held("")
+        context.watch(self._client)
         try:
             await lead(context, self._lease, self._work)
         finally:
@@ -96,7 +106,7 @@ class Scheduler:
 
     async def _work(self) -> None:
         self._last = time.time()
-        await repeat(self._context, "schedule", self._step)
+        await repeat(self._context, "schedule", self._step, within_s=60.0)
 
     async def _step(self) -> None:
         """Decides on what it saw last, and does it; then waits for news and looks again."""
@@ -122,6 +132,7 @@ class Scheduler:
         self._limit.set(todo.limit)
         if todo.held != self._held:
             self._held = todo.held
+            self._show_held(todo.held)
             self._context.log.info("held back" if todo.held else "not held back", by=todo.held)
         if todo.close is not None:
             await self._close(view, *todo.close)
@@ -130,14 +141,22 @@ class Scheduler:
             opening = self._ledger.trigger(
                 self._lease.token, todo.limit, view.issued, todo.triggers
             )
-        wait_ms = BLOCK_MS
+        wait_ms, now = BLOCK_MS, time.time()
         if todo.wake_at is not None:
-            wait_ms = min(BLOCK_MS, max(1, int((todo.wake_at - time.time()) * 1000)))
+            wait_ms = min(BLOCK_MS, max(1, int((todo.wake_at - now) * 1000)))
         opened, view = await self._ledger.look_after(view, block_ms=wait_ms, opening=opening)
         if opened:
             self._triggered.inc(opened)
             self._last = todo.last
+            for trigger in todo.triggers[:opened]:
+                self._context.trace(
+                    "triggered", at=now, task=trigger.task, device=trigger.device, why=trigger.why
+                )
         return view
+
+    def _show_held(self, by: str) -> None:
+        for reason in HELD_BY:
+            self._holding.labels(reason).set(reason == by)
 
     @property
     def _hold(self) -> HoldBack:
@@ -185,9 +204,8 @@ class Scheduler:
 
     async def _redis_budget(self) -> int:
         """Bytes that the run may take in Redis; 0: no limit is known."""
-        info = await self._client.call("INFO", "memory")
-        found = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
-        return int(int(found.get(b"maxmemory", 0)) * _MEMORY_SHARE)
+        _, limit = await self._ledger.memory()
+        return int(limit * BUDGET_SHARE)
 
 
 def _vectors(run: Run) -> int:

@@ -59,6 +59,9 @@ class Anarchic(Section):
 Policy = Annotated[InFlight | Poisson | Rounds | Anarchic, Field(discriminator="kind")]
 
 
+HELD_BY = ("memory", "queue", "staleness")
+
+
 @dataclass(frozen=True)
 class HoldBack:
     """What holds the scheduler back."""
@@ -132,10 +135,15 @@ def round_size(policy: Rounds, hold: HoldBack, seen: Situation) -> tuple[int, st
 
 
 def _room(hold: HoldBack, seen: Situation) -> int | None:
-    """Updates that memory has room for, beside the versions kept and 2 models in the making."""
+    """Updates that memory has room for; None: no limit is known."""
     if hold.memory_budget is None or not seen.model_bytes:
         return None
-    return hold.memory_budget // seen.model_bytes - seen.kept - 2
+    return room_beside(hold.memory_budget, seen.model_bytes, seen.kept)
+
+
+def room_beside(budget: int, model_bytes: int, kept: int) -> int:
+    """Updates that a budget (bytes) has room for, beside the versions kept and 2 in the making."""
+    return budget // model_bytes - kept - 2
 
 
 def plan(policy: Policy, steps: Steps, hold: HoldBack, seed: int, seen: Situation) -> Plan:

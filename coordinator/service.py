@@ -15,22 +15,24 @@ from functools import partial
 from typing import Annotated, Any
 
 from aiohttp import web
-from prometheus_client import Counter, Gauge
+from prometheus_client import Counter
 from pydantic import Field
 
 from broker.client import Client, RedisSettings
 from broker.errors import BadMessage, BrokerError, FedstreamError, NoRun, NoScript
 from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.ledger import Decision, Ledger
-from broker.messages import CloseRound, GiveUp, Task, Trigger, Upload, decode
+from broker.messages import CloseRound, Dead, GiveUp, Task, Trigger, Upload, decode
 from broker.streams import BLOCK_MS, Entry, Group, given, lost, reading
 from coordinator.app import App
+from coordinator.metrics import RunMetrics, Seen
 from runtime.backoff import pause
 from runtime.config import Section
 from runtime.service import Context, repeat
 from runtime.tasks import LeaseSettings
 
 _SWEEP_S = 1.0
+_SWEPT_WITHIN_S = 120.0  # a dozen exchanges: a Redis that is slow must not get us restarted
 _DEAF_S = 3.0  # without a sweep: meanwhile trainers may not have been heard
 
 Given = tuple[Group, Entry]
@@ -92,14 +94,16 @@ class Coordinator:
             "fedstream_tasks_dispatched", "Triggers by what became of them.", ["verdict"],
             registry=context.registry,
         )  # fmt: skip
-        self._alive = Gauge(
-            "fedstream_trainers_alive", "Trainers on the register.", registry=context.registry
-        )
-        self._queue = Gauge("fedstream_queue", "Entries of the queue.", registry=context.registry)
+        self._lost = Counter(
+            "fedstream_trainers_lost", "Trainers struck off because they were silent.",
+            registry=context.registry,
+        )  # fmt: skip
+        self._run_metrics = RunMetrics(context.registry)
+        context.watch(self._client)
         try:
             async with asyncio.TaskGroup() as group:
                 group.create_task(repeat(context, "entries", self._step))
-                group.create_task(repeat(context, "sweep", self._sweep))
+                group.create_task(repeat(context, "sweep", self._sweep, within_s=_SWEPT_WITHIN_S))
         finally:
             await self._client.close()
 
@@ -180,32 +184,49 @@ class Coordinator:
         for group, entry in read:
             try:
                 if group is self._triggers:
-                    decisions.append((self._trigger(entry), self._tell_dispatched))
-                else:
-                    answer = decode(entry.data, Upload, GiveUp)
+                    decisions.append(self._on_trigger(entry))
+                    continue
+                answer = decode(entry.data, Upload, GiveUp, Dead)
+                if isinstance(answer, Dead):
+                    await self._bury(group, entry, answer.reason, answer.deliveries, answer)
+                elif isinstance(answer, Upload | GiveUp):
                     decision = self._ledger.admit(
                         entry, answer, size_limit=self._settings.max_update_bytes
                     )
-                    decisions.append((decision, partial(self._tell_answered, answer)))
+                    tell = partial(self._tell_answered, answer, time.time())
+                    decisions.append((decision, tell))
             except BadMessage as error:
                 await self._bury(group, entry, str(error))
         return decisions
 
-    def _trigger(self, entry: Entry) -> Decision[str]:
+    def _on_trigger(self, entry: Entry) -> tuple[Decision[Any], Callable[[Any], None]]:
         """A trigger becomes a task, or a round is closed."""
         message = decode(entry.data, Trigger, CloseRound)
+        tell = partial(self._tell_dispatched, message, time.time())
         if isinstance(message, CloseRound):
-            return self._ledger.close_round(entry, message)
-        return self._ledger.dispatch(
+            return self._ledger.close_round(entry, message), tell
+        decision = self._ledger.dispatch(
             entry, message, rate=self._settings.device_rate, limit=self._settings.open_limit
         )
+        return decision, tell
 
-    def _tell_dispatched(self, verdict: str) -> None:
+    def _tell_dispatched(self, message: Trigger | CloseRound, at: float, verdict: str) -> None:
+        """``at``: when it was decided, in seconds since 1970; a wait came between."""
         self._dispatched.labels(verdict).inc()
+        if isinstance(message, Trigger):
+            what = "dispatched" if verdict == "sent" else "not dispatched"
+            self._context.trace(
+                what, at=at, task=message.task, device=message.device, verdict=verdict
+            )
 
-    def _tell_answered(self, answer: Upload | GiveUp, decided: tuple[str, str]) -> None:
+    def _tell_answered(self, answer: Upload | GiveUp, at: float, decided: tuple[str, str]) -> None:
         verdict, reason = decided
         self._answers.labels(verdict, reason).inc()
+        if verdict in ("admitted", "given_up"):
+            self._context.trace(
+                verdict.replace("_", " "), at=at, task=answer.task, device=answer.device,
+                trainer=answer.trainer, **({"reason": reason} if reason else {}),
+            )  # fmt: skip
         if verdict in ("refused", "stray"):
             self._context.log.warning(
                 "answer not admitted", task=answer.task, device=answer.device,
@@ -216,18 +237,28 @@ class Coordinator:
         for entry, deliveries in poison:
             await self._bury(group, entry, f"crashed its {group.group}", deliveries)
 
-    async def _bury(self, group: Group, entry: Entry, reason: str, deliveries: int = 1) -> None:
-        """Moves an entry to ``dead``; the task that it is about ends, if it says which."""
+    async def _bury(
+        self,
+        group: Group,
+        entry: Entry,
+        reason: str,
+        deliveries: int = 1,
+        found: Dead | None = None,
+    ) -> None:
+        """Moves an entry to ``dead``; the task that it is about ends, if it says which.
+
+        ``found``: what a trainer could not read, and says so by this entry.
+        """
         task: Task | Trigger | Upload | GiveUp | None = None
         for kind in (Task, Trigger, Upload, GiveUp):
             with suppress(BadMessage):
-                task = kind.decode(entry.data)
+                task = kind.decode(found.data if found else entry.data)
         self._context.log.error(
-            "dead letter", stream=group.stream, entry=entry.id, reason=reason,
-            task=task and task.task, deliveries=deliveries,
+            "dead letter", stream=found.stream if found else group.stream, entry=entry.id,
+            reason=reason, task=task and task.task, deliveries=deliveries,
         )  # fmt: skip
         await self._ledger.bury(
-            group.stream, group.group, entry, reason, task=task, deliveries=deliveries
+            group.stream, group.group, entry, reason, task=task, deliveries=deliveries, found=found
         )
 
     async def _sweep(self) -> None:
@@ -252,18 +283,25 @@ class Coordinator:
         pool = Group(self._client, self._keys.tasks, TRAINERS, "")
         for group in (*self._groups, pool):
             await group.reap(idle_ms=round(self._settings.trainer_silence_s * 1000))
-        try:
-            view = await self._ledger.look()
-        except NoRun:
-            pass  # there will be one when the updater is there
-        else:
-            self._alive.set(view.trainers)
-            self._queue.set(view.queue)
+        self._run_metrics.saw(await self._seen(lease_ms))
         self._swept = time.time()
         await pause(self._context.stop, _SWEEP_S)
 
+    async def _seen(self, lease_ms: int) -> Seen:
+        """The run as it is, for whoever scrapes."""
+        memory, limit = await self._ledger.memory()
+        try:
+            view = await self._ledger.look()
+        except NoRun:  # there will be one when the updater is there
+            return Seen(time.time(), memory, limit)
+        event_ms = view.told[self._keys.events].partition("-")[0]
+        training = await self._ledger.training(lease_ms)
+        return Seen(time.time(), memory, limit, view, training, int(event_ms) / 1000)
+
     async def _strike_off_the_silent(self) -> None:
-        """Strikes off trainers that were silent while they could have been heard."""
+        """Strikes off trainers that said good-bye, or were silent while they could be heard."""
+        for name in await self._ledger.left():
+            await self._ledger.leave(name, silent_s=self._settings.trainer_silence_s)
         now, silence_s = time.time(), self._settings.trainer_silence_s
         if now - self._swept > _DEAF_S:  # by the clock of the wall: a machine may have slept
             self._hears_since = now
@@ -272,4 +310,5 @@ class Coordinator:
         for name in await self._ledger.silent(silence_s):
             given_up = await self._ledger.leave(name, silent_s=silence_s)
             if given_up is not None:
+                self._lost.inc()
                 self._context.log.warning("trainer lost", trainer=name, tasks_given_up=given_up)

@@ -74,7 +74,7 @@ class Plan:
     @property
     def own_redis(self) -> bool:
         """Whether the run brings its own Redis: none was named."""
-        return "url" not in self.settings.redis.model_fields_set
+        return not self.settings.redis.is_named
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,8 @@ def without_lost_redis(settings: Settings, config: Path | None) -> Settings:
     text = config.read_text(encoding="utf-8") if config is not None else ""
     if not text.startswith(_OWN_REDIS) or tomllib.loads(text)["redis"]["url"] != settings.redis.url:
         return settings
-    kept = settings.redis.model_dump(exclude_unset=True, exclude={"url"})
+    kept = {name: getattr(settings.redis, name) for name in settings.redis.model_fields_set}
+    del kept["url"]
     return settings.model_copy(update={"redis": RedisSettings(**kept)})
 
 
@@ -114,17 +115,27 @@ def default_out(name: str, now: datetime) -> Path:
     return Path("runs") / f"{name}-{now:%Y%m%d-%H%M%S}"
 
 
-def environment(environ: Mapping[str, str], redis_url: str, pid: int) -> dict[str, str]:
+def environment(
+    environ: Mapping[str, str], redis: RedisSettings, redis_url: str, pid: int
+) -> dict[str, str]:
     """What services inherit: not the overrides, which are in the resolved configuration already.
 
-    The URL travels here: it may hold a password, which neither `ps` nor the file should show.
+    URL and passwords travel here: `ps` must not show them, and passwords are in no file.
     """
     kept = {
         name: value
         for name, value in environ.items()
         if name not in _OURS and not (name.startswith("FEDSTREAM_") and "__" in name)
     }
-    return kept | {"FEDSTREAM_REDIS__URL": redis_url, parent.VARIABLE: str(pid)}
+    secrets = {"FEDSTREAM_REDIS__PASSWORD": redis.password}
+    if redis.sentinel is not None:
+        secrets["FEDSTREAM_REDIS__SENTINEL__PASSWORD"] = redis.sentinel.password
+    known = {
+        name: tomli_w.dumps({"": secret.get_secret_value()}).removeprefix('"" = ').strip()
+        for name, secret in secrets.items()
+        if secret is not None
+    }
+    return kept | known | {"FEDSTREAM_REDIS__URL": redis_url, parent.VARIABLE: str(pid)}
 
 
 def programs(settings: Settings, trainers: int, config: Path, port: int) -> list[Program]:
@@ -207,7 +218,11 @@ def _with_paths(plan: Plan) -> Plan:
         task = task.model_copy(update={"name": f"{Path(file).absolute()}:{attribute}"})
     if task.data_root is not None:
         task = task.model_copy(update={"data_root": str(Path(task.data_root).absolute())})
-    changed = settings.model_copy(update={"journal": journal, "task": task})
+    redis = settings.redis
+    if redis.tls is not None:
+        files = {name: str(Path(path).absolute()) for name, path in redis.tls if path is not None}
+        redis = redis.model_copy(update={"tls": redis.tls.model_copy(update=files)})
+    changed = settings.model_copy(update={"journal": journal, "task": task, "redis": redis})
     return replace(plan, settings=changed)
 
 
@@ -377,7 +392,7 @@ class LocalRun:
         self._supervisor = Supervisor(
             programs(self._settings, plan.trainers, plan.out / CONFIG, port),
             logs=plan.out / LOGS,
-            environment=environment(os.environ, redis_url, os.getpid()),
+            environment=environment(os.environ, self._settings.redis, redis_url, os.getpid()),
             say=display.say,
             failed=lambda why: self._end(Ending("failed", why)),
             worked=self._worked,

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Mapping
 from datetime import datetime
+from http.client import HTTPException
 from typing import Any
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote, urlsplit
+from urllib.request import urlopen
 
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.table import Table
 
 from broker.client import Client
+from broker.errors import ConfigError, FedstreamError, Unavailable
 from broker.keys import Keys
 from broker.ledger import Ledger
 from coordinator.app import status
 from fedstream.display import outcomes
+
+_ANSWER_S = 15.0  # a coordinator's own patience with Redis is 10
+_PASSING = (502, 503, 504)
 
 
 async def read(client: Client, keys: Keys) -> dict[str, Any]:
@@ -22,6 +32,55 @@ async def read(client: Client, keys: Keys) -> dict[str, Any]:
     ledger = Ledger(client, keys, "status")
     view = await ledger.look()
     return status(keys.name, view) | {"register": await ledger.trainers()}
+
+
+def fetch(url: str, run: str) -> dict[str, Any]:
+    """The same from a coordinator, for whoever may not ask Redis.
+
+    ``url`` is its address, with or without a path before ``/v1``. Raises FedstreamError.
+    """
+    if not _is_address(url):
+        shown = re.sub(r"//.*@", "//...@", url)
+        raise ConfigError(f"--url {shown!r} is no address of a coordinator: http://HOST:PORT")
+    base = url.partition("/v1/")[0].rstrip("/")
+    asked = f"{base}/v1/runs/{quote(run, safe='')}"
+    try:
+        with urlopen(asked, timeout=_ANSWER_S) as answer:  # noqa: S310  (http or https)
+            body = answer.read()
+    except HTTPError as error:
+        text = _problem(error.read()) or error.reason
+        kind = Unavailable if error.code in _PASSING else FedstreamError
+        raise kind(f"{asked} answers {error.code}: {text}") from error
+    except (HTTPException, OSError, ValueError) as error:
+        reason = error.reason if isinstance(error, URLError) else error
+        raise Unavailable(f"nobody answers at {asked}: {reason}") from error
+    about = _parsed(body)
+    if "register" not in about:
+        raise FedstreamError(f"{asked} does not answer as a coordinator does")
+    return about
+
+
+def _is_address(url: str) -> bool:
+    try:
+        parts = urlsplit(url)
+        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        return known and "@" not in parts.netloc  # what is before it would go into messages
+    except ValueError:
+        return False
+
+
+def _problem(body: bytes) -> str:
+    """What a coordinator says is wrong."""
+    return str(_parsed(body).get("error", ""))
+
+
+def _parsed(body: bytes) -> dict[str, Any]:
+    """A JSON object; an empty one if it is something else."""
+    try:
+        value = json.loads(body)
+    except ValueError:
+        return {}
+    return value if isinstance(value, dict) else {}
 
 
 def show(about: Mapping[str, Any]) -> None:

@@ -204,5 +204,6 @@ async def _picture(client: Client, observer: Observer) -> RenderableType:
     heard = {
         name.decode(): view.now - float(at)
         for name, at in zip(scores[::2], scores[1::2], strict=True)
+        if float(at)  # 0: it said good-bye
     }
     return frame(view, observer.history, await observer.ledger.trainers(), heard, view.now)

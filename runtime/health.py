@@ -11,7 +11,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from aiohttp import web
-from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, ProcessCollector
+from prometheus_client import (
+    CONTENT_TYPE_LATEST,
+    CollectorRegistry,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client import generate_latest as render
 from pydantic import Field
 
@@ -19,6 +24,9 @@ from runtime.config import Section
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+# A second series for every counter, which nobody asks for.
+disable_created_metrics()  # type: ignore[no-untyped-call]  # its package has no type for it
 
 
 class HttpSettings(Section):

@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+from prometheus_client import Gauge
+
 from broker.errors import FedstreamError, Fenced
 from broker.lease import Lease
 from runtime.backoff import pause
@@ -23,6 +25,9 @@ async def lead(
     waits is ready: it could take over. Raises Fenced if the role is taken away.
     """
     pause_s = min(lease.seconds / 4, _PAUSE_S)
+    leading = Gauge(
+        "fedstream_leading", "1: this process holds the role.", ["role"], registry=context.registry
+    ).labels(lease.role)
 
     async def take() -> bool:
         if not await lease.acquire():
@@ -39,11 +44,13 @@ async def lead(
     if not lease.number:
         return  # stopped while it waited
     context.log.info("leading", epoch=lease.number)
+    leading.set(1)
     try:
         async with asyncio.TaskGroup() as group:
             group.create_task(repeat(context, "lease", hold))
             group.create_task(work())
     finally:
+        leading.set(0)
         try:
             await lease.release()
         except FedstreamError as error:

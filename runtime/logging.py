@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import TYPE_CHECKING, Literal
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Literal, Self
 
 import structlog
+from pydantic import model_validator
 
 from runtime.config import Section
 
@@ -23,6 +25,25 @@ class LogSettings(Section):
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "json", "console"] = "auto"  # auto: console on a terminal, else JSON
+    tasks: bool = False  # a line for each step of each task; with level debug always
+
+    @model_validator(mode="after")
+    def _lines_that_are_written(self) -> Self:
+        if self.tasks and self.level in ("warning", "error"):
+            raise ValueError(
+                f"tasks = true writes lines of level info, but level = {self.level!r} drops them"
+            )
+        return self
+
+    @property
+    def traces(self) -> bool:
+        """Whether tasks leave lines."""
+        return self.tasks or self.level == "debug"
+
+
+def stamp(seconds: float) -> str:
+    """A time since 1970 as the lines have it."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def configure(settings: LogSettings, **bound: object) -> None:
@@ -38,7 +59,8 @@ def configure(settings: LogSettings, **bound: object) -> None:
         structlog.contextvars.merge_contextvars,
         bind,
         structlog.processors.add_log_level,
-        structlog.processors.TimeStamper(fmt="iso", utc=True),
+        # Maybe: what became of a task is told after a wait, but bears the time when it happened.
+        structlog.processors.MaybeTimeStamper(fmt="iso", utc=True),
     ]
     ending: list[Processor]
     if settings.format == "console" or (settings.format == "auto" and terminal):

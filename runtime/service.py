@@ -15,17 +15,21 @@ import structlog
 import uvloop
 from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import CounterMetricFamily
 
 from broker.errors import ConfigError, FedstreamError
 from runtime.backoff import Backoff, pause
 from runtime.health import Health, HttpSettings, routes
-from runtime.logging import LogSettings, configure
+from runtime.logging import LogSettings, configure, stamp
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
     from types import FrameType
 
+    from prometheus_client.metrics_core import Metric
     from structlog.typing import FilteringBoundLogger
+
+    from broker.client import Client
 
 _CLOSE_S = 2.0  # for requests still being answered, and for a cancelled service to end
 
@@ -38,6 +42,7 @@ class Context:
     health: Health
     registry: CollectorRegistry
     log: FilteringBoundLogger
+    traces: bool = False  # whether each step of each task leaves a line
     retries: Counter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -46,6 +51,33 @@ class Context:
             "Steps of a loop that failed in a way that may pass, and were tried again.",
             ["loop"],
             registry=self.registry,
+        )
+
+    def watch(self, client: Client) -> None:
+        """Counts among the metrics how often the client had to find its Redis again."""
+        self.registry.register(_Reconnects(client))
+
+    def trace(self, what: str, *, at: float | None = None, **about: object) -> None:
+        """A step of one task (``task`` is its id), if such lines are wanted.
+
+        ``at``: when it happened, in seconds since 1970, where that is not now.
+        """
+        if self.traces:
+            when = {} if at is None else {"timestamp": stamp(at)}
+            self.log.info(what, **about, **when)
+
+
+class _Reconnects:
+    """What a client counts, as it is when it is asked for."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+
+    def collect(self) -> Iterator[Metric]:
+        yield CounterMetricFamily(
+            "fedstream_redis_reconnects",
+            "Connections to Redis made again after one was lost.",
+            value=self._client.reconnects,
         )
 
 
@@ -136,7 +168,7 @@ def serve(
     logger: FilteringBoundLogger = structlog.get_logger()
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_live(service, http, logger, drain_s))
+            runner.run(_live(service, http, logger, drain_s, traces=log.traces))
     except (Exception, asyncio.CancelledError) as error:
         return _report(error, logger)
     logger.info("stopped")
@@ -164,10 +196,15 @@ def _causes(error: BaseException) -> Iterator[BaseException]:
 
 
 async def _live(
-    service: Service, http: HttpSettings, log: FilteringBoundLogger, drain_s: float
+    service: Service,
+    http: HttpSettings,
+    log: FilteringBoundLogger,
+    drain_s: float,
+    *,
+    traces: bool,
 ) -> None:
     stop = asyncio.Event()
-    context = Context(stop, Health(), CollectorRegistry(), log)
+    context = Context(stop, Health(), CollectorRegistry(), log, traces)
     context.health.ready_when("running", lambda: not stop.is_set())
     with _signals(context):
         async with _listening(service, context, http):

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from aiohttp import web
-from prometheus_client import Gauge
+from prometheus_client import Gauge, Summary
 from pydantic import Field
 
 from broker import blobs
@@ -23,6 +23,7 @@ from broker.streams import Reader
 from runtime.backoff import pause
 from runtime.config import Section
 from runtime.service import Context, repeat
+from trainer.placement import Place, check, placed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,6 +40,7 @@ class EvaluatorSettings(Section):
 
     every: Annotated[int, Field(ge=1)] = 10  # versions; the last one of a run is always measured
     threads: Annotated[int, Field(ge=1)] = 1  # of torch
+    device: Place = "cpu"  # of torch
     drain_s: Annotated[float, Field(gt=0)] = 20.0
 
 
@@ -77,6 +79,13 @@ class Evaluator:
         self._metrics = Gauge(
             "fedstream_metric", "The newest measurement.", ["metric"], registry=context.registry
         )
+        self._version = Gauge(
+            "fedstream_measured_version", "The version measured last.", registry=context.registry
+        )
+        self._seconds = Summary(
+            "fedstream_evaluation_seconds", "How long measuring took.", registry=context.registry
+        )
+        context.watch(self._client)
         loaded = False
         context.health.ready_when("task loaded", lambda: loaded)
         await asyncio.to_thread(self._prepare)
@@ -91,10 +100,13 @@ class Evaluator:
     def _prepare(self) -> None:
         import torch
 
+        place = self._settings.device
+        check("evaluator.device", place)
         torch.set_num_threads(self._settings.threads)
         self._learning = self._load()
-        self._data: Dataset[object] | None = self._learning.test_data()
-        self._module: nn.Module = self._learning.model()
+        data = self._learning.test_data()
+        self._data: Dataset[object] | None = data if data is None else placed(data, place)
+        self._module: nn.Module = self._learning.model().to(place)
 
     async def _step(self) -> None:
         """Measures the newest version if it is due, else waits for the next."""
@@ -125,13 +137,15 @@ class Evaluator:
             await pause(self._context.stop, _GONE_S)
             return
         try:
-            metrics = await asyncio.to_thread(self._evaluate, model)
+            with self._seconds.time():
+                metrics = await asyncio.to_thread(self._evaluate, model)
         except Exception as error:
             await self._report(error, head)
             self._measured = head.version
             return
         for name, value in metrics.items():
             self._metrics.labels(name).set(value)
+        self._version.set(head.version)
         self._context.log.info("measured", version=head.version, metrics=metrics)
         await self._ledger.tell(
             Event(

@@ -43,7 +43,7 @@ from broker.errors import (
 from broker.keys import TRAINERS, Keys
 from broker.layout import Floats, Model, vector_of
 from broker.ledger import Head, Ledger, Run
-from broker.messages import Event, GiveUp, Sends, Task, Trigger, Upload, task_id
+from broker.messages import Dead, Event, GiveUp, Sends, Task, Trigger, Upload, task_id
 from broker.streams import Entry, Group
 from runtime.backoff import Backoff, pause
 from runtime.config import Section
@@ -52,6 +52,7 @@ from runtime.steps import Epochs, Steps
 from runtime.tasks import LeaseSettings
 from trainer.answer import as_sent
 from trainer.devices import AlwaysAvailable, DeviceSettings, behaviour, eligible
+from trainer.placement import Place, check, placed
 from trainer.solvers import Cancelled, Scaffold, SolverSettings, Trained, Work
 from trainer.workspace import Workspace
 
@@ -60,6 +61,28 @@ if TYPE_CHECKING:
 
     from trainer.task import Task as Learning
 
+# Of a task: from a small model's download to an hour of training.
+_SECONDS = (
+    0.002,
+    0.005,
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1,
+    2,
+    5,
+    10,
+    30,
+    60,
+    180,
+    600,
+    1800,
+    3600,
+)
+_SAID = {"upload": "uploaded", "give_up": "gave up", "lease lost": "lease lost"}
 _HEARTBEAT_S = 2.0
 _GOODBYE_S = 2.0  # a Redis that hangs must not outlast the drain
 _LOOK_S = 0.1  # between two looks whether a device has become eligible
@@ -80,6 +103,7 @@ class TrainerSettings(Section):
     owns: tuple[Annotated[int, Field(ge=0)], ...] = ()  # devices; () is a replica of the pool
     anarchic: Initiative | None = None
     threads: Annotated[int, Field(ge=1)] = 1  # of torch
+    device: Place = "cpu"  # of torch; what it trains on comes back as float32
     blob_expiry_s: Annotated[float, Field(gt=0)] = 600.0  # an update that is never admitted
     workspace_bytes: Annotated[int, Field(ge=0)] = 64 << 20  # a larger one is not saved
     workspace_expiry_s: Annotated[float, Field(gt=0)] = 3600.0
@@ -158,8 +182,10 @@ class Trainer:
             registry=context.registry,
         )  # fmt: skip
         self._seconds = Histogram(
-            "fedstream_task_seconds", "How long a task took.", ["part"], registry=context.registry
-        )
+            "fedstream_task_seconds", "How long a task took.", ["part"], registry=context.registry,
+            buckets=_SECONDS,
+        )  # fmt: skip
+        context.watch(self._client)
         loaded = False
         context.health.ready_when("task loaded", lambda: loaded)
         await asyncio.get_running_loop().run_in_executor(self._thread, self._prepare)
@@ -180,7 +206,7 @@ class Trainer:
         finally:
             self._client.hurry(_GOODBYE_S)
             try:
-                await self._ledger.leave(self._name)
+                await self._ledger.goodbye(self._name)
             except FedstreamError as error:
                 context.log.warning("left without a good-bye", reason=str(error))
             await self._client.close()
@@ -192,11 +218,16 @@ class Trainer:
 
         from trainer.vector import layout_of
 
+        place = self._settings.device
+        check("trainer.device", place)
         torch.set_num_threads(self._settings.threads)
-        self._learning = self._load()
-        self._module = self._learning.model()
+        torch.backends.cudnn.deterministic = True  # the same task again gives the same bits
+        self._learning = learning = self._load()
+        self._module = learning.model().to(place)
         self._layout = layout_of(self._module)
-        self._data = lru_cache(_PARTITIONS_KEPT)(self._learning.device_data)
+        self._data = lru_cache(_PARTITIONS_KEPT)(
+            lambda device: placed(learning.device_data(device), place)
+        )
 
     async def _joined(self) -> bool:
         """Whether the run is there and this trainer's model is the run's."""
@@ -276,7 +307,7 @@ class Trainer:
             try:
                 task = Task.decode(entry.data)
             except BadMessage as error:
-                await self._ledger.bury(self._tasks.stream, TRAINERS, entry, str(error))
+                await self._unreadable(entry, error)
                 continue
             with bound_contextvars(task=task.task, device=task.device):
                 self._now = task
@@ -284,6 +315,15 @@ class Trainer:
                     await self._perform(entry, task)
                 finally:
                     self._now = None
+
+    async def _unreadable(self, entry: Entry, error: BadMessage) -> None:
+        """Has a coordinator move an entry to ``dead``: trainers have no right to write there."""
+        stream = self._tasks.stream
+        dead = Dead(
+            stream=stream.removeprefix(self._keys.prefix), entry=entry.id, reason=str(error),
+            time=time.time(), deliveries=1, data=entry.data,
+        )  # fmt: skip
+        await self._ledger.answer(stream, TRAINERS, entry, dead)
 
     async def _next(self) -> list[Entry]:
         """The next entry, if there is one within a second."""
@@ -313,6 +353,7 @@ class Trainer:
         """A task from its model to its answer."""
         started = time.monotonic()
         attempt = secrets.token_hex(6)
+        self._context.trace("taken", attempt=attempt)
         async with self._leased(entry) as lost:
             cancelled = lambda: lost.is_set() or self._context.stop.is_set()  # noqa: E731
             try:
@@ -327,6 +368,7 @@ class Trainer:
                 self._context.log.info("task not finished", end=end)
                 self._done.labels(end).inc()
                 return
+            answered_at = time.time()
             said = await self._said(entry, answer)
         if self._saved_for == task.task:
             with suppress(FedstreamError):  # else it expires
@@ -336,7 +378,11 @@ class Trainer:
         end = answer.kind if said else "lease lost"
         self._done.labels(end).inc()
         self._seconds.labels("whole").observe(time.monotonic() - started)
-        self._context.log.debug("task done", end=end)
+        tau = answer.tau if isinstance(answer, Upload) else None
+        self._context.trace(
+            _SAID[end], at=answered_at, attempt=attempt, tau=tau,
+            seconds=round(time.monotonic() - started, 3),
+        )  # fmt: skip
 
     async def _answer(
         self, task: Task, attempt: str, started: float, cancelled: Callable[[], bool]

@@ -46,9 +46,13 @@ class _Since:
 class Recorder:
     """Appends in order. A position counts bytes over all segments of this process."""
 
-    def __init__(self, settings: JournalSettings) -> None:
+    def __init__(
+        self, settings: JournalSettings, synced: Callable[[float], object] | None = None
+    ) -> None:
+        """``synced`` is told the seconds of every sync, from whichever thread did it."""
         self.folder = Path(settings.dir)
         self._settings = settings
+        self._told = synced
         self._writer: Writer | None = None
         self._before = 0  # position at which the segment begins
         self._since = _Since()
@@ -117,7 +121,7 @@ class Recorder:
 
         def begun() -> Writer:
             if before is not None:
-                before.sync()
+                self._sync(before)
             if after is not None:
                 sync_file(after)
             name = name_of(head.epoch, head.number)
@@ -181,7 +185,7 @@ class Recorder:
                 writer.cut(before)
                 raise
             if self._settings.sync == "always" and writer.size > before:
-                writer.sync()
+                self._sync(writer)
             self._check_last(writer)
             return sizes
 
@@ -230,7 +234,7 @@ class Recorder:
         while writer.unsynced:
             await pause(now, self._settings.sync_s)
             now.clear()
-            await asyncio.to_thread(writer.sync)
+            await asyncio.to_thread(self._sync, writer)
 
     async def _synced(self) -> None:
         """Has what is due on disk at once. Raises what a sync raised."""
@@ -239,12 +243,18 @@ class Recorder:
         if syncing is not None:
             await syncing
 
+    def _sync(self, writer: Writer) -> None:
+        began = time.monotonic()
+        writer.sync()
+        if self._told is not None:
+            self._told(time.monotonic() - began)
+
     async def flush(self) -> None:
         """Everything is on disk, unless the settings don't want that."""
         await self._synced()
         writer = self._writer
         if writer is not None and writer.unsynced and self._settings.sync != "never":
-            await self._in_thread(writer.sync)
+            await self._in_thread(lambda: self._sync(writer))
 
     async def close(self) -> None:
         """Flushes and closes."""

@@ -68,6 +68,7 @@ _LARGE = 4 << 20  # bytes; arithmetic on larger models leaves the event loop
 _BATCH = 16  # entries that share a write to the journal, while their models are small
 _UNPUBLISHED_S = 600.0  # a model whose version was never committed expires after this
 _LOST_S = 0.1  # between two looks at a Redis that was emptied
+_BEAT_S = 10.0  # while it works for long
 _REMEMBERED = 10_000  # tasks that are recognised when they are found again
 _ROUNDS_REMEMBERED = 1000
 _FINISHED = "run finished"  # the reason of what comes too late for it
@@ -119,6 +120,7 @@ class _Metrics:
     version: Gauge = field(init=False)
     journal: Gauge = field(init=False)
     unsynced: Gauge = field(init=False)
+    sync: Histogram = field(init=False)
     seconds: Summary = field(init=False)
 
     def __post_init__(self) -> None:
@@ -126,6 +128,8 @@ class _Metrics:
         self.updates = Counter(
             "fedstream_updates", "Updates by outcome.", ["outcome", "reason"], registry=registry
         )
+        for outcome in ("applied", "buffered", "refused"):
+            self.updates.labels(outcome, "")  # from the beginning, so that a rate sees the first
         self.staleness = Histogram(
             "fedstream_staleness", "Versions that an update came late.", registry=registry,
             buckets=(0, 1, 2, 4, 8, 16, 32, 64, 128),
@@ -141,6 +145,10 @@ class _Metrics:
         self.unsynced = Gauge(
             "fedstream_journal_unsynced_bytes", "Not on disk yet.", registry=registry
         )
+        self.sync = Histogram(
+            "fedstream_journal_sync_seconds", "How long the disk took to sync.", registry=registry,
+            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
+        )  # fmt: skip
         self.seconds = Summary(
             "fedstream_updater_seconds", "Where the time goes.", ["part"], registry=registry
         )
@@ -171,7 +179,7 @@ class Updater:
         self._rule = strategy
         self._strategy = strategy.build()
         self._journal = journal
-        self._recorder = Recorder(journal)
+        self._recorder = Recorder(journal, self._synced)
         self._found = found
         self._keys = keys
         self._client = Client(redis, name)
@@ -208,11 +216,18 @@ class Updater:
         """Leads, and works until stop."""
         self._context = context
         self._metrics = _Metrics(context)
+        recorder = self._recorder
+        self._metrics.journal.set_function(lambda: recorder.appended)
+        self._metrics.unsynced.set_function(lambda: recorder.appended - recorder.safe)
+        context.watch(self._client)
         try:
             await lead(context, self._lease, self._work)
         finally:
             await self._forget_fetches()
             await self._client.close()
+
+    def _synced(self, seconds: float) -> None:
+        self._metrics.sync.observe(seconds)
 
     async def _work(self) -> None:
         try:
@@ -277,7 +292,7 @@ class Updater:
 
     async def _begin(self) -> None:
         """A new run: its version 0 is the journal's first record."""
-        run, model = await asyncio.to_thread(self._found)
+        run, model = await self._patiently(self._found)
         self._run = replace(run, lineage=secrets.token_hex(8))
         progress = Progress(State(0, model))
         self._go_on_from(progress, model.digest(), time.time())
@@ -296,7 +311,7 @@ class Updater:
         ):
             return  # another was quicker: the lease's loop finds out
         began = time.monotonic()
-        found = await asyncio.to_thread(recovered, newest)
+        found = await self._patiently(lambda: recovered(newest))
         if found.progress is None:  # recorded without weights: only Redis has the newest model
             if self._journal.adopt and run and head and head.version > found.version:
                 await self._adopt(run, head)
@@ -314,7 +329,8 @@ class Updater:
         before = found.checkpoint
         if head is not None:
             # Of the version behind it, that was not published, the queue has the update.
-            until = await asyncio.to_thread(recovered, newest, head.digest)
+            digest = head.digest
+            until = await self._patiently(lambda: recovered(newest, digest))
             if (until.version, until.digest) == (head.version, head.digest):
                 model = Model(before.state.model.layout)
                 key = self._keys.model(head.blob)
@@ -538,6 +554,8 @@ class Updater:
             await self._lost_for_good(self._ahead)
         elif await self._client.call("XLEN", self._keys.queue):
             self._reader.rewind(self._keys.queue)  # what we did is there again
+        else:
+            await self._see_to_room(progress.state.model.layout.nbytes)
 
     async def _read_new(self, block_ms: int) -> bool:
         """Takes what is new in the queue into the backlog: whether there was anything."""
@@ -624,8 +642,12 @@ class Updater:
             over = replace(self._run, state="finished", why=change.finish, finished=self._time)
             self._end(over)
         self._count(change)
-        self._metrics.journal.set(self._recorder.appended)
-        self._metrics.unsynced.set(self._recorder.appended - self._recorder.safe)
+        end = change.end
+        if end is not None and change.record is not None and end.weight is not None:
+            self._context.trace(
+                end.outcome, task=end.task, device=end.device, version=end.version,
+                staleness=end.staleness, weight=end.weight,
+            )  # fmt: skip
 
     def _count(self, change: _Change) -> None:
         if change.end is not None and change.record is not None:
@@ -986,6 +1008,10 @@ class Updater:
         if published is not None:
             self._kept[published.blob] = published.version
             self._metrics.version.set(published.version)
+            for update in published.updates:
+                self._context.trace(
+                    "published", task=update.task, device=update.device, version=published.version
+                )
 
     def _models_in_use(self) -> Iterator[Model]:
         if self._progress is not None:
@@ -993,6 +1019,12 @@ class Updater:
         for change in (*(change for change, _ in self._pending), *self._unwritten):
             yield from change.after.state.models()
             yield from change.used
+
+    async def _see_to_room(self, size: int) -> None:
+        """Nothing comes: perhaps because there is no room for it. Nobody else may free models."""
+        used, limit = await self._ledger.memory()
+        if limit and used + size > limit:
+            await self._make_room()
 
     async def _make_room(self) -> None:
         """Redis is full: frees all models but the newest before anything is written again."""
@@ -1002,6 +1034,18 @@ class Updater:
             self._context.log.warning("Redis is full: older models removed", models=len(older))
             for blob in older:
                 del self._kept[blob]
+
+    async def _patiently(self, work: Callable[[], T]) -> T:
+        """What may take minutes, in a thread. The loop beats meanwhile: a restart would only begin
+        it again."""
+        working = asyncio.create_task(asyncio.to_thread(work))
+        try:
+            while not working.done():
+                self._context.health.beat("queue")
+                await asyncio.wait({working}, timeout=_BEAT_S)
+            return await working
+        finally:
+            working.cancel()
 
     async def _off_loop(self, work: Callable[[], T]) -> T:
         """Arithmetic: here if it is short, in a thread if it would hold up the event loop."""

@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from broker import blobs
-from broker.errors import BlobDamaged, BlobMissing, NoRun, Unavailable
+from broker.errors import NoRun, Unavailable
 from broker.keys import Keys
-from broker.layout import PAGE, Model
-from broker.ledger import Head, Ledger
-from broker.messages import RoundEnd, Upload, decode
+from broker.layout import PAGE
+from broker.ledger import Ledger
 from tests.chaos.checks import Facts, complaints
 from tests.chaos.faults import UPDATER, Fault, Kind, Plan
-from tests.chaos.history import journalled
+from tests.chaos.history import gathered
 from tests.chaos.server import Server
 from tests.chaos.services import Child, Services
 from tests.chaos.watcher import Watcher
@@ -282,37 +280,9 @@ class Chaos:
             await asyncio.sleep(fault.seconds)
             resource.prlimit(child.pid, resource.RLIMIT_FSIZE, (most, most))
 
-    # what is left behind
-
     async def facts(self) -> Facts:
-        """What journal and Redis say, once the services have stopped."""
-        client, keys = self._server.client, self._keys
-        rows = await client.call("XRANGE", keys.queue, "-", "+")
-        waiting = [decode(fields[1], Upload, RoundEnd) for _, fields in rows]
-        admitted = await client.call("HKEYS", keys.admitted)
-        head = await self._ledger.head()
-        counts = await client.call("HGETALL", keys.counts)
-        return Facts(
-            journal=journalled(self._journal),
-            published=frozenset(self._watcher.published),
-            seen=self._watcher.seen, life=self._server.life,
-            queued=frozenset(one.task for one in waiting if isinstance(one, Upload)),
-            admitted=frozenset(task.decode() for task in admitted),
-            counts={
-                name.decode(): int(n) for name, n in zip(counts[::2], counts[1::2], strict=True)
-            },
-            open=await client.call("HLEN", keys.open),
-            head=(head.version, head.digest) if head else (-1, ""),
-            model=await self._model(head) if head else "",
+        """What is left behind, once the services have stopped."""
+        return await gathered(
+            self._server, self._keys, self._journal, self._watcher,
             findings=(*self._findings, *self.services.findings),
         )  # fmt: skip
-
-    async def _model(self, head: Head) -> str:
-        """The digest of what lies in Redis as the newest model."""
-        model = Model((await self._ledger.run()).layout)
-        key = self._keys.model(head.blob)
-        try:
-            await blobs.read(self._server.client, key, model, digest=head.digest)
-        except (BlobMissing, BlobDamaged) as error:
-            return str(error)
-        return model.digest()

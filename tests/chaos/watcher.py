@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Protocol
 
+from broker.client import Client
 from broker.errors import Unavailable
 from broker.keys import Keys
 from broker.messages import RoundEnd, Upload, Version, decode
 from broker.streams import Reader
-from tests.chaos.server import Server
+
+
+class Lives(Protocol):
+    """A Redis that dies and comes back: ``life`` counts, ``up`` says whether it is there."""
+
+    client: Client
+    life: int
+    up: asyncio.Event
 
 
 class Watcher:
     """Reads `queue` and `models` from the beginning in every life of Redis."""
 
-    def __init__(self, server: Server, keys: Keys) -> None:
+    def __init__(self, server: Lives, keys: Keys) -> None:
         self._server = server
         self._keys = keys
         self._news = asyncio.Condition()

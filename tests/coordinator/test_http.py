@@ -78,11 +78,34 @@ async def test_the_status_says_how_the_run_stands(http: Http, hand: Hand) -> Non
     assert {key: status[key] for key in expected} == expected
 
 
-async def test_another_run_is_not_served_here(http: Http, hand: Hand) -> None:
+@pytest.mark.parametrize("path", ["", "/scaling"])
+async def test_another_run_is_not_served_here(http: Http, hand: Hand, path: str) -> None:
     await hand.create()
-    answer = await http.get("/v1/runs/another")
+    answer = await http.get(f"/v1/runs/another{path}")
     assert answer.status == 404
     assert hand.keys.name in (await answer.json())["error"]
+
+
+async def test_an_autoscaler_follows_the_open_tasks_from_nothing_to_nothing(
+    http: Http, hand: Hand
+) -> None:
+    async def scaling() -> Any:
+        answer = await http.get(f"/v1/runs/{hand.keys.name}/scaling")
+        assert answer.status == 200
+        return await answer.json()
+
+    assert await scaling() == {"open": 0, "trainers": 0, "state": "absent"}
+    await hand.create()
+    assert await scaling() == {"open": 0, "trainers": 0, "state": "running"}
+    await hand.open(3)
+    assert (await scaling())["open"] == 3
+    await hand.ledger.announce("ann", {})
+    upload = await hand.admitted()
+    assert await scaling() == {"open": 4, "trainers": 1, "state": "running"}  # one is in the queue
+    await hand.commit(1, upload)
+    assert (await scaling())["open"] == 3
+    await hand.ledger.finish("by hand")  # what is open now, nobody will answer any more
+    assert await scaling() == {"open": 0, "trainers": 1, "state": "finished"}
 
 
 async def test_a_model_comes_as_safetensors_with_its_digest(http: Http, hand: Hand) -> None:
@@ -188,7 +211,7 @@ async def test_a_damaged_model_is_an_error_and_not_a_model(http: Http, hand: Han
 
 async def test_without_redis_it_asks_to_come_back_later(keys: Keys) -> None:
     http = await serving(RedisSettings(url="redis://127.0.0.1:1/0"), keys)
-    for path in (f"/v1/runs/{keys.name}", "/v1/models/latest"):
+    for path in (f"/v1/runs/{keys.name}", f"/v1/runs/{keys.name}/scaling", "/v1/models/latest"):
         assert (await http.get(path)).status == 503
     await http.close()
 

@@ -359,7 +359,7 @@ async def test_nothing_is_taken_over_before_it_knows_what_is_its_own(
     async with Proxy(redis) as proxy:
         proxy.refuse = lambda data: b"LOAD" in data  # with which it begins to find out
         async with running(make(redis=proxy.settings), watched):
-            await wait_until(lambda: counted(watched, "fedstream_trainers_alive") == 1)  # a sweep
+            await wait_until(lambda: counted(watched, "fedstream_run_trainers") == 1)  # a sweep
             [(_, consumer, *_)] = await client.call(
                 "XPENDING", run.keys.uploads, COORDINATORS, "-", "+", 9
             )
@@ -474,7 +474,7 @@ async def test_nobody_is_struck_off_who_had_no_chance_to_be_heard(
     watched = context()
 
     async def swept() -> bool:
-        return counted(watched, "fedstream_trainers_alive") == 1
+        return counted(watched, "fedstream_run_trainers") == 1
 
     async with running(make(trainer_silence_s=30.0), watched):  # it has just come itself
         await wait_until(swept)
@@ -484,7 +484,7 @@ async def test_nobody_is_struck_off_who_had_no_chance_to_be_heard(
     async with running(make(trainer_silence_s=0.001), watched):
         await wait_until(swept)
         await run.client.call("XADD", run.keys.queue, "*", "m", b"junk")
-        await wait_until(lambda: counted(watched, "fedstream_queue") == 1)  # a second sweep
+        await wait_until(lambda: counted(watched, "fedstream_run_queue") == 1)  # a second sweep
         assert list(await run.ledger.trainers()) == ["ann"]
 
 

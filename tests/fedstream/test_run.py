@@ -10,6 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+import tomli_w
 from torch import nn
 
 from broker.client import RedisSettings
@@ -19,6 +20,7 @@ from fedstream import run as local
 from fedstream.cli import overrides
 from fedstream.config import Settings, read
 from fedstream.display import Quiet
+from runtime.config import load
 from tests.fedstream.views import event, view
 from tests.journals import Scribe
 from tests.support import Hand
@@ -55,10 +57,28 @@ def test_services_inherit_no_override_twice() -> None:
         "PATH": "/bin", "FEDSTREAM_DATA": "/data", "FEDSTREAM_RUN__VERSIONS": "7",
         "FEDSTREAM_CONFIG": "other.toml", "FEDSTREAM_NAME": "me",
     }  # fmt: skip
-    assert local.environment(environ, "redis://h:1/0", 42) == {
+    assert local.environment(environ, RedisSettings(), "redis://h:1/0", 42) == {
         "PATH": "/bin", "FEDSTREAM_DATA": "/data", "FEDSTREAM_REDIS__URL": "redis://h:1/0",
         "FEDSTREAM_PARENT": "42",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize("secret", ["geheim", "12345", '"quoted"', "a'b\\c\"d", "{a=1}"])
+def test_a_password_is_passed_on_by_the_environment_and_is_in_no_file(
+    tmp_path: Path, secret: str
+) -> None:
+    file = tmp_path / "given.toml"
+    sentinel = {"nodes": ["127.0.0.1:1"], "password": f"{secret}-2"}
+    file.write_text(tomli_w.dumps({"redis": {"password": secret, "sentinel": sentinel}}))
+    plan = local.Plan(read(file), tmp_path)
+    assert not plan.own_redis
+    local._write_config(plan, plan.settings.redis.url)
+    written = tmp_path / local.CONFIG
+    assert secret not in written.read_text()
+    redis = plan.settings.redis
+    settings = load(Settings, path=written, environ=local.environment({}, redis, redis.url, 42))
+    assert settings.redis == redis
+    assert secret not in repr(settings)
 
 
 def test_every_service_is_a_program_and_the_coordinator_has_its_port() -> None:

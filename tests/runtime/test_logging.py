@@ -11,8 +11,12 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
+from prometheus_client import CollectorRegistry
+from pydantic import ValidationError
 
+from runtime.health import Health
 from runtime.logging import LogSettings, configure
+from runtime.service import Context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -126,3 +130,36 @@ def test_console_is_text(
     configure(LogSettings())
     structlog.get_logger().info("applied", version=7)
     assert "\x1b[" in capsys.readouterr().err
+
+
+def traced(settings: LogSettings) -> Context:
+    """What a service of these settings gets."""
+    configure(settings, run="r1", service="updater")
+    log = structlog.get_logger()
+    return Context(asyncio.Event(), Health(), CollectorRegistry(), log, settings.traces)
+
+
+def test_a_step_of_a_task_is_a_line_only_where_it_is_wanted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    traced(LogSettings()).trace("applied", task="a")
+    assert lines(capsys) == []
+    for settings in (LogSettings(tasks=True), LogSettings(level="debug")):
+        traced(settings).trace("applied", task="a", version=7)
+        [line] = lines(capsys)
+        assert (line["event"], line["task"], line["version"]) == ("applied", "a", 7)
+
+
+def test_a_step_bears_the_time_when_it_happened(capsys: pytest.CaptureFixture[str]) -> None:
+    context = traced(LogSettings(tasks=True))
+    context.trace("admitted", at=1_700_000_000.25, task="a")
+    context.trace("applied", task="a")
+    first, second = lines(capsys)
+    assert first["timestamp"] == "2023-11-14T22:13:20.250000Z"
+    assert second["timestamp"] > first["timestamp"]  # one format: they sort as text
+
+
+@pytest.mark.parametrize("level", ["warning", "error"])
+def test_lines_that_would_be_dropped_are_not_asked_for(level: Any) -> None:
+    with pytest.raises(ValidationError, match=f"tasks = true .* level = '{level}' drops them"):
+        LogSettings(tasks=True, level=level)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import threading
 import time
 from typing import Any
 
@@ -598,3 +599,24 @@ async def test_told_to_stop_it_returns_and_lets_the_next_one_in(
         stopping.stop.set()
         await asyncio.wait_for(asyncio.shield(updater), 5)
         assert await client.call("EXISTS", keys.leader("updater")) == 0
+
+
+async def test_it_is_alive_however_long_version_0_takes(
+    make: Any, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("updater.service._BEAT_S", 0.01)
+    ready, watched, beats = threading.Event(), context(), list[str]()
+    monkeypatch.setattr(watched.health, "beat", beats.append)
+    updater = make()
+    found = updater._found
+
+    def slowly() -> Any:
+        assert ready.wait(10)
+        return found()
+
+    monkeypatch.setattr(updater, "_found", slowly)
+    async with running(updater, watched):
+        await wait_until(lambda: beats.count("queue") > 5)
+        assert await hand.version() == -1
+        ready.set()
+        await hand.reaches(0)

@@ -1,0 +1,122 @@
+"""The run as a whole in numbers for Prometheus, as it was seen last.
+
+Every coordinator says the same: over replicas the maximum counts, never the sum. Names and meanings
+are in docs/operations.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.metrics_core import Metric
+
+from broker.ledger import View
+
+Labels = Mapping[tuple[str, ...], float]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What one look found."""
+
+    at: float  # seconds since 1970, the coordinator's clock
+    memory: int  # bytes that Redis uses
+    memory_limit: int  # bytes that it may use; 0: no limit
+    view: View | None = None  # None: there is no run
+    training: int = 0  # tasks under a trainer's lease
+    event_at: float = 0.0  # seconds since 1970, Redis's clock: the newest event
+
+
+class RunMetrics:
+    """A collector; what it says is as old as the last look."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._seen: Seen | None = None
+        registry.register(self)
+
+    def saw(self, seen: Seen) -> None:
+        """From now on this is how things are."""
+        self._seen = seen
+
+    def collect(self) -> Iterator[Metric]:
+        """For the registry."""
+        seen = self._seen
+        at = seen.at if seen else 0.0
+        yield _gauge("run_looked_timestamp_seconds", "When Redis answered last; 0: never.", at)
+        if seen is None:
+            return
+        yield _gauge("redis_memory_used_bytes", "Bytes that Redis uses.", seen.memory)
+        yield _gauge(
+            "redis_memory_max_bytes", "Bytes that Redis may use; 0: no limit.", seen.memory_limit
+        )
+        running = seen.view is not None and seen.view.run.state == "running"
+        yield _gauge("run_running", "1: the run is there and not finished.", running)
+        if seen.view is not None:
+            yield from _of_run(seen.view, seen.training, seen.event_at)
+
+
+def _of_run(view: View, training: int, event_at: float) -> Iterator[Metric]:
+    run, head = view.run, view.head
+    yield _gauge("run_version", "The newest version.", head.version)
+    yield _gauge("run_versions", "The version that the run ends with.", run.versions)
+    yield _gauge("run_published_timestamp_seconds", "When it was published.", head.time)
+    yield _gauge("run_event_timestamp_seconds", "When the newest event was told.", event_at)
+    yield _gauge("run_mean_staleness", "Moving average, in versions.", head.mean_staleness)
+    yield _counter("run_issued", "Tasks ever triggered.", (), {(): view.issued})
+    yield _counter("run_tasks", "Ended tasks.", ("outcome", "reason"), _ends(view))
+    yield _counter(
+        "run_strays", "Answers and triggers that ended no task.", ("reason",),
+        {(reason,): n for reason, n in view.reasons("stray").items()},
+    )  # fmt: skip
+    yield _labelled(
+        "run_open", "Open tasks by where they are.", "state", open_by_state(view, training)
+    )
+    yield _gauge("run_queue", "Entries that the updater has not done.", view.backlog)
+    yield _gauge("run_trainers", "Trainers alive.", view.trainers)
+    yield _gauge("run_kept_versions", "Models kept in Redis.", view.kept)
+    updates = view.uploads + view.admitted + head.retained
+    blobs = {"models": view.kept * run.layout.nbytes, "updates": updates * run.layout.nbytes}
+    yield _labelled("run_blob_bytes", "Models and updates in Redis.", "kind", blobs)
+    yield _gauge("run_dead_letters", "Entries that wait for an operator.", view.dead)
+
+
+def open_by_state(view: View, training: int) -> dict[str, int]:
+    """Open tasks: answered (said, or in the queue), training, and the rest, which waits.
+
+    They add up to what is open. An entry may outlive its task for a moment, so they are bounded.
+    """
+    left = len(view.open)
+    answered = min(left, view.uploads + view.admitted)
+    training = min(left - answered, training)
+    return {"waiting": left - answered - training, "training": training, "answered": answered}
+
+
+def _ends(view: View) -> Labels:
+    """Every outcome from the beginning, so that a rate sees the first; '' is without a reason."""
+    ends: dict[tuple[str, ...], float] = {}
+    for outcome, count in view.outcomes.items():
+        reasons = view.reasons(outcome)
+        ends[outcome, ""] = count - sum(reasons.values())
+        ends |= {(outcome, reason): n for reason, n in reasons.items()}
+    return ends
+
+
+def _gauge(name: str, about: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"fedstream_{name}", about, value=float(value))
+
+
+def _labelled(name: str, about: str, label: str, values: Mapping[str, float]) -> Metric:
+    family = GaugeMetricFamily(f"fedstream_{name}", about, labels=(label,))
+    for key, value in values.items():
+        family.add_metric((key,), value)
+    return family
+
+
+def _counter(name: str, about: str, labels: tuple[str, ...], values: Labels) -> Metric:
+    family = CounterMetricFamily(f"fedstream_{name}", about, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family

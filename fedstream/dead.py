@@ -1,0 +1,251 @@
+"""`fedstream dead`: what could not be processed, and what an operator does about it.
+
+The task that a dead letter was about has ended, and stays ended. A retry is a new task for the same
+device and as many steps: it is counted as issued, and comes to an outcome of its own.
+"""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.markup import escape
+from rich.table import Table
+
+from broker.client import Client
+from broker.errors import BadMessage, FedstreamError
+from broker.keys import Keys
+from broker.ledger import Ledger
+from broker.messages import (
+    CloseRound,
+    Dead,
+    GiveUp,
+    Message,
+    RoundEnd,
+    Task,
+    Trigger,
+    Upload,
+    decode,
+    task_id,
+)
+
+_KINDS = (Task, Trigger, Upload, GiveUp, CloseRound, RoundEnd)
+_SHOWN = 200  # bytes of an entry that nobody can read
+
+
+@dataclass(frozen=True)
+class Letter:
+    """An entry of the stream ``dead``."""
+
+    id: str
+    dead: Dead
+    message: Message | None  # None: it can't be read
+    unreadable: str = ""  # why not
+    ended: str = ""  # its task: 'open', an outcome, '' if there is none or nobody remembers
+
+    @property
+    def task(self) -> str | None:
+        """The task that it is about."""
+        return getattr(self.message, "task", None)
+
+    @property
+    def device(self) -> int | None:
+        """The task's device."""
+        return getattr(self.message, "device", None)
+
+
+@dataclass(frozen=True)
+class Letters:
+    """All of them, and how many are gone because there were too many."""
+
+    letters: tuple[Letter, ...]  # the oldest first
+    lost: int
+
+    def find(self, wanted: Sequence[str]) -> list[Letter]:
+        """Those with these ids, or about these tasks. Raises FedstreamError."""
+        found: list[Letter] = []
+        for name in wanted:
+            those = [one for one in self.letters if name in (one.id, one.task)]
+            if not those:
+                raise FedstreamError(f"there is no dead letter {name!r}: `fedstream dead list`")
+            found += those
+        return list(dict.fromkeys(found))
+
+
+async def read(client: Client, keys: Keys) -> Letters:
+    """The dead letters of a run. Raises NoRun."""
+    ledger = Ledger(client, keys, "dead")
+    view = await ledger.look()
+    rows = await client.call("XRANGE", keys.dead, "-", "+")
+    parsed = [_letter(id_.decode(), dict(zip(f[::2], f[1::2], strict=True))) for id_, f in rows]
+    tasks = [letter.task for letter in parsed if letter.task is not None]
+    ends = dict(zip(tasks, await ledger.ends(tasks), strict=True))
+    letters = tuple(
+        Letter(one.id, one.dead, one.message, one.unreadable, ends.get(one.task or "", ""))
+        for one in parsed
+    )
+    return Letters(letters, view.counts.get("dead_letters_lost", 0))
+
+
+def _letter(id_: str, fields: dict[bytes, bytes]) -> Letter:
+    data = fields.get(b"m", b"")
+    try:
+        dead = Dead.decode(data)
+    except BadMessage as error:  # another release wrote it
+        time_s = int(id_.partition("-")[0]) / 1000
+        unknown = Dead(stream="?", entry="?", reason=f"{error}", time=time_s, data=data)
+        return Letter(id_, unknown, None, f"the letter itself can't be read: {error}")
+    try:
+        return Letter(id_, dead, decode(dead.data, *_KINDS))
+    except BadMessage as error:
+        return Letter(id_, dead, None, str(error))
+
+
+# retrying
+
+
+def again(letter: Letter, now: float) -> Trigger:
+    """The new task that does a letter's work again. Raises FedstreamError where there is none."""
+    message = letter.message
+    if message is None:
+        raise FedstreamError(f"it can't be read ({letter.unreadable}): nobody knows what to do")
+    if isinstance(message, GiveUp):
+        raise FedstreamError("it says that a device gave its task up: there is nothing to do again")
+    if isinstance(message, CloseRound | RoundEnd):
+        raise FedstreamError("it is the end of a round, which the scheduler asks for by itself")
+    about: dict[str, Any] = {
+        "task": task_id(int(now * 1000)),
+        "device": letter.device,
+        "why": f"retry of {letter.task}",
+    }
+    if isinstance(message, Task):
+        if message.deadline is not None and now > message.deadline:
+            raise FedstreamError("the deadline of its round has passed")
+        same = ("seed", "steps", "epochs", "seconds", "version", "deadline")
+        return Trigger(**about, **{name: getattr(message, name) for name in same})
+    if not isinstance(message, Upload) or message.steps < 1:
+        raise FedstreamError("it does not say how many steps to train")
+    seed = secrets.randbits(63) if message.seed is None else message.seed
+    return Trigger(**about, seed=seed, steps=message.steps)
+
+
+async def retry(client: Client, keys: Keys, letter: Letter) -> Trigger:
+    """Triggers a letter's work again, and deletes the letter. Raises FedstreamError."""
+    trigger = again(letter, time.time())
+    before = letter.task or ""
+    verdict, detail = await Ledger(client, keys, "dead").retry(letter.id, before, trigger)
+    if verdict != "sent":
+        raise FedstreamError(_WHY_NOT[verdict].format(detail=detail, device=trigger.device))
+    return trigger
+
+
+_WHY_NOT = {
+    "gone": "it is not there any more",
+    "finished": "the run is finished",
+    "open": "its task is still open",
+    "ended": "its task ended as {detail}: another answer to it was admitted",
+    "round": "the round that it belongs to is over",
+    "busy": "device {device} has another task, {detail}: try again when that has ended",
+    "held": "device {device}'s update waits in the batch: try again after the next version",
+}
+
+
+async def drop(client: Client, keys: Keys, letters: Sequence[Letter]) -> int:
+    """Deletes letters: how many were there."""
+    if not letters:
+        return 0
+    return int(await client.call("XDEL", keys.dead, *(letter.id for letter in letters)))
+
+
+# showing
+
+
+def plain(letter: Letter) -> dict[str, Any]:
+    """A letter for programs."""
+    return {
+        "id": letter.id,
+        "time": letter.dead.time,
+        "stream": letter.dead.stream,
+        "entry": letter.dead.entry,
+        "reason": letter.dead.reason,
+        "deliveries": letter.dead.deliveries,
+        "kind": letter.message.kind if letter.message else None,
+        "task": letter.task,
+        "device": letter.device,
+        "outcome": letter.ended or None,
+        "message": dict(letter.message.__dict__) if letter.message else None,
+        "unreadable": letter.unreadable or None,
+        "bytes": len(letter.dead.data),
+        "data": letter.dead.data.hex() if letter.message is None else None,
+    }
+
+
+def show(found: Letters) -> None:
+    """Prints the table of all."""
+    Console().print(page(found))
+
+
+def show_each(letters: Sequence[Letter]) -> None:
+    """Prints all that is in some letters."""
+    for letter in letters:
+        Console().print(details(letter))
+
+
+def page(found: Letters) -> RenderableType:
+    """All letters as a table."""
+    if not found.letters and not found.lost:
+        return "no dead letters"
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    table.add_column("letter", style="cyan", no_wrap=True)
+    table.add_column("at", no_wrap=True)
+    table.add_column("from")
+    table.add_column("task", no_wrap=True)
+    table.add_column("device", justify="right")
+    table.add_column("ended as")
+    table.add_column("tries", justify="right")
+    table.add_column("reason", overflow="fold")
+    for letter in found.letters:
+        dead = letter.dead
+        table.add_row(
+            letter.id, _clock(dead.time), escape(dead.stream), escape(letter.task or "-"),
+            "-" if letter.device is None else str(letter.device), letter.ended or "-",
+            str(dead.deliveries), escape(dead.reason),
+        )  # fmt: skip
+    lost = [f"{found.lost} older ones are lost: at most 1,000 are kept"] if found.lost else []
+    return Group(table, *lost)
+
+
+def details(letter: Letter) -> RenderableType:
+    """One letter with all that is in it."""
+    dead, message = letter.dead, letter.message
+    facts = Table.grid(padding=(0, 2))
+    facts.add_column(style="cyan", no_wrap=True)
+    facts.add_column(overflow="fold")
+    rows: list[tuple[str, object]] = [
+        ("letter", f"{letter.id}, at {_clock(dead.time)}"),
+        ("from", f"{dead.stream}, entry {dead.entry}"),
+        ("reason", dead.reason),
+        ("deliveries", dead.deliveries),
+    ]
+    if message is None:
+        sample = dead.data[:_SHOWN]
+        more = f" ... ({len(dead.data)} bytes)" if len(dead.data) > _SHOWN else ""
+        rows += [("unreadable", letter.unreadable), ("bytes", f"{sample!r}{more}")]
+    else:
+        rows += [
+            ("ended as", letter.ended or "not remembered"),
+            ("message", message.kind),
+            *((f"  {k}", v) for k, v in message.__dict__.items() if v is not None),
+        ]
+    for name, value in rows:
+        facts.add_row(name, escape(str(value)))
+    return facts
+
+
+def _clock(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")

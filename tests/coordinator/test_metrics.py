@@ -1,0 +1,131 @@
+"""What a coordinator says of the run as a whole."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry
+
+from broker.client import RedisSettings
+from broker.keys import TRAINERS
+from broker.ledger import Head, Run, View
+from broker.messages import Task, Trigger
+from broker.streams import Group
+from coordinator.metrics import RunMetrics, Seen, open_by_state
+from coordinator.service import Coordinator, CoordinatorSettings
+from runtime.tasks import LeaseSettings
+from tests.support import Hand, Proxy, context, counted, layout_of, running, wait_until
+
+LEASE_MS = 15_000
+
+
+def view_of(**changes: Any) -> View:
+    about: dict[str, Any] = {
+        "run": Run(layout_of(4), "fedasync", "digits", 10, 100, 0, 1.5),
+        "head": Head(version=7, digest="d", blob="7.1", time=99.5, epoch=1),
+        "counts": {"issued": 5}, "open": (), "admitted": 0, "queue": 0, "triggers": 0,
+        "uploads": 0, "trainers": 2, "kept": 3, "dead": 1, "owned": (), "now": 100.0,
+    }  # fmt: skip
+    return View(**about | changes)
+
+
+def tasks(n: int) -> tuple[Trigger, ...]:
+    return tuple(Trigger(task=f"t{i}", device=i, seed=1, steps=1) for i in range(n))
+
+
+@pytest.mark.parametrize(
+    ("opened", "answered", "training", "expected"),
+    [
+        (0, 0, 0, (0, 0, 0)),
+        (5, 0, 0, (5, 0, 0)),
+        (5, 1, 2, (2, 2, 1)),
+        (2, 0, 3, (0, 2, 0)),  # an entry whose task was given up meanwhile
+        (1, 2, 0, (0, 0, 1)),
+    ],
+)
+def test_states_add_up_to_what_is_open(
+    opened: int, answered: int, training: int, expected: tuple[int, int, int]
+) -> None:
+    states = open_by_state(view_of(open=tasks(opened), admitted=answered), training)
+    assert tuple(states.values()) == expected
+    assert sum(states.values()) == opened
+
+
+def test_blobs_are_counted_by_number_and_size() -> None:
+    registry = CollectorRegistry()
+    metrics = RunMetrics(registry)
+    head = Head(version=7, digest="d", blob="7.1", time=99.5, epoch=1, retained=4)
+    view = view_of(head=head, uploads=2, admitted=3)
+    metrics.saw(Seen(100.0, 5000, 0, view))
+    value = registry.get_sample_value
+    assert value("fedstream_run_blob_bytes", {"kind": "models"}) == 3 * 16
+    assert value("fedstream_run_blob_bytes", {"kind": "updates"}) == (2 + 3 + 4) * 16
+    assert value("fedstream_run_published_timestamp_seconds") == 99.5
+    assert value("fedstream_redis_memory_max_bytes") == 0
+
+
+def test_before_redis_has_answered_it_says_just_that() -> None:
+    registry = CollectorRegistry()
+    RunMetrics(registry)
+    assert registry.get_sample_value("fedstream_run_looked_timestamp_seconds") == 0
+    assert registry.get_sample_value("fedstream_run_running") is None
+
+
+def test_every_outcome_is_there_before_the_first() -> None:
+    registry = CollectorRegistry()
+    counts = {"issued": 9, "applied": 4, "refused": 3, "refused:digest": 2, "refused:size": 1}
+    RunMetrics(registry).saw(Seen(100.0, 0, 0, view_of(counts=counts)))
+
+    def ended(outcome: str, reason: str = "") -> float | None:
+        labels = {"outcome": outcome, "reason": reason}
+        return registry.get_sample_value("fedstream_run_tasks_total", labels)
+
+    assert (ended("applied"), ended("dead"), ended("refused")) == (4, 0, 0)
+    assert (ended("refused", "digest"), ended("refused", "size")) == (2, 1)
+
+
+async def test_a_task_is_in_training_while_its_lease_holds(hand: Hand) -> None:
+    await hand.create()
+    assert await hand.ledger.training(LEASE_MS) == 0  # not even a stream
+    await hand.open(3)
+    await hand.dispatch()
+    taken = await hand.take()
+    assert await hand.ledger.training(LEASE_MS) == 3
+    entry, _ = taken[0]
+    assert await hand.tasks.release(entry)  # whoever had it goes: it waits again
+    assert await hand.ledger.training(LEASE_MS) == 2
+    assert await hand.ledger.training(0) == 0  # all leases are over
+
+
+async def test_an_owners_tasks_count_as_well(hand: Hand) -> None:
+    await hand.create()
+    await hand.ledger.announce("ann", {}, [3])
+    await hand.open(device=3)
+    await hand.dispatch()
+    stream = Group(hand.client, hand.keys.tasks_of("ann"), TRAINERS, "ann")
+    await stream.ensure()
+    assert await hand.ledger.training(LEASE_MS) == 0
+    [entry] = await stream.read(block_ms=0)
+    assert Task.decode(entry.data).device == 3
+    assert await hand.ledger.training(LEASE_MS) == 1
+
+
+async def test_what_it_saw_last_stays_while_redis_is_away(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    await hand.open(2)
+    watched = context()
+    async with Proxy(redis) as proxy:
+        coordinator = Coordinator(
+            CoordinatorSettings(), LeaseSettings(),
+            keys=hand.keys, redis=proxy.settings, name="coordinator-0",
+        )  # fmt: skip
+        async with running(coordinator, watched):
+            await wait_until(lambda: counted(watched, "fedstream_run_open", state="waiting") == 2)
+            assert counted(watched, "fedstream_redis_reconnects_total") == 0
+            looked = "fedstream_run_looked_timestamp_seconds"
+            before = counted(watched, looked)
+            proxy.cut()
+            await wait_until(lambda: counted(watched, looked) > before)
+            await wait_until(lambda: counted(watched, "fedstream_redis_reconnects_total") > 0)
+            assert counted(watched, "fedstream_run_running") == 1

@@ -1,0 +1,307 @@
+"""`fedstream dead`: looking at dead letters, retrying what can be retried, dropping the rest."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from broker.client import Client
+from broker.errors import FedstreamError, OutOfMemory
+from broker.keys import COORDINATORS, TRAINERS
+from broker.messages import CloseRound, Dead, GiveUp, RoundEnd, Task, Trigger
+from broker.streams import Group
+from fedstream import dead
+from fedstream.cli import main
+from tests.support import Hand, full, snapshot
+
+Command = Callable[..., Awaitable[tuple[int, str, str]]]
+
+
+@pytest.fixture
+def command(
+    hand: Hand, redis: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Command:
+    """Runs `fedstream dead` about the run: exit code, stdout and stderr."""
+
+    async def run(*arguments: str, said: str = "") -> tuple[int, str, str]:
+        where = ("--redis", redis.url, "--run", hand.keys.name)
+        monkeypatch.setattr(sys, "argv", ["fedstream", "dead", *arguments, *where])
+        monkeypatch.setattr("typer.confirm", lambda *_, **__: said == "y" or sys.exit(1))
+        monkeypatch.setenv("COLUMNS", "200")
+
+        def ended() -> int:
+            with pytest.raises(SystemExit) as end:
+                main()
+            return int(end.value.code or 0)
+
+        return await asyncio.to_thread(ended), *capsys.readouterr()
+
+    return run
+
+
+async def crashing(hand: Hand, **changes: Any) -> Trigger:
+    """A task that crashed its trainers: its entry is in ``dead``."""
+    [trigger] = await hand.open(**changes)
+    await hand.dispatch()
+    [(entry, _)] = await hand.take()
+    task = Task.of(trigger)
+    reason = "crashed its trainers"
+    assert await hand.ledger.bury(hand.keys.tasks, TRAINERS, entry, reason, task=task, deliveries=3)
+    return trigger
+
+
+async def bury(hand: Hand, data: bytes, stream: str = "triggers", **about: Any) -> None:
+    """Puts an entry on a stream, and moves it to ``dead`` as a coordinator would."""
+    group = Group(hand.client, hand.keys.prefix + stream, COORDINATORS, "c")
+    await group.ensure()
+    await hand.client.call("XADD", group.stream, "*", "m", data)
+    entries = await group.read(count=100)
+    assert await hand.ledger.bury(group.stream, COORDINATORS, entries[-1], "tried", **about)
+
+
+async def only(hand: Hand) -> dead.Letter:
+    [letter] = (await dead.read(hand.client, hand.keys)).letters
+    return letter
+
+
+async def test_a_task_that_crashed_its_trainers_is_retried_as_a_new_task(
+    hand: Hand, command: Command
+) -> None:
+    await hand.create()
+    before = await crashing(hand, steps=7, epochs=None)
+    code, shown, _ = await command("list")
+    assert code == 0
+    for expected in (before.task, "crashed its trainers", "dead", "tasks"):
+        assert expected in shown
+    code, shown, _ = await command("show", before.task)
+    assert code == 0
+    assert all(text in shown for text in ("steps", "7", "message", "task", "deliveries"))
+    letter = await only(hand)
+    code, said, wrong = await command("retry", letter.id)
+    assert (code, wrong) == (0, "")
+    view = await hand.ledger.look()
+    [again] = view.open
+    assert again.task in said
+    assert again.task != before.task
+    assert again.why == f"retry of {before.task}"
+    same = {"device", "seed", "steps", "epochs"}
+    assert again.model_dump(include=same) == before.model_dump(include=same)
+    assert (view.issued, view.outcomes["dead"], view.dead) == (2, 1, 0)
+    await hand.balanced()
+    assert await hand.dispatch() == ["sent"]  # and goes the way of every task
+    [(_, task)] = await hand.take()
+    assert task.task == again.task
+    upload = await hand.trained(again)
+    assert await hand.admit(upload) == [("admitted", "")]
+    await hand.commit(1, upload)
+    assert (await hand.ledger.look()).outcomes["applied"] == 1
+    await hand.balanced()
+
+
+async def test_a_letter_is_retried_once(hand: Hand, command: Command) -> None:
+    await hand.create()
+    await crashing(hand)
+    letter = await only(hand)
+    await dead.retry(hand.client, hand.keys, letter)
+    with pytest.raises(FedstreamError, match="not there any more"):
+        await dead.retry(hand.client, hand.keys, letter)  # by somebody who saw it, too
+    assert (await hand.ledger.look()).issued == 2
+    code, _, wrong = await command("retry", letter.id)
+    assert (code, wrong.count("\n")) == (1, 1)
+    assert f"there is no dead letter '{letter.id}'" in wrong
+
+
+async def test_an_upload_that_crashed_the_coordinators_is_trained_again(hand: Hand) -> None:
+    await hand.create()
+    [trigger] = await hand.open()
+    await hand.dispatch()
+    await hand.take()
+    upload = await hand.trained(trigger, steps=12, seed=99)
+    await bury(hand, upload.encode(), "uploads", task=upload)
+    again = await dead.retry(hand.client, hand.keys, await only(hand))
+    assert (again.device, again.steps, again.seed) == (trigger.device, 12, 99)
+    assert again.task != trigger.task
+    await hand.balanced()
+    await hand.client.call("UNLINK", hand.keys.update(upload.blob))
+
+
+async def test_a_device_that_asked_by_itself_is_asked_by_the_operator(hand: Hand) -> None:
+    await hand.create()
+    wish = hand.trigger(origin="ann", why="own initiative")
+    await bury(hand, wish.encode(), task=wish)
+    letter = await only(hand)
+    assert letter.ended == ""  # it never was a task
+    again = await dead.retry(hand.client, hand.keys, letter)
+    assert again.origin == "scheduler"  # not held to ann's rate
+    assert await hand.dispatch() == ["sent"]
+    await hand.balanced()
+
+
+@pytest.mark.parametrize(
+    ("message", "why"),
+    [
+        (b"junk", "it can't be read (not msgpack"),
+        (b"", "it can't be read"),
+        (CloseRound(version=1, tasks=(), why="over").encode(), "the end of a round"),
+        (RoundEnd(version=1).encode(), "the end of a round"),
+        (
+            GiveUp(task="a", attempt="1", device=1, trainer="t", reason="tired").encode(),
+            "gave its task up",
+        ),
+        (Task(task="a", device=1, seed=1, steps=1, version=0, deadline=5.0).encode(), "deadline"),
+    ],
+)
+async def test_what_cannot_be_retried_says_why_and_stays(
+    hand: Hand, command: Command, message: bytes, why: str
+) -> None:
+    await hand.create()
+    await bury(hand, message)
+    before = await snapshot(hand.client, hand.keys)
+    letter = await only(hand)
+    code, said, wrong = await command("retry", "--all")
+    assert (code, said, wrong.count("\n")) == (1, "", 1)
+    assert wrong.startswith(f"fedstream: {letter.id} is not retried: ")
+    assert why in wrong
+    assert await snapshot(hand.client, hand.keys) == before
+    assert (await command("show", letter.id))[0] == 0  # whatever it is, it can be looked at
+    assert (await command("list"))[0] == 0
+
+
+async def test_a_task_that_another_answer_ended_is_not_retried(hand: Hand) -> None:
+    await hand.create()
+    upload = await hand.admitted()
+    await bury(hand, upload.model_copy(update={"attempt": "2"}).encode(), "uploads", task=upload)
+    with pytest.raises(FedstreamError, match="its task is still open"):
+        await dead.retry(hand.client, hand.keys, await only(hand))
+    await hand.commit(1, upload)
+    assert (await only(hand)).ended == "applied"
+    with pytest.raises(FedstreamError, match="ended as applied"):
+        await dead.retry(hand.client, hand.keys, await only(hand))
+    assert (await hand.ledger.look()).issued == 1
+
+
+async def test_a_device_has_one_task_at_a_time(hand: Hand) -> None:
+    await hand.create()
+    crashed = await crashing(hand)
+    [busy] = await hand.open(device=crashed.device)
+    with pytest.raises(FedstreamError, match=f"has another task, {busy.task}"):
+        await dead.retry(hand.client, hand.keys, await only(hand))
+    await hand.dispatch()
+    upload = await hand.trained(busy)
+    await hand.admit(upload)
+    await hand.commit(1, upload, held=(crashed.device,))
+    with pytest.raises(FedstreamError, match="waits in the batch"):
+        await dead.retry(hand.client, hand.keys, await only(hand))
+    await hand.commit(2)
+    await dead.retry(hand.client, hand.keys, await only(hand))
+
+
+async def test_a_round_that_is_over_is_not_begun_again(hand: Hand) -> None:
+    await hand.create()
+    deadline = time.time() + 600
+    crashed = await crashing(hand, version=0, deadline=deadline)
+    letter = await only(hand)
+    again = dead.again(letter, time.time())
+    assert (again.version, again.deadline) == (0, deadline)
+    await hand.commit(1)
+    with pytest.raises(FedstreamError, match="the round that it belongs to is over"):
+        await dead.retry(hand.client, hand.keys, letter)
+    assert crashed.task not in {trigger.task for trigger in (await hand.ledger.look()).open}
+
+
+async def test_a_finished_run_takes_no_more(hand: Hand) -> None:
+    await hand.create()
+    await crashing(hand)
+    await hand.ledger.finish("by hand")
+    with pytest.raises(FedstreamError, match="the run is finished"):
+        await dead.retry(hand.client, hand.keys, await only(hand))
+
+
+async def test_out_of_memory_nothing_is_half_done(hand: Hand, client: Client) -> None:
+    await hand.create()
+    await crashing(hand)
+    letter = await only(hand)
+    before = await snapshot(hand.client, hand.keys)
+    async with full(client):
+        with pytest.raises(OutOfMemory):
+            await dead.retry(hand.client, hand.keys, letter)
+        assert await snapshot(hand.client, hand.keys) == before
+        assert await dead.drop(hand.client, hand.keys, [letter]) == 1  # which frees
+
+
+async def test_dropping_asks_first(hand: Hand, command: Command) -> None:
+    await hand.create()
+    for _ in range(3):
+        await crashing(hand)
+    letters = (await dead.read(hand.client, hand.keys)).letters
+    assert (await command("drop", "--all", said="n"))[0] == 1
+    assert (await hand.ledger.look()).dead == 3
+    code, said, _ = await command("drop", letters[0].id, letters[1].task or "", said="y")
+    assert (code, said) == (0, "2 dead letters deleted\n")
+    assert (await only(hand)).id == letters[2].id
+    code, said, _ = await command("drop", "--all", "--yes")
+    assert (code, said) == (0, "1 dead letters deleted\n")
+    view = await hand.ledger.look()
+    assert (view.dead, view.outcomes["dead"]) == (0, 3)  # they stay counted
+    assert (await command("list"))[1] == "no dead letters\n"
+
+
+async def test_programs_get_json(hand: Hand, command: Command) -> None:
+    await hand.create()
+    crashed = await crashing(hand)
+    await bury(hand, b"\xff")
+    code, said, _ = await command("list", "--json")
+    assert code == 0
+    found = json.loads(said)
+    assert found["lost"] == 0
+    task, junk = found["letters"]
+    assert (task["task"], task["outcome"], task["kind"]) == (crashed.task, "dead", "task")
+    assert task["message"]["device"] == crashed.device
+    assert (junk["data"], junk["message"]) == ("ff", None)
+    assert "not a message" in junk["unreadable"]
+    code, said, _ = await command("show", task["id"], "--json")
+    assert json.loads(said) == [task]
+
+
+async def test_lost_letters_are_told(hand: Hand, command: Command) -> None:
+    await hand.create()
+    await hand.client.call("HSET", hand.keys.counts, "dead_letters_lost", 4)
+    assert "4 older ones are lost" in (await command("list"))[1]
+
+
+async def test_a_letter_of_another_release_can_be_listed_and_dropped(
+    hand: Hand, command: Command
+) -> None:
+    await hand.create()
+    letter = Dead(stream="tasks", entry="1-1", reason="r", time=1.0).encode()
+    await hand.client.call(
+        "XADD", hand.keys.dead, "*", "m", letter.replace(b"\xa1v\x01", b"\xa1v\x09")
+    )
+    code, shown, _ = await command("list")
+    assert code == 0
+    assert "schema 9" in shown
+    code, _, wrong = await command("retry", "--all")
+    assert code == 1
+    assert "the letter itself can't be read" in wrong
+    assert (await command("drop", "--all", "--yes"))[0] == 0
+
+
+@pytest.mark.parametrize("arguments", [("retry",), ("drop", "--yes"), ("drop", "--all", "1-1")])
+async def test_letters_are_named_or_all_are_meant(
+    hand: Hand, command: Command, arguments: tuple[str, ...]
+) -> None:
+    await hand.create()
+    code, _, wrong = await command(*arguments)
+    assert (code, wrong) == (2, "fedstream: name letters by their ids, or take --all\n")
+
+
+async def test_without_a_run_there_are_no_letters(hand: Hand, command: Command) -> None:
+    code, _, wrong = await command("list")
+    assert code == 1
+    assert wrong.startswith(f"fedstream: there is no run '{hand.keys.name}'")

@@ -1,0 +1,185 @@
+"""A deployment elsewhere: asked through its coordinator's HTTP, or in its Redis as an operator."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestServer
+
+from broker import rights
+from broker.client import Client, RedisSettings
+from broker.keys import TRAINERS, Keys
+from broker.ledger import Ledger
+from broker.messages import Task
+from coordinator.app import App
+from fedstream import status
+from fedstream.cli import main
+from tests.support import Hand
+
+Command = Callable[..., Awaitable[tuple[int, str, str]]]
+
+
+@pytest.fixture
+def redis(any_redis: RedisSettings) -> RedisSettings:
+    """One Redis."""
+    return any_redis
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `fedstream status`, or another one: exit code, stdout and stderr."""
+
+    async def run(*arguments: str, words: tuple[str, ...] = ("status",)) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["fedstream", *words, *arguments])
+
+        def ended() -> int:
+            with pytest.raises(SystemExit) as end:
+                main()
+            return int(end.value.code or 0)
+
+        return await asyncio.to_thread(ended), *capsys.readouterr()
+
+    return run
+
+
+async def serving(client: Client, keys: Keys) -> TestServer:
+    """A coordinator's routes."""
+    app = web.Application()
+    app.add_routes(App(client, Ledger(client, keys, "c"), keys).routes())
+    server = TestServer(app)
+    await server.start_server()
+    return server
+
+
+@pytest.fixture
+async def url(client: Client, keys: Keys) -> AsyncIterator[str]:
+    """Where a coordinator answers."""
+    server = await serving(client, keys)
+    yield str(server.make_url("")).rstrip("/")
+    await server.close()
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1/runs/whatever"])
+async def test_a_coordinator_says_what_redis_would(
+    hand: Hand, command: Command, url: str, path: str
+) -> None:
+    await hand.create(versions=7)
+    await hand.ledger.announce("ann", {"pid": 12})
+    asked = ("--url", url + path, "--run", hand.keys.name)
+    code, said, wrong = await command(*asked, "--json")
+    assert (code, wrong) == (0, "")
+    assert json.loads(said) == await status.read(hand.client, hand.keys)
+    code, said, _ = await command(*asked)
+    assert code == 0
+    assert f"{hand.keys.name}, running" in said
+    assert "ann" in said
+
+
+async def test_another_run_is_named(hand: Hand, command: Command, url: str) -> None:
+    await hand.create()
+    code, said, wrong = await command("--url", url, "--run", "another")
+    assert (code, said, wrong.count("\n")) == (1, "", 1)
+    assert "answers 404: this deployment serves run" in wrong
+    assert hand.keys.name in wrong
+
+
+async def test_a_coordinator_whose_redis_is_away_says_so(command: Command, keys: Keys) -> None:
+    client = Client(RedisSettings(url="redis://127.0.0.1:1/0"))
+    server = await serving(client, keys)
+    code, _, wrong = await command("--url", str(server.make_url("")), "--run", keys.name)
+    assert (code, wrong.count("\n")) == (1, 1)
+    assert "answers 503: Redis at 127.0.0.1:1 does not answer" in wrong
+    await server.close()
+    await client.close()
+
+
+async def test_something_else_that_answers_is_no_coordinator(command: Command) -> None:
+    async def hello(_request: web.Request) -> web.Response:
+        return web.Response(text="[]")
+
+    app = web.Application()
+    app.add_routes([web.get("/v1/runs/{run}", hello)])
+    server = TestServer(app)
+    await server.start_server()
+    code, _, wrong = await command("--url", str(server.make_url("")))
+    assert (code, wrong.count("\n")) == (1, 1)
+    assert "does not answer as a coordinator does" in wrong
+    await server.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["--url", "http://127.0.0.1:1"], 1, "nobody answers at http://127.0.0.1:1/v1/runs/demo: "),
+        (["--url", "http://nowhere.invalid"], 1, "nobody answers at http://nowhere.invalid/"),
+        (["--url", "127.0.0.1:8080"], 2, "is no address of a coordinator"),
+        (["--url", "file:///etc/hosts"], 2, "is no address of a coordinator"),
+        (["--url", "http://[::1"], 2, "is no address of a coordinator"),
+        (["--url", "http://a", "--redis", "redis://a"], 2, "one of the two"),
+    ],
+)
+async def test_what_is_wrong_is_said_in_one_line(
+    command: Command, arguments: list[str], code: int, said: str
+) -> None:
+    ended, shown, wrong = await command(*arguments)
+    assert (ended, shown, wrong.count("\n")) == (code, "", 1)
+    assert wrong.startswith("fedstream: ")
+    assert said in wrong
+
+
+@pytest.fixture
+async def operator(
+    client: Client, keys: Keys, redis: RedisSettings, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[str]:
+    """A Redis that asks who one is, and the environment of an operator: its URL."""
+    version = re.search(rb"redis_version:(\d+)", await client.call("INFO", "server"))
+    if version is None or int(version[1]) < 7:
+        pytest.skip("rights by key and subcommand need Redis 7")
+    password = "a long secret"  # noqa: S105
+    rules = rights.rules("operator", keys.name).split()
+    await client.call("ACL", "SETUSER", "operator", "on", f">{password}", *rules)
+    monkeypatch.setenv("FEDSTREAM_REDIS__USERNAME", "operator")
+    monkeypatch.setenv("FEDSTREAM_REDIS__PASSWORD", password)
+    yield redis.url
+    await client.call("ACL", "DELUSER", "operator")
+
+
+async def test_an_operator_looks_and_mends_with_rights_of_its_own(
+    hand: Hand, operator: str, command: Command
+) -> None:
+    await hand.create()
+    for _ in range(2):
+        [trigger] = await hand.open()
+        await hand.dispatch()
+        [(entry, _)] = await hand.take()
+        task = Task.of(trigger)
+        await hand.ledger.bury(hand.keys.tasks, TRAINERS, entry, "crashed", task=task)
+    where = ("--redis", operator, "--run", hand.keys.name)
+    asked: list[tuple[str, ...]] = [
+        ("status",), ("top", "--once"), ("dead", "list"), ("dead", "show", trigger.task),
+        ("dead", "retry", trigger.task), ("dead", "drop", "--all", "--yes"),
+        ("purge", "--yes", "--force"),
+    ]  # fmt: skip
+    for one in asked:
+        code, said, wrong = await command(*where, words=one)
+        assert (code, wrong) == (0, ""), one
+        assert said
+
+
+async def test_a_wrong_password_is_one_line(
+    hand: Hand, operator: str, command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await hand.create()
+    monkeypatch.setenv("FEDSTREAM_REDIS__PASSWORD", "a guess")
+    for words in (("status",), ("top", "--once"), ("dead", "list")):
+        where = ("--redis", operator, "--run", hand.keys.name)
+        code, said, wrong = await command(*where, words=words)
+        assert (code, said, wrong.count("\n")) == (1, "", 1)
+        assert "refuses: " in wrong
+        assert "a guess" not in wrong

@@ -1,0 +1,118 @@
+"""`trainer.device` and `evaluator.device`: where models and data lie."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from broker import blobs
+from broker.client import RedisSettings
+from broker.errors import ConfigError
+from broker.keys import Keys
+from broker.layout import Model
+from broker.messages import Upload
+from fedstream import Task
+from runtime.service import Service
+from runtime.tasks import LeaseSettings
+from tests.support import Hand, context, model_of, running, wait_until
+from trainer.devices import DeviceSettings
+from trainer.evaluator import Evaluator, EvaluatorSettings
+from trainer.placement import placed
+from trainer.service import Trainer, TrainerSettings
+from trainer.solvers import Sgd, Work, solve
+from trainer.vector import layout_of, load, read
+
+Place = Literal["cpu", "cuda"]
+
+
+class Lines(Task):
+    """Two classes, linearly apart."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 2)
+
+    def device_data(self, device: int) -> Dataset[Any]:
+        generator = torch.Generator().manual_seed(device)
+        x = torch.randn(40, 3, generator=generator)
+        return TensorDataset(x, (x.sum(1) > 0).long())
+
+    def test_data(self) -> Dataset[Any]:
+        return self.device_data(99)
+
+
+def trainer(place: Place, redis: RedisSettings, keys: Keys) -> Trainer:
+    return Trainer(
+        TrainerSettings(device=place), Sgd(lr=0.1, batch_size=8), DeviceSettings(), LeaseSettings(),
+        keys=keys, redis=redis, name="t1", load=Lines,
+    )  # fmt: skip
+
+
+def evaluator(place: Place, redis: RedisSettings, keys: Keys) -> Evaluator:
+    return Evaluator(
+        EvaluatorSettings(device=place), keys=keys, redis=redis, name="e1", load=Lines, target=None
+    )
+
+
+@pytest.mark.parametrize("make", [trainer, evaluator])
+async def test_without_cuda_a_service_that_wants_it_says_so_and_ends(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    service: Service = make("cuda", RedisSettings(), Keys("nowhere"))
+    said = f"{service.role}.device = 'cuda': torch finds no CUDA device here; take 'cpu', or"
+    with pytest.raises(ConfigError, match=said):
+        await service.run(context())
+
+
+def test_tensors_are_moved_and_other_data_are_left_to_the_loss() -> None:
+    class Drawn(TensorDataset):
+        """Its items are not its rows."""
+
+    plain, drawn = TensorDataset(torch.ones(2)), Drawn(torch.ones(2))
+    assert placed(plain, "cpu") is plain
+    elsewhere: Any = "meta"  # a device that every torch has
+    moved = placed(plain, elsewhere)
+    assert isinstance(moved, TensorDataset)
+    assert moved.tensors[0].device.type == "meta"
+    assert placed(drawn, elsewhere) is drawn
+
+
+CUDA = pytest.param(
+    "cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+)
+
+
+@pytest.mark.parametrize("place", ["cpu", CUDA])
+async def test_what_is_trained_there_comes_back_as_the_runs_vector(
+    place: Place, hand: Hand, redis: RedisSettings
+) -> None:
+    task, solver = Lines(), Sgd(lr=0.1, batch_size=8)
+    hand.layout = layout_of(task.model())
+    await hand.create()  # version 0 is all zeros
+    async with running(trainer(place, redis, hand.keys), context()):
+        [trigger] = await hand.open(seed=7)
+        await hand.dispatch()
+
+        async def answered() -> Any:
+            return await hand.client.call("XRANGE", hand.keys.uploads, "-", "+")
+
+        [(_, fields)] = await wait_until(answered)
+    upload = Upload.decode(fields[1])
+    update = Model(hand.layout)
+    await blobs.read(hand.client, hand.keys.update(upload.blob), update, digest=upload.digest)
+
+    module, here = task.model(), model_of(hand.layout, 0.0)
+    load(here, module)
+    work = Work(
+        device=trigger.device, task=trigger.task, version=0, seed=7, steps=None, epochs=1,
+        solver=solver, cancelled=lambda: False,
+    )  # fmt: skip
+    solve(task, module, task.device_data(trigger.device), work)
+    read(module, here)
+    assert np.abs(here.floats).max() > 0.01
+    assert np.allclose(update.floats, here.floats, atol=1e-6)

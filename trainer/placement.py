@@ -1,0 +1,35 @@
+"""Where models and data lie while torch computes: in the machine's memory, or on a GPU.
+
+torch is imported where it is used: services that only read these settings start without it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from broker.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch.utils.data import Dataset
+
+Place: TypeAlias = Literal["cpu", "cuda"]
+
+
+def check(key: str, place: Place) -> None:
+    """Raises ConfigError, naming the key, if torch can't compute there."""
+    import torch
+
+    if place == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(
+            f"{key} = 'cuda': torch finds no CUDA device here; take 'cpu', or install a torch with "
+            "CUDA"
+        )
+
+
+def placed(data: Dataset[Any], place: Place) -> Dataset[Any]:
+    """The data there, where it is tensors; else as it is, for the loss to move."""
+    from torch.utils.data import TensorDataset
+
+    if place == "cpu" or type(data) is not TensorDataset:
+        return data
+    return TensorDataset(*(tensor.to(place) for tensor in data.tensors))
