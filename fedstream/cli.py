@@ -24,6 +24,8 @@ from fedstream import __version__, journal
 if TYPE_CHECKING:
     from broker.client import Client
     from fedstream.config import Settings
+    from fedstream.dead import Letter
+    from fedstream.dead import Letters as Found
 
 T = TypeVar("T")
 
@@ -36,6 +38,8 @@ _SERVICES = "One service"
 _LOOKING = "Looking at a run"
 
 app.add_typer(journal.app, name="journal", rich_help_panel=_LOOKING)
+dead = typer.Typer(help="What could not be processed: look at it, retry it, drop it.")
+app.add_typer(dead, name="dead", no_args_is_help=True, rich_help_panel=_LOOKING)
 
 Config = Annotated[
     Path | None,
@@ -307,13 +311,25 @@ def reproduce(
 
 @app.command(rich_help_panel=_LOOKING)
 def status(
-    config: Config = None, redis: Url = None, run: RunName = None, as_json: AsJson = False
+    config: Config = None,
+    redis: Url = None,
+    run: RunName = None,
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="ask a coordinator's HTTP there, and not Redis"),
+    ] = None,
+    as_json: AsJson = False,
 ) -> None:
     """How a run is now."""
     from fedstream import report
     from fedstream import status as page
 
-    about = _ask(config, redis, run, page.read)
+    if url is None:
+        about = _ask(config, redis, run, page.read)
+    elif redis is not None:
+        raise ConfigError("--url asks a coordinator, --redis asks Redis: one of the two")
+    else:
+        about = page.fetch(url, run or _settings(config, None).run.name)
     if as_json:
         typer.echo(report.as_json(about))
     else:
@@ -431,6 +447,128 @@ def replay(
     _leave(code)
 
 
+@dead.command("list")
+def dead_list(
+    config: Config = None, redis: Url = None, run: RunName = None, as_json: AsJson = False
+) -> None:
+    """All of them, the oldest first."""
+    from fedstream import dead as page
+    from fedstream import report
+
+    found = _ask(config, redis, run, page.read)
+    if as_json:
+        letters = [page.plain(letter) for letter in found.letters]
+        typer.echo(report.as_json({"letters": letters, "lost": found.lost}))
+    else:
+        page.show(found)
+
+
+@dead.command("show")
+def dead_show(
+    wanted: Annotated[str, typer.Argument(metavar="ID", help="of the letter, or of its task")],
+    config: Config = None,
+    redis: Url = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """What is in one."""
+    from fedstream import dead as page
+    from fedstream import report
+
+    letters = _ask(config, redis, run, page.read).find([wanted])
+    if as_json:
+        typer.echo(report.as_json([page.plain(letter) for letter in letters]))
+    else:
+        page.show_each(letters)
+
+
+Letters = Annotated[
+    list[str] | None, typer.Argument(metavar="ID...", help="of letters, or of their tasks")
+]
+All = Annotated[bool, typer.Option("--all", help="all there are")]
+
+
+@dead.command("retry")
+def dead_retry(
+    wanted: Letters = None,
+    everything: All = False,
+    config: Config = None,
+    redis: Url = None,
+    run: RunName = None,
+) -> None:
+    """Trigger the work again, as a new task of the same device, and delete the letter.
+
+    Exit codes: 0 all were retried, 1 at least one could not be, and is still there.
+    """
+    from fedstream import dead as page
+
+    async def retry(client: Client, keys: Keys) -> int:
+        failed = 0
+        for letter in _chosen(await page.read(client, keys), wanted, everything):
+            try:
+                trigger = await page.retry(client, keys, letter)
+            except FedstreamError as error:
+                if error.retriable:
+                    raise
+                failed += 1
+                typer.echo(f"fedstream: {letter.id} is not retried: {error}", err=True)
+            else:
+                typer.echo(f"{letter.id}: device {trigger.device} has task {trigger.task}")
+        return failed
+
+    if _ask(config, redis, run, retry):
+        raise typer.Exit(1)
+
+
+@dead.command("drop")
+def dead_drop(
+    wanted: Letters = None,
+    everything: All = False,
+    config: Config = None,
+    redis: Url = None,
+    run: RunName = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="without asking")] = False,
+) -> None:
+    """Delete them. What they were about has ended as dead, and stays so."""
+    from fedstream import dead as page
+
+    found = _ask(config, redis, run, page.read)
+    chosen = _chosen(found, wanted, everything)
+    if chosen and not yes:
+        typer.confirm(f"Delete {len(chosen)} of {len(found.letters)} dead letters?", abort=True)
+    dropped = _ask(config, redis, run, lambda client, keys: page.drop(client, keys, chosen))
+    typer.echo(f"{dropped} dead letters deleted")
+
+
+def _chosen(found: Found, wanted: list[str] | None, everything: bool) -> list[Letter]:
+    """The letters that were named. Raises FedstreamError, and ConfigError if none was."""
+    if bool(wanted) == everything:
+        raise ConfigError("name letters by their ids, or take --all")
+    return list(found.letters) if everything else found.find(wanted or ())
+
+
+@app.command(rich_help_panel=_LOOKING)
+def doctor(
+    config: Config = None, redis: Url = None, run: RunName = None, as_json: AsJson = False
+) -> None:
+    """Look at Redis, the run in it, the journal's volume, the task and its data: what to change.
+
+    Exit codes: 0 nothing is wrong, warnings aside; 1 there are problems; 2 a wrong configuration.
+    """
+    from fedstream import doctor as page
+    from fedstream import report
+
+    settings = _settings(config, None, redis__url=redis, run__name=run)
+    # Where Redis is, and which run it is about: that says nothing of how the run should be.
+    configured = config is not None or bool(settings.model_fields_set - {"redis", "run"})
+    findings = asyncio.run(page.examine(settings, configured=configured))
+    if as_json:
+        typer.echo(report.as_json(page.summary(findings)))
+    else:
+        page.show(findings)
+    _leave(page.exit_code(findings))
+
+
 @app.command(rich_help_panel=_LOOKING)
 def purge(
     config: Config = None,
@@ -449,6 +587,27 @@ def purge(
         config, redis, run, lambda client, keys: presence.purge(client, keys, force=force)
     )
     typer.echo(f"{deleted} keys of run {name!r} deleted")
+
+
+@app.command(rich_help_panel=_LOOKING)
+def acl(
+    config: Config = None,
+    run: RunName = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="instead of printing it")] = None,
+) -> None:
+    """Make Redis's ACL file: a user for every role, with only the keys and commands it needs.
+
+    Passwords come from the environment: FEDSTREAM_PASSWORD_COORDINATOR, and so on for SCHEDULER,
+    UPDATER, EVALUATOR, TRAINER and OPERATOR; the file holds their hashes. Redis 7 or later.
+    """
+    from fedstream import acl as page
+
+    name = check_name("--run", run) if run else _settings(config, None).run.name
+    text = page.file_of(name, os.environ)
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        page.write(out, text)
 
 
 @app.command(rich_help_panel=_SERVICES)

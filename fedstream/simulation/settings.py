@@ -7,6 +7,7 @@ from typing import Annotated, Literal, TypeAlias
 from pydantic import Field, field_validator
 
 from runtime.config import Section
+from trainer.placement import Place
 
 
 class NoStaleness(Section):
@@ -63,7 +64,7 @@ class SimulationSettings(Section):
     )
     evaluate_every: Annotated[int, Field(ge=0)] = 10
     """versions; the last one is measured too; 0: that one alone"""
-    device: Literal["cpu", "cuda"] = "cpu"
+    device: Place = "cpu"
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: of layers while they train (autocast, channels last); the weights stay float32."""
     batched: bool = True

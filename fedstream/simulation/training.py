@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.utils.data import TensorDataset
 
-from broker.errors import ConfigError, DataError, FedstreamError
+from broker.errors import DataError, FedstreamError
 from broker.layout import Floats, Model
 from fedstream.simulation import together
 from trainer import vector
 from trainer.answer import as_sent
+from trainer.placement import check, placed
 from trainer.solvers import Cancelled, Trained, Work
 from trainer.task import words
 
@@ -50,11 +50,7 @@ class Job:
 @contextmanager
 def use_of_torch(settings: SimulationSettings) -> Iterator[None]:
     """torch as the settings want it, and afterwards as it was. Raises ConfigError without CUDA."""
-    if settings.device == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(
-            "simulation.device = 'cuda': torch finds no CUDA device here; take 'cpu', or install "
-            "a torch with CUDA"
-        )
+    check("simulation.device", settings.device)
     threads, deterministic = torch.get_num_threads(), torch.backends.cudnn.deterministic
     if settings.threads is not None:
         torch.set_num_threads(settings.threads)
@@ -179,10 +175,3 @@ def blamed(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         raise DataError(f"{what}: {words(error)}") from error
-
-
-def placed(data: Dataset[Any], device: str) -> Dataset[Any]:
-    """The data on the device, where it is tensors; else as it is, for the loss to move."""
-    if device == "cpu" or type(data) is not TensorDataset:
-        return data
-    return TensorDataset(*(tensor.to(device) for tensor in data.tensors))

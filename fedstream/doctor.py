@@ -1,0 +1,317 @@
+"""`fedstream doctor`: looks at a deployment, and says what to change.
+
+Each line is something that was read or measured; what can't be looked at from here is said to be
+not checked. Nothing is changed, neither in Redis nor on the journal's volume: a file without a name
+is written there, and gone.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+import typer
+
+from broker.client import Client, RedisSettings
+from broker.errors import BrokerError, NoRun
+from broker.keys import Keys
+from broker.ledger import Ledger, Run, View
+from broker.rights import ROLES
+from fedstream import doctor_machine as machine
+from fedstream import doctor_redis as judged
+from fedstream.findings import Finding, Level, not_checked, ok, problem, warning
+from fedstream.presence import serving
+from fedstream.services import DEVICES
+
+if TYPE_CHECKING:
+    from fedstream.config import Settings
+
+_ROUND_TRIPS = 20
+_LEADERS = ("scheduler", "updater")
+_WITH_TASK = ("trainer", "evaluator", "updater")  # of the roles, who loads it
+_NEEDS_CONFIG = "needs the deployment's configuration: --config"
+_COLORS: dict[Level, str | None] = {
+    "ok": typer.colors.GREEN,
+    "warning": typer.colors.YELLOW,
+    "problem": typer.colors.RED,
+    "not checked": None,
+}
+
+
+async def examine(
+    settings: Settings, *, configured: bool = True, now: Callable[[], float] = time.time
+) -> list[Finding]:
+    """All findings. A user of a role's name is looked at as that role.
+
+    ``configured``: the settings are the deployment's; else they say no more than where Redis is,
+    and the name of the run. Raises ConfigError where they do not even say that.
+    """
+    client = Client(settings.redis, "doctor")
+    user = user_of(settings.redis)
+    role = user if user in ROLES else None
+    loaded, about_task = machine.Loaded(), list[Finding]()
+    if not configured:
+        about_task.append(not_checked("task, data, torch", _NEEDS_CONFIG))
+    elif role is None or role in _WITH_TASK:
+        loaded, about_task = machine.task(settings)
+        if loaded.task is not None:
+            about_task += machine.computing(settings, role)
+    else:
+        about_task.append(not_checked("task, data, torch", _elsewhere(role, "a trainer")))
+    look = _Look(settings, client, user, loaded, now, configured=configured)
+    try:
+        findings = await look.all()
+    finally:
+        await client.close()
+    if not configured:
+        findings.append(not_checked("journal", _NEEDS_CONFIG))
+    elif role in (None, "updater"):
+        layout = look.run.layout if look.run is not None else loaded.layout
+        findings += machine.volume(settings, layout.nbytes if layout is not None else None)
+        findings.append(machine.journal(settings, look.run, asked=look.asked))
+    else:
+        findings.append(not_checked("journal", _elsewhere(role, "the updater")))
+    return findings + about_task
+
+
+def _elsewhere(role: str, where: str) -> str:
+    return f"asked as {role}, which has none: ask where {where} runs"
+
+
+def user_of(redis: RedisSettings) -> str:
+    """The user that Redis is asked as."""
+    return redis.username or urlsplit(redis.url).username or "default"
+
+
+class _Look:
+    """A look at Redis. What comes after the first exchange may be refused, each for itself."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        client: Client,
+        user: str,
+        loaded: machine.Loaded,
+        now: Callable[[], float],
+        *,
+        configured: bool,
+    ) -> None:
+        self._settings = settings
+        self._client = client
+        self._user = user
+        self._loaded = loaded
+        self._now = now
+        self._configured = configured
+        self._keys = Keys(settings.run.name)
+        self._ledger = Ledger(client, self._keys, "doctor")
+        self._info: judged.Info | None = None
+        self._view: View | None = None
+        self.run: Run | None = None
+        self.asked = False  # whether Redis has said if it has the run
+
+    async def all(self) -> list[Finding]:
+        """Every finding about Redis and the run in it."""
+        redis = self._settings.redis
+        try:
+            await self._client.call("PING")
+        except BrokerError as error:
+            if error.retriable:
+                change = "start it, or name the right one with redis.url"
+            elif "no permissions" in str(error):
+                change = "make the users by `fedstream acl`"
+            else:
+                change = "correct redis.username and redis.password"
+            return [
+                problem("redis", str(error), change),
+                not_checked("redis and the run in it", "it could not be asked"),
+            ]
+        how = ", by TLS" if urlsplit(redis.url).scheme == "rediss" else ""
+        findings = [ok("redis", f"{self._client.address} answers user {self._user!r}{how}")]
+        for about, check in (
+            ("redis latency", self._latency), ("clock", self._clock),
+            ("redis server", self._server), (f"rights of {self._user}", self._rights),
+            ("rights of the others", self._users),
+            ("run", self._agreement), ("tasks", self._tasks), ("services", self._services),
+            ("redis memory", self._room),
+        ):  # fmt: skip
+            findings += await _tried(about, check())
+        return findings
+
+    async def _latency(self) -> Iterable[Finding]:
+        seconds = []
+        for _ in range(_ROUND_TRIPS):
+            begun = time.perf_counter()
+            await self._client.call("PING")
+            seconds.append(time.perf_counter() - begun)
+        return [judged.latency(seconds, self._settings.redis.timeout_s)]
+
+    async def _clock(self) -> Iterable[Finding]:
+        asked = []
+        for _ in range(_ROUND_TRIPS):
+            before = self._now()
+            seconds, micros = await self._client.call("TIME")
+            asked.append((before, int(seconds) + int(micros) / 1e6, self._now()))
+        return [judged.clock(asked, self._settings.policy)]
+
+    async def _server(self) -> Iterable[Finding]:
+        redis, budget = self._settings.redis, self._settings.scheduler.memory_budget
+        info = judged.parsed(await self._client.call("INFO"))
+        part = list(judged.part(info, cluster=redis.cluster, sentinel=redis.sentinel is not None))
+        if "maxmemory" not in info:  # a sentinel has no data, and says nothing of memory
+            return [judged.version(info), *part]
+        self._info = info
+        try:
+            found = await self._client.call("CONFIG", "GET", "save")
+        except BrokerError as error:
+            if judged.refusal(error) is None:
+                raise
+            found = []
+        save = found[1].decode() if found else None  # some that are managed say nothing
+        return [
+            judged.version(info),
+            *part,
+            *judged.persistence(info, save),
+            judged.limit(info, budget=budget),
+        ]
+
+    async def _rights(self) -> Iterable[Finding]:
+        what, asked = judged.rights_of(self._user, self._keys, self._settings.redis)
+        return [judged.rights(self._user, what, asked, await judged.allowed(self._client, asked))]
+
+    async def _users(self) -> Iterable[Finding]:
+        """The users of the roles, if this is none of the services' own, which may not ask."""
+        findings: list[Finding] = []
+        if self._user in ROLES and self._user != "operator":
+            return findings
+        for role in ROLES:
+            if role == self._user or await self._client.call("ACL", "GETUSER", role) is None:
+                continue
+            asked = judged.required(role, self._keys, self._settings.redis)
+            said = await self._client.pipeline(
+                [("ACL", "DRYRUN", role, *one.command) for one in asked]
+            )
+            may = [reply == b"OK" for reply in said]
+            findings.append(judged.rights(role, f"fedstream {role}", asked, may))
+        return findings
+
+    async def _agreement(self) -> Iterable[Finding]:
+        try:
+            self.run = await self._ledger.run()
+        except NoRun:
+            self.asked = True
+            return [ok("run", f"{self._keys.name!r} is not in Redis yet: the updater makes it")]
+        self.asked = True
+        settings = self._settings
+        if not self._configured:
+            made = f"made by strategy {self.run.strategy!r} with task {self.run.task!r}"
+            return [
+                ok("run", f"is {self.run.state}; {made}"),
+                not_checked("configuration beside the run's", _NEEDS_CONFIG),
+            ]
+        return judged.agreement(
+            self.run, strategy=settings.strategy.name, task=settings.task.name,
+            versions=settings.run.versions, layout=self._loaded.layout,
+            devices=self._loaded.devices,
+        )  # fmt: skip
+
+    async def _tasks(self) -> Iterable[Finding]:
+        """What is open, and what is left."""
+        if self.run is None:
+            return []
+        self._view = view = await self._ledger.look()
+        findings = [
+            ok(
+                "tasks",
+                f"version {view.head.version}; {len(view.open)} open, {view.backlog} in the queue, "
+                f"{view.kept} versions kept",
+            )
+        ]
+        if view.dead:
+            findings.append(
+                warning("dead letters", f"{view.dead}", "look at them: fedstream dead list")
+            )
+        return findings
+
+    async def _services(self) -> Iterable[Finding]:
+        """Who serves the run, and leases that nobody will ever give back."""
+        findings = []
+        for role in _LEADERS:
+            key = self._keys.leader(role)
+            if await self._client.call("PTTL", key) == -1:  # -2: it is not there
+                findings.append(
+                    problem(
+                        "services",
+                        f"the lease of the {role} never runs out",
+                        f"if none is running, delete it: UNLINK {key}",
+                    )
+                )
+        if self.run is None or self.run.state == "finished":
+            return findings
+        there = await serving(self._client, self._keys)
+        register = await self._ledger.trainers()
+        missing = [role for role in _LEADERS if role not in there]
+        if not set(there) - set(_LEADERS) - set(register):
+            missing.append("coordinator")
+        if not set(there) & set(register):
+            missing.append("trainer")
+        if missing:
+            text = f"the run is not finished, and has no {', no '.join(missing)}"
+            findings.append(warning("services", text, "start what is missing"))
+        else:
+            findings.append(ok("services", ", ".join(there)))
+        return findings
+
+    async def _room(self) -> Iterable[Finding]:
+        layout = self.run.layout if self.run is not None else self._loaded.layout
+        if self._info is None:
+            return [not_checked("redis memory", "needs INFO")]
+        if layout is None or not self._configured:
+            why = "needs a task that loads, or a run" if self._configured else _NEEDS_CONFIG
+            return [
+                judged.room(self._info, None, budget=None),
+                not_checked("redis memory for the run", why),
+            ]
+        view, keep = self._view, self._settings.updater
+        devices = self.run.devices if self.run is not None else self._loaded.devices
+        wants = judged.need(
+            self._settings.policy, layout, devices=devices or DEVICES,
+            trainers=view.trainers if view is not None else 0,
+            queue=view.queue if view is not None else 0,
+            keep=(keep.keep_versions, keep.keep_bytes),
+        )  # fmt: skip
+        return [judged.room(self._info, wants, budget=self._settings.scheduler.memory_budget)]
+
+
+async def _tried(about: str, check: Awaitable[Iterable[Finding]]) -> list[Finding]:
+    """The findings of a check; what this user may not ask is not checked."""
+    try:
+        return list(await check)
+    except BrokerError as error:
+        refused = judged.refusal(error)
+        return [problem(about, str(error)) if refused is None else not_checked(about, refused)]
+
+
+def summary(findings: Sequence[Finding]) -> dict[str, Any]:
+    """For programs."""
+    levels = [finding.level for finding in findings]
+    return {
+        "problems": levels.count("problem"),
+        "warnings": levels.count("warning"),
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """Prints a line for each."""
+    width = max(len(finding.about) for finding in findings)
+    for finding in findings:
+        level = typer.style(f"{finding.level:<11}", fg=_COLORS[finding.level])
+        typer.echo(f"{level}  {finding.about:<{width}}  {finding}")
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """1 if there are problems."""
+    return int(any(finding.level == "problem" for finding in findings))

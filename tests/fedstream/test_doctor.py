@@ -1,0 +1,570 @@
+"""`fedstream doctor`: what is wrong is found, each once, and nothing is touched by looking."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import pytest
+import torch
+
+from broker.client import Client, RedisSettings
+from broker.keys import Keys
+from broker.messages import Dead
+from broker.rights import ROLES, commands, rules
+from coordinator.scheduling import InFlight, Poisson, Rounds
+from fedstream import cli, doctor
+from fedstream import doctor_machine as machine
+from fedstream import doctor_redis as judged
+from fedstream.config import Settings, read
+from fedstream.findings import Finding
+from tests.support import Hand, layout_of, snapshot
+
+Look = Callable[..., Awaitable[list[Finding]]]
+Change = Callable[..., Awaitable[None]]
+
+
+@pytest.fixture
+def sets(redis: RedisSettings, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A configuration with nothing to find fault with."""
+    monkeypatch.delenv("FEDSTREAM_DATA", raising=False)
+    return [
+        f"redis.url={redis.url}", f"run.name={keys.name}", f"journal.dir={tmp_path / 'journal'}",
+        "journal.keep_bytes=1000", "journal.segment_bytes=1000",
+    ]  # fmt: skip
+
+
+@pytest.fixture
+def look(sets: list[str]) -> Look:
+    """What the doctor finds, with these keys set on top."""
+
+    async def found(*more: str, **how: Any) -> list[Finding]:
+        return await doctor.examine(read(None, [*sets, *more]), **how)
+
+    return found
+
+
+@pytest.fixture
+async def change(client: Client) -> AsyncIterator[Change]:
+    """Changes Redis's configuration until the end of the test. At first it is as it should be."""
+    before: dict[str, bytes] = {}
+
+    async def changed(**values: object) -> None:
+        for name, value in values.items():
+            key = name.replace("_", "-")
+            before.setdefault(key, (await client.call("CONFIG", "GET", key))[1])
+            await client.call("CONFIG", "SET", key, str(value))
+
+    await changed(maxmemory=200_000_000, maxmemory_policy="noeviction", save="", appendonly="no")
+    yield changed
+    for key, value in before.items():
+        await client.call("CONFIG", "SET", key, value)
+
+
+def wrong(findings: list[Finding], about: str) -> list[tuple[str, str]]:
+    """What is not ok about a matter: its level, and its line."""
+    return [(one.level, str(one)) for one in findings if one.about == about and one.level != "ok"]
+
+
+def the_one(findings: list[Finding], level: str, about: str) -> str:
+    """The line of the only finding of that level, which has to be about that."""
+    [finding] = [one for one in findings if one.level == level]
+    assert finding.about == about
+    assert finding.change or level == "not checked" or about == "task"
+    return str(finding)
+
+
+async def test_where_nothing_is_wrong_every_line_says_ok_and_nothing_is_touched(
+    look: Look, change: Change, client: Client, keys: Keys, tmp_path: Path
+) -> None:
+    findings = await look()
+    assert {one.level for one in findings} == {"ok"}, findings
+    about = {one.about: one.text for one in findings}
+    assert about["redis"].endswith("answers user 'default'")
+    assert about["redis maxmemory"] == "200.0 MB, noeviction"
+    assert about["run"] == f"{keys.name!r} is not in Redis yet: the updater makes it"
+    assert (
+        "1 task, 0 in the queue, 16 kept and 2 in the making are 19 models"
+        in (about["redis memory"])
+    )
+    assert "4810 parameters, 19.2 kB, 10 devices" in about["task"]
+    assert doctor.exit_code(findings) == 0
+    assert await snapshot(client, keys) == {}
+    assert not (tmp_path / "journal").exists()
+
+
+# Redis
+
+
+@pytest.mark.parametrize(
+    ("config", "level", "about", "said"),
+    [
+        ({"maxmemory_policy": "allkeys-lru"}, "problem", "redis maxmemory",
+         "200.0 MB, and at it Redis evicts keys (maxmemory-policy allkeys-lru)"),
+        ({"maxmemory": 0}, "warning", "redis maxmemory", "no limit, and no scheduler.memory"),
+        ({"maxmemory": 0, "maxmemory_policy": "allkeys-lru"}, "warning", "redis maxmemory",
+         "no limit, and maxmemory-policy allkeys-lru"),
+        ({"appendonly": "yes"}, "warning", "redis persistence", "an append-only file is on"),
+        ({"save": "3600 1"}, "warning", "redis persistence", "snapshots are on (save '3600 1')"),
+        ({"maxmemory": 1000}, "problem", "redis memory", "full: uses "),
+    ],
+)  # fmt: skip
+async def test_a_redis_that_is_set_up_wrongly(
+    look: Look, change: Change, config: dict[str, Any], level: str, about: str, said: str
+) -> None:
+    await change(**config)
+    findings = await look()
+    assert said in the_one(findings, level, about)
+    assert doctor.exit_code(findings) == (level == "problem")
+
+
+async def test_a_limit_of_the_schedulers_own_is_enough(look: Look, change: Change) -> None:
+    await change(maxmemory=0)
+    findings = await look("scheduler.memory_budget=100000000")
+    assert wrong(findings, "redis maxmemory") == []
+
+
+async def test_a_wrong_password(look: Look, redis: RedisSettings) -> None:
+    elsewhere = redis.url.replace("redis://", "redis://nobody:wrong@")
+    findings = await look(f"redis.url={elsewhere}")
+    said = the_one(findings, "problem", "redis")
+    assert "refuses: " in said
+    assert said.endswith("-> correct redis.username and redis.password")
+    assert "wrong@" not in str(findings)
+    assert doctor.exit_code(findings) == 1
+
+
+async def test_no_redis_there(look: Look) -> None:
+    findings = await look("redis.url=redis://127.0.0.1:1/0")
+    assert "127.0.0.1:1 does not answer" in the_one(findings, "problem", "redis")
+    assert wrong(findings, "task") == []  # what is here is looked at all the same
+
+
+@pytest.mark.parametrize(("skew_s", "said"), [(5, "5.0 s ahead of"), (-90, "90.0 s behind")])
+async def test_a_clock_that_is_wrong(look: Look, change: Change, skew_s: float, said: str) -> None:
+    findings = await look(now=lambda: time.time() + skew_s)
+    assert f"this machine's clock is {said} Redis's" in the_one(findings, "warning", "clock")
+
+
+async def test_a_clock_that_no_round_survives(look: Look, change: Change) -> None:
+    rounds = (
+        "strategy.name=fedavg",
+        "scheduler.policy.kind=rounds",
+        "scheduler.policy.timeout_s=30",
+    )
+    findings = await look(*rounds, now=lambda: time.time() + 31)
+    assert "a trainer here gives up every task" in the_one(findings, "problem", "clock")
+    behind = await look(*rounds, now=lambda: time.time() - 31)
+    assert wrong(behind, "clock")[0][0] == "warning"
+
+
+async def test_more_in_flight_than_memory_holds(look: Look, change: Change) -> None:
+    findings = await look(
+        "scheduler.policy.kind=in_flight", "scheduler.policy.n=10",
+        "scheduler.memory_budget=400000",
+    )  # fmt: skip
+    # 400,000 // 19,240 = 20 models, of which 16 are kept and 2 in the making
+    assert "keeps 2 tasks open instead of 10 -> raise scheduler.memory_budget to 538.7 kB" in (
+        the_one(findings, "warning", "redis memory")
+    )
+
+
+# rights
+
+
+@pytest.fixture
+async def user(client: Client) -> AsyncIterator[Callable[..., Awaitable[str]]]:
+    """Makes a user with these rights: its part of a URL."""
+    made = []
+
+    async def new(name: str, *rights: str) -> str:
+        made.append(name)
+        await client.call("ACL", "SETUSER", name, "on", ">secret", *rights)
+        return f"{name}:secret@"
+
+    yield new
+    for name in made:
+        await client.call("ACL", "DELUSER", name)
+
+
+async def test_a_user_who_may_not_do_what_the_services_do(
+    look: Look, change: Change, user: Any, redis: RedisSettings, keys: Keys
+) -> None:
+    login = await user("half", f"~{keys.prefix}*", "+@all", "-xack", "-publish")
+    findings = await look(f"redis.url={redis.url.replace('//', f'//{login}')}")
+    said = "may not XACK, which every service needs -> allow it that, as `fedstream acl` does"
+    assert wrong(findings, "rights of half") == [("problem", said)]
+    login = await user("elsewhere", "~another:*", "+@all")
+    findings = await look(f"redis.url={redis.url.replace('//', f'//{login}')}")
+    [(level, said)] = wrong(findings, "rights of elsewhere")
+    assert level == "problem"
+    assert "may not " in said
+
+
+async def test_what_a_user_may_not_ask_is_not_checked(
+    look: Look, change: Change, user: Any, redis: RedisSettings
+) -> None:
+    login = await user("shy", "~*", "+@all", "-info", "-eval", "-multi", "-time")
+    findings = await look(f"redis.url={redis.url.replace('//', f'//{login}')}")
+    skipped = {one.about: one.text for one in findings if one.level == "not checked"}
+    assert skipped == {
+        "redis server": "may not INFO",
+        "clock": "may not TIME",
+        "rights of shy": "needs Redis 7 and EVAL, or MULTI and DISCARD",
+        "redis memory": "needs INFO",
+    }
+    assert doctor.exit_code(findings) == 0
+
+
+async def _is_7(client: Client) -> bool:
+    return int((await client.call("INFO", "server")).split(b"redis_version:")[1][:1]) >= 7
+
+
+async def test_the_roles_users_are_looked_at_from_outside_and_by_themselves(
+    look: Look, change: Change, user: Any, client: Client, redis: RedisSettings, keys: Keys
+) -> None:
+    if not await _is_7(client):
+        pytest.skip("rights to read alone are of Redis 7")
+    for role in ROLES:
+        login = await user(role, *rules(role, keys.name).split())
+        findings = await look(f"redis.url={redis.url.replace('//', f'//{login}')}")
+        assert [one for one in findings if one.level == "problem"] == []
+        assert [one.level for one in findings if one.about == f"rights of {role}"] == ["ok"]
+    await user("trainer", "-xadd", "resetkeys", f"~{keys.prefix}tasks*")
+    findings = await look()
+    assert wrong(findings, "rights of trainer")[0][1].startswith("may not XADD; to use fedstream:{")
+    assert wrong(findings, "rights of coordinator") == []
+    by_itself = await look(f"redis.url={redis.url.replace('//', '//trainer:secret@')}")
+    assert wrong(by_itself, "rights of trainer") == wrong(findings, "rights of trainer")
+
+
+def test_every_command_of_a_role_can_be_asked_about() -> None:
+    needed = {command for role in ROLES for command in commands(role)}
+    assert needed - judged._SAMPLES.keys() == set()
+
+
+# the run
+
+
+async def test_a_run_that_another_configuration_made(
+    look: Look, change: Change, hand: Hand
+) -> None:
+    await hand.create(strategy="fedbuff", devices=20)  # of 4 parameters, 100 versions
+    findings = await look()
+    assert [(level, said.split(" -> ")[0][:60]) for level, said in wrong(findings, "run")] == [
+        ("problem", "strategy.name = 'fedasync', the run was made with 'fedbuff'"),
+        ("problem", "the model of task 'digits' has 4810 parameters in 4 tensors "),
+        ("problem", "10 devices (task.devices), the run was made with 20"),
+        ("warning", "run.versions = 400, the run ends with version 100 as it was "),
+    ]
+    assert "fedstream updater --adopt" in wrong(findings, "journal")[0][1]
+    [(level, said)] = wrong(findings, "services")
+    assert (level, said.split(" -> ")[0]) == (
+        "warning", "the run is not finished, and has no coordinator, no trainer"
+    )  # fmt: skip
+
+
+async def test_where_only_redis_is_known_nothing_is_compared(
+    look: Look, change: Change, hand: Hand
+) -> None:
+    await hand.create(strategy="fedbuff")
+    findings = await look(configured=False)
+    assert [one.text for one in findings if one.about == "run"] == [
+        "is running; made by strategy 'fedbuff' with task 'digits'"
+    ]
+    assert {one.about for one in findings if one.level == "not checked"} == {
+        "configuration beside the run's", "journal", "redis memory for the run",
+        "task, data, torch",
+    }  # fmt: skip
+    assert doctor.exit_code(findings) == 0
+
+
+async def test_dead_letters_and_a_lease_for_ever(
+    look: Look, change: Change, hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    dead = Dead(stream="tasks", entry="1-1", reason="junk", time=1.0, deliveries=3, data=b"x")
+    await client.call("XADD", keys.dead, "*", "m", dead.encode())
+    await client.call("PERSIST", keys.leader("updater"))
+    findings = await look()
+    assert wrong(findings, "dead letters") == [
+        ("warning", "1 -> look at them: fedstream dead list")
+    ]
+    [problem, _] = wrong(findings, "services")
+    assert problem == (
+        "problem",
+        "the lease of the updater never runs out -> if none is running, delete it: UNLINK "
+        + keys.leader("updater"),
+    )
+
+
+# the journal's volume
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Settings]:
+    """A configuration that is asked about this machine alone."""
+    monkeypatch.delenv("FEDSTREAM_DATA", raising=False)
+    return lambda *more: read(None, [f"journal.dir={tmp_path / 'journal'}", *more])
+
+
+Here = Callable[..., Settings]
+
+
+def test_a_journal_that_cannot_be_written(here: Here, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    findings = list(machine.volume(here(f"journal.dir={tmp_path / 'file' / 'journal'}"), None))
+    assert the_one(findings, "problem", "journal volume") == (
+        f"{tmp_path / 'file'}: Not a directory -> let the updater's user write there, or name "
+        "another folder with journal.dir"
+    )
+    assert len(findings) == 1
+
+
+def test_looking_at_a_volume_leaves_nothing_there(here: Here, tmp_path: Path) -> None:
+    (tmp_path / "journal").mkdir()
+    before = (tmp_path / "journal").stat().st_blocks
+    findings = list(machine.volume(here(), 1000))
+    assert "can be written, " in findings[0].text
+    assert list(tmp_path.rglob("*")) == [tmp_path / "journal"]
+    assert (tmp_path / "journal").stat().st_blocks == before
+
+
+@pytest.mark.parametrize(
+    ("free", "level", "said"),
+    [
+        (1000, "problem", "1.0 kB free: no segment with a model of 19.2 kB can begin"),
+        (10**9, "warning", "1.0 GB free; the journal has 0 bytes and may grow by 11.8 GB"),
+        (10**11, "ok", "100.0 GB free; the journal has 0 bytes and may grow by 11.8 GB"),
+    ],
+)
+def test_a_volume_that_is_too_small(
+    here: Here, monkeypatch: pytest.MonkeyPatch, free: int, level: str, said: str
+) -> None:
+    monkeypatch.setattr(machine, "_free", lambda _folder: free)
+    [_, space] = machine.volume(here(), 19_240)
+    assert (space.about, space.level, space.text) == ("journal space", level, said)
+
+
+def test_a_disk_that_is_slower_than_the_syncs_are_apart(here: Here) -> None:
+    [speed, _] = machine.volume(here("journal.sync_s=1e-9"), 1000)
+    assert speed.level == "warning"
+    assert "more than journal.sync_s = 1e-09 -> take a faster disk" in str(speed)
+
+
+def test_a_folder_of_something_else(here: Here, tmp_path: Path) -> None:
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "00000001-000001.journal").write_bytes(b"something else")
+    found = machine.journal(here(), None, asked=True)
+    assert found.level == "problem"
+    assert "is not a segment of a journal" in found.text
+
+
+# task and machine
+
+
+def test_data_that_are_not_there(here: Here, tmp_path: Path) -> None:
+    nowhere = str(tmp_path / "nowhere")
+    loaded, findings = machine.task(here("task.name=mnist", f"task.data_root={nowhere}"))
+    assert loaded == machine.Loaded()
+    assert [(one.level, one.about) for one in findings] == [
+        ("problem", "data root"),
+        ("problem", "task"),
+    ]
+    assert str(findings[0]) == (
+        f"task.data_root = {nowhere!r} is no folder -> mount it, or name another"
+    )
+    assert nowhere in findings[1].text
+    _, [_, later] = machine.task(
+        here("task.name=mnist", f"task.data_root={nowhere}", "task.download=true")
+    )
+    assert (later.level, later.about) == ("not checked", "task")
+    assert not Path(nowhere).exists()  # looking fetches nothing
+    _, findings = machine.task(here(f"task.data_root={nowhere}"))  # the digits need none
+    assert findings[0].level == "warning"
+
+
+_TASK = """
+import torch
+from torch.utils.data import TensorDataset
+from fedstream import Task
+
+class Mine(Task):
+    def model(self):
+        return torch.nn.Linear(3, 2)
+    def device_data(self, device):
+        return TensorDataset(torch.ones({samples}, {columns}), torch.ones({samples}).long())
+
+task = Mine()
+"""
+
+
+@pytest.mark.parametrize(
+    ("samples", "columns", "said"),
+    [
+        (5, 4, "device 0: RuntimeError: mat1 and mat2"),
+        (0, 3, "device 0: the data set is empty"),
+    ],
+)
+def test_data_that_do_not_fit_the_model(
+    here: Here, tmp_path: Path, samples: int, columns: int, said: str
+) -> None:
+    file = tmp_path / f"doctors_task_{samples}_{columns}.py"
+    file.write_text(_TASK.format(samples=samples, columns=columns))
+    loaded, findings = machine.task(here(f"task.name={file}:task"))
+    assert said in the_one(findings, "problem", "task")
+    assert loaded.layout is not None
+    assert loaded.layout.parameters == 8  # what was good of it is known
+
+
+def test_more_threads_than_cores_and_a_gpu_that_is_not_there(
+    here: Here, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    settings = here("trainer.threads=10000", "evaluator.device=cuda")
+    threads, gpu, _ = machine.computing(settings, None)
+    assert (threads.level, gpu.level) == ("warning", "problem")
+    assert "trainer.threads = 10000 on" in threads.text
+    assert gpu.text.startswith("evaluator.device = 'cuda': torch finds no CUDA device here")
+
+
+# judgements on values
+
+
+@pytest.mark.parametrize(
+    ("info", "level", "text"),
+    [
+        ({"redis_version": "5.0.14"}, "problem", "Redis 5.0.14"),
+        ({"redis_version": "6.2.0"}, "ok", "Redis 6.2.0"),
+        ({"redis_version": "8.4.1"}, "ok", "Redis 8.4.1"),
+        ({"redis_version": "9.0.0"}, "warning", "Redis 9.0.0"),
+        ({"redis_version": "7.2.4", "valkey_version": "9.0.1"}, "ok", "Valkey 9.0.1"),
+    ],
+)
+def test_versions(info: dict[str, str], level: str, text: str) -> None:
+    found = judged.version(info)
+    assert (found.level, found.text) == (level, text)
+
+
+@pytest.mark.parametrize(
+    ("info", "cluster", "sentinel", "level", "said"),
+    [
+        ({"redis_mode": "sentinel"}, False, False, "problem", "is a sentinel"),
+        ({"role": "slave", "master_host": "m", "master_port": "1"}, False, False, "problem",
+         "is a replica of m:1, which takes no writes"),
+        ({"role": "master", "cluster_enabled": "1"}, False, False, "problem",
+         "is one of a cluster -> set redis.cluster = true"),
+        ({"role": "master"}, True, False, "problem", "set redis.cluster = false"),
+        ({"role": "master", "cluster_enabled": "1"}, True, False, "ok", "a master of a cluster"),
+        ({"role": "master"}, False, True, "warning", "a master without a replica"),
+        ({"role": "master", "connected_slaves": "2"}, False, True, "ok", "a master, 2 replicas"),
+    ],
+)  # fmt: skip
+def test_parts(info: dict[str, str], cluster: bool, sentinel: bool, level: str, said: str) -> None:
+    [found] = judged.part(info, cluster=cluster, sentinel=sentinel)
+    assert found.level == level
+    assert said in str(found)
+
+
+def test_persistence_that_fails_or_may_not_be_read() -> None:
+    failing = judged.persistence({"rdb_last_bgsave_status": "err"}, "60 1")
+    assert [one.level for one in failing] == ["problem", "warning"]
+    [found] = judged.persistence({"aof_enabled": "0"}, None)
+    assert (found.level, found.text) == ("not checked", "this user may not CONFIG GET save")
+    [found] = (
+        judged.persistence({"loading": "1"}, None)[:1]
+        if False
+        else list(judged.persistence({"loading": "1"}, ""))[:1]
+    )
+    assert found.level == "problem"
+
+
+MEMORY = {"used_memory": "1000000", "maxmemory": "1000000000"}
+
+
+@pytest.mark.parametrize(
+    ("info", "model_bytes", "level", "said"),
+    [
+        (MEMORY, 1_000_000, "ok", "uses 1.0 MB of 1.0 GB; 4 tasks, 1 in the queue, 3 kept and 2"),
+        (MEMORY, 100_000_000, "warning",
+         "may use 800.0 MB and keeps 2 tasks open instead of 4 -> raise maxmemory to 1.2 GB"),
+        (MEMORY, 400_000_000, "problem", "a model is 400.0 MB, and no update of it can become"),
+        (MEMORY | {"used_memory": "950000000"}, 1_000_000, "warning", "nearly full: uses 950.0 MB"),
+        (MEMORY | {"used_memory": "1000000001"}, 1_000_000, "problem", "full: uses 1.0 GB"),
+        ({"used_memory": "5", "maxmemory": "0"}, 1_000_000, "ok", "uses 5 bytes; 4 tasks"),
+    ],
+)  # fmt: skip
+def test_memory(info: dict[str, str], model_bytes: int, level: str, said: str) -> None:
+    wants = judged.Need(model_bytes, open=4, queue=1, kept=3)
+    found = judged.room(info, wants, budget=None)
+    assert found.level == level
+    assert said in str(found)
+
+
+def test_what_a_run_needs() -> None:
+    layout = layout_of(1000)  # 4,000 bytes
+
+    def models(policy: Any, **more: Any) -> tuple[int, int]:
+        about: dict[str, Any] = {"devices": 10, "trainers": 3, "queue": 0, "keep": (16, 1 << 30)}
+        need = judged.need(policy, more.pop("layout", layout), **about | more)
+        return need.open, need.kept
+
+    assert models(InFlight()) == (3, 16)
+    assert models(InFlight(), trainers=0) == (1, 16)
+    assert models(InFlight(n=100)) == (10, 16)  # a device trains one task at a time
+    assert models(Poisson(n=5)) == (5, 16)
+    assert models(Rounds(k=7), keep=(16, 20_000)) == (7, 5)
+    assert models(InFlight(), keep=(16, 1)) == (3, 2)  # the newest two are always kept
+    # x and c are 8,000 bytes, and the c_i of 10 devices as much as 5 models
+    assert models(InFlight(), layout=layout.with_controls(), keep=(4, 1 << 30)) == (3, 9)
+
+
+def test_a_redis_that_is_far_away() -> None:
+    assert judged.latency([0.001, 0.002, 0.003], timeout_s=10).level == "ok"
+    far = judged.latency([0.001, 0.002, 1.5], timeout_s=10)
+    assert far.level == "warning"
+    assert far.text.startswith("round trip 2.00 ms, median of 3; slowest 1500.00 ms")
+
+
+def test_the_quickest_exchange_says_most_about_the_clock() -> None:
+    asked = [(100.0, 105.0, 110.0), (200.0, 203.01, 200.02)]  # 0 +- 5 s, and 3 s +- 10 ms
+    assert "3.0 s behind" in judged.clock(asked, InFlight()).text
+    assert judged.clock(asked[:1], InFlight()).level == "ok"
+
+
+# the command
+
+
+def _run(monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: str) -> tuple[int, str, str]:
+    def leave(code: int) -> NoReturn:
+        raise SystemExit(code)
+
+    monkeypatch.setattr(cli, "_leave", leave)
+    monkeypatch.setattr(sys, "argv", ["fedstream", "doctor", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0), *capsys.readouterr()
+
+
+def test_the_command_prints_lines_or_json_and_ends_with_1_or_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setenv("FEDSTREAM_JOURNAL__DIR", str(tmp_path / "journal"))
+    nobody = ("--redis", "redis://127.0.0.1:1/0")
+    code, out, _ = _run(monkeypatch, capsys, *nobody)
+    assert code == 1
+    assert out.splitlines()[0].startswith("problem      redis ")
+    code, out, _ = _run(monkeypatch, capsys, *nobody, "--json")
+    told = json.loads(out)
+    assert (code, told["problems"]) == (1, 1)
+    assert told["findings"][0].keys() == {"level", "about", "text", "change"}
+    monkeypatch.delenv("FEDSTREAM_JOURNAL__DIR")
+    _, out, _ = _run(monkeypatch, capsys, *nobody)
+    assert "task, data, torch        needs the deployment's configuration: --config" in out
+    code, out, err = _run(monkeypatch, capsys, "--run", "not a name")
+    assert (code, out) == (2, "")
+    assert err.startswith("fedstream: run.name: 'not a name'")
