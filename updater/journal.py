@@ -29,13 +29,14 @@ import os
 import secrets
 import struct
 from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from mmap import mmap
 from pathlib import Path
 from threading import Lock
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
+import numpy as np
 import xxhash
 from pydantic import Field
 
@@ -53,6 +54,7 @@ _MAGIC = b"fedstrm\n"
 _RECORD = struct.Struct("<IIQQQ")
 _MARK = 0x6C6E726A  # "jrnl"
 _MESSAGE = 16 << 20  # bytes; a longer one is no message of ours
+_CHUNK = 2 << 20  # bytes that are read at once, and then to the end of a record
 _AHEAD = 16 << 20  # bytes behind a payload that the disk is asked for in advance
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -213,6 +215,21 @@ class Record:
     end: int  # offset behind it
 
 
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Some records of a segment on end, as they are in the file."""
+
+    at: int  # offset in the file
+    end: int  # offset behind the last of them, or to which the rest of the segment is no record
+    memory: mmap  # from its beginning on, and ...
+    size: int  # ... so many bytes of it
+
+
+def chunk_bytes(layout: Layout) -> int:
+    """The memory that a chunk of such models' updates takes."""
+    return _CHUNK + PAGE + _filled(layout.nbytes)
+
+
 def name_of(epoch: int, number: int) -> str:
     """A segment's file name; they sort by age."""
     return f"{epoch:08d}-{number:06d}{SUFFIX}"
@@ -272,10 +289,7 @@ class Segment:
     @property
     def _file(self) -> int:
         if self._open is None:
-            try:
-                self._open = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-            except OSError as error:
-                raise JournalError(f"{self.path}: cannot be read: {error.strerror}") from error
+            self._open = _opened_to_read(self.path)
         return self._open
 
     def close(self) -> None:
@@ -314,24 +328,94 @@ class Segment:
         """
         at = self.begun
         end = self.size if cut is None else cut
-        while at < end:
-            record = self._record(at)
-            if record is None or record.end > end:
-                place = Place(self.path, at)
-                if cut is not None or self.was_on_disk(at):
-                    raise JournalDamaged(f"damaged record: {place.where}")
-                self.torn = place
-                return
+        while at < end and (record := self._whole(at, cut)) is not None:
             yield record
+            at = record.end
+
+    def _whole(self, at: int, cut: int | None, begin: memoryview | None = None) -> Record | None:
+        """The record ``at``; None where the torn tail begins. Raises JournalDamaged."""
+        record = self._record(at, begin)
+        if record is not None and (cut is None or record.end <= cut):
+            return record
+        place = Place(self.path, at)
+        if cut is not None or self.was_on_disk(at):
+            raise JournalDamaged(f"damaged record: {place.where}")
+        self.torn = place
+        return None
+
+    def chunks(self, cut: int | None, memory: Iterator[mmap]) -> Iterator[Chunk]:
+        """The records of :meth:`records` as they are in the file, for :meth:`found`.
+
+        Each takes the next ``memory``, :func:`chunk_bytes` of it, and more only for a long message.
+        Reads with a file of its own: another thread may use the segment. Raises JournalError.
+        """
+        at, end = self.begun, self.size if cut is None else cut
+        with _reading(self.path) as file:
+            while at < end and (into := next(memory, None)) is not None:
+                chunk = self._chunk(file, at, end, into)
+                yield chunk
+                at = chunk.end
+
+    def _chunk(self, file: int, at: int, end: int, into: mmap) -> Chunk:
+        """The first bytes, as many as are read at once, and then what the last record lacks."""
+        size = whole = 0  # bytes that are there, and those of them in whole records
+        wanted = min(_CHUNK, end - at)
+        while True:
+            if wanted > len(into):
+                into, size = mmap(-1, wanted), 0
+            size += self._fill(file, at + size, memoryview(into)[size:wanted])
+            if size < wanted:
+                return Chunk(at, end, into, size)  # no more than that is there
+            wanted = whole + PAGE
+            while wanted <= size:
+                mark, length, payload, _, _ = _RECORD.unpack_from(into, whole)
+                wanted = whole + _filled(_RECORD.size + length) + _filled(payload)
+                if mark != _MARK or length > _MESSAGE or payload not in (0, self.layout.nbytes):
+                    return Chunk(at, end, into, size)  # whoever takes it in finds out what it is
+                if wanted <= size:
+                    whole, wanted = wanted, wanted + PAGE
+            if whole >= _CHUNK or at + whole == end:
+                return Chunk(at, at + whole, into, size)
+            if at + wanted > end:
+                return Chunk(at, end, into, size)
+
+    def _fill(self, file: int, at: int, view: memoryview) -> int:
+        """Bytes read; fewer than there is room for only where the file ends."""
+        size = 0
+        while size < len(view):
+            try:
+                read = os.preadv(file, [view[size:]], at + size)
+            except OSError as error:
+                where = Place(self.path, at + size).where
+                raise JournalError(f"{where}: cannot be read: {error.strerror}") from error
+            if not read:
+                break
+            size += read
+        return size
+
+    def found(self, chunk: Chunk, cut: int | None) -> Iterator[tuple[Record, Model | None]]:
+        """The records of a chunk, each with its payload, which shares the chunk's memory.
+
+        Raises JournalDamaged like :meth:`records` and :meth:`load`.
+        """
+        view, layout, at = memoryview(chunk.memory)[: chunk.size], self.layout, chunk.at
+        while at < chunk.end:
+            record = self._whole(at, cut, view[at - chunk.at :])
+            if record is None:
+                return
+            payload = None
+            if record.payload_bytes:
+                self._check_payload(record, layout.nbytes)
+                if record.end - chunk.at > chunk.size:
+                    raise JournalDamaged(f"{self.path}: ends in the middle of a record")
+                start = record.payload - chunk.at
+                payload = Model(layout, np.frombuffer(view, np.uint8, layout.nbytes, start))
+            yield record, payload
             at = record.end
 
     def load(self, record: Record, *into: Model) -> None:
         """Reads a record's payload into models, one behind the other. Raises JournalDamaged."""
-        if record.payload_bytes != sum(model.layout.nbytes for model in into):
-            raise JournalDamaged(
-                f"{record.place.where}: a payload of {record.payload_bytes} "
-                "bytes, which is not the layout's"
-            )
+        self._check_payload(record, sum(model.layout.nbytes for model in into))
         if not self._asked - _AHEAD < record.end <= self._asked - _AHEAD // 2:
             # Whoever reads one payload mostly wants the next: the disk works meanwhile.
             self._asked = record.end + _AHEAD
@@ -346,9 +430,17 @@ class Segment:
                     raise JournalDamaged(f"{self.path}: ends in the middle of a record")
                 at, view = at + read, view[read:]
 
-    def _record(self, at: int) -> Record | None:
-        """The record that begins ``at``; None if there is no whole one."""
-        begin = os.pread(self._file, PAGE, at)  # most messages come with their frame
+    def _check_payload(self, record: Record, nbytes: int) -> None:
+        if record.payload_bytes != nbytes:
+            raise JournalDamaged(
+                f"{record.place.where}: a payload of {record.payload_bytes} "
+                "bytes, which is not the layout's"
+            )
+
+    def _record(self, at: int, there: memoryview | None = None) -> Record | None:
+        """The record that begins ``at``; None if there is no whole one. ``there``: its bytes."""
+        # Most messages come with their frame.
+        begin = os.pread(self._file, PAGE, at) if there is None else bytes(there[:PAGE])
         if len(begin) < _RECORD.size:
             return None
         mark, length, payload, synced, checksum = _RECORD.unpack_from(begin)
@@ -376,6 +468,22 @@ class Segment:
         """Whether a whole record behind ``at`` says that what is there was on disk."""
         later = (self._record(page) for page in range(at + PAGE, self.size, PAGE))
         return any(record is not None and record.synced > at for record in later)
+
+
+def _opened_to_read(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise JournalError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[int]:
+    file = _opened_to_read(path)
+    try:
+        yield file
+    finally:
+        os.close(file)
 
 
 def segments(folder: Path) -> list[Segment]:

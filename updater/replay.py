@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import repeat
+from mmap import mmap
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Thread
@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 from broker.layout import Model
 from updater.inspection import check_joint
 from updater.journal import (
+    Chunk,
     JournalDamaged,
     JournalError,
     Place,
@@ -30,6 +31,7 @@ from updater.journal import (
     RoundClosed,
     Segment,
     Taken,
+    chunk_bytes,
     cuts,
     segments,
 )
@@ -39,7 +41,7 @@ from updater.strategies import Memory, Rule, Strategy, strategy_of
 
 Cut: TypeAlias = tuple[Segment, int | None]  # and the bytes of it that count
 
-_LARGE = 4 << 20  # bytes; of larger models the next update is read ahead
+_AHEAD = 8 << 20  # bytes that are read ahead; where models are large, one of them
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +139,8 @@ class Replayer:
     ``from_version``: only what came behind this version; ``until``: the version to stop at. Both
     are the journal's versions.
 
-    In memory are at most three models and the strategy's memory; ``beside`` takes two more and the
-    other rule's memory.
+    In memory are at most three models and the strategy's memory, of small ones 8 MB read ahead;
+    ``beside`` takes two more and the other rule's memory.
     """
 
     def __init__(
@@ -245,7 +247,7 @@ class Replayer:
         """Every record in order. Raises JournalError, Diverged among it."""
         self.checkpoints, self.adopted = 0, []
         chain = self._chain[self._nearest() :]
-        reading = _Ahead(chain) if chain[0][0].layout.nbytes > _LARGE else _Now(chain)
+        reading = _Ahead(chain)
         try:
             yield from self._moments(reading)
         finally:
@@ -261,12 +263,12 @@ class Replayer:
             or (said.version == self.begin > self.oldest and not said.held)
         )
 
-    def _moments(self, reading: _Ahead | _Now) -> Iterator[Moment]:
+    def _moments(self, reading: _Ahead) -> Iterator[Moment]:
         was: Rebuild | None = None  # None again where only the other rule is replayed
         what_if: WhatIf | None = None
         version, begun = -1, False
-        for segment, record, model in reading:
-            if record is None or model is None:
+        for segment, record, update in reading:
+            if record is None:
                 if version < 0 or segment.standing.why == "adopted":
                     if version >= 0:
                         self.adopted.append(segment.standing.version)
@@ -283,12 +285,11 @@ class Replayer:
                 message = record.message
                 if not isinstance(message, Taken | RoundClosed):
                     raise JournalError(f"{record.place.where}: does not belong there")
-                update = model if _has_update(record) else None
                 if is_used(message):
                     recorded(record, update)
                 done = was.take(record, update) if was is not None else None
                 other = what_if.take(record, update) if what_if is not None else None
-                reading.free(model)
+                reading.free()
                 if was is not None and done is not None:
                     _check(was, done, segment, record)
                 version = message.version
@@ -364,64 +365,58 @@ def _has_update(record: Record) -> bool:
 Found: TypeAlias = tuple[Segment, Record | None, Model | None]
 
 
-def _read(chain: Sequence[Cut], models: Iterator[Model]) -> Iterator[Found]:
-    """Segments one after the other: of each its beginning, then its records, each in a model.
-
-    The model holds the record's update, if it has one.
-    """
-    for segment, cut in chain:
-        yield segment, None, None
-        for record, model in zip(segment.records(cut), models, strict=False):
-            if _has_update(record):
-                segment.load(record, model)
-            yield segment, record, model
-
-
 class _Ahead:
-    """Reads one record ahead, in a thread, as soon as the model of the one before comes back."""
+    """The records of segments, which a thread reads a few megabytes ahead.
+
+    It hands over chunks of the file as they are. Read inline, a small update cost the reading and
+    the replay one after the other; handed over one by one, each waited for a thread to be woken
+    and for the interpreter. Of large models it holds one update, and reads the next one while the
+    version is compared.
+    """
 
     def __init__(self, chain: Sequence[Cut]) -> None:
-        self._free: SimpleQueue[Model | None] = SimpleQueue()  # None: stop
-        self._found: SimpleQueue[Found | Exception | None] = SimpleQueue()
-        self._thread = Thread(target=self._run, args=(chain,), name="read ahead", daemon=True)
-        self._free.put(Model(chain[0][0].layout))
+        self._chain = chain
+        self._free: SimpleQueue[mmap | None] = SimpleQueue()  # None: stop
+        self._read: SimpleQueue[Chunk | Exception | None] = SimpleQueue()  # None: segment's end
+        self._used: mmap | None = None  # given back as soon as its last record was taken in
+        size = chunk_bytes(chain[0][0].layout)
+        for _ in range(max(1, _AHEAD // size)):
+            self._free.put(mmap(-1, size))
+        self._thread = Thread(target=self._run, name="read ahead", daemon=True)
         self._thread.start()
 
     def __iter__(self) -> Iterator[Found]:
-        while (found := self._found.get()) is not None:
-            if isinstance(found, Exception):
-                raise found
-            yield found
+        """Segments one after the other: of each its beginning, then its records.
 
-    def free(self, model: Model) -> None:
-        """A record's model is not needed any more."""
-        self._free.put(model)
+        With each comes its payload, valid until :meth:`free`.
+        """
+        for segment, cut in self._chain:
+            yield segment, None, None
+            while (chunk := self._read.get()) is not None:
+                if isinstance(chunk, Exception):
+                    raise chunk
+                for record, update in segment.found(chunk, cut):
+                    if record.end == chunk.end:
+                        self._used = chunk.memory
+                    yield segment, record, update
+
+    def free(self) -> None:
+        """The payload that was found last is not needed any more."""
+        if self._used is not None:
+            self._free.put(self._used)
+            self._used = None
 
     def stop(self) -> None:
         """Ends the thread."""
         self._free.put(None)
         self._thread.join()
 
-    def _run(self, chain: Sequence[Cut]) -> None:
+    def _run(self) -> None:
+        memory = iter(self._free.get, None)
         try:
-            for found in _read(chain, iter(self._free.get, None)):
-                self._found.put(found)
-            self._found.put(None)
+            for segment, cut in self._chain:
+                for chunk in segment.chunks(cut, memory):
+                    self._read.put(chunk)
+                self._read.put(None)
         except Exception as error:  # whoever iterates raises it
-            self._found.put(error)
-
-
-class _Now:
-    """Reads a record when it is asked for: handing it from thread to thread would take longer."""
-
-    def __init__(self, chain: Sequence[Cut]) -> None:
-        self._found = _read(chain, repeat(Model(chain[0][0].layout)))
-
-    def __iter__(self) -> Iterator[Found]:
-        return self._found
-
-    def free(self, _model: Model) -> None:
-        """It is used again in any case."""
-
-    def stop(self) -> None:
-        """Nothing goes on."""
+            self._read.put(error)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import gzip
 import json
 import os
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,16 +20,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from broker.errors import ConfigError
-from broker.layout import Model
+from broker.layout import PAGE, Model
 from tests.journals import GOLDEN, LAYOUT, Scribe
 from tests.support import layout_of
-from updater.journal import JournalDamaged, JournalError, RoundClosed, Segment, Taken
+from updater import journal
+from updater.journal import JournalDamaged, JournalError, Place, RoundClosed, Segment, Taken
 from updater.rebuild import Diverged, NotRecorded
 from updater.replay import Moment, Replayer
 from updater.strategies import FedAsyncSettings, FedAvgSettings
 
 FEDAVG = FedAvgSettings(clients_per_round=3, weighting="samples")
-LARGE = layout_of(1_100_000, integers=2)  # read ahead in a thread
+LARGE = layout_of(1_100_000, integers=2)  # larger than what is read at once
 
 
 @pytest.fixture
@@ -114,6 +117,26 @@ def test_every_record_is_a_moment(folder: Path) -> None:
     assert str(moments[5].place).startswith("00000002-000000.journal at byte ")
 
 
+@pytest.mark.parametrize("pages", [1, 2, 3, 7])
+def test_records_lie_anywhere_in_what_is_read_at_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, pages: int
+) -> None:
+    """At its end, across it, and longer than the memory that is there for it."""
+    monkeypatch.setattr(journal, "_CHUNK", pages * PAGE)
+    scribe = Scribe(folder, layout=layout_of(1500))
+    for n in range(12):
+        scribe.update()
+        if n % 3 == 0:
+            scribe.refuse(reason=n * PAGE * "so long ")
+        if n == 8:
+            scribe.segment()
+    scribe.close()
+    with Replayer(folder) as replayer:
+        assert len(list(replayer)) == scribe.records
+    scribe.digests.pop(0)
+    assert digests(folder) == scribe.digests
+
+
 def test_an_update_can_be_looked_at(folder: Path) -> None:
     fedasync(folder)
     with Replayer(folder) as replayer:
@@ -127,6 +150,7 @@ def test_a_replay_can_be_left_and_begun_again(folder: Path) -> None:
     with Replayer(folder) as replayer:
         first = next(iter(replayer)).message
         assert next(iter(replayer)).message == first
+        assert [thread.name for thread in threading.enumerate()].count("read ahead") == 0
 
 
 @pytest.mark.parametrize("begin", range(10))
@@ -197,16 +221,59 @@ def _damage(path: Path, at: int) -> None:
         file.write(bytes([byte[0] ^ 1]))
 
 
-def test_a_torn_tail_ends_it(folder: Path) -> None:
-    scribe = Scribe(folder)
+@pytest.mark.parametrize("layout", [LAYOUT, LARGE])
+@pytest.mark.parametrize("left", [1, 31, 100, PAGE, PAGE + 3, -5])
+def test_a_torn_tail_ends_it(folder: Path, layout: Any, left: int) -> None:
+    scribe = Scribe(folder, layout=layout)
     scribe.update()
+    begin = scribe.writer.size
     scribe.update()
+    path, end = scribe.writer.path, scribe.writer.size
     scribe.close()
-    [path] = folder.iterdir()
-    os.truncate(path, path.stat().st_size - 5)
+    os.truncate(path, begin + left if left > 0 else end + left)
     with Replayer(folder) as replayer:
         assert [moment.version for moment in replayer] == [1]
-        assert replayer.torn is not None
+        assert replayer.torn == Place(path, begin)
+
+
+@pytest.mark.parametrize("layout", [LAYOUT, LARGE])
+def test_a_disk_that_fails_is_told_where_it_did(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, layout: Any
+) -> None:
+    scribe = Scribe(folder, layout=layout)
+    for _ in range(3):
+        scribe.update()
+    path, bad = scribe.writer.path, scribe.writer.size
+    scribe.update()
+    scribe.close()
+    read = os.preadv
+
+    def failing(file: int, into: Any, at: int) -> int:
+        if at + len(into[0]) > bad:
+            raise OSError(errno.EIO, "Input/output error")
+        return read(file, into, at)
+
+    monkeypatch.setattr(journal, "_CHUNK", PAGE)
+    monkeypatch.setattr(os, "preadv", failing)
+    with Replayer(folder) as replayer:
+        replay = iter(replayer)
+        assert [next(replay).version for _ in range(3)] == [1, 2, 3]
+        said = f"^{path} at byte {bad}: cannot be read: Input/output error$"
+        with pytest.raises(JournalError, match=said):
+            next(replay)
+
+
+def test_an_update_of_another_size_is_damage(folder: Path) -> None:
+    scribe = Scribe(folder)
+    record = scribe.update()
+    path, at = scribe.writer.path, scribe.writer.size
+    larger = Model(layout_of(5))
+    larger.floats[:] = 0.0
+    scribe.writer.append(record, larger)
+    scribe.close()
+    said = f"^{path} at byte {at}: a payload of {larger.layout.nbytes} bytes, which is not the"
+    with Replayer(folder) as replayer, pytest.raises(JournalDamaged, match=said):
+        list(replayer)
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, LARGE])
