@@ -1,0 +1,124 @@
+#!/bin/sh
+# What the pods of Redis and Sentinel do besides running: find the master, and hand it over.
+#   redis     start Redis, as replica of the master if there is one
+#   ready     whether Redis has what the master has: a rolling update waits for that before it takes the next one
+#   leave     before Redis stops: if it is the master, let another take over
+#   sentinel  start Sentinel
+# ADDRESS is the pod's own name, NODES and SENTINELS are everybody's.
+set -eu
+
+master_name=fedstream
+
+hash() { printf %s "$1" | sha256sum | cut -d ' ' -f 1; }
+
+# ask HOST PORT COMMAND...: the reply as user sentinel; nothing if there is none within 3 s
+ask() {
+  host=$1 port=$2
+  shift 2
+  REDISCLI_AUTH=$SENTINEL_PASSWORD timeout 3 redis-cli -h "$host" -p "$port" --user sentinel \
+    --no-auth-warning "$@" 2>/dev/null || true
+}
+
+# The master by a Sentinel's word; nothing if none answers.
+agreed() {
+  for host in $SENTINELS; do
+    [ "$host" = "$ADDRESS" ] && continue
+    found=$(ask "$host" 26379 sentinel get-master-addr-by-name $master_name | head -n 1)
+    case $found in *.*) echo "$found"; return ;; esac
+  done
+}
+
+# The master by its own word, one that has replicas first; nothing if there is none.
+acting() {
+  lone=
+  for host in $NODES; do
+    case $(ask "$host" 6379 info replication | tr -d '\r' | grep -E '^(role|connected_slaves):' | tr '\n' ' ') in
+      'role:master connected_slaves:0 ') lone=${lone:-$host} ;;
+      'role:master '*) echo "$host"; return ;;
+    esac
+  done
+  echo "$lone"
+}
+
+case $1 in
+  redis)
+    conf=/run/redis/redis.conf # Sentinel has it rewritten
+    master=$(agreed)
+    # No persistence: a master that restarts is empty, and its replicas would become so after it. One of them takes over first.
+    tries=0
+    while [ "$master" = "$ADDRESS" ] && [ $tries -lt 60 ]; do
+      sleep 1
+      tries=$((tries + 1))
+      master=$(agreed)
+    done
+    [ -n "$master" ] || master=$(acting)
+    [ -n "$master" ] || master=${NODES%% *} # the very first start
+    umask 077
+    cp /etc/redis/redis.conf $conf
+    cat >> $conf <<EOF
+dir /var/lib/redis
+masteruser replica
+masterauth "$REPLICA_PASSWORD"
+replica-announce-ip $ADDRESS
+# A master that is cut off takes no writes: the services wait, and find the new one.
+min-replicas-to-write 1
+min-replicas-max-lag 10
+EOF
+    [ "$master" = "$ADDRESS" ] || echo "replicaof $master 6379" >> $conf
+    echo "$ADDRESS: master is $master"
+    exec redis-server $conf
+    ;;
+
+  ready)
+    ask "$POD_IP" 6379 info replication | tr -d '\r' | grep -qxE 'role:master|master_link_status:up'
+    ;;
+
+  leave)
+    [ "$(agreed)" = "$ADDRESS" ] || exit 0
+    for host in $SENTINELS; do
+      [ "$(ask "$host" 26379 sentinel failover $master_name)" = OK ] && break
+    done
+    tries=0
+    while [ "$(agreed)" = "$ADDRESS" ] && [ $tries -lt 20 ]; do
+      sleep 1
+      tries=$((tries + 1))
+    done
+    ;;
+
+  sentinel)
+    conf=/run/redis/sentinel.conf
+    # Not before there is one: a Redis that a Sentinel names would wait for another to take over.
+    master=
+    while [ -z "$master" ]; do
+      master=$(agreed)
+      [ -n "$master" ] || master=$(acting)
+      [ -n "$master" ] || sleep 1
+    done
+    umask 077
+    # Its id is its name's: one that restarts is the same one, and not a fourth that has a vote.
+    cat > $conf <<EOF
+bind $POD_IP
+port 26379
+dir /run/redis
+sentinel myid $(printf %s "$ADDRESS" | sha1sum | cut -d ' ' -f 1)
+sentinel resolve-hostnames yes
+sentinel announce-hostnames yes
+sentinel announce-ip $ADDRESS
+sentinel announce-port 26379
+sentinel monitor $master_name $master 6379 2
+sentinel auth-user $master_name sentinel
+sentinel auth-pass $master_name "$SENTINEL_PASSWORD"
+sentinel down-after-milliseconds $master_name 5000
+sentinel failover-timeout $master_name 30000
+sentinel parallel-syncs $master_name 1
+sentinel sentinel-user sentinel
+sentinel sentinel-pass "$SENTINEL_PASSWORD"
+user default off
+user sentinel on #$(hash "$SENTINEL_PASSWORD") allkeys allchannels +@all
+user watch on #$(hash "$WATCH_PASSWORD") allchannels -@all +ping +hello +role +subscribe +psubscribe +client|setname +sentinel|get-master-addr-by-name +sentinel|master +sentinel|masters +sentinel|replicas +sentinel|sentinels
+user health on nopass -@all +ping
+EOF
+    echo "$ADDRESS: master is $master"
+    exec redis-server $conf --sentinel
+    ;;
+esac

@@ -1,0 +1,57 @@
+"""``python -m tests.k8s.policy``: all checks of k8s/, with what was found and how much there was.
+
+Exit codes: 0 all is well, 1 something is not, 2 kubectl or checkov is missing. Without kubectl it
+says so and leaves with 0, unless the environment says FEDSTREAM_CI=1: there nothing is skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from tests.k8s.cluster.manifests import kubectl
+from tests.k8s.policy.checkov import PROGRAM, checkov, exceptions
+from tests.k8s.policy.checks import CHECKS, findings
+from tests.k8s.policy.schemas import VERSIONS
+from tests.k8s.policy.sources import sources
+from tests.k8s.policy.targets import ADDITIONS, combinations, components, overlays, render_all
+
+
+def main() -> int:
+    """Renders, checks, prints. The exit code."""
+    began = time.monotonic()
+    if kubectl() is None:
+        sys.stderr.write("k8s-check: skipped, there is no kubectl on the path\n")
+        return 2 if os.environ.get("FEDSTREAM_CI") == "1" else 0
+    if not PROGRAM.is_file():
+        sys.stderr.write(f"k8s-check: there is no {PROGRAM}: make .venv-checkov/installed\n")
+        return 2
+    wrong = [f"sources: {line}" for line in sources()]
+    try:
+        renderings = dict(render_all())
+    except AssertionError as error:
+        sys.stderr.write(f"{error}\n")
+        return 1
+    for name, manifests in renderings.items():
+        wrong += [f"{name}: {line}" for line in findings(manifests)]
+    verdict = checkov(renderings, exceptions())
+    wrong += [f"checkov: {line}" for line in verdict.wrong]
+    sys.stderr.writelines(f"{line}\n" for line in wrong)
+    objects = sum(len(list(manifests)) for manifests in renderings.values())
+    excepted = ", ".join(f"{check} {times}" for check, times in verdict.excepted.items())
+    sys.stdout.write(
+        f"rendered    {len(overlays())} overlays, {len(components())} components in "
+        f"{len(combinations())} combinations on the base, {len(ADDITIONS)} on production: "
+        f"{objects} objects\n"
+        f"schemas     Kubernetes {' and '.join(VERSIONS)}, KEDA, Prometheus operator\n"
+        f"checks      {len(CHECKS)} on each rendering: {len(CHECKS) * len(renderings)}\n"
+        f"checkov     {verdict.passed} passed, {sum(verdict.excepted.values())} excepted with "
+        f"their reason ({excepted})\n"
+        f"k8s-check   {len(wrong)} wrong, {time.monotonic() - began:.0f} s\n"
+    )
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,35 @@
+"""All checks of rendered objects, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+
+from tests.k8s.cluster.manifests import Manifests
+from tests.k8s.policy.networks import networks
+from tests.k8s.policy.pods import images, probes, redis, restricted, spread
+from tests.k8s.policy.references import references
+from tests.k8s.policy.schemas import schemas
+from tests.k8s.policy.settings import settings
+
+Check = Callable[[Manifests], Iterator[str]]
+
+CHECKS: Mapping[str, Check] = {
+    "schemas": schemas,  # first: the others take for granted that objects have their form
+    "references": references,
+    "settings": settings,
+    "restricted": restricted,
+    "probes": probes,
+    "spread": spread,
+    "redis": redis,
+    "networks": networks,
+    "images": images,
+}
+
+
+def findings(manifests: Manifests) -> Iterator[str]:
+    """What the checks say of one rendering; of objects that have not their form just that."""
+    for name, check in CHECKS.items():
+        said = [f"{name}: {line}" for line in check(manifests)]
+        yield from said
+        if said and check is schemas:
+            return

@@ -1,0 +1,203 @@
+"""The configuration that each pod would read, and that the manifest around it agrees with it."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from broker.errors import ConfigError
+from coordinator.scheduling import InFlight
+from fedstream.config import Settings
+from fedstream.services import ROLES
+from runtime.config import load
+from tests.k8s.cluster.manifests import Manifest, Manifests
+from tests.k8s.policy.workloads import (
+    Workload,
+    environment,
+    file_at,
+    mount_of,
+    workloads,
+)
+
+_CLOSE_S = 5.0  # a grace period must exceed drain_s by this: runtime/service.py
+_LEARNS = ("updater", "trainer", "evaluator")  # those that load the user's task
+
+
+def settings(manifests: Manifests) -> Iterator[str]:
+    """Every service's configuration loads, and grace, ports, mounts, users and Redis agree."""
+    for workload in workloads(manifests):
+        for container in workload.all_containers:
+            if container.get("command") != ["fedstream"]:
+                continue
+            name = f"{workload.name}, container {container['name']}"
+            try:
+                found = read(manifests, workload, container)
+            except ConfigError as error:
+                yield from (f"{name}: {line}" for line in str(error).splitlines())
+                continue
+            role = container["args"][0]
+            if role in ROLES:
+                yield from (
+                    f"{name}: {line}" for line in _service(manifests, workload, container, found)
+                )
+            elif role != "acl":
+                yield f"{name}: {role!r} is no service"
+    yield from _scaling(manifests)
+
+
+def read(manifests: Manifests, workload: Workload, container: Manifest) -> Settings:
+    """What the container's process would read. Raises ConfigError."""
+    env = environment(manifests, container)
+    if (path := env.get("FEDSTREAM_CONFIG")) is None:
+        return load(Settings, path=None, environ=env)
+    text = file_at(manifests, workload, container, path)
+    if text is None:
+        raise ConfigError(f"FEDSTREAM_CONFIG={path}: no ConfigMap is mounted there")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "run.toml"
+        file.write_text(text)
+        return load(Settings, path=file, environ=env)
+
+
+def _service(
+    manifests: Manifests, workload: Workload, container: Manifest, found: Settings
+) -> Iterator[str]:
+    role = container["args"][0]
+    env = environment(manifests, container)
+    if container["name"] != role:
+        yield f"is named otherwise than its service, {role}"
+    if found.http.host != "0.0.0.0":  # noqa: S104  (a pod's own address is not known before)
+        yield f"http.host = {found.http.host!r}: probes come from elsewhere"
+    if workload.ports.get("http") != found.http.port:
+        yield f"http.port = {found.http.port}, the port named http is {workload.ports.get('http')}"
+    drain_s = getattr(found, role).drain_s
+    stop_s = _sleeps_s(container) + drain_s + _CLOSE_S
+    grace_s = workload.pod["terminationGracePeriodSeconds"]
+    if grace_s < stop_s:
+        yield (
+            f"terminationGracePeriodSeconds {grace_s} is less than preStop, drain_s and 5 s to "
+            f"close: {stop_s:g}"
+        )
+    if (
+        found.redis.username != role
+        or env.get("FEDSTREAM_REDIS__PASSWORD") != f"password-of-{role}"
+    ):
+        yield f"is not Redis's user {role!r} with that user's password"
+    if env.get("FEDSTREAM_NAME") != "pod-0":
+        yield "FEDSTREAM_NAME is not the pod's name"
+    yield from _redis(manifests, found)
+    if role in _LEARNS:
+        yield from _task(manifests, workload, container, found)
+    if role == "updater":
+        mount = mount_of(container, found.journal.dir)
+        if mount is None or mount.get("readOnly") or found.journal.dir == mount["mountPath"]:
+            yield f"journal.dir = {found.journal.dir!r} is no folder on a volume of its own"
+        elif "emptyDir" in workload.volumes[mount["name"]] and not found.journal.adopt:
+            yield "the journal goes with the pod, and journal.adopt is false: nobody would go on"
+        elif "claimTemplate" in workload.volumes[mount["name"]] and found.journal.adopt:
+            yield "journal.adopt = true with a volume that lasts: a lost journal would not be seen"
+
+
+def _sleeps_s(container: Manifest) -> float:
+    hook = container.get("lifecycle", {}).get("preStop", {})
+    return float(hook.get("sleep", {}).get("seconds", 0))
+
+
+def _task(
+    manifests: Manifests, workload: Workload, container: Manifest, found: Settings
+) -> Iterator[str]:
+    file, colon, _ = found.task.name.rpartition(":")
+    if colon and file.endswith(".py"):
+        text = file_at(manifests, workload, container, file)
+        if text is None:
+            yield f"task.name = {found.task.name!r}: no ConfigMap is mounted there"
+        else:
+            compile(text, file, "exec")
+    data = found.task.data_root
+    mount = mount_of(container, data) if data is not None else None
+    if mount is None or not mount.get("readOnly"):
+        yield f"task.data_root = {data!r} is no volume that is mounted to be read only"
+
+
+def _redis(manifests: Manifests, found: Settings) -> Iterator[str]:
+    if found.redis.sentinel is not None:
+        for node in found.redis.sentinel.nodes:
+            host, _, port = node.partition(":")
+            if not _leads_to_pod(manifests, host, int(port)):
+                yield f"redis.sentinel.nodes: {node} is no pod of a headless Service here"
+        return
+    url = urlsplit(found.redis.url)
+    if url.scheme == "rediss":
+        return  # elsewhere
+    service = manifests.find("Service", url.hostname or "")
+    ports = [port["port"] for port in service["spec"]["ports"]] if service else []
+    if url.port not in ports:
+        yield f"redis.url = {found.redis.url!r} is no Service here"
+
+
+def _leads_to_pod(manifests: Manifests, host: str, port: int) -> bool:
+    pod, _, name = host.partition(".")
+    service = manifests.find("Service", name)
+    if service is None or service["spec"].get("clusterIP") != "None":
+        return False
+    if port not in [one["port"] for one in service["spec"]["ports"]]:
+        return False
+    sets = [
+        one
+        for one in manifests.of("StatefulSet")
+        if one["spec"]["serviceName"] == name and pod.startswith(one["metadata"]["name"] + "-")
+    ]
+    number = pod.rpartition("-")[2]
+    return any(int(number) < one["spec"]["replicas"] for one in sets)
+
+
+def _scaling(manifests: Manifests) -> Iterator[str]:
+    """The trainers follow the open tasks, or the open tasks follow the trainers; never both."""
+    scaled = manifests.of("ScaledObject")
+    scheduler = Workload(manifests.get("Deployment", "scheduler"))
+    try:
+        found = read(manifests, scheduler, scheduler.containers[0])
+    except ConfigError:
+        return  # said above
+    policy = found.scheduler.policy
+    n = policy.n if isinstance(policy, InFlight) else None
+    if n is not None and not scaled:
+        yield f"scheduler.policy.n = {n}, and nothing scales the trainers: leave it out"
+    for one in scaled:
+        yield from (
+            f"ScaledObject {one['metadata']['name']}: {line}"
+            for line in _scaled(manifests, one, found, n)
+        )
+
+
+def _scaled(
+    manifests: Manifests, scaled: Manifest, found: Settings, n: int | None
+) -> Iterator[str]:
+    spec = scaled["spec"]
+    target = manifests.find("Deployment", spec["scaleTargetRef"]["name"])
+    if target is None:
+        yield f"there is no Deployment {spec['scaleTargetRef']['name']!r}"
+    elif "replicas" in target["spec"]:
+        yield "its Deployment says replicas: every apply would set back what KEDA has set"
+    if n is None:
+        yield "scheduler.policy.n is not set: trainers and tasks would follow each other"
+    elif n > spec["maxReplicaCount"]:
+        yield f"scheduler.policy.n = {n} is above maxReplicaCount {spec['maxReplicaCount']}"
+    for trigger in spec["triggers"]:
+        yield from _asked(manifests, trigger["metadata"], found)
+
+
+def _asked(manifests: Manifests, asks: Mapping[str, str], found: Settings) -> Iterator[str]:
+    url = urlsplit(asks["url"])
+    name, _, rest = (url.hostname or "").partition(".")
+    service = manifests.find("Service", name)
+    if service is None or rest != "fedstream.svc":
+        yield f"asks {url.hostname}, which is no Service here"
+    elif (url.port or 80) not in [port["port"] for port in service["spec"]["ports"]]:
+        yield f"asks port {url.port or 80}, which Service {name!r} does not have"
+    if url.path != f"/v1/runs/{found.run.name}/scaling":
+        yield f"asks {url.path}, and run.name is {found.run.name!r}"
+    if asks["valueLocation"] != "open":
+        yield f"reads {asks['valueLocation']!r}, not the open tasks"

@@ -1,0 +1,74 @@
+"""What is rendered: every overlay as it is, and every component on the base."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tests.k8s.cluster.manifests import Manifests, rendered
+
+ROOT = Path(__file__).parents[3]
+K8S = ROOT / "k8s"
+
+# What an overlay of one's own may put on top of production (device-owners takes the place of what
+# KEDA scales).
+ADDITIONS = ("redis-aof", "redis-sentinel", "external-redis", "gpu", "no-data")
+
+
+def overlays() -> list[str]:
+    """Their names."""
+    return _folders(K8S / "overlays")
+
+
+def components() -> list[str]:
+    """Their names."""
+    return _folders(K8S / "components")
+
+
+def _folders(where: Path) -> list[str]:
+    return sorted(path.parent.name for path in where.glob("*/kustomization.yaml"))
+
+
+def combinations() -> dict[str, tuple[str, ...]]:
+    """Components as they are put on the base, by the name of the combination.
+
+    Each alone, and with the network policies that it may have to add to.
+    """
+    found: dict[str, tuple[str, ...]] = {}
+    for name in components():
+        found[name] = (name,)
+        if name != "network-policies":
+            found[f"network-policies, {name}"] = ("network-policies", name)
+    return found
+
+
+def render_all() -> Iterator[tuple[str, Manifests]]:
+    """Every rendering with its name. Raises AssertionError with what kubectl said."""
+    for name in overlays():
+        yield f"overlay {name}", rendered(K8S / "overlays" / name)
+    for name, parts in combinations().items():
+        yield f"base with {name}", on_base(*parts)
+    for name in ADDITIONS:
+        yield f"production with {name}", _with("overlays/production", (name,))
+
+
+def on_base(*names: str) -> Manifests:
+    """The base with these components, and the images. Raises AssertionError."""
+    return _with("base", names)
+
+
+def _with(resource: str, names: Sequence[str]) -> Manifests:
+    parts = [f"- K8S/components/{name}" for name in names]
+    lines = ["namespace: fedstream", f"resources: [K8S/{resource}]", "components:", *parts]
+    return kustomized("\n".join([*lines, "- K8S/images"]))
+
+
+def kustomized(text: str) -> Manifests:
+    """A kustomization's rendering; it names the folder k8s as K8S. Raises AssertionError."""
+    with tempfile.TemporaryDirectory() as folder:
+        here = Path(folder).resolve()
+        up = os.path.relpath(K8S, here)  # kustomize takes folders by relative paths alone
+        (here / "kustomization.yaml").write_text(text.replace("K8S", up))
+        return rendered(here)

@@ -1,0 +1,170 @@
+"""Rendered workloads: their pods, containers, environments and mounts."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tests.k8s.cluster.manifests import Manifest, Manifests, texts
+
+KINDS = ("Deployment", "StatefulSet")
+
+# Made by whoever runs the cluster, not by these manifests: docs/operations.md says how.
+BY_THE_OPERATOR: Mapping[tuple[str, str], frozenset[str]] = {
+    ("Secret", "fedstream-redis"): frozenset(
+        [
+            "coordinator",
+            "scheduler",
+            "updater",
+            "evaluator",
+            "trainer",
+            "operator",
+            "replica",
+            "sentinel",
+            "watch",
+        ]
+    ),
+    ("Secret", "fedstream-tls"): frozenset(("tls.crt", "tls.key")),
+    ("ConfigMap", "fedstream-redis-ca"): frozenset(("ca.crt",)),
+    ("PersistentVolume", "fedstream-data"): frozenset(),
+}
+
+
+@dataclass(frozen=True)
+class Workload:
+    """A Deployment or StatefulSet."""
+
+    manifest: Manifest
+
+    @property
+    def name(self) -> str:
+        """As messages name it."""
+        return f"{self.manifest['kind']} {self.manifest['metadata']['name']}"
+
+    @property
+    def spec(self) -> Manifest:
+        """Of the workload."""
+        spec: Manifest = self.manifest["spec"]
+        return spec
+
+    @property
+    def pod(self) -> Manifest:
+        """The pod's spec."""
+        pod: Manifest = self.spec["template"]["spec"]
+        return pod
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """Of its pods."""
+        labels: dict[str, str] = self.spec["template"]["metadata"].get("labels", {})
+        return labels
+
+    @property
+    def containers(self) -> list[Manifest]:
+        """Those that keep running."""
+        containers: list[Manifest] = self.pod["containers"]
+        return containers
+
+    @property
+    def all_containers(self) -> list[Manifest]:
+        """Init containers as well."""
+        return [*self.pod.get("initContainers", ()), *self.containers]
+
+    @property
+    def ports(self) -> dict[str, int]:
+        """The named ports of its pods."""
+        return {
+            port["name"]: port["containerPort"]
+            for container in self.containers
+            for port in container.get("ports", ())
+            if "name" in port
+        }
+
+    @property
+    def volumes(self) -> dict[str, Manifest]:
+        """By name, those of the claim templates among them."""
+        templates = {
+            one["metadata"]["name"]: {"claimTemplate": one}
+            for one in self.spec.get("volumeClaimTemplates", ())
+        }
+        return {one["name"]: one for one in self.pod.get("volumes", ())} | templates
+
+
+def workloads(manifests: Manifests) -> Iterator[Workload]:
+    """All that make pods."""
+    for manifest in manifests.of(*KINDS):
+        yield Workload(manifest)
+
+
+def selected(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
+    """Whether a label selector is for these labels; an empty one is for all."""
+    if any(labels.get(key) != value for key, value in selector.get("matchLabels", {}).items()):
+        return False
+    for rule in selector.get("matchExpressions", ()):
+        value = labels.get(rule["key"])
+        holds = {
+            "In": value in rule.get("values", ()),
+            "NotIn": value not in rule.get("values", ()),
+            "Exists": value is not None,
+            "DoesNotExist": value is None,
+        }
+        if not holds[rule["operator"]]:
+            return False
+    return True
+
+
+def held(manifests: Manifests, kind: str, name: str) -> frozenset[str] | None:
+    """The keys of a ConfigMap or Secret; None if there is none."""
+    one = manifests.find(kind, name)
+    return frozenset(texts(one)) if one is not None else BY_THE_OPERATOR.get((kind, name))
+
+
+def environment(manifests: Manifests, container: Manifest) -> dict[str, str]:
+    """What the process would see; what only a cluster knows has a value of its form."""
+    env: dict[str, str] = {}
+    for source in container.get("envFrom", ()):
+        if (one := manifests.find("ConfigMap", source["configMapRef"]["name"])) is not None:
+            env |= texts(one)
+    for entry in container.get("env", ()):
+        env[entry["name"]] = _value(manifests, entry, env)
+    return env
+
+
+def _value(manifests: Manifests, entry: Manifest, before: Mapping[str, str]) -> str:
+    match entry:
+        case {"valueFrom": {"fieldRef": {"fieldPath": str(path)}}}:
+            return "0" if "pod-index" in path else "10.1.2.3" if "podIP" in path else "pod-0"
+        case {"valueFrom": {"secretKeyRef": {"key": str(key)}}}:
+            return f"password-of-{key}"
+        case {"valueFrom": {"configMapKeyRef": {"name": name, "key": key}}}:
+            one = manifests.find("ConfigMap", name)
+            return texts(one).get(key, "") if one is not None else ""
+        case _:
+            text = str(entry.get("value", ""))
+            return re.sub(r"\$\((\w+)\)", lambda found: before.get(found[1], found[0]), text)
+
+
+def file_at(manifests: Manifests, workload: Workload, container: Manifest, path: str) -> str | None:
+    """The text that a ConfigMap puts at ``path`` in a container; None if there is none."""
+    for mount in container.get("volumeMounts", ()):
+        volume = workload.volumes.get(mount["name"], {})
+        one = manifests.find("ConfigMap", volume.get("configMap", {}).get("name", ""))
+        if one is None:
+            continue
+        for key, text in texts(one).items():
+            whole = mount.get("subPath") == key and path == mount["mountPath"]
+            if whole or ("subPath" not in mount and path == f"{mount['mountPath']}/{key}"):
+                return text
+    return None
+
+
+def mount_of(container: Manifest, path: str) -> Manifest | None:
+    """The innermost mount that ``path`` lies in."""
+    around = [
+        mount
+        for mount in container.get("volumeMounts", ())
+        if path == mount["mountPath"] or path.startswith(mount["mountPath"].rstrip("/") + "/")
+    ]
+    return max(around, key=lambda mount: len(mount["mountPath"]), default=None)

@@ -1,0 +1,108 @@
+"""Dockerfile and compose.yaml: nothing here builds or runs them, so what they name is compared."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from typing import Any
+
+import pytest
+import yaml
+
+from fedstream.config import Settings
+from fedstream.services import ROLES
+from runtime.config import load
+from tests.k8s.policy.targets import K8S, ROOT
+
+COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
+SERVICES = COMPOSE["services"]
+DOCKERFILE = (ROOT / "Dockerfile").read_text()
+PACKAGE = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+
+def default(text: str) -> str:
+    """A variable's value where nobody sets it: ``${NAME:-value}``."""
+    return re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", text)
+
+
+def environment(service: str) -> dict[str, str]:
+    """What compose gives a service."""
+    return {name: default(text) for name, text in SERVICES[service]["environment"].items()}
+
+
+def test_compose_has_the_manifests_images() -> None:
+    table = yaml.safe_load((K8S / "images" / "kustomization.yaml").read_text())["images"]
+    images = {entry["name"]: f"{entry['newName']}:{entry['newTag']}" for entry in table}
+    used = {name: service["image"] for name, service in SERVICES.items()}
+    assert used.pop("redis") == images["redis"]
+    assert set(used) == {*ROLES, "acl"}
+    assert set(used.values()) == {images["fedstream"]}
+
+
+@pytest.mark.parametrize("role", ROLES)
+def test_compose_starts_every_service_as_its_own_user(role: str) -> None:
+    service, env = SERVICES[role], environment(role)
+    found = load(Settings, path=K8S / "base" / "run.toml", environ=env)
+    assert service["command"] == [role]
+    assert found.redis.username == role
+    assert (
+        env["FEDSTREAM_REDIS__PASSWORD"] == environment("acl")[f"FEDSTREAM_PASSWORD_{role.upper()}"]
+    )
+    grace_s = float(service["stop_grace_period"].removesuffix("s"))
+    assert grace_s >= getattr(found, role).drain_s + 5
+    assert f"127.0.0.1:{found.http.port}/readyz" in service["healthcheck"]["test"][-1]
+    assert service["read_only"]
+    assert service["cap_drop"] == ["ALL"]
+
+
+def test_compose_mounts_what_the_configuration_names() -> None:
+    for service in SERVICES.values():
+        for volume in service["volumes"]:
+            source = default(volume).split(":")[0]
+            if source.startswith("./k8s/"):
+                assert (ROOT / source).exists(), source
+            elif not source.startswith("."):
+                assert source in COMPOSE["volumes"]
+    kept = {
+        volume.split(":")[1] for volume in SERVICES["updater"]["volumes"] if "journal" in volume
+    }
+    found = load(Settings, path=K8S / "base" / "run.toml", environ={})
+    assert any(found.journal.dir.startswith(f"{path}/") for path in kept)
+    users = re.search(r"^aclfile (\S+)$", (K8S / "base" / "redis.conf").read_text(), re.MULTILINE)
+    assert users
+    assert SERVICES["acl"]["command"] == ["acl", "--out", users[1]]
+
+
+def test_compose_scales_the_trainers() -> None:
+    """Several containers of one service: no fixed name, no port of the machine's."""
+    trainer: dict[str, Any] = SERVICES["trainer"]
+    assert not {"container_name", "hostname", "ports"} & set(trainer)
+
+
+def test_the_image_has_every_package_and_the_context_brings_it() -> None:
+    patterns = PACKAGE["tool"]["setuptools"]["packages"]["find"]["include"]
+    packages = {pattern.removesuffix("*") for pattern in patterns}
+    copied = set(re.findall(r"^COPY (\w+) \1$", DOCKERFILE, re.MULTILINE))
+    allowed = set(re.findall(r"^!(\S+)$", (ROOT / ".dockerignore").read_text(), re.MULTILINE))
+    assert copied == packages
+    assert packages < allowed
+    for line in re.findall(r"^COPY ((?!--from).*) \S+$", DOCKERFILE, re.MULTILINE):
+        assert set(line.split()) <= allowed, line
+
+
+def test_the_image_is_what_the_manifests_take_it_for() -> None:
+    final = DOCKERFILE.rpartition("\nFROM ")[2]
+    assert 'ENTRYPOINT ["fedstream"]' in final
+    user = re.search(r"^USER (\d+):(\d+)$", final, re.MULTILINE)
+    assert user
+    assert int(user[1]) >= 10_000, "restricted Pod Security wants a number that is not 0"
+    assert "HOME=/tmp" in final, "all else is read-only"
+    assert re.search(r"^ARG PYTHON=3\.\d+\.\d+-slim-\w+$", DOCKERFILE, re.MULTILINE)
+
+
+def test_torch_is_pinned_for_the_image() -> None:
+    """The Dockerfile takes both by their lines in constraints.txt."""
+    constraints = (ROOT / "constraints.txt").read_text()
+    pinned = re.findall(r"^torch(?:vision)?==[\d.]+$", constraints, re.MULTILINE)
+    wanted = [one for one in PACKAGE["project"]["dependencies"] if one.startswith("torch")]
+    assert sorted(pinned) == sorted(wanted)

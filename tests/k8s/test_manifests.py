@@ -1,0 +1,419 @@
+"""The manifests, and that whatever could be wrong with them would be seen.
+
+``make k8s-check`` runs all checks on every rendering. Here the production overlay is broken in one
+place after the other, and the check whose business it is says so.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import re
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from fedstream import __version__
+from tests.k8s.cluster.manifests import Manifests, kubectl, rendered
+from tests.k8s.policy import checkov
+from tests.k8s.policy.checks import CHECKS, findings
+from tests.k8s.policy.sources import sources
+from tests.k8s.policy.targets import K8S, ROOT, on_base, render_all
+from tests.k8s.policy.workloads import BY_THE_OPERATOR
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _kubectl_is_there() -> None:
+    if kubectl() is None:
+        assert os.environ.get("FEDSTREAM_CI") != "1", "kubectl is not on PATH; in CI it has to be"
+        pytest.skip("kubectl is not on PATH: it renders the manifests")
+
+
+@pytest.fixture(scope="session")
+def renderings() -> dict[str, Manifests]:
+    """All of them."""
+    return dict(render_all())
+
+
+def broken(manifests: Manifests, change: Callable[[Manifests], object]) -> list[str]:
+    """What is said of a copy after a change."""
+    those = Manifests(copy.deepcopy(list(manifests)))
+    change(those)
+    return list(findings(Manifests(list(those))))  # anew: a change may rename
+
+
+def test_every_overlay_and_component_passes_every_check(renderings: dict[str, Manifests]) -> None:
+    found = [
+        f"{name}: {line}" for name, manifests in renderings.items() for line in findings(manifests)
+    ]
+    assert found == []
+
+
+def test_the_sources_name_images_in_one_place() -> None:
+    assert list(sources()) == []
+
+
+def pod(manifests: Manifests, name: str) -> dict[str, Any]:
+    """The pod's spec of a workload."""
+    found = manifests.find("Deployment", name) or manifests.get("StatefulSet", name)
+    spec: dict[str, Any] = found["spec"]["template"]["spec"]
+    return spec
+
+
+def container(manifests: Manifests, name: str) -> dict[str, Any]:
+    """The first container of a workload's pods."""
+    first: dict[str, Any] = pod(manifests, name)["containers"][0]
+    return first
+
+
+def entry(manifests: Manifests, workload: str, name: str) -> dict[str, Any]:
+    """A variable of a workload's environment."""
+    return next(one for one in container(manifests, workload)["env"] if one["name"] == name)
+
+
+def config(manifests: Manifests, start: str) -> dict[str, str]:
+    """What a generated ConfigMap holds."""
+    found = next(
+        one for one in manifests.of("ConfigMap") if one["metadata"]["name"].startswith(start)
+    )
+    data: dict[str, str] = found["data"]
+    return data
+
+
+def replace(data: dict[str, str], key: str, old: str, new: str) -> None:
+    """Changes a text that is there."""
+    assert old in data[key]
+    data[key] = data[key].replace(old, new)
+
+
+def rule(manifests: Manifests, name: str) -> dict[str, Any]:
+    """A network policy's spec."""
+    spec: dict[str, Any] = manifests.get("NetworkPolicy", name)["spec"]
+    return spec
+
+
+Change = Callable[[Manifests], object]
+BREAKS: dict[str, tuple[Change, str]] = {
+    "a field that no Kubernetes knows": (
+        lambda m: container(m, "trainer").update(imagePullPolicies="Always"),
+        r"schemas: Deployment trainer: Kubernetes 1\.30: .*imagePullPolicies",
+    ),
+    "a value of another type": (
+        lambda m: m.get("Deployment", "scheduler")["spec"].update(replicas="one"),
+        r"schemas: Deployment scheduler: Kubernetes 1\.37: spec\.replicas",
+    ),
+    "a number in KEDA's texts": (
+        lambda m: m.get("ScaledObject", "trainer")["spec"]["triggers"][0]["metadata"].update(
+            targetValue=1
+        ),
+        r"schemas: ScaledObject trainer: .*targetValue: 1 is not of type 'string'",
+    ),
+    "a key that KEDA does not know": (
+        lambda m: m.get("ScaledObject", "trainer")["spec"].update(minReplicas=0),
+        r"schemas: ScaledObject trainer: .*minReplicas",
+    ),
+    "an object without a schema": (
+        lambda m: m.put({"kind": "Rollout", "apiVersion": "x/v1", "metadata": {"name": "a"}}),
+        r"schemas: Rollout a: Couldn't find schema",
+    ),
+    "a Service for nobody": (
+        lambda m: m.get("Service", "redis")["spec"]["selector"].update(tier="cache"),
+        r"references: Service redis: selects no pods",
+    ),
+    "a Service's port that no pod has": (
+        lambda m: m.get("Service", "coordinator")["spec"]["ports"][0].update(targetPort="web"),
+        r"references: Service coordinator: Deployment coordinator has no port 'web'",
+    ),
+    "an Ingress to no Service": (
+        lambda m: m.get("Ingress", "coordinator")["spec"]["rules"][0]["http"]["paths"][0][
+            "backend"
+        ]["service"].update(name="coordinators"),
+        r"references: Ingress coordinator: there is no port .* of Service 'coordinators'",
+    ),
+    "a ConfigMap that is not there": (
+        lambda m: pod(m, "trainer")["volumes"][0]["configMap"].update(name="config"),
+        r"references: Deployment trainer: there is no ConfigMap 'config'",
+    ),
+    "a key that its ConfigMap has not": (
+        lambda m: container(m, "trainer")["volumeMounts"][0].update(subPath="run.tml"),
+        r"references: Deployment trainer, .*: ConfigMap .* has no 'run\.tml'",
+    ),
+    "a password that the Secret has not": (
+        lambda m: entry(m, "trainer", "FEDSTREAM_REDIS__PASSWORD")["valueFrom"][
+            "secretKeyRef"
+        ].update(key="trainers"),
+        r"references: Deployment trainer, .*: Secret 'fedstream-redis' has no 'trainers'",
+    ),
+    "a mount without a volume": (
+        lambda m: container(m, "evaluator")["volumeMounts"][0].update(name="conf"),
+        r"references: Deployment evaluator, .*: there is no volume 'conf'",
+    ),
+    "a volume that nobody mounts": (
+        lambda m: pod(m, "scheduler")["volumes"].append({"name": "x", "emptyDir": {}}),
+        r"references: Deployment scheduler: volume 'x' is mounted nowhere",
+    ),
+    "a claim that is not there": (
+        lambda m: next(
+            volume for volume in pod(m, "trainer")["volumes"] if volume["name"] == "data"
+        )["persistentVolumeClaim"].update(claimName="data"),
+        r"references: Deployment trainer: there is no PersistentVolumeClaim 'data'",
+    ),
+    "a budget for no pods": (
+        lambda m: m.get("PodDisruptionBudget", "trainer")["spec"]["selector"]["matchLabels"].update(
+            role="trainer"
+        ),
+        r"references: PodDisruptionBudget trainer: selects no pods",
+    ),
+    "a network policy for no pods": (
+        lambda m: rule(m, "redis")["podSelector"]["matchLabels"].update(role="redis"),
+        r"references: NetworkPolicy redis: selects no pods",
+    ),
+    "a network policy for a port where nobody listens": (
+        lambda m: rule(m, "metrics")["ingress"][0]["ports"][0].update(port=9090),
+        r"references: NetworkPolicy metrics: ingress port 9090, where nobody listens",
+    ),
+    "an object in another namespace": (
+        lambda m: m.get("Service", "redis")["metadata"].update(namespace="default"),
+        r"references: Service redis: in namespace 'default'",
+    ),
+    "a configuration that does not load": (
+        lambda m: replace(config(m, "fedstream-config"), "run.toml", "seed = 0", "seeds = 0"),
+        r"settings: Deployment trainer, .*: run\.seeds",
+    ),
+    "a variable that is no key": (
+        lambda m: config(m, "fedstream-settings").update(FEDSTREAM_TRAINER__THREAD="2"),
+        r"settings: .*trainer\.thread",
+    ),
+    "a drain that the grace period cuts": (
+        lambda m: replace(
+            config(m, "fedstream-config"),
+            "run.toml",
+            "[updater]\ndrain_s = 20.0",
+            "[updater]\ndrain_s = 26.0",
+        ),
+        r"settings: StatefulSet updater, .*: terminationGracePeriodSeconds 30 is less than .* 31$",
+    ),
+    "a preStop that the grace period cuts": (
+        lambda m: container(m, "coordinator")["lifecycle"]["preStop"]["sleep"].update(seconds=11),
+        r"settings: Deployment coordinator, .*: terminationGracePeriodSeconds 30 .* 31$",
+    ),
+    "a port where the service does not listen": (
+        lambda m: container(m, "scheduler")["ports"][0].update(containerPort=8000),
+        r"settings: Deployment scheduler, .*: http\.port = 8080, the port named http is 8000",
+    ),
+    "another service's user": (
+        lambda m: entry(m, "trainer", "FEDSTREAM_REDIS__USERNAME").update(value="updater"),
+        r"settings: Deployment trainer, .*: is not Redis's user 'trainer'",
+    ),
+    "a Redis that is nowhere": (
+        lambda m: replace(config(m, "fedstream-config"), "run.toml", "//redis:", "//cache:"),
+        r"settings: .*: redis\.url = 'redis://cache:6379/0' is no Service here",
+    ),
+    "a task that is mounted nowhere": (
+        lambda m: replace(config(m, "fedstream-config"), "run.toml", "task.py:task", "my.py:task"),
+        r"settings: Deployment trainer, .*: task\.name = .*my\.py:task': no ConfigMap is mounted",
+    ),
+    "a journal beside its volume": (
+        lambda m: replace(config(m, "fedstream-config"), "run.toml", "/var/lib", "/var/log"),
+        r"settings: StatefulSet updater, .*: journal\.dir = '/var/log/fedstream/journal'",
+    ),
+    "adopting where the journal lasts": (
+        lambda m: config(m, "fedstream-settings").update(FEDSTREAM_JOURNAL__ADOPT="true"),
+        r"settings: StatefulSet updater, .*: journal\.adopt = true with a volume that lasts",
+    ),
+    "KEDA, and tasks that follow the trainers": (
+        lambda m: config(m, "fedstream-settings").pop("FEDSTREAM_SCHEDULER__POLICY__N"),
+        r"settings: ScaledObject trainer: scheduler\.policy\.n is not set",
+    ),
+    "more in flight than trainers": (
+        lambda m: config(m, "fedstream-settings").update(FEDSTREAM_SCHEDULER__POLICY__N="17"),
+        r"settings: ScaledObject trainer: scheduler\.policy\.n = 17 is above maxReplicaCount 16",
+    ),
+    "KEDA and a number of replicas": (
+        lambda m: m.get("Deployment", "trainer")["spec"].update(replicas=2),
+        r"settings: ScaledObject trainer: its Deployment says replicas",
+    ),
+    "KEDA asks about another run": (
+        lambda m: config(m, "fedstream-run").update(FEDSTREAM_RUN__NAME="prod"),
+        r"settings: ScaledObject trainer: asks /v1/runs/demo/scaling, and run\.name is 'prod'",
+    ),
+    "a root file system that is written to": (
+        lambda m: container(m, "redis")["securityContext"].update(readOnlyRootFilesystem=False),
+        r"restricted: StatefulSet redis, container redis: readOnlyRootFilesystem is not true",
+    ),
+    "a capability": (
+        lambda m: container(m, "trainer")["securityContext"]["capabilities"].update(
+            add=["NET_BIND_SERVICE"]
+        ),
+        r"restricted: Deployment trainer, container trainer: capabilities",
+    ),
+    "root": (
+        lambda m: pod(m, "updater")["securityContext"].update(runAsUser=0),
+        r"restricted: StatefulSet updater: runAsUser 0",
+    ),
+    "no seccomp": (
+        lambda m: pod(m, "updater")["securityContext"].pop("seccompProfile"),
+        r"restricted: StatefulSet updater: seccompProfile",
+    ),
+    "a token of the Kubernetes API": (
+        lambda m: pod(m, "coordinator").update(automountServiceAccountToken=True),
+        r"restricted: Deployment coordinator: automountServiceAccountToken",
+    ),
+    "a folder of the node": (
+        lambda m: pod(m, "trainer")["volumes"].append({"name": "x", "hostPath": {"path": "/"}}),
+        r"restricted: Deployment trainer: volume 'x' is of kind hostPath",
+    ),
+    "a namespace that enforces nothing": (
+        lambda m: m.get("Namespace", "fedstream")["metadata"]["labels"].clear(),
+        r"restricted: Namespace fedstream",
+    ),
+    "no limit": (
+        lambda m: container(m, "trainer")["resources"]["limits"].pop("memory"),
+        r"restricted: Deployment trainer, container trainer: no limits\.memory",
+    ),
+    "liveness that depends on Redis": (
+        lambda m: container(m, "trainer")["livenessProbe"]["httpGet"].update(path="/readyz"),
+        r"probes: Deployment trainer, .*: livenessProbe asks /readyz",
+    ),
+    "a probe of a port that is not there": (
+        lambda m: container(m, "trainer")["readinessProbe"]["httpGet"].update(port="web"),
+        r"probes: Deployment trainer, .*: readinessProbe asks port 'web'",
+    ),
+    "a startup that recovery does not fit in": (
+        lambda m: container(m, "updater")["startupProbe"].update(failureThreshold=10),
+        r"probes: StatefulSet updater, .*: startup may take 50 s, less than 600 s",
+    ),
+    "several, and no budget": (
+        lambda m: m.get("Deployment", "evaluator")["spec"].update(replicas=2),
+        r"spread: Deployment evaluator: 2 replicas and no PodDisruptionBudget",
+    ),
+    "a budget that holds up every drain": (
+        lambda m: m.get("PodDisruptionBudget", "coordinator")["spec"].update(minAvailable=3),
+        r"spread: Deployment coordinator: minAvailable 3 of 3",
+    ),
+    "a Redis that evicts": (
+        lambda m: replace(config(m, "redis-config"), "redis.conf", "noeviction", "allkeys-lru"),
+        r"redis: StatefulSet redis: maxmemory-policy",
+    ),
+    "a Redis that the kernel kills first": (
+        lambda m: container(m, "redis")["resources"]["limits"].update(memory="1536Mi"),
+        r"redis: StatefulSet redis: maxmemory 1572864000 B is not at most 0\.8",
+    ),
+    "users that nobody writes": (
+        lambda m: replace(config(m, "redis-config"), "redis.conf", "users.acl", "user.acl"),
+        r"redis: StatefulSet redis: no init container writes aclfile /run/redis/user\.acl",
+    ),
+    "services that may not ask Redis": (
+        lambda m: rule(m, "services-to-redis")["egress"].clear(),
+        r"networks: network policies stop Deployment trainer to StatefulSet redis, port 6379/TCP",
+    ),
+    "no names": (
+        lambda m: rule(m, "dns")["egress"][0]["ports"].pop(0),
+        r"networks: network policies stop StatefulSet updater to DNS, port 53/UDP",
+    ),
+    "KEDA may not ask": (
+        lambda m: rule(m, "coordinator")["ingress"][0]["from"].pop(1),
+        r"networks: network policies stop KEDA to Deployment coordinator, port 8080/TCP",
+    ),
+    "services that may go anywhere": (
+        lambda m: rule(m, "services-to-redis")["egress"].append({}),
+        r"networks: network policies let Deployment trainer to the internet, port 443/TCP through",
+    ),
+    "a Redis that all may ask": (
+        lambda m: rule(m, "redis")["ingress"][0]["from"].append({"namespaceSelector": {}}),
+        r"networks: .* let a pod of namespace default to StatefulSet redis, port 6379/TCP through",
+    ),
+    "an image without a tag": (
+        lambda m: container(m, "trainer").update(image="fedstream"),
+        r"images: Deployment trainer, container trainer: image 'fedstream' has no tag",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", BREAKS)
+def test_what_is_wrong_is_seen(what: str, renderings: dict[str, Manifests]) -> None:
+    change, expected = BREAKS[what]
+    lines = broken(renderings["overlay production"], change)
+    assert any(re.search(expected, line) for line in lines), "\n".join(lines)
+
+
+def test_every_check_has_been_seen_to_fail() -> None:
+    assert {pattern.partition(":")[0] for _, pattern in BREAKS.values()} == set(CHECKS)
+
+
+def test_policies_that_a_component_comes_too_early_for_are_seen() -> None:
+    """redis-sentinel adds to policies that have to be there: the order is seen to be wrong."""
+    lines = list(findings(on_base("redis-sentinel", "network-policies")))
+    assert any("stop StatefulSet redis to StatefulSet sentinel" in line for line in lines)
+
+
+def test_an_image_of_its_own_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "images").mkdir()
+    text = (K8S / "images" / "kustomization.yaml").read_text()
+    (tmp_path / "images" / "kustomization.yaml").write_text(text)
+    (tmp_path / "a.yaml").write_text("containers:\n  - image: fedstream:0.9\n")
+    assert any("a.yaml:2: image 'fedstream:0.9'" in line for line in sources(tmp_path))
+
+
+def test_tags_are_the_packages_version() -> None:
+    table = yaml.safe_load((K8S / "images" / "kustomization.yaml").read_text())["images"]
+    tags = {entry["name"]: entry["newTag"] for entry in table}
+    assert tags["fedstream"] == __version__
+    assert tags["fedstream-cuda"] == f"{__version__}-cuda"
+
+
+def test_what_the_operator_makes_is_in_the_documentation() -> None:
+    text = (ROOT / "docs" / "operations.md").read_text()
+    missing = [name for _, name in BY_THE_OPERATOR if name not in text]
+    assert missing == []
+
+
+def test_the_objects_in_the_documentation_are_valid() -> None:
+    """What is to be copied from there would be taken by a cluster."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    blocks = [textwrap.dedent(found) for found in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+    objects = [one for block in blocks for one in yaml.safe_load_all(block)]
+    kinds = sorted(one["kind"] for one in objects)
+    assert kinds == ["Kustomization", "PersistentVolume", "Pod"]
+    cluster = Manifests(one for one in objects if one["kind"] != "Kustomization")
+    assert list(CHECKS["schemas"](cluster)) == []
+    claim = cluster.get("Pod", "journal")["spec"]["volumes"][0]["persistentVolumeClaim"]
+    assert claim == {"claimName": "journal-updater-0"}
+
+
+def test_an_overlay_of_ones_own_builds_on_production(
+    tmp_path: Path, renderings: dict[str, Manifests]
+) -> None:
+    """The one in the documentation: another run.toml and task, and all else as it is."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    [block] = re.findall(r"```yaml\n( *apiVersion: kustomize.*?)```", text, re.DOTALL)
+    (tmp_path / "run.toml").write_text("[run]\nversions = 7\n")
+    (tmp_path / "task.py").write_text("task = 'mine'\n")
+    overlay = textwrap.dedent(block)
+    up = os.path.relpath(K8S, tmp_path.resolve())
+    (tmp_path / "kustomization.yaml").write_text(overlay.replace("../fedstream/k8s", up))
+    manifests = rendered(tmp_path)
+    assert config(manifests, "fedstream-config") == {"run.toml": "[run]\nversions = 7\n"}
+    assert config(manifests, "fedstream-task") == {"task.py": "task = 'mine'\n"}
+    found = {one["metadata"]["name"] for one in manifests.of("ConfigMap")}
+    used = {volume["configMap"]["name"] for volume in pod(manifests, "trainer")["volumes"][:2]}
+    assert used < found, "the pods have the new ones"
+    redis = renderings["overlay production"].get("StatefulSet", "redis")
+    assert manifests.get("StatefulSet", "redis") == redis, "another run.toml does not roll Redis"
+
+
+@pytest.mark.skipif(
+    not checkov.PROGRAM.is_file(), reason="checkov is not installed: make .venv-checkov/installed"
+)
+def test_checkov_sees_what_is_wrong_and_exceptions_that_nobody_needs() -> None:
+    manifests = on_base("network-policies")
+    container(manifests, "trainer")["securityContext"].update(privileged=True)
+    allowed = {**checkov.exceptions(), "CKV_K8S_1": "an exception for something that nobody does"}
+    wrong = checkov.checkov({"broken": manifests}, allowed).wrong
+    assert any("CKV_K8S_16" in line and "trainer" in line for line in wrong), wrong
+    assert any("nothing needs the exception CKV_K8S_1 " in line for line in wrong), wrong
+    assert len(wrong) == 2

@@ -1,0 +1,360 @@
+"""The monitoring component: its alerts fire when they should, and it asks for metrics there are."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import promql_parser as promql
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[2]
+COMPONENT = ROOT / "k8s" / "components" / "monitoring"
+DOCS = (ROOT / "docs" / "operations.md").read_text()
+ROW = re.compile(r"^\| `(fedstream_\w+)` \| (\w+) \|([\w, ]+)\|", re.MULTILINE)
+DOCUMENTED = {
+    name: (kind, {label for label in labels.strip().split(", ") if label})
+    for name, kind, labels in ROW.findall(DOCS)
+}
+# Not ours: Prometheus's own, our process's as its client library has it, and the kubelet's.
+FOREIGN = {
+    "up", "process_start_time_seconds", "process_cpu_seconds_total",
+    "process_resident_memory_bytes", "kubelet_volume_stats_available_bytes",
+    "kubelet_volume_stats_capacity_bytes",
+}  # fmt: skip
+# What Prometheus adds to every series of ours, by the ServiceMonitor.
+TARGET_LABELS = {"namespace", "job", "component", "pod", "container", "persistentvolumeclaim"}
+
+
+def loaded(name: str) -> Any:
+    return yaml.safe_load((COMPONENT / name).read_text())
+
+
+def tool(name: str, *, always_in_ci: bool) -> str:
+    """A program's path; without it the test is skipped, or fails in CI, where it has to be."""
+    path = shutil.which(name)
+    if path is None:
+        assert not (always_in_ci and os.environ.get("FEDSTREAM_CI") == "1"), f"{name} is missing"
+        pytest.skip(f"{name} is not installed")
+    return path
+
+
+GROUPS = loaded("alerts.yaml")["spec"]["groups"]
+ALERTS = [rule for group in GROUPS for rule in group["rules"]]
+DASHBOARD = json.loads((COMPONENT / "dashboard.json").read_text())
+PANELS = DASHBOARD["panels"]
+
+
+def queries() -> Iterator[str]:
+    """Every expression of the dashboard, as Grafana would send it."""
+    annotations = DASHBOARD["annotations"]["list"]
+    for about in (*annotations, *(target for panel in PANELS for target in panel["targets"])):
+        yield about["expr"].replace("$namespace", "fl").replace("$__rate_interval", "5m")
+
+
+EXPRESSIONS = [*(rule["expr"] for rule in ALERTS), *queries()]
+
+
+# names
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A metric in an expression."""
+
+    name: str
+    labels: frozenset[str]  # in its braces
+    gathered: str | None  # by which aggregation, the innermost; None: it is not
+
+
+def series(expression: str) -> list[Asked]:
+    """The metrics in an expression. Raises ValueError if it is no PromQL."""
+    return list(_series(promql.parse(expression), None))
+
+
+def _series(node: Any, gathered: str | None) -> Iterator[Asked]:
+    match node:
+        case promql.VectorSelector():
+            labels = frozenset(matcher.name for matcher in node.matchers.matchers)
+            yield Asked(node.name or "", labels, gathered)
+        case promql.MatrixSelector():
+            yield from _series(node.vector_selector, gathered)
+        case promql.AggregateExpr():
+            yield from _series(node.expr, str(node.op))
+        case promql.BinaryExpr():
+            yield from _series(node.lhs, gathered)
+            yield from _series(node.rhs, gathered)
+        case promql.Call():
+            for argument in node.args:
+                yield from _series(argument, gathered)
+        case promql.ParenExpr() | promql.SubqueryExpr() | promql.UnaryExpr():
+            yield from _series(node.expr, gathered)
+        case promql.NumberLiteral() | promql.StringLiteral():
+            return
+        case _:
+            raise AssertionError(f"unknown: {type(node).__name__}")
+
+
+def metric_of(name: str) -> str:
+    """A series' metric: a histogram has buckets, sum and count."""
+    if name in DOCUMENTED:
+        return name
+    base = re.sub(r"_(bucket|sum|count)$", "", name)
+    kind = DOCUMENTED.get(base, ("", set()))[0]
+    suits = kind == "histogram" or (kind == "summary" and not name.endswith("_bucket"))
+    return base if suits else name
+
+
+def test_expressions_are_taken_apart() -> None:
+    text = 'max by (a) (rate(x_total{b="c", d!~"e"}[5m])) / on (f) sum(y) > 0.1 and -z'
+    assert series(text) == [
+        Asked("x_total", frozenset("bd"), "max"),
+        Asked("y", frozenset(), "sum"),
+        Asked("z", frozenset(), None),
+    ]
+    with pytest.raises(ValueError, match="unclosed"):
+        series("max by (a")
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_every_metric_that_is_asked_for_is_documented(expression: str) -> None:
+    # and what is documented is what services expose: tests/fedstream/test_metrics.py
+    asked = series(expression)
+    assert asked
+    for one in asked:
+        if one.name in FOREIGN:
+            assert one.labels <= TARGET_LABELS
+        else:
+            metric = metric_of(one.name)
+            assert metric in DOCUMENTED, one.name
+            assert one.labels <= TARGET_LABELS | DOCUMENTED[metric][1] | {"le"}, one.name
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_what_every_coordinator_says_is_not_added_up(expression: str) -> None:
+    for one in series(expression):
+        if one.name.startswith(("fedstream_run_", "fedstream_redis_memory_")):
+            assert one.gathered == "max", one.name
+
+
+# alerts
+
+
+def test_an_alert_says_what_it_means_and_what_to_do() -> None:
+    headings = re.findall(r"^### (Fedstream\w+)$", DOCS, re.MULTILINE)
+    anchors = {name.lower(): name for name in headings}
+    for rule in ALERTS:
+        assert rule["labels"]["severity"] in ("critical", "warning")
+        about = rule["annotations"]
+        assert about["summary"]
+        assert about["description"].endswith(".")
+        document, _, anchor = about["runbook"].partition("#")
+        assert document == "docs/operations.md"
+        assert anchors[anchor] == rule["alert"]
+    assert set(anchors.values()) == {rule["alert"] for rule in ALERTS}
+
+
+MINUTES = 45
+_VOLUME = 'namespace="fl", persistentvolumeclaim="journal-updater-0"'
+HEALTHY = {
+    'up{job="fedstream", component="coordinator", namespace="fl", pod="c-0"}': "1x45",
+    **{
+        f'{name}{{namespace="fl", pod="{pod}"{labels}}}': values
+        for pod in ("c-0", "c-1")  # both say the same
+        for name, labels, values in (
+            ("fedstream_run_running", "", "1x45"),
+            ("fedstream_run_looked_timestamp_seconds", "", "0+60x45"),
+            ("fedstream_run_published_timestamp_seconds", "", "0+60x45"),
+            ("fedstream_run_open", ', state="waiting"', "2x45"),
+            ("fedstream_run_open", ', state="training"', "2x45"),
+            ("fedstream_run_open", ', state="answered"', "1x45"),
+            ("fedstream_run_trainers", "", "2x45"),
+            ("fedstream_run_tasks_total", ', outcome="applied", reason=""', "0+60x45"),
+            ("fedstream_run_tasks_total", ', outcome="refused", reason="too stale"', "0+1x45"),
+            ("fedstream_run_tasks_total", ', outcome="given_up", reason="raised X"', "0x45"),
+            ("fedstream_run_dead_letters", "", "0x45"),
+            ("fedstream_run_queue", "", "3x45"),
+            ("fedstream_redis_memory_used_bytes", "", "50x45"),
+            ("fedstream_redis_memory_max_bytes", "", "100x45"),
+        )
+    },
+    'fedstream_leading{namespace="fl", pod="s-0", role="scheduler"}': "1x45",
+    'fedstream_leading{namespace="fl", pod="s-1", role="scheduler"}': "0x45",  # stands by
+    'fedstream_leading{namespace="fl", pod="u-0", role="updater"}': "1x45",
+    'fedstream_queue_limit{namespace="fl", pod="s-0"}': "64x45",
+    'fedstream_journal_unsynced_bytes{namespace="fl", pod="u-0"}': "67108864x45",
+    'fedstream_updater_seconds_sum{namespace="fl", pod="u-0", part="journal"}': "0+3x45",
+    'fedstream_updater_seconds_count{namespace="fl", pod="u-0", part="journal"}': "0+60x45",
+    f"kubelet_volume_stats_available_bytes{{{_VOLUME}}}": "50x45",
+    f"kubelet_volume_stats_capacity_bytes{{{_VOLUME}}}": "100x45",
+    'process_start_time_seconds{job="fedstream", namespace="fl", pod="t-0"}': "7x45",
+}  # fmt: skip
+# What is different (in series with this in their name), and which alerts fire at the end.
+FINISHED = {"fedstream_run_running": "1x9 0x35"}
+STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
+    "all is well": ({}, set()),
+    "no version is made any more": (
+        {"run_published": "0+60x15 900x30"}, {"FedstreamStalled"},
+    ),
+    "that is so because the run is finished": (
+        FINISHED | {"run_published": "0+60x9 600x35"}, set(),
+    ),
+    "Redis is gone": (
+        {"run_published": "0+60x15 900x30", "run_looked": "0+60x15 900x30"},
+        {"FedstreamStalled", "FedstreamRedisAway"},
+    ),
+    "one coordinator alone has lost Redis": (
+        {'run_looked_timestamp_seconds{namespace="fl", pod="c-1"': "0+60x15 900x30"}, set(),
+    ),
+    "Redis never answered": (
+        {"run_running": "_x45", "run_looked": "0x45", "run_published": "_x45"},
+        {"FedstreamRedisAway"},
+    ),
+    "the coordinators are gone": (
+        {"up{": "1x15 0x30", "fedstream_run_": "_x45"}, {"FedstreamNoCoordinator"},
+    ),
+    "the updater's pod is gone": (
+        {'pod="u-0", role': "1x15 _x30"}, {"FedstreamNoLeader updater"},
+    ),
+    "both schedulers stand by": (
+        {'pod="s-0", role': "1x15 0x30"}, {"FedstreamNoLeader scheduler"},
+    ),
+    "the other scheduler takes over": (
+        {'pod="s-0", role': "1x15 0x30", 'pod="s-1", role': "0x15 1x30"}, set(),
+    ),
+    "a finished run needs no leader": (FINISHED | {"fedstream_leading": "1x9 _x35"}, set()),
+    "no trainer comes": ({"run_trainers": "2x15 0x30"}, {"FedstreamNoTrainers"}),
+    "no trainer is needed": (
+        {"run_trainers": "2x15 0x30", "run_open": "0x45"}, set(),
+    ),
+    "what is open is in the queue": (
+        {"run_trainers": "0x45", 'state="waiting"': "0x45", 'state="training"': "0x45"}, set(),
+    ),
+    "refusals rise": ({'outcome="refused"': "0x15 0+10x30"}, {"FedstreamRefusals"}),
+    "the task raises": ({'outcome="given_up"': "0x15 0+10x30"}, {"FedstreamTaskRaises"}),
+    "the disk does not sync": (
+        {"journal_unsynced": "0x15 134217728x30"}, {"FedstreamJournalBehind"},
+    ),
+    "a record takes a second": (
+        {"seconds_sum": "0+3x15 45+60x30"}, {"FedstreamJournalBehind"},
+    ),
+    "an updater with nothing to do": (
+        {"seconds_sum": "5x45", "seconds_count": "5x45"}, set(),
+    ),
+    "the journal's volume fills up": (
+        {"stats_available": "50x15 9x30"}, {"FedstreamJournalDiskFull"},
+    ),
+    "an entry can't be processed": ({"dead_letters": "0x15 1x30"}, {"FedstreamDeadLetters"}),
+    "it was looked after": ({"dead_letters": "1x15 0x30"}, set()),
+    "Redis fills up": ({"memory_used": "50x15 91x30"}, {"FedstreamRedisNearlyFull"}),
+    "Redis has no limit": ({"memory_used": "50x15 91x30", "memory_max": "0x45"}, set()),
+    "the updater does not keep up": ({"run_queue": "3x15 64x30"}, {"FedstreamQueueFull"}),
+    "a pod begins again and again": (
+        {"process_start": "7x15 8+1x30"}, {"FedstreamRestarts"},
+    ),
+}  # fmt: skip
+
+
+def told(changes: dict[str, str]) -> list[dict[str, str]]:
+    """The healthy deployment with what is different; ``_``: no such series any more."""
+    found = dict(HEALTHY)
+    for part, values in changes.items():
+        hit = [name for name in found if part in name]
+        assert hit, part
+        found |= dict.fromkeys(hit, values)
+    return [{"series": name, "values": values} for name, values in found.items()]
+
+
+def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
+    promtool = tool("promtool", always_in_ci=False)
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": GROUPS}))
+    tests = []
+    for story, (changes, alerts) in STORIES.items():
+        firing = [
+            {
+                "labels": f'{{alertname="{name}"' + (f', role="{role}"}}' if role else "}"),
+                "value": 1,
+            }
+            for name, _, role in (alert.partition(" ") for alert in sorted(alerts))
+        ]
+        asked = 'max by (alertname, role) (ALERTS{alertstate="firing"})'
+        then = {"expr": asked, "eval_time": f"{MINUTES}m", "exp_samples": firing}
+        about = {"name": story, "interval": "60s", "input_series": told(changes)}
+        tests.append(about | {"promql_expr_test": [then]})
+    suite = {"rule_files": ["rules.yaml"], "evaluation_interval": "1m", "tests": tests}
+    (tmp_path / "tests.yaml").write_text(yaml.safe_dump(suite))
+    for command in (["check", "rules", "rules.yaml"], ["test", "rules", "tests.yaml"]):
+        said = subprocess.run(
+            [promtool, *command], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        assert said.returncode == 0, said.stdout + said.stderr
+
+
+# the dashboard
+
+
+def test_the_dashboard_is_one_that_grafana_can_show() -> None:
+    ids = [panel["id"] for panel in PANELS]
+    assert len(set(ids)) == len(ids)
+    variables = {one["name"]: one for one in DASHBOARD["templating"]["list"]}
+    assert variables["datasource"]["type"] == "datasource"
+    query = variables["namespace"]["query"].removeprefix("label_values(")
+    assert query.partition(",")[0] in DOCUMENTED
+    taken: set[tuple[int, int]] = set()
+    for panel in PANELS:
+        assert panel["title"]
+        assert panel["type"] in ("stat", "gauge", "timeseries", "heatmap")
+        assert panel["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+        assert panel["fieldConfig"]["defaults"]["unit"]
+        assert panel["targets"]
+        names = [target["refId"] for target in panel["targets"]]
+        assert len(set(names)) == len(names)
+        assert all('namespace="$namespace"' in target["expr"] for target in panel["targets"])
+        at = panel["gridPos"]
+        cells = {
+            (x, y)
+            for x in range(at["x"], at["x"] + at["w"])
+            for y in range(at["y"], at["y"] + at["h"])
+        }
+        assert not cells & taken, f"{panel['title']} lies on another"
+        taken |= cells
+    assert max(x for x, _ in taken) < 24
+
+
+# the objects
+
+
+def test_the_service_monitor_selects_the_service_of_all_pods() -> None:
+    monitor = loaded("servicemonitor.yaml")["spec"]
+    service = yaml.safe_load((ROOT / "k8s" / "base" / "metrics.yaml").read_text())
+    labels = monitor["selector"]["matchLabels"]
+    assert labels.items() <= service["metadata"]["labels"].items()
+    assert monitor["jobLabel"] in service["metadata"]["labels"]
+    assert service["metadata"]["labels"][monitor["jobLabel"]] == "fedstream"  # as alerts say: job
+    [endpoint] = monitor["endpoints"]
+    assert endpoint["port"] in {port["name"] for port in service["spec"]["ports"]}
+    assert {one["targetLabel"] for one in endpoint["relabelings"]} <= TARGET_LABELS
+
+
+def test_it_renders_into_any_overlay(tmp_path: Path) -> None:
+    kubectl = tool("kubectl", always_in_ci=True)
+    shutil.copytree(COMPONENT, tmp_path / "monitoring")
+    overlay = tmp_path / "overlay"
+    overlay.mkdir()
+    (overlay / "kustomization.yaml").write_text("namespace: mine\ncomponents: [../monitoring]\n")
+    command = [kubectl, "kustomize", str(overlay)]
+    said = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert said.returncode == 0, said.stderr
+    found = {one["kind"]: one for one in yaml.safe_load_all(said.stdout)}
+    assert set(found) == {"ServiceMonitor", "PrometheusRule", "ConfigMap"}
+    assert {one["metadata"]["namespace"] for one in found.values()} == {"mine"}
+    assert found["ConfigMap"]["metadata"]["labels"]["grafana_dashboard"] == "1"
+    assert json.loads(found["ConfigMap"]["data"]["dashboard.json"]) == DASHBOARD
