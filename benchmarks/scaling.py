@@ -137,7 +137,7 @@ class Deployment:
         return _seen(fields)
 
     def _at(self, version: int) -> Seen:
-        entries: Any = self._client.xrevrange("fedstream:{demo}:models", count=1000)
+        entries: Any = self._client.xrevrange("fedstream:{demo}:models")
         return next(seen for _, fields in entries if (seen := _seen(fields)).version == version)
 
     def cpu_s(self, name: str) -> float:

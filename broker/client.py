@@ -138,9 +138,10 @@ class Client:
                 once = self._sent_on(failure)
                 continue
             translated = self._translated(failure)
-            if self._guide is not None and _is_elsewhere(failure):
+            if _is_elsewhere(failure):
+                # Without a guide a name may lead elsewhere by now: a Service's, a managed Redis's.
                 self._lost = True
-                self._forget()
+                self._forget(None if self._guide else self._place)
             raise translated from failure
 
     def _sent_on(self, failure: exceptions.AskError) -> _Elsewhere | None:

@@ -508,9 +508,9 @@ class Ledger:
 
         ``found``: it tells of another entry, which a trainer could not read: that one is kept.
         """
-        name = stream.removeprefix(self.keys.prefix)
-        dead = found or Dead(
-            stream=name, entry=entry.id, reason=reason, time=time.time(),
+        name, now = stream.removeprefix(self.keys.prefix), time.time()
+        dead = found.model_copy(update={"time": now}) if found else Dead(
+            stream=name, entry=entry.id, reason=reason, time=now,
             deliveries=deliveries, data=entry.data,
         )  # fmt: skip
         event = self._event(device=task.device if task else None)

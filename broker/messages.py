@@ -206,7 +206,7 @@ class Dead(Message):
     stream: Name
     entry: Name
     reason: str
-    time: Annotated[float, Field(ge=0, lt=1e11)]  # seconds since 1970
+    time: float
     deliveries: Count = 0
     data: bytes = b""
 

@@ -6,7 +6,8 @@ said here follows from what the services do; commands inside scripts are checked
 and of a script's declared keys Redis asks for both rights.
 
 All trainers share one user, so one may read or overwrite another's update, workspace or entry in
-the register: updates are told apart by their digests, and what does not match is refused.
+the register: updates are told apart by their digests, and what does not match is refused. They may
+write any trigger, since anarchic devices write their own: one that lies can end a round early.
 """
 
 from __future__ import annotations

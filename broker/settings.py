@@ -23,7 +23,7 @@ class _Table(BaseModel):
 class TlsSettings(_Table):
     """Files in PEM; for ``rediss://``. They are read anew for every connection."""
 
-    ca: str | None = None  # who may sign Redis's certificate; None: the system's authorities
+    ca: str | None = None  # who may sign Redis's certificate, beside the system's authorities
     cert: str | None = None  # ours, where Redis asks for one
     key: str | None = None
 

@@ -130,8 +130,11 @@ def _ask(
     except (NoRun, Unavailable) as error:
         from fedstream.report import SUMMARY
 
-        named = "url" in settings.redis.model_fields_set
-        if named or path is None or not (summary := path.with_name(SUMMARY)).is_file():
+        if (
+            settings.redis.is_named
+            or path is None
+            or not (summary := path.with_name(SUMMARY)).is_file()
+        ):
             raise
         raise FedstreamError(
             f"{path} is of a run that is over, and its own Redis ended with it: its numbers are in "

@@ -63,10 +63,11 @@ def fetch(url: str, run: str) -> dict[str, Any]:
 def _is_address(url: str) -> bool:
     try:
         parts = urlsplit(url)
-        known = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
-        return known and "@" not in parts.netloc  # what is before it would go into messages
+        is_there = bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
+    # Credentials would be in messages.
+    return parts.scheme in ("http", "https") and is_there and "@" not in parts.netloc
 
 
 def _problem(body: bytes) -> str:

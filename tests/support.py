@@ -357,7 +357,7 @@ class Proxy:
 
     def __init__(self, redis: RedisSettings, run: Keys | None = None) -> None:
         host, _, port = redis.url.removeprefix("redis://").partition("/")[0].partition(":")
-        self._target = (host, int(port))
+        self.target = (host, int(port))
         self._of = Client(redis)  # which knows the node of a run
         self._run = run
         self._writers: set[asyncio.StreamWriter] = set()
@@ -382,7 +382,7 @@ class Proxy:
             self._of.bind(self._run.prefix)
             await self._of.call("PING")
             host, _, port = self._of.address.partition(":")
-            self._target = (host, int(port))
+            self.target = (host, int(port))
             await self._of.close()
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
         return self
@@ -403,7 +403,7 @@ class Proxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
-        there, back = await asyncio.open_connection(*self._target)
+        there, back = await asyncio.open_connection(*self.target)
         self._writers |= {writer, back}
         cut_next = asyncio.Event()
         self.tasks.add(asyncio.create_task(self._forward(reader, back, cut_next)))

@@ -193,9 +193,28 @@ async def test_a_script_that_redis_does_not_know_is_told_apart(client: Client) -
         await client.call("EVALSHA", "0" * 40, 0)
 
 
-def test_a_bad_url_is_a_configuration_error_that_names_the_key() -> None:
-    with pytest.raises(ConfigError, match=r"redis\.url: 'http://there' is not allowed"):
-        Client(RedisSettings(url="http://there"))
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("http://there", "'http://there' is not allowed: "),
+        ("redis://[::1", "'redis://[::1' is not allowed: "),
+        ("redis://there/0?colour=red", "'redis://there/0?colour=red': option 'colour' is not"),
+        ("redis://me:ge/heim@there", "'redis://...@there' is not allowed: special characters"),
+        ("redis://me:ge#heim@there", "'redis://...@there' is not allowed: special characters"),
+    ],
+)
+def test_a_bad_url_is_a_configuration_error_that_names_the_key(url: str, said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        Client(RedisSettings(url=url))
+    assert str(raised.value).startswith(f"redis.url: {said}")
+    assert "heim" not in str(raised.value)
+    assert "'ge'" not in str(raised.value)
+
+
+async def test_what_a_url_says_of_decoding_does_not_count(redis: RedisSettings) -> None:
+    client = Client(redis.model_copy(update={"url": redis.url + "?decode_responses=true"}))
+    assert await client.call("ECHO", "x") == b"x"
+    await client.close()
 
 
 async def test_a_closed_client_keeps_no_connection(redis: RedisSettings, client: Client) -> None:

@@ -169,6 +169,31 @@ async def test_while_the_slot_moves_each_step_is_done_whole_or_not_at_all(
     await hand.balanced()
 
 
+async def test_an_owners_stream_that_is_moving_leaves_triggers_and_register_as_they_are(
+    client: Client, keys: Keys, nodes: list[int]
+) -> None:
+    """Its name is put together inside the script, where Redis can't look at it before."""
+    hand = Hand(client, keys, Ledger(client, keys, "test"))
+    await hand.create()
+    await hand.ledger.announce("ann", {}, [3])
+    await hand.tasks.ensure()
+    for named in (keys.rates, keys.admitted):  # what is declared is there
+        await client.call("HSET", named, "somebody", "1")
+    await client.call("ZADD", keys.ended, 0, "sometime")
+    await hand.open(device=3)
+    slot = Slot(nodes, keys)
+    slot.begin()  # the stream is not there yet: from now on it is the other node's
+    with pytest.raises(Unavailable):
+        await hand.dispatch()
+    with pytest.raises(Unavailable):
+        await hand.ledger.leave("ann")
+    assert await client.call("XLEN", keys.triggers) == 1
+    assert await client.call("ZCARD", keys.alive) == 1
+    slot.move()
+    slot.end()
+    assert await hand.ledger.leave("ann") == 0
+
+
 async def test_a_run_goes_on_when_its_slot_moves(
     settings: RedisSettings, client: Client, keys: Keys, nodes: list[int], tmp_path: Path
 ) -> None:
@@ -238,6 +263,38 @@ async def test_every_node_that_was_named_is_asked_when_the_first_is_gone() -> No
     assert asked == [("a", 1), ("a", 1), ("b", 2)]
     with pytest.raises(Unavailable, match="the node of slot 100 is not known to b:2, "):
         await cluster.find(ask)
+
+
+async def test_nodes_that_swallow_questions_do_not_hide_the_one_that_knows() -> None:
+    """An attempt has its time-out: the next one goes on behind those that took it."""
+    asked = []
+
+    async def ask(node: tuple[str, int], _question: tuple[str, ...]) -> object:
+        asked.append(node[0])
+        if node[0] != "c":
+            raise asyncio.CancelledError  # the time-out of the whole exchange
+        return [b"m", b"1"]
+
+    sentinels = Sentinels(SentinelSettings(nodes=("a", "b", "c")))
+    for _ in "ab":
+        with pytest.raises(asyncio.CancelledError):
+            await sentinels.find(ask)
+    assert await sentinels.find(ask) == ("m", 1)
+    assert asked == ["a", "b", "c"]
+    assert await sentinels.find(ask) == ("m", 1)
+    assert asked[3:] == ["c"]
+
+
+async def test_nodes_that_left_the_cluster_are_forgotten() -> None:
+    masters = [b"b", b"c", b"d"]
+
+    async def ask(_node: tuple[str, int], _question: tuple[str, ...]) -> object:
+        return [[0, 16383, [masters.pop(0), 2, b"id"]]]
+
+    cluster = Cluster(("a", 1))
+    for _ in range(3):
+        await cluster.find(ask)
+    assert cluster.nodes == [("a", 1), ("d", 2)]
 
 
 async def test_sentinels_that_all_refuse_are_no_outage() -> None:

@@ -292,3 +292,8 @@ def test_the_command_exits_with_2_and_one_line(tmp_path: Path) -> None:
     done = subprocess.run(nowhere, capture_output=True, text=True, check=False, env=PASSWORDS)
     assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
     assert "No such file or directory" in done.stderr
+    (tmp_path / "file").touch()
+    nowhere = [*asked, "--out", str(tmp_path / "file" / "users.acl")]
+    done = subprocess.run(nowhere, capture_output=True, text=True, check=False, env=PASSWORDS)
+    assert (done.returncode, len(done.stderr.splitlines())) == (2, 1)
+    assert "Not a directory" in done.stderr

@@ -19,7 +19,7 @@ from broker.settings import SentinelSettings
 from fedstream import acl
 from tests.broker.pipeline import finished, pipeline, reached
 from tests.broker.servers import Redis, free_port, redis, redis_7, said, until
-from tests.support import wait_until
+from tests.support import Proxy, wait_until
 
 pytestmark = [
     pytest.mark.skipif(redis_7() is None, reason="no redis-server that is also a sentinel"),
@@ -180,6 +180,22 @@ async def test_a_master_that_is_none_any_more_is_left(tmp_path: Path) -> None:
                 await client.call("SET", "a", 2)
             master[0] = one
             assert await client.call("SET", "a", 2) == b"OK"
+            await client.close()
+
+
+async def test_a_name_that_leads_to_another_master_now_is_asked_anew(tmp_path: Path) -> None:
+    """No sentinel of ours: a managed Redis, or a Service, has one address for whoever is master."""
+    with redis(tmp_path / "one") as one, redis(tmp_path / "two") as two:
+        async with Proxy(RedisSettings(url=f"redis://127.0.0.1:{one.port}/0")) as service:
+            client = Client(service.settings)
+            await client.call("SET", "a", 1)
+            assert said(one.port, "REPLICAOF", "127.0.0.1", str(two.port)) == b"+OK\r\n"
+            service.target = ("127.0.0.1", two.port)
+            with pytest.raises(Unavailable, match="read only replica"):
+                await client.call("SET", "a", 2)
+            assert await client.call("SET", "a", 2) == b"OK"
+            assert said(two.port, "GET", "a") == b"$1\r\n2\r\n"
+            assert client.reconnects == 1
             await client.close()
 
 

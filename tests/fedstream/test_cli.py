@@ -121,6 +121,9 @@ def test_a_run_whose_redis_ended_with_it_is_where_its_summary_is(
     named = ("status", "--config", str(config), "--redis", NOWHERE)
     assert fedstream(*named, monkeypatch=monkeypatch) == 1
     assert "is over" not in capsys.readouterr().err
+    config.write_text(config.read_text() + "[redis.sentinel]\nnodes = ['127.0.0.1:1']\n")
+    assert fedstream("status", "--config", str(config), monkeypatch=monkeypatch) == 1
+    assert "is over" not in capsys.readouterr().err
 
 
 def test_json_has_no_number_that_is_none(
