@@ -233,6 +233,15 @@ BREAKS: dict[str, tuple[Change, str]] = {
         lambda m: config(m, "fedstream-settings").update(FEDSTREAM_SCHEDULER__POLICY__N="17"),
         r"settings: ScaledObject trainer: scheduler\.policy\.n = 17 is above maxReplicaCount 16",
     ),
+    "KEDA, and tasks that only trainers open": (
+        lambda m: (
+            config(m, "fedstream-settings").pop("FEDSTREAM_SCHEDULER__POLICY__N"),
+            config(m, "fedstream-settings").update(
+                FEDSTREAM_SCHEDULER__POLICY__KIND="none", FEDSTREAM_TRAINER__ANARCHIC__RATE="1.0"
+            ),
+        ),
+        r"settings: ScaledObject trainer: scheduler\.policy\.kind = 'none'",
+    ),
     "KEDA and a number of replicas": (
         lambda m: m.get("Deployment", "trainer")["spec"].update(replicas=2),
         r"settings: ScaledObject trainer: its Deployment says replicas",
@@ -295,6 +304,18 @@ BREAKS: dict[str, tuple[Change, str]] = {
         lambda m: m.get("PodDisruptionBudget", "coordinator")["spec"].update(minAvailable=3),
         r"spread: Deployment coordinator: minAvailable 3 of 3",
     ),
+    "a budget that needs all of them": (
+        lambda m: m.get("PodDisruptionBudget", "trainer")["spec"].update(maxUnavailable="0%"),
+        r"spread: Deployment trainer: maxUnavailable 0: no node could drain",
+    ),
+    "nodes that take no pods, counted as empty": (
+        lambda m: pod(m, "coordinator")["topologySpreadConstraints"][0].pop("nodeTaintsPolicy"),
+        r"spread: Deployment coordinator: tainted nodes count as empty ones",
+    ),
+    "a StatefulSet that waits for a broken pod": (
+        lambda m: m.get("StatefulSet", "updater")["spec"].pop("podManagementPolicy"),
+        r"repairable: StatefulSet updater: podManagementPolicy is not Parallel",
+    ),
     "a Redis that evicts": (
         lambda m: replace(config(m, "redis-config"), "redis.conf", "noeviction", "allkeys-lru"),
         r"redis: StatefulSet redis: maxmemory-policy",
@@ -302,6 +323,10 @@ BREAKS: dict[str, tuple[Change, str]] = {
     "a Redis that the kernel kills first": (
         lambda m: container(m, "redis")["resources"]["limits"].update(memory="1536Mi"),
         r"redis: StatefulSet redis: maxmemory 1572864000 B is not at most 0\.8",
+    ),
+    "a Redis that forks, and has no memory for it": (
+        lambda m: container(m, "redis").update(args=["--appendonly", "yes"]),
+        r"redis: StatefulSet redis: maxmemory 1572864000 B is not at most 0\.5",
     ),
     "users that nobody writes": (
         lambda m: replace(config(m, "redis-config"), "redis.conf", "users.acl", "user.acl"),
@@ -341,14 +366,28 @@ def test_what_is_wrong_is_seen(what: str, renderings: dict[str, Manifests]) -> N
     assert any(re.search(expected, line) for line in lines), "\n".join(lines)
 
 
+def test_keda_goes_with_rounds(renderings: dict[str, Manifests]) -> None:
+    """Their number of open tasks is their own: as the documentation says to write it."""
+
+    def fedavg(manifests: Manifests) -> None:
+        settings = config(manifests, "fedstream-settings")
+        settings.clear()
+        settings["FEDSTREAM_CONFIG"] = "/etc/fedstream/run.toml"
+        replace(config(manifests, "fedstream-config"), "run.toml", "fedasync", "fedavg")
+
+    assert broken(renderings["overlay production"], fedavg) == []
+
+
 def test_every_check_has_been_seen_to_fail() -> None:
     assert {pattern.partition(":")[0] for _, pattern in BREAKS.values()} == set(CHECKS)
 
 
 def test_policies_that_a_component_comes_too_early_for_are_seen() -> None:
-    """redis-sentinel adds to policies that have to be there: the order is seen to be wrong."""
+    """Two components add to policies that have to be there: the order is seen to be wrong."""
     lines = list(findings(on_base("redis-sentinel", "network-policies")))
     assert any("stop StatefulSet redis to StatefulSet sentinel" in line for line in lines)
+    lines = list(findings(on_base("external-redis", "network-policies")))
+    assert any("trainer to a Redis elsewhere, port 6380/TCP" in line for line in lines)
 
 
 def test_an_image_of_its_own_is_seen(tmp_path: Path) -> None:

@@ -57,6 +57,8 @@ case $1 in
     cp /etc/redis/redis.conf $conf
     cat >> $conf <<EOF
 dir /var/lib/redis
+# Else what it was sent last stays there, and the next one beside it may be more than the volume holds.
+rdb-del-sync-files yes
 masteruser replica
 masterauth "$REPLICA_PASSWORD"
 replica-announce-ip $ADDRESS

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 from tests.k8s.cluster.manifests import Manifests
 from tests.k8s.policy.networks import networks
-from tests.k8s.policy.pods import images, probes, redis, restricted, spread
+from tests.k8s.policy.pods import images, probes, redis, repairable, restricted, spread
 from tests.k8s.policy.references import references
 from tests.k8s.policy.schemas import schemas
 from tests.k8s.policy.settings import settings
@@ -20,6 +20,7 @@ CHECKS: Mapping[str, Check] = {
     "restricted": restricted,
     "probes": probes,
     "spread": spread,
+    "repairable": repairable,
     "redis": redis,
     "networks": networks,
     "images": images,

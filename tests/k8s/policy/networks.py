@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from ipaddress import ip_address, ip_network
+from urllib.parse import urlsplit
 
 from tests.k8s.cluster.manifests import Manifest, Manifests
-from tests.k8s.policy.workloads import selected, workloads
+from tests.k8s.policy.workloads import Workload, environment, selected, workloads
 
 _OURS = {"kubernetes.io/metadata.name": "fedstream"}
 
@@ -65,6 +66,12 @@ def networks(manifests: Manifests) -> Iterator[str]:
     for place in watched:
         needed += [(place, server, 6379, "TCP") for server in servers]
         needed += [(place, sentinel, 26379, "TCP") for sentinel in sentinels]
+    if not servers:  # component external-redis: somewhere at the port of its address
+        port = _port(manifests)
+        outside = [Place("a Redis elsewhere", {}, {}, one) for one in _blocks(policies)]
+        for place in ours:
+            if not any(passes(policies, place, there, port, "TCP") for there in outside):
+                yield f"network policies stop {place.name} to a Redis elsewhere, port {port}/TCP"
     if not sentinels:
         barred += [(server, place, 8080, "TCP") for server in servers for place in ours]
     for flow in needed:
@@ -73,6 +80,24 @@ def networks(manifests: Manifests) -> Iterator[str]:
     for flow in barred:
         if passes(policies, *flow):
             yield f"network policies let {_text(flow)} through"
+
+
+def _port(manifests: Manifests) -> int:
+    """Of the Redis that the services are told of by environment."""
+    scheduler = Workload(manifests.get("Deployment", "scheduler"))
+    url = environment(manifests, scheduler.containers[0])["FEDSTREAM_REDIS__URL"]
+    return urlsplit(url).port or 6379
+
+
+def _blocks(policies: list[Manifest]) -> list[str]:
+    """An address of every block that something may reach."""
+    return [
+        str(ip_network(peer["ipBlock"]["cidr"]).network_address)
+        for policy in policies
+        for rule in policy["spec"].get("egress", ())
+        for peer in rule.get("to", ())
+        if "ipBlock" in peer
+    ]
 
 
 def _name(place: Place) -> str:

@@ -112,12 +112,24 @@ def spread(manifests: Manifests) -> Iterator[str]:
         for constraint in constraints:
             if not selected(constraint["labelSelector"], workload.labels):
                 yield f"{workload.name}: a topologySpreadConstraint selects other pods"
+            strict = constraint["whenUnsatisfiable"] == "DoNotSchedule"
+            if strict and constraint.get("nodeTaintsPolicy") != "Honor":
+                yield f"{workload.name}: tainted nodes count as empty ones: nodeTaintsPolicy"
         for budget in covering:
             least = budget["spec"].get("minAvailable")
-            if isinstance(least, int) and replicas is not None and least >= replicas:
+            too_many = isinstance(least, int) and replicas is not None and least >= replicas
+            if too_many or least == "100%":
                 yield f"{workload.name}: minAvailable {least} of {replicas}: no node could drain"
-            if budget["spec"].get("maxUnavailable") == 0:
+            if budget["spec"].get("maxUnavailable") in (0, "0%"):
                 yield f"{workload.name}: maxUnavailable 0: no node could drain"
+
+
+def repairable(manifests: Manifests) -> Iterator[str]:
+    """A StatefulSet whose pod can't become ready takes the repaired one all the same."""
+    for workload in workloads(manifests):
+        ordered = workload.spec.get("podManagementPolicy", "OrderedReady") == "OrderedReady"
+        if workload.manifest["kind"] == "StatefulSet" and ordered:
+            yield f"{workload.name}: podManagementPolicy is not Parallel: a broken pod would stay"
 
 
 def redis(manifests: Manifests) -> Iterator[str]:
@@ -131,8 +143,13 @@ def redis(manifests: Manifests) -> Iterator[str]:
                 yield f"{workload.name}: maxmemory-policy is not noeviction"
             most = amount(conf.get("maxmemory", "0"))
             limit = amount(container["resources"]["limits"]["memory"])
-            if not 0 < most <= 0.8 * limit:
-                yield f"{workload.name}: maxmemory {most} B is not at most 0.8 of the limit {limit}"
+            forks = "--appendonly" in container.get("args", ()) or workload.spec["replicas"] > 1
+            share = 0.5 if forks else 0.8  # what changes meanwhile is in memory twice
+            if not 0 < most <= share * limit:
+                yield (
+                    f"{workload.name}: maxmemory {most} B is not at most {share} of the limit "
+                    f"{limit}"
+                )
             written = [
                 argument
                 for init in workload.pod.get("initContainers", ())

@@ -8,7 +8,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from broker.errors import ConfigError
-from coordinator.scheduling import InFlight
+from coordinator.scheduling import Anarchic, InFlight
 from fedstream.config import Settings
 from fedstream.services import ROLES
 from runtime.config import load
@@ -161,30 +161,30 @@ def _scaling(manifests: Manifests) -> Iterator[str]:
         found = read(manifests, scheduler, scheduler.containers[0])
     except ConfigError:
         return  # said above
-    policy = found.scheduler.policy
-    n = policy.n if isinstance(policy, InFlight) else None
-    if n is not None and not scaled:
-        yield f"scheduler.policy.n = {n}, and nothing scales the trainers: leave it out"
+    policy = found.policy
+    if isinstance(policy, InFlight) and policy.n is not None and not scaled:
+        yield f"scheduler.policy.n = {policy.n}, and nothing scales the trainers: leave it out"
     for one in scaled:
         yield from (
             f"ScaledObject {one['metadata']['name']}: {line}"
-            for line in _scaled(manifests, one, found, n)
+            for line in _scaled(manifests, one, found)
         )
 
 
-def _scaled(
-    manifests: Manifests, scaled: Manifest, found: Settings, n: int | None
-) -> Iterator[str]:
+def _scaled(manifests: Manifests, scaled: Manifest, found: Settings) -> Iterator[str]:
     spec = scaled["spec"]
     target = manifests.find("Deployment", spec["scaleTargetRef"]["name"])
     if target is None:
         yield f"there is no Deployment {spec['scaleTargetRef']['name']!r}"
     elif "replicas" in target["spec"]:
         yield "its Deployment says replicas: every apply would set back what KEDA has set"
-    if n is None:
-        yield "scheduler.policy.n is not set: trainers and tasks would follow each other"
-    elif n > spec["maxReplicaCount"]:
-        yield f"scheduler.policy.n = {n} is above maxReplicaCount {spec['maxReplicaCount']}"
+    match found.policy:
+        case InFlight(n=None):
+            yield "scheduler.policy.n is not set: trainers and tasks would follow each other"
+        case InFlight(n=int(n)) if n > spec["maxReplicaCount"]:
+            yield f"scheduler.policy.n = {n} is above maxReplicaCount {spec['maxReplicaCount']}"
+        case Anarchic():
+            yield "scheduler.policy.kind = 'none': without a trainer nobody would open a task"
     for trigger in spec["triggers"]:
         yield from _asked(manifests, trigger["metadata"], found)
 
