@@ -6,6 +6,7 @@ from experiments.reproduction import Sets
 
 T = 2000  # FedAsync's versions
 K = 10  # FedAvg's devices per round: T / K rounds take as many gradients
+ALPHA = 0.9
 
 
 def rules(a: float, b: int) -> dict[str, Sets]:
@@ -21,11 +22,11 @@ def rules(a: float, b: int) -> dict[str, Sets]:
     }
 
 
-def fedasync(rule: Sets, most: int, rho: float) -> Sets:
+def fedasync(rule: Sets, most: int, rho: float, alpha: float = ALPHA) -> Sets:
     """FedAsync with a staleness function, staleness uniform on [0, most]."""
     return {
         "strategy.name": "fedasync",
-        "strategy.alpha": 0.9,
+        "strategy.alpha": alpha,
         "strategy.alpha_schedule.kind": "step",
         "strategy.alpha_schedule.at": round(0.4 * T),
         "strategy.alpha_schedule.factor": 0.5,

@@ -43,6 +43,7 @@ import json
 import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Literal, TypeAlias
 
 import numpy as np
@@ -211,6 +212,13 @@ class Results:
         """The mean curve's y where x is ``value``, between two kept versions linearly."""
         xs, ys, _ = self.curve(cell, x, y)
         return float(np.interp(value, xs, ys))
+
+
+def falling(results: Results, cell: str) -> float:
+    """How far a cell's accuracy falls from one measurement to the next, in the mean."""
+    _, accuracy, _ = results.curve(cell, "version", "accuracy")
+    falls = [max(0.0, float(a - b)) for a, b in pairwise(accuracy)]
+    return sum(falls) / len(falls)
 
 
 def no_claims(_results: Results) -> list[Claim]:

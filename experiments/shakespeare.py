@@ -5,10 +5,17 @@ A round is 3,600 local steps, a minute of a core or more: ``--scale 60`` is an h
 
 from __future__ import annotations
 
-from itertools import pairwise
-
 from experiments.afl import COLUMNS, column
-from experiments.reproduction import Cell, Claim, Experiment, Panel, Picture, Results, Sets
+from experiments.reproduction import (
+    Cell,
+    Claim,
+    Experiment,
+    Panel,
+    Picture,
+    Results,
+    Sets,
+    falling,
+)
 
 _BASE: Sets = {
     "task.name": "shakespeare",
@@ -38,7 +45,7 @@ def _claims(results: Results) -> list[Claim]:
     rounds = results.of(_label(*COLUMNS[0]))[0].versions
     said = ", ".join(f"{value:.4f} ({_label(*kind)})" for kind, value in ends.items())
     tells = results.scale <= _TELLING
-    shaken = {kind: _shaking(results, _label(*kind)) for kind in COLUMNS}
+    shaken = {kind: falling(results, _label(*kind)) for kind in COLUMNS}
     return [
         Claim(
             "Asynchrony and dynamic steps make no obvious difference to the accuracy (table 2; "
@@ -55,13 +62,6 @@ def _claims(results: Results) -> list[Claim]:
             + ".",
         ),
     ]
-
-
-def _shaking(results: Results, cell: str) -> float:
-    """How far the accuracy falls from one measurement to the next, in the mean."""
-    _, accuracy, _ = results.curve(cell, "version", "accuracy")
-    falls = [max(0.0, float(a - b)) for a, b in pairwise(accuracy)]
-    return sum(falls) / len(falls)
 
 
 _NOTES = (

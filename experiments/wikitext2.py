@@ -1,7 +1,8 @@
 """WikiText-2, word by word: FedAsync's figure 3 (workshop).
 
-A CPU does it at a scale only: ``fedstream reproduce fedasync-wikitext2 --scale 50``. Models are
-judged by every fortieth window of the test text, since all of it takes minutes of a core.
+A CPU does it at a scale only: ``fedstream reproduce fedasync-wikitext2 --scale 20`` takes most of
+an hour of a core. Models are judged by every fortieth window of the test text, since all of it
+takes minutes.
 """
 
 from __future__ import annotations
@@ -190,8 +191,8 @@ _NOTES = (
         "long a part of the run."
     ),
     (
-        "An epoch of the whole text is 2,984 gradients: at S = 50, with 80, only the first "
-        "moments of training are seen, and nothing is judged by them."
+        "An epoch of the whole text is 2,984 gradients: at S = 20, with 200, only the beginning "
+        "of training is seen."
     ),
     ("The task takes its data from FEDSTREAM_DATA."),
 )

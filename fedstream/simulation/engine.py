@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 Ending: TypeAlias = tuple[Literal["finished", "interrupted", "failed"], str]  # and why
 
-_MULTIPLE = 10  # of devices that are trained together
+_SIZES = (20, 10)  # of groups of devices that are trained together, unless they are as many as can
 _AHEAD = 128  # arrivals among which those are looked for that can be trained together
 _MOST_REFUSED = 100  # updates in a row, as in `fedstream run`
 
@@ -251,7 +251,8 @@ class _Run:
             if event.tau <= self._newest and event.n not in self._trained and not waits:
                 found.append(event)
         # A few sizes that come often, rather than many: each is traced on its own.
-        return found[: max(len(found) - len(found) % _MULTIPLE, min(len(found), _MULTIPLE))]
+        sizes = (size for size in (width, *_SIZES) if size <= len(found))
+        return found[: next(sizes, len(found))]
 
     def _job(self, arrival: Arrival) -> Job:
         from fedstream.simulation.training import Job

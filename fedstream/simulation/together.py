@@ -5,8 +5,12 @@ than one for each. The minibatches are those that each device would draw alone, 
 same to rounding.
 """
 
+# ruff: noqa: SLF001  (torch's operations on lists, torch._foreach_*, are private by name alone)
+
 from __future__ import annotations
 
+import math
+import warnings
 from collections import Counter
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import TensorDataset
 
-from trainer.solvers import Cancelled, Minibatches, Proximal, Scaffold, Sgd, Trained
+from trainer.solvers import Cancelled, Proximal, Scaffold, Sgd, Trained
 from trainer.task import Task
 
 if TYPE_CHECKING:
@@ -27,17 +31,19 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from fedstream.simulation.training import Job
-    from trainer.solvers import SolverSettings
+    from trainer.solvers import SolverSettings, Tensors
+
+    At = slice | torch.Tensor  # places among the devices
 
 WIDTH = 50  # models at once: with more, their minibatches leave the cache
 _OFTEN = 20  # steps of one shape, before it is traced
 LEAST = 3  # with fewer, one after the other is as fast
 _PARAMETERS = 100_000  # larger models keep the machine busy by themselves
-_ROWS_BYTES = 2 << 30  # of all devices' data, where it has to be copied to lie in one piece
+_ROWS_BYTES = 2 << 30  # of all devices' data, which is copied to lie in one piece
 _UNSUITED = (  # state or random numbers of their own, or kernels that are not faster so
-    nn.modules.batchnorm._BatchNorm,  # noqa: SLF001  (their common bases have no public name)
-    nn.modules.conv._ConvNd,  # noqa: SLF001
-    nn.modules.dropout._DropoutNd,  # noqa: SLF001
+    nn.modules.batchnorm._BatchNorm,  # (their common bases have no public name)
+    nn.modules.conv._ConvNd,
+    nn.modules.dropout._DropoutNd,
     nn.RNNBase,
 )
 
@@ -60,26 +66,23 @@ class Rows:
 
     def __init__(self, shares: Sequence[TensorDataset], device: str) -> None:
         self.sizes = [len(share) for share in shares]
-        self._columns: list[torch.Tensor] = []
-        self._begins: list[torch.Tensor] = []  # of the devices' rows in each
-        for column in zip(*(share.tensors for share in shares), strict=True):
-            whole, begins = _in_one_piece(column)
-            self._columns.append(whole.to(device))
-            self._begins.append(torch.tensor(begins))
+        columns = zip(*(share.tensors for share in shares), strict=True)
+        self._columns = [_in_one_piece(column).to(device) for column in columns]
+        self._begins = torch.tensor([0, *self.sizes]).cumsum(0)  # of the devices' rows
         self._room = [column.new_empty(0) for column in self._columns]
 
-    def take(self, devices: Sequence[int], rows: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """The minibatches, of one size, of shape (devices, size, ...); valid until the next."""
-        own, taken = torch.stack(list(rows)), []
-        who = torch.tensor(devices)
-        for number, (column, begins) in enumerate(zip(self._columns, self._begins, strict=True)):
-            index = (own + begins[who, None]).flatten().to(column.device)
-            shape = (len(index), *column.shape[1:])
-            if self._room[number].shape[0] < len(index):  # new memory costs more than the copy
-                self._room[number] = column.new_empty(shape)
-            room = self._room[number][: len(index)]
-            torch.index_select(column, 0, index, out=room)
-            taken.append(room.view(len(devices), -1, *column.shape[1:]))
+    def take(self, devices: torch.Tensor, own: torch.Tensor) -> list[torch.Tensor]:
+        """The minibatches of these devices' own rows, of shape (devices, size, ...).
+
+        ``own`` has shape (devices, size). Valid until the next are taken.
+        """
+        index, taken = (own + self._begins[devices, None]).flatten(), []
+        for number, column in enumerate(self._columns):
+            if len(self._room[number]) < len(index):  # new memory costs more than the copy
+                self._room[number] = column.new_empty((len(index), *column.shape[1:]))
+            minibatches = self._room[number][: len(index)]
+            torch.index_select(column, 0, index.to(column.device), out=minibatches)
+            taken.append(minibatches.view(*own.shape, *column.shape[1:]))
         return taken
 
 
@@ -98,21 +101,16 @@ def rows_of(data: Callable[[int], Dataset[Any]], devices: int, device: str) -> R
     return Rows([share for share in shares if isinstance(share, TensorDataset)], device)
 
 
-def _in_one_piece(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[int]]:
-    """A tensor that has all the parts' rows, and where each part begins in it.
+def _in_one_piece(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A tensor that has all the parts' rows, one after the other.
 
-    Without a copy where they are views of one, as the built-in tasks' are.
+    In numpy's memory: it asks the kernel for large pages, in which rows from all over are found in
+    half the time.
     """
-    first = parts[0]
-    length = first[0].numel() if len(first) else 1
-    one = {part.untyped_storage().data_ptr() for part in parts}
-    if len(one) == 1 and all(p.is_contiguous() and p.storage_offset() % length == 0 for p in parts):
-        count = first.untyped_storage().nbytes() // first.element_size() // length
-        shape = (count, *first.shape[1:])
-        whole = torch.as_strided(first, shape, torch.empty(shape, device="meta").stride(), 0)
-        return whole, [part.storage_offset() // length for part in parts]
-    begins = np.cumsum([0, *(len(part) for part in parts)])[:-1]
-    return torch.cat(list(parts)), begins.tolist()
+    first, rows = parts[0], sum(len(part) for part in parts)
+    memory = np.empty(sum(part.nbytes for part in parts), np.uint8)
+    whole = torch.from_numpy(memory).view(first.dtype).view(rows, *first.shape[1:])
+    return torch.cat([part.cpu() for part in parts], out=whole)
 
 
 class Together:
@@ -130,21 +128,20 @@ class Together:
         self._solver = solver
         self._rows = rows
         self._cancelled = cancelled
-        named = [(f"model.{name}", x) for name, x in module.named_parameters()]
-        self._where = named[0][1].device
-        sizes = [x.numel() for _, x in named]
-        loss_of = _Loss(task, module)
+        names = [f"model.{name}" for name, _ in module.named_parameters()]
+        self._shapes = [x.shape for x in module.parameters()]
+        self._where = next(module.parameters()).device
+        count, loss_of = len(names), _Loss(task, module)
 
-        def loss(x: torch.Tensor, *batch: torch.Tensor) -> torch.Tensor:
-            parts = zip(named, torch.split(x, sizes), strict=True)
-            weights = {name: part.view(old.shape) for (name, old), part in parts}
+        def loss(*given: torch.Tensor) -> torch.Tensor:
+            weights = dict(zip(names, given, strict=False))
             with _WeightsFirst():
-                value: torch.Tensor = functional_call(loss_of, weights, (list(batch),))
+                value: torch.Tensor = functional_call(loss_of, weights, (list(given[count:]),))
             return value.view(())
 
+        gradients = vmap(grad_and_value(loss, argnums=tuple(range(count))))
         # A loss of the user's own may do more than compute, which a trace would forget.
-        traceable = type(task).loss is Task.loss
-        self._gradient = _Gradient(vmap(grad_and_value(loss)), traceable=traceable)
+        self._gradients = _Gradients(gradients, traceable=type(task).loss is Task.loss)
 
     def train(self, jobs: Sequence[Job]) -> list[Trained]:
         """Writes every device's x_new into the parameters of its ``into``.
@@ -152,70 +149,53 @@ class Together:
         Raises Cancelled; RuntimeError where the task's loss can't be computed for several at once.
         """
         self._module.train()
-        rows, lr = self._rows, self._solver.lr
-        minibatches = [
-            Minibatches(rows.sizes[job.arrival.device], self._solver, job.arrival.seed)
-            for job in jobs
-        ]
+        samples = [self._rows.sizes[job.arrival.device] for job in jobs]
+        epochs = [math.ceil(size / _batch(size, self._solver)) for size in samples]  # in steps
         steps = [
-            job.arrival.steps or (job.arrival.epochs or 0) * own.epoch
-            for job, own in zip(jobs, minibatches, strict=True)
+            job.arrival.steps or (job.arrival.epochs or 0) * epoch
+            for job, epoch in zip(jobs, epochs, strict=True)
         ]
         # The longest first: those still at work are the first so many.
         order = sorted(range(len(jobs)), key=lambda one: -steps[one])
+        draws = Draws(
+            [(samples[one], jobs[one].arrival.seed, steps[one]) for one in order], self._solver
+        )
         ordered = [jobs[one] for one in order]
-        start = self._stack([job.base.parameters for job in ordered])
-        correction = self._correction(ordered)
-        x, momentum = start.clone(), torch.zeros_like(start) if self._solver.momentum else None
+        start, correction = self._stack([job.base.parameters for job in ordered]), None
+        if isinstance(self._solver, Scaffold):
+            correction = self._correction(ordered)
+        x = [part.clone(memory_format=torch.contiguous_format) for part in self._parts(start)]
+        training = _Training(self._solver, x, self._parts(start), self._parts(correction))
+        devices = torch.tensor([job.arrival.device for job in ordered])
         losses = torch.zeros(len(jobs), dtype=torch.float64, device=self._where)
         for step in range(max(steps)):
             if self._cancelled():
                 raise Cancelled
-            active = [one for one in order if steps[one] > step]
-            drawn = [minibatches[one].next() for one in active]
-            for part in _by_size(drawn):
-                batch = rows.take(
-                    [jobs[active[place]].arrival.device for place in part],
-                    [drawn[place] for place in part],
-                )
-                at = slice(len(part)) if len(part) == len(active) else torch.tensor(part)
-                gradient, loss = self._gradient(x[at], *batch)
-                g = self._direction(gradient, x[at], start[at])
-                if correction is not None:
-                    g = g + correction[at]
-                if momentum is not None:
-                    momentum[at] = g = momentum[at] * self._solver.momentum + g
-                x[at] -= lr * g
+            for at, rows in draws.of(step):
+                models = [part[at] for part in x]
+                gradients, loss = self._gradients(*models, *self._rows.take(devices[at], rows))
+                training.step(at, models, gradients)
                 losses[at] += loss
-        return self._results(jobs, order, steps, x, start, correction, losses)
+        new = torch.cat([part.flatten(1) for part in x], dim=1)
+        return self._results(jobs, order, steps, new, start, correction, losses)
 
     def _stack(self, vectors: Sequence[Any]) -> torch.Tensor:
         return torch.from_numpy(np.stack(vectors)).to(self._where)
 
-    def _correction(self, jobs: Sequence[Job]) -> torch.Tensor | None:
-        """c - c_i of each; None without SCAFFOLD."""
-        if not isinstance(self._solver, Scaffold):
-            return None
-        c = self._stack([job.base.controls for job in jobs])
-        known = [(n, job.device_control) for n, job in enumerate(jobs)]
-        for n, c_i in known:
-            if c_i is not None:
-                c[n] -= torch.tensor(c_i).to(self._where)
-        return c
+    def _parts(self, vectors: torch.Tensor | None) -> list[torch.Tensor]:
+        """Each parameter's part of every device's vector."""
+        if vectors is None:
+            return []
+        parts = torch.split(vectors, [shape.numel() for shape in self._shapes], dim=1)
+        return [part.view(-1, *shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
-    def _direction(
-        self, gradient: torch.Tensor, x: torch.Tensor, start: torch.Tensor
-    ) -> torch.Tensor:
-        """g before SCAFFOLD's correction and momentum, as :func:`trainer.solvers.solve` has it."""
-        g, solver = gradient, self._solver
-        if solver.clip_norm is not None:
-            norm = torch.linalg.vector_norm(g, dim=1, keepdim=True)
-            g = g * (solver.clip_norm / (norm + 1e-6)).clamp(max=1.0)
-        if solver.weight_decay:
-            g = g + solver.weight_decay * x
-        if isinstance(solver, Proximal) and solver.rho:
-            g = g + solver.rho * (x - start)
-        return g
+    def _correction(self, jobs: Sequence[Job]) -> torch.Tensor:
+        """SCAFFOLD's c - c_i of each."""
+        c = self._stack([job.base.controls for job in jobs])
+        for n, job in enumerate(jobs):
+            if job.device_control is not None:
+                c[n] -= torch.tensor(job.device_control).to(self._where)
+        return c
 
     def _results(
         self,
@@ -242,8 +222,117 @@ class Together:
         return [trained[one] for one in range(len(jobs))]
 
 
-class _Gradient:
-    """(gradient, loss) of several models: by ``torch.func``, what comes often by a trace of it.
+class _Training:
+    """x <- x - gamma g of several devices, as :func:`trainer.solvers.solve` has it.
+
+    Of each parameter there is one tensor, whose first dimension is the devices.
+    """
+
+    def __init__(
+        self,
+        solver: SolverSettings,
+        x: list[torch.Tensor],
+        start: list[torch.Tensor],
+        correction: list[torch.Tensor],
+    ) -> None:
+        self._solver, self._x, self._start, self._correction = solver, x, start, correction
+        self._rho = solver.rho if isinstance(solver, Proximal) else 0.0
+        self._momentum = [torch.zeros_like(part) for part in x] if solver.momentum else []
+
+    def step(self, at: At, x: list[torch.Tensor], gradients: Tensors) -> None:
+        """Of the devices at some places; ``x`` is what is there."""
+        g, solver = gradients, self._solver
+        if solver.clip_norm is not None:
+            norms = [torch.linalg.vector_norm(part.flatten(1), dim=1) for part in g]
+            norm = torch.linalg.vector_norm(torch.stack(norms), dim=0)
+            scale = (solver.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+            g = [part * scale.view(-1, *[1] * (part.dim() - 1)) for part in g]
+        if solver.weight_decay:
+            g = torch._foreach_add(g, x, alpha=solver.weight_decay)
+        if self._rho:
+            away = torch._foreach_sub(x, [part[at] for part in self._start])
+            g = torch._foreach_add(g, away, alpha=self._rho)
+        if self._correction:
+            g = torch._foreach_add(g, [part[at] for part in self._correction])
+        if solver.momentum:
+            momentum = [part[at] for part in self._momentum]
+            torch._foreach_mul_(momentum, solver.momentum)
+            torch._foreach_add_(momentum, g)
+            _put(self._momentum, at, momentum)
+            g = momentum
+        torch._foreach_sub_(x, g, alpha=solver.lr)
+        _put(self._x, at, x)
+
+
+def _put(parts: list[torch.Tensor], at: At, values: list[torch.Tensor]) -> None:
+    """What was changed goes back to its places; a slice of them was changed in place."""
+    if not isinstance(at, slice):
+        for part, value in zip(parts, values, strict=True):
+            part[at] = value
+
+
+class Draws:
+    """The rows that each of several devices' :class:`trainer.solvers.Minibatches` would give.
+
+    Devices with as many samples begin their passes together, and are drawn for at once.
+    """
+
+    def __init__(self, jobs: Sequence[tuple[int, int, int]], solver: SolverSettings) -> None:
+        """``jobs``: (samples, seed, steps) of each, the longest first."""
+        places: dict[int, list[int]] = {}
+        for place, (samples, _, _) in enumerate(jobs):
+            places.setdefault(samples, []).append(place)
+        self._passes = [
+            (torch.tensor(where), _Passes(samples, [jobs[place][1:] for place in where], solver))
+            for samples, where in places.items()
+        ]
+
+    def of(self, step: int) -> list[tuple[At, torch.Tensor]]:
+        """Places of the devices still at work, and their rows; those of one size together."""
+        found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for places, passes in self._passes:
+            rows = passes.of(step)
+            if len(rows):
+                found.setdefault(rows.shape[1], []).append((places[: len(rows)], rows))
+        if len(self._passes) == 1:
+            return [(slice(len(rows)), rows) for ((_, rows),) in found.values()]
+        return [
+            (torch.cat([places for places, _ in parts]), torch.cat([rows for _, rows in parts]))
+            for parts in found.values()
+        ]
+
+
+class _Passes:
+    """Shuffled passes of devices with as many samples each."""
+
+    def __init__(
+        self, samples: int, jobs: Sequence[tuple[int, int]], solver: SolverSettings
+    ) -> None:
+        """``jobs``: (seed, steps) of each, the longest first."""
+        self._samples, self._size = samples, _batch(samples, solver)
+        self._used = self._size if solver.sampling == "fresh" else samples
+        self._rounded = math.ceil(self._used / self._size) * self._size
+        self._steps = [steps for _, steps in jobs]
+        self._generators = [torch.Generator().manual_seed(seed) for seed, _ in jobs]
+        self._rows = torch.empty((len(jobs), self._used), dtype=torch.int64)
+
+    def of(self, step: int) -> torch.Tensor:
+        """Rows of shape (devices still at work, size); steps are asked for one after the other."""
+        first = step * self._size % self._rounded
+        working = sum(steps > step for steps in self._steps)
+        if first == 0:
+            for row, generator in zip(self._rows[:working], self._generators, strict=False):
+                row[:] = torch.randperm(self._samples, generator=generator)[: self._used]
+        return self._rows[:working, first : first + self._size]
+
+
+def _batch(samples: int, solver: SolverSettings) -> int:
+    """Samples in a minibatch."""
+    return min(solver.batch_size or samples, samples)
+
+
+class _Gradients:
+    """(gradients, loss) of several models: by ``torch.func``, what comes often by a trace of it.
 
     ``torch.func`` takes a millisecond of Python a step, whatever is computed; a trace takes less,
     but holds for one shape, and making it takes as long as a hundred steps.
@@ -255,19 +344,20 @@ class _Gradient:
         self._seen: Counter[tuple[torch.Size, ...]] = Counter()
         self._traces: dict[tuple[torch.Size, ...], Callable[..., Any]] = {}
 
-    def __call__(self, x: torch.Tensor, *batch: torch.Tensor) -> Any:
-        """Of each model in ``x`` on its minibatch."""
-        shapes = (x.shape, *(column.shape for column in batch))
+    def __call__(self, *given: torch.Tensor) -> Any:
+        """Of each model, whose parameters come first, on its minibatch."""
+        shapes = tuple(tensor.shape for tensor in given)
         trace = self._traces.get(shapes)
         if trace is not None:
-            return trace(x, *batch)
+            return trace(*given)
         self._seen[shapes] += 1
         if self._traceable and self._seen[shapes] == _OFTEN:
-            graph = make_fx(self._function)(x, *batch)
-            self._traces[shapes] = torch.jit.trace(  # type: ignore[no-untyped-call]
-                graph, (x, *batch), check_trace=False
-            )
-        return self._function(x, *batch)
+            with warnings.catch_warnings():  # torch.compile, which it advises, needs a compiler
+                warnings.simplefilter("ignore", DeprecationWarning)
+                self._traces[shapes] = torch.jit.trace(  # type: ignore[no-untyped-call]
+                    make_fx(self._function)(*given), given, check_trace=False
+                )
+        return self._function(*given)
 
 
 class _WeightsFirst(TorchFunctionMode):
@@ -294,11 +384,3 @@ class _Loss(nn.Module):
     def forward(self, batch: list[torch.Tensor]) -> torch.Tensor:
         """The loss on one minibatch."""
         return self._task.loss(self.model, batch)
-
-
-def _by_size(drawn: Sequence[torch.Tensor]) -> list[list[int]]:
-    """Places of minibatches, those of one size together."""
-    found: dict[int, list[int]] = {}
-    for place, rows in enumerate(drawn):
-        found.setdefault(len(rows), []).append(place)
-    return list(found.values())

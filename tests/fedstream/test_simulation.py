@@ -17,7 +17,8 @@ from fedstream import services
 from fedstream.config import read
 from fedstream.services import devices_of
 from fedstream.simulation import Outcome, VersionMade, simulate
-from trainer.solvers import Trained, Work
+from fedstream.simulation.together import Draws
+from trainer.solvers import Minibatches, Sgd, Trained, Work
 from trainer.task import Task
 from updater.replay import Replayer
 
@@ -102,7 +103,10 @@ def test_a_run_learns_and_its_journal_gives_every_version_again(rule: str, tmp_p
     ],
 )
 @pytest.mark.parametrize("steps", ["kind=fixed", "kind=uniform", "kind=epochs"])
-def test_together_gives_what_one_after_the_other_gives(sets: tuple[str, ...], steps: str) -> None:
+def test_together_gives_what_one_after_the_other_gives(
+    sets: tuple[str, ...], steps: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedstream.simulation.together._OFTEN", 2)  # some steps with, some without
     about = (*(() if sets == SCAFFOLD else AFA), *sets, f"scheduler.steps.{steps}")
     module = lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))  # noqa: E731
     alone = run(*about, "simulation.batched=false", task=Small(module))
@@ -116,6 +120,22 @@ def test_together_gives_what_one_after_the_other_gives(sets: tuple[str, ...], st
         assert [(u.device, u.tau, u.steps, u.samples) for u in one.updates] == [
             (u.device, u.tau, u.steps, u.samples) for u in other.updates
         ]
+
+
+@pytest.mark.parametrize("sampling", ["passes", "fresh"])
+@pytest.mark.parametrize("size", [0, 1, 8, 50])
+def test_minibatches_drawn_for_several_are_those_that_each_draws(sampling: str, size: int) -> None:
+    solver = Sgd.model_validate({"sampling": sampling, "batch_size": size})
+    jobs = [(20, 5, 12), (17, 6, 9), (20, 2**62, 9), (8, 7, 4)]  # samples, seed, steps
+    draws = Draws(jobs, solver)
+    each = [Minibatches(samples, solver, seed) for samples, seed, _ in jobs]
+    for step in range(12):
+        working = [n for n, (_, _, steps) in enumerate(jobs) if steps > step]
+        drawn: dict[int, torch.Tensor] = {}
+        for at, rows in draws.of(step):
+            drawn |= dict(zip(torch.arange(len(jobs))[at].tolist(), rows, strict=True))
+        assert sorted(drawn) == working
+        assert all(torch.equal(drawn[n], each[n].next()) for n in working)
 
 
 @pytest.mark.parametrize(
