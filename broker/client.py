@@ -260,6 +260,8 @@ class Client:
         where = f"Redis at {address or self.address}"
         denied = (exceptions.AuthenticationError, exceptions.NoPermissionError)
         if isinstance(error, denied) or _DENIED.search(text):
+            if isinstance(error, exceptions.AuthenticationError):
+                text += " (redis.username, redis.password; FEDSTREAM_REDIS__PASSWORD)"
             return BrokerError(f"{where} refuses: {text}")
         if isinstance(error, exceptions.NoScriptError):
             return NoScript(f"{where}: {text}")

@@ -16,7 +16,8 @@ async def serving(client: Client, keys: Keys) -> list[str]:
     """The services that are alive, as far as Redis shows: evaluators leave no trace."""
     ledger = Ledger(client, keys, "presence")
     leaders = [role for role in _LEADERS if await client.call("EXISTS", keys.leader(role))]
-    gone = set(await ledger.silent(_SILENT_S))
+    # One that said good-bye is on the register until a coordinator sweeps, if one is there.
+    gone = {*await ledger.silent(_SILENT_S), *await ledger.left()}
     trainers = [name for name in await ledger.trainers() if name not in gone]
     return [*await _coordinators(client, keys), *leaders, *trainers]
 

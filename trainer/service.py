@@ -63,25 +63,9 @@ if TYPE_CHECKING:
 
 # Of a task: from a small model's download to an hour of training.
 _SECONDS = (
-    0.002,
-    0.005,
-    0.01,
-    0.02,
-    0.05,
-    0.1,
-    0.2,
-    0.5,
-    1,
-    2,
-    5,
-    10,
-    30,
-    60,
-    180,
-    600,
-    1800,
-    3600,
-)
+    0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
+    1, 2, 5, 10, 30, 60, 180, 600, 1800, 3600,
+)  # fmt: skip
 _SAID = {"upload": "uploaded", "give_up": "gave up", "lease lost": "lease lost"}
 _HEARTBEAT_S = 2.0
 _GOODBYE_S = 2.0  # a Redis that hangs must not outlast the drain

@@ -9,7 +9,7 @@ local now = redis.call('TIME')
 return {
   redis.call('HGETALL', key.run), redis.call('HGETALL', key.head), redis.call('HGETALL', key.counts),
   redis.call('HVALS', key.open), redis.call('HLEN', key.admitted), redis.call('XLEN', key.queue),
-  redis.call('XLEN', key.triggers), redis.call('XLEN', key.uploads), redis.call('ZCARD', key.alive),
+  redis.call('XLEN', key.triggers), redis.call('XLEN', key.uploads), redis.call('ZCOUNT', key.alive, '(0', '+inf'),
   redis.call('ZCARD', key.kept), redis.call('XLEN', key.dead), redis.call('HKEYS', key.owners),
   newest(key.events), newest(key.models), now[1] .. '.' .. string.format('%06d', now[2]),
 }
