@@ -7,7 +7,7 @@ version's digest. A run measures the three one after the other; the ratio of a r
 replay over the slower of the other two. Once with the file on the disk alone, as a journal is that
 somebody comes back to (it is evicted from the page cache before each reading): 0.6 at least. And
 once with the file in the page cache, which shows what replay itself costs. The memory is that of a
-process that replays and does nothing else.
+process that replays and does nothing else; of small models, mostly what is read ahead.
 """
 
 from __future__ import annotations

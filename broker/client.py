@@ -262,6 +262,8 @@ class Client:
         if isinstance(error, denied) or _DENIED.search(text):
             if isinstance(error, exceptions.AuthenticationError):
                 text += " (redis.username, redis.password; FEDSTREAM_REDIS__PASSWORD)"
+            else:
+                text += " (a user's rights are for one role and one run: run.name)"
             return BrokerError(f"{where} refuses: {text}")
         if isinstance(error, exceptions.NoScriptError):
             return NoScript(f"{where}: {text}")

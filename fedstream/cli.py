@@ -507,7 +507,10 @@ def dead_retry(
 
     async def retry(client: Client, keys: Keys) -> int:
         failed = 0
-        for letter in _chosen(await page.read(client, keys), wanted, everything):
+        chosen = _chosen(await page.read(client, keys), wanted, everything)
+        if not chosen:
+            typer.echo("there are no dead letters")
+        for letter in chosen:
             try:
                 trigger = await page.retry(client, keys, letter)
             except FedstreamError as error:
@@ -540,7 +543,7 @@ def dead_drop(
     if chosen and not yes:
         typer.confirm(f"Delete {len(chosen)} of {len(found.letters)} dead letters?", abort=True)
     dropped = _ask(config, redis, run, lambda client, keys: page.drop(client, keys, chosen))
-    typer.echo(f"{dropped} dead letters deleted")
+    typer.echo(f"{dropped} dead letter{'' if dropped == 1 else 's'} deleted")
 
 
 def _chosen(found: Found, wanted: list[str] | None, everything: bool) -> list[Letter]:

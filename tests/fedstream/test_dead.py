@@ -246,7 +246,7 @@ async def test_dropping_asks_first(hand: Hand, command: Command) -> None:
     assert (code, said) == (0, "2 dead letters deleted\n")
     assert (await only(hand)).id == letters[2].id
     code, said, _ = await command("drop", "--all", "--yes")
-    assert (code, said) == (0, "1 dead letters deleted\n")
+    assert (code, said) == (0, "1 dead letter deleted\n")
     view = await hand.ledger.look()
     assert (view.dead, view.outcomes["dead"]) == (0, 3)  # they stay counted
     assert (await command("list"))[1] == "no dead letters\n"

@@ -165,7 +165,7 @@ def said(pods: list[Pod], line: str) -> int:
 async def test_a_run_outlives_all_that_is_done_to_its_pods(
     tmp_path: Path, images: dict[str, Image], kustomized: Kustomized
 ) -> None:
-    """Trainers 0, 1, 6, 2, 0; coordinators rolled; updater evicted and killed; Redis restarted."""
+    """Trainers 0, 1, 6, 2, 0; Deployments rolled; updater evicted and killed; Redis restarted."""
     settings = {"RUN__VERSIONS": "100000", "JOURNAL__SEGMENT_VERSIONS": "40"}
     manifests = kustomized("production", task=slow_task(), **settings)
     objects = with_replicas(manifests, trainer=0)
@@ -198,6 +198,10 @@ async def test_a_run_outlives_all_that_is_done_to_its_pods(
             lambda: said(cluster["trainer"].pods, "goes on from a workspace"),
             what="what one began another finishes",
         )
+
+        await cluster.restart("trainer")
+        await it.ready("trainer")
+        await it.versions(5)
 
         updater = it.pod("updater")
         cluster.evict(updater)
