@@ -17,12 +17,11 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Annotated, TypeVar
 
 import numpy as np
 from aiohttp import web
-from prometheus_client import Counter, Gauge, Histogram, Summary
 from pydantic import Field
 
 from broker import blobs
@@ -56,6 +55,7 @@ from updater.journal import (
     Taken,
     segments,
 )
+from updater.metrics import Metrics
 from updater.mixing import norm
 from updater.progress import Progress, Step, close_round, take
 from updater.rebuild import Recovered, end_of, recovered, standing_of
@@ -107,51 +107,6 @@ class _Retained:
     entry: str
     blob: str | None
     end: End | None  # of its task: told again with the deletion, should Redis have gone back
-
-
-@dataclass
-class _Metrics:
-    """Stable names for operators."""
-
-    context: Context
-    updates: Counter = field(init=False)
-    staleness: Histogram = field(init=False)
-    weight: Histogram = field(init=False)
-    version: Gauge = field(init=False)
-    journal: Gauge = field(init=False)
-    unsynced: Gauge = field(init=False)
-    sync: Histogram = field(init=False)
-    seconds: Summary = field(init=False)
-
-    def __post_init__(self) -> None:
-        registry = self.context.registry
-        self.updates = Counter(
-            "fedstream_updates", "Updates by outcome.", ["outcome", "reason"], registry=registry
-        )
-        for outcome in ("applied", "buffered", "refused"):
-            self.updates.labels(outcome, "")  # from the beginning, so that a rate sees the first
-        self.staleness = Histogram(
-            "fedstream_staleness", "Versions that an update came late.", registry=registry,
-            buckets=(0, 1, 2, 4, 8, 16, 32, 64, 128),
-        )  # fmt: skip
-        self.weight = Histogram(
-            "fedstream_weight", "Weight that an update was given.", registry=registry,
-            buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0),
-        )  # fmt: skip
-        self.version = Gauge("fedstream_version", "The newest version.", registry=registry)
-        self.journal = Gauge(
-            "fedstream_journal_bytes", "Journalled by this process.", registry=registry
-        )
-        self.unsynced = Gauge(
-            "fedstream_journal_unsynced_bytes", "Not on disk yet.", registry=registry
-        )
-        self.sync = Histogram(
-            "fedstream_journal_sync_seconds", "How long the disk took to sync.", registry=registry,
-            buckets=(0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10),
-        )  # fmt: skip
-        self.seconds = Summary(
-            "fedstream_updater_seconds", "Where the time goes.", ["part"], registry=registry
-        )
 
 
 class Updater:
@@ -215,7 +170,7 @@ class Updater:
     async def run(self, context: Context) -> None:
         """Leads, and works until stop."""
         self._context = context
-        self._metrics = _Metrics(context)
+        self._metrics = Metrics(context.registry)
         recorder = self._recorder
         self._metrics.journal.set_function(lambda: recorder.appended)
         self._metrics.unsynced.set_function(lambda: recorder.appended - recorder.safe)
