@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -25,6 +26,10 @@ from tests.support import Hand
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+# Read when torch is loaded, here and in the processes that tests start. Side by side, their threads
+# would spin against one another.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The same examples every time, so that a failure is the change's and not the weather's.
 settings.register_profile(

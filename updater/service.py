@@ -449,6 +449,8 @@ class Updater:
         elif run.state != "finished" and self._finished and not self._pending:
             await self._publish_again("a run that goes on")
             return
+        if (head.version, head.digest) != (progress.state.version, self._digest):
+            await self._recorder.check_last()  # whoever made it may be a successor of ours
         if head.version > progress.state.version:
             if self._ahead is None:
                 self._context.log.error(

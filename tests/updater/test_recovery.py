@@ -470,6 +470,31 @@ async def test_who_had_a_successor_stays_fenced_though_redis_forgot_the_successo
         await hand.reaches(2)
 
 
+async def test_a_successors_versions_are_not_taken_for_a_lost_end_of_the_journal(
+    make: Any, hand: Hand, client: Client, redis: RedisSettings
+) -> None:
+    """Redis went back to when the sleeper led, and has versions that it does not know."""
+    async with Proxy(redis) as proxy:
+        sleeper = make(name="sleeper", redis=proxy.settings, lease_s=0.4)
+        async with running(sleeper, context(), may_fail=True) as work:
+            await hand.join()
+            await hand.admitted(4.0)
+            await hand.reaches(1)
+            tokens = await client.call("HGETALL", hand.keys.tokens)
+            proxy.reading.clear()
+            proxy.cut()
+            async with running(make(name="successor", lease_s=0.4), context(), may_fail=True):
+                await hand.admitted(8.0)
+                await hand.reaches(2)
+            await client.call("HSET", hand.keys.tokens, *tokens)
+            proxy.reading.set()
+            await asyncio.wait({work}, timeout=10)
+            error = work.exception()
+            assert isinstance(error, BaseExceptionGroup)
+            assert error.subgroup(Fenced)
+            assert error.split(Fenced)[1] is None
+
+
 async def test_the_last_version_is_the_last_though_redis_went_back_before_its_commit(
     make: Any, hand: Hand, client: Client, redis: RedisSettings, folder: Path
 ) -> None:
