@@ -18,7 +18,7 @@ types: .venv/installed
 	$(BIN)/mypy
 
 unit: .venv/installed
-	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile  # most tests wait: for a Redis, for a process
+	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder  # most wait for a process; the long ones not last
 
 k8s-check: .venv/installed .venv-checkov/installed  ## the manifests in k8s/, without a cluster
 	$(BIN)/python -m tests.k8s.policy
