@@ -14,7 +14,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -30,7 +29,7 @@ import redis
 from benchmarks import bare
 from broker.messages import Version
 from fedstream import machine
-from fedstream.redis_server import RedisServer
+from fedstream.redis_server import RedisServer, free_port
 
 RESULTS = Path(__file__).parent / "results"
 ROLES = ("coordinator", "scheduler", "updater", "trainer-1", "trainer-2")
@@ -69,9 +68,7 @@ class Pipeline:
     def _start(self, name: str) -> None:
         env = self._env
         if name == "updater":
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                self._port = probe.getsockname()[1]
+            self._port = free_port()
             env = env | {"FEDSTREAM_HTTP__PORT": str(self._port)}
         module = "fedstream" if self._recorded else "benchmarks.unrecorded"
         self._processes[name] = subprocess.Popen(

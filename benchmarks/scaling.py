@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -39,7 +38,7 @@ import redis
 
 from broker.messages import Version
 from fedstream import machine
-from fedstream.redis_server import RedisServer
+from fedstream.redis_server import RedisServer, free_port
 
 RESULTS = Path(__file__).parent / "results"
 LATENCY_S = 1.0
@@ -94,9 +93,7 @@ class Deployment:
 
     def _start(self, name: str) -> int:
         """Starts a service: the port of its HTTP."""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
+        port = free_port()
         self._processes[name] = subprocess.Popen(
             [sys.executable, "-m", "fedstream", name.partition("-")[0], "--name", name],
             env=self._env | {"FEDSTREAM_HTTP__PORT": str(port)}, cwd=Path(__file__).parent.parent,

@@ -86,7 +86,7 @@ class RedisServer:
         last_words = ""
         for _ in range(_PORTS_TRIED):
             self._dir = tempfile.TemporaryDirectory(prefix="fedstream-redis-")
-            self.port = _free_port()
+            self.port = free_port()
             try:
                 self._process = self._begun(binary, Path(self._dir.name))
             except OSError as error:
@@ -120,7 +120,7 @@ class RedisServer:
                 stderr=log,
                 # A session of its own: Ctrl-C in the terminal is for us, and we still need it.
                 start_new_session=True,
-                preexec_fn=_death_with_parent(),  # noqa: PLW1509  (one prepared system call)
+                preexec_fn=death_with_parent(),  # noqa: PLW1509  (one prepared system call)
             )
 
     def _answers(self) -> bool:
@@ -164,14 +164,15 @@ class RedisServer:
         self.stop()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that was free a moment ago."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port: int = probe.getsockname()[1]
         return port
 
 
-def _death_with_parent() -> Callable[[], None] | None:
+def death_with_parent() -> Callable[[], None] | None:
     """What the new process does first, so that a SIGKILL of ours leaves no server behind."""
     if sys.platform != "linux":
         return None

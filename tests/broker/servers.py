@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from fedstream.redis_server import _death_with_parent, find_servers
+from fedstream.redis_server import death_with_parent, find_servers, free_port
 
 
 @lru_cache
@@ -25,14 +25,6 @@ def redis_7() -> Path | None:
     return None
 
 
-def free_port() -> int:
-    """A port that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
-
-
 class Redis:
     """One process. Killed at the latest with the test that started it."""
 
@@ -44,7 +36,7 @@ class Redis:
             self._process = subprocess.Popen(
                 [str(binary), *arguments, "--dir", str(folder), "--bind", "127.0.0.1"],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
-                preexec_fn=_death_with_parent(),  # noqa: PLW1509  (one prepared system call)
+                preexec_fn=death_with_parent(),  # noqa: PLW1509  (one prepared system call)
             )  # fmt: skip
 
     def listens(self) -> None:

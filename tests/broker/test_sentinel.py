@@ -17,8 +17,9 @@ from broker.keys import Keys
 from broker.rights import PARTS, ROLES
 from broker.settings import SentinelSettings
 from fedstream import acl
+from fedstream.redis_server import free_port
 from tests.broker.pipeline import finished, pipeline, reached
-from tests.broker.servers import Redis, free_port, redis, redis_7, said, until
+from tests.broker.servers import Redis, redis, redis_7, said, until
 from tests.support import Proxy, wait_until
 
 pytestmark = [

@@ -16,6 +16,7 @@ from broker.client import Client, RedisSettings
 from broker.errors import BrokerError, ConfigError, Unavailable
 from broker.settings import TlsSettings
 from fedstream.config import read
+from fedstream.redis_server import free_port
 from tests.broker.servers import redis, redis_7
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
@@ -91,8 +92,6 @@ def misplaced(files: Path) -> Iterator[Guarded]:
 
 
 def served(files: Path, name: str, clients: str) -> Iterator[Guarded]:
-    from tests.broker.servers import free_port
-
     if redis_7() is None:
         pytest.skip("no Redis 7")
     port = free_port()

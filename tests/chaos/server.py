@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import socket
 from asyncio.subprocess import DEVNULL, Process
 from pathlib import Path
 
 from broker.client import Client, RedisSettings
 from broker.errors import Unavailable
-from fedstream.redis_server import _death_with_parent, find_server
+from fedstream.redis_server import death_with_parent, find_server, free_port
 from tests.support import wait_until
 
 
@@ -22,9 +21,7 @@ class Server:
         self.life = 0
         self.up = asyncio.Event()
         self.changing = asyncio.Lock()  # one restart at a time
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        self.port = free_port()
         self.settings = RedisSettings(url=f"redis://127.0.0.1:{self.port}/0")
         self.client = Client(self.settings, "chaos")  # not by way of the wire
 
@@ -34,7 +31,7 @@ class Server:
             self._process = await asyncio.create_subprocess_exec(
                 find_server(), "--bind", "127.0.0.1", "--port", str(self.port),
                 "--dir", self._folder, "--save", "", "--appendonly", "no",
-                stdin=DEVNULL, stdout=log, stderr=log, preexec_fn=_death_with_parent(),
+                stdin=DEVNULL, stdout=log, stderr=log, preexec_fn=death_with_parent(),
             )  # fmt: skip
         await wait_until(self._answers, what="Redis answers")
         self.life += 1

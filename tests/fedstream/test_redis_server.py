@@ -77,8 +77,8 @@ def test_one_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_taken_port_is_tried_again_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
     with RedisServer() as first:
-        ports = [first.port, redis_server._free_port()]
-        monkeypatch.setattr(redis_server, "_free_port", lambda: ports.pop(0))
+        ports = [first.port, redis_server.free_port()]
+        monkeypatch.setattr(redis_server, "free_port", lambda: ports.pop(0))
         with RedisServer() as second:
             assert second.port != first.port
             assert ports == []

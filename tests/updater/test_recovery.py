@@ -6,6 +6,8 @@ import asyncio
 import errno
 import os
 import shutil
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -445,27 +447,40 @@ async def test_a_retained_entry_ends_its_task_again_where_redis_forgot_that_it_d
         await hand.balanced()
 
 
-async def test_who_had_a_successor_stays_fenced_though_redis_forgot_the_successor(
-    make: Any, hand: Hand, client: Client, redis: RedisSettings
-) -> None:
+@asynccontextmanager
+async def superseded(make: Any, hand: Hand, redis: RedisSettings) -> AsyncIterator[list[bytes]]:
+    """An updater made version 1 and sleeps; its successor has made the second and is gone.
+
+    Inside the block Redis may forget something; after it the sleeper wakes up, and has to find out.
+    What it was given to lead with: the run's tokens, as they were then.
+    """
     async with Proxy(redis) as proxy:
         sleeper = make(name="sleeper", redis=proxy.settings, lease_s=0.4)
         async with running(sleeper, context(), may_fail=True) as work:
             await hand.join()
             await hand.admitted(4.0)
             await hand.reaches(1)
+            tokens = await hand.client.call("HGETALL", hand.keys.tokens)
             proxy.reading.clear()  # asleep, as far as Redis can tell
             proxy.cut()
             async with running(make(name="successor", lease_s=0.4), context(), may_fail=True):
                 await hand.admitted(8.0)
                 await hand.reaches(2)
-            await client.call("FLUSHALL")
+            yield tokens
             proxy.reading.set()
             await asyncio.wait({work}, timeout=10)
             error = work.exception()
             assert isinstance(error, BaseExceptionGroup)
             assert error.subgroup(Fenced)
-        assert await hand.ledger.head() is None
+            assert error.split(Fenced)[1] is None
+
+
+async def test_who_had_a_successor_stays_fenced_though_redis_forgot_the_successor(
+    make: Any, hand: Hand, client: Client, redis: RedisSettings
+) -> None:
+    async with superseded(make, hand, redis):
+        await client.call("FLUSHALL")
+    assert await hand.ledger.head() is None
     async with running(make(name="third"), context()):
         await hand.reaches(2)
 
@@ -473,26 +488,9 @@ async def test_who_had_a_successor_stays_fenced_though_redis_forgot_the_successo
 async def test_a_successors_versions_are_not_taken_for_a_lost_end_of_the_journal(
     make: Any, hand: Hand, client: Client, redis: RedisSettings
 ) -> None:
-    """Redis went back to when the sleeper led, and has versions that it does not know."""
-    async with Proxy(redis) as proxy:
-        sleeper = make(name="sleeper", redis=proxy.settings, lease_s=0.4)
-        async with running(sleeper, context(), may_fail=True) as work:
-            await hand.join()
-            await hand.admitted(4.0)
-            await hand.reaches(1)
-            tokens = await client.call("HGETALL", hand.keys.tokens)
-            proxy.reading.clear()
-            proxy.cut()
-            async with running(make(name="successor", lease_s=0.4), context(), may_fail=True):
-                await hand.admitted(8.0)
-                await hand.reaches(2)
-            await client.call("HSET", hand.keys.tokens, *tokens)
-            proxy.reading.set()
-            await asyncio.wait({work}, timeout=10)
-            error = work.exception()
-            assert isinstance(error, BaseExceptionGroup)
-            assert error.subgroup(Fenced)
-            assert error.split(Fenced)[1] is None
+    async with superseded(make, hand, redis) as tokens:
+        # Redis went back to when the sleeper led, but for the versions, which it does not know.
+        await client.call("HSET", hand.keys.tokens, *tokens)
 
 
 async def test_the_last_version_is_the_last_though_redis_went_back_before_its_commit(
