@@ -172,7 +172,7 @@ class Client:
                     connection = await self._connected(once.place)
                 else:
                     connection = self._idle.pop() if self._idle else await self._connected()
-                transport = connection._writer.transport  # type: ignore[union-attr]  # noqa: SLF001
+                transport = _transport(connection)
                 await connection.send_packed_command(_pack(sent), check_health=False)  # type: ignore[arg-type]
                 # One at a time and to the end: an error reply leaves the rest in order.
                 replies = [await _reply(connection) for _ in sent]
@@ -212,11 +212,17 @@ class Client:
     async def _opened(self, place: Address | None, options: dict[str, Any]) -> Connection:
         if place is not None and self._path is None:
             options = options | {"host": place[0], "port": place[1]}
-        connection = self._make(**options)
+        opened: list[asyncio.WriteTransport] = []
+
+        async def greet(connection: Connection) -> None:
+            opened.append(_transport(connection))  # redis-py forgets it when this fails
+            await connection.on_connect()
+
+        connection = self._make(**options, redis_connect_func=greet)
         try:
             await connection.connect()
         except BaseException:
-            await self._drop(connection)
+            await self._drop(connection, *opened)
             raise
         # asyncio's 64 KiB pause and resume the socket four times for every chunk.
         connection._reader._limit = _READ  # noqa: SLF001
@@ -240,14 +246,20 @@ class Client:
         self._place = place
         self._generation += 1
         for connection in self._idle:
+            _transport(connection).abort()
             connection._close()  # type: ignore[no-untyped-call]  # noqa: SLF001  (at once)
         self._idle.clear()
 
     async def _drop(
         self, connection: Connection | None, transport: asyncio.WriteTransport | None = None
     ) -> None:
-        """Closes a connection. What waits in ``transport`` is not sent any more: whoever gave it
-        up may have another use for its memory, and another idea of what should happen."""
+        """Closes a connection at once, without TLS's good-bye: somebody would have to wait for it.
+
+        What waits in ``transport`` is not sent any more: whoever gave it up may have another use
+        for its memory, and another idea of what should happen.
+        """
+        if transport is None and connection is not None and connection.is_connected:
+            transport = _transport(connection)
         if transport is not None:
             transport.abort()
         if connection is not None:
@@ -295,7 +307,7 @@ class Client:
         """Closes the connections that are idle, and those in use when their reply is in."""
         self._closed = True
         while self._idle:
-            await self._idle.pop().disconnect(nowait=True)
+            await self._drop(self._idle.pop())
 
 
 def _options(settings: RedisSettings) -> dict[str, Any]:
@@ -327,6 +339,11 @@ def _options(settings: RedisSettings) -> dict[str, Any]:
             "ssl_keyfile": settings.tls.key,
         }
     return options
+
+
+def _transport(connection: Connection) -> asyncio.WriteTransport:
+    """That of a connection that is open."""
+    return connection._writer.transport  # type: ignore[union-attr]  # noqa: SLF001
 
 
 def _words(error: Exception) -> str:
