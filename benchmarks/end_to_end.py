@@ -29,7 +29,8 @@ import redis
 from benchmarks import bare
 from broker.messages import Version
 from fedstream import machine
-from fedstream.redis_server import RedisServer, free_port
+from fedstream.ports import HeldPort
+from fedstream.redis_server import RedisServer
 
 RESULTS = Path(__file__).parent / "results"
 ROLES = ("coordinator", "scheduler", "updater", "trainer-1", "trainer-2")
@@ -63,13 +64,12 @@ class Pipeline:
         self._head = "fedstream:{demo}:head"
         self._versions = versions
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._port = 0
+        self._port = HeldPort()  # of the updater, which is asked for its metrics
 
     def _start(self, name: str) -> None:
         env = self._env
         if name == "updater":
-            self._port = free_port()
-            env = env | {"FEDSTREAM_HTTP__PORT": str(self._port)}
+            env = env | {"FEDSTREAM_HTTP__PORT": str(self._port.number)}
         module = "fedstream" if self._recorded else "benchmarks.unrecorded"
         self._processes[name] = subprocess.Popen(
             [sys.executable, "-m", module, name.partition("-")[0], "--name", name],
@@ -130,7 +130,7 @@ class Pipeline:
         return statistics.median(ways)
 
     def _parts(self) -> dict[str, float]:
-        url = f"http://127.0.0.1:{self._port}/metrics"
+        url = f"http://127.0.0.1:{self._port.number}/metrics"
         with urllib.request.urlopen(url, timeout=5) as reply:
             text = reply.read().decode()
         seconds = dict.fromkeys(PARTS, 0.0)
@@ -149,6 +149,7 @@ class Pipeline:
             process.send_signal(signal.SIGTERM)
         for process in self._processes.values():
             process.wait(30)
+        self._port.close()
 
 
 def _cpu(process: psutil.Process) -> float:

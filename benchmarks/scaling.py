@@ -38,7 +38,8 @@ import redis
 
 from broker.messages import Version
 from fedstream import machine
-from fedstream.redis_server import RedisServer, free_port
+from fedstream.ports import HeldPort
+from fedstream.redis_server import RedisServer
 
 RESULTS = Path(__file__).parent / "results"
 LATENCY_S = 1.0
@@ -74,6 +75,7 @@ class Deployment:
         }
         self._client = redis.Redis.from_url(url)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._ports: dict[str, HeldPort] = {}  # of the same
 
     def __enter__(self) -> Self:
         return self
@@ -83,6 +85,8 @@ class Deployment:
             process.send_signal(signal.SIGTERM)
         for process in self._processes.values():
             process.wait(60)
+        for port in self._ports.values():
+            port.close()
 
     def start(self, name: str) -> float:
         """Starts a service: the seconds until it says that it is ready."""
@@ -93,12 +97,13 @@ class Deployment:
 
     def _start(self, name: str) -> int:
         """Starts a service: the port of its HTTP."""
-        port = free_port()
+        port = self._ports[name] = HeldPort()
         self._processes[name] = subprocess.Popen(
             [sys.executable, "-m", "fedstream", name.partition("-")[0], "--name", name],
-            env=self._env | {"FEDSTREAM_HTTP__PORT": str(port)}, cwd=Path(__file__).parent.parent,
+            env=self._env | {"FEDSTREAM_HTTP__PORT": str(port.number)},
+            cwd=Path(__file__).parent.parent,
         )  # fmt: skip
-        return port
+        return port.number
 
     def grow(self, trainers: int) -> None:
         """Adds trainers until there are so many, and waits until each has done a task."""

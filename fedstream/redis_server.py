@@ -22,11 +22,11 @@ from pathlib import Path
 from typing import Self
 
 from broker.errors import FedstreamError
+from fedstream.ports import HeldPort
 
 _NAMES = ("redis-server", "valkey-server")
 _ANSWERS_WITHIN_S = 10.0
 _STOPS_WITHIN_S = 5.0
-_PORTS_TRIED = 5
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -65,6 +65,7 @@ class RedisServer:
         self._maxmemory = maxmemory  # bytes; 0: no limit
         self._process: subprocess.Popen[bytes] | None = None
         self._dir: tempfile.TemporaryDirectory[str] | None = None
+        self._held: HeldPort | None = None
         self.port = 0  # until it is started
 
     @property
@@ -83,23 +84,19 @@ class RedisServer:
         On Linux it is killed when the thread that calls this ends, however that comes about.
         """
         binary = self._binary or find_server()
-        last_words = ""
-        for _ in range(_PORTS_TRIED):
-            self._dir = tempfile.TemporaryDirectory(prefix="fedstream-redis-")
-            self.port = free_port()
-            try:
-                self._process = self._begun(binary, Path(self._dir.name))
-            except OSError as error:
-                self.kill()
-                raise FedstreamError(f"{binary} cannot be started: {error.strerror}") from error
+        self._dir = tempfile.TemporaryDirectory(prefix="fedstream-redis-")
+        self._held = HeldPort()
+        self.port = self._held.number
+        try:
+            self._process = self._begun(binary, Path(self._dir.name))
             if self._answers():
                 return
-            exited = self._process.poll()
-            last_words = (Path(self._dir.name) / "log").read_text(errors="replace").strip()
-            self.kill()
-            if exited is None or "in use" not in last_words:  # else the port was taken meanwhile
-                break
-        ending = last_words.splitlines()[-1] if last_words else "it said nothing"
+            said = (Path(self._dir.name) / "log").read_text(errors="replace").strip()
+        except OSError as error:
+            self.stop()
+            raise FedstreamError(f"{binary} cannot be started: {error.strerror}") from error
+        self.stop()
+        ending = said.splitlines()[-1] if said else "it said nothing"
         raise FedstreamError(f"{binary} did not start: {ending}")
 
     def _begun(self, binary: Path, folder: Path) -> subprocess.Popen[bytes]:
@@ -124,14 +121,13 @@ class RedisServer:
             )
 
     def _answers(self) -> bool:
-        """Whether it answers in time: this process, and not another that took the port."""
+        """Whether it answers in time."""
         until = time.monotonic() + _ANSWERS_WITHIN_S
         while self._process and self._process.poll() is None and time.monotonic() < until:
             try:
                 with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
-                    connection.sendall(b"INFO server\r\nQUIT\r\n")
-                    said = b"".join(iter(lambda: connection.recv(1 << 16), b""))
-                    if b"process_id:%d\r\n" % self._process.pid in said:
+                    connection.sendall(b"PING\r\n")
+                    if connection.recv(7) == b"+PONG\r\n":
                         return True
             except OSError:
                 pass  # not yet
@@ -145,6 +141,9 @@ class RedisServer:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STOPS_WITHIN_S)
         self.kill()
+        if self._held is not None:
+            self._held.close()
+            self._held = None
 
     def kill(self) -> None:
         """Ends it at once, as a crash would."""
@@ -162,14 +161,6 @@ class RedisServer:
 
     def __exit__(self, *_error: object) -> None:
         self.stop()
-
-
-def free_port() -> int:
-    """A port of this machine that was free a moment ago."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def death_with_parent() -> Callable[[], None] | None:

@@ -35,6 +35,7 @@ from fedstream import parent, report
 from fedstream.config import Settings
 from fedstream.display import Display, short
 from fedstream.observer import Observer
+from fedstream.ports import HeldPort
 from fedstream.presence import serving
 from fedstream.recall import recall
 from fedstream.redis_server import RedisServer
@@ -164,11 +165,11 @@ def run(plan: Plan, display: Display) -> tuple[int, dict[str, Any]]:
     plan = _with_paths(plan)
     if plan.resume:
         _check_journal(plan)
-    port = _port(plan)
-    if not plan.own_redis:
-        asyncio.run(_check_redis(plan, display))
-    subject = examine(plan.settings)
     with ExitStack() as stack:
+        port = stack.enter_context(_port(plan))
+        if not plan.own_redis:
+            asyncio.run(_check_redis(plan, display))
+        subject = examine(plan.settings)
         server: RedisServer | None = None
         url = plan.settings.redis.url
         if plan.own_redis:
@@ -178,7 +179,7 @@ def run(plan: Plan, display: Display) -> tuple[int, dict[str, Any]]:
             (plan.out / LOGS).mkdir(parents=True, exist_ok=True)
             _write_config(plan, url)
         try:
-            return asyncio.run(LocalRun(plan, subject, display, url, server, port).live())
+            return asyncio.run(LocalRun(plan, subject, display, url, server, port.number).live())
         finally:
             display.close()
             if plan.own_redis:
@@ -242,8 +243,8 @@ def _check_journal(plan: Plan) -> None:
             segment.close()
 
 
-def _port(plan: Plan) -> int:
-    """The coordinator's port, known before it starts so that it keeps it over restarts."""
+def _port(plan: Plan) -> HeldPort:
+    """The coordinator's port, ours before it starts so that it has the same after a restart."""
     http = plan.settings.http
     wanted = http.port if plan.port is None else plan.port
     try:
@@ -251,19 +252,15 @@ def _port(plan: Plan) -> int:
     except (OSError, UnicodeError) as error:  # UnicodeError: no name can be as long
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"http.host = {http.host!r}: no such host: {why}") from error
-    family, kind, _, _, address = found[0]
-    with socket.socket(family, kind) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(address)
-        except OSError as error:
-            key = f"http.port = {wanted}" if plan.port is None else f"--port {wanted}"
-            raise FedstreamError(
-                f"{key}: cannot listen there on http.host = {http.host!r}: {error.strerror} "
-                "(port 0 takes any that is free)"
-            ) from error
-        port: int = probe.getsockname()[1]
-        return port
+    family, _, _, _, address = found[0]
+    try:
+        return HeldPort(address, family)
+    except OSError as error:
+        key = f"http.port = {wanted}" if plan.port is None else f"--port {wanted}"
+        raise FedstreamError(
+            f"{key}: cannot listen there on http.host = {http.host!r}: {error.strerror} "
+            "(port 0 takes any that is free)"
+        ) from error
 
 
 async def _check_redis(plan: Plan, display: Display) -> None:

@@ -11,7 +11,8 @@ from contextlib import ExitStack, contextmanager
 from functools import lru_cache
 from pathlib import Path
 
-from fedstream.redis_server import death_with_parent, find_servers, free_port
+from fedstream.ports import HeldPort
+from fedstream.redis_server import death_with_parent, find_servers
 
 
 @lru_cache
@@ -26,15 +27,20 @@ def redis_7() -> Path | None:
 
 
 class Redis:
-    """One process. Killed at the latest with the test that started it."""
+    """One process, on a port of its own. Killed at the latest with the test that started it."""
 
-    def __init__(self, binary: Path, folder: Path, *arguments: str, port: int = 0) -> None:
-        self.port = port or free_port()
+    def __init__(self, binary: Path, folder: Path, *arguments: str, tls: bool = False) -> None:
+        self._held = HeldPort()
+        self.port = self._held.number
+        place = ("--port", "0", "--tls-port") if tls else ("--port",)
         folder.mkdir(exist_ok=True, parents=True)
         self._log = folder / "log"
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [str(binary), *arguments, "--dir", str(folder), "--bind", "127.0.0.1"],
+                [
+                    str(binary), *arguments, *place, str(self.port),
+                    "--dir", str(folder), "--bind", "127.0.0.1",
+                ],
                 stdin=subprocess.DEVNULL, stdout=log, stderr=log,
                 preexec_fn=death_with_parent(),  # noqa: PLW1509  (one prepared system call)
             )  # fmt: skip
@@ -56,22 +62,25 @@ class Redis:
         self._process.kill()
         self._process.wait()
 
+    def end(self) -> None:
+        """For good: others may have its port."""
+        self.kill()
+        self._held.close()
+
 
 @contextmanager
 def redis(
-    folder: Path, *arguments: str, binary: Path | None = None, port: int = 0
+    folder: Path, *arguments: str, binary: Path | None = None, tls: bool = False
 ) -> Iterator[Redis]:
-    """A server on a port of its own, without persistence, that listens."""
+    """A server without persistence, that listens."""
     chosen = binary or redis_7()
     assert chosen is not None
-    port = port or free_port()
-    place = () if "--tls-port" in arguments else ("--port", str(port))
-    server = Redis(chosen, folder, *place, "--save", "", *arguments, port=port)
+    server = Redis(chosen, folder, "--save", "", *arguments, tls=tls)
     try:
         server.listens()
         yield server
     finally:
-        server.kill()
+        server.end()
 
 
 def said(port: int, *command: str) -> bytes:
@@ -100,7 +109,7 @@ def cluster(folder: Path, masters: int = 3) -> Iterator[list[int]]:
         ports = []
         buses = []
         for number in range(masters):
-            buses.append(free_port())
+            buses.append(stack.enter_context(HeldPort()).number)
             server = redis(
                 folder / str(number), "--cluster-enabled", "yes", "--cluster-node-timeout", "2000",
                 "--cluster-port", str(buses[-1]),

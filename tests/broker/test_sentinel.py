@@ -17,7 +17,6 @@ from broker.keys import Keys
 from broker.rights import PARTS, ROLES
 from broker.settings import SentinelSettings
 from fedstream import acl
-from fedstream.redis_server import free_port
 from tests.broker.pipeline import finished, pipeline, reached
 from tests.broker.servers import Redis, redis, redis_7, said, until
 from tests.support import Proxy, wait_until
@@ -88,14 +87,14 @@ def sentinel(folder: Path, master: int) -> Iterator[Redis]:
         f"sentinel auth-user {NAME} sentinel\n"
         f"sentinel auth-pass {NAME} of-sentinel\n"
     )
-    binary, port = redis_7(), free_port()
+    binary = redis_7()
     assert binary is not None
-    server = Redis(binary, folder, str(file), "--sentinel", "--port", str(port), port=port)
+    server = Redis(binary, folder, str(file), "--sentinel")
     try:
         server.listens()
         yield server
     finally:
-        server.kill()
+        server.end()
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ from broker.client import Client, RedisSettings
 from broker.errors import BrokerError, ConfigError, Unavailable
 from broker.settings import TlsSettings
 from fedstream.config import read
-from fedstream.redis_server import free_port
 from tests.broker.servers import redis, redis_7
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
@@ -94,14 +93,13 @@ def misplaced(files: Path) -> Iterator[Guarded]:
 def served(files: Path, name: str, clients: str) -> Iterator[Guarded]:
     if redis_7() is None:
         pytest.skip("no Redis 7")
-    port = free_port()
     server = redis(
-        files / f"{name}-{clients}", "--port", "0", "--tls-port", str(port),
+        files / f"{name}-{clients}",
         "--tls-cert-file", str(files / f"{name}.crt"), "--tls-key-file", str(files / f"{name}.key"),
-        "--tls-ca-cert-file", str(files / "ca.crt"), "--tls-auth-clients", clients, port=port,
+        "--tls-ca-cert-file", str(files / "ca.crt"), "--tls-auth-clients", clients, tls=True,
     )  # fmt: skip
     try:
-        server.__enter__()
+        port = server.__enter__().port
     except AssertionError as error:
         if "Bad directive" not in str(error):
             raise

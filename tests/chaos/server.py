@@ -8,7 +8,8 @@ from pathlib import Path
 
 from broker.client import Client, RedisSettings
 from broker.errors import Unavailable
-from fedstream.redis_server import death_with_parent, find_server, free_port
+from fedstream.ports import HeldPort
+from fedstream.redis_server import death_with_parent, find_server
 from tests.support import wait_until
 
 
@@ -21,7 +22,8 @@ class Server:
         self.life = 0
         self.up = asyncio.Event()
         self.changing = asyncio.Lock()  # one restart at a time
-        self.port = free_port()
+        self._held = HeldPort()
+        self.port = self._held.number
         self.settings = RedisSettings(url=f"redis://127.0.0.1:{self.port}/0")
         self.client = Client(self.settings, "chaos")  # not by way of the wire
 
@@ -58,6 +60,7 @@ class Server:
         """For good."""
         await self.kill()
         await self.client.close()
+        self._held.close()
 
     def forget(self) -> None:
         """Nothing was saved."""

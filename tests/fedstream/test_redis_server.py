@@ -75,15 +75,6 @@ def test_one_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> No
     assert not psutil.pid_exists(pid)
 
 
-def test_a_taken_port_is_tried_again_with_another(monkeypatch: pytest.MonkeyPatch) -> None:
-    with RedisServer() as first:
-        ports = [first.port, redis_server.free_port()]
-        monkeypatch.setattr(redis_server, "free_port", lambda: ports.pop(0))
-        with RedisServer() as second:
-            assert second.port != first.port
-            assert ports == []
-
-
 def test_a_program_that_is_no_redis_is_an_error_that_repeats_its_last_words(
     tmp_path: Path,
 ) -> None:

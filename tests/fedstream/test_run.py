@@ -113,7 +113,8 @@ def test_a_port_that_is_taken_is_named_by_who_chose_it(plan: local.Plan) -> None
         configured = replace(plan, settings=read(None, [f"http.port={port}"]))
         with pytest.raises(FedstreamError, match=f"^http.port = {port}: cannot listen there on"):
             local.run(configured, Quiet())
-        assert local._port(replace(configured, port=0)) != port
+        with local._port(replace(configured, port=0)) as held:
+            assert held.number != port
 
 
 def test_the_configuration_is_for_nobody_else(plan: local.Plan) -> None:
