@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 Ending: TypeAlias = tuple[Literal["finished", "interrupted", "failed"], str]  # and why
 
-_SIZES = (20, 10)  # of groups of devices that are trained together, unless they are as many as can
 _AHEAD = 128  # arrivals among which those are looked for that can be trained together
 _MOST_REFUSED = 100  # updates in a row, as in `fedstream run`
 
@@ -233,15 +232,15 @@ class _Run:
 
     def _trainable(self, first: Arrival) -> list[Arrival]:
         """``first`` and arrivals behind it whose versions are made, as many as suit the machine."""
-        width = self._training.width
-        if width == 1:
+        sizes = self._training.sizes
+        if sizes == (1,):
             return [first]
         missing = max(0, _AHEAD - len(self._ahead))
         self._ahead.extend(islice(self._plan, missing))
         found, devices = [first], {first.device}
         left = self._settings.run.versions - self._progress.state.version
         for event in self._ahead:
-            if len(found) == width:
+            if len(found) == sizes[0]:
                 break
             if isinstance(event, RoundOver) or event.version >= self._newest + left:
                 continue
@@ -250,9 +249,7 @@ class _Run:
             devices.add(event.device)
             if event.tau <= self._newest and event.n not in self._trained and not waits:
                 found.append(event)
-        # A few sizes that come often, rather than many: each is traced on its own.
-        sizes = (size for size in (width, *_SIZES) if size <= len(found))
-        return found[: next(sizes, len(found))]
+        return found[: next((size for size in sizes if size <= len(found)), len(found))]
 
     def _job(self, arrival: Arrival) -> Job:
         from fedstream.simulation.training import Job

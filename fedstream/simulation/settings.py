@@ -68,7 +68,7 @@ class SimulationSettings(Section):
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: of layers while they train (autocast, channels last); the weights stay float32."""
     batched: bool = True
-    """Train several devices together where that is faster."""
+    """Train as is faster and the same to rounding: together, convolutions with channels last."""
     threads: Annotated[int, Field(ge=1)] | None = None
     """of torch; None: as many as it takes by itself"""
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from broker.errors import DataError, FedstreamError
 from broker.layout import Floats, Model
@@ -16,7 +17,7 @@ from trainer import vector
 from trainer.answer import as_sent
 from trainer.placement import check, placed
 from trainer.solvers import Cancelled, Trained, Work
-from trainer.task import words
+from trainer.task import Task, words
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -26,7 +27,6 @@ if TYPE_CHECKING:
     from fedstream.config import Settings
     from fedstream.simulation.arrivals import Arrival
     from fedstream.simulation.settings import SimulationSettings
-    from trainer.task import Task
     from updater.strategies import Strategy
 
 
@@ -83,17 +83,20 @@ class Training:
         self._cancelled = cancelled
         self._data: dict[int, Dataset[Any]] = {}
         self._group: together.Together | None = None
+        self._channels_last = False
         if simulation.precision == "bfloat16":
-            self.module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+            _lay_out(self.module, torch.channels_last)
+        elif simulation.batched and _faster_channels_last(task, self.module):
+            self._channels_last = True
         elif simulation.batched and together.suits(task, self.module, settings.solver):
             rows = together.rows_of(self._given, devices, simulation.device)
             if rows is not None:
                 self._group = together.Together(task, self.module, settings.solver, rows, cancelled)
 
     @property
-    def width(self) -> int:
-        """Devices that are trained together, at most."""
-        return together.WIDTH if self._group is not None else 1
+    def sizes(self) -> tuple[int, ...]:
+        """As many devices as are best trained together; the first is the most."""
+        return self._group.sizes if self._group is not None else (1,)
 
     def train(self, jobs: Sequence[Job]) -> list[Trained]:
         """Fills every job's ``into``. Raises Cancelled; DataError for what the task raises."""
@@ -128,15 +131,37 @@ class Training:
             solver=self._settings.solver, cancelled=self._cancelled, base=job.digest,
             control=job.base.controls if controls else None, device_control=job.device_control,
         )  # fmt: skip
+        try:
+            return self._solve(job, work)
+        except DataError:  # a model may need its layers' results in the layout that it knows;
+            if not self._channels_last:
+                raise
+            self._channels_last = False  # else what is wrong comes out so
+            return self._solve(job, work)
+
+    def _solve(self, job: Job, work: Work) -> Trained:
         vector.load(job.base, self.module)
-        with blamed(f"device {arrival.device}"):
-            with self._precision():
-                trained = self._task.train(self.module, self.data(arrival.device), work)
+        device = job.arrival.device
+        with blamed(f"device {device}"):
+            with self._precision(), self._layout():
+                trained = self._task.train(self.module, self.data(device), work)
             vector.read(self.module, job.into)
             return self._as_sent(job, trained)
 
     def _as_sent(self, job: Job, trained: Trained) -> Trained:
         return as_sent(trained, job.into, job.base, job.device_control, self._strategy.sends)
+
+    @contextmanager
+    def _layout(self) -> Iterator[None]:
+        """How the module lies in memory while it trains."""
+        if not self._channels_last:
+            yield
+            return
+        _lay_out(self.module, torch.channels_last)
+        try:
+            yield
+        finally:
+            _lay_out(self.module, torch.contiguous_format)
 
     def _precision(self) -> AbstractContextManager[object]:
         """How layers compute while they train."""
@@ -145,6 +170,20 @@ class Training:
             return nullcontext()
         # Its cache would keep the weights as they were before the first step.
         return torch.autocast(simulation.device, torch.bfloat16, cache_enabled=False)
+
+
+def _faster_channels_last(task: Task, module: nn.Module) -> bool:
+    """Whether layers compute the same to rounding, and faster, with the channels last: images'."""
+    parts = list(module.modules())
+    return (
+        type(task).train is Task.train
+        and any(isinstance(part, nn.Conv2d) for part in parts)
+        and all(x.device.type == "cpu" and x.dim() < 5 for x in module.parameters())
+    )
+
+
+def _lay_out(module: nn.Module, layout: torch.memory_format) -> None:
+    module.to(memory_format=layout)  # type: ignore[call-overload]
 
 
 class Measuring:

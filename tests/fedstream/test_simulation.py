@@ -103,14 +103,27 @@ def test_a_run_learns_and_its_journal_gives_every_version_again(rule: str, tmp_p
     ],
 )
 @pytest.mark.parametrize("steps", ["kind=fixed", "kind=uniform", "kind=epochs"])
+@pytest.mark.parametrize(
+    ("module", "threads"),
+    [
+        (lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)), 1),
+        (lambda: nn.Linear(5, 3), 1),  # by its formula, in parts
+        (lambda: nn.Linear(5, 3, bias=False), 3),
+    ],
+    ids=["perceptron", "regression", "regression in threads"],
+)
 def test_together_gives_what_one_after_the_other_gives(
-    sets: tuple[str, ...], steps: str, monkeypatch: pytest.MonkeyPatch
+    sets: tuple[str, ...],
+    steps: str,
+    module: Callable[[], nn.Module],
+    threads: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fedstream.simulation.together._OFTEN", 2)  # some steps with, some without
+    monkeypatch.setattr("fedstream.simulation.together._PART", 2)
     about = (*(() if sets == SCAFFOLD else AFA), *sets, f"scheduler.steps.{steps}")
-    module = lambda: nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3))  # noqa: E731
     alone = run(*about, "simulation.batched=false", task=Small(module))
-    together = run(*about, task=Small(module))
+    together = run(*about, f"simulation.threads={threads}", task=Small(module))
     assert (alone.together, together.together >= 24) == (0, True)
     np.testing.assert_allclose(
         together.model.floats, alone.model.floats, rtol=0, atol=2e-6 * abs(alone.model.floats).max()
@@ -150,6 +163,46 @@ def test_minibatches_drawn_for_several_are_those_that_each_draws(sampling: str, 
 def test_what_cannot_be_trained_together_is_trained_one_after_the_other(task: Task) -> None:
     found, alone = run(*AFA, task=task), run(*AFA, "simulation.batched=false", task=task)
     assert (found.state, found.together) == ("finished", 0)
+    assert found.model.digest() == alone.model.digest()
+
+
+class Pictures(nn.Module):
+    """A convolution, whose weights' layout is noted while it trains."""
+
+    def __init__(self, flat: Callable[[torch.Tensor], torch.Tensor], seen: list[bool]) -> None:
+        super().__init__()
+        self._first, self._last = nn.Linear(5, 8), nn.Linear(16, 3)
+        self._convolution = nn.Conv2d(2, 4, 3, padding=1)
+        self._flat, self._seen = flat, seen
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self._seen.append(self._convolution.weight.is_contiguous())
+        pictures = self._first(x).view(-1, 2, 2, 2)
+        y: torch.Tensor = self._last(self._flat(self._convolution(pictures).relu()))
+        return y
+
+
+def test_convolutions_with_the_channels_last_give_the_same() -> None:
+    seen: list[bool] = []
+    task = Small(lambda: Pictures(lambda x: x.flatten(1), seen))
+    alone = run("simulation.batched=false", task=task)
+    assert all(seen)
+    seen.clear()
+    found = run(task=task)
+    assert not any(seen)
+    assert found.together == 0
+    np.testing.assert_allclose(found.model.floats, alone.model.floats, rtol=0, atol=1e-5)
+    assert all(x.is_contiguous() for x in found.module.parameters())
+
+
+def test_a_model_that_knows_its_layout_gets_it() -> None:
+    """The view of a result is no view of it any more with the channels last."""
+    seen: list[bool] = []
+    task = Small(lambda: Pictures(lambda x: x.view(len(x), 16), seen))
+    found, alone = run(task=task), run("simulation.batched=false", task=task)
+    assert seen[:2] == [False, True]
+    assert all(seen[1:])
     assert found.model.digest() == alone.model.digest()
 
 
