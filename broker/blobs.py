@@ -9,19 +9,18 @@ itself.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import xxhash
 
 from broker.client import Client, Command
-from broker.errors import BlobDamaged, BlobMissing
+from broker.errors import BlobDamaged, BlobMissing, BrokerError
 from broker.layout import Model
 
 # Bytes: a MiB less what Redis puts in front of it. One byte more would take 1.25 MiB of its memory.
 CHUNK = (1 << 20) - 64
 WINDOW = 8  # chunks on their way at once: bounds the memory that a transfer takes on top
-
-_HALF_KEPT_S = 600.0  # after which what was never written to its end goes away
 
 _SIZE = b"size"
 _DIGEST = b"digest"
@@ -65,38 +64,43 @@ async def read(client: Client, key: str, into: Model, *, digest: str) -> None:
     at = 0
     for first in range(0, max(chunks, 1), WINDOW):
         numbers = range(first, min(first + WINDOW, chunks))
-        replies = await client.pipeline(
-            [("HMGET", key, _SIZE, *numbers[:1]), *(("HGET", key, n) for n in numbers[1:])]
-        )
-        size, *begin = replies[0]
+        size, *found = await _asked(client, key, numbers)
         if size is None:
             raise BlobMissing(key)
         if size != b"%d" % data.nbytes:
-            found = size.decode(errors="replace")
-            raise BlobDamaged(f"blob {key} has {found} bytes, expected {data.nbytes}")
-        for chunk in [*begin, *replies[1:]]:
+            said = size.decode(errors="replace")
+            raise BlobDamaged(f"blob {key} has {said} bytes, expected {data.nbytes}")
+        for chunk in found:
             if chunk is None or at + len(chunk) > data.nbytes:
                 raise BlobMissing(key) if chunk is None else BlobDamaged(f"blob {key} is too long")
             data[at : at + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
             at += len(chunk)
     if at != data.nbytes:
         raise BlobDamaged(f"blob {key} ends after {at} of {data.nbytes} bytes")
-    found = xxhash.xxh3_128_hexdigest(data.data)
-    if found != digest:
-        raise BlobDamaged(f"blob {key} has digest {found}, announced was {digest}")
+    own = xxhash.xxh3_128_hexdigest(data.data)
+    if own != digest:
+        raise BlobDamaged(f"blob {key} has digest {own}, announced was {digest}")
 
 
-async def keep(client: Client, key: str, model: Model) -> None:
-    """Writes a blob that is written again and again, with its digest, to stay.
-
-    Whoever reads it meanwhile finds it damaged, and reads it again.
-    """
-    await write(client, key, model, expire_s=_HALF_KEPT_S)
-    await client.pipeline([("HSET", key, _DIGEST, model.digest()), ("PERSIST", key)])
+async def _asked(client: Client, key: str, numbers: range) -> list[Any]:
+    """The size that a blob says, and those of its chunks."""
+    try:
+        begin, *more = await client.pipeline(
+            [("HMGET", key, _SIZE, *numbers[:1]), *(("HGET", key, n) for n in numbers[1:])]
+        )
+    except BrokerError as error:
+        if "WRONGTYPE" not in str(error):
+            raise
+        # Whoever may write updates may put anything in the place of one.
+        raise BlobDamaged(f"{key} is no blob") from error
+    return [*begin, *more]
 
 
 async def recall(client: Client, key: str, into: Model) -> bool:
-    """Reads what :func:`keep` wrote: whether there was any. Raises BlobDamaged."""
+    """Reads what was handed out under ``key``, which has its digest: whether there was any.
+
+    Raises BlobDamaged or BlobMissing if another takes its place meanwhile: read it again.
+    """
     digest = await client.call("HGET", key, _DIGEST)
     if digest is None:
         return False

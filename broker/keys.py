@@ -45,7 +45,7 @@ class Keys:
         self.trainers = prefix + "trainers"  # trainer -> what it said of itself
         self.alive = prefix + "alive"  # trainer -> when it was last heard, Redis's clock
         self.owners = prefix + "owners"  # device -> the trainer that owns it
-        self.rates = prefix + "rates"  # trainer -> triggers of its own in this second
+        self.rates = prefix + "rates"  # trainer -> triggers of its own in the second that '' says
         # what flows, as streams
         self.triggers = prefix + "triggers"
         self.tasks = prefix + "tasks"
@@ -74,6 +74,10 @@ class Keys:
     def device(self, device: int) -> str:
         """What a strategy remembers of a device, for whoever trains for it (SCAFFOLD's c_i)."""
         return f"{self.prefix}device:{device}"
+
+    def staged(self, device: int, digest: str) -> str:
+        """The same while it is written: the same name is always the same bytes."""
+        return f"{self.device(device)}:{digest}"
 
     def workspace(self, task: str) -> str:
         """What an interrupted task left for whoever goes on with it."""

@@ -596,6 +596,8 @@ class Writer:
                 aside.unlink()
             if isinstance(error, FileExistsError):
                 raise Fenced(f"another updater has begun {self.path}") from error
+            if isinstance(error, FileNotFoundError) and folder.is_dir():
+                raise Fenced(f"another updater took over, and cleared {aside} away") from error
             if isinstance(error, OSError):
                 raise _translated(aside, error) from error
             raise

@@ -17,6 +17,7 @@ from runtime.backoff import pause
 from updater.journal import (
     SUFFIX,
     VECTORS,
+    JournalError,
     JournalFull,
     JournalSettings,
     RoundClosed,
@@ -121,6 +122,7 @@ class Recorder:
 
         def begun() -> Writer:
             if before is not None:
+                self._check_last(before)  # whoever has a successor deletes nothing that it needs
                 self._sync(before)
             if after is not None:
                 sync_file(after)
@@ -142,7 +144,7 @@ class Recorder:
             if vectors is not None:
                 vectors.changed.clear()
             for path in outlived:
-                path.unlink(missing_ok=True)
+                _delete(path)
             return writer
 
         position = self.appended
@@ -207,12 +209,15 @@ class Recorder:
             await self._in_thread(lambda: self._check_last(writer))
 
     def _check_last(self, writer: Writer) -> None:
-        changed = self.folder.stat().st_mtime_ns
-        if changed == self._looked_at:
-            return  # a listing takes as long as a record, where there are many segments
-        # A file system's clock has steps: a change this recent may hide another one.
-        self._looked_at = changed if time.time_ns() - changed > _STEP_NS else 0
-        names = (path.name for path in self.folder.iterdir())
+        try:
+            changed = self.folder.stat().st_mtime_ns
+            if changed == self._looked_at:
+                return  # a listing takes as long as a record, where there are many segments
+            # A file system's clock has steps: a change this recent may hide another one.
+            self._looked_at = changed if time.time_ns() - changed > _STEP_NS else 0
+            names = [path.name for path in self.folder.iterdir()]
+        except OSError as error:
+            raise JournalError(f"{self.folder}: cannot be read: {error.strerror}") from error
         newest = max((name for name in names if name.endswith(SUFFIX)), default="")
         if newest > writer.path.name:
             raise Fenced(f"another updater has taken over: it writes {self.folder / newest}")
@@ -285,14 +290,17 @@ class Recorder:
             return []
         for aside in self.folder.glob("*.tmp"):  # whoever made it crashed before it was whole
             if aside.name < newest:
-                aside.unlink(missing_ok=True)
+                _delete(aside)
         paths = sorted(
             (p for p in self.folder.iterdir() if p.name.endswith(SUFFIX) and p.name < newest),
             reverse=True,
         )
         kept_bytes, now = 0, time.time()
         for number, path in enumerate(paths, 1):
-            about = path.stat()
+            try:
+                about = path.stat()
+            except FileNotFoundError:  # an operator makes room
+                continue
             kept_bytes += about.st_size
             if (
                 kept_bytes > s.keep_bytes
@@ -301,3 +309,11 @@ class Recorder:
             ):
                 return paths[number - 1 :][::-1]
         return []
+
+
+def _delete(path: Path) -> None:
+    """Raises JournalError."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise JournalError(f"{path}: cannot be deleted: {error.strerror}") from error

@@ -17,7 +17,7 @@ from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Annotated, TypeVar
 
 import numpy as np
@@ -36,42 +36,47 @@ from broker.errors import (
     OutOfMemory,
 )
 from broker.keys import Keys
-from broker.layout import Layout, Model, vector_of
+from broker.layout import Layout, Model
 from broker.lease import Lease
 from broker.ledger import LOST, Commit, End, Head, Ledger, Run, counted
-from broker.messages import Contribution, Outcome, RoundEnd, Upload, Version, decode
+from broker.messages import Contribution, RoundEnd, Upload, Version, decode
 from broker.streams import BLOCK_MS, Entry, Reader
 from runtime.backoff import pause
 from runtime.config import Section
 from runtime.leading import lead
 from runtime.service import Context, repeat
-from updater import refusals
+from updater import changes, refusals
+from updater.changes import Change, Retained
 from updater.journal import (
     JournalError,
     JournalSettings,
-    RoundClosed,
     Segment,
     SegmentHead,
-    Taken,
     segments,
 )
 from updater.metrics import Metrics
 from updater.mixing import norm
 from updater.progress import Progress, Step, close_round, take
-from updater.rebuild import Recovered, end_of, recovered, standing_of
+from updater.publisher import Publisher
+from updater.rebuild import Recovered, recovered, standing_of
 from updater.recorder import Recorder
-from updater.strategies import DeviceVectors, Memory, State, StrategySettings, strategy_of
+from updater.strategies import (
+    DeviceVectors,
+    Memory,
+    State,
+    StrategySettings,
+    strategy_of,
+    without_batch,
+)
 
 T = TypeVar("T")
 
 _LARGE = 4 << 20  # bytes; arithmetic on larger models leaves the event loop
 _BATCH = 16  # entries that share a write to the journal, while their models are small
-_UNPUBLISHED_S = 600.0  # a model whose version was never committed expires after this
 _LOST_S = 0.1  # between two looks at a Redis that was emptied
 _BEAT_S = 10.0  # while it works for long
 _REMEMBERED = 10_000  # tasks that are recognised when they are found again
 _ROUNDS_REMEMBERED = 1000
-_FINISHED = "run finished"  # the reason of what comes too late for it
 
 
 class UpdaterSettings(Section):
@@ -82,31 +87,6 @@ class UpdaterSettings(Section):
     max_norm: Annotated[float, Field(gt=0)] | None = None  # of an update's vector, Euclidean
     lease_s: Annotated[float, Field(gt=0)] = 5.0
     drain_s: Annotated[float, Field(gt=0)] = 20.0
-
-
-@dataclass(frozen=True)
-class _Change:
-    """What one entry of the queue does: its record, and the commit that makes it so in Redis."""
-
-    entry: str
-    record: Taken | RoundClosed | None  # None: it was recorded before
-    payload: tuple[Model, ...]  # of the record
-    after: Progress
-    version: Version | None = None
-    end: End | None = None
-    blob: str | None = None  # of the update
-    finish: str | None = None  # why the run is over with this
-    used: tuple[Model, ...] = ()  # models that it read or wrote
-
-
-@dataclass(frozen=True)
-class _Retained:
-    """An entry that is done, and stays in the queue until its record is on disk."""
-
-    position: int  # behind the record
-    entry: str
-    blob: str | None
-    end: End | None  # of its task: told again with the deletion, should Redis have gone back
 
 
 class Updater:
@@ -140,6 +120,10 @@ class Updater:
         self._client = Client(redis, name)
         self._ledger = Ledger(self._client, keys, name)
         self._lease = Lease(self._client, keys, self.role, name, seconds=settings.lease_s)
+        self._publisher = Publisher(
+            self._client, self._ledger, self._lease,
+            keep_versions=settings.keep_versions, keep_bytes=settings.keep_bytes,
+        )  # fmt: skip
         self._reader = Reader(self._client, {keys.queue: "0"})
         self._backlog: deque[Entry] = deque()
         self._fetches: dict[str, asyncio.Task[Model]] = {}
@@ -148,15 +132,13 @@ class Updater:
         self._progress: Progress | None = None  # with everything that is in the journal
         self._digest = ""  # of its model
         self._time = 0.0  # of its version
-        self._kept: dict[str, int] = {}  # blob -> version, oldest first
         self._done: dict[str, End] = {}  # by task, oldest first
         self._rounds: dict[str, None] = {}  # entries that ended rounds, oldest first
         self._forgotten = 0  # the version at which a task may have ended that is in `_done` no more
         self._counts: dict[str, int] = {}  # of the run, with what is in the journal
-        self._unwritten: list[_Change] = []  # not in the journal yet
-        self._pending: deque[tuple[_Change, int]] = deque()  # in the journal, not committed yet
-        self._retained: list[_Retained] = []  # oldest first
-        self._written = ""  # the blob of the pending version, once all of it is there
+        self._unwritten: list[Change] = []  # not in the journal yet
+        self._pending: deque[tuple[Change, int]] = deque()  # in the journal, not committed yet
+        self._retained: list[Retained] = []  # oldest first
         self._epoch = 0  # in which Redis was last seen to have our newest version
         self._ahead: Head | None = None  # Redis has versions that the journal lost
         self._made: tuple[Contribution, ...] = ()  # the updates in the newest version
@@ -288,8 +270,7 @@ class Updater:
             until = await self._patiently(lambda: recovered(newest, digest))
             if (until.version, until.digest) == (head.version, head.digest):
                 model = Model(before.state.model.layout)
-                key = self._keys.model(head.blob)
-                await blobs.read(self._client, key, model, digest=head.digest)
+                await self._publisher.read(head.blob, model, head.digest)
                 until.progress = Progress(State(head.version, model), (), head.mean_staleness)
                 return until
         if not self._journal.adopt:
@@ -364,7 +345,7 @@ class Updater:
     async def _adopt(self, run: Run, head: Head) -> None:
         """Told to go on without what a journal lost: Redis's newest model begins a segment."""
         model = Model(run.layout)
-        await blobs.read(self._client, self._keys.model(head.blob), model, digest=head.digest)
+        await self._publisher.read(head.blob, model, head.digest)
         before = (self._progress, self._digest, self._time, self._made, self._done, self._counts)
         self._run, self._finished = run, run.state == "finished"
         # How they ended, nobody knows; that they did, is enough not to use them again.
@@ -377,8 +358,11 @@ class Updater:
         self._made = ()
         # What was remembered of the devices is as good as it was; a batch begins anew.
         known = self._progress.state.memory.devices if self._progress else None
-        state = State(head.version, model, Memory(devices=await self._handed_out(run, known)))
-        progress = Progress(state, mean_staleness=head.mean_staleness)
+        vectors = await self._recalled(run, known)
+        memory = Memory(devices=vectors)
+        if head.held and vectors is not None and run.layout.controls:
+            memory = without_batch(model, vectors)
+        progress = Progress(State(head.version, model, memory), mean_staleness=head.mean_staleness)
         self._go_on_from(progress, head.digest, head.time)
         self._unwritten = []
         try:
@@ -426,7 +410,7 @@ class Updater:
         self._reader.rewind(self._keys.queue)
         self._pending.clear()
         self._retained.clear()
-        self._written = ""
+        self._publisher.forget_written()
         self._progress, self._digest, self._time = progress, digest, made_at
         if self._run is not None:
             self._strategy = self._rule.build(self._run.devices)
@@ -461,8 +445,10 @@ class Updater:
         elif head.digest != self._digest:
             raise self._foreign(f"another version {head.version} than the journal")
         elif epoch != self._epoch:
-            await self._hand_out(progress.state)
-        self._kept = await self._ledger.kept()
+            await self._recorder.check_last()
+            if not await self._hand_out(progress.state):
+                return
+        await self._publisher.look()
         self._epoch = epoch
 
     async def _publish_again(self, why: str) -> None:
@@ -477,12 +463,12 @@ class Updater:
         state = progress.state
         version = Version(
             version=state.version, time=self._time, epoch=epoch, digest=self._digest,
-            blob=f"{state.version}.{epoch}.{self._lease.nonce}",
+            blob=changes.blob_of(state.version, epoch, self._lease.nonce),
             size=state.model.layout.nbytes, updates=self._made,
         )  # fmt: skip
-        key = self._keys.model(version.blob)
-        await blobs.write(self._client, key, state.model, expire_s=_UNPUBLISHED_S)
-        await self._hand_out(state)  # whoever sees the version finds them
+        await self._publisher.write(version, state.model)
+        if not await self._hand_out(state):  # whoever sees the version finds them
+            return
         reply = await self._ledger.create(
             self._lease.token, run, version, counts=self._counts,
             held=tuple(one.device for one in progress.held),
@@ -491,7 +477,7 @@ class Updater:
         if reply != "created":  # emptied once more
             await pause(self._context.stop, _LOST_S)
             return
-        self._kept = await self._ledger.kept()
+        await self._publisher.look()
         self._epoch = epoch
         await self._forget_fetches()
         self._go_on_from(progress, self._digest, self._time)
@@ -545,8 +531,12 @@ class Updater:
         most = max(1, min(_BATCH, _LARGE // max(1, progress.state.model.layout.nbytes)))
         finishing = False
         while self._backlog and len(self._unwritten) < most and not finishing:
+            told = None
+            if self._ahead is not None:
+                # Asked first: behind a change there may be no trouble, its memory is written into.
+                told = await self._ledger.digest(progress.state.version + 1)
             change = await self._change(self._backlog[0], progress)
-            if change is not None and self._ahead and not await self._remakes(change, self._ahead):
+            if change is not None and self._ahead and not change.remakes(self._ahead, told):
                 await self._lost_for_good(self._ahead)
                 return
             self._backlog.popleft()
@@ -583,12 +573,12 @@ class Updater:
             for change, position in zip(changes, positions, strict=True):
                 self._happened(change, position)
 
-    async def _settle_all(self, recorded: Sequence[tuple[_Change, int]]) -> None:
+    async def _settle_all(self, recorded: Sequence[tuple[Change, int]]) -> None:
         for change, position in recorded:
             if not await self._settle(change, position):
                 return  # the rest comes to nothing without it
 
-    def _happened(self, change: _Change, position: int) -> None:
+    def _happened(self, change: Change, position: int) -> None:
         """A change is in the journal: it is now what is."""
         self._pending.append((change, position))
         self._progress = change.after
@@ -606,11 +596,11 @@ class Updater:
                 staleness=end.staleness, weight=end.weight,
             )  # fmt: skip
 
-    def _count(self, change: _Change) -> None:
+    def _count(self, change: Change) -> None:
         if change.end is not None and change.record is not None:
             self._counts = counted(self._counts, change.end)
 
-    def _decided(self, change: _Change) -> None:
+    def _decided(self, change: Change) -> None:
         """From now on its entry is known, should it be found again."""
         if change.record is None:
             return
@@ -621,14 +611,6 @@ class Updater:
             if len(self._rounds) > _ROUNDS_REMEMBERED:
                 del self._rounds[next(iter(self._rounds))]
 
-    async def _remakes(self, change: _Change, ahead: Head) -> bool:
-        """Whether a change can be one that Redis has already, and the journal lost."""
-        version, record = change.version, change.record
-        if version is not None and version.version <= ahead.version:
-            return await self._ledger.digest(version.version) == version.digest
-        # An update on a version that is not made yet: others are missing before it.
-        return not (isinstance(record, Taken) and record.upload.tau > record.version)
-
     def _remember(self, end: End) -> None:
         self._done[end.task] = end
         while len(self._done) > _REMEMBERED:
@@ -637,7 +619,7 @@ class Updater:
 
     # one entry
 
-    async def _change(self, entry: Entry, before: Progress) -> _Change | None:
+    async def _change(self, entry: Entry, before: Progress) -> Change | None:
         """What an entry of the queue does; None if it was no message."""
         try:
             message = decode(entry.data, Upload, RoundEnd)
@@ -646,11 +628,11 @@ class Updater:
             return None
         if isinstance(message, RoundEnd):
             if entry.id in self._rounds:
-                return _Change(entry.id, None, (), before)
+                return Change(entry.id, None, (), before)
             return self._round_end(entry, message, before)
         if message.task in self._done:
             await self._unfetch(entry)
-            return self._done_before(entry, message, before)
+            return self._found_again(entry, message, before)
         refusal, update = await self._checked(entry, message, before.state)
         if update is None:
             return self._refused(entry, message, before, refusal)
@@ -689,7 +671,7 @@ class Updater:
     def _refusal(self, upload: Upload, state: State) -> str:
         """Why an update is refused for what it says of itself; '' if it is not."""
         if self._is_over(state.version):
-            return _FINISHED
+            return changes.FINISHED
         if upload.tau < self._forgotten:
             return "too old"  # nobody could say whether it was applied before
         return refusals.by_word(upload, self._strategy, state)
@@ -744,78 +726,43 @@ class Updater:
 
     def _taken(
         self, entry: Entry, upload: Upload, step: Step, update: Model, used: tuple[Model, ...]
-    ) -> _Change:
+    ) -> Change:
         """An update that was applied or buffered."""
-        decision = step.decision
-        if decision is None:
-            raise RuntimeError("an update without a decision")
-        version, finish = self._version(step), self._end_of_run(step)
-        outcome: Outcome = "applied" if decision.outcome == "applied" else "buffered"
-        record = Taken(
-            entry=entry.id, upload=upload, outcome=outcome, staleness=decision.staleness,
-            weight=decision.weight, version=step.after.state.version,
-            digest=version.digest if version else None,
-            time=version.time if version else time.time(),
-            received=entry.time, finished=finish, counts=self._counts,
-        )  # fmt: skip
         payload = (update,) if self._journal.weights else ()
-        return _Change(
-            entry.id,
-            record,
-            payload,
-            step.after,
-            version,
-            end_of(record),
-            upload.blob,
-            finish,
-            used,
-        )
+        return changes.taken(
+            entry, upload, step, payload, version=self._version(step),
+            finish=self._end_of_run(step), counts=self._counts, used=used,
+        )  # fmt: skip
 
-    def _round_end(self, entry: Entry, message: RoundEnd, before: Progress) -> _Change:
+    def _round_end(self, entry: Entry, message: RoundEnd, before: Progress) -> Change:
         """The end of a round: a version of what has arrived, unless it was made already."""
         late = self._is_over(before.state.version)
         step = Step(before) if late else close_round(self._strategy, before, message.version)
-        version, finish = self._version(step), self._end_of_run(step)
-        record = RoundClosed(
-            entry=entry.id, round=message.version, why=message.why, late=late,
-            version=step.after.state.version, digest=version.digest if version else None,
-            time=version.time if version else time.time(), received=entry.time,
-            finished=finish, counts=self._counts,
+        version = self._version(step)
+        return changes.round_closed(
+            entry, message, step, late=late, version=version, finish=self._end_of_run(step),
+            counts=self._counts, used=(before.state.model,) if version is not None else (),
         )  # fmt: skip
-        used = (before.state.model,) if version is not None else ()
-        return _Change(entry.id, record, (), step.after, version, finish=finish, used=used)
 
-    def _refused(self, entry: Entry, upload: Upload, before: Progress, reason: str) -> _Change:
+    def _refused(self, entry: Entry, upload: Upload, before: Progress, reason: str) -> Change:
         """An update that never reaches the model."""
-        outcome: Outcome = "given_up" if reason == _FINISHED else "refused"
         self._context.log.warning(
             "update refused", task=upload.task, device=upload.device, reason=reason
         )
-        version = before.state.version
-        late = max(0, version - upload.tau)
-        record = Taken(
-            entry=entry.id, upload=upload, outcome=outcome, reason=reason, staleness=late,
-            version=version, time=time.time(), received=entry.time, counts=self._counts,
-        )  # fmt: skip
-        return _Change(entry.id, record, (), before, end=end_of(record), blob=upload.blob)
+        return changes.refused(entry, upload, before, reason, self._counts)
 
-    def _done_before(self, entry: Entry, upload: Upload, before: Progress) -> _Change:
-        """A task that is in the journal, but Redis does not know it: it ends as it did."""
+    def _found_again(self, entry: Entry, upload: Upload, before: Progress) -> Change:
+        """A task that is in the journal, but Redis does not know it."""
         self._context.log.warning("update found again", task=upload.task, device=upload.device)
-        return _Change(entry.id, None, (), before, end=self._done[upload.task], blob=upload.blob)
+        return changes.found_again(entry, upload, before, self._done[upload.task])
 
     def _version(self, step: Step) -> Version | None:
         """The version that a step made."""
         if step.made is None:
             return None
-        state, epoch = step.after.state, self._lease.number
         with self._metrics.seconds.labels("digest").time():
-            digest = state.model.digest()
-        return Version(
-            version=state.version, time=time.time(), epoch=epoch, parent=state.version - 1,
-            digest=digest, blob=f"{state.version}.{epoch}.{self._lease.nonce}",
-            size=state.model.layout.nbytes, updates=step.made,
-        )  # fmt: skip
+            digest = step.after.state.model.digest()
+        return changes.version_of(step, digest, self._lease.number, self._lease.nonce)
 
     def _is_over(self, version: int) -> bool:
         """Whether the run ended before ``version`` has a successor; a lost end is made again."""
@@ -827,18 +774,9 @@ class Updater:
         last = self._run is not None and step.made is not None and version >= self._run.versions
         return f"version {version} reached" if last else None
 
-    def _outlived(self) -> tuple[str, ...]:
-        """Models to delete so that with one more the limits hold."""
-        size = self._run.layout.nbytes if self._run else 1
-        by_bytes = self._settings.keep_bytes // max(size, 1)
-        # Two: whoever reads the newest when the next is published shall come to an end.
-        most = max(2, min(self._settings.keep_versions, by_bytes))
-        surplus = len(self._kept) + 1 - most
-        return tuple(list(self._kept)[:surplus]) if surplus > 0 else ()
-
     # making it so in Redis
 
-    async def _settle(self, change: _Change, position: int) -> bool:
+    async def _settle(self, change: Change, position: int) -> bool:
         """Publishes and commits what the journal has; trouble leaves it pending: whether it is."""
         publish = change.version
         if self._ahead is not None and publish is not None:
@@ -847,9 +785,9 @@ class Updater:
             else:
                 self._ahead = None
         with self._metrics.seconds.labels("publish").time():
-            if change.end is not None and change.end.device is not None:
-                await self._hand_out(change.after.state, {change.end.device})
-            ahead = await self._prepared(publish, change.after.state.model)
+            if not await self._handed_out(change):
+                return False
+            ahead = await self._publisher.prepare(publish, change.after.state.model)
             done = await self._commit(change.after, change, position, publish, ahead)
         if done:
             self._adopt_change(change, publish)
@@ -858,7 +796,7 @@ class Updater:
     async def _commit(
         self,
         progress: Progress,
-        change: _Change | None = None,
+        change: Change | None = None,
         position: int = 0,
         publish: Version | None = None,
         ahead: Sequence[Command] = (),
@@ -869,7 +807,7 @@ class Updater:
         """
         done_with = [*self._retained]
         if change is not None:
-            done_with.append(_Retained(position, change.entry, change.blob, change.end))
+            done_with.append(Retained(position, change.entry, change.blob, change.end))
         on_disk = bisect_right(done_with, self._recorder.safe, key=lambda one: one.position)
         safe = done_with[:on_disk]
         mine = change.end if change else None
@@ -882,7 +820,7 @@ class Updater:
             ends=tuple(dict.fromkeys(end for end in (mine, *(one.end for one in safe)) if end)),
             entries=tuple(one.entry for one in safe),
             updates=tuple(one.blob for one in safe if one.blob),
-            retired=self._outlived() if publish is not None else (),
+            retired=self._publisher.outlived(publish.size) if publish is not None else (),
             finish=change.finish if change else None,
         )
         done = await self._ledger.commit(self._lease.token, commit, ahead=ahead)
@@ -891,44 +829,46 @@ class Updater:
             self._counts = done.counts
             for pending, _ in list(self._pending)[1:]:
                 self._count(pending)
-            for blob in commit.retired:
-                self._kept.pop(blob, None)
+            self._publisher.deleted(commit.retired)
             if done.finished != self._finished and len(self._pending) < 2:
                 self._epoch = 0  # somebody ended it, or Redis forgot that it ended: compare
         elif done.what == "unwritten":
-            self._written = ""  # it expired while Redis was away, or never got there
+            self._publisher.forget_written()
         elif done.what == "lost":
             await pause(self._context.stop, _LOST_S)  # until the lease is taken again
         else:
             self._epoch = 0  # Redis is behind: compare
         return done.what == "done"
 
-    async def _hand_out(self, state: State, devices: set[int] | None = None) -> None:
+    async def _handed_out(self, change: Change) -> bool:
+        """Whether the change's device may have another task: trainers have what it has to know."""
+        end = change.end
+        if end is None or end.device is None or end.weight is None:
+            return True  # nothing was used of it
+        return await self._hand_out(change.after.state, {end.device})
+
+    async def _hand_out(self, state: State, devices: set[int] | None = None) -> bool:
         """Gives the pool's trainers what these devices, or all, have to know (SCAFFOLD's c_i).
 
-        It comes before the commit that ends the device's task: only then may it have another.
+        False if Redis was emptied meanwhile.
         """
         vectors = state.memory.devices
         if vectors is None or not self._strategy.controls:
-            return
-        await self._recorder.check_last()  # these writes show no token
-        for device in vectors.heard & devices if devices else vectors.heard:
-            vector = vector_of(vectors[device])
-            await blobs.keep(self._client, self._keys.device(device), vector)
+            return True
+        among = vectors.heard & devices if devices else vectors.heard
+        done = await self._publisher.hand_out(vectors, among)
+        if not done:
+            await pause(self._context.stop, _LOST_S)  # until the lease is taken again
+        return done
 
-    async def _handed_out(self, run: Run, known: DeviceVectors | None) -> DeviceVectors | None:
+    async def _recalled(self, run: Run, known: DeviceVectors | None) -> DeviceVectors | None:
         """What the devices have to know as Redis has it; what it has not, as it was known."""
         rule = self._rule.build(run.devices)
         if not rule.controls or rule.devices is None:
             return known
         vectors = known or DeviceVectors(rule.devices, run.layout.parameters)
-        for device in range(len(vectors)):
-            vector = Model(vector_of(vectors[device]).layout)
-            try:
-                if await blobs.recall(self._client, self._keys.device(device), vector):
-                    vectors.write(device)[:] = vector.floats
-            except (BlobDamaged, BlobMissing) as error:
-                self._context.log.warning("a device's vector is lost", reason=str(error))
+        for reason in await self._publisher.recall(vectors):
+            self._context.log.warning("a device's vector is lost", reason=reason)
         return vectors
 
     def _end(self, run: Run) -> None:
@@ -936,22 +876,13 @@ class Updater:
         self._run, self._finished = run, True
         self._context.log.info("run finished", why=run.why)
 
-    async def _write_ahead(self, change: _Change) -> None:
+    async def _write_ahead(self, change: Change) -> None:
         """Writes a large model while its update is being journalled."""
         model = change.after.state.model
         if change.version is not None and model.layout.nbytes > blobs.CHUNK and not self._ahead:
-            await self._prepared(change.version, model)
+            await self._publisher.prepare(change.version, model)
 
-    async def _prepared(self, version: Version | None, model: Model) -> Sequence[Command]:
-        """Writes a version's model before the commit that publishes it, or has it ride along."""
-        if version is None or version.blob == self._written:
-            return ()  # a reply was lost: it may be published by now, and must not expire
-        key = self._keys.model(version.blob)
-        ahead = await blobs.prepare(self._client, key, model, expire_s=_UNPUBLISHED_S)
-        self._written = version.blob
-        return ahead
-
-    def _adopt_change(self, change: _Change, published: Version | None) -> None:
+    def _adopt_change(self, change: Change, published: Version | None) -> None:
         """A change is committed."""
         self._pending.popleft()
         in_use = {id(model) for model in self._models_in_use()}
@@ -963,7 +894,7 @@ class Updater:
                 self._metrics.staleness.observe(end.staleness or 0)
                 self._metrics.weight.observe(end.weight)
         if published is not None:
-            self._kept[published.blob] = published.version
+            self._publisher.published(published)
             self._metrics.version.set(published.version)
             for update in published.updates:
                 self._context.trace(
@@ -984,13 +915,10 @@ class Updater:
             await self._make_room()
 
     async def _make_room(self) -> None:
-        """Redis is full: frees all models but the newest before anything is written again."""
-        self._kept = self._kept or await self._ledger.kept()
-        older = list(self._kept)[:-1]
-        if older and await self._ledger.retire(self._lease.token, older) == "done":
-            self._context.log.warning("Redis is full: older models removed", models=len(older))
-            for blob in older:
-                del self._kept[blob]
+        """Redis is full: older models go before anything is written again."""
+        removed = await self._publisher.make_room()
+        if removed:
+            self._context.log.warning("Redis is full: older models removed", models=removed)
 
     async def _patiently(self, work: Callable[[], T]) -> T:
         """What may take minutes, in a thread. The loop beats meanwhile: a restart would only begin

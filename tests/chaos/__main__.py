@@ -2,7 +2,7 @@
 
     python -m tests.chaos [--faults 200] [--seed N] [--at-once N]
 
-Runs of ten faults each, over both rules and journal.sync always and interval, until there were as
+Runs of ten faults each, over four rules and journal.sync always and interval, until there were as
 many as wanted; then a table. With --seed only that seed's run, whose faults are the same each time.
 """
 

@@ -12,6 +12,7 @@ from updater.journal import RoundClosed, Taken
 
 USED = ("applied", "buffered")
 _OUTCOMES = (*USED, "refused", "given_up")
+_ROUNDING = 1e-4  # of float32 sums of some hundred numbers below 1
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,9 @@ class Journalled:
     records: tuple[Taken | RoundClosed, ...]  # those that count, in order
     replayed: tuple[int, str]  # what they give, computed anew
     diverged: str  # why the replay came no further; '': it came to the end
+    vectors: Mapping[int, str] = field(default_factory=dict)  # digests by device, computed anew,
+    recovered: Mapping[int, str] = field(default_factory=dict)  # and from the newest checkpoint on
+    drift: float = 0.0  # how far SCAFFOLD's c is from the mean of all c_i, at most
 
 
 @dataclass(frozen=True)
@@ -38,6 +42,7 @@ class Facts:
     open: int
     head: tuple[int, str]
     model: str  # digest of the bytes that Redis has as the newest model
+    handed_out: Mapping[int, str] | None = None  # digests of the c_i in Redis; None: no SCAFFOLD
     findings: tuple[str, ...] = field(default=())  # what went wrong while it ran
 
     @cached_property
@@ -111,6 +116,20 @@ def same_bits(facts: Facts) -> Iterator[str]:
         yield f"Redis's model has digest {facts.model}, its head says {facts.head[1]}"
 
 
+def same_vectors(facts: Facts) -> Iterator[str]:
+    """A device's vector is the same by all ways; and of SCAFFOLD's, c is the mean."""
+    wanted = facts.journal.vectors
+    ways = {"a restart recovers": facts.journal.recovered}
+    if facts.handed_out is not None:
+        ways["Redis has"] = facts.handed_out
+    for way, found in ways.items():
+        for device in sorted(wanted.keys() | found.keys()):
+            if wanted.get(device) != found.get(device):
+                yield f"device {device}: {way} {found.get(device)}, not {wanted.get(device)}"
+    if facts.journal.drift > _ROUNDING:
+        yield f"c is {facts.journal.drift} from the mean of c_i"
+
+
 def one_digest(facts: Facts) -> Iterator[str]:
     """A version that was ever told is the journal's version of that number."""
     made = dict([facts.journal.begun]) | {
@@ -127,7 +146,7 @@ def as_expected(facts: Facts) -> Iterator[str]:
 
 
 CHECKS: tuple[Check, ...] = (
-    balanced, once, forward, none_lost, same_bits, one_digest, as_expected,
+    balanced, once, forward, none_lost, same_bits, same_vectors, one_digest, as_expected,
 )  # fmt: skip
 
 

@@ -96,10 +96,9 @@ class Chaos:
 
     def _settings(self) -> dict[str, str]:
         plan = self._plan
-        policy = {
-            "fedasync": "{kind='in_flight', n=4}",
-            "fedavg": "{kind='rounds', k=4, timeout_s=3.0}",
-        }[plan.strategy]
+        policy = "{kind='in_flight', n=4}"
+        if plan.strategy == "fedavg":
+            policy = "{kind='rounds', k=4, timeout_s=3.0}"
         settings = {
             "RUN__NAME": self._keys.name, "RUN__VERSIONS": str(plan.versions),
             "RUN__SEED": str(plan.seed), "TASK__NAME": "tests.chaos.task:task",
@@ -113,6 +112,11 @@ class Chaos:
         }  # fmt: skip
         if plan.strategy == "fedavg":
             settings["STRATEGY__CLIENTS_PER_ROUND"] = "4"
+        if plan.strategy in ("scaffold", "afa-cs"):
+            settings["STRATEGY__BUFFER_SIZE"] = "3"
+            settings["JOURNAL__SEGMENT_VERSIONS"] = "5"  # the vectors lie in many of them
+        if plan.strategy == "scaffold":
+            settings["SOLVER__KIND"] = "scaffold"
         return {f"FEDSTREAM_{name}": value for name, value in settings.items()}
 
     async def play(self) -> None:

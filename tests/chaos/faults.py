@@ -6,10 +6,13 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Literal
+from typing import Literal, TypeAlias
 
-STRATEGIES: tuple[Literal["fedasync", "fedavg"], ...] = ("fedasync", "fedavg")
-SYNCS: tuple[Literal["always", "interval"], ...] = ("always", "interval")
+Rule: TypeAlias = Literal["fedasync", "fedavg", "scaffold", "afa-cs"]
+Sync: TypeAlias = Literal["always", "interval"]
+
+STRATEGIES: tuple[Rule, ...] = ("fedasync", "fedavg", "scaffold", "afa-cs")
+SYNCS: tuple[Sync, ...] = ("always", "interval")
 
 UPDATER = "updater"  # whichever leads when its turn has come
 _VICTIMS = (UPDATER, UPDATER, "coordinator", "scheduler", "trainer-1", "trainer-2")
@@ -54,8 +57,8 @@ class Plan:
     """A run and all that goes wrong in it."""
 
     seed: int
-    strategy: Literal["fedasync", "fedavg"]
-    sync: Literal["always", "interval"]
+    strategy: Rule
+    sync: Sync
     versions: int  # the run ends with this one
     faults: tuple[Fault, ...]
 
@@ -64,9 +67,12 @@ class Plan:
 
 
 def plan(seed: int, faults: int) -> Plan:
-    """The plan of a seed. Seeds that follow each other deal out the kinds evenly between them."""
+    """The plan of a seed. Seeds that follow each other deal out the kinds evenly between them.
+
+    Eight of them are every rule with every way to sync.
+    """
     rng = random.Random(seed)
-    strategy = STRATEGIES[seed % 2]
+    strategy = STRATEGIES[seed % 4]
     kinds = list(Kind)
     dealt = [kinds[(seed * faults + n) % len(kinds)] for n in range(faults)]
     rng.shuffle(dealt)
@@ -75,7 +81,7 @@ def plan(seed: int, faults: int) -> Plan:
         planned.append(_drawn(rng, kind, at))
         at += _gap(rng, strategy)
     return Plan(
-        seed=seed, strategy=strategy, sync=SYNCS[seed // 2 % 2],
+        seed=seed, strategy=strategy, sync=SYNCS[(seed + seed // 4) % 2],
         versions=planned[-1].at + 10 if planned else 10, faults=tuple(planned),
     )  # fmt: skip
 
@@ -88,7 +94,7 @@ def _drawn(rng: random.Random, kind: Kind, at: int) -> Fault:
     )  # fmt: skip
 
 
-def _gap(rng: random.Random, strategy: str) -> int:
+def _gap(rng: random.Random, strategy: Rule) -> int:
     """Versions until the next fault; none: it comes while this one lasts."""
     if rng.random() < 0.3:
         return 0

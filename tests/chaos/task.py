@@ -36,7 +36,8 @@ class Noise(Task):
         with torch.no_grad():
             for x in model.parameters():
                 x.add_(torch.randn(x.shape, generator=drawn), alpha=0.1)
-        return Trained(steps=1, samples=1 + work.device, loss=0.0)
+                control = 0.1 * torch.randn(x.numel(), generator=drawn)
+        return Trained(steps=1, samples=1 + work.device, loss=0.0, control=control.numpy())
 
 
 task = Noise()

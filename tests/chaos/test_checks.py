@@ -10,7 +10,9 @@ import pytest
 from tests.chaos.checks import Facts, complaints
 from tests.chaos.history import journalled
 from tests.journals import Scribe
+from tests.support import layout_of
 from updater.journal import RoundClosed, Taken
+from updater.strategies import ScaffoldSettings
 
 
 @pytest.fixture
@@ -106,6 +108,50 @@ def test_another_head_than_the_journals_is_found(right: Facts) -> None:
 
 def test_another_model_than_the_heads_is_found(right: Facts) -> None:
     assert failed(replace(right, model="0" * 32)) == {"same_bits"}
+
+
+@pytest.fixture
+def vectors(tmp_path: Path) -> Facts:
+    """A run by SCAFFOLD, of which two devices were heard, one of them before the checkpoint."""
+    layout = layout_of(4).with_controls()
+    scribe = Scribe(tmp_path, ScaffoldSettings(buffer_size=2), layout=layout)
+    scribe.update(1, sends="delta")
+    scribe.update(2, sends="delta")
+    scribe.segment()
+    scribe.update(2, sends="delta")
+    scribe.update(2, sends="delta")
+    scribe.close()
+    journal = replace(journalled(tmp_path), drift=0.0)  # by hand it begins with a c of its own
+    return Facts(
+        journal=journal, published=frozenset(scribe.digests.items()), seen={}, life=1,
+        queued=frozenset(), admitted=frozenset(), counts={"issued": 4, "buffered": 2, "applied": 2},
+        open=0, head=journal.replayed, model=journal.replayed[1], handed_out=journal.vectors,
+    )  # fmt: skip
+
+
+def test_what_is_remembered_of_devices_is_the_same_by_all_ways(vectors: Facts) -> None:
+    assert complaints(vectors) == []
+    assert vectors.journal.vectors.keys() == {1, 2}
+    assert vectors.journal.vectors == vectors.journal.recovered
+
+
+def test_another_vector_in_redis_is_found(vectors: Facts) -> None:
+    assert failed(replace(vectors, handed_out={**vectors.journal.vectors, 2: "old"})) == {
+        "same_vectors"
+    }
+
+
+def test_a_vector_that_was_never_handed_out_is_found(vectors: Facts) -> None:
+    assert failed(replace(vectors, handed_out={1: vectors.journal.vectors[1]})) == {"same_vectors"}
+
+
+def test_another_vector_after_a_restart_is_found(vectors: Facts) -> None:
+    other = replace(vectors.journal, recovered={**vectors.journal.vectors, 1: "old"})
+    assert failed(replace(vectors, journal=other)) == {"same_vectors"}
+
+
+def test_a_c_that_is_not_the_mean_is_found(vectors: Facts, tmp_path: Path) -> None:
+    assert failed(replace(vectors, journal=journalled(tmp_path))) == {"same_vectors"}
 
 
 def test_two_models_under_one_number_are_found(right: Facts) -> None:

@@ -21,7 +21,7 @@ from broker.ledger import _SCRIPTS
 from broker.messages import Upload
 from tests.journals import Scribe
 from tests.support import Hand, Proxy, context, layout_of, model_of, running, wait_until
-from tests.updater.journalled import held, records
+from tests.updater.journalled import held, reasons, records
 from trainer.task import TaskSettings, load_task
 from trainer.vector import initial
 from updater.journal import (
@@ -312,21 +312,88 @@ async def test_the_control_of_a_buffered_update_is_there_when_the_update_is_foun
     assert len(records(folder)) == 2
 
 
-@pytest.mark.parametrize("rule", [SCAFFOLD])
-async def test_an_updater_that_has_a_successor_hands_nothing_out(
-    make: Any, hand: Hand, folder: Path, rule: Rule, twin: Twin
+@pytest.mark.parametrize("rule", [SCAFFOLD.model_copy(update={"max_staleness": 0})])
+async def test_a_refused_update_hands_nothing_out(
+    make: Any, hand: Hand, redis: RedisSettings, rule: Rule, twin: Twin
 ) -> None:
-    """It was away past its lease, between its record and its commit."""
-    updater = make(rule)
-    async with running(updater, context(), may_fail=True):
+    hand_out = _SCRIPTS["hand_out"]._sha.encode()
+    handed_out = 0
+
+    def counted(data: bytes) -> bool:
+        nonlocal handed_out
+        handed_out += hand_out in data
+        return False
+
+    async with Proxy(redis) as proxy, running(make(rule, redis=proxy.settings), context()):
+        proxy.refuse = counted
         await hand.join()
-        await come(hand, twin, 3)
-        await wait_until(hand.queue_is_empty)
-        (folder / "00000002-000000.journal").touch()
-        await hand.client.call("DEL", hand.keys.device(3))  # which the other has written
-        with pytest.raises(Fenced):
-            await updater._hand_out(updater._progress.state, {3})
-    assert await handed_out(hand, 3) is None
+        await come(hand, twin, 3, 4)
+        before = handed_out
+        assert before >= 2
+        [trigger] = await hand.open(device=3)
+        base = (await hand.published())[0]
+        await hand.slip_in(
+            await hand.trained(trigger, *twin.values(), sends="delta", tau=0, base=base.digest)
+        )
+        await wait_until(lambda: reasons(hand, "refused", {"too stale": 1}))
+        assert handed_out == before
+        assert await handed_out_as(hand, twin.vectors)
+
+
+@pytest.mark.parametrize("rule", [SCAFFOLD])
+async def test_what_a_superseded_updater_hands_out_no_trainer_reads(
+    make: Any, hand: Hand, redis: RedisSettings, rule: Rule, twin: Twin
+) -> None:
+    """It sleeps past its lease between its record and its commit; what it had sent comes late."""
+    hand_out = _SCRIPTS["hand_out"]._sha.encode()
+    late: list[bytes] = []
+
+    def asleep(data: bytes) -> bool:
+        if hand_out in data:
+            late.append(data)
+            proxy.reading.clear()
+        return hand_out in data
+
+    async with Proxy(redis) as proxy:
+        sleeper = make(rule, name="sleeper", redis=proxy.settings, lease_s=0.4)
+        async with running(sleeper, context(), may_fail=True) as work:
+            await hand.join()
+            await come(hand, twin, 3)
+            proxy.refuse = asleep
+            [trigger] = await hand.open(device=3)
+            values = twin.values()
+            upload = await hand.trained(trigger, *values, sends="delta")
+            await hand.slip_in(upload)
+            twin.take(upload, values)
+            await wait_until(lambda: late)
+            async with running(make(rule, name="successor"), context()):
+                await wait_until(lambda: so_far(hand, twin))
+                await come(hand, twin, 3)
+                await arrives(hand, late[0])
+                assert await handed_out_as(hand, twin.vectors)
+                proxy.refuse = None
+                proxy.reading.set()
+                await asyncio.wait({work}, timeout=10)
+                error = work.exception()
+                assert isinstance(error, BaseExceptionGroup)
+                assert error.split(Fenced)[1] is None
+                assert await handed_out_as(hand, twin.vectors)
+                assert await hand.client.call("PTTL", hand.keys.device(3)) == -1
+    await as_the_twin(hand, twin)
+
+
+async def arrives(hand: Hand, data: bytes) -> None:
+    """What was under way when its sender's connection was cut; Redis says that it is fenced."""
+    host, _, port = hand.client.address.partition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(data)
+        async with asyncio.timeout(5):
+            while b"fenced" not in await reader.readline():
+                assert not reader.at_eof()
+    finally:
+        writer.close()
+        await writer.wait_closed()
 
 
 @pytest.mark.parametrize("rule", [SCAFFOLD])
@@ -348,6 +415,32 @@ async def test_an_updater_that_adopts_redis_model_adopts_the_controls_too(
         await come(hand, twin, 0, 2)
     assert same(on_disk(folder), twin.vectors)
     assert (await hand.published())[-1].digest == twin.digests[3]
+
+
+@pytest.mark.parametrize("rule", [SCAFFOLD])
+async def test_c_is_the_mean_again_behind_a_batch_that_was_given_up(
+    make: Any, hand: Hand, folder: Path, rule: Rule, twin: Twin
+) -> None:
+    async with running(make(rule), context()):
+        await hand.join()
+        await come(hand, twin, 0, 1, 2)  # the last one is buffered
+    shutil.rmtree(folder)
+    async with running(make(rule, adopt=True), context()):
+        await wait_until(lambda: adopted(folder))
+    async with running(make(rule), context()):  # which has it from the segment's beginning
+        for device in (3, 0):
+            [trigger] = await hand.open(device=device)
+            await hand.slip_in(await hand.trained(trigger, *twin.values(), sends="delta"))
+        await hand.reaches(2)
+        await wait_until(hand.queue_is_empty)
+    vectors = on_disk(folder)
+    assert vectors is not None
+    assert vectors.heard == {0, 1, 2, 3}
+    c = (await hand.model((await hand.published())[-1])).controls
+    mean = np.mean([vectors[device] for device in range(M)], axis=0)
+    assert c.tolist() == pytest.approx(mean.tolist(), abs=1e-6)
+    with Replayer(folder) as replayer:  # from the adopted version on
+        assert [m.version for m in replayer if m.identical] == [2]
 
 
 def adopted(folder: Path) -> bool:
@@ -462,6 +555,19 @@ async def test_a_segment_that_an_operator_deleted_is_made_up_for_while_the_updat
     with Replayer(folder) as replayer:  # and they are found for the one before it too
         assert [m.version for m in replayer if m.identical] == [3]
         assert replayer.oldest == 2
+
+
+async def test_who_has_a_successor_begins_no_segment_and_deletes_none(folder: Path) -> None:
+    """The successor's segments may need the vectors in those before them."""
+    kept = Kept(folder, SCAFFOLD, keep_segments=1)
+    await kept.segment()
+    await kept.comes(7)
+    (folder / "00000002-000000.journal").touch()
+    before = files(folder)
+    with pytest.raises(Fenced, match="another updater has taken over"):
+        await kept.segment()
+    assert files(folder) == before
+    await kept.recorder.close()
 
 
 def two(folder: Path, rule: Rule, **options: Any) -> Scribe:

@@ -219,6 +219,23 @@ async def test_adopting_goes_on_after_the_disk_was_full(
     assert list(digests(folder)) == [1, 4, 5]
 
 
+async def test_a_journal_that_is_deleted_under_its_updater_is_one_clear_line(
+    make: Any, hand: Hand, folder: Path
+) -> None:
+    async with running(make(), context(), may_fail=True) as updater:
+        await hand.join()
+        await hand.reaches(0)
+        shutil.rmtree(folder)
+        await hand.admitted(4.0)
+        await asyncio.wait({updater}, timeout=5)
+        error = updater.exception()
+        assert isinstance(error, BaseExceptionGroup)
+        failed = error.subgroup(JournalError)
+        assert failed is not None
+        assert error.split(JournalError)[1] is None
+        assert f"{folder}: cannot be read: No such file or directory" in str(failed.exceptions)
+
+
 # a journal that lost its end
 
 
@@ -327,6 +344,43 @@ async def test_redis_that_is_emptied_while_a_lost_end_is_made_again_has_the_jour
         await makes_more(hand, 4.0)
     assert await floats(hand) == [3.0] * 4
     assert await hand.version() == 2
+
+
+@pytest.mark.usefixtures("never_idle")
+async def test_an_update_is_taken_into_a_round_once_though_redis_is_away_while_it_is_made_again(
+    make: Any,
+    hand: Hand,
+    redis: RedisSettings,
+    end: End,
+    folder: Path,
+    idle_after: Callable[[int], None],
+) -> None:
+    async with running(make(ROUNDS, **LATE), context()):
+        await hand.join()
+        await hand.reaches(0)
+        end.begins()
+        for value in (4.0, 8.0, 0.0):
+            await hand.admitted(value)
+        await hand.reaches(1)
+    end.is_lost()
+    published = await told(hand)
+    idle_after(20)
+    asked = 0
+
+    def refuse(data: bytes) -> bool:
+        nonlocal asked
+        asked += hand.keys.lineage.encode() in data
+        return hand.keys.lineage.encode() in data and asked in (1, 4)
+
+    async with Proxy(redis) as proxy:
+        proxy.refuse = refuse
+        async with running(make(ROUNDS, redis=proxy.settings, **LATE), context()):
+            await wait_until(lambda: digests(folder))
+        assert asked > 1
+    assert published == {0: published[0]} | digests(folder)
+    assert [record.outcome for record in records(folder) if isinstance(record, Taken)] == [
+        "buffered", "buffered", "applied",
+    ]  # fmt: skip
 
 
 async def test_adopting_that_was_killed_half_way_is_done(

@@ -20,8 +20,10 @@ from broker.ledger import _SCRIPTS
 from broker.messages import CloseRound
 from tests.support import Hand, Proxy, context, counted, running, wait_until
 from tests.updater.journalled import backed_up, go_back, held, makes, reasons, records
-from updater.journal import JournalError, Segment, Taken, Writer, segments
+from updater import journal
+from updater.journal import JournalError, JournalSettings, Segment, Taken, Writer, segments
 from updater.rebuild import recovered
+from updater.recorder import Recorder
 from updater.strategies import FedAvgSettings
 
 # what is recorded
@@ -528,3 +530,29 @@ async def test_of_two_that_begin_the_same_epoch_one_is_fenced_and_the_other_s_fi
     with Segment(folder / "00000001-000007.journal") as whole:
         assert whole.standing == segment.standing
     assert sorted(os.listdir(folder)) == ["00000001-000000.journal", "00000001-000007.journal"]  # noqa: PTH208
+
+
+async def test_who_slept_while_it_began_a_segment_and_finds_it_cleared_away_is_fenced(
+    make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A successor takes what is written aside for what a crashed writer left."""
+    await makes(hand, make(), 4.0)
+    await makes(hand, make(name="successor"), 4.0)
+    chain = segments(folder)
+    real = journal._named
+
+    def slept(aside: Path, path: Path) -> None:
+        recorder._outlived(chain[-1].path.name)
+        real(aside, path)
+
+    monkeypatch.setattr(journal, "_named", slept)
+    head = chain[0].head.model_copy(update={"number": 7})
+    model = Model(chain[0].layout)
+    chain[0].load(chain[0].standing_record, model)
+    recorder = Recorder(JournalSettings(dir=str(folder)))
+    with pytest.raises(Fenced, match="another updater took over"):
+        Writer(folder, head, chain[0].standing, model)
+    assert sorted(os.listdir(folder)) == [s.path.name for s in chain]  # noqa: PTH208
+    await recorder.close()
+    for segment in chain:
+        segment.close()

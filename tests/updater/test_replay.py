@@ -600,8 +600,10 @@ def test_the_bits_depend_neither_on_threads_nor_on_the_machine_s_load(
         for _ in range(2 * (os.cpu_count() or 1))
     ]
     try:
-        said, _ = replayed.communicate(timeout=60)
+        said, _ = replayed.communicate(timeout=100)
     finally:
+        with replayed:  # closes its pipe: an open one fails a later test
+            replayed.kill()
         for process in load:
             process.kill()
             process.wait()

@@ -13,7 +13,7 @@ from updater.strategies.afa import AfaCdSettings, AfaCsSettings
 from updater.strategies.fedasync import FedAsyncSettings
 from updater.strategies.fedavg import FedAvgSettings
 from updater.strategies.fedbuff import FedBuffSettings
-from updater.strategies.scaffold import ScaffoldSettings
+from updater.strategies.scaffold import ScaffoldSettings, without_batch
 from updater.strategies.strategy import Decision, Memory, State, Strategy, Update
 from updater.strategies.vectors import DeviceVectors
 
@@ -33,6 +33,7 @@ __all__ = [
     "StrategySettings",
     "Update",
     "strategy_of",
+    "without_batch",
 ]
 
 Rule: TypeAlias = (

@@ -10,7 +10,7 @@ from broker.layout import Model
 from runtime.config import Section
 from updater.mixing import add
 from updater.strategies.batches import Batch
-from updater.strategies.strategy import State, Update
+from updater.strategies.strategy import Memory, State, Update
 from updater.strategies.vectors import DeviceVectors
 
 
@@ -70,3 +70,16 @@ class Scaffold(Batch):
         total, c = self.total(state), state.model.controls
         add(c, total.controls, 1.0 / (self.devices or 1), into=total.controls)
         return super().step(state, spare)
+
+
+def without_batch(model: Model, vectors: DeviceVectors) -> Memory:
+    """What is remembered where a batch was given up that the c_i already have: its share of c.
+
+    So the next version has c = mean(c_i) again. What it would have done to x is lost.
+    """
+    owed = Model(model.layout)
+    owed.buffer[:] = 0
+    for device in sorted(vectors.heard):
+        add(owed.controls, vectors[device], 1.0, into=owed.controls)
+    add(owed.controls, model.controls, -float(len(vectors)), into=owed.controls)
+    return Memory(owed, devices=vectors)

@@ -1,0 +1,138 @@
+"""What an entry of the queue comes to: its record, and what the commit does that makes it so.
+
+Pure but for the clock. What is decided here is in the journal before anything else happens.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from broker.layout import Model
+from broker.ledger import End, Head
+from broker.messages import Outcome, RoundEnd, Upload, Version
+from broker.streams import Entry
+from updater.journal import RoundClosed, Taken
+from updater.progress import Progress, Step
+from updater.rebuild import end_of
+
+FINISHED = "run finished"  # the reason of what comes too late for it
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one entry of the queue does."""
+
+    entry: str
+    record: Taken | RoundClosed | None  # None: it was recorded before
+    payload: tuple[Model, ...]  # of the record
+    after: Progress
+    version: Version | None = None
+    end: End | None = None
+    blob: str | None = None  # of the update
+    finish: str | None = None  # why the run is over with this
+    used: tuple[Model, ...] = ()  # models that it read or wrote
+
+    def remakes(self, ahead: Head, told: str | None) -> bool:
+        """Whether it can be one that Redis has already, and the journal lost.
+
+        ``told``: the digest of the next version, as Redis has it.
+        """
+        version, record = self.version, self.record
+        if version is not None and version.version <= ahead.version:
+            return told == version.digest
+        # An update on a version that is not made yet: others are missing before it.
+        return not (isinstance(record, Taken) and record.upload.tau > record.version)
+
+
+@dataclass(frozen=True)
+class Retained:
+    """An entry that is done, and stays in the queue until its record is on disk."""
+
+    position: int  # behind the record
+    entry: str
+    blob: str | None
+    end: End | None  # of its task: told again with the deletion, should Redis have gone back
+
+
+def version_of(step: Step, digest: str, epoch: int, nonce: str) -> Version:
+    """The version that a step made, by the holder of this token."""
+    state = step.after.state
+    return Version(
+        version=state.version, time=time.time(), epoch=epoch, parent=state.version - 1,
+        digest=digest, blob=blob_of(state.version, epoch, nonce),
+        size=state.model.layout.nbytes, updates=step.made or (),
+    )  # fmt: skip
+
+
+def blob_of(version: int, epoch: int, nonce: str) -> str:
+    """The name of a version's model: nobody else's, and never used again for other bytes."""
+    return f"{version}.{epoch}.{nonce}"
+
+
+def taken(
+    entry: Entry,
+    upload: Upload,
+    step: Step,
+    payload: tuple[Model, ...],
+    *,
+    version: Version | None,
+    finish: str | None,
+    counts: dict[str, int],
+    used: tuple[Model, ...],
+) -> Change:
+    """An update that was applied or buffered."""
+    decision = step.decision
+    if decision is None:
+        raise RuntimeError("an update without a decision")
+    outcome: Outcome = "applied" if decision.outcome == "applied" else "buffered"
+    record = Taken(
+        entry=entry.id, upload=upload, outcome=outcome, staleness=decision.staleness,
+        weight=decision.weight, version=step.after.state.version,
+        digest=version.digest if version else None,
+        time=version.time if version else time.time(),
+        received=entry.time, finished=finish, counts=counts,
+    )  # fmt: skip
+    return Change(
+        entry.id, record, payload, step.after, version, end_of(record), upload.blob, finish, used
+    )
+
+
+def round_closed(
+    entry: Entry,
+    message: RoundEnd,
+    step: Step,
+    *,
+    late: bool,
+    version: Version | None,
+    finish: str | None,
+    counts: dict[str, int],
+    used: tuple[Model, ...],
+) -> Change:
+    """The end of a round; ``late``: the run was over, it ends nothing."""
+    record = RoundClosed(
+        entry=entry.id, round=message.version, why=message.why, late=late,
+        version=step.after.state.version, digest=version.digest if version else None,
+        time=version.time if version else time.time(), received=entry.time,
+        finished=finish, counts=counts,
+    )  # fmt: skip
+    return Change(entry.id, record, (), step.after, version, finish=finish, used=used)
+
+
+def refused(
+    entry: Entry, upload: Upload, before: Progress, reason: str, counts: dict[str, int]
+) -> Change:
+    """An update that never reaches the model."""
+    outcome: Outcome = "given_up" if reason == FINISHED else "refused"
+    version = before.state.version
+    record = Taken(
+        entry=entry.id, upload=upload, outcome=outcome, reason=reason,
+        staleness=max(0, version - upload.tau), version=version, time=time.time(),
+        received=entry.time, counts=counts,
+    )  # fmt: skip
+    return Change(entry.id, record, (), before, end=end_of(record), blob=upload.blob)
+
+
+def found_again(entry: Entry, upload: Upload, before: Progress, end: End) -> Change:
+    """A task that is in the journal, but Redis does not know it: it ends as it did."""
+    return Change(entry.id, None, (), before, end=end, blob=upload.blob)
