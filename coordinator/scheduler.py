@@ -8,7 +8,7 @@ exchange: for small updates exchanges are what a task costs. One scheduler leads
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 from aiohttp import web
@@ -31,6 +31,7 @@ from runtime.steps import FixedSteps, Steps
 
 BUDGET_SHARE = 0.8  # of Redis's own limit, where no budget is given
 _ASK_AGAIN_S = 10.0  # for the end of a round that nobody seems to have heard
+_BUDGET_HOLDS_S = 10.0  # then Redis is asked again: an operator may have given it more memory
 
 
 class SchedulerSettings(Section):
@@ -46,7 +47,11 @@ class SchedulerSettings(Section):
 
 
 class Scheduler:
-    """The service."""
+    """The service.
+
+    ``is_eligible`` says of a device of the run whether it may begin a task at a time (seconds since
+    1970), where devices' availability is simulated; None: they always may.
+    """
 
     role = "scheduler"
 
@@ -59,15 +64,18 @@ class Scheduler:
         redis: RedisSettings,
         name: str,
         seed: int,
+        is_eligible: Callable[[Run, int, float], bool] | None = None,
     ) -> None:
         self._settings = settings
         self._policy = policy
         self._seed = seed
+        self._is_eligible = is_eligible
         self._keys = keys
         self._client = Client(redis, name)
         self._ledger = Ledger(self._client, keys, name)
         self._lease = Lease(self._client, keys, self.role, name, seconds=settings.lease_s)
         self._budget = settings.memory_budget
+        self._budget_until = 0.0
         self._view: View | None = None  # None: at the start, and after trouble
         self._last = 0.0
         self._round = (-1, 0.0)  # version, since when
@@ -125,8 +133,9 @@ class Scheduler:
 
     async def _decide(self, view: View) -> View:
         """Does what the plan says, until there is news or it is time to plan anew: what is then."""
-        if self._budget is None:
+        if self._settings.memory_budget is None and time.monotonic() >= self._budget_until:
             self._budget = await self._redis_budget()
+            self._budget_until = time.monotonic() + _BUDGET_HOLDS_S
         seen = self._situation(view)
         todo = plan(self._policy, self._settings.steps, self._hold, self._seed, seen)
         self._limit.set(todo.limit)
@@ -178,7 +187,7 @@ class Scheduler:
         self._asked, self._asked_at = (version, tasks), now
 
     def _situation(self, view: View) -> Situation:
-        now = time.time()
+        now, is_eligible = time.time(), self._is_eligible
         version, buffered = view.head.version, view.head.buffered
         begun = buffered or any(trigger.version == version for trigger in view.open)
         if self._round[0] != version or not begun:
@@ -200,6 +209,7 @@ class Scheduler:
             devices=view.owned or tuple(range(view.run.devices)),
             last=self._last,
             round_since=self._round[1],
+            is_eligible=is_eligible and (lambda device: is_eligible(view.run, device, now)),
         )
 
     async def _redis_budget(self) -> int:

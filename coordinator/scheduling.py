@@ -7,7 +7,7 @@ scheduler that takes over goes on with the very draws its predecessor would have
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -90,6 +90,12 @@ class Situation:
     devices: tuple[int, ...]  # that can be reached
     last: float  # when it triggered last (Poisson: when that was due), or took office
     round_since: float  # when the round was begun, or its end was asked for
+    is_eligible: Callable[[int], bool] | None = None  # whether a device may begin now; None: all
+
+    def idle(self, busy: Container[int]) -> list[int]:
+        """Devices that a task may go to, beside those that are busy."""
+        idle = [device for device in self.devices if device not in busy]
+        return idle if self.is_eligible is None else list(filter(self.is_eligible, idle))
 
 
 @dataclass(frozen=True)
@@ -162,7 +168,7 @@ def plan(policy: Policy, steps: Steps, hold: HoldBack, seed: int, seen: Situatio
         due = last + (rng.expovariate(1.0 / delay) if delay else 0.0)
         if due > seen.now:
             return Plan(tuple(triggers), limit, wake_at=due, last=last, held=why)
-        idle = [device for device in seen.devices if device not in busy]
+        idle = seen.idle(busy)
         if not idle:
             break
         trigger = _trigger(rng, idle, steps, seen.now, why="in flight")
@@ -176,7 +182,8 @@ def plan(policy: Policy, steps: Steps, hold: HoldBack, seed: int, seen: Situatio
 def _plan_round(policy: Rounds, steps: Steps, hold: HoldBack, seed: int, seen: Situation) -> Plan:
     """A round on top of the newest version: k answers, open or in; at the time-out, its end.
 
-    A task that ends without an answer (given up, refused, dead) is replaced by another device's.
+    A task that ends without an answer (given up, refused, dead) is replaced by another device's. A
+    round does not shrink to the devices that are eligible: it waits for more.
     """
     mine = [trigger for trigger in seen.open if trigger.version == seen.version]
     past = [t for t in seen.open if t.version is not None and t.version < seen.version]
@@ -195,7 +202,7 @@ def _plan_round(policy: Rounds, steps: Steps, hold: HoldBack, seed: int, seen: S
     triggers: list[Trigger] = []
     for n in range(max(0, missing)):
         rng = draw(seed, seen.issued + n)
-        idle = [device for device in seen.devices if device not in busy]
+        idle = seen.idle(busy)
         if not idle:
             break
         trigger = _trigger(

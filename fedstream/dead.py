@@ -1,7 +1,9 @@
 """`fedstream dead`: what could not be processed, and what an operator does about it.
 
 The task that a dead letter was about has ended, and stays ended. A retry is a new task for the same
-device and as many steps: it is counted as issued, and comes to an outcome of its own.
+device and as many steps: it is counted as issued, and comes to an outcome of its own. Two letters
+may be about one task (its entry crashed trainers, an answer to it coordinators): it is retried
+once.
 """
 
 from __future__ import annotations
@@ -46,7 +48,7 @@ class Letter:
     dead: Dead
     message: Message | None  # None: it can't be read
     unreadable: str = ""  # why not
-    ended: str = ""  # its task: 'open', an outcome, '' if there is none or nobody remembers
+    ended: str = ""  # its task: as Ledger.ends says; '' also if there is none
 
     @property
     def task(self) -> str | None:
@@ -148,7 +150,9 @@ _WHY_NOT = {
     "gone": "it is not there any more",
     "finished": "the run is finished",
     "open": "its task is still open",
+    "retried": "its task was retried already, by another letter about it, as task {detail}",
     "ended": "its task ended as {detail}: another answer to it was admitted",
+    "forgotten": "how its task ended is not remembered any more: another answer may have counted",
     "round": "the round that it belongs to is over",
     "busy": "device {device} has another task, {detail}: try again when that has ended",
     "held": "device {device}'s update waits in the batch: try again after the next version",

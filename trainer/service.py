@@ -17,7 +17,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Annotated
@@ -38,11 +38,12 @@ from broker.errors import (
     FedstreamError,
     LayoutMismatch,
     NoRun,
+    OutOfMemory,
     Unavailable,
 )
 from broker.keys import TRAINERS, Keys
 from broker.layout import Floats, Model, vector_of
-from broker.ledger import Head, Ledger, Run
+from broker.ledger import Head, Ledger, Run, memory_of
 from broker.messages import Dead, Event, GiveUp, Sends, Task, Trigger, Upload, task_id
 from broker.streams import Entry, Group
 from runtime.backoff import Backoff, pause
@@ -57,7 +58,7 @@ from trainer.solvers import Cancelled, Scaffold, SolverSettings, Trained, Work
 from trainer.workspace import Workspace
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
+    from collections.abc import AsyncIterator, Iterator
 
     from trainer.task import Task as Learning
 
@@ -72,6 +73,9 @@ _GOODBYE_S = 2.0  # a Redis that hangs must not outlast the drain
 _LOOK_S = 0.1  # between two looks whether a device has become eligible
 _OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # a workspace of other work, or torch
 _PARTITIONS_KEPT = 64  # data sets of devices that are kept open
+# Of Redis's memory: with workspaces it may be so full. Models and updates go on to the scheduler's
+# 0.8, and must find room.
+_WORKSPACES_SHARE = 0.5
 
 
 class Initiative(Section):
@@ -91,6 +95,7 @@ class TrainerSettings(Section):
     blob_expiry_s: Annotated[float, Field(gt=0)] = 600.0  # an update that is never admitted
     workspace_bytes: Annotated[int, Field(ge=0)] = 64 << 20  # a larger one is not saved
     workspace_expiry_s: Annotated[float, Field(gt=0)] = 3600.0
+    redis_away_s: Annotated[float, Field(gt=0)] | None = None  # then it ends; None: it waits
     drain_s: Annotated[float, Field(gt=0)] = 20.0
 
 
@@ -149,6 +154,8 @@ class Trainer:
         self._out: Model | None = None
         self._now: Task | None = None
         self._saved_for = ""  # the task of which a workspace is in Redis
+        self._served: tuple[int, ...] = ()  # of the devices that it is to own, those that it got
+        self._heard = 0.0  # Redis, the last time
         self._raised: set[str] = set()
         self._answers = 0
         self._rng = random.Random()  # of back-off and initiative; training is seeded by its task
@@ -174,6 +181,7 @@ class Trainer:
         context.health.ready_when("task loaded", lambda: loaded)
         await asyncio.get_running_loop().run_in_executor(self._thread, self._prepare)
         loaded = True
+        self._heard = time.monotonic()
         try:
             await repeat(context, "run", self._joined)
             if context.stop.is_set():
@@ -216,7 +224,8 @@ class Trainer:
     async def _joined(self) -> bool:
         """Whether the run is there and this trainer's model is the run's."""
         try:
-            run = await self._ledger.run()
+            with self._patience():
+                run = await self._ledger.run()
         except NoRun:
             await pause(self._context.stop, 0.2)
             return False
@@ -255,8 +264,29 @@ class Trainer:
             "device": self._now.device if self._now else None,
             "answers": self._answers,
         }
-        await self._ledger.announce(self._name, about, self._settings.owns)
+        owns = self._settings.owns
+        with self._patience():
+            refused = await self._ledger.announce(self._name, about, owns)
+        self._served = tuple(device for device in owns if device not in refused)
         await pause(self._context.stop, _HEARTBEAT_S)
+
+    @contextmanager
+    def _patience(self) -> Iterator[None]:
+        """Where Redis is asked at regular times. Raises FedstreamError if it is away too long."""
+        try:
+            yield
+        except FedstreamError as error:
+            now, most_s = time.monotonic(), self._settings.redis_away_s
+            if not error.retriable or isinstance(error, OutOfMemory):  # it answers
+                self._heard = now
+            elif most_s is not None and now - self._heard > most_s:
+                raise FedstreamError(
+                    f"Redis at {self._client.address} has not answered for {most_s:g} s "
+                    "(trainer.redis_away_s): the run that it was for is over, or start this "
+                    "trainer again when Redis is back"
+                ) from error
+            raise
+        self._heard = time.monotonic()
 
     async def _take_initiative(self, initiative: Initiative) -> None:
         """Anarchic: triggers a task for one of its devices, when it has nothing to do."""
@@ -268,12 +298,16 @@ class Trainer:
             run = await self._ledger.run()
         except NoRun:
             return  # Redis was emptied; the updater publishes it again
-        if run.state == "finished":
+        devices = self._served if self._settings.owns else range(run.devices)
+        if run.state == "finished" or not devices:
             return
+        device = rng.choice(devices)
+        if not self._is_eligible(device):
+            return  # it decides nothing now
         length = initiative.steps.draw(rng)
         trigger = Trigger(
             task=task_id(time.time_ns() // 1_000_000),
-            device=rng.choice(self._settings.owns or range(run.devices)),
+            device=device,
             seed=rng.getrandbits(63),
             steps=length.steps,
             epochs=length.epochs,
@@ -339,9 +373,8 @@ class Trainer:
         attempt = secrets.token_hex(6)
         self._context.trace("taken", attempt=attempt)
         async with self._leased(entry) as lost:
-            cancelled = lambda: lost.is_set() or self._context.stop.is_set()  # noqa: E731
             try:
-                answer = await self._answer(task, attempt, started, cancelled)
+                answer = await self._answer(task, attempt, started, lost)
             except Cancelled as stopped:
                 end = "lease lost" if lost.is_set() else "handed back"
                 if not lost.is_set():
@@ -354,9 +387,7 @@ class Trainer:
                 return
             answered_at = time.time()
             said = await self._said(entry, answer)
-        if self._saved_for == task.task:
-            with suppress(FedstreamError):  # else it expires
-                await self._client.call("UNLINK", self._keys.workspace(task.task))
+        await self._unsave(task.task)
         self._unsure = None
         self._answers += said
         end = answer.kind if said else "lease lost"
@@ -369,30 +400,60 @@ class Trainer:
         )  # fmt: skip
 
     async def _answer(
-        self, task: Task, attempt: str, started: float, cancelled: Callable[[], bool]
+        self, task: Task, attempt: str, started: float, lost: asyncio.Event
     ) -> Upload | GiveUp:
-        """Trains, and uploads the model; or says why not. Raises Cancelled."""
-        give_up = partial(
-            GiveUp, task=task.task, attempt=attempt, device=task.device, trainer=self._name
+        """What the trainer has to say to a task. Raises Cancelled."""
+
+        def late() -> bool:
+            return task.deadline is not None and time.time() > task.deadline
+
+        try:
+            return await self._attempted(task, attempt, started, lost, late)
+        except Cancelled:
+            if lost.is_set() or self._context.stop.is_set() or not late():
+                raise
+            return self._give_up(task, attempt, "deadline passed")
+
+    def _give_up(self, task: Task, attempt: str, reason: str) -> GiveUp:
+        return GiveUp(
+            task=task.task, attempt=attempt, device=task.device, trainer=self._name, reason=reason
         )
-        if task.deadline is not None and time.time() > task.deadline:
-            return give_up(reason="deadline passed")
+
+    async def _attempted(
+        self,
+        task: Task,
+        attempt: str,
+        started: float,
+        lost: asyncio.Event,
+        late: Callable[[], bool],
+    ) -> Upload | GiveUp:
+        """Trains, and says what came of it; or why nothing did. Raises Cancelled.
+
+        ``late``: no answer counts any more.
+        """
+
+        def cancelled() -> bool:
+            return lost.is_set() or self._context.stop.is_set() or late()
+
+        give_up = partial(self._give_up, task, attempt)
+        if late():
+            raise Cancelled
         await self._eligible(task.device, cancelled)
         start = await self._start(task)
         if task.version is not None and task.version != start.version:
-            return give_up(reason="round over")
+            return give_up("round over")
         simulated = behaviour(self._devices, task.device, task.seed)
         if simulated.drops_out:
             await self._device_time(simulated.latency_s * 0.5, cancelled)
-            return give_up(reason="dropped out")
-        work = Work(
-            device=task.device, task=task.task, version=start.version, seed=task.seed,
-            steps=task.steps, epochs=task.epochs, seconds=task.seconds, solver=self._solver,
-            cancelled=lambda: cancelled() or not self._is_eligible(task.device),
-            base=start.digest, control=start.model.controls if self._controls else None,
-            device_control=start.device_control, resume=start.saved,
-        )  # fmt: skip
+            return give_up("dropped out")
         try:
+            work = Work(
+                device=task.device, task=task.task, version=start.version, seed=task.seed,
+                steps=task.steps, epochs=task.epochs, seconds=task.seconds, solver=self._solver,
+                cancelled=lambda: cancelled() or not self._is_eligible(task.device),
+                base=start.digest, control=start.model.controls if self._controls else None,
+                device_control=start.device_control, resume=start.saved,
+            )  # fmt: skip
             with self._seconds.labels("training").time():
                 done = await self._trained(start, work, cancelled)
         except Cancelled:
@@ -401,10 +462,12 @@ class Trainer:
             if start.saved is not None and isinstance(error, _OF_NO_USE):
                 self._begins_anew(error)
                 await self._client.call("UNLINK", self._keys.workspace(task.task))
-                return await self._answer(task, attempt, started, cancelled)
-            await self._report(error, work)
-            return give_up(reason=f"raised {type(error).__name__}")
-        await self._device_time(simulated.latency_s - (time.monotonic() - started), cancelled)
+                return await self._attempted(task, attempt, started, lost, late)
+            await self._report(error, task, start.version)
+            return give_up(f"raised {type(error).__name__:.100}")
+        # One that is told to stop now answers at once: what it has trained would be lost.
+        left_s = simulated.latency_s - (time.monotonic() - started)
+        await self._device_time(left_s, lambda: lost.is_set() or late())
         return Upload(
             task=task.task, attempt=attempt, device=task.device, trainer=self._name,
             tau=start.version, base=start.digest, layout=done.model.layout.signature,
@@ -476,13 +539,26 @@ class Trainer:
             self._context.log.warning("workspace too large to be saved", bytes=len(data))
             return
         expire_ms = round(self._settings.workspace_expiry_s * 1000)
+        save: Command = ("SET", self._keys.workspace(task), data, "PX", expire_ms)
         try:
-            await self._client.call("SET", self._keys.workspace(task), data, "PX", expire_ms)
+            _, info = await self._client.pipeline([save, ("INFO", "memory")])
         except FedstreamError as error:
             self._context.log.warning("workspace not saved", reason=str(error))
             return
         self._saved_for = task
+        # After the fact: where many save at once, each looks at what came before it as well.
+        used, most = memory_of(info)
+        if most and used > _WORKSPACES_SHARE * most:
+            self._context.log.warning("no room for a workspace", used=used, maxmemory=most)
+            await self._unsave(task)
+            return
         self._context.log.info("workspace saved", step=workspace.step, bytes=len(data))
+
+    async def _unsave(self, task: str) -> None:
+        """Nobody needs the task's workspace any more, if there is one."""
+        if self._saved_for == task:
+            with suppress(FedstreamError):  # else it expires
+                await self._client.call("UNLINK", self._keys.workspace(task))
 
     def _is_eligible(self, device: int) -> bool:
         if self._run is None or isinstance(self._devices.availability, AlwaysAvailable):
@@ -523,6 +599,8 @@ class Trainer:
                 if not error.retriable or self._context.stop.is_set():
                     raise
                 self._context.log.warning("answer not said yet", reason=str(error))
+                if isinstance(error, OutOfMemory):
+                    await self._unsave(answer.task)  # the update is smaller than that
                 await pause(self._context.stop, backoff.next())
             else:
                 if said != "unwritten":
@@ -585,21 +663,25 @@ class Trainer:
             yield lost
         finally:
             renewing.cancel()
-            await asyncio.gather(renewing, return_exceptions=True)
+            await asyncio.wait({renewing})
+            if not renewing.cancelled():
+                renewing.result()  # raises what ended it
 
     async def _device_time(self, seconds: float, cancelled: Callable[[], bool]) -> None:
-        """Waits as long as the simulated device would take. Raises Cancelled."""
+        """Waits as long as the simulated device would take, or until stop. Raises Cancelled."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
-            await pause(self._context.stop, min(left, 0.25))
+            stopped = await pause(self._context.stop, min(left, 0.25))
             if cancelled():
                 raise Cancelled
+            if stopped:
+                return
 
-    async def _report(self, error: Exception, work: Work) -> None:
+    async def _report(self, error: Exception, task: Task, version: int) -> None:
         """A user's task raised: its traceback once, then a line each time."""
         frames = traceback.extract_tb(error.__traceback__)
         where = f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}"
-        log = self._context.log.bind(version=work.version)
+        log = self._context.log.bind(version=version)
         if isinstance(error, FedstreamError):
             text = str(error)
             log.error("task failed", error=type(error).__name__, reason=text)
@@ -612,7 +694,7 @@ class Trainer:
         self._raised.add(where)
         await self._ledger.tell(
             Event(
-                what="error", service=self._name, time=time.time(), task=work.task,
-                device=work.device, version=work.version, reason=where, text=text[-8000:],
+                what="error", service=self._name, time=time.time(), task=task.task,
+                device=task.device, version=version, reason=where, text=text[-8000:],
             )
         )  # fmt: skip

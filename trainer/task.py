@@ -158,7 +158,7 @@ class TaskSettings(Section):
     name: str = "digits"
     """A built-in task (:mod:`trainer.tasks`), ``path/to/file.py:attribute`` or
     ``package.module:attribute``."""
-    devices: Annotated[int, Field(ge=1)] | None = None
+    devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """None: as many as suit the task."""
     partition: PartitionSettings | None = None
     """None: the one that suits the task; for the digits and MNIST ``classes`` with p = 2."""

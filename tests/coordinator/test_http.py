@@ -61,7 +61,15 @@ async def test_the_status_says_how_the_run_stands(http: Http, hand: Hand) -> Non
     upload = await hand.admitted()
     await hand.commit(1, upload)
     [trigger] = await hand.open()
-    await hand.admit(GiveUp(task=trigger.task, attempt="1", device=1, trainer="t", reason="tired"))
+    await hand.admit(
+        GiveUp(
+            task=trigger.task,
+            attempt="1",
+            device=trigger.device,
+            trainer="t",
+            reason="dropped out",
+        )
+    )
     await hand.admit(await hand.trained(hand.trigger()))
     answer = await http.get(f"/v1/runs/{hand.keys.name}")
     assert answer.status == 200
@@ -71,7 +79,7 @@ async def test_the_status_says_how_the_run_stands(http: Http, hand: Hand) -> Non
     }  # fmt: skip
     expected = {
         "run": hand.keys.name, "state": "running", "why": None, "version": 1, "versions": 5,
-        "given_up": {"tired": 1}, "strays": {"unknown task": 1}, "refused": {},
+        "given_up": {"dropped out": 1}, "strays": {"unknown task": 1}, "refused": {},
         "register": {"ann": {"pid": 12, "owns": []}}, "trainers": 1, "parameters": 4,
         "kept_versions": 2, "triggers": 1, "queue": 0, "retained": 0,
     }  # fmt: skip

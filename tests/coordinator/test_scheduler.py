@@ -16,8 +16,11 @@ from broker.ledger import Commit, End
 from broker.messages import CloseRound, GiveUp, RoundEnd, Trigger
 from coordinator.scheduler import Scheduler, SchedulerSettings
 from coordinator.scheduling import Anarchic, InFlight, Policy, Rounds
+from fedstream.config import read
+from fedstream.services import _BUILDERS
 from runtime.leading import lead
 from tests.support import Hand, Proxy, context, counted, layout_of, running, wait_until
+from trainer.devices import eligible
 
 
 @pytest.fixture
@@ -54,8 +57,10 @@ async def are_open(hand: Hand, n: int) -> tuple[Trigger, ...]:
 
 async def give_up(hand: Hand, *triggers: Trigger) -> None:
     for t in triggers:
-        answer = GiveUp(task=t.task, attempt="1", device=t.device, trainer="t", reason="tired")
-        assert await hand.admit(answer) == [("given_up", "tired")]
+        answer = GiveUp(
+            task=t.task, attempt="1", device=t.device, trainer="t", reason="dropped out"
+        )
+        assert await hand.admit(answer) == [("given_up", "dropped out")]
 
 
 async def test_it_keeps_n_tasks_open(make: Any, run: Hand) -> None:
@@ -107,6 +112,42 @@ async def test_owned_devices_alone_are_asked(make: Any, run: Hand) -> None:
         assert {trigger.device for trigger in await are_open(run, 2)} == {3, 8}
 
 
+async def test_devices_are_asked_once_they_are_eligible(
+    run: Hand, redis: RedisSettings, keys: Keys
+) -> None:
+    there = {2}
+    scheduler = Scheduler(
+        SchedulerSettings(), InFlight(n=3), keys=keys, redis=redis, name="scheduler-0", seed=7,
+        is_eligible=lambda of, device, now: (
+            device in there and now > of.created and of.devices == 10
+        ),
+    )  # fmt: skip
+    async with running(scheduler, context()):
+        [first] = await are_open(run, 1)
+        assert first.device == 2
+        there |= {4, 8}  # of which nobody tells it
+        assert {trigger.device for trigger in await are_open(run, 3)} == {2, 4, 8}
+
+
+async def test_simulated_devices_are_asked_when_their_trainers_would_not_wait(
+    run: Hand, redis: RedisSettings, keys: Keys
+) -> None:
+    where = (f"redis.url={redis.url}", f"run.name={keys.name}")
+    a_long_day = "devices.availability={kind='diurnal', period_s=1e12, share=0.5}"
+    settings = read(None, [*where, "scheduler.policy={kind='in_flight', n=10}", a_long_day])
+    scheduler, _ = _BUILDERS["scheduler"](settings, keys, "scheduler-0")
+    of, at = run.run(), time.time()
+    there = {
+        device
+        for device in range(of.devices)
+        if eligible(settings.devices.availability, device, of.seed, at - of.created)
+    }
+    assert 0 < len(there) < of.devices
+    async with running(scheduler, context()):
+        opened = await are_open(run, len(there))
+    assert {trigger.device for trigger in opened} == there
+
+
 async def test_anarchy_has_no_triggers(make: Any, run: Hand) -> None:
     async with running(make(Anarchic()), context()):
         await run.ledger.announce("ann", {})  # an event, which it looks at
@@ -129,7 +170,10 @@ async def test_a_full_queue_holds_it_back(make: Any, run: Hand, client: Client) 
         await are_open(run, 3)
 
 
-async def test_the_memory_of_redis_holds_it_back(make: Any, run: Hand, client: Client) -> None:
+async def test_the_memory_of_redis_holds_it_back(
+    make: Any, run: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.scheduler._BUDGET_HOLDS_S", 0.0)
     info = await client.call("INFO", "memory")
     used = int(info.split(b"used_memory:")[1].split()[0])
     limit = max(4 * used, 1 << 24)
@@ -138,6 +182,8 @@ async def test_the_memory_of_redis_holds_it_back(make: Any, run: Hand, client: C
     await client.call("HSET", run.keys.run, "tensors", big_layout(int(0.8 * limit / 5.5)))
     async with running(make(InFlight(n=9)), context()):
         await are_open(run, 2)
+        await client.call("CONFIG", "SET", "maxmemory", 2 * limit)  # an operator gives it more
+        await are_open(run, 8)
 
 
 def big_layout(nbytes: int) -> bytes:

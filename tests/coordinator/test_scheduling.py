@@ -115,6 +115,13 @@ def test_only_devices_that_can_be_reached_are_asked() -> None:
     assert planned(InFlight(n=5), replace(CALM, devices=())).triggers == ()
 
 
+def test_only_devices_that_may_begin_now_are_asked() -> None:
+    some = replace(CALM, is_eligible=lambda device: device in (2, 7))
+    assert {t.device for t in planned(InFlight(n=6), some).triggers} == {2, 7}
+    nobody = replace(CALM, is_eligible=lambda _device: False)
+    assert planned(InFlight(n=6), nobody) == Plan(limit=6, last=NOW)
+
+
 def test_every_device_has_its_turn() -> None:
     asked = Counter(
         planned(InFlight(n=1), replace(CALM, issued=n)).triggers[0].device for n in range(2000)
@@ -284,6 +291,17 @@ def test_tasks_that_ended_without_an_answer_are_replaced() -> None:
 
 def test_a_round_of_more_devices_than_there_are_asks_all() -> None:
     assert len(planned(Rounds(k=99), CALM).triggers) == 10
+
+
+def test_a_round_waits_for_devices_that_may_not_begin_yet() -> None:
+    some = replace(CALM, is_eligible=lambda device: device in (2, 7))
+    first = planned(ROUNDS, some)
+    assert {t.device for t in first.triggers} == {2, 7}
+    answered = replace(some, held=(2, 7), issued=2)
+    waiting = planned(ROUNDS, answered)
+    assert (waiting.triggers, waiting.close) == ((), None)  # it is of four, as ever
+    later = replace(answered, is_eligible=lambda device: device in (2, 5, 7))
+    assert [t.device for t in planned(ROUNDS, later).triggers] == [5]
 
 
 def test_at_the_time_out_a_round_with_arrivals_or_open_tasks_is_closed() -> None:

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
+from prometheus_client import generate_latest
 
 from broker import blobs
 from broker.client import Client, RedisSettings
@@ -97,20 +98,40 @@ async def test_a_trigger_becomes_a_task_and_its_answer_enters_the_queue(
         (first, one), (second, two) = await tasks(run, 2)
         assert [one, two] == [Task.of(trigger) for trigger in triggers]
         upload = await run.trained(one)
-        tired = GiveUp(task=two.task, attempt="1", device=two.device, trainer="t", reason="tired")
+        gone = GiveUp(
+            task=two.task, attempt="1", device=two.device, trainer="t", reason="dropped out"
+        )
         assert await run.ledger.answer(run.keys.tasks, TRAINERS, first, upload)
-        assert await run.ledger.answer(run.keys.tasks, TRAINERS, second, tired)
+        assert await run.ledger.answer(run.keys.tasks, TRAINERS, second, gone)
         assert await queued(run, 1) == [upload]
         await wait_until(lambda: is_open(run, 1))
         view = await run.ledger.look()
-        assert view.reasons("given_up") == {"tired": 1}
+        assert view.reasons("given_up") == {"dropped out": 1}
         assert (view.triggers, view.uploads) == (0, 0)
         await run.balanced()
         answers, dispatched = "fedstream_answers_total", "fedstream_tasks_dispatched_total"
-        for verdict, reason in (("admitted", ""), ("given_up", "tired")):
+        for verdict, reason in (("admitted", ""), ("given_up", "dropped out")):
             labels = {"verdict": verdict, "reason": reason}
             await wait_until(lambda: counted(watched, answers, **labels) == 1)  # noqa: B023
         assert counted(watched, dispatched, verdict="sent") == 2
+
+
+async def test_what_a_trainer_says_for_a_reason_is_no_label(make: Any, run: Hand) -> None:
+    watched = context()
+    async with running(make(), watched):
+        await run.open(5)
+        for n, (entry, task) in enumerate(await tasks(run, 5)):
+            mood = GiveUp(
+                task=task.task, attempt="1", device=task.device, trainer="t", reason=f"mood {n}"
+            )
+            assert await run.ledger.answer(run.keys.tasks, TRAINERS, entry, mood)
+        answers = "fedstream_answers_total"
+        labels = {"verdict": "given_up", "reason": "another reason"}
+        await wait_until(lambda: counted(watched, answers, **labels) == 5)
+        ended = {"outcome": "given_up", "reason": "another reason"}
+        await wait_until(lambda: counted(watched, "fedstream_run_tasks_total", **ended) == 5)
+    assert b"mood" not in generate_latest(watched.registry)
+    assert [event.text for event in await run.events()] == [f"mood {n}" for n in range(5)]
 
 
 async def test_it_may_be_there_before_the_run(make: Any, hand: Hand) -> None:
@@ -558,7 +579,11 @@ async def test_owners_alone_serve_a_run_over_a_restart(
                 task = Task.decode(entry.data)
                 served[name].append(task.device)
                 tired = GiveUp(
-                    task=task.task, attempt="1", device=task.device, trainer=name, reason="tired"
+                    task=task.task,
+                    attempt="1",
+                    device=task.device,
+                    trainer=name,
+                    reason="dropped out",
                 )
                 await run.ledger.answer(group.stream, TRAINERS, entry, tired)
 

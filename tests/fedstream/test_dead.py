@@ -14,7 +14,7 @@ import pytest
 from broker.client import Client
 from broker.errors import FedstreamError, OutOfMemory
 from broker.keys import COORDINATORS, TRAINERS
-from broker.messages import CloseRound, Dead, GiveUp, RoundEnd, Task, Trigger
+from broker.messages import CloseRound, Dead, GiveUp, RoundEnd, Task, Trigger, task_id
 from broker.streams import Group
 from fedstream import dead
 from fedstream.cli import main
@@ -115,6 +115,55 @@ async def test_a_letter_is_retried_once(hand: Hand, command: Command) -> None:
     code, _, wrong = await command("retry", letter.id)
     assert (code, wrong.count("\n")) == (1, 1)
     assert f"there is no dead letter '{letter.id}'" in wrong
+
+
+async def test_a_task_with_two_letters_is_retried_once(hand: Hand, command: Command) -> None:
+    """It crashed its trainers, one of which had answered: that crashed the coordinators."""
+    await hand.create()
+    before = await crashing(hand)
+    answer = await hand.trained(before, attempt="late", write=False)
+    await bury(hand, answer.encode(), "uploads", task=before)
+    first, second = (await dead.read(hand.client, hand.keys)).letters
+    again = await dead.retry(hand.client, hand.keys, first)
+    code, _, wrong = await command("retry", second.id)
+    assert (code, wrong.count("\n")) == (1, 1)
+    why = f"its task was retried already, by another letter about it, as task {again.task}"
+    assert wrong == f"fedstream: {second.id} is not retried: {why}\n"
+    await hand.dispatch()
+    upload = await hand.trained(again)
+    await hand.admit(upload)
+    await hand.commit(1, upload)  # nor when that one is done
+    assert (await command("retry", before.task))[0] == 1
+    view = await hand.ledger.look()
+    assert (view.issued, view.outcomes["applied"], view.open) == (2, 1, ())
+    await hand.balanced()
+    assert (await only(hand)).ended == "retried"
+    assert "retried" in (await command("list"))[1]
+
+
+async def test_a_retry_that_failed_as_well_is_retried_by_its_own_letter(hand: Hand) -> None:
+    await hand.create()
+    await crashing(hand)
+    again = await dead.retry(hand.client, hand.keys, await only(hand))
+    await hand.dispatch()
+    [(entry, task)] = await hand.take()
+    await hand.ledger.bury(hand.keys.tasks, TRAINERS, entry, "crashed its trainers", task=task)
+    third = await dead.retry(hand.client, hand.keys, await only(hand))
+    assert third.why == f"retry of {again.task}"
+    assert (await hand.ledger.look()).issued == 3
+
+
+async def test_a_task_whose_end_is_not_remembered_is_not_retried(hand: Hand) -> None:
+    """It may have been applied: another answer may have been admitted before this one crashed."""
+    await hand.create()
+    before = await crashing(hand)
+    ended = hand.keys.ended
+    assert await hand.client.call("ZREM", ended, f"{before.task}||dead") == 1
+    later = [task_id(1000 + n, bytes(10)) for n in range(20_000)]
+    await hand.client.call("ZADD", ended, *(x for one in later for x in (0, f"{one}|a|applied")))
+    with pytest.raises(FedstreamError, match="is not remembered any more"):
+        await dead.retry(hand.client, hand.keys, await only(hand))
+    assert (await hand.ledger.look()).issued == 1
 
 
 async def test_an_upload_that_crashed_the_coordinators_is_trained_again(hand: Hand) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -23,9 +24,9 @@ from broker.ledger import Commit
 from broker.messages import GiveUp, Upload, decode
 from broker.streams import Group
 from runtime.tasks import LeaseSettings
-from tests.support import Hand, Proxy, context, counted, model_of, running, wait_until
+from tests.support import Hand, Proxy, context, counted, full, model_of, running, wait_until
 from trainer.devices import DeviceSettings, OnOff
-from trainer.service import Trainer, TrainerSettings
+from trainer.service import Initiative, Trainer, TrainerSettings
 from trainer.solvers import Scaffold, Sgd, SolverSettings, Work, solve
 from trainer.task import Task
 from trainer.vector import layout_of, load, read
@@ -118,7 +119,11 @@ async def begun(
 
 async def knows(hand: Hand, value: float, device: int = 1) -> None:
     """The updater hands out a device's c_i."""
-    await blobs.keep(hand.client, hand.keys.device(device), vector_of(control(hand, value)))
+    vector, token = vector_of(control(hand, value)), hand.updater.token
+    digest, size = vector.digest(), vector.layout.nbytes
+    staged = hand.keys.staged(device, digest)
+    ahead = await blobs.prepare(hand.client, staged, vector, expire_s=60)
+    assert await hand.ledger.hand_out(token, device, digest, size, ahead=ahead) == "done"
 
 
 def control(hand: Hand, value: float) -> Floats:
@@ -271,6 +276,44 @@ async def test_a_workspace_too_large_is_not_saved_and_the_work_is_done_again(
     assert (task.steps, upload.steps, upload.tau) == (H, H, 1)  # from what is new by now
 
 
+async def test_workspaces_leave_half_of_redis_to_models_and_updates(
+    hand: Hand, make: Make, task: Steps
+) -> None:
+    await begun(hand, task)
+    used, _ = await hand.ledger.memory()
+    await hand.client.call("CONFIG", "SET", "maxmemory", used * 3 // 2)
+    try:
+        with capture_logs() as logs:
+            name = await stopped_midway(hand, task, make("t1"))
+    finally:
+        await hand.client.call("CONFIG", "SET", "maxmemory", 0)
+    assert "no room for a workspace" in [line["event"] for line in logs]
+    assert await saved(hand, name) is None
+    task.begins()
+    async with running(make("t2"), context()):
+        [upload] = await answers(hand)
+    assert (task.steps, upload.task) == (H, name)
+
+
+async def test_where_redis_is_full_a_workspace_makes_room_for_the_update(
+    hand: Hand, make: Make, task: Steps
+) -> None:
+    """It is of no use any more, and would be there for an hour if nobody could write."""
+    await begun(hand, task)
+    name = await stopped_midway(hand, task, make("t1"))
+    assert await saved(hand, name)
+    task.hold = H
+    task.gate.clear()
+    async with running(make("t2"), context()):
+        await wait_until(task.held)
+        async with full(hand.client):
+            task.gate.set()
+            await wait_until(lambda: gone(hand, name))
+            assert await hand.client.call("XLEN", hand.keys.uploads) == 0
+        [upload] = await answers(hand)
+    assert (upload.task, upload.steps) == (name, H)
+
+
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
@@ -305,8 +348,8 @@ async def test_a_workspace_of_no_use_is_left_and_the_task_begun_anew(
     with capture_logs() as logs:
         async with running(make("t2", solver), context()):
             [upload] = await answers(hand)
-    [warning] = [line for line in logs if line["log_level"] == "warning"]
-    assert warning["event"] == "workspace of no use: begun anew"
+    [warning] = [line for line in logs if line["event"] == "workspace of no use: begun anew"]
+    assert warning["log_level"] == "warning"
     assert said in warning["reason"]
     assert (upload.task, upload.tau, upload.steps, task.steps) == (name, 1, H, H)
     assert await hand.events("error") == []  # it was not the task's mistake
@@ -341,8 +384,10 @@ class Course:
 
     def __init__(self) -> None:
         self.eligible = True
+        self.asked = 0
 
     def __call__(self, _settings: object, _device: int, _seed: int, _at_s: float) -> bool:
+        self.asked += 1
         return self.eligible
 
 
@@ -421,6 +466,45 @@ async def test_a_device_that_is_not_there_begins_with_what_is_new_when_it_comes(
         course.eligible = True
         [upload] = await answers(hand)
     assert (upload.tau, upload.steps) == (1, H)
+
+
+async def test_a_device_that_stays_away_holds_no_trainer_beyond_its_deadline(
+    hand: Hand, make: Make, task: Steps, course: Course
+) -> None:
+    await begun(hand, task)
+    task.begins(hold=HELD)
+    async with running(make("t1", devices=BY_TURNS), context()):
+        await wait_until(hand.ledger.trainers)
+        [trigger] = await hand.open(steps=H, epochs=None, version=0, deadline=time.time() + 1.0)
+        await hand.dispatch()
+        await wait_until(task.held)
+        course.eligible = False  # midway
+        task.gate.set()
+        await wait_until(lambda: said(hand, 1))
+        await hand.open(steps=H, epochs=None, version=0, deadline=time.time() + 0.2)  # or before it
+        await hand.dispatch()
+        await wait_until(lambda: said(hand, 2))
+        await wait_until(lambda: gone(hand, trigger.task))
+    rows = await hand.client.call("XRANGE", hand.keys.uploads, "-", "+")
+    assert [GiveUp.decode(row[1][1]).reason for row in rows] == ["deadline passed"] * 2
+    assert task.steps == HELD
+
+
+async def said(hand: Hand, n: int) -> bool:
+    return int(await hand.client.call("XLEN", hand.keys.uploads)) == n
+
+
+async def test_a_device_that_is_not_there_asks_for_nothing_by_itself(
+    hand: Hand, make: Make, task: Steps, course: Course
+) -> None:
+    await begun(hand, task)
+    course.eligible = False
+    settings = TrainerSettings(anarchic=Initiative(rate=500.0))
+    async with running(make("t1", settings=settings, devices=BY_TURNS), context()):
+        await wait_until(lambda: course.asked > 5)
+        assert await hand.client.call("XLEN", hand.keys.triggers) == 0
+        course.eligible = True
+        await wait_until(lambda: hand.client.call("XLEN", hand.keys.triggers))
 
 
 # what a device has to know

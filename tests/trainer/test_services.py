@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from broker import blobs
 from broker.client import RedisSettings
-from broker.errors import LayoutMismatch
+from broker.errors import FedstreamError, LayoutMismatch
 from broker.keys import TRAINERS
 from broker.layout import Model
 from broker.ledger import Commit
@@ -171,6 +172,27 @@ async def test_the_lease_is_renewed_while_training_goes_on(
         task.gate.set()
         [upload] = await answers(hand)
     assert isinstance(upload, Upload)
+
+
+async def test_what_ends_the_renewal_of_a_lease_is_not_swallowed(
+    hand: Hand, make: Make, task: Adds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await hand.create()
+    task.gate.clear()
+
+    async def broken(_group: Group, _entry: object) -> bool:
+        task.gate.set()
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Group, "renew", broken)
+    trainer = make(lease=LeaseSettings(seconds=0.2))
+    async with running(trainer, context(), may_fail=True) as service:
+        await hand.open()
+        await hand.dispatch()
+        await asyncio.wait({service}, timeout=10)
+        with pytest.raises(BaseExceptionGroup) as ended:
+            await service
+    assert ended.group_contains(RuntimeError, match="a bug")
 
 
 async def test_a_trainer_that_lost_its_lease_stops_and_says_nothing(
@@ -337,6 +359,145 @@ async def test_a_simulated_device_takes_its_time(hand: Hand, make: Make) -> None
     assert upload.seconds >= 0.3
 
 
+async def test_a_trainer_stopped_while_its_device_takes_its_time_answers_at_once(
+    hand: Hand, make: Make, task: Adds
+) -> None:
+    """What it has trained would be lost."""
+    await hand.create()
+    slow = DeviceSettings(latency=FixedLatency(mean_s=600.0))
+    live = context()
+    trainer = make(devices=slow)
+    async with running(trainer, live) as service:
+        [trigger] = await hand.open()
+        await hand.dispatch()
+        trained = {"part": "training"}
+        await wait_until(lambda: counted(live, "fedstream_task_seconds_count", **trained))
+        assert await hand.client.call("XLEN", hand.keys.uploads) == 0  # it waits
+        live.stop.set()
+        await asyncio.wait_for(asyncio.shield(service), 5)
+    [upload] = await answers(hand)
+    assert isinstance(upload, Upload)
+    assert (upload.task, len(task.seen)) == (trigger.task, 1)
+    assert await pending(hand) == 0
+    assert counted(live, "fedstream_trainer_tasks_total", end="upload") == 1
+
+
+async def test_a_trainer_that_loses_its_lease_while_its_device_takes_its_time_says_nothing(
+    hand: Hand, make: Make
+) -> None:
+    await hand.create()
+    slow = DeviceSettings(latency=FixedLatency(mean_s=600.0))
+    live = context()
+    other = Group(hand.client, hand.keys.tasks, TRAINERS, "t2")
+    async with running(make(devices=slow, lease=LeaseSettings(seconds=0.2)), live):
+        await hand.open()
+        await hand.dispatch()
+        trained = {"part": "training"}
+        await wait_until(lambda: counted(live, "fedstream_task_seconds_count", **trained))
+        assert len((await other.claim(idle_ms=0, most=9))[0]) == 1
+        await wait_until(lambda: counted(live, "fedstream_trainer_tasks_total", end="lease lost"))
+    assert await hand.client.call("XLEN", hand.keys.uploads) == 0
+
+
+async def test_a_device_that_drops_out_is_given_back_by_a_trainer_that_is_stopped(
+    hand: Hand, make: Make
+) -> None:
+    """Whoever has the task next sees it drop out as well: that much is drawn with the task."""
+    await hand.create()
+    gone = DeviceSettings(latency=FixedLatency(mean_s=600.0), dropout=1.0)
+    live = context()
+    trainer = make(devices=gone)
+    async with running(trainer, live) as service:
+        await hand.open()
+        await hand.dispatch()
+        await wait_until(lambda: trainer._now)
+        live.stop.set()
+        await asyncio.wait_for(asyncio.shield(service), 5)
+    assert await hand.client.call("XLEN", hand.keys.uploads) == 0
+    assert counted(live, "fedstream_trainer_tasks_total", end="handed back") == 1
+
+
+@pytest.mark.parametrize("length", [{"epochs": None}, {"steps": 3, "epochs": 2}])
+async def test_a_task_of_no_length_or_of_two_is_given_up_and_ends_no_trainer(
+    hand: Hand, make: Make, task: Adds, length: dict[str, Any]
+) -> None:
+    await hand.create()
+    async with running(make(), context()):
+        await hand.open(**length)
+        await hand.open()
+        await hand.dispatch()
+        given_up, upload = await answers(hand, 2)
+    assert isinstance(given_up, GiveUp)
+    assert given_up.reason == "raised ConfigError"
+    assert isinstance(upload, Upload)
+    [error] = await hand.events("error")
+    assert "exactly one of them is to be given" in (error.text or "")
+
+
+async def test_an_anarchic_trainer_asks_only_for_devices_that_it_got(
+    hand: Hand, make: Make
+) -> None:
+    """Others are somebody else's, or the run has none of that number."""
+    await hand.create()
+    await hand.ledger.announce("other", {}, [4])
+    settings = TrainerSettings(owns=(4, 5, 70), anarchic=Initiative(rate=500.0))
+    async with running(make("edge", settings=settings), context()):
+
+        async def served() -> bool:
+            await hand.dispatch()
+            return int(await hand.client.call("XLEN", hand.keys.uploads)) >= 1
+
+        await wait_until(served)
+        await hand.admit(*await answers(hand))
+        asked = {trigger.device for trigger in (await hand.ledger.look()).open}
+        strays = (await hand.ledger.look()).reasons("stray")
+    assert asked == {5}
+    assert set(strays) <= {"trigger for a busy device"}
+
+
+async def test_a_trainer_may_be_told_to_end_when_redis_is_gone_for_good(
+    hand: Hand, make: Make, redis: RedisSettings
+) -> None:
+    """As one that joined a run on this machine is."""
+    await hand.create()
+    settings = TrainerSettings(redis_away_s=0.3)
+    async with Proxy(redis) as proxy:
+        trainer = make(settings=settings, redis=proxy.settings)
+        async with running(trainer, context(), may_fail=True) as service:
+            await hand.open()
+            await hand.dispatch()
+            await answers(hand)
+            proxy.refuse = lambda _: True
+            proxy.cut()
+            await asyncio.wait({service}, timeout=10)
+            with pytest.raises(BaseExceptionGroup) as ended:
+                await service
+    assert ended.group_contains(
+        FedstreamError, match=r"has not answered for 0\.3 s \(trainer\.redis_away_s\)"
+    )
+
+
+async def test_a_trainer_waits_for_redis_as_long_as_it_takes(
+    hand: Hand, make: Make, redis: RedisSettings
+) -> None:
+    await hand.create()
+    live = context()
+    async with Proxy(redis) as proxy:
+        trainer = make(redis=proxy.settings)
+        async with running(trainer, live) as service:
+            await wait_until(hand.ledger.trainers)
+            proxy.refuse = lambda _: True
+            proxy.cut()
+            trainer._heard -= 1e6
+            retries = "fedstream_retries_total"
+            await wait_until(lambda: counted(live, retries, loop="heartbeat") > 2)
+            assert not service.done()
+            proxy.refuse = None
+            await hand.open()
+            await hand.dispatch()
+            await answers(hand)
+
+
 async def test_a_round_that_is_over_is_not_trained_for(hand: Hand, make: Make, task: Adds) -> None:
     await hand.create()
     async with running(make(), context()):
@@ -346,6 +507,30 @@ async def test_a_round_that_is_over_is_not_trained_for(hand: Hand, make: Make, t
         said = await answers(hand, 2)
     assert [a.reason for a in said if isinstance(a, GiveUp)] == ["round over", "deadline passed"]
     assert task.seen == []
+
+
+async def test_at_its_deadline_a_task_is_left_by_whoever_trains_or_waits_for_it(
+    hand: Hand, make: Make, task: Adds
+) -> None:
+    """No answer counts any more, and the trainer is wanted for the next round."""
+    await hand.create()
+    task.gate.clear()
+    slow = DeviceSettings(latency=FixedLatency(mean_s=600.0))
+    for name, devices in (("t1", DeviceSettings()), ("t2", slow)):
+        async with running(make(name, devices=devices), context()):
+            await wait_until(lambda: is_there(hand, name))  # noqa: B023
+            await hand.open(version=0, deadline=time.time() + 1.0)
+            await hand.dispatch()
+            said = (await answers(hand, 1 if name == "t1" else 2))[-1]
+        assert isinstance(said, GiveUp)
+        assert (said.reason, said.trainer) == ("deadline passed", name)
+        task.gate.set()  # t2 has trained, and waits
+    assert [version for _, version in task.seen] == [0, 0]
+    assert await pending(hand) == 0
+
+
+async def is_there(hand: Hand, name: str) -> bool:
+    return name in await hand.ledger.trainers()
 
 
 async def test_a_trainer_of_another_model_says_so_and_ends(hand: Hand, make: Make) -> None:
