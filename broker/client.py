@@ -17,6 +17,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
+from urllib.parse import urlsplit
 
 import hiredis
 from redis import exceptions
@@ -36,12 +37,13 @@ Command = Sequence[Argument]
 _READ = 1 << 20  # bytes taken from a connection at once
 _ASKED_S = 2.0  # one sentinel, or one node of a cluster, for the way
 _HOPS = 4  # nodes that send us on before it is trouble
-_DENIED = re.compile(r"\b(NOPERM|WRONGPASS) |The user executing the script can't")
+_DENIED = re.compile(r"\b(NOPERM|WRONGPASS) |The user executing the script can't|ACL failure")
 # MISCONF: a snapshot failed. BUSY: a script that runs too long. In a script's error the code is not
 # the first.
 _PASSING = re.compile(r"\b(NOREPLICAS|MISCONF|BUSY|TRYAGAIN|CLUSTERDOWN|MASTERDOWN|LOADING) ")
-# What says that this is the wrong node now, in a script's words too. UNBLOCKED: the stream that was
-# waited for is gone, or the node is no master any more.
+# What says that this is the wrong node now, in a script's words too: Redis 7's, and those of later
+# ones and of Valkey. UNBLOCKED: the stream that was waited for is gone, or the node is no master
+# any more.
 _ELSEWHERE = (
     exceptions.AskError,
     exceptions.ReadOnlyError,
@@ -49,8 +51,16 @@ _ELSEWHERE = (
     exceptions.MasterDownError,
 )
 _ELSEWHERE_TOO = re.compile(
-    r"\b(UNBLOCKED|READONLY) |cript attempted to (access a non|execute a .* while the cluster)"
+    r"\b(UNBLOCKED|READONLY) |ttempted to (access a non|execute a .* while the cluster)"
 )
+# What a URL may say. Of an object's name redis-py would make no object but a traceback, later.
+_OPTIONS = {
+    "connection_class", "host", "port", "path", "db", "username", "password", "client_name",
+    "socket_timeout", "socket_connect_timeout", "socket_keepalive", "retry_on_timeout",
+    "health_check_interval", "decode_responses", "protocol", "ssl_ca_certs", "ssl_ca_path",
+    "ssl_certfile", "ssl_keyfile", "ssl_password", "ssl_cert_reqs", "ssl_check_hostname",
+    "ssl_ciphers",
+}  # fmt: skip
 _UNTRUSTED = re.compile(r"certificate verify failed: ([^(]+)")
 
 
@@ -320,13 +330,20 @@ def _options(settings: RedisSettings) -> dict[str, Any]:
         unquoted = "special characters of a password must be percent-encoded, or in redis.password"
         why = unquoted if "@" in settings.url else error
         raise ConfigError(f"redis.url: {shown!r} is not allowed: {why}") from error
+    path = urlsplit(settings.url).path.strip("/")
+    if "path" not in options and path and not path.isdecimal():  # it would be taken for none
+        raise ConfigError(f"redis.url: {shown!r}: {path!r} is no number of a database")
+    for option in sorted(options.keys() - _OPTIONS):
+        raise ConfigError(f"redis.url: {shown!r}: option {option!r} is not known")
     try:
         made = dict(options)
         made.pop("connection_class")(**made)  # connects to nothing
     except TypeError as error:
         name = re.search(r"argument '(\w+)'", str(error))
-        option = name[1] if name else "connection_class"
-        raise ConfigError(f"redis.url: {shown!r}: option {option!r} is not known") from error
+        other = f"option {name[1] if name else ''!r} does not go with its scheme"
+        raise ConfigError(f"redis.url: {shown!r}: {other}") from error
+    except exceptions.RedisError as error:  # a value that TLS does not know
+        raise ConfigError(f"redis.url: {shown!r}: {error}") from error
     if settings.username is not None:
         options["username"] = settings.username
     if settings.password is not None:

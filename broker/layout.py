@@ -122,11 +122,18 @@ class Layout:
         """The layout that :meth:`encode` wrote. Raises LayoutMismatch for anything else."""
         try:
             rows: Any = msgpack.unpackb(data)
-            return cls(
-                tuple(Tensor(n, tuple(shape), dtype, kind) for n, shape, dtype, kind in rows)
-            )
+            return cls(tuple(_tensor(*row) for row in rows))
         except (ValueError, TypeError, msgpack.UnpackException) as error:
             raise LayoutMismatch(f"this is no layout: {error}") from error
+
+
+def _tensor(name: str, shape: list[int], dtype: str, kind: Kind) -> Tensor:
+    """A row of an encoded layout. Raises TypeError or ValueError if it is none."""
+    if not (isinstance(name, str) and isinstance(dtype, str) and isinstance(shape, list)):
+        raise TypeError("a tensor is a name, a shape, a dtype and a kind")
+    if not all(type(length) is int and length >= 0 for length in shape):
+        raise ValueError(f"{name} has no shape")
+    return Tensor(name, tuple(shape), dtype, kind)
 
 
 class Model:

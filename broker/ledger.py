@@ -15,6 +15,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import msgpack
 
+from broker import reasons
 from broker.client import Client, Command
 from broker.errors import BadMessage, Fenced, NoRun, NoScript
 from broker.keys import COORDINATORS, TRAINERS, Keys
@@ -41,7 +42,7 @@ _SCRIPTS = {
     name: Script(name)
     for name in (
         "admit", "announce", "bury", "close_round", "commit", "create", "dispatch",
-        "finish_run", "finish_task", "leave", "look", "measure", "retire", "retry",
+        "finish_run", "finish_task", "hand_out", "leave", "look", "measure", "retire", "retry",
         "settle_unserved", "tell", "trigger",
     )
 }  # fmt: skip
@@ -246,21 +247,13 @@ def counted(counts: Mapping[str, int], end: End) -> dict[str, int]:
     return {**counts, **{name: counts.get(name, 0) + 1 for name in names}}
 
 
+def memory_of(info: bytes) -> tuple[int, int]:
+    """Bytes that Redis uses, and that it may use (0: no limit), by its own report."""
+    found = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
+    return int(found.get(b"used_memory", 0)), int(found.get(b"maxmemory", 0))
+
+
 LOST = "lost with Redis"
-
-
-def _settled(counts: Mapping[str, int]) -> dict[str, int]:
-    """The counts of a run after Redis was emptied: what was open there is given up.
-
-    Those of a journal may be behind in what was issued, never in what was applied.
-    """
-    ended = sum(counts.get(outcome, 0) for outcome in OUTCOMES)
-    lost = counts.get("issued", 0) - ended
-    if lost <= 0:
-        return {**counts, "issued": ended}
-    reason = f"given_up:{LOST}"
-    more = {"given_up": lost, reason: lost}
-    return {**counts, **{name: counts.get(name, 0) + n for name, n in more.items()}}
 
 
 @dataclass(frozen=True)
@@ -466,7 +459,8 @@ class Ledger:
     def close_round(self, entry: Entry, closing: CloseRound) -> Decision[str]:
         """Gives up a round's unanswered tasks, and tells the updater through the queue."""
         about = {
-            "group": COORDINATORS, "entry": entry.id, "tasks": closing.tasks, "why": closing.why,
+            "group": COORDINATORS, "entry": entry.id, "tasks": closing.tasks,
+            "why": reasons.ROUND_OVER,
         }  # fmt: skip
         end = RoundEnd(version=closing.version, why=closing.why).encode()
         return self._decision("close_round", _text, _packed(about), end, _packed(self._event()))
@@ -477,11 +471,13 @@ class Ledger:
         """Admits an answer to the queue, or not: ('admitted' | 'refused' | ..., reason)."""
         about: dict[str, object] = {
             "group": COORDINATORS, "entry": entry.id,
-            "task": answer.task, "attempt": answer.attempt,
+            "task": answer.task, "attempt": answer.attempt, "device": answer.device,
         }  # fmt: skip
         event = self._event(device=answer.device)
         if isinstance(answer, GiveUp):
-            about["give_up"] = answer.reason
+            about["give_up"] = reason = reasons.of_giving_up(answer.reason)
+            if reason != answer.reason:
+                event["text"] = answer.reason
             blob = self.keys.update(f"{answer.task}.{answer.attempt}")
         else:
             blob = self.keys.update(answer.blob)
@@ -513,10 +509,13 @@ class Ledger:
             stream=name, entry=entry.id, reason=reason, time=now,
             deliveries=deliveries, data=entry.data,
         )  # fmt: skip
-        event = self._event(device=task.device if task else None)
+        counted = reasons.of_death(reason)
+        event = self._event(
+            device=task.device if task else None, text=reason if reason != counted else None
+        )
         return bool(
             await self._script(
-                "bury", group, entry.id, dead.encode(), task.task if task else "", reason,
+                "bury", group, entry.id, dead.encode(), task.task if task else "", counted,
                 _packed(event), stream=stream,
             )
         )  # fmt: skip
@@ -527,9 +526,7 @@ class Ledger:
 
     async def memory(self) -> tuple[int, int]:
         """Bytes that Redis uses, and that it may use (0: no limit)."""
-        info = await self._client.call("INFO", "memory")
-        found = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
-        return int(found.get(b"used_memory", 0)), int(found.get(b"maxmemory", 0))
+        return memory_of(await self._client.call("INFO", "memory"))
 
     async def silent(self, seconds: float) -> list[str]:
         """Trainers that were not heard for so long, and have not said good-bye."""
@@ -615,20 +612,27 @@ class Ledger:
         version: Version,
         *,
         counts: Mapping[str, int] | None = None,
+        done: Mapping[str, End] | None = None,
         held: Sequence[int] = (),
         mean_staleness: float = 0.0,
     ) -> str:
         """Makes the run with its first version, or publishes its newest over whatever is there.
 
         'created'; 'unwritten': the model's blob is not there; 'lost': the token is not. ``counts``
-        are the run's, for a Redis that was emptied: what was open there is given up. Raises Fenced.
+        are the run's, for a Redis that was emptied; with ``done``, how tasks ended, also for one
+        that is older than the journal. What was open and is not known there any more is given up.
+        Raises Fenced.
         """
         about: dict[str, Any] = {
-            "token": token, "run": run._record(), "counts": _settled(counts or {}),  # noqa: SLF001
+            "token": token, "run": run._record(), "counts": dict(counts or {}),  # noqa: SLF001
+            "outcomes": OUTCOMES, "lost": LOST,
             "head": self._head(version, held, 0, mean_staleness),
             "version": version.version, "digest": version.digest, "blob": version.blob,
             "size": str(version.size),
         }  # fmt: skip
+        if done is not None:
+            opened = [task.decode() for task in await self._client.call("HKEYS", self.keys.open)]
+            about["ends"] = [self._ending(done[task]) for task in opened if task in done]
         blob = self.keys.model(version.blob)
         reply = await self._script("create", _packed(about), version.encode(), blob=blob)
         return self._unless_fenced(reply, token)
@@ -645,18 +649,9 @@ class Ledger:
         ``ahead``: what :func:`broker.blobs.prepare` left to write that blob by.
         """
         version = commit.version
-        ends = [
-            (
-                end.task, end.attempt, end.outcome, end.reason,
-                self._event(
-                    device=end.device, version=end.version,
-                    staleness=end.staleness, weight=end.weight,
-                ),
-            )
-            for end in commit.ends
-        ]  # fmt: skip
         about: dict[str, Any] = {
-            "token": token, "ends": ends, "entries": list(commit.entries),
+            "token": token, "ends": [self._ending(end) for end in commit.ends],
+            "entries": list(commit.entries),
             "retired": list(commit.retired), "time": repr(time.time()), "at": commit.at,
             "head": self._head(version, commit.held, commit.retained, commit.mean_staleness),
         }  # fmt: skip
@@ -682,10 +677,31 @@ class Ledger:
         counts = {name: int(value) for name, value in _mapping(flat).items()}
         return Committed(what.decode(), counts, state == b"finished")
 
+    async def hand_out(
+        self, token: str, device: int, digest: str, size: int, *, ahead: Sequence[Command] = ()
+    ) -> str:
+        """What was staged of a device takes the place of what whoever trains for it read so far.
+
+        'done'; 'lost': the token is not there; 'unwritten': what was staged is not, or it was
+        handed out already. Raises Fenced. ``ahead``: what :func:`broker.blobs.prepare` left to
+        stage it by.
+        """
+        reply = await self._script(
+            "hand_out", token, size, digest, ahead=ahead,
+            staged=self.keys.staged(device, digest), device=self.keys.device(device),
+        )  # fmt: skip
+        return self._unless_fenced(reply, token)
+
     async def retire(self, token: str, blobs: Sequence[str]) -> str:
         """Deletes models out of turn, which takes no memory: 'done' or 'lost'. Raises Fenced."""
         rest = [self.keys.model(blob) for blob in blobs]
         return self._unless_fenced(await self._script("retire", token, *blobs, rest=rest), token)
+
+    def _ending(self, end: End) -> tuple[str, str, str, str, dict[str, Any]]:
+        event = self._event(
+            device=end.device, version=end.version, staleness=end.staleness, weight=end.weight
+        )
+        return end.task, end.attempt, end.outcome, end.reason, event
 
     def _unless_fenced(self, reply: bytes, token: str) -> str:
         if reply == b"fenced":
@@ -718,9 +734,9 @@ class Ledger:
         """A dead letter's work once more, as the task that ``trigger`` says; the letter goes.
 
         ``before`` is the task that it was about. 'sent'; else nothing was done: 'gone' (there is no
-        such letter), 'finished' (the run), 'open' (the task), 'ended' (the task, and how it did if
-        not as dead), 'round' (is over), 'busy' (the device has this task), 'held' (its update is
-        buffered).
+        such letter), 'finished' (the run), 'open' (the task), 'retried' (the task, as this new
+        one), 'ended' (the task, and how it did if not as dead), 'forgotten' (how it ended), 'round'
+        (is over), 'busy' (the device has this task), 'held' (its update is buffered).
         """
         about: dict[str, object] = {
             "letter": letter, "before": before, "task": trigger.task, "device": trigger.device,
@@ -730,7 +746,10 @@ class Ledger:
         return _verdict(await self._script("retry", _packed(about), trigger.encode()))
 
     async def ends(self, tasks: Sequence[str]) -> list[str]:
-        """What became of tasks: 'open', an outcome, or '' where that is not remembered any more."""
+        """What became of tasks: 'open', an outcome, or '' where that is not remembered any more.
+
+        'retried': it was dead, and is done again as another.
+        """
         asked: list[Command] = []
         for task in tasks:
             asked.append(("HEXISTS", self.keys.open, task))

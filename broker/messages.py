@@ -16,6 +16,7 @@ every kind are kept in ``tests/data/messages``: a test reads them, and compares 
 
 from __future__ import annotations
 
+import reprlib
 import secrets
 import struct
 from collections.abc import Sequence
@@ -222,7 +223,7 @@ def decode(data: bytes, /, *kinds: type[Message]) -> Message:
     try:
         fields = msgpack.unpackb(data, use_list=False, strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:
-        raise BadMessage(f"not msgpack: {error}") from error
+        raise BadMessage(f"not msgpack: {str(error) or type(error).__name__}") from error
     if not isinstance(fields, dict) or type(fields.get("v")) is not int:
         raise BadMessage("not a message: a map with the schema version 'v' was expected")
     if fields["v"] not in READS:
@@ -230,7 +231,8 @@ def decode(data: bytes, /, *kinds: type[Message]) -> Message:
     cls = next((kind for kind in kinds if kind.kind == fields.get("k")), None)
     if cls is None:
         expected = " or ".join(kind.kind for kind in kinds)
-        raise BadMessage(f"a message of kind {fields.get('k')!r}, expected {expected}")
+        # Not its repr: what a stranger wrote may be deeper than that goes, or very long.
+        raise BadMessage(f"a message of kind {reprlib.repr(fields.get('k'))}, expected {expected}")
     try:
         return cls.model_validate(fields)
     except ValidationError as error:

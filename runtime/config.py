@@ -16,6 +16,7 @@ from typing import (
     TYPE_CHECKING,
     Annotated,
     Literal,
+    NamedTuple,
     TypeAlias,
     TypeGuard,
     TypeVar,
@@ -52,6 +53,14 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
+class Option(NamedTuple):
+    """A key of the configuration that the command line gives by a name of its own."""
+
+    name: str  # as it was typed: --updates
+    key: str  # run.versions
+    value: object
+
+
 @dataclass
 class _Leaf:
     """A value, where it came from, and the text it was written as (environment and --set)."""
@@ -65,9 +74,16 @@ _Tree: TypeAlias = "dict[str, _Tree | _Leaf]"
 
 
 def load(
-    schema: type[M], *, path: Path | None, environ: Mapping[str, str], sets: Sequence[str] = ()
+    schema: type[M],
+    *,
+    path: Path | None,
+    environ: Mapping[str, str],
+    sets: Sequence[str] = (),
+    options: Sequence[Option] = (),
 ) -> M:
     """Read and validate the settings; later layers win: file, environment, ``a.b.c=value`` sets.
+
+    ``options`` are keys with an option of their own on the command line, the last of the sets.
 
     ``FEDSTREAM_<SECTION>__<KEY>`` is a key of the configuration, to any depth; a name without a
     double underscore is not (Kubernetes sets ``FEDSTREAM_<SERVICE>_PORT`` and the like). Values
@@ -78,9 +94,12 @@ def load(
     Raises ConfigError, with one line for every key that is wrong.
     """
     tree: _Tree = {}
-    for layer in (_from_file(path), _from_environment(environ), _from_sets(sets)):
-        tree = _merge(tree, layer, [schema])
-    return _validate(schema, tree)
+    try:
+        for layer in (_from_file(path), _from_environment(environ), _from_sets(sets, options)):
+            tree = _merge(tree, layer, [schema])
+        return _validate(schema, tree)
+    except RecursionError:  # of the TOML reader, or of ours: what we know is a few levels deep
+        raise ConfigError("configuration: a key or a value is nested too deeply") from None
 
 
 def dump(settings: BaseModel) -> str:
@@ -113,32 +132,43 @@ def _from_environment(environ: Mapping[str, str]) -> _Tree:
     names = [name for name in ours if "__" in name.removeprefix(_PREFIX)]
     # The environment has no order: tables first, then the keys inside them.
     for name in sorted(names, key=lambda name: (name.count("__"), name)):
+        _check_text(name, name)
         keys = name.removeprefix(_PREFIX).lower().split("__")
         _put(tree, keys, _parse(environ[name], name))
     return tree
 
 
-def _from_sets(sets: Iterable[str]) -> _Tree:
+def _from_sets(sets: Iterable[str], options: Iterable[Option]) -> _Tree:
     tree: _Tree = {}
     for item in sets:
+        _check_text(item, "--set")
         key, equals, text = item.partition("=")
         if not equals or not key.strip():
             raise ConfigError(f"--set {item}: expected key=value, as in --set strategy.alpha=0.3")
         _put(tree, key.strip().split("."), _parse(text, "--set"))
+    for option in options:
+        if isinstance(option.value, str):
+            _check_text(option.value, option.name)
+        _put(tree, option.key.split("."), _node(option.value, option.name))
     return tree
 
 
 def _parse(text: str, source: str) -> _Tree | _Leaf:
     """One TOML value; text that is none is a string."""
-    if any("\ud800" <= character <= "\udfff" for character in text):  # undecodable bytes
-        raise ConfigError(f"{source}: not valid UTF-8")
+    _check_text(text, source)
     try:
         table = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except ValueError:  # TOMLDecodeError, or an integer of thousands of digits
         return _Leaf(text, source)
     if len(table) > 1:  # line breaks in the text: more than one value
         return _Leaf(text, source)
     return _node(table["value"], source, text)
+
+
+def _check_text(text: str, source: str) -> None:
+    if any("\ud800" <= character <= "\udfff" for character in text):  # undecodable bytes
+        shown = source.encode(errors="backslashreplace").decode()
+        raise ConfigError(f"{shown}: not valid UTF-8")
 
 
 def _node(value: object, source: str, text: str | None = None) -> _Tree | _Leaf:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import logging
 import sys
+from contextlib import suppress
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Literal, Self, TextIO, cast
 
 import structlog
 from pydantic import model_validator
@@ -39,6 +40,24 @@ class LogSettings(Section):
     def traces(self) -> bool:
         """Whether tasks leave lines."""
         return self.tasks or self.level == "debug"
+
+
+class _Lines:
+    """A stream of lines of which one that can't be written is lost, and no more than that.
+
+    A full disk makes the services wait, and they say so: that must not be what ends them.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+
+    def write(self, line: str) -> None:
+        with suppress(OSError):
+            self._stream.write(line)
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            self._stream.flush()
 
 
 def stamp(seconds: float) -> str:
@@ -74,7 +93,7 @@ def configure(settings: LogSettings, **bound: object) -> None:
     structlog.configure(
         processors=[*shared, *ending],
         wrapper_class=structlog.make_filtering_bound_logger(level),
-        logger_factory=structlog.WriteLoggerFactory(sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _Lines(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)

@@ -243,8 +243,8 @@ async def _listening(service: Service, context: Context, http: HttpSettings) -> 
     try:
         try:
             await web.TCPSite(runner, http.host, http.port).start()
-        except OSError as error:
-            reason = error.strerror or error
+        except (OSError, UnicodeError) as error:  # UnicodeError: it can be no host's name
+            reason = getattr(error, "strerror", None) or error
             raise FedstreamError(
                 f"cannot listen on host {http.host!r}, port {http.port}: {reason}"
             ) from error

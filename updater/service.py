@@ -452,7 +452,7 @@ class Updater:
         self._epoch = epoch
 
     async def _publish_again(self, why: str) -> None:
-        """Redis does not have the newest version: it gets it, and of an emptied one the counts."""
+        """Redis does not have the newest version: it gets it, and the counts that it lacks."""
         run, progress, epoch = self._run, self._progress, self._lease.number
         if run is None or progress is None:
             return
@@ -470,7 +470,7 @@ class Updater:
         if not await self._hand_out(state):  # whoever sees the version finds them
             return
         reply = await self._ledger.create(
-            self._lease.token, run, version, counts=self._counts,
+            self._lease.token, run, version, counts=self._counts, done=self._recorded(),
             held=tuple(one.device for one in progress.held),
             mean_staleness=progress.mean_staleness,
         )  # fmt: skip
@@ -481,6 +481,11 @@ class Updater:
         self._epoch = epoch
         await self._forget_fetches()
         self._go_on_from(progress, self._digest, self._time)
+
+    def _recorded(self) -> dict[str, End]:
+        """How tasks ended, by what is in the journal."""
+        unwritten = {change.end.task for change in self._unwritten if change.end}
+        return {task: end for task, end in self._done.items() if task not in unwritten}
 
     # the queue
 

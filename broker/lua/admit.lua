@@ -1,7 +1,7 @@
 -- keys: uploads open admitted ended events counts
 -- undeclared: run head lineage queue
--- Admission by metadata: known task, first answer, layout, size, base, staleness now. ARGV: what
--- was said, the entry for the queue, the event's fields. rest[1]: the blob.
+-- Admission by metadata: known task, first answer, device, layout, size, base, staleness now. ARGV:
+-- what was said, the entry for the queue, the event's fields. rest[1]: the blob.
 local a, event = cmsgpack.unpack(ARGV[1]), cmsgpack.unpack(ARGV[3])
 local blob = KEYS[first_rest]
 guard()
@@ -22,7 +22,8 @@ local function refused(why)
   return {'refused', why}
 end
 
-if redis.call('HEXISTS', key.open, a.task) == 0 then
+local trigger = redis.call('HGET', key.open, a.task)
+if not trigger then
   local attempt, outcome = ended_as(a.task)
   if not attempt then return stray('unknown task') end
   if attempt == a.attempt then return {'admitted', ''} end -- the same answer, told again
@@ -32,6 +33,7 @@ local first = redis.call('HGET', key.admitted, a.task)
 if first == a.attempt then return {'admitted', ''} end
 if first then return stray('answered twice') end
 
+if cmsgpack.unpack(trigger).device ~= a.device then return refused('another device') end
 if a.give_up then
   end_task(a.task, a.attempt, 'given_up', a.give_up, event)
   return {'given_up', a.give_up}

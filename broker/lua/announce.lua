@@ -9,8 +9,7 @@
 local name, group = ARGV[1], ARGV[5]
 local wanted = cmsgpack.unpack(ARGV[2]).owns
 local before, wants = {}, {}
-local last = redis.call('HGET', key.trainers, name)
-for _, device in ipairs(last and cmsgpack.unpack(last).owns or {}) do before[device] = true end
+for _, device in ipairs(devices_of(name)) do before[device] = true end
 for _, device in ipairs(wanted) do wants[device] = true end
 local now = redis.call('TIME')
 -- the first write, which fails without memory
@@ -49,9 +48,9 @@ end
 
 if not any then return refused end
 for _, entry in ipairs(redis.call('XRANGE', key.tasks, '-', '+')) do
-  local ok, task = pcall(cmsgpack.unpack, entry[2][2])
+  local task = task_of(entry)
   local taken = redis.pcall('XPENDING', key.tasks, group, entry[1], entry[1], 1)
-  if ok and type(task) == 'table' and got[task.device] and (taken.err or not taken[1]) then
+  if task and got[task.device] and (taken.err or not taken[1]) then
     redis.call('XADD', key.tasks .. ':' .. name, '*', 'm', entry[2][2])
     redis.call('XDEL', key.tasks, entry[1])
   end

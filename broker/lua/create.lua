@@ -1,15 +1,33 @@
--- keys: tokens run head blob models kept lineage counts
--- The run with the version that it starts from, or its newest version again because Redis lost it. An
--- emptied Redis gets the run's counts too, so that they and the scheduler's draws go on.
+-- keys: tokens run head blob models kept lineage open admitted ended events counts
+-- The run with the version that it starts from, or its newest version again because Redis lost it. A
+-- Redis that was emptied, or is older than the journal (`a.ends`: of what is open there), gets the
+-- run's counts too, so that they and the scheduler's draws go on.
 local a = cmsgpack.unpack(ARGV[1])
 local foreign = fenced(a.token, 'updater')
 if foreign then return foreign end
-local emptied = redis.call('EXISTS', key.run) == 0
+local forgot = a.ends or redis.call('EXISTS', key.run) == 0
+local function counted(name) return tonumber(redis.call('HGET', key.counts, name) or '0') end
 guard()
 if redis.call('HGET', key.blob, 'size') ~= a.size then return 'unwritten' end
 redis.call('PERSIST', key.blob)
-if emptied then
-  for name, n in pairs(a.counts) do redis.call('HINCRBY', key.counts, name, n) end
+if forgot then
+  for _, end_ in ipairs(a.ends or {}) do
+    local task, attempt, outcome, reason, event = unpack(end_)
+    end_task(task, attempt, outcome, reason ~= '' and reason or nil, event)
+  end
+  for name, n in pairs(a.counts) do
+    if n > counted(name) then redis.call('HSET', key.counts, name, n) end
+  end
+  -- What is missing now was issued, has not ended, and is not open here: nobody will answer.
+  local known = redis.call('HLEN', key.open)
+  for _, outcome in ipairs(a.outcomes) do known = known + counted(outcome) end
+  local lost = counted('issued') - known
+  if lost > 0 then
+    redis.call('HINCRBY', key.counts, 'given_up', lost)
+    redis.call('HINCRBY', key.counts, 'given_up:' .. a.lost, lost)
+  else -- what ended elsewhere after its last record, and is open here again, is done twice
+    redis.call('HSET', key.counts, 'issued', known)
+  end
 end
 local state, why, finished = unpack(redis.call('HMGET', key.run, 'state', 'why', 'finished'))
 redis.call('HSET', key.run, unpack(a.run))

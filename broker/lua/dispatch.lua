@@ -21,8 +21,11 @@ else
   if is_open or ended_as(a.task) then return 'repeated' end
   if redis.call('HGET', key.run, 'state') ~= 'running' then return 'finished' end
   local second = redis.call('TIME')[1]
-  local at, used = string.match(redis.call('HGET', key.rates, a.origin) or '', '^(%d+):(%d+)$')
-  used = at == second and tonumber(used) or 0
+  if redis.call('HGET', key.rates, '') ~= second then -- what they asked for before counts no more
+    redis.call('DEL', key.rates)
+    redis.call('HSET', key.rates, '', second)
+  end
+  local used = tonumber(redis.call('HGET', key.rates, a.origin) or 0) or 0
   if used >= a.rate or redis.call('HLEN', key.open) >= a.limit then
     count('stray:trigger over the limit')
     return 'limited'
@@ -31,7 +34,7 @@ else
     count('stray:trigger for a busy device')
     return 'busy'
   end
-  redis.call('HSET', key.rates, a.origin, second .. ':' .. (used + 1))
+  redis.call('HSET', key.rates, a.origin, used + 1)
   redis.call('HSET', key.open, a.task, ARGV[3])
   count('issued')
 end

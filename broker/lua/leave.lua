@@ -20,8 +20,8 @@ local told = cmsgpack.unpack(event)
 if tonumber(heard) == 0 then told.text = name .. ' left' end
 tell(told)
 for _, entry in ipairs(redis.call('XRANGE', waiting, '-', '+')) do
-  local ok, task = pcall(cmsgpack.unpack, entry[2][2])
-  if ok and type(task) == 'table' and task.task then
+  local task = task_of(entry)
+  if task then
     given_up = given_up + end_task(task.task, '', 'given_up', 'owner gone', cmsgpack.unpack(gone))
   end
 end

@@ -26,13 +26,18 @@ local function pairs_of(list)
   return map
 end
 
+-- Remembers how a task ended: of the newest.
+local function remember(task, attempt, outcome)
+  redis.call('ZADD', key.ended, 0, task .. '|' .. attempt .. '|' .. outcome)
+  local over = redis.call('ZCARD', key.ended) - ENDED_KEPT
+  if over > 0 then redis.call('ZREMRANGEBYRANK', key.ended, 0, over - 1) end
+end
+
 -- Ends an open task: 1 if it was open, 0 if it had ended before.
 local function end_task(task, attempt, outcome, reason, event)
   if redis.call('HDEL', key.open, task) == 0 then return 0 end
   redis.call('HDEL', key.admitted, task)
-  redis.call('ZADD', key.ended, 0, task .. '|' .. attempt .. '|' .. outcome)
-  local over = redis.call('ZCARD', key.ended) - ENDED_KEPT
-  if over > 0 then redis.call('ZREMRANGEBYRANK', key.ended, 0, over - 1) end
+  remember(task, attempt, outcome)
   count(outcome)
   if reason then count(outcome .. ':' .. reason) end
   event.what, event.task, event.outcome, event.reason = 'outcome', task, outcome, reason
@@ -45,6 +50,19 @@ local function ended_as(task)
   local found = redis.call('ZRANGEBYLEX', key.ended, '[' .. task .. '|', '[' .. task .. '}', 'LIMIT', 0, 1)[1]
   if not found then return nil end
   return string.match(found, '^[^|]*|([^|]*)|(.*)$')
+end
+
+-- The task in an entry of a stream; nil for what is none, whoever wrote it.
+local function task_of(entry)
+  local ok, task = pcall(cmsgpack.unpack, entry[2][2])
+  local readable = ok and type(task) == 'table' and type(task.task) == 'string'
+  return readable and type(task.device) == 'number' and task or nil
+end
+
+-- The devices that a trainer on the register says are its own.
+local function devices_of(name)
+  local ok, about = pcall(cmsgpack.unpack, redis.call('HGET', key.trainers, name) or '')
+  return ok and type(about) == 'table' and type(about.owns) == 'table' and about.owns or {}
 end
 
 local function bury(dead)

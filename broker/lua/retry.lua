@@ -1,13 +1,19 @@
 -- keys: run head open triggers dead ended counts
 -- A dead letter's work once more, as a new task: the task that it was about has ended. The letter goes.
+-- Two letters may be about one task: how it ended is from now on that it was retried, and as which.
 -- ARGV: letter, task before, new task, device, version (rounds only); the new task's trigger.
 local a = cmsgpack.unpack(ARGV[1])
 guard()
 if not redis.call('XRANGE', key.dead, a.letter, a.letter)[1] then return {'gone', ''} end
 if redis.call('HGET', key.run, 'state') ~= 'running' then return {'finished', ''} end
 if redis.call('HEXISTS', key.open, a.before) == 1 then return {'open', a.before} end
-local _, outcome = ended_as(a.before)
+local attempt, outcome = ended_as(a.before)
+if outcome == 'retried' then return {'retried', attempt} end
 if outcome and outcome ~= 'dead' then return {'ended', outcome} end
+local oldest = redis.call('ZRANGE', key.ended, 0, 0)[1]
+if not outcome and redis.call('ZCARD', key.ended) >= ENDED_KEPT and a.before < oldest then
+  return {'forgotten', ''}
+end
 if a.version and tonumber(redis.call('HGET', key.head, 'version')) ~= a.version then return {'round', ''} end
 for _, trigger in ipairs(redis.call('HVALS', key.open)) do -- a device has one task at a time
   local busy = cmsgpack.unpack(trigger)
@@ -16,6 +22,8 @@ end
 for held in string.gmatch(redis.call('HGET', key.head, 'held') or '', '%d+') do
   if tonumber(held) == a.device then return {'held', ''} end
 end
+if outcome then redis.call('ZREM', key.ended, a.before .. '|' .. attempt .. '|' .. outcome) end
+remember(a.before, a.task, 'retried')
 redis.call('HSET', key.open, a.task, ARGV[2])
 redis.call('XADD', key.triggers, '*', 'm', ARGV[2])
 count('issued')

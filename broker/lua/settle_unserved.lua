@@ -4,17 +4,16 @@
 local group, lease, event = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 local alive = redis.call('ZRANGE', key.alive, 0, -1)
 for _, name in ipairs(alive) do
-  local owns = cmsgpack.unpack(redis.call('HGET', key.trainers, name)).owns
-  if not owns or #owns == 0 then return 0 end
+  if #devices_of(name) == 0 then return 0 end
 end
 if #alive == 0 then return 0 end
 guard()
 local given_up = 0
 for _, entry in ipairs(redis.call('XRANGE', key.tasks, '-', '+')) do
-  local ok, task = pcall(cmsgpack.unpack, entry[2][2])
+  local task = task_of(entry)
   local lent = redis.pcall('XPENDING', key.tasks, group, entry[1], entry[1], 1)
   local held = lent[1] and lent[1][3] < lease
-  if ok and type(task) == 'table' and task.task and not held then
+  if task and not held then
     local owner = redis.call('HGET', key.owners, task.device)
     if owner then
       redis.call('XADD', key.tasks .. ':' .. owner, '*', 'm', entry[2][2])

@@ -17,8 +17,8 @@ CLUSTER = "cluster"
 @pytest.fixture(scope="session")
 def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[int]]:
     """The ports of a cluster of three masters."""
-    with cluster(tmp_path_factory.mktemp("cluster")) as ports:
-        yield ports
+    with cluster(tmp_path_factory.mktemp("cluster")) as made:
+        yield made.ports
 
 
 @pytest.fixture(params=[*_ORDERED, CLUSTER])

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import socket
+import ssl
 import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -83,9 +85,13 @@ def redis(
         server.end()
 
 
-def said(port: int, *command: str) -> bytes:
+def said(port: int, *command: str, tls: ssl.SSLContext | None = None) -> bytes:
     """The reply of redis-cli's kind to a command without a password, as it comes over the wire."""
-    with socket.create_connection(("127.0.0.1", port), timeout=5) as connection:
+    with ExitStack() as stack:
+        connection = stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=5))
+        if tls is not None:
+            wrapped = tls.wrap_socket(connection, server_hostname="127.0.0.1")
+            connection = stack.enter_context(wrapped)
         parts = "".join(f"${len(part.encode())}\r\n{part}\r\n" for part in command)
         connection.sendall(f"*{len(command)}\r\n{parts}".encode())
         return connection.recv(1 << 16)
@@ -102,30 +108,73 @@ def until(condition: Callable[[], bool], what: str) -> None:
 SLOTS = 1 << 14
 
 
+@dataclass(frozen=True)
+class Shards:
+    """Masters, of which each has its share of the slots, and the replica of each, if there are."""
+
+    masters: list[Redis]
+    replicas: list[Redis]  # in the order of their masters
+
+    @property
+    def ports(self) -> list[int]:
+        """The masters'."""
+        return [one.port for one in self.masters]
+
+
 @contextmanager
-def cluster(folder: Path, masters: int = 3) -> Iterator[list[int]]:
-    """A cluster of masters without replicas, of which each has its share of the slots: ports."""
+def cluster(
+    folder: Path,
+    *arguments: str,
+    masters: int = 3,
+    replicas: bool = False,
+    timeout_ms: int = 2000,
+    tls: ssl.SSLContext | None = None,
+) -> Iterator[Shards]:
+    """A cluster that is whole. ``timeout_ms``: after which a silent node is thought to be down.
+
+    ``tls``: to talk to it, if the ``arguments`` make its nodes speak that.
+    """
     with ExitStack() as stack:
-        ports = []
-        buses = []
-        for number in range(masters):
-            buses.append(stack.enter_context(HeldPort()).number)
-            server = redis(
-                folder / str(number), "--cluster-enabled", "yes", "--cluster-node-timeout", "2000",
-                "--cluster-port", str(buses[-1]),
-            )  # fmt: skip
-            ports.append(stack.enter_context(server).port)
-        for number, port in enumerate(ports):
+        buses: dict[Redis, int] = {}
+
+        def node(name: str) -> Redis:
+            bus = stack.enter_context(HeldPort()).number
+            server = stack.enter_context(redis(
+                folder / name, "--cluster-enabled", "yes", "--cluster-node-timeout",
+                str(timeout_ms), "--cluster-port", str(bus), "--repl-diskless-sync-delay", "0",
+                *arguments, tls=tls is not None,
+            ))  # fmt: skip
+            buses[server] = bus
+            return server
+
+        def ask(server: Redis, *command: str) -> bytes:
+            return said(server.port, "CLUSTER", *command, tls=tls)
+
+        made = Shards(
+            [node(f"master-{n}") for n in range(masters)],
+            [node(f"replica-{n}") for n in range(masters if replicas else 0)],
+        )
+        everyone = [*made.masters, *made.replicas]
+        for number, one in enumerate(made.masters):
             first, last = SLOTS * number // masters, SLOTS * (number + 1) // masters - 1
-            assert said(port, "CLUSTER", "SET-CONFIG-EPOCH", str(number + 1)) == b"+OK\r\n"
-            assert said(port, "CLUSTER", "ADDSLOTSRANGE", str(first), str(last)) == b"+OK\r\n"
-            meet = ("CLUSTER", "MEET", "127.0.0.1", str(ports[0]), str(buses[0]))
-            assert number == 0 or said(port, *meet) == b"+OK\r\n"
-        known = f"cluster_known_nodes:{masters}\r\n".encode()
+            assert ask(one, "SET-CONFIG-EPOCH", str(number + 1)) == b"+OK\r\n"
+            assert ask(one, "ADDSLOTSRANGE", str(first), str(last)) == b"+OK\r\n"
+        there = made.masters[0]
+        for one in everyone[1:]:
+            meet = ("MEET", "127.0.0.1", str(there.port), str(buses[there]))
+            assert ask(one, *meet) == b"+OK\r\n"
+        for master, replica in zip(made.masters, made.replicas, strict=False):
+            follow = ("REPLICATE", ask(master, "MYID").split(b"\r\n")[1].decode())
+            until(lambda: ask(replica, *follow) == b"+OK\r\n", "a replica knows its master")  # noqa: B023
+        known = f"cluster_known_nodes:{len(everyone)}\r\n".encode()
 
         def agreed() -> bool:
-            infos = [said(port, "CLUSTER", "INFO") for port in ports]
+            infos = [ask(one, "INFO") for one in everyone]
             return all(b"cluster_state:ok" in info and known in info for info in infos)
 
+        def follows(replica: Redis) -> bool:
+            return b"master_link_status:up" in said(replica.port, "INFO", "replication", tls=tls)
+
         until(agreed, "the cluster is whole")
-        yield ports
+        until(lambda: all(map(follows, made.replicas)), "replicas that follow")
+        yield made

@@ -123,6 +123,13 @@ async def test_a_chunk_that_was_never_written_is_a_missing_blob(
         await blobs.read(client, keys.model("1.1"), Model(model.layout), digest=model.digest())
 
 
+async def test_what_is_no_hash_is_a_damaged_blob(client: Client, keys: Keys) -> None:
+    """Whoever may write updates can put anything in the place of one that was admitted."""
+    await client.call("SET", keys.update("a.1"), "x", "PX", 60_000)
+    with pytest.raises(BlobDamaged, match=r"update:a\.1 is no blob"):
+        await blobs.read(client, keys.update("a.1"), random_model(3), digest="")
+
+
 async def test_another_models_digest_is_refused(client: Client, keys: Keys) -> None:
     model = random_model(5)
     await blobs.write(client, keys.model("1.1"), model, expire_s=60)

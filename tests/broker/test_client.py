@@ -111,7 +111,7 @@ async def test_a_cancelled_call_does_not_hand_its_reply_to_the_next(
 
 async def test_a_reply_that_does_not_come_in_time_is_unavailable(redis: RedisSettings) -> None:
     async with Proxy(redis) as proxy:
-        mine = Client(RedisSettings(url=proxy.settings.url, timeout_s=0.1))
+        mine = Client(RedisSettings(url=proxy.settings.url, timeout_s=0.5))
         await mine.call("PING")
         proxy.answering.clear()
         with pytest.raises(Unavailable, match="does not answer: TimeoutError"):
@@ -126,7 +126,7 @@ async def test_what_was_given_up_is_not_sent_later(
 ) -> None:
     """Its buffer may be in use for something else by then."""
     async with Proxy(redis, keys) as proxy:
-        mine = Client(RedisSettings(url=proxy.settings.url, timeout_s=0.2))
+        mine = Client(RedisSettings(url=proxy.settings.url, timeout_s=1.0))
         await mine.call("PING")
         proxy.reading.clear()
         with pytest.raises(Unavailable):
@@ -199,6 +199,11 @@ async def test_a_script_that_redis_does_not_know_is_told_apart(client: Client) -
         ("http://there", "'http://there' is not allowed: "),
         ("redis://[::1", "'redis://[::1' is not allowed: "),
         ("redis://there/0?colour=red", "'redis://there/0?colour=red': option 'colour' is not"),
+        ("redis://there?retry=5", "'redis://there?retry=5': option 'retry' is not known"),
+        ("redis://there?ssl_ciphers=a", "'redis://there?ssl_ciphers=a': option 'ssl_ciphers' does"),
+        ("rediss://there?ssl_cert_reqs=a", "'rediss://there?ssl_cert_reqs=a': Invalid SSL"),
+        ("redis://there/demo", "'redis://there/demo': 'demo' is no number of a database"),
+        ("redis://there/1/2", "'redis://there/1/2': '1/2' is no number of a database"),
         ("redis://me:ge/heim@there", "'redis://...@there' is not allowed: special characters"),
         ("redis://me:ge#heim@there", "'redis://...@there' is not allowed: special characters"),
     ],
@@ -215,6 +220,37 @@ async def test_what_a_url_says_of_decoding_does_not_count(redis: RedisSettings) 
     client = Client(redis.model_copy(update={"url": redis.url + "?decode_responses=true"}))
     assert await client.call("ECHO", "x") == b"x"
     await client.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "is_passing"),
+    [
+        ("Script attempted to access a non local key in a cluster node", True),
+        ("Attempted to access a non local key in a cluster node script: on @user_script:4.", True),
+        ("Script attempted to execute a write command while the cluster is down", True),
+        ("Attempted to execute a command while the cluster is down and readonly", True),
+        ("The user executing the script can't access at least one of the keys", False),
+        ("ACL failure in script: No permissions to access a key script: on @user_script:1", False),
+    ],
+)
+async def test_words_of_every_release_are_understood(words: str, is_passing: bool) -> None:
+    """Redis 7 and later ones, and Valkey: of an error inside a script there are only words."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1000)
+        writer.write(f"-ERR {words}\r\n".encode())
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = server.sockets[0].getsockname()[1]
+    mine = Client(RedisSettings(url=f"redis://127.0.0.1:{port}"))
+    says = "does not answer" if is_passing else "refuses"
+    with pytest.raises(BrokerError, match=says) as raised:
+        await mine.call("EVALSHA", "0" * 40, 0)
+    assert raised.value.retriable == is_passing
+    await mine.close()
+    server.close()
+    await server.wait_closed()
 
 
 async def test_a_closed_client_keeps_no_connection(redis: RedisSettings, client: Client) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import suppress
 
 import msgpack
 import numpy as np
@@ -136,11 +137,27 @@ def test_a_layout_names_every_tensor_once_and_keeps_the_order_of_roles() -> None
         msgpack.packb([["w", [1], "float32", "colour"]]),
         msgpack.packb([["w", 1, "float32", "parameter"]]),
         msgpack.packb([["w"]]),
+        msgpack.packb([["w", [-1], "float32", "parameter"]]),
+        msgpack.packb([["w", [1.0], "float32", "parameter"]]),
+        msgpack.packb([["w", [True], "float32", "parameter"]]),
+        msgpack.packb([["w", "12", "float32", "parameter"]]),
+        msgpack.packb([["w", [1], 5, "parameter"]]),
+        msgpack.packb([[b"w", [1], "float32", "parameter"]]),
+        msgpack.packb([["w", [1], "float32", ["parameter"]]]),
+        b"\x91" * 10**5 + b"\x01",
     ],
 )
 def test_what_is_no_layout_is_a_mismatch(junk: bytes) -> None:
     with pytest.raises(LayoutMismatch):
         Layout.decode(junk)
+
+
+@given(st.binary(max_size=100))
+def test_junk_is_a_mismatch_or_a_layout_that_is_written_again(junk: bytes) -> None:
+    with suppress(LayoutMismatch):
+        layout = Layout.decode(junk)
+        assert layout.nbytes >= 0
+        assert Layout.decode(layout.encode()) == layout
 
 
 def test_an_empty_model_has_no_bytes() -> None:

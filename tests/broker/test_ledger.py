@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
+import msgpack
 import pytest
 
 from broker import blobs
@@ -13,13 +14,13 @@ from broker.errors import BrokerError, Fenced, NoRun
 from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.layout import Model
 from broker.lease import Lease
-from broker.ledger import Commit, Run
+from broker.ledger import Commit, End, Run
 from broker.messages import CloseRound, Dead, GiveUp, RoundEnd, Task, Trigger, Version
 from broker.streams import Entry
 from tests.support import SIZE_LIMIT, Hand, layout_of, model_of, snapshot, wait_until
 
 
-def give_up(trigger: Trigger | Task, attempt: str = "a1", reason: str = "tired") -> GiveUp:
+def give_up(trigger: Trigger | Task, attempt: str = "a1", reason: str = "dropped out") -> GiveUp:
     return GiveUp(
         task=trigger.task, attempt=attempt, device=trigger.device, trainer="t", reason=reason
     )
@@ -83,6 +84,63 @@ async def test_an_emptied_redis_gets_the_counts_and_what_was_open_is_given_up(
     await hand.balanced()
 
 
+async def test_a_redis_that_is_older_than_the_journal_gets_what_it_lacks(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    """As after the fail-over to a replica that lagged."""
+    await hand.create()
+    first, second = await hand.admitted(), await hand.admitted()
+    await hand.open(2)
+    old = [keys.open, keys.admitted, keys.counts, keys.ended, keys.queue]
+    was = [await client.call("DUMP", name) for name in old]
+    third = await hand.admitted()
+    [tired] = await hand.open()
+    about: dict[str, Any] = {"task": tired.task, "device": tired.device, "reason": "dropped out"}
+    await hand.admit(GiveUp(attempt="1", trainer="t", **about))
+    await hand.open(3)  # of which nobody knows anything later
+    for version, upload in enumerate((first, second, third), 1):
+        await hand.commit(version, upload)
+    counts = dict((await hand.ledger.look()).counts)
+    assert (counts["issued"], counts["applied"], counts["given_up"]) == (9, 3, 1)
+    done = {
+        upload.task: End(upload.task, upload.attempt, "applied", version=version)
+        for version, upload in enumerate((first, second, third), 1)
+    }
+    for name, value in zip(old, was, strict=True):
+        await client.call("DEL", name)
+        if value is not None:
+            await client.call("RESTORE", name, 0, value)
+    for _ in range(2):  # repeated, it changes nothing
+        reply = await hand.ledger.create(
+            hand.updater.token, hand.run(), await hand.publish(3), counts=counts, done=done
+        )
+        assert reply == "created"
+        view = await hand.ledger.look()
+        assert (view.issued, view.outcomes["applied"], len(view.open)) == (9, 3, 2)
+        assert view.reasons("given_up") == {"dropped out": 1, "lost with Redis": 3}
+        assert view.admitted == 0
+        await hand.balanced()
+    # The entries are still there; what is done with them counts nothing twice.
+    assert len(await hand.queue()) == 2
+    await hand.commit(None, first, second, ends=list(done.values()))
+    assert (await hand.ledger.look()).counts == view.counts
+
+
+async def test_a_redis_that_is_newer_than_the_journals_counts_keeps_its_own(hand: Hand) -> None:
+    """The updater died between record and commit: nothing is lost."""
+    await hand.create()
+    upload = await hand.admitted()
+    counts = dict((await hand.ledger.look()).counts) | {"applied": 1}
+    await hand.open(2)
+    done = {upload.task: End(upload.task, upload.attempt, "applied", version=1)}
+    version = await hand.publish(1)
+    await hand.ledger.create(hand.updater.token, hand.run(), version, counts=counts, done=done)
+    view = await hand.ledger.look()
+    assert (view.issued, view.outcomes["applied"], len(view.open)) == (3, 1, 2)
+    assert view.reasons("given_up") == {}
+    await hand.balanced()
+
+
 async def test_a_run_is_not_created_on_a_model_that_is_not_there(hand: Hand) -> None:
     assert await hand.updater.acquire()
     version = await hand.publish(0, write=False)
@@ -106,6 +164,8 @@ async def test_only_the_holder_creates_or_commits_or_retires(
         await hand.ledger.commit(stale, nothing)
     with pytest.raises(Fenced):
         await hand.ledger.retire(stale, ["0.1"])
+    with pytest.raises(Fenced):
+        await hand.ledger.hand_out(stale, 1, "digest", 16)
     assert await snapshot(client, keys) == before
 
 
@@ -116,6 +176,7 @@ async def test_a_token_that_redis_lost_is_lost_and_not_fenced(hand: Hand, client
     token = hand.updater.token
     assert await hand.ledger.create(token, hand.run(), version) == "lost"
     assert await hand.ledger.retire(token, ["0.1"]) == "lost"
+    assert await hand.ledger.hand_out(token, 1, "digest", 16) == "lost"
     commit = Commit(version=version, held=(), mean_staleness=0.0)
     assert (await hand.ledger.commit(token, commit)).what == "lost"
 
@@ -229,7 +290,7 @@ async def test_dispatching_an_entry_twice_makes_one_task(hand: Hand) -> None:
 async def test_a_trigger_whose_task_has_ended_makes_none(hand: Hand) -> None:
     await hand.create()
     [trigger] = await hand.open()
-    assert await hand.admit(give_up(trigger)) == [("given_up", "tired")]
+    assert await hand.admit(give_up(trigger)) == [("given_up", "dropped out")]
     assert await hand.dispatch() == ["ended"]
     assert await hand.take() == []
 
@@ -266,6 +327,19 @@ async def test_a_devices_rate_begins_anew_every_second(hand: Hand, client: Clien
     assert await hand.dispatch(rate=1) == ["sent"]
 
 
+async def test_a_trainer_of_many_names_leaves_none_of_them_behind(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    for n in range(20):
+        await hand.ledger.ask(hand.trigger(origin=f"ann-{n}", device=100 + n))
+    assert await hand.dispatch() == ["sent"] * 20
+    await client.call("HSET", keys.rates, "", "1234")  # and in another second
+    await hand.ledger.ask(hand.trigger(origin="bob"))
+    assert await hand.dispatch() == ["sent"]
+    assert set(await client.call("HKEYS", keys.rates)) == {b"", b"bob"}
+
+
 async def test_devices_trigger_themselves_only_up_to_the_limit(hand: Hand) -> None:
     await hand.create()
     await hand.open(2)
@@ -283,7 +357,7 @@ async def test_a_device_that_is_busy_triggers_nothing_more(hand: Hand) -> None:
     await hand.ledger.ask(hand.trigger(origin="bob", device=4))
     assert await hand.dispatch() == ["sent", "busy", "sent"]
     assert (await hand.ledger.look()).reasons("stray") == {"trigger for a busy device": 1}
-    assert await hand.admit(give_up(trigger)) == [("given_up", "tired")]
+    assert await hand.admit(give_up(trigger)) == [("given_up", "dropped out")]
     await hand.ledger.ask(hand.trigger(origin="bob", device=3))
     assert await hand.dispatch() == ["sent"]
     await hand.balanced()
@@ -297,7 +371,7 @@ async def test_a_devices_trigger_that_was_said_twice_is_one_task_even_after_its_
     await hand.ledger.ask(trigger)
     await hand.ledger.ask(trigger)
     assert await hand.dispatch() == ["sent", "repeated"]
-    assert await hand.admit(give_up(trigger)) == [("given_up", "tired")]
+    assert await hand.admit(give_up(trigger)) == [("given_up", "dropped out")]
     await hand.ledger.ask(trigger)
     assert await hand.dispatch() == ["repeated"]
     await hand.balanced()
@@ -476,10 +550,50 @@ async def test_staleness_is_judged_by_the_version_that_is_current_now(hand: Hand
 async def test_a_device_that_gives_up_ends_the_task(hand: Hand) -> None:
     await hand.create()
     [trigger] = await hand.open()
-    assert await hand.admit(give_up(trigger, reason="battery")) == [("given_up", "battery")]
+    assert await hand.admit(give_up(trigger)) == [("given_up", "dropped out")]
     view = await hand.ledger.look()
-    assert (view.outcomes["given_up"], view.reasons("given_up")) == (1, {"battery": 1})
+    assert (view.outcomes["given_up"], view.reasons("given_up")) == (1, {"dropped out": 1})
     assert await hand.admit(give_up(trigger)) == [("admitted", "")]  # told again
+    await hand.balanced()
+
+
+async def test_reasons_of_a_trainers_own_are_told_and_not_counted_one_by_one(
+    hand: Hand, client: Client
+) -> None:
+    """Each would stay in the counts for ever, and be a label of a metric."""
+    await hand.create()
+    for n, trigger in enumerate(await hand.open(5)):
+        answer = give_up(trigger, reason=f"battery at {n} %")
+        assert await hand.admit(answer) == [("given_up", "another reason")]
+    [trigger] = await hand.open()
+    await hand.ledger.ask(CloseRound(version=0, tasks=(trigger.task,), why="because I say so"))
+    assert (await hand.dispatch())[-1] == "closed"
+    view = await hand.ledger.look()
+    assert view.reasons("given_up") == {"another reason": 5, "round over": 1}
+    told = [event.text for event in await hand.events()]
+    assert told == [*(f"battery at {n} %" for n in range(5)), None]
+    [trigger] = await hand.open()
+    await hand.dispatch()
+    *_, (entry, task) = await hand.take()
+    assert await hand.ledger.bury(
+        hand.keys.tasks, TRAINERS, entry, "the moon is full", task=task, deliveries=1
+    )
+    assert (await hand.ledger.look()).reasons("dead") == {"unreadable": 1}
+    assert (await hand.events())[-1].text == "the moon is full"
+    [row] = await client.call("XRANGE", hand.keys.dead, "-", "+")
+    assert Dead.decode(row[1][1]).reason == "the moon is full"
+    await hand.balanced()
+
+
+async def test_an_answer_for_another_device_than_was_asked_is_refused(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    [trigger] = await hand.open(device=3)
+    upload = await hand.trained(trigger, device=4)
+    assert await hand.admit(upload) == [("refused", "another device")]
+    assert await hand.queue() == []
+    assert not await exists(client, keys.update(upload.blob))
     await hand.balanced()
 
 
@@ -518,7 +632,7 @@ async def test_the_end_of_a_round_gives_up_what_was_not_answered_and_comes_last_
         upload, RoundEnd(version=0, why="time is up")
     ]  # fmt: skip
     view = await hand.ledger.look()
-    assert view.reasons("given_up") == {"time is up": 1}
+    assert view.reasons("given_up") == {"round over": 1}
     assert [trigger.task for trigger in view.open] == [answered.task]
     await hand.balanced()
 
@@ -690,19 +804,19 @@ async def test_a_poisonous_task_is_buried_and_ends(hand: Hand, client: Client) -
     [trigger] = await hand.open()
     await hand.dispatch()
     [(entry, task)] = await hand.take()
-    keys = hand.keys
+    keys, crashed = hand.keys, "crashed its trainers"
     buried = [
-        await hand.ledger.bury(keys.tasks, TRAINERS, entry, "crashed", task=task, deliveries=3)
+        await hand.ledger.bury(keys.tasks, TRAINERS, entry, crashed, task=task, deliveries=3)
         for _ in range(2)
     ]
     assert buried == [True, False]
     view = await hand.ledger.look()
     assert (view.dead, view.open, view.outcomes["dead"]) == (1, (), 1)
-    assert view.reasons("dead") == {"crashed": 1}
+    assert view.reasons("dead") == {crashed: 1}
     [row] = await client.call("XRANGE", keys.dead, "-", "+")
     dead = Dead.decode(row[1][1])
     assert (dead.stream, dead.entry, dead.reason, dead.deliveries) == (
-        "tasks", entry.id, "crashed", 3
+        "tasks", entry.id, crashed, 3
     )  # fmt: skip
     assert Task.decode(dead.data).task == trigger.task
     await hand.balanced()
@@ -980,4 +1094,28 @@ async def test_what_the_pool_holds_is_settled_where_only_owners_are_alive(
     rows = await client.call("XRANGE", keys.tasks_of("ann"), "-", "+")
     assert [Task.decode(fields[1]).device for _, fields in rows] == [2, 1]
     assert Task.decode(rows[1][1][1]).task == taken.task
+    await hand.balanced()
+
+
+async def test_what_is_no_task_stops_nobody_who_looks_for_one(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    """Trainers may write these streams and the register, and not all that is there is ours."""
+    await hand.create()
+    await hand.open(device=3)
+    await hand.dispatch()
+    junk: list[object] = [
+        {"task": {"a": 1}, "device": 3}, {"task": "x"}, {"task": "x", "device": "3"}, "x", [],
+    ]  # fmt: skip
+    for stream in (keys.tasks, keys.tasks_of("ann")):
+        for one in (b"", b"\xc1", *map(msgpack.packb, junk)):
+            await client.call("XADD", stream, "*", "m", one)
+    await client.call("HSET", keys.trainers, "ann", b"\xc1")
+    await hand.ledger.announce("ann", {}, [1])
+    assert await hand.ledger.settle_unserved(60_000) == 1
+    await hand.ledger.announce("ann", {}, [1, 3])
+    assert await hand.ledger.leave("ann") == 0
+    await client.call("ZADD", keys.alive, 1, "nobody on the register")
+    assert await hand.ledger.settle_unserved(60_000) == 0
+    assert await client.call("XLEN", keys.tasks) == 7
     await hand.balanced()

@@ -91,6 +91,31 @@ def test_junk_is_a_bad_message_and_nothing_else(junk: bytes) -> None:
             kind.decode(junk)
 
 
+# What msgpack can say, and nobody of ours does.
+strange = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats()
+    | st.text(max_size=5) | st.binary(max_size=5)
+    | st.builds(msgpack.ExtType, st.integers(0, 127), st.binary(max_size=5)),
+    lambda one: st.lists(one, max_size=3)
+    | st.dictionaries(st.text(max_size=5) | st.binary(max_size=3), one, max_size=3),
+    max_leaves=6,
+)  # fmt: skip
+
+
+@given(messages, st.data())
+def test_a_message_with_strange_fields_is_a_bad_one_or_goes_on_as_it_is(
+    message: Message, data: st.DataObject
+) -> None:
+    kind = type(message)
+    names = st.sampled_from([*kind.model_fields, "of a later release"])
+    changes = data.draw(st.dictionaries(names, strange, min_size=1, max_size=3))
+    try:
+        read = kind.decode(msgpack.packb(msgpack.unpackb(message.encode()) | changes))
+    except BadMessage:
+        return
+    assert kind.decode(read.encode()).encode() == read.encode()
+
+
 @given(messages, st.data())
 def test_a_message_cut_short_is_a_bad_message(message: Message, data: st.DataObject) -> None:
     whole = message.encode()
@@ -119,6 +144,9 @@ def test_fields_of_a_later_release_are_ignored_and_missing_ones_have_defaults() 
         (msgpack.packb([1, 2]), "a map with the schema version 'v' was expected"),
         (packed(k="upload"), "a message of kind 'upload', expected round_end"),
         (packed(k=None), "a message of kind None, expected round_end"),
+        (packed(k="x" * 10**6), r"a message of kind 'x{12}\.\.\.x{13}', expected round_end"),
+        (b"\x82\xa1v\x01\xa1k" + b"\x91" * 900 + b"\x01", r"a message of kind \(+\.\.\."),
+        (b"\x91" * 10**5 + b"\x01", "not msgpack: StackError"),
         (packed(version=-1), "round_end: version: Input should be greater than or equal to 0"),
         (packed(version="3"), "round_end: version: Input should be a valid integer"),
         (packed(version=3.0), "round_end: version: Input should be a valid integer"),

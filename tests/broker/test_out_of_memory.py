@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from broker import scripts
+from broker import blobs, scripts
 from broker.client import Client
 from broker.errors import OutOfMemory
 from broker.keys import TRAINERS, Keys
 from broker.ledger import Commit, End
 from broker.messages import CloseRound, Event, GiveUp, Trigger
-from tests.support import SIZE_LIMIT, Hand, full, snapshot
+from tests.support import SIZE_LIMIT, Hand, full, model_of, snapshot
 
 Step = Callable[[], Awaitable[Any]]
 Scene = Callable[[Hand], Awaitable[Step]]
@@ -124,6 +124,14 @@ async def commit_a_refusal(hand: Hand) -> Step:
     return lambda: hand.commit(None, upload)
 
 
+async def hand_out(hand: Hand) -> Step:
+    await hand.create()
+    model = model_of(hand.layout, 1.0)
+    digest, token = model.digest(), hand.updater.token
+    await blobs.write(hand.client, hand.keys.staged(1, digest), model, expire_s=60)
+    return lambda: hand.ledger.hand_out(token, 1, digest, model.layout.nbytes)
+
+
 async def bury(hand: Hand) -> Step:
     await hand.create()
     await hand.open()
@@ -189,6 +197,7 @@ SCENES = {
     "create": create,
     "commit": commit_a_version,
     "commit, refusal": commit_a_refusal,
+    "hand_out": hand_out,
     "bury": bury,
     "retry": retry,
     "announce": announce,

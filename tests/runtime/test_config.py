@@ -278,6 +278,52 @@ def test_an_environment_in_another_encoding() -> None:
     assert refusal(FEDSTREAM_RUN__NAME=latin) == "FEDSTREAM_RUN__NAME: not valid UTF-8"
 
 
+@pytest.mark.parametrize("key", ["run.n\udce9me", "run.\udce9"])
+def test_a_key_in_another_encoding(key: str) -> None:
+    assert refusal(f"{key}=1") == "--set: not valid UTF-8"
+    name = "FEDSTREAM_" + key.upper().replace(".", "__")
+    assert refusal(**{name: "1"}) == name.replace("\udce9", r"\udce9") + ": not valid UTF-8"
+
+
+@pytest.mark.parametrize("deep", ["[" * 5000, "{a=" * 5000])
+def test_what_is_nested_too_deeply_is_one_line(tmp_path: Path, deep: str) -> None:
+    said = "configuration: a key or a value is nested too deeply"
+    assert refusal(f"run.name={deep}") == said
+    assert refusal(".".join("a" * 5000) + "=1") == said
+    with pytest.raises(ConfigError, match=said):
+        load_file(tmp_path, f"a = {deep}")
+
+
+@pytest.mark.parametrize("number", ["9" * 5000, "0x" + "f" * 5000])
+def test_a_number_of_thousands_of_digits_is_refused(number: str) -> None:
+    said = refusal(f"run.seed={number}")
+    assert "\n" not in said
+    assert len(said) < 200
+
+
+pieces = st.sampled_from(
+    ["run", "seed", "name", "strategy", "alpha", "policies", "policy", "kind", "tags", "weights"]
+)
+keys = st.lists(pieces | st.text(max_size=3), max_size=4)
+values = st.sampled_from(
+    ["1", "'a'", "[", "[1, 'a']", "{}", "{kind='rounds'}", "[{kind=1}]", "nan", "-inf", "1e999",
+     "2020-01-01", "07:00:00", "true", "{name='fedasync', k=1}", "'\\u0000'", "\n", "1\nrun=2"],
+) | st.text(max_size=5)  # fmt: skip
+
+
+@given(st.lists(st.tuples(keys, values), max_size=3), st.booleans())
+def test_whatever_is_given_there_are_settings_or_a_refusal(
+    given: list[tuple[list[str], str]], by_environment: bool
+) -> None:
+    try:
+        if by_environment:
+            load_sets(**{"FEDSTREAM_" + "__".join(key).upper(): value for key, value in given})
+        else:
+            load_sets(*(f"{'.'.join(key)}={value}" for key, value in given))
+    except ConfigError:
+        return
+
+
 def test_a_file_in_another_encoding(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(b'[run]\nname = "caf\xe9"\n')
@@ -294,25 +340,26 @@ def test_a_set_without_key_and_value(item: str) -> None:
 
 finite = st.floats(allow_nan=False, allow_infinity=False)
 text = st.text(st.characters(codec="utf-8"))
+integers = st.integers(-(2**63), 2**63 - 1)
 policies = st.one_of(
     st.builds(Poisson, kind=st.just("poisson"), rate=finite),
-    st.builds(Rounds, kind=st.just("rounds"), size=st.integers()),
+    st.builds(Rounds, kind=st.just("rounds"), size=integers),
 )
 samples = st.builds(
     Sample,
     run=st.builds(
         Run,
         name=text,
-        seed=st.integers(),
+        seed=integers,
         out=st.none() | st.just(Path("out")),
         tags=st.lists(text).map(tuple),
         weights=st.dictionaries(text, finite),
-        port=st.integers() | st.just("any"),
+        port=integers | st.just("any"),
         quick=st.booleans(),
     ),
     strategy=st.one_of(
         st.builds(FedAsync, name=st.just("fedasync"), alpha=st.floats(0, 1, exclude_min=True)),
-        st.builds(FedBuff, name=st.just("fedbuff"), k=st.integers(1)),
+        st.builds(FedBuff, name=st.just("fedbuff"), k=st.integers(1, 2**63 - 1)),
     ),
     policies=st.lists(policies).map(tuple),
     policy=st.none() | policies,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import threading
 from datetime import UTC, datetime
+from io import StringIO
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -114,6 +116,26 @@ def test_configured_twice_a_line_comes_once(capsys: pytest.CaptureFixture[str]) 
     configure(LogSettings())
     logging.getLogger("theirs").info("once")
     assert len(lines(capsys)) == 1
+
+
+def test_a_line_that_cannot_be_written_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Disk(StringIO):
+        full = True
+
+        def write(self, text: str) -> int:
+            if self.full:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return super().write(text)
+
+    disk = Disk()
+    monkeypatch.setattr("sys.stderr", disk)
+    configure(LogSettings(format="json"))
+    log = structlog.get_logger()
+    log.warning("retrying")
+    logging.getLogger("aiohttp").warning("slow")
+    disk.full = False
+    log.info("recovered")
+    assert [json.loads(line)["event"] for line in disk.getvalue().splitlines()] == ["recovered"]
 
 
 def test_console_is_text(

@@ -170,11 +170,12 @@ def live(
     capsys: pytest.CaptureFixture[str],
     run: Callable[[Context], Awaitable[None]],
     port: int = 0,
+    host: str = "127.0.0.1",
 ) -> tuple[int, list[dict[str, Any]]]:
     """The exit code of a service, and what it logged."""
     code = serve(
         Scripted(run),
-        http=HttpSettings(port=port),
+        http=HttpSettings(host=host, port=port),
         log=LogSettings(format="json"),
         run="r1",
         name="scripted-0",
@@ -272,6 +273,13 @@ def test_a_port_in_use_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> 
     assert code == 1
     assert failed["reason"].startswith(f"cannot listen on host '127.0.0.1', port {port}: ")
     assert "address already in use" in failed["reason"]
+
+
+@pytest.mark.usefixtures("logging_restored")
+def test_a_host_that_can_be_none_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+    code, [failed] = live(capsys, returns, host="no..host")
+    assert code == 1
+    assert failed["reason"].startswith("cannot listen on host 'no..host', port 0: ")
 
 
 # serve: signals, in processes of its own
