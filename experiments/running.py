@@ -14,12 +14,14 @@ import multiprocessing
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields
 from datetime import UTC, datetime
 from functools import lru_cache
 from pathlib import Path
+from statistics import fmean
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,7 @@ import numpy as np
 from broker.errors import ConfigError
 from experiments.reproduction import Cell, Experiment, Points, Results, Row, settings_of
 from fedstream import machine
+from fedstream.display import duration
 from fedstream.parent import VARIABLE, end_with_parent
 
 if TYPE_CHECKING:
@@ -362,14 +365,29 @@ def run(
     threads = max(1, cores() // processes)
     say(f"{experiment.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them are there")
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    waiting, done = Counter(job.cell for job in missing), list[Row]()
     for n, (row, curve) in enumerate(results(missing, processes, threads), start=1):
         store.add(row, curve)
         seconds = time.perf_counter() - began
         call = Call(command, date, n, processes, threads, round(seconds, 1))
         store.tell(experiment, scale, call)
+        waiting[row.cell] -= 1
+        done.append(row)
+        left = f"; about {duration(left_s(waiting, done, processes))} to go" * (n < len(missing))
         say(
             f"[{n}/{len(missing)}] {row.cell}, repeat {row.repeat}: best {row.best:.4f}, last "
-            f"{row.last:.4f}, {row.seconds:.1f} s; about "
-            f"{seconds / n * (len(missing) - n) / 60:.0f} min to go"
+            f"{row.last:.4f}, {row.seconds:.1f} s{left}"
         )
     return store.results()
+
+
+def left_s(waiting: Mapping[str, int], done: Sequence[Row], processes: int) -> float:
+    """Seconds that the runs of these cells will take, if each is as long as those of its cell that
+    are done, or, where there are none, as all."""
+    took: dict[str, list[float]] = {}
+    for row in done:
+        took.setdefault(row.cell, []).append(row.seconds)
+    usual = fmean(row.seconds for row in done)
+    one = {cell: fmean(took[cell]) if cell in took else usual for cell, n in waiting.items() if n}
+    all_s = sum(one[cell] * waiting[cell] for cell in one)
+    return max([all_s / processes, *one.values()])

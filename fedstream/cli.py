@@ -93,18 +93,11 @@ Name = Annotated[
 ]
 
 
-def _settings(path: Path | None, sets: list[str] | None, **given: object) -> Settings:
-    """The configuration with the command line's own options last."""
-    from fedstream.config import read
+def _settings(path: Path | None, sets: list[str] | None = None, **given: object) -> Settings:
+    """The configuration; ``given`` are the command's own options, by their parameters' names."""
+    from fedstream.config import options, read
 
-    return read(path, [*(sets or ()), *overrides(given)])
-
-
-def overrides(given: dict[str, object]) -> list[str]:
-    """Options as configuration keys: ``run__versions=60`` is ``run.versions=60``."""
-    return [
-        f"{key.replace('__', '.')}={value}" for key, value in given.items() if value is not None
-    ]
+    return read(path, sets or (), options(**given))
 
 
 def _ask(
@@ -116,7 +109,7 @@ def _ask(
     """Puts a question to the Redis of a run. Raises FedstreamError."""
     from broker.client import Client
 
-    settings = _settings(path, None, redis__url=redis, run__name=run)
+    settings = _settings(path, redis=redis, run=run)
 
     async def asked() -> T:
         client = Client(settings.redis, "cli")
@@ -143,11 +136,15 @@ def _ask(
 
 
 def _serve(role: str, path: Path | None, sets: list[str] | None, name: str | None) -> None:
-    from fedstream.parent import end_with_parent
+    from fedstream.parent import VARIABLE, end_with_parent
     from fedstream.services import serve_role
 
     end_with_parent()
     settings = _settings(path, sets)
+    if role == "trainer" and path is not None and VARIABLE not in os.environ:
+        from fedstream.run import joining
+
+        settings = joining(settings, path)
     _leave(serve_role(role, settings, check_name("--name", name or socket.gethostname())))
 
 
@@ -209,13 +206,16 @@ def run(
     from fedstream import display, report
     from fedstream import run as local
 
-    if resume and config is None and out is not None:
-        with local.usable(out):
-            config = left if (left := out / local.CONFIG).is_file() else None
+    if resume:
+        if out is None:
+            raise ConfigError("--resume goes on with the run in --out DIR, which is not given")
+        if config is None:
+            with local.usable(out):
+                config = left if (left := out / local.CONFIG).is_file() else None
     settings = _settings(
         config, sets,
-        task__name=task, strategy__name=strategy, task__devices=devices, run__versions=updates,
-        redis__url=redis, task__data_root=data_root,
+        task=task, strategy=strategy, devices=devices, updates=updates, redis=redis,
+        data_root=data_root,
     )  # fmt: skip
     plan = local.Plan(
         local.without_lost_redis(settings, config),
@@ -258,8 +258,7 @@ def simulate(
 
     settings = _settings(
         config, sets,
-        task__name=task, strategy__name=strategy, task__devices=devices, run__versions=updates,
-        task__data_root=data_root,
+        task=task, strategy=strategy, devices=devices, updates=updates, data_root=data_root,
     )  # fmt: skip
     folder = out or default_out(settings.run.name, datetime.now().astimezone())
     code, numbers = page.run(settings, folder, journal=journal, quiet=as_json)
@@ -332,7 +331,7 @@ def status(
     elif redis is not None:
         raise ConfigError("--url asks a coordinator, --redis asks Redis: one of the two")
     else:
-        about = page.fetch(url, run or _settings(config, None).run.name)
+        about = page.fetch(url, run or _settings(config).run.name)
     if as_json:
         typer.echo(report.as_json(about))
     else:
@@ -427,11 +426,15 @@ def replay(
         from fedstream import feed
         from updater.inspection import journal_of
 
-        if begin is not None or until is not None or sets or without:
+        others = {
+            "--from": begin, "--until": until, "--set": sets, "--without": without, "--out": out,
+            "--evaluate-every": evaluate_every, "--task": task, "--data-root": data_root,
+        }  # fmt: skip
+        if given := [name for name, value in others.items() if value not in (None, [])]:
             raise ConfigError(
-                "--redis feeds all updates as they were: without --from, --until, --set, --without"
+                f"--redis feeds all updates as they were, to live services: without {given[0]}"
             )
-        settings = _settings(config, None, redis__url=redis, run__name=run)
+        settings = _settings(config, redis=redis, run=run)
         fed = feed.feed(settings, journal_of(folder), 1.0 if speed is None else speed)
         if as_json:
             typer.echo(report.as_json(feed.numbers(fed)))
@@ -444,8 +447,7 @@ def replay(
     code = page.replay(
         folder, begin=begin, until=until, every=evaluate_every, sets=sets or (),
         without=without or (), config=config,
-        task=overrides({"task__name": task, "task__data_root": data_root}),
-        out=out, as_json=as_json,
+        task=task, data_root=data_root, out=out, as_json=as_json,
     )  # fmt: skip
     _leave(code)
 
@@ -564,7 +566,7 @@ def doctor(
     from fedstream import doctor as page
     from fedstream import report
 
-    settings = _settings(config, None, redis__url=redis, run__name=run)
+    settings = _settings(config, redis=redis, run=run)
     # Where Redis is, and which run it is about: that says nothing of how the run should be.
     configured = config is not None or bool(settings.model_fields_set - {"redis", "run"})
     findings = asyncio.run(page.examine(settings, configured=configured))
@@ -586,7 +588,7 @@ def purge(
     """Delete everything that a run has in Redis."""
     from fedstream import presence
 
-    name = run or _settings(config, None).run.name
+    name = run or _settings(config).run.name
     if not yes:
         typer.confirm(f"Delete run {name!r}?", abort=True)
     deleted = _ask(
@@ -608,7 +610,7 @@ def acl(
     """
     from fedstream import acl as page
 
-    name = check_name("--run", run) if run else _settings(config, None).run.name
+    name = check_name("--run", run) if run else _settings(config).run.name
     text = page.file_of(name, os.environ)
     if out is None:
         typer.echo(text, nl=False)
@@ -656,6 +658,9 @@ def evaluator(config: Config = None, sets: Sets = None, name: Name = None) -> No
 
 def main() -> None:
     """The entry point. Exit codes: 0 done, 1 failed, 2 a wrong configuration or command line."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # it was closed: nobody wants to hear it
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115  (as long as we live)
     # A path or the last words of a process may be no text, and a terminal may not know our signs.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
@@ -666,4 +671,12 @@ def main() -> None:
         sys.exit(2)
     except FedstreamError as error:
         typer.echo(f"fedstream: {error}", err=True)
+        sys.exit(1)
+    except OSError as error:  # a disk that is full, a file or folder that is not ours
+        where = "" if error.filename is None else f"{error.filename}: "
+        typer.echo(f"fedstream: {where}{error.strerror or error}", err=True)
+        try:
+            sys.stdout.flush()
+        except OSError:  # and again when Python ends, unless it goes elsewhere
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -24,7 +24,7 @@ from fedstream.simulation.settings import (
     Staleness,
     UniformStaleness,
 )
-from runtime.config import Section, load
+from runtime.config import Option, Section, load
 from runtime.health import HttpSettings
 from runtime.logging import LogSettings
 from runtime.tasks import LeaseSettings
@@ -48,9 +48,9 @@ class RunSettings(Section):
     """What is to be done, and when it is done."""
 
     name: str = "demo"
-    versions: Annotated[int, Field(ge=1)] = 400  # the run ends with this one
+    versions: Annotated[int, Field(ge=1, le=2**53)] = 400  # the run ends with this one
     target_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None  # or when this is reached
-    seed: Annotated[int, Field(ge=0)] = 0  # of version 0 and of the scheduler's draws
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of version 0 and of the scheduler's draws
 
 
 class Settings(Section):
@@ -138,8 +138,26 @@ class Settings(Section):
         return NoStaleness() if isinstance(self.strategy, FedAvgSettings) else UniformStaleness()
 
 
-def read(path: Path | None, sets: Sequence[str] = ()) -> Settings:
-    """The configuration: file, then environment, then ``sets``. Raises ConfigError."""
-    settings = load(Settings, path=path, environ=os.environ, sets=sets)
-    check_name("run.name", settings.run.name)
+_OPTIONS = {  # keys that have an option of their own
+    "--task": "task.name",
+    "--strategy": "strategy.name",
+    "--devices": "task.devices",
+    "--updates": "run.versions",
+    "--redis": "redis.url",
+    "--run": "run.name",
+    "--data-root": "task.data_root",
+}
+
+
+def options(**given: object) -> list[Option]:
+    """Those that were given, by their parameters' names: ``updates``, ``data_root``."""
+    named = ((f"--{name.replace('_', '-')}", value) for name, value in given.items())
+    return [Option(name, _OPTIONS[name], value) for name, value in named if value is not None]
+
+
+def read(path: Path | None, sets: Sequence[str] = (), options: Sequence[Option] = ()) -> Settings:
+    """The configuration: file, then environment, ``sets``, ``options``. Raises ConfigError."""
+    settings = load(Settings, path=path, environ=os.environ, sets=sets, options=options)
+    given = (option.name for option in options if option.key == "run.name")
+    check_name(next(given, "run.name"), settings.run.name)
     return settings

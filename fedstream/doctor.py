@@ -122,8 +122,10 @@ class _Look:
                 change = "start it, or name the right one with redis.url"
             elif "no permissions" in str(error):
                 change = "make the users by `fedstream acl`"
-            else:
+            elif "redis.password" in str(error):
                 change = "correct redis.username and redis.password"
+            else:
+                change = "correct redis.url, or redis.tls"
             return [
                 problem("redis", str(error), change),
                 not_checked("redis and the run in it", "it could not be asked"),

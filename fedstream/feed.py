@@ -84,6 +84,7 @@ class Feeder:
         self._closing = False  # a round, and the live run has not done so yet
         self._offset = 0  # of the live run's versions from the recorded ones
         self._began: tuple[float, float] | None = None  # on our clock, and on the queue's then
+        self._told = False  # that there is no run
         self._unsure = True  # whether we hold tasks that we don't know of
         self._before: View | None = None
         self._after: View | None = None
@@ -142,7 +143,12 @@ class Feeder:
         """Answers what can be answered and opens what is due: whether all is done."""
         try:
             view = await self._look()
-        except NoRun:
+        except NoRun as error:
+            if not self._told:
+                self._told = True
+                self._context.log.warning(
+                    "waiting for the run: start its coordinator and its updater", reason=str(error)
+                )
             await pause(self._context.stop, 0.2)
             return False
         self._before, self._after = self._before or view, view

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from dataclasses import asdict
+from math import isnan
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -72,7 +73,9 @@ def _range(text: str | None) -> tuple[int | None, int | None]:
     first, dots, last = text.partition("..")
     if not first.isdecimal() or not (last.isdecimal() or not dots):
         raise ConfigError(f"--version {text}: must be a version, or two as in 10..20")
-    return int(first), int(last or first)
+    if (end := int(last or first)) < int(first):
+        raise ConfigError(f"--version {text}: {end} comes before {first}")
+    return int(first), end
 
 
 def _from(chain: list[Segment], version: int) -> list[Segment]:
@@ -230,13 +233,15 @@ def bisect(
     bound = below if below is not None else above
     if bound is None or (below is not None and above is not None):
         raise ConfigError("one of --below and --above: which value of the metric is bad?")
+    if isnan(bound):
+        raise ConfigError(f"--{'below' if below is not None else 'above'} nan: must be a number")
 
     def is_good(value: float) -> bool:  # what is no number is neither
         return value >= bound if below is not None else value <= bound
 
-    given = [*(sets or ()), *([f"task.name={task}"] if task else ())]
     with opened(path) as chain:
-        measured = search.judge(settings_of(chain[0].path.parent, config, given), metric)
+        settings = settings_of(chain[0].path.parent, config, sets or (), task=task)
+        measured = search.judge(settings, metric)
 
         def measure(version: int, model: Model) -> float:
             value = measured(version, model)
@@ -317,7 +322,8 @@ def _write(out: Path, model: Model, about: dict[str, str]) -> None:
         aside.replace(out)
     except (OSError, SafetensorError) as error:
         aside.unlink(missing_ok=True)
-        raise FedstreamError(f"--out {out}: cannot be written: {error}") from error
+        why = error.strerror if isinstance(error, OSError) else error
+        raise FedstreamError(f"--out {out}: cannot be written: {why}") from error
 
 
 @app.command()

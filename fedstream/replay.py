@@ -24,7 +24,8 @@ from rich.table import Table
 from broker.errors import ConfigError
 from broker.layout import Model
 from fedstream import report
-from fedstream.config import Settings, read
+from fedstream.config import Settings, options, read
+from fedstream.journal_bisect import measuring
 from fedstream.run import CONFIG, usable
 from runtime.config import load
 from updater.inspection import journal_of, opened
@@ -45,18 +46,21 @@ PICTURE = "replay.png"
 _POINTS = 10  # measured, where nothing else is wanted
 
 
-def settings_of(folder: Path, config: Path | None, sets: Sequence[str]) -> Settings:
+def settings_of(
+    folder: Path, config: Path | None, sets: Sequence[str] = (), **given: object
+) -> Settings:
     """What the run was configured with, as far as the task needs it.
 
     ``config``, else the run's own, else the defaults with the task that its journal names.
+    ``given`` are the command's own options.
     """
     journal = journal_of(folder).resolve()
     left = (journal / CONFIG, journal.parent / CONFIG)
     config = config or next((file for file in left if file.is_file()), None)
     if config is not None:
-        return read(config, sets)
+        return read(config, sets, options(**given))
     with opened(folder) as chain:
-        return read(None, [f"task.name={chain[-1].head.task}", *sets])
+        return read(None, [f"task.name={chain[-1].head.task}", *sets], options(**given))
 
 
 # another rule
@@ -145,12 +149,6 @@ class Outcome:
         return f"{self.identical} of {self.made} versions identical"
 
 
-def _measure(settings: Settings) -> Measure | None:
-    from fedstream.journal_bisect import measuring
-
-    return measuring(settings)
-
-
 def distance(one: Model, other: Model) -> float:
     """Euclidean, over parameters and floating-point buffers."""
     parts = (slice(at, at + BLOCK) for at in range(0, one.layout.floats, BLOCK))
@@ -166,12 +164,15 @@ def replay(
     sets: Sequence[str],
     without: Sequence[str],
     config: Path | None,
-    task: Sequence[str],
+    task: str | None,
+    data_root: str | None,
     out: Path | None,
     as_json: bool,
 ) -> int:
-    """The command: its exit code. ``sets`` and ``without`` make another rule; ``task`` are the
-    configuration keys of the task. Raises FedstreamError."""
+    """The command: its exit code. ``sets`` and ``without`` make another rule.
+
+    Raises FedstreamError.
+    """
     rule, devices = rule_by(sets), devices_of(without)
     other = rule is not None or bool(devices)
     files_in = folder_for(folder, out) if other else None
@@ -182,7 +183,9 @@ def replay(
         end = replayer.newest if until is None else until
         if every is None:
             every = max(1, (end - replayer.begin) // _POINTS) if other else 0
-        measure = _measure(settings_of(folder, config, task)) if every else None
+        measure = None
+        if every:
+            measure = measuring(settings_of(folder, config, task=task, data_root=data_root))
         with progress(replayer.begin, end, quiet=as_json) as step:
             found = follow(replayer, every, measure, step)
         files: list[Path] = []

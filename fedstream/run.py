@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from shutil import disk_usage
 from typing import TYPE_CHECKING, Any, Literal
 
 import tomli_w
@@ -59,6 +60,7 @@ _MOST_FAILED = 10  # tasks that raised or killed their trainer, with no update i
 _MOST_REFUSED = 100  # updates, with none that was taken in between: the model stays as it is
 _INTERRUPTED = 130
 _OWN_REDIS = "# redis.url is of a Redis that ends with this run\n"
+_GONE_S = 30.0  # an own Redis that was away for so long does not come back
 _OURS = ("FEDSTREAM_CONFIG", "FEDSTREAM_NAME")
 
 
@@ -103,12 +105,24 @@ class Ending:
 
 def without_lost_redis(settings: Settings, config: Path | None) -> Settings:
     """The configuration without the URL of an own Redis, which a run that was killed left in it."""
-    text = config.read_text(encoding="utf-8") if config is not None else ""
-    if not text.startswith(_OWN_REDIS) or tomllib.loads(text)["redis"]["url"] != settings.redis.url:
+    if not _is_of_own_redis(settings, config):
         return settings
     kept = {name: getattr(settings.redis, name) for name in settings.redis.model_fields_set}
     del kept["url"]
     return settings.model_copy(update={"redis": RedisSettings(**kept)})
+
+
+def joining(settings: Settings, config: Path | None) -> Settings:
+    """The configuration of a trainer that joins a run here: it ends some time after its Redis."""
+    if settings.trainer.redis_away_s is not None or not _is_of_own_redis(settings, config):
+        return settings
+    trainer = settings.trainer.model_copy(update={"redis_away_s": _GONE_S})
+    return settings.model_copy(update={"trainer": trainer})
+
+
+def _is_of_own_redis(settings: Settings, config: Path | None) -> bool:
+    text = config.read_text(encoding="utf-8") if config is not None else ""
+    return text.startswith(_OWN_REDIS) and tomllib.loads(text)["redis"]["url"] == settings.redis.url
 
 
 def default_out(name: str, now: datetime) -> Path:
@@ -359,10 +373,15 @@ def _write_config(plan: Plan, url: str | None) -> None:
         text = tomli_w.dumps(tables)
     elif plan.own_redis:
         text = _OWN_REDIS + text
-    path = plan.out / CONFIG
-    path.unlink(missing_ok=True)  # a file that was there may be open to others
-    path.touch(mode=0o600, exist_ok=False)  # the URL may hold a password
-    path.write_text(text, encoding="utf-8")
+    aside = plan.out / f".{CONFIG}"  # whole or not at all, though the disk be full
+    aside.unlink(missing_ok=True)
+    try:
+        aside.touch(mode=0o600, exist_ok=False)  # the URL may hold a password
+        aside.write_text(text, encoding="utf-8")
+        aside.replace(plan.out / CONFIG)
+    except OSError:
+        aside.unlink(missing_ok=True)
+        raise
 
 
 class LocalRun:
@@ -512,6 +531,8 @@ class LocalRun:
             reasons = ", ".join(view.reasons("refused"))
             why = f"{history.refused} updates in a row were refused ({reasons})"
             self._end(Ending("failed", f"{why}: the model can't get any further"))
+        if view.backlog and disk_usage(self._plan.out).free < view.run.layout.nbytes:
+            self._once("full", f"{self._plan.out}: its disk is full: the updater waits for room")
         for reason in view.reasons("refused"):
             self._once(f"refused {reason}", f"updates are refused: {reason} (counted; see status)")
         for reason in view.reasons("dead"):
@@ -565,9 +586,15 @@ class LocalRun:
         finally:
             await self._client.close()
         numbers = report.summary(self._facts(ending, view), self._observer.history, view)
-        files = self._written(numbers, view, model)
-        self._display.result(numbers, [str(self._plan.out / name) for name in files])
-        return ending.code, numbers
+        code, files = ending.code, list[str]()
+        try:
+            for name in self._written(numbers, view, model):
+                files.append(str(self._plan.out / name))
+        except OSError as error:
+            self._display.say(f"{self._plan.out}: cannot be written: {error.strerror}")
+            code = code or 1
+        self._display.result(numbers, files)
+        return code, numbers
 
     def _facts(self, ending: Ending, view: View | None) -> report.Facts:
         settings = self._settings
@@ -589,14 +616,16 @@ class LocalRun:
 
     def _written(
         self, numbers: dict[str, Any], view: View | None, model: Model | None
-    ) -> list[str]:
+    ) -> Iterator[str]:
+        """Writes the files, and names each once it is whole. Raises OSError."""
         out, history, settings = self._plan.out, self._observer.history, self._settings
         report.write_summary(out, numbers)
-        files = [report.SUMMARY]
+        yield report.SUMMARY
         if view is not None:
             from fedstream import curves
 
             report.write_table(out, history, view.run.created)
+            yield report.METRICS
             title = (
                 f"{short(settings.task.name)} · {settings.strategy.name} · "
                 f"{numbers['devices']} devices, {numbers['trainers']} trainers · "
@@ -606,15 +635,15 @@ class LocalRun:
                 out / report.CURVES, title, history,
                 created=view.run.created, devices=view.run.devices,
             )  # fmt: skip
-            files += [report.METRICS, report.CURVES]
+            yield report.CURVES
         if view is not None and model is not None and view.head.version > 0:  # else untrained
             about = {
                 "version": str(view.head.version), "digest": view.head.digest,
                 "run": settings.run.name, "task": settings.task.name,
             }  # fmt: skip
             report.write_model(out, model, self._subject.module, about)
-            files.append(report.MODEL)
-        return [*files, FOLDER, CONFIG, LOGS]
+            yield report.MODEL
+        yield from (FOLDER, CONFIG, LOGS)
 
 
 def _is_running(pid: int) -> bool:

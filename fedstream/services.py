@@ -13,6 +13,7 @@ from coordinator.scheduler import Scheduler
 from coordinator.service import Coordinator
 from fedstream.config import Settings
 from runtime.service import Service, serve
+from trainer.devices import AlwaysAvailable, eligible
 from trainer.evaluator import Evaluator
 from trainer.service import Trainer
 from trainer.task import load_task
@@ -106,9 +107,15 @@ def _coordinator(settings: Settings, keys: Keys, name: str) -> tuple[Service, fl
 
 
 def _scheduler(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    availability = settings.devices.availability
+
+    def is_eligible(run: Run, device: int, now: float) -> bool:
+        return eligible(availability, device, run.seed, now - run.created)
+
     service = Scheduler(
         settings.scheduler, settings.policy,
         keys=keys, redis=settings.redis, name=name, seed=settings.run.seed,
+        is_eligible=None if isinstance(availability, AlwaysAvailable) else is_eligible,
     )  # fmt: skip
     return service, settings.scheduler.drain_s
 

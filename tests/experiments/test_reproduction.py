@@ -24,7 +24,7 @@ from experiments.reproduction import (
     catalogue,
     settings_of,
 )
-from experiments.running import Job, Store, jobs_of, run, thinned
+from experiments.running import Job, Store, jobs_of, left_s, run, thinned
 from experiments.showing import DIFFERENCES, TABLE, show, table
 from fedstream import reproduce as command
 from fedstream.simulation import VersionMade
@@ -244,6 +244,16 @@ def test_processes_side_by_side_give_the_same(tiny: Experiment, tmp_path: Path) 
     together = run(tiny, tmp_path / "two", repeats=1, processes=2)
     for cell in ("fast", "slow"):
         assert alone.values(cell).tolist() == together.values(cell).tolist()
+
+
+def test_the_time_left_is_that_of_the_cells_that_are_left() -> None:
+    def took(cell: str, seconds: float) -> Row:
+        return Row(cell, 0, 1.0, "", "finished", 1, 1, 1, 1.0, 1, 0, 1.0, 1, 1.0, seconds)
+
+    done = [took("long", 30.0), took("short", 2.0), took("short", 4.0)]
+    assert left_s({"long": 2, "short": 4, "over": 0}, done, processes=2) == (2 * 30 + 4 * 3) / 2
+    assert left_s({"long": 1, "short": 0}, done, processes=4) == 30  # no run is divided
+    assert left_s({"unknown": 3}, done, processes=1) == 3 * 12
 
 
 def test_claims_wait_until_every_cell_was_run(tiny: Experiment, tmp_path: Path) -> None:

@@ -29,8 +29,18 @@ def fedstream(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
     ("arguments", "code", "said"),
     [
         (["run", "--set", "run.versionz=3"], 2, "did you mean run.versions?"),
-        (["run", "--updates", "0"], 2, "run.versions = 0"),
-        (["run", "--strategy", "fedprox"], 2, "must be one of afa-cd, afa-cs, fedasync"),
+        (["run", "--updates", "0"], 2, "run.versions = 0 (from --updates): must be greater"),
+        (["run", "--updates", str(2**64)], 2, "(from --updates): must be less"),
+        (["simulate", "--devices", "-3"], 2, "task.devices = -3 (from --devices): must be"),
+        (
+            ["run", "--strategy", "fedprox", "--set", "strategy.name=fedavg"],
+            2,
+            'strategy.name = "fedprox" (from --strategy): must be one of afa-cd, afa-cs, fedasync',
+        ),
+        (["status", "--run", "a b"], 2, "--run: 'a b' is no name"),
+        (["run", "--task", "\udce9"], 2, "--task: not valid UTF-8"),
+        (["run", "--resume"], 2, "--resume goes on with the run in --out DIR, which is not given"),
+        (["replay", ".", "--redis", NOWHERE, "--out", "x"], 2, "to live services: without --out"),
         (
             ["run", "--strategy", "fedavg", "--set", "scheduler.policy.kind=in_flight"],
             2,
@@ -75,6 +85,16 @@ def test_what_is_wrong_is_said_in_one_line(
     assert shown.err.count("\n") == 1
     assert shown.out == ""
     assert list(tmp_path.iterdir()) == []  # nothing was begun
+
+
+def test_an_output_that_takes_nothing_is_no_crash() -> None:
+    def said(where: str) -> tuple[int, str]:
+        command = ["sh", "-c", f"{sys.executable} -m fedstream --version {where}"]
+        ended = subprocess.run(command, check=False, capture_output=True, text=True)
+        return ended.returncode, ended.stderr
+
+    assert said("> /dev/full") == (1, "fedstream: No space left on device\n")
+    assert said(">&- 2>&-") == (0, "")
 
 
 def test_a_run_that_is_not_there(

@@ -567,7 +567,7 @@ def test_the_command_prints_lines_or_json_and_ends_with_1_or_2(
     assert "task, data, torch        needs the deployment's configuration: --config" in out
     code, out, err = _run(monkeypatch, capsys, "--run", "not a name")
     assert (code, out) == (2, "")
-    assert err.startswith("fedstream: run.name: 'not a name'")
+    assert err.startswith("fedstream: --run: 'not a name'")
     code, out, err = _run(monkeypatch, capsys, "--redis", "redis://[::1")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("fedstream: redis.url: ")

@@ -114,6 +114,12 @@ def test_show_filters(
     assert [json.loads(line)["version"] for line in out.splitlines()] == shown
 
 
+def test_versions_that_end_before_they_begin_are_refused(journal: Command, tmp_path: Path) -> None:
+    two_segments(tmp_path)
+    code, out, said = journal("show", tmp_path, "--version", "7..4")
+    assert (code, out, said) == (2, "", "fedstream: --version 7..4: 4 comes before 7\n")
+
+
 def test_show_reads_no_further_than_it_has_to(journal: Command, tmp_path: Path) -> None:
     scribe = Scribe(tmp_path)
     scribe.update()
@@ -414,6 +420,11 @@ def test_bisect_for_people_and_by_a_loss(journal: Command, poisoned: Path) -> No
     assert found.startswith("loss went above 4 with version 23: ")
     assert cause.startswith("device 7, task task-22: trained from version 22 (staleness 0), weight")
     assert "version 1: loss" in out
+
+
+def test_bisect_needs_a_number(journal: Command, poisoned: Path) -> None:
+    code, out, said = journal("bisect", poisoned, "--above", "nan")
+    assert (code, out, said) == (2, "", "fedstream: --above nan: must be a number\n")
 
 
 def test_bisect_takes_the_task_of_the_runs_configuration(

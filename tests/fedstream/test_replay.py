@@ -137,7 +137,11 @@ def test_another_rule_is_compared_with_the_recorded_one(
             1,
             "model has other tensors",
         ),
-        (["--redis", "redis://127.0.0.1:1/0", "--until", "3"], 2, "without --from, --until"),
+        (
+            ["--redis", "redis://127.0.0.1:1/0", "--until", "3"],
+            2,
+            "to live services: without --until",
+        ),
         (["--speed", "2"], 2, "--speed is for --redis URL, which is not given"),
         (["--run", "again"], 2, "--run is for --redis URL, which is not given"),
         (["--without", "device=1", "--out", "{out}/taken"], 2, "holds a replay.csv already"),

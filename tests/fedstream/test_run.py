@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import stat
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import tomli_w
@@ -16,9 +19,9 @@ from torch import nn
 from broker.client import RedisSettings
 from broker.errors import BrokerError, ConfigError, DataError, FedstreamError, Unavailable
 from broker.messages import Event
+from fedstream import report
 from fedstream import run as local
-from fedstream.cli import overrides
-from fedstream.config import Settings, read
+from fedstream.config import Settings, options, read
 from fedstream.display import Quiet
 from runtime.config import load
 from tests.fedstream.views import event, view
@@ -33,17 +36,17 @@ def plan(tmp_path: Path) -> local.Plan:
 
 
 def test_options_are_configuration_keys() -> None:
-    given: dict[str, object] = {"run__versions": 60, "task__name": "a.py:t", "redis__url": None}
-    assert overrides(given) == ["run.versions=60", "task.name=a.py:t"]
-    settings = read(None, overrides({"strategy__name": "fedavg", "task__devices": 4}))
-    assert settings.strategy.name == "fedavg"
-    assert settings.task.devices == 4
+    given = options(updates=60, task="a.py:t", redis=None, data_root="007")
+    settings = read(None, ["task.devices=4", "run.versions=2"], given)
+    assert (settings.run.versions, settings.task.name) == (60, "a.py:t")
+    assert (settings.task.devices, settings.task.data_root) == (4, "007")
+    assert not settings.redis.is_named
 
 
 def test_a_run_brings_its_own_redis_unless_one_is_named(plan: local.Plan) -> None:
     assert plan.own_redis
     assert replace(plan, settings=read(None, ["redis.timeout_s=3"])).own_redis
-    named = read(None, overrides({"redis__url": "redis://127.0.0.1:6379/0"}))
+    named = read(None, options=options(redis="redis://127.0.0.1:6379/0"))
     assert not replace(plan, settings=named).own_redis
 
 
@@ -251,6 +254,53 @@ async def test_a_run_is_over_when_its_last_version_was_measured_or_could_not_be(
     assert running._ending == local.Ending("finished", "version 3 reached")
 
 
+async def test_an_updater_that_waits_for_room_is_no_riddle(
+    plan: local.Plan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running, room = Running(plan), [16]  # bytes: a model of them is 16
+    monkeypatch.setattr(local, "disk_usage", lambda _: SimpleNamespace(free=room[0]))
+    for room[0], queue in ((16, 3), (15, 0), (15, 3), (15, 4)):
+        running._observer.view = view(queue=queue)
+        running._judge()
+    assert capsys.readouterr().err == f"{plan.out}: its disk is full: the updater waits for room\n"
+
+
+async def test_files_that_cannot_be_written_do_not_hide_the_result(
+    plan: local.Plan, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = Running(plan)
+    shown: list[Sequence[str]] = []
+    monkeypatch.setattr(running._display, "result", lambda _, files: shown.append(files))
+    monkeypatch.setattr(running._observer, "view", view())
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(report, "write_table", full)
+    running._end(local.Ending("finished", "version 3 reached"))
+    code, numbers = await asyncio.wait_for(running.live(), 30)
+    assert (code, numbers["state"]) == (1, "finished")
+    assert shown == [[str(plan.out / "summary.json")]]
+    assert f"{plan.out}: cannot be written: No space left on device" in capsys.readouterr().err
+
+
+def test_a_configuration_is_written_whole_or_not_at_all(
+    plan: local.Plan, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan.out.mkdir()
+    local._write_config(plan, None)
+    before = (plan.out / local.CONFIG).read_text()
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        local._write_config(plan, "redis://127.0.0.1:7/0")
+    assert [path.name for path in plan.out.iterdir()] == [local.CONFIG]
+    assert (plan.out / local.CONFIG).read_text() == before
+
+
 async def test_a_redis_that_refuses_ends_the_run_with_a_report(
     plan: local.Plan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,3 +358,15 @@ def test_an_own_redis_that_is_gone_is_not_asked_for(tmp_path: Path) -> None:
     named = read(file, ["redis.url=redis://127.0.0.1:8/0"])
     assert local.without_lost_redis(named, file) is named
     assert local.without_lost_redis(named, None) is named
+
+
+def test_a_trainer_that_joins_a_run_ends_when_the_runs_own_redis_is_gone(tmp_path: Path) -> None:
+    plan = local.Plan(Settings(), tmp_path)
+    local._write_config(plan, "redis://127.0.0.1:7/0")
+    file = tmp_path / local.CONFIG
+    assert read(file).trainer.redis_away_s is None
+    assert local.joining(read(file), file).trainer.redis_away_s == 30.0
+    patient = read(file, ["trainer.redis_away_s=600"])
+    assert local.joining(patient, file) is patient
+    served = read(file, ["redis.url=redis://127.0.0.1:8/0"])  # which outlives the run
+    assert local.joining(served, file) is served
