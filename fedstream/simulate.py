@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
 from pathlib import Path
 from shutil import rmtree
+from signal import SIGINT, SIGTERM
 from threading import Event as Flag
 from typing import Any
 
@@ -121,18 +122,22 @@ def _as_toml(settings: Settings) -> str:
 
 @contextmanager
 def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C ends the run with what there is; once more ends the program."""
+    """Ctrl-C or SIGTERM ends the run with what there is; once more ends the program.
+
+    Both are taken: the first process of a container is not ended by a signal that it doesn't take.
+    """
     flag = Flag()
 
-    def interrupt(_number: int, _frame: object) -> None:
+    def interrupt(number: int, _frame: object) -> None:
         flag.set()
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before[signal.Signals(number)])
 
-    before = signal.signal(signal.SIGINT, interrupt)
+    before = {number: signal.signal(number, interrupt) for number in (SIGINT, SIGTERM)}
     try:
         yield flag.is_set
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 @contextmanager

@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import csv
 import json
+import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from fedstream import cli, simulate
+from broker.layout import Model
+from fedstream import cli, simulate, simulation
 from fedstream.config import read
+from fedstream.simulation import Outcome, VersionMade
 from tests.fedstream.test_cli import fedstream
 
+Heard = Callable[[VersionMade, Model], object]
 QUICK = ("--set", "simulation.threads=1")
 
 TASK = """
@@ -178,6 +184,28 @@ def test_what_goes_wrong_later_leaves_the_versions_that_were_made(
     assert "device 1: IndexError" in capsys.readouterr().err
     assert sorted(path.name for path in out.iterdir()) == ["journal", "run.toml"]
     assert fedstream("replay", str(out), monkeypatch=monkeypatch) == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_with_what_there_is(
+    number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def signalled(*given: Any, on_version: Heard, **more: Any) -> Outcome:
+        def heard(made: VersionMade, model: Model) -> None:
+            on_version(made, model)
+            if made.version == 20:
+                signal.raise_signal(number)
+
+        return simulation.simulate(*given, on_version=heard, **more)
+
+    monkeypatch.setattr(simulate, "simulate", signalled)
+    before = signal.getsignal(number)
+    arguments = ("simulate", "--out", str(tmp_path / "out"), "--updates", "1000", *QUICK)
+    assert fedstream(*arguments, monkeypatch=monkeypatch) == 130
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["state"] == "interrupted"
+    assert 20 <= summary["versions"] < 1000
+    assert signal.getsignal(number) == before
 
 
 def test_a_folder_that_was_there_stays_as_it_was(
