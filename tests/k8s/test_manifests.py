@@ -424,6 +424,21 @@ def test_the_objects_in_the_documentation_are_valid() -> None:
     assert claim == {"claimName": "journal-updater-0"}
 
 
+def test_commands_in_the_documentation_name_what_is_there(renderings: dict[str, Manifests]) -> None:
+    """A Secret that an overlay makes has the name of the one that the operator makes."""
+    text = (ROOT / "docs" / "operations.md").read_text()
+    commands = "\n".join(re.findall(r"kubectl (?:-n|--namespace) fedstream ([^`\n]*)", text))
+    named = set(re.findall(r"get secret ([a-z-]+)", commands))
+    assert named == {"fedstream-redis"}
+    assert [one["metadata"]["name"] for one in renderings["overlay dev"].of("Secret")] == [*named]
+    kinds = {"deploy": "Deployment", "deployment": "Deployment", "statefulset": "StatefulSet"}
+    objects = set(re.findall(r"\b(deploy|deployment|statefulset|service)[/ ]([\w-]+)", commands))
+    every = [one for manifests in renderings.values() for one in manifests]
+    there = {(one["kind"], one["metadata"]["name"]) for one in every}
+    wanted = {(kinds.get(kind, "Service"), name) for kind, name in objects}
+    assert wanted - there == set()
+
+
 def test_an_overlay_of_ones_own_builds_on_production(
     tmp_path: Path, renderings: dict[str, Manifests]
 ) -> None:
