@@ -11,6 +11,7 @@ rounding.
 from __future__ import annotations
 
 import math
+import threading
 import warnings
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 _WIDTH = 50  # models at once: with more, their minibatches leave the cache
 _SIZES = (_WIDTH, 20, 10)  # so many, unless they are fewer: each size is traced on its own
 _REGRESSIONS = 100  # logistic regressions at once, in parts of at most
-_PART = 12  # so many, whose minibatches find room in the cache of the thread that has them
+_PART = 25  # so many: of more the minibatches leave the cache, with fewer Python takes the time
 _OFTEN = 20  # steps of one shape, before it is traced
 LEAST = 3  # with fewer, one after the other is as fast
 _PARAMETERS = 100_000  # larger models keep the machine busy by themselves
@@ -153,9 +154,12 @@ class Together:
         self.sizes: tuple[int, ...] = _SIZES
         self._threads, self._in_parts = 1, False
         if _is_regression(task, module, rows):
-            self._gradients, self.sizes = _of_regressions, (_REGRESSIONS,)
+            self._gradients, self.sizes = _OfRegressions(), (_REGRESSIONS,)
             if self._where.type == "cpu":
                 self._threads, self._in_parts = torch.get_num_threads(), True
+        self._pool = ThreadPoolExecutor(
+            self._threads, initializer=torch.set_num_threads, initargs=(1,)
+        )  # which starts a thread when there is work for it
         self._rooms = [rows.room() for _ in range(self._threads)]  # those that nobody uses
 
     def train(self, jobs: Sequence[Job]) -> list[Trained]:
@@ -174,10 +178,7 @@ class Together:
         if min(count, self._threads) == 1:
             trained = [self._part(*some) for some in given]
         else:  # threads that share each operation wait for each other at its end: these don't
-            with ThreadPoolExecutor(
-                self._threads, initializer=torch.set_num_threads, initargs=(1,)
-            ) as pool:
-                trained = list(pool.map(self._part, *zip(*given, strict=True)))
+            trained = list(self._pool.map(self._part, *zip(*given, strict=True)))
         return [trained[place % count][place // count] for place in np.argsort(order)]
 
     def _steps(self, job: Job) -> int:
@@ -410,15 +411,28 @@ def _is_regression(task: Task, module: nn.Module, rows: Rows) -> bool:
     )
 
 
-def _of_regressions(weight: torch.Tensor, *more: torch.Tensor) -> Any:
-    """(gradients, loss) of several logistic regressions: of the scores it is p - [class = y]."""
-    *bias, x, y = more
-    # W x^T takes half the time of x W^T
-    scores = torch.baddbmm(bias[0].unsqueeze(2), weight, x.mT) if bias else torch.bmm(weight, x.mT)
-    logs, of_y = torch.log_softmax(scores, 1), y.unsqueeze(1)
-    loss = -logs.gather(1, of_y).mean((1, 2))
-    g = logs.exp_().scatter_add_(1, of_y, _MINUS_1.to(x.device).expand_as(of_y)).div_(y.shape[1])
-    return (torch.bmm(g, x), *(g.sum(2) for _ in bias)), loss
+class _OfRegressions(threading.local):
+    """(gradients, loss) of several logistic regressions: of the scores it is p - [class = y].
+
+    The gradients' memory is used again, that of each thread: fresh pages cost as much as the sums.
+    """
+
+    def __init__(self) -> None:
+        self._room = torch.empty(0)
+
+    def __call__(self, weight: torch.Tensor, *more: torch.Tensor) -> Any:
+        *bias, x, y = more
+        # W x^T takes half the time of x W^T
+        to = weight, x.mT
+        scores = torch.baddbmm(bias[0].unsqueeze(2), *to) if bias else torch.bmm(*to)
+        logs, of_y = torch.log_softmax(scores, 1), y.unsqueeze(1)
+        loss = -logs.gather(1, of_y).mean((1, 2))
+        one = _MINUS_1.to(x.device).expand_as(of_y)
+        g = logs.exp_().scatter_add_(1, of_y, one).div_(y.shape[1])
+        if self._room.numel() < weight.numel():
+            self._room = weight.new_empty(weight.numel())
+        gradient = torch.bmm(g, x, out=self._room[: weight.numel()].view(weight.shape))
+        return (gradient, *(g.sum(2) for _ in bias)), loss
 
 
 class _WeightsFirst(TorchFunctionMode):
