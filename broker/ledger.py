@@ -509,13 +509,13 @@ class Ledger:
             stream=name, entry=entry.id, reason=reason, time=now,
             deliveries=deliveries, data=entry.data,
         )  # fmt: skip
-        counted = reasons.of_death(reason)
+        kind = reasons.of_death(reason)
         event = self._event(
-            device=task.device if task else None, text=reason if reason != counted else None
+            device=task.device if task else None, text=reason if reason != kind else None
         )
         return bool(
             await self._script(
-                "bury", group, entry.id, dead.encode(), task.task if task else "", counted,
+                "bury", group, entry.id, dead.encode(), task.task if task else "", kind,
                 _packed(event), stream=stream,
             )
         )  # fmt: skip

@@ -7,6 +7,7 @@ exchange: for small updates exchanges are what a task costs. One scheduler leads
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Sequence
 from typing import Annotated
@@ -22,7 +23,7 @@ from broker.lease import Lease
 from broker.ledger import Ledger, Run, View
 from broker.messages import CloseRound
 from broker.streams import BLOCK_MS
-from coordinator.scheduling import HELD_BY, HoldBack, Policy, Situation, plan
+from coordinator.scheduling import HELD_BY, HoldBack, Plan, Policy, Situation, plan
 from runtime.backoff import pause
 from runtime.config import Section
 from runtime.leading import lead
@@ -137,7 +138,7 @@ class Scheduler:
             self._budget = await self._redis_budget()
             self._budget_until = time.monotonic() + _BUDGET_HOLDS_S
         seen = self._situation(view)
-        todo = plan(self._policy, self._settings.steps, self._hold, self._seed, seen)
+        todo = await self._planned(seen)
         self._limit.set(todo.limit)
         if todo.held != self._held:
             self._held = todo.held
@@ -162,6 +163,13 @@ class Scheduler:
                     "triggered", at=now, task=trigger.task, device=trigger.device, why=trigger.why
                 )
         return view
+
+    async def _planned(self, seen: Situation) -> Plan:
+        about = (self._policy, self._settings.steps, self._hold, self._seed, seen)
+        if seen.is_eligible is None:
+            return plan(*about)
+        # Where few of many devices are eligible, to find them takes long: the lease goes on.
+        return await asyncio.to_thread(plan, *about)
 
     def _show_held(self, by: str) -> None:
         for reason in HELD_BY:

@@ -7,7 +7,7 @@ scheduler that takes over goes on with the very draws its predecessor would have
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
@@ -93,9 +93,20 @@ class Situation:
     is_eligible: Callable[[int], bool] | None = None  # whether a device may begin now; None: all
 
     def idle(self, busy: Container[int]) -> list[int]:
-        """Devices that a task may go to, beside those that are busy."""
-        idle = [device for device in self.devices if device not in busy]
-        return idle if self.is_eligible is None else list(filter(self.is_eligible, idle))
+        """Devices beside those that are busy, whether or not they may begin now."""
+        return [device for device in self.devices if device not in busy]
+
+    def take(self, rng: random.Random, idle: list[int]) -> int | None:
+        """A device that may begin now, drawn from ``idle``; None: there is none.
+
+        It leaves the list, as do those that were drawn before it and may not begin. So a plan asks
+        no device twice and only as many as it has to: for thousands that takes its time.
+        """
+        while idle:
+            device = idle.pop(rng.randrange(len(idle)))
+            if self.is_eligible is None or self.is_eligible(device):
+                return device
+        return None
 
 
 @dataclass(frozen=True)
@@ -160,7 +171,7 @@ def plan(policy: Policy, steps: Steps, hold: HoldBack, seed: int, seen: Situatio
         return _plan_round(policy, steps, hold, seed, seen)
     limit, why = held_back(in_flight(policy, seen), hold, seen)
     delay = policy.mean_delay_s if isinstance(policy, InFlight) else 1.0 / policy.rate
-    busy = {trigger.device for trigger in seen.open}
+    idle = seen.idle({trigger.device for trigger in seen.open})
     triggers: list[Trigger] = []
     last = seen.last
     while len(seen.open) + len(triggers) < limit:
@@ -168,12 +179,10 @@ def plan(policy: Policy, steps: Steps, hold: HoldBack, seed: int, seen: Situatio
         due = last + (rng.expovariate(1.0 / delay) if delay else 0.0)
         if due > seen.now:
             return Plan(tuple(triggers), limit, wake_at=due, last=last, held=why)
-        idle = seen.idle(busy)
-        if not idle:
+        device = seen.take(rng, idle)
+        if device is None:
             break
-        trigger = _trigger(rng, idle, steps, seen.now, why="in flight")
-        triggers.append(trigger)
-        busy.add(trigger.device)
+        triggers.append(_trigger(rng, device, steps, seen.now, why="in flight"))
         poisson = isinstance(policy, Poisson)
         last = max(due, seen.now - _CATCH_UP_S) if poisson else seen.now
     return Plan(tuple(triggers), limit, last=last, held=why)
@@ -198,19 +207,18 @@ def _plan_round(policy: Rounds, steps: Steps, hold: HoldBack, seed: int, seen: S
     missing = k - len(mine) - len(seen.held)
     if k < policy.k and seen.held and not mine and missing <= 0:
         return Plan(close=(seen.version, ()), held=why)  # the updater would wait for more
-    busy = {trigger.device for trigger in seen.open} | set(seen.held)
+    idle = seen.idle({trigger.device for trigger in seen.open} | set(seen.held))
     triggers: list[Trigger] = []
     for n in range(max(0, missing)):
         rng = draw(seed, seen.issued + n)
-        idle = seen.idle(busy)
-        if not idle:
+        device = seen.take(rng, idle)
+        if device is None:
             break
         trigger = _trigger(
-            rng, idle, steps, seen.now,
+            rng, device, steps, seen.now,
             why="round", version=seen.version, deadline=deadline,
         )  # fmt: skip
         triggers.append(trigger)
-        busy.add(trigger.device)
     limit = len(seen.open) + len(triggers)
     return Plan(tuple(triggers), limit, wake_at=deadline, held=why)
 
@@ -222,7 +230,7 @@ def draw(seed: int, n: int) -> random.Random:
 
 def _trigger(
     rng: random.Random,
-    idle: Sequence[int],
+    device: int,
     steps: Steps,
     now: float,
     *,
@@ -230,7 +238,6 @@ def _trigger(
     version: int | None = None,
     deadline: float | None = None,
 ) -> Trigger:
-    device = rng.choice(idle)
     length = steps.draw(rng)
     return Trigger(
         task=task_id(int(now * 1000)),

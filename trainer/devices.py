@@ -196,6 +196,8 @@ class _Calls:
     def latest(self, at_s: float) -> float:
         """The latest call that is not after ``at_s``."""
         for block in count(math.floor(at_s / self._block_s) + 1, -1):
+            if block * self._block_s > at_s:
+                continue  # and so are its calls, which take longer to draw
             if past := [call for call in self._in(block) if call <= at_s]:
                 return past[-1]
         raise AssertionError("count() ended")

@@ -43,7 +43,7 @@ from broker.errors import (
 )
 from broker.keys import TRAINERS, Keys
 from broker.layout import Floats, Model, vector_of
-from broker.ledger import Head, Ledger, Run, memory_of
+from broker.ledger import Head, Ledger, Run
 from broker.messages import Dead, Event, GiveUp, Sends, Task, Trigger, Upload, task_id
 from broker.streams import Entry, Group
 from runtime.backoff import Backoff, pause
@@ -272,7 +272,11 @@ class Trainer:
 
     @contextmanager
     def _patience(self) -> Iterator[None]:
-        """Where Redis is asked at regular times. Raises FedstreamError if it is away too long."""
+        """Where Redis is asked at regular times. Raises FedstreamError if it is away too long.
+
+        Away is also a Redis that answers but cannot serve now: it loads, fails over, or may not
+        write.
+        """
         try:
             yield
         except FedstreamError as error:
@@ -281,9 +285,9 @@ class Trainer:
                 self._heard = now
             elif most_s is not None and now - self._heard > most_s:
                 raise FedstreamError(
-                    f"Redis at {self._client.address} has not answered for {most_s:g} s "
-                    "(trainer.redis_away_s): the run that it was for is over, or start this "
-                    "trainer again when Redis is back"
+                    f"for {most_s:g} s (trainer.redis_away_s) Redis has not served this trainer, "
+                    f"at last: {error}: the run that it was for is over, or start this trainer "
+                    "again when Redis serves"
                 ) from error
             raise
         self._heard = time.monotonic()
@@ -462,6 +466,7 @@ class Trainer:
             if start.saved is not None and isinstance(error, _OF_NO_USE):
                 self._begins_anew(error)
                 await self._client.call("UNLINK", self._keys.workspace(task.task))
+                self._saved_for = ""
                 return await self._attempted(task, attempt, started, lost, late)
             await self._report(error, task, start.version)
             return give_up(f"raised {type(error).__name__:.100}")
@@ -541,13 +546,17 @@ class Trainer:
         expire_ms = round(self._settings.workspace_expiry_s * 1000)
         save: Command = ("SET", self._keys.workspace(task), data, "PX", expire_ms)
         try:
-            _, info = await self._client.pipeline([save, ("INFO", "memory")])
+            await self._client.call(*save)
         except FedstreamError as error:
             self._context.log.warning("workspace not saved", reason=str(error))
             return
         self._saved_for = task
         # After the fact: where many save at once, each looks at what came before it as well.
-        used, most = memory_of(info)
+        try:
+            used, most = await self._ledger.memory()
+        except FedstreamError as error:
+            self._context.log.warning("workspace saved, room not known", reason=str(error))
+            return
         if most and used > _WORKSPACES_SHARE * most:
             self._context.log.warning("no room for a workspace", used=used, maxmemory=most)
             await self._unsave(task)
@@ -559,6 +568,7 @@ class Trainer:
         if self._saved_for == task:
             with suppress(FedstreamError):  # else it expires
                 await self._client.call("UNLINK", self._keys.workspace(task))
+                self._saved_for = ""
 
     def _is_eligible(self, device: int) -> bool:
         if self._run is None or isinstance(self._devices.availability, AlwaysAvailable):

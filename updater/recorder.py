@@ -110,8 +110,8 @@ class Recorder:
         *models: Model,
         vectors: DeviceVectors | None = None,
         after: Path | None = None,
-    ) -> None:
-        """A new segment; the oldest go if there are too many.
+    ) -> str:
+        """A new segment; the oldest go if there are too many: why one stays, '' if all went.
 
         The one before, our own or another's (``after``), is closed, and on disk whatever the
         settings are: what the new one cuts it to must be there. Of the devices' vectors it holds
@@ -120,7 +120,7 @@ class Recorder:
         await self._synced()
         before = self._writer
 
-        def begun() -> Writer:
+        def begun() -> tuple[Writer, str]:
             if before is not None:
                 self._check_last(before)  # whoever has a successor deletes nothing that it needs
                 self._sync(before)
@@ -143,16 +143,21 @@ class Recorder:
             self.stored = elsewhere | dict.fromkeys(here, name)
             if vectors is not None:
                 vectors.changed.clear()
-            for path in outlived:
-                _delete(path)
-            return writer
+            try:
+                for path in outlived:
+                    _delete(path)
+            except JournalError as error:  # the new one is there: it is what is gone on with
+                return writer, str(error)
+            return writer, ""
 
         position = self.appended
-        self._writer = await self._in_thread(begun)
+        writer, left = await self._in_thread(begun)
+        self._writer = writer
         self._before = position
         if before is not None:
             before.close()
-        self._since = _Since(time.monotonic(), self._writer.size)
+        self._since = _Since(time.monotonic(), writer.size)
+        return left
 
     def _due(self, vectors: DeviceVectors | None, outlived: set[str]) -> tuple[set[int], set[int]]:
         """The devices whose vectors a new segment has to hold: they changed, or their segment

@@ -77,6 +77,11 @@ _LOST_S = 0.1  # between two looks at a Redis that was emptied
 _BEAT_S = 10.0  # while it works for long
 _REMEMBERED = 10_000  # tasks that are recognised when they are found again
 _ROUNDS_REMEMBERED = 1000
+# What an updater that adopts takes from Redis, or as it was where that fails.
+_ADOPTED = (
+    "_run", "_finished", "_progress", "_digest", "_time", "_made", "_done", "_forgotten",
+    "_counts", "_unwritten",
+)  # fmt: skip
 
 
 class UpdaterSettings(Section):
@@ -346,16 +351,7 @@ class Updater:
         """Told to go on without what a journal lost: Redis's newest model begins a segment."""
         model = Model(run.layout)
         await self._publisher.read(head.blob, model, head.digest)
-        before = (self._progress, self._digest, self._time, self._made, self._done, self._counts)
-        self._run, self._finished = run, run.state == "finished"
-        # How they ended, nobody knows; that they did, is enough not to use them again.
-        self._done = {
-            upload.task: End(upload.task, upload.attempt, "given_up", LOST, upload.device)
-            for upload in await self._ledger.ended()
-        }
-        self._forgotten = head.version if self._progress is not None else 0
-        self._counts = dict((await self._ledger.look()).counts)
-        self._made = ()
+        ended, counts = await self._ledger.ended(), dict((await self._ledger.look()).counts)
         # What was remembered of the devices is as good as it was; a batch begins anew.
         known = self._progress.state.memory.devices if self._progress else None
         vectors = await self._recalled(run, known)
@@ -363,12 +359,20 @@ class Updater:
         if head.held and vectors is not None and run.layout.controls:
             memory = without_batch(model, vectors)
         progress = Progress(State(head.version, model, memory), mean_staleness=head.mean_staleness)
+        before = {name: vars(self)[name] for name in _ADOPTED}
+        self._run, self._finished = run, run.state == "finished"
+        # How they ended, nobody knows; that they did, is enough not to use them again.
+        self._done = {
+            upload.task: End(upload.task, upload.attempt, "given_up", LOST, upload.device)
+            for upload in ended
+        }
+        self._forgotten = head.version if self._progress is not None else 0
+        self._counts, self._made, self._unwritten = counts, (), []
         self._go_on_from(progress, head.digest, head.time)
-        self._unwritten = []
         try:
             await self._begin_segment("adopted")
         except BaseException:
-            self._progress, self._digest, self._time, self._made, self._done, self._counts = before
+            vars(self).update(before)
             raise
         self._ahead = None
         self._context.log.error("going on from Redis's newest model", version=head.version)
@@ -398,10 +402,12 @@ class Updater:
             rounds=tuple(self._rounds),
         )  # fmt: skip
         with self._metrics.seconds.labels("checkpoint").time():
-            await self._recorder.begin(
+            left = await self._recorder.begin(
                 head, standing, *models, vectors=progress.state.memory.devices,
                 after=after.path if after else None,
             )  # fmt: skip
+        if left:
+            self._context.log.error("an old segment stays until the next one begins", why=left)
         self._sealed = self._finished
 
     def _go_on_from(self, progress: Progress, digest: str, made_at: float) -> None:
@@ -484,7 +490,7 @@ class Updater:
 
     def _recorded(self) -> dict[str, End]:
         """How tasks ended, by what is in the journal."""
-        unwritten = {change.end.task for change in self._unwritten if change.end}
+        unwritten = {one.end.task for one in self._unwritten if one.end and one.record is not None}
         return {task: end for task, end in self._done.items() if task not in unwritten}
 
     # the queue

@@ -8,6 +8,5 @@ if foreign then return foreign end
 if redis.call('HGET', key.staged, 'size') ~= size then return 'unwritten' end
 redis.call('HSET', key.staged, 'digest', digest) -- takes memory: without any, nothing is done
 redis.call('PERSIST', key.staged)
-redis.call('UNLINK', key.device)
-redis.call('RENAME', key.staged, key.device)
+redis.call('RENAME', key.staged, key.device) -- where it is denied, what was there stays
 return 'done'

@@ -62,7 +62,12 @@ end
 -- The devices that a trainer on the register says are its own.
 local function devices_of(name)
   local ok, about = pcall(cmsgpack.unpack, redis.call('HGET', key.trainers, name) or '')
-  return ok and type(about) == 'table' and type(about.owns) == 'table' and about.owns or {}
+  local said = ok and type(about) == 'table' and type(about.owns) == 'table' and about.owns or {}
+  local devices = {}
+  for _, device in ipairs(said) do
+    if type(device) == 'number' and device == device then devices[#devices + 1] = device end -- no NaN
+  end
+  return devices
 end
 
 local function bury(dead)

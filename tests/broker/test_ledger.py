@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -1110,8 +1111,9 @@ async def test_what_is_no_task_stops_nobody_who_looks_for_one(
     for stream in (keys.tasks, keys.tasks_of("ann")):
         for one in (b"", b"\xc1", *map(msgpack.packb, junk)):
             await client.call("XADD", stream, "*", "m", one)
-    await client.call("HSET", keys.trainers, "ann", b"\xc1")
-    await hand.ledger.announce("ann", {}, [1])
+    for said in (b"\xc1", *(msgpack.packb({"owns": one}) for one in ([math.nan], [[1]], "1"))):
+        await client.call("HSET", keys.trainers, "ann", said)
+        await hand.ledger.announce("ann", {}, [1])
     assert await hand.ledger.settle_unserved(60_000) == 1
     await hand.ledger.announce("ann", {}, [1, 3])
     assert await hand.ledger.leave("ann") == 0

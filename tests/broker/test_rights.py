@@ -230,6 +230,29 @@ async def test_a_script_is_no_way_around(role: str, module_redis: Guarded) -> No
 
 
 @needs_7
+async def test_what_a_device_has_to_know_stays_where_the_users_are_of_a_release_before(
+    module_redis: Guarded,
+) -> None:
+    """Theirs have no RENAME: what takes its place is denied, and is no loss."""
+    token, digest, c_1 = "1:x", "digest", KEYS.device(1)
+    async with module_redis.client("admin") as admin, module_redis.client("updater") as updater:
+        await admin.call("HSET", KEYS.tokens, "updater", token)
+        await admin.call("HSET", c_1, "0", "before")
+        await admin.call("HSET", KEYS.staged(1, digest), "0", "behind", "size", 6)
+        await admin.call("ACL", "SETUSER", "updater", "-rename")
+        try:
+            with pytest.raises(BrokerError, match="refuses"):
+                await Ledger(updater, KEYS, "updater-1").hand_out(token, 1, digest, 6)
+            assert await admin.call("HGET", c_1, "0") == b"before"
+            await admin.call("ACL", "SETUSER", "updater", "+rename")
+            done = await Ledger(updater, KEYS, "updater-1").hand_out(token, 1, digest, 6)
+            assert (done, await admin.call("HGET", c_1, "0")) == ("done", b"behind")
+        finally:
+            await admin.call("ACL", "SETUSER", "updater", "+rename")
+            await admin.call("DEL", KEYS.tokens, c_1, KEYS.staged(1, digest))
+
+
+@needs_7
 async def test_a_probe_may_ask_whether_redis_is_there_and_nothing_else(
     module_redis: Guarded,
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from typing import Any
 
@@ -12,7 +13,7 @@ from broker.client import Client, RedisSettings
 from broker.errors import Fenced
 from broker.keys import Keys
 from broker.lease import Lease
-from broker.ledger import Commit, End
+from broker.ledger import Commit, End, Run
 from broker.messages import CloseRound, GiveUp, RoundEnd, Trigger
 from coordinator.scheduler import Scheduler, SchedulerSettings
 from coordinator.scheduling import Anarchic, InFlight, Policy, Rounds
@@ -127,6 +128,31 @@ async def test_devices_are_asked_once_they_are_eligible(
         assert first.device == 2
         there |= {4, 8}  # of which nobody tells it
         assert {trigger.device for trigger in await are_open(run, 3)} == {2, 4, 8}
+
+
+async def test_while_it_looks_for_eligible_devices_its_lease_goes_on(
+    run: Hand, redis: RedisSettings, keys: Keys
+) -> None:
+    """Thousands of them take a while."""
+    looking, found = threading.Event(), threading.Event()
+    waited: list[bool] = []
+
+    def is_eligible(_of: Run, _device: int, _now: float) -> bool:
+        looking.set()
+        waited.append(found.wait(0 if False in waited else 10))
+        return True
+
+    scheduler = Scheduler(
+        SchedulerSettings(lease_s=0.3), InFlight(n=1), keys=keys, redis=redis,
+        name="scheduler-0", seed=7, is_eligible=is_eligible,
+    )  # fmt: skip
+    async with running(scheduler, context()):
+        await wait_until(looking.is_set)
+        await asyncio.sleep(0.6)  # twice the lease
+        assert await run.client.call("EXISTS", keys.leader("scheduler"))
+        found.set()
+        await are_open(run, 1)
+    assert all(waited)
 
 
 async def test_simulated_devices_are_asked_when_their_trainers_would_not_wait(

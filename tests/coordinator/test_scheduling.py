@@ -122,6 +122,43 @@ def test_only_devices_that_may_begin_now_are_asked() -> None:
     assert planned(InFlight(n=6), nobody) == Plan(limit=6, last=NOW)
 
 
+@pytest.mark.parametrize("policy", [InFlight(n=10), Rounds(k=10)])
+def test_a_plan_asks_no_device_twice_whether_it_may_begin(policy: Policy) -> None:
+    questions: list[int] = []
+
+    def is_eligible(device: int) -> bool:
+        questions.append(device)
+        return device % 25 == 0  # of 4 of them
+
+    seen = replace(CALM, devices=tuple(range(100)), is_eligible=is_eligible)
+    assert {t.device for t in planned(policy, seen).triggers} == {0, 25, 50, 75}
+    assert sorted(questions) == list(range(100))
+
+
+@pytest.mark.parametrize("policy", [InFlight(n=10), Rounds(k=10)])
+def test_where_all_may_begin_only_those_are_asked_that_are_drawn(policy: Policy) -> None:
+    questions: list[int] = []
+
+    def is_eligible(device: int) -> bool:
+        questions.append(device)
+        return True
+
+    seen = replace(CALM, devices=tuple(range(100)), is_eligible=is_eligible)
+    what = planned(policy, seen)
+    assert [trigger.device for trigger in what.triggers] == questions
+    assert len(questions) == 10
+    assert chosen(what) == chosen(planned(policy, replace(seen, is_eligible=None)))
+
+
+def test_among_those_that_may_begin_every_device_has_its_turn() -> None:
+    some = replace(CALM, is_eligible=lambda device: device in (2, 3, 7))
+    asked = Counter(
+        planned(InFlight(n=1), replace(some, issued=n)).triggers[0].device for n in range(3000)
+    )
+    assert asked.keys() == {2, 3, 7}
+    assert all(880 < count < 1120 for count in asked.values())
+
+
 def test_every_device_has_its_turn() -> None:
     asked = Counter(
         planned(InFlight(n=1), replace(CALM, issued=n)).triggers[0].device for n in range(2000)

@@ -430,6 +430,35 @@ async def gone(hand: Hand, name: str) -> bool:
     return await saved(hand, name) is None
 
 
+async def test_a_workspace_is_saved_though_redis_does_not_say_how_full_it_is(
+    hand: Hand, make: Make, task: Steps, redis: RedisSettings, course: Course
+) -> None:
+    """As to a user whose rights are of an earlier release; and it does not stay."""
+    await begun(hand, task)
+    await hand.client.call("ACL", "SETUSER", "old", "on", ">pw", "~*", "&*", "+@all", "-info")
+    host = redis.url.removeprefix("redis://")
+    trainer = make(redis=RedisSettings(url=f"redis://old:pw@{host}"), devices=BY_TURNS)
+    task.begins(hold=HELD)
+    try:
+        with capture_logs() as logs:
+            async with running(trainer, context()):
+                name = await asked(hand)
+                await wait_until(task.held)
+                course.eligible = False
+                task.gate.set()
+                await wait_until(lambda: trainer._saved_for == name)
+                assert await saved(hand, name)
+                course.eligible = True
+                await answers(hand)
+                await wait_until(lambda: gone(hand, name))
+                await wait_until(lambda: trainer._saved_for == "")
+    finally:
+        await hand.client.call("ACL", "DELUSER", "old")
+    [warning] = [line for line in logs if line["log_level"] == "warning"]
+    assert warning["event"] == "workspace saved, room not known"
+    assert "refuses" in warning["reason"]
+
+
 async def test_a_trainer_stopped_while_its_device_is_ineligible_hands_the_task_back(
     hand: Hand, make: Make, task: Steps, course: Course
 ) -> None:

@@ -473,8 +473,25 @@ async def test_a_trainer_may_be_told_to_end_when_redis_is_gone_for_good(
             with pytest.raises(BaseExceptionGroup) as ended:
                 await service
     assert ended.group_contains(
-        FedstreamError, match=r"has not answered for 0\.3 s \(trainer\.redis_away_s\)"
+        FedstreamError, match=r"for 0\.3 s \(trainer\.redis_away_s\) Redis has not served"
     )
+
+
+async def test_a_trainer_that_ends_though_redis_answers_says_what_it_answered(
+    hand: Hand, make: Make
+) -> None:
+    await hand.create()
+    trainer = make(settings=TrainerSettings(redis_away_s=0.3))
+    async with running(trainer, context(), may_fail=True) as service:
+        await wait_until(hand.ledger.trainers)
+        await hand.client.call("CONFIG", "SET", "min-replicas-to-write", 1)
+        try:
+            await asyncio.wait({service}, timeout=10)
+            with pytest.raises(BaseExceptionGroup) as ended:
+                await service
+        finally:
+            await hand.client.call("CONFIG", "SET", "min-replicas-to-write", 0)
+    assert ended.group_contains(FedstreamError, match="has not served .* NOREPLICAS .* is over")
 
 
 async def test_a_trainer_waits_for_redis_as_long_as_it_takes(

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import shutil
 from collections.abc import Callable
 from itertools import pairwise
@@ -460,8 +462,8 @@ class Kept:
         self._rule = rule
         self.recorder = Recorder(JournalSettings(dir=str(folder), sync="never", **settings))
 
-    async def segment(self) -> None:
-        """The next segment begins where this one ends."""
+    async def segment(self) -> str:
+        """The next segment begins where this one ends: why an old one stays."""
         mine, twin = self.recorder.head, self.twin
         head = SegmentHead(
             epoch=1, number=mine.number + 1 if mine else 0, predecessor=self.recorder.name,
@@ -473,7 +475,7 @@ class Kept:
             twin.progress, "continued" if mine else "begun",
             digest=twin.digests[twin.version], time=1.0,
         )  # fmt: skip
-        await self.recorder.begin(head, standing, *models, vectors=twin.vectors)
+        return await self.recorder.begin(head, standing, *models, vectors=twin.vectors)
 
     async def comes(self, device: int) -> None:
         """An update of the device arrives."""
@@ -568,6 +570,33 @@ async def test_who_has_a_successor_begins_no_segment_and_deletes_none(folder: Pa
         await kept.segment()
     assert files(folder) == before
     await kept.recorder.close()
+
+
+async def test_an_old_segment_that_cannot_be_deleted_stays_until_the_next_one_begins(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each restart would write a checkpoint more, and end by the same segment."""
+    kept = Kept(folder, SCAFFOLD, keep_segments=1)
+    await kept.segment()
+    await kept.comes(7)
+
+    real = Path.unlink
+
+    def refused(path: Path, *, missing_ok: bool = False) -> None:
+        if path.name == FIRST:
+            raise PermissionError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+        real(path, missing_ok=missing_ok)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(Path, "unlink", refused)
+        left = await kept.segment()
+    assert left == f"{folder / FIRST}: cannot be deleted: Operation not permitted"
+    assert sorted(files(folder)) == [FIRST, SECOND]
+    await kept.comes(8)
+    assert await kept.segment() == ""
+    await kept.recorder.close()
+    assert len(files(folder)) == 1
+    assert same(on_disk(folder), kept.twin.vectors)
 
 
 def two(folder: Path, rule: Rule, **options: Any) -> Scribe:

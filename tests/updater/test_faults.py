@@ -7,6 +7,7 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import pytest
 from broker.client import Client, RedisSettings
 from broker.errors import ConfigError
 from broker.layout import PAGE, Model
-from broker.ledger import _SCRIPTS
+from broker.ledger import _SCRIPTS, Head, Run
 from broker.messages import CloseRound
 from tests.journals import Scribe
 from tests.support import Hand, Proxy, context, full, layout_of, model_of, running, wait_until
@@ -31,6 +32,7 @@ from updater.journal import (
     _checksum,
     segments,
 )
+from updater.progress import Progress
 from updater.rebuild import recovered
 from updater.service import Updater
 from updater.strategies import FedAvgSettings
@@ -217,6 +219,44 @@ async def test_adopting_goes_on_after_the_disk_was_full(
     assert await floats(hand) == [3.75] * 4
     await makes(hand, make(), 4.0)
     assert list(digests(folder)) == [1, 4, 5]
+
+
+async def test_adopting_that_fails_leaves_all_as_it_was(
+    make: Any, hand: Hand, disk: Disk, end: End, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a task that is in no journal it would say that it has ended."""
+    await makes(hand, make(), 4.0)
+    end.begins()
+    await makes(hand, make(name="updater-1"), 4.0, 4.0)
+    end.is_lost()
+    updater = make(adopt=True)
+    real = updater._adopt
+    changed: list[set[str]] = []
+
+    async def adopt(run: Run, head: Head) -> None:
+        if changed:
+            await real(run, head)
+            return
+        updater._unwritten = ["decided on"]
+        was = {
+            name: vars(updater)[name]
+            for name in (
+                "_run", "_finished", "_progress", "_digest", "_time", "_made", "_done",
+                "_forgotten", "_counts", "_unwritten",
+            )
+        }  # fmt: skip
+        disk.full = True
+        try:
+            await real(replace(run, state="finished"), head)
+        finally:
+            disk.full = False
+            changed.append({name for name in was if vars(updater)[name] is not was[name]})
+            updater._unwritten = []
+
+    monkeypatch.setattr(updater, "_adopt", adopt)
+    async with running(updater, context()):
+        await wait_until(lambda: segments(folder)[-1].standing.why == "adopted")
+    assert changed == [set()]
 
 
 async def test_a_journal_that_is_deleted_under_its_updater_is_one_clear_line(
@@ -600,6 +640,39 @@ async def test_without_weights_adopting_goes_on_from_the_newer_version_of_redis(
     assert await floats(hand) == [3.0] * 4
     await makes(hand, make(**about), 1.0)
     await hand.balanced()
+
+
+async def test_a_task_that_was_found_again_is_counted_once_though_redis_went_back_meanwhile(
+    make: Any, hand: Hand, client: Client, redis: RedisSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is in the journal, but nothing is written of its being found again."""
+    async with Proxy(redis) as proxy:
+        updater = make(redis=proxy.settings)
+        real, found = updater._take_batch, asyncio.Event()
+        async with running(updater, context()):
+            await hand.join()
+            proxy.reading.clear()
+            upload = await hand.admitted(4.0)
+            backup = await backed_up(client)  # there it is open
+            proxy.reading.set()
+            await hand.reaches(1)
+            await wait_until(hand.queue_is_empty)
+
+            async def take_batch(progress: Progress) -> None:
+                await real(progress)
+                if updater._unwritten and not found.is_set():
+                    assert [change.record for change in updater._unwritten] == [None]
+                    await go_back(client, backup)
+                    updater._epoch = 0  # as if the lease had been taken again
+                    found.set()
+
+            monkeypatch.setattr(updater, "_take_batch", take_batch)
+            await hand.slip_in(upload)
+            await wait_until(found.is_set)
+            await hand.reaches(1)
+            await wait_until(hand.queue_is_empty)
+            view = await hand.ledger.look()
+            assert (view.issued, view.outcomes["applied"], view.open) == (1, 1, ())
 
 
 # a run that somebody ends
