@@ -17,7 +17,7 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 import hiredis
 from redis import exceptions
@@ -61,6 +61,7 @@ _OPTIONS = {
     "ssl_certfile", "ssl_keyfile", "ssl_password", "ssl_cert_reqs", "ssl_check_hostname",
     "ssl_ciphers",
 }  # fmt: skip
+_OF_THE_URL = {"connection_class", "host", "port"}  # which redis-py would take as options too
 _UNTRUSTED = re.compile(r"certificate verify failed: ([^(]+)")
 
 
@@ -333,7 +334,8 @@ def _options(settings: RedisSettings) -> dict[str, Any]:
     path = urlsplit(settings.url).path.strip("/")
     if "path" not in options and path and not path.isdecimal():  # it would be taken for none
         raise ConfigError(f"redis.url: {shown!r}: {path!r} is no number of a database")
-    for option in sorted(options.keys() - _OPTIONS):
+    said = parse_qs(urlsplit(settings.url).query, keep_blank_values=True).keys()
+    for option in sorted((options.keys() - _OPTIONS) | (said & _OF_THE_URL)):
         raise ConfigError(f"redis.url: {shown!r}: option {option!r} is not known")
     try:
         made = dict(options)
