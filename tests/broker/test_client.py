@@ -200,7 +200,7 @@ async def test_a_script_that_redis_does_not_know_is_told_apart(client: Client) -
         ("redis://[::1", "'redis://[::1' is not allowed: "),
         ("redis://there/0?colour=red", "'redis://there/0?colour=red': option 'colour' is not"),
         ("redis://there?port=abc", "'redis://there?port=abc': option 'port' is not known"),
-        ("redis://there?connection_class=x", "option 'connection_class' is not known"),
+        ("redis://there?host=x", "'redis://there?host=x': option 'host' is not known"),
         ("redis://there?retry=5", "'redis://there?retry=5': option 'retry' is not known"),
         ("redis://there?ssl_ciphers=a", "'redis://there?ssl_ciphers=a': option 'ssl_ciphers' does"),
         ("rediss://there?ssl_cert_reqs=a", "'rediss://there?ssl_cert_reqs=a': Invalid SSL"),
