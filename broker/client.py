@@ -331,10 +331,11 @@ def _options(settings: RedisSettings) -> dict[str, Any]:
         unquoted = "special characters of a password must be percent-encoded, or in redis.password"
         why = unquoted if "@" in settings.url else error
         raise ConfigError(f"redis.url: {shown!r} is not allowed: {why}") from error
-    path = urlsplit(settings.url).path.strip("/")
+    url = urlsplit(settings.url)
+    path = url.path.strip("/")
     if "path" not in options and path and not path.isdecimal():  # it would be taken for none
         raise ConfigError(f"redis.url: {shown!r}: {path!r} is no number of a database")
-    said = parse_qs(urlsplit(settings.url).query, keep_blank_values=True).keys()
+    said = parse_qs(url.query, keep_blank_values=True).keys()
     for option in sorted((options.keys() - _OPTIONS) | (said & _OF_THE_URL)):
         raise ConfigError(f"redis.url: {shown!r}: option {option!r} is not known")
     try:

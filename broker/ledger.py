@@ -247,12 +247,6 @@ def counted(counts: Mapping[str, int], end: End) -> dict[str, int]:
     return {**counts, **{name: counts.get(name, 0) + 1 for name in names}}
 
 
-def memory_of(info: bytes) -> tuple[int, int]:
-    """Bytes that Redis uses, and that it may use (0: no limit), by its own report."""
-    found = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
-    return int(found.get(b"used_memory", 0)), int(found.get(b"maxmemory", 0))
-
-
 LOST = "lost with Redis"
 
 
@@ -526,7 +520,9 @@ class Ledger:
 
     async def memory(self) -> tuple[int, int]:
         """Bytes that Redis uses, and that it may use (0: no limit)."""
-        return memory_of(await self._client.call("INFO", "memory"))
+        info = await self._client.call("INFO", "memory")
+        found = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
+        return int(found.get(b"used_memory", 0)), int(found.get(b"maxmemory", 0))
 
     async def silent(self, seconds: float) -> list[str]:
         """Trainers that were not heard for so long, and have not said good-bye."""

@@ -544,9 +544,8 @@ class Trainer:
             self._context.log.warning("workspace too large to be saved", bytes=len(data))
             return
         expire_ms = round(self._settings.workspace_expiry_s * 1000)
-        save: Command = ("SET", self._keys.workspace(task), data, "PX", expire_ms)
         try:
-            await self._client.call(*save)
+            await self._client.call("SET", self._keys.workspace(task), data, "PX", expire_ms)
         except FedstreamError as error:
             self._context.log.warning("workspace not saved", reason=str(error))
             return

@@ -69,6 +69,13 @@ def suits(task: Task, module: nn.Module, solver: SolverSettings) -> bool:
     )
 
 
+class _Room(threading.local):
+    """Memory for minibatches, which every thread has of its own and uses again."""
+
+    def __init__(self, columns: Sequence[torch.Tensor]) -> None:
+        self.of = [column.new_empty(0) for column in columns]  # it grows to what is taken
+
+
 class Rows:
     """All devices' data in one piece: a minibatch for each of several devices is one indexing."""
 
@@ -77,14 +84,14 @@ class Rows:
         columns = zip(*(share.tensors for share in shares), strict=True)
         self.columns = [_in_one_piece(column).to(device) for column in columns]
         self.begins = torch.tensor([0, *self.sizes]).cumsum(0)  # of the devices' rows
+        self._room = _Room(self.columns)
 
-    def room(self) -> list[torch.Tensor]:
-        """Memory for minibatches, which grows to what is taken."""
-        return [column.new_empty(0) for column in self.columns]
+    def take(self, rows: torch.Tensor) -> list[torch.Tensor]:
+        """The minibatches of these rows, of shape (devices, size).
 
-    def take(self, rows: torch.Tensor, room: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The minibatches of these rows, of shape (devices, size), in ``room``."""
-        index, taken = rows.flatten(), []
+        Valid until the same thread takes the next.
+        """
+        index, taken, room = rows.flatten(), [], self._room.of
         for number, column in enumerate(self.columns):
             if len(room[number]) < len(index):  # new memory costs more than the copy
                 room[number] = column.new_empty((len(index), *column.shape[1:]))
@@ -160,7 +167,6 @@ class Together:
         self._pool = ThreadPoolExecutor(
             self._threads, initializer=torch.set_num_threads, initargs=(1,)
         )  # which starts a thread when there is work for it
-        self._rooms = [rows.room() for _ in range(self._threads)]  # those that nobody uses
 
     def train(self, jobs: Sequence[Job]) -> list[Trained]:
         """Writes every device's x_new into the parameters of its ``into``.
@@ -199,19 +205,14 @@ class Together:
         training = _Training(self._solver, x, self._parts(start), self._parts(correction))
         begins = self._rows.begins[[job.arrival.device for job in jobs], None]
         losses = torch.zeros(len(jobs), dtype=torch.float64, device=self._where)
-        room = self._rooms.pop()
-        try:
-            for step in range(steps[0]):
-                if self._cancelled():
-                    raise Cancelled
-                for at, own in draws.of(step):
-                    models = [part[at] for part in x]
-                    batch = self._rows.take(begins[at] + own, room)
-                    gradients, loss = self._gradients(*models, *batch)
-                    training.step(at, models, gradients)
-                    losses[at] += loss
-        finally:
-            self._rooms.append(room)
+        for step in range(steps[0]):
+            if self._cancelled():
+                raise Cancelled
+            for at, own in draws.of(step):
+                models = [part[at] for part in x]
+                gradients, loss = self._gradients(*models, *self._rows.take(begins[at] + own))
+                training.step(at, models, gradients)
+                losses[at] += loss
         new = torch.cat([part.flatten(1) for part in x], dim=1)
         return self._results(jobs, steps, new, start, correction, losses)
 

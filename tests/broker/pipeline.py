@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from broker.client import Client, RedisSettings
+from broker.errors import Unavailable
 from broker.keys import Keys
 from broker.ledger import Ledger, View
 from fedstream import services
@@ -149,3 +150,15 @@ async def finished(client: Client, keys: Keys) -> View:
     view: View = await wait_until(over, timeout=40, what="the run's end")
     assert view.issued == sum(view.outcomes.values()) + len(view.open), view.counts
     return view
+
+
+async def another_master(client: Client) -> None:
+    """Waits until the client has found the one that took over."""
+
+    async def again() -> bool:
+        try:
+            return bool(await client.call("PING") == b"PONG")
+        except Unavailable:
+            return False
+
+    await wait_until(again, timeout=20, what="another master")

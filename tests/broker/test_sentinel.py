@@ -17,7 +17,7 @@ from broker.keys import Keys
 from broker.rights import PARTS, ROLES
 from broker.settings import SentinelSettings
 from fedstream import acl
-from tests.broker.pipeline import finished, pipeline, reached
+from tests.broker.pipeline import another_master, finished, pipeline, reached
 from tests.broker.servers import Redis, redis, redis_7, said, until
 from tests.support import Proxy, wait_until
 
@@ -121,14 +121,7 @@ async def test_a_run_goes_on_when_the_master_dies(
         await reached(client, KEYS, 20)
         assert client.address.endswith(str(there.master.port))
         there.master.kill()
-
-        async def again() -> bool:
-            try:
-                return bool(await client.call("PING") == b"PONG")
-            except Unavailable:
-                return False
-
-        await wait_until(again, timeout=20, what="another master")
+        await another_master(client)
         assert client.address.endswith(str(there.replica.port))
         assert client.reconnects == 1
         view = await finished(client, KEYS)

@@ -101,6 +101,14 @@ class End:
         shutil.move(self._aside, self._folder)
 
 
+async def loses_its_end(make: Any, hand: Hand, end: End, *lost: float) -> None:
+    """A journal of version 1, where Redis has one more for each of the values ``lost``."""
+    await makes(hand, make(), 4.0)
+    end.begins()
+    await makes(hand, make(name="updater-1"), *lost)
+    end.is_lost()
+
+
 @pytest.fixture
 def end(folder: Path, tmp_path: Path) -> End:
     """The end of the journal."""
@@ -199,10 +207,7 @@ async def test_a_segment_that_could_not_be_begun_names_the_one_before_once_it_ca
 async def test_adopting_goes_on_after_the_disk_was_full(
     make: Any, hand: Hand, disk: Disk, end: End, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await makes(hand, make(), 4.0)
-    end.begins()
-    await makes(hand, make(name="updater-1"), 4.0, 4.0)
-    end.is_lost()
+    await loses_its_end(make, hand, end, 4.0, 4.0)
     updater = make(adopt=True)
     real = updater._adopt
 
@@ -225,10 +230,7 @@ async def test_adopting_that_fails_leaves_all_as_it_was(
     make: Any, hand: Hand, disk: Disk, end: End, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a task that is in no journal it would say that it has ended."""
-    await makes(hand, make(), 4.0)
-    end.begins()
-    await makes(hand, make(name="updater-1"), 4.0, 4.0)
-    end.is_lost()
+    await loses_its_end(make, hand, end, 4.0, 4.0)
     updater = make(adopt=True)
     real = updater._adopt
     changed: list[set[str]] = []
@@ -365,10 +367,7 @@ async def test_a_published_version_is_never_made_again_as_another(
 async def test_redis_that_is_emptied_while_a_lost_end_is_made_again_has_the_journal_s(
     make: Any, hand: Hand, client: Client, end: End, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await makes(hand, make(), 4.0)
-    end.begins()
-    await makes(hand, make(name="updater-1"), 8.0, 8.0)
-    end.is_lost()
+    await loses_its_end(make, hand, end, 8.0, 8.0)
     updater = make(lease_s=0.4)
     emptied = False
 
