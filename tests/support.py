@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import re
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -340,6 +341,22 @@ def context() -> Context:
 def counted(context: Context, name: str, **labels: str) -> float:
     """A metric's value."""
     return context.registry.get_sample_value(name, labels) or 0.0
+
+
+async def at_rest(hand: Hand) -> int:
+    """Bytes that Redis uses once it has taken back what large requests grew of its connections.
+
+    It does so a second or two after them: until then a model may fit under a limit that is a
+    little above what is used.
+    """
+
+    async def is_at_rest() -> bool:
+        listing = (await hand.client.call("CLIENT", "LIST")).decode()
+        return sum(int(held) for held in re.findall(r"tot-mem=(\d+)", listing)) < 200_000
+
+    await wait_until(is_at_rest)
+    used, _ = await hand.ledger.memory()
+    return used
 
 
 @asynccontextmanager

@@ -24,7 +24,17 @@ from broker.ledger import Commit
 from broker.messages import GiveUp, Upload, decode
 from broker.streams import Group
 from runtime.tasks import LeaseSettings
-from tests.support import Hand, Proxy, context, counted, full, model_of, running, wait_until
+from tests.support import (
+    Hand,
+    Proxy,
+    at_rest,
+    context,
+    counted,
+    full,
+    model_of,
+    running,
+    wait_until,
+)
 from trainer.devices import DeviceSettings, OnOff
 from trainer.service import Initiative, Trainer, TrainerSettings
 from trainer.solvers import Scaffold, Sgd, SolverSettings, Work, solve
@@ -280,8 +290,7 @@ async def test_workspaces_leave_half_of_redis_to_models_and_updates(
     hand: Hand, make: Make, task: Steps
 ) -> None:
     await begun(hand, task)
-    used, _ = await hand.ledger.memory()
-    await hand.client.call("CONFIG", "SET", "maxmemory", used * 3 // 2)
+    await hand.client.call("CONFIG", "SET", "maxmemory", await at_rest(hand) * 3 // 2)
     try:
         with capture_logs() as logs:
             name = await stopped_midway(hand, task, make("t1"))

@@ -19,7 +19,17 @@ from broker.layout import PAGE, Model
 from broker.ledger import _SCRIPTS, Head, Run
 from broker.messages import CloseRound
 from tests.journals import Scribe
-from tests.support import Hand, Proxy, context, full, layout_of, model_of, running, wait_until
+from tests.support import (
+    Hand,
+    Proxy,
+    at_rest,
+    context,
+    full,
+    layout_of,
+    model_of,
+    running,
+    wait_until,
+)
 from tests.updater.journalled import backed_up, go_back, held, makes, records
 from updater.journal import (
     _MARK,
@@ -138,14 +148,9 @@ async def floats(hand: Hand) -> list[float]:
     return found
 
 
-async def limited(client: Client, room: int) -> None:
+async def limited(hand: Hand, room: int) -> None:
     """Redis takes so many bytes more than it has, or is over the limit by so many."""
-    info = dict(
-        line.split(":", 1)
-        for line in (await client.call("INFO", "memory")).decode().splitlines()
-        if ":" in line
-    )
-    await client.call("CONFIG", "SET", "maxmemory", int(info["used_memory"]) + room)
+    await hand.client.call("CONFIG", "SET", "maxmemory", await at_rest(hand) + room)
 
 
 # a disk that is full when a segment is begun
@@ -540,7 +545,7 @@ async def test_what_was_being_fetched_when_redis_went_back_is_forgotten(
 
 
 async def test_a_full_redis_is_emptied_when_there_is_nothing_else_to_do(
-    make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
+    make: Any, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hand.layout = layout_of(250_000)
     updater = make(**LATE)
@@ -550,8 +555,8 @@ async def test_a_full_redis_is_emptied_when_there_is_nothing_else_to_do(
         """It is idle."""
         nonlocal limits
         if updater._retained and updater._progress.state.version == 4 and not limits:
+            await limited(hand, -2_500_000)
             limits += 1
-            await limited(client, -2_500_000)
         await real()
 
     monkeypatch.setattr(updater._recorder, "flush", flush)
@@ -563,7 +568,7 @@ async def test_a_full_redis_is_emptied_when_there_is_nothing_else_to_do(
 
 
 async def test_a_full_redis_is_emptied_to_publish_again(
-    make: Any, hand: Hand, client: Client, redis: RedisSettings, folder: Path
+    make: Any, hand: Hand, redis: RedisSettings, folder: Path
 ) -> None:
     hand.layout = layout_of(250_000)
     async with Proxy(redis) as proxy, running(make(redis=proxy.settings), context()):
@@ -571,7 +576,7 @@ async def test_a_full_redis_is_emptied_to_publish_again(
         proxy.refuse = lambda data: COMMIT in data
         await hand.admitted(5.0)
         await wait_until(lambda: len(records(folder)) == 5)
-    await limited(client, 500_000)  # enough for a lease, not for a model
+    await limited(hand, 500_000)  # enough for a lease, not for a model
     async with running(make(), context()):
         await hand.reaches(5)
         assert list((await hand.ledger.kept()).values()) == [4, 5]
