@@ -459,7 +459,9 @@ class Updater:
 
     async def _publish_again(self, why: str) -> None:
         """Redis does not have the newest version: it gets it, and the counts that it lacks."""
-        run, progress, epoch = self._run, self._progress, self._lease.number
+        run, progress = self._run, self._progress
+        # At once: the lease may be taken again meanwhile, and the version is then of another epoch.
+        epoch, token = self._lease.number, self._lease.token
         if run is None or progress is None:
             return
         await self._recorder.check_last()
@@ -476,7 +478,7 @@ class Updater:
         if not await self._hand_out(state):  # whoever sees the version finds them
             return
         reply = await self._ledger.create(
-            self._lease.token, run, version, counts=self._counts, done=self._recorded(),
+            token, run, version, counts=self._counts, done=self._recorded(),
             held=tuple(one.device for one in progress.held),
             mean_staleness=progress.mean_staleness,
         )  # fmt: skip
@@ -631,7 +633,7 @@ class Updater:
     # one entry
 
     async def _change(self, entry: Entry, before: Progress) -> Change | None:
-        """What an entry of the queue does; None if it was no message."""
+        """What an entry of the queue does; None if it was no message, or is there no more."""
         try:
             message = decode(entry.data, Upload, RoundEnd)
         except BadMessage as error:
@@ -645,6 +647,10 @@ class Updater:
             await self._unfetch(entry)
             return self._found_again(entry, message, before)
         refusal, update = await self._checked(entry, message, before.state)
+        if refusal == "blob missing" and not await self._is_queued(entry):
+            # Redis went back, and has neither: it is not the update's fault, and may come again.
+            self._context.log.error("Redis lost an update", task=message.task)
+            return None
         if update is None:
             return self._refused(entry, message, before, refusal)
         spare = self._free.pop() if self._free else Model(update.layout)
@@ -656,6 +662,9 @@ class Updater:
         if step.decision is None or step.decision.outcome == "dropped":
             return replace(self._refused(entry, message, before, "too stale"), used=(update, spare))
         return self._taken(entry, message, step, update, used)
+
+    async def _is_queued(self, entry: Entry) -> bool:
+        return bool(await self._client.call("XRANGE", self._keys.queue, entry.id, entry.id))
 
     async def _checked(
         self, entry: Entry, upload: Upload, state: State

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from broker.client import Client
 from broker.errors import NoRun
@@ -37,6 +40,14 @@ async def makes(hand: Hand, updater: Updater, *values: float) -> None:
             version = await hand.version()
             await hand.admitted(value)
             await hand.reaches(version + 1)
+
+
+async def fails(updater: Updater, error: type[Exception], match: str) -> None:
+    """The updater ends by itself, with this error."""
+    with pytest.raises(BaseExceptionGroup) as raised:
+        # A lease whose holder could not say good-bye runs out first.
+        await asyncio.wait_for(updater.run(context()), 20)
+    assert raised.group_contains(error, match=match)
 
 
 async def reasons(hand: Hand, outcome: str, expected: dict[str, int]) -> bool:

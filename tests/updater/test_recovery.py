@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import os
 import shutil
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,30 @@ from broker.layout import Model
 from broker.ledger import _SCRIPTS
 from broker.messages import CloseRound
 from tests.support import Hand, Proxy, context, counted, running, wait_until
-from tests.updater.journalled import backed_up, go_back, held, makes, reasons, records
+from tests.updater.journalled import backed_up, fails, go_back, held, makes, reasons, records
 from updater import journal
 from updater.journal import JournalError, JournalSettings, Segment, Taken, Writer, segments
 from updater.rebuild import recovered
 from updater.recorder import Recorder
 from updater.strategies import FedAvgSettings
+
+
+@contextmanager
+def nothing_gets_to_the_disk() -> Iterator[None]:
+    """Inside the block every sync waits."""
+    may, real = threading.Event(), os.fdatasync
+
+    def fdatasync(file: int) -> None:
+        assert may.wait(60)
+        real(file)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fdatasync", fdatasync)
+        try:
+            yield
+        finally:
+            may.set()
+
 
 # what is recorded
 
@@ -147,9 +165,10 @@ async def test_a_buffer_is_rebuilt_from_the_journal(make: Any, hand: Hand, clien
 
 
 async def test_the_queue_makes_again_what_the_journal_lost(
-    make: Any, hand: Hand, folder: Path, tmp_path: Path
+    make: Any, hand: Hand, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = {"sync": "interval", "sync_s": 3600.0}
+    monkeypatch.setattr("updater.service.BLOCK_MS", 60_000)  # it is never idle
     async with running(make(**late), context()):
         await hand.join()
         await hand.admitted(4.0)
@@ -162,6 +181,7 @@ async def test_the_queue_makes_again_what_the_journal_lost(
         assert (await hand.ledger.look()).head.retained == 4
     shutil.rmtree(folder)
     shutil.move(tmp_path / "copy", folder)
+    monkeypatch.setattr("updater.service.BLOCK_MS", 20)
     told = await hand.published()
     async with running(make(**late), context()) as updater:
         await wait_until(lambda: len(records(folder)) == 4)
@@ -185,9 +205,7 @@ async def test_a_journal_whose_end_is_gone_for_good_is_not_made_anew_silently(
     await makes(hand, make(name="updater-1"), 4.0, 4.0)
     shutil.rmtree(folder)
     shutil.move(tmp_path / "copy", folder)
-    with pytest.raises(BaseExceptionGroup) as raised:
-        await asyncio.wait_for(make().run(context()), 10)
-    assert raised.group_contains(JournalError, match="ends with version 1, .* has 3.*--adopt")
+    await fails(make(), JournalError, "ends with version 1, .* has 3.*--adopt")
     async with running(make(adopt=True), context()):
         await wait_until(lambda: segments(folder)[-1].standing.why == "adopted")
         await hand.admitted(4.0)
@@ -200,9 +218,7 @@ async def test_a_lost_journal_is_not_made_anew_silently(
 ) -> None:
     await makes(hand, make(), 4.0, 4.0)
     shutil.rmtree(folder)
-    with pytest.raises(BaseExceptionGroup) as raised:
-        await asyncio.wait_for(make().run(context()), 5)
-    assert raised.group_contains(ConfigError, match=r"journal\.dir: there is no journal .*--adopt")
+    await fails(make(), ConfigError, r"journal\.dir: there is no journal .*--adopt")
     await makes(hand, make(adopt=True), 4.0)
     [segment] = segments(folder)
     assert (segment.standing.why, segment.standing.version) == ("adopted", 2)
@@ -215,9 +231,7 @@ async def test_the_journal_of_another_run_is_refused(
 ) -> None:
     await makes(hand, make(), 4.0)
     await client.call("HSET", hand.keys.run, "lineage", "another")
-    with pytest.raises(BaseExceptionGroup) as raised:
-        await asyncio.wait_for(make().run(context()), 5)
-    assert raised.group_contains(ConfigError, match="a run of another lineage than the journal")
+    await fails(make(), ConfigError, "a run of another lineage than the journal")
 
 
 async def test_a_task_too_old_to_be_remembered_is_refused(
@@ -264,11 +278,8 @@ async def test_without_weights_the_newest_model_is_redis_s_alone(
     chain = segments(folder)
     assert sum(r.payload_bytes for segment in chain for r in segment.records()) == 0
     await client.call("FLUSHALL")
-    with pytest.raises(BaseExceptionGroup) as raised:
-        await asyncio.wait_for(make(weights=False).run(context()), 5)
-    assert raised.group_contains(
-        ConfigError, match="without weights .* version 3, .* has none.* of version 2, with"
-    )
+    said = "without weights .* version 3, .* has none.* of version 2, with"
+    await fails(make(weights=False), ConfigError, said)
     async with running(make(weights=False, adopt=True), context()):
         await hand.reaches(4)  # no version goes back, though its model does
         assert (await hand.model((await hand.published())[-1])).floats.tolist() == [3.0] * 4
@@ -299,7 +310,7 @@ async def test_a_writer_past_its_lease_is_fenced_in_redis_and_in_the_files(
                 proxy.answering.set()
                 await hand.admitted(1.0)
                 await hand.reaches(3)
-                await asyncio.wait({first}, timeout=5)
+                await wait_until(first.done, what="it ends")
                 error = first.exception()
                 assert isinstance(error, BaseExceptionGroup)
                 assert error.split(Fenced)[1] is None
@@ -351,16 +362,16 @@ async def test_a_disk_that_fails_ends_the_updater(
 ) -> None:
     """Nobody knows what is on disk then; the next one begins with what is."""
 
-    def fails(_file: int) -> None:
+    def broken(_file: int) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     async with running(make(), context(), may_fail=True) as updater:
         await hand.join()
         await hand.reaches(0)
         with monkeypatch.context() as patch:
-            patch.setattr(os, "fdatasync", fails)
+            patch.setattr(os, "fdatasync", broken)
             await hand.admitted(4.0)
-            await asyncio.wait({updater}, timeout=5)
+            await wait_until(updater.done, what="it ends")
         error = updater.exception()
         assert isinstance(error, BaseExceptionGroup)
         assert error.subgroup(JournalError)
@@ -372,13 +383,14 @@ async def test_a_disk_that_fails_ends_the_updater(
 async def test_an_entry_stays_in_the_queue_until_its_record_is_on_disk(
     make: Any, hand: Hand, client: Client
 ) -> None:
-    async with running(make(sync="interval", sync_s=0.5), context()):
+    async with running(make(sync="interval", sync_s=0.1), context()):
         await hand.join()
-        upload = await hand.admitted(4.0)
-        await hand.reaches(1)
-        assert [message for _, message in await hand.queue()] == [upload]
-        view = await hand.ledger.look()
-        assert (view.queue, view.head.retained, view.backlog) == (1, 1, 0)
+        with nothing_gets_to_the_disk():
+            upload = await hand.admitted(4.0)
+            await hand.reaches(1)
+            assert [message for _, message in await hand.queue()] == [upload]
+            view = await hand.ledger.look()
+            assert (view.queue, view.head.retained, view.backlog) == (1, 1, 0)
         await wait_until(hand.queue_is_empty)
         assert await client.call("EXISTS", hand.keys.update(upload.blob)) == 0
         assert (await hand.ledger.look()).head.retained == 0
@@ -435,15 +447,16 @@ async def test_a_retained_entry_ends_its_task_again_where_redis_forgot_that_it_d
     make: Any, hand: Hand, client: Client
 ) -> None:
     rounds = FedAvgSettings(clients_per_round=3)
-    async with running(make(rounds, sync="interval", sync_s=0.7), context()):
+    async with running(make(rounds, sync="interval", sync_s=0.1), context()):
         await hand.join()
-        upload = await hand.admitted(4.0)
-        await wait_until(lambda: held(hand, 1))
-        trigger = hand.trigger(task=upload.task)
-        await client.call("HSET", hand.keys.open, upload.task, trigger.encode())
-        await client.call("HSET", hand.keys.admitted, upload.task, upload.attempt)
-        await client.call("HINCRBY", hand.keys.counts, "buffered", -1)
-        assert await hand.queue()  # it is retained
+        with nothing_gets_to_the_disk():
+            upload = await hand.admitted(4.0)
+            await wait_until(lambda: held(hand, 1))
+            trigger = hand.trigger(task=upload.task)
+            await client.call("HSET", hand.keys.open, upload.task, trigger.encode())
+            await client.call("HSET", hand.keys.admitted, upload.task, upload.attempt)
+            await client.call("HINCRBY", hand.keys.counts, "buffered", -1)
+            assert await hand.queue()  # it is retained
         await wait_until(hand.queue_is_empty)
         assert (await hand.ledger.look()).open == ()
         await hand.balanced()
@@ -470,7 +483,7 @@ async def superseded(make: Any, hand: Hand, redis: RedisSettings) -> AsyncIterat
                 await hand.reaches(2)
             yield tokens
             proxy.reading.set()
-            await asyncio.wait({work}, timeout=10)
+            await wait_until(work.done, what="it ends")
             error = work.exception()
             assert isinstance(error, BaseExceptionGroup)
             assert error.subgroup(Fenced)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import threading
 import time
@@ -28,7 +27,7 @@ from tests.support import (
     running,
     wait_until,
 )
-from tests.updater.journalled import HALF
+from tests.updater.journalled import HALF, backed_up, fails, go_back
 from updater.rules import Constant, Polynomial
 from updater.service import _BATCH, _LARGE
 from updater.strategies import FedAsyncSettings, FedAvgSettings, State, Update
@@ -394,7 +393,8 @@ async def test_connections_cut_at_any_moment_lose_and_repeat_nothing(
 async def test_a_run_that_redis_lost_is_published_again_and_no_version_is_taken_back(
     make: Any, hand: Hand, client: Client, idle: bool
 ) -> None:
-    async with running(make(lease_s=0.4), context()):
+    updater = make(lease_s=0.4)
+    async with running(updater, context()):
         await hand.join()
         for _ in range(3):
             await hand.admitted(4.0)
@@ -405,6 +405,8 @@ async def test_a_run_that_redis_lost_is_published_again_and_no_version_is_taken_
                 await hand.admit(await hand.trained(task, 4.0))
         await client.call("FLUSHALL")
         await wait_until(lambda: published_again(hand))
+        # What it had decided on before may still become a version.
+        await wait_until(lambda: not updater._unwritten and not updater._pending)
         head = await hand.ledger.head()
         assert head
         assert head.epoch > newest.epoch
@@ -417,6 +419,33 @@ async def test_a_run_that_redis_lost_is_published_again_and_no_version_is_taken_
         await hand.admitted(4.0)
         await hand.reaches(head.version + 1)
         await hand.balanced()
+
+
+async def test_a_version_that_is_published_again_is_of_the_epoch_that_published_it(
+    make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The lease is taken again while its model is written."""
+    updater = make()
+    write, create = updater._publisher.write, updater._ledger.create
+    shown: list[int] = []
+
+    async def slowly_written(*args: Any) -> None:
+        await write(*args)
+        if not shown:
+            assert await updater._lease.acquire(at_least=updater._lease.number)
+
+    async def created(token: str, *args: Any, **about: Any) -> Any:
+        shown.append(int(token.partition(":")[0]))
+        return await create(token, *args, **about)
+
+    async with running(updater, context()):
+        await hand.reaches(0)
+        monkeypatch.setattr(updater._publisher, "write", slowly_written)
+        monkeypatch.setattr(updater._ledger, "create", created)
+        await client.call("FLUSHALL")
+        await hand.reaches(0)
+        assert len(shown) > 1  # the first was not good any more
+        assert [version.epoch for version in await hand.published()] == shown[-1:]
 
 
 async def published_again(hand: Hand) -> bool:
@@ -434,17 +463,14 @@ async def test_a_redis_that_goes_back_in_time_makes_nothing_be_done_twice(
         proxy.reading.clear()
         await hand.admitted(8.0)
         await hand.admitted(math.nan)
-        backup = {
-            name: (await client.call("DUMP", name), max(0, await client.call("PTTL", name)))
-            for name in await client.call("KEYS", hand.keys.prefix + "*")
-        }
+        backup = await backed_up(client)
         proxy.reading.set()
         await refused(hand, "not finite")
         before = (await hand.published())[-1]
-        await client.call("FLUSHALL")
-        for name, (value, expiry) in backup.items():
-            await client.call("RESTORE", name, expiry, value)
+        proxy.reading.clear()  # the next look is ours, not the updater's
+        await go_back(client, backup)
         assert await hand.version() == 1
+        proxy.reading.set()
         await hand.reaches(2)
         again = (await hand.published())[-1]
         assert (again.version, again.digest) == (2, before.digest)
@@ -466,7 +492,7 @@ async def test_a_finished_run_that_redis_lost_is_published_as_finished(
         await hand.admitted(4.0)
         await hand.reaches(1)
         await client.call("FLUSHALL")
-        await wait_until(lambda: published_again(hand), timeout=5)
+        await wait_until(lambda: published_again(hand))
         run = await hand.ledger.run()
         assert (run.state, run.why) == ("finished", "version 1 reached")
         assert await hand.version() == 1
@@ -585,9 +611,7 @@ async def test_another_strategy_than_the_runs_is_a_configuration_error(
 ) -> None:
     async with running(make(), context()):
         await hand.reaches(0)
-    with pytest.raises(BaseExceptionGroup) as raised:
-        await asyncio.wait_for(make(FedAvgSettings()).run(context()), 5)
-    assert raised.group_contains(ConfigError, match=r"strategy\.name: .* created with fedasync")
+    await fails(make(FedAvgSettings()), ConfigError, r"strategy\.name: .* created with fedasync")
 
 
 async def test_told_to_stop_it_returns_and_lets_the_next_one_in(
@@ -597,7 +621,7 @@ async def test_told_to_stop_it_returns_and_lets_the_next_one_in(
     async with running(make(), stopping) as updater:
         await hand.reaches(0)
         stopping.stop.set()
-        await asyncio.wait_for(asyncio.shield(updater), 5)
+        await wait_until(updater.done, what="it ends")
         assert await client.call("EXISTS", keys.leader("updater")) == 0
 
 
