@@ -6,6 +6,8 @@ Each method is one Lua script (``broker/lua``), so every change is whole or not 
 
 from __future__ import annotations
 
+import json
+import re
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -50,6 +52,8 @@ _SCRIPTS = {
 # They ride in pipelines with a wait: one that Redis does not know would cost the wait.
 _PIPELINED = ("admit", "close_round", "dispatch", "look", "trigger")
 
+_DEVICE = re.compile(rb"\d{1,18}")  # trainers, who write the register, may write other fields
+
 State = Literal["running", "finished"]
 T = TypeVar("T")
 
@@ -72,6 +76,18 @@ def _fields(values: Mapping[str, object]) -> list[str | bytes]:
 
 def _mapping(flat: Sequence[bytes]) -> dict[str, bytes]:
     return {name.decode(): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
+
+
+def _about(data: bytes) -> dict[str, Any]:
+    """What a trainer says of itself. Raises BadMessage."""
+    try:
+        about = msgpack.unpackb(data)
+        json.dumps(about)  # it is shown so: no bytes, no keys but text and numbers
+    except (TypeError, ValueError, RecursionError, msgpack.UnpackException) as error:
+        raise BadMessage(f"not what a trainer says: {error}") from error
+    if not isinstance(about, dict) or not isinstance(about.get("owns"), list):
+        raise BadMessage("not what a trainer says: a map with what it 'owns' was expected")
+    return about
 
 
 def _text(reply: bytes) -> str:
@@ -364,7 +380,7 @@ class Ledger:
             trainers=trainers,
             kept=kept,
             dead=dead,
-            owned=tuple(sorted(int(device) for device in owned)),
+            owned=tuple(sorted(int(field) for field in owned if _DEVICE.fullmatch(field))),
             now=float(now),
             told={self.keys.events: event.decode(), self.keys.models: version.decode()},
         )
@@ -403,14 +419,26 @@ class Ledger:
         return [upload for upload in found if upload.task.encode() not in set(opened)]
 
     async def trainers(self) -> dict[str, dict[str, Any]]:
-        """What every trainer that is alive said of itself last, by name."""
-        record = _mapping(await self._client.call("HGETALL", self.keys.trainers))
-        return {name: msgpack.unpackb(about) for name, about in sorted(record.items())}
+        """What every trainer that is alive said of itself last, by name.
+
+        Any trainer may write the register: what is no entry of ours is not among them.
+        """
+        flat = await self._client.call("HGETALL", self.keys.trainers)
+        found = {}
+        for name, data in zip(flat[::2], flat[1::2], strict=True):
+            with suppress(BadMessage, UnicodeDecodeError):
+                found[name.decode()] = _about(data)
+        return dict(sorted(found.items()))
 
     async def owners(self) -> dict[int, str]:
-        """Which trainer owns which device."""
-        record = _mapping(await self._client.call("HGETALL", self.keys.owners))
-        return {int(device): owner.decode() for device, owner in record.items()}
+        """Which trainer owns which device, less what is no entry of ours."""
+        flat = await self._client.call("HGETALL", self.keys.owners)
+        found = {}
+        for device, owner in zip(flat[::2], flat[1::2], strict=True):
+            with suppress(UnicodeDecodeError):
+                if _DEVICE.fullmatch(device):
+                    found[int(device)] = owner.decode()
+        return found
 
     # the scheduler's part
 
