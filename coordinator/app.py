@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from aiohttp import web
@@ -17,6 +17,8 @@ from broker.layout import Model
 from broker.ledger import Ledger, View
 
 _DIGITS = 18  # no version has as many
+
+Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 
 def status(name: str, view: View) -> dict[str, Any]:
@@ -57,20 +59,43 @@ def status(name: str, view: View) -> dict[str, Any]:
 
 
 class App:
-    """The routes of the coordinator."""
+    """The routes of the coordinator.
+
+    While ``is_stopping`` every answer ends its connection: else it would be cut at the end, perhaps
+    under a request that is on its way. Whoever connects anew is served by another replica.
+    """
 
     def __init__(self, client: Client, ledger: Ledger, keys: Keys) -> None:
         self._client = client
         self._ledger = ledger
         self._keys = keys
+        self.is_stopping: Callable[[], bool] = lambda: False
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """GET routes under /v1."""
         return (
-            web.get("/v1/runs/{run}", _answering(self._status)),
-            web.get("/v1/runs/{run}/scaling", _answering(self._scaling)),
-            web.get("/v1/models/{version}", _answering(self._model)),
+            web.get("/v1/runs/{run}", self._answering(self._status)),
+            web.get("/v1/runs/{run}/scaling", self._answering(self._scaling)),
+            web.get("/v1/models/{version}", self._answering(self._model)),
         )
+
+    def _answering(self, handler: Handler) -> Handler:
+        """The handler, with trouble as an answer: 503 if it may pass, 404 where nothing is."""
+
+        async def answer(request: web.Request) -> web.Response:
+            try:
+                response = await handler(request)
+            except (NoRun, BlobMissing) as error:
+                response = _problem(404, str(error))
+            except BrokerError as error:
+                response = _problem(503 if error.retriable else 500, str(error))
+            except FedstreamError as error:
+                response = _problem(500, str(error))
+            if self.is_stopping():
+                response.force_close()
+            return response
+
+        return answer
 
     async def _status(self, request: web.Request) -> web.Response:
         if problem := self._another(request):
@@ -133,23 +158,6 @@ class App:
         await blobs.read(self._client, self._keys.model(kept[version]), model, digest=digest)
         body = await asyncio.to_thread(save, model.tensors(), {"version": str(version)})
         return web.Response(body=body, content_type="application/octet-stream", headers=headers)
-
-
-def _answering(handler: Any) -> Any:
-    """The handler, with trouble as an answer: 503 where it may pass, 404 where nothing is there."""
-
-    async def answer(request: web.Request) -> web.Response:
-        try:
-            response: web.Response = await handler(request)
-        except (NoRun, BlobMissing) as error:
-            return _problem(404, str(error))
-        except BrokerError as error:
-            return _problem(503 if error.retriable else 500, str(error))
-        except FedstreamError as error:
-            return _problem(500, str(error))
-        return response
-
-    return answer
 
 
 def _problem(status_code: int, text: str) -> web.Response:

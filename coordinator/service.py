@@ -86,6 +86,7 @@ class Coordinator:
     async def run(self, context: Context) -> None:
         """Works until stop."""
         self._context = context
+        self._app.is_stopping = context.stop.is_set
         self._answers = Counter(
             "fedstream_answers", "Answers of trainers by verdict.", ["verdict", "reason"],
             registry=context.registry,

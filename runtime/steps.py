@@ -11,6 +11,8 @@ from pydantic import Field
 
 from runtime.config import Section
 
+Count = Annotated[int, Field(ge=1, le=1_000_000_000)]  # more are never done
+
 
 @dataclass(frozen=True, slots=True)
 class Length:
@@ -28,7 +30,7 @@ class FixedSteps(Section):
     """H steps."""
 
     kind: Literal["fixed"] = "fixed"
-    n: Annotated[int, Field(ge=1)] = 5
+    n: Count = 5
 
     def draw(self, _rng: random.Random) -> Length:
         """Always the same."""
@@ -39,7 +41,7 @@ class UniformSteps(Section):
     """H uniform on [1, 2c], drawn anew for every task (AFL: dynamic)."""
 
     kind: Literal["uniform"] = "uniform"
-    c: Annotated[int, Field(ge=1)] = 5
+    c: Count = 5
 
     def draw(self, rng: random.Random) -> Length:
         """Another for each task."""
@@ -50,7 +52,7 @@ class Epochs(Section):
     """Passes over the device's data."""
 
     kind: Literal["epochs"] = "epochs"
-    n: Annotated[int, Field(ge=1)] = 1
+    n: Count = 1
 
     def draw(self, _rng: random.Random) -> Length:
         """Always the same."""

@@ -39,7 +39,7 @@ class EvaluatorSettings(Section):
     """How often the model is measured."""
 
     every: Annotated[int, Field(ge=1)] = 10  # versions; the last one of a run is always measured
-    threads: Annotated[int, Field(ge=1)] = 1  # of torch
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1  # of torch
     device: Place = "cpu"  # of torch
     drain_s: Annotated[float, Field(gt=0)] = 20.0
 

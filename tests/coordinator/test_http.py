@@ -19,15 +19,18 @@ from broker.messages import GiveUp
 from coordinator.app import _ranges
 from coordinator.service import Coordinator, CoordinatorSettings
 from runtime.tasks import LeaseSettings
-from tests.support import Hand, Proxy, wait_until
+from tests.support import Hand, Proxy, context, running, wait_until
 
 Http = TestClient[web.Request, web.Application]
 
 
-async def serving(redis: RedisSettings, keys: Keys) -> Http:
-    coordinator = Coordinator(
+def coordinator_of(redis: RedisSettings, keys: Keys) -> Coordinator:
+    return Coordinator(
         CoordinatorSettings(), LeaseSettings(), keys=keys, redis=redis, name="coordinator-0"
     )
+
+
+async def serving(coordinator: Coordinator) -> Http:
     app = web.Application()
     app.add_routes(coordinator.routes())
 
@@ -43,7 +46,7 @@ async def serving(redis: RedisSettings, keys: Keys) -> Http:
 @pytest.fixture
 async def http(redis: RedisSettings, keys: Keys) -> AsyncIterator[Http]:
     """The coordinator's routes."""
-    client = await serving(redis, keys)
+    client = await serving(coordinator_of(redis, keys))
     yield client
     await client.close()
 
@@ -190,7 +193,7 @@ async def test_a_latest_model_that_is_replaced_while_it_is_fetched_is_the_next(
 ) -> None:
     await hand.create()
     async with Proxy(redis) as proxy:
-        http = await serving(proxy.settings, hand.keys)
+        http = await serving(coordinator_of(proxy.settings, hand.keys))
 
         def hold_after_the_head(data: bytes) -> bool:
             if hand.keys.head.encode() in data:
@@ -218,9 +221,33 @@ async def test_a_damaged_model_is_an_error_and_not_a_model(http: Http, hand: Han
 
 
 async def test_without_redis_it_asks_to_come_back_later(keys: Keys) -> None:
-    http = await serving(RedisSettings(url="redis://127.0.0.1:1/0"), keys)
+    http = await serving(coordinator_of(RedisSettings(url="redis://127.0.0.1:1/0"), keys))
     for path in (f"/v1/runs/{keys.name}", f"/v1/runs/{keys.name}/scaling", "/v1/models/latest"):
         assert (await http.get(path)).status == 503
+    await http.close()
+
+
+async def test_a_coordinator_that_stops_keeps_no_connection(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    """Else a request that is sent on it just as it is cut is lost."""
+    version = await hand.create()
+    coordinator = coordinator_of(redis, hand.keys)
+    http, live = await serving(coordinator), context()
+    current = {"If-None-Match": f'"{version.digest}"'}
+
+    async def said(path: str) -> tuple[int, str | None]:
+        async with http.get(path, headers=current) as answer:
+            return answer.status, answer.headers.get("Connection")
+
+    paths = (f"/v1/runs/{hand.keys.name}", "/v1/runs/another", "/v1/models/0", "/v1/models/newest")
+    async with running(coordinator, live):
+        assert [await said(path) for path in paths] == [
+            (200, None), (404, None), (304, None), (400, None)
+        ]  # fmt: skip
+        live.stop.set()
+        for path in paths:
+            assert (await said(path))[1] == "close"
     await http.close()
 
 

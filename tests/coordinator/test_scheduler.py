@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
 from broker.client import Client, RedisSettings
-from broker.errors import Fenced
+from broker.errors import ConfigError, Fenced
 from broker.keys import Keys
 from broker.lease import Lease
 from broker.ledger import Commit, End, Run
@@ -20,6 +21,7 @@ from coordinator.scheduling import Anarchic, InFlight, Policy, Rounds
 from fedstream.config import read
 from fedstream.services import _BUILDERS
 from runtime.leading import lead
+from tests.coordinator.conftest import Clock
 from tests.support import Hand, Proxy, context, counted, layout_of, running, wait_until
 from trainer.devices import eligible
 
@@ -64,17 +66,23 @@ async def give_up(hand: Hand, *triggers: Trigger) -> None:
         assert await hand.admit(answer) == [("given_up", "dropped out")]
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scheduler waits for news longer than any test: what it does then, news have it do."""
+    monkeypatch.setattr("coordinator.scheduler.BLOCK_MS", 60_000)
+
+
+@pytest.mark.usefixtures("patient")
 async def test_it_keeps_n_tasks_open(make: Any, run: Hand) -> None:
     watched = context()
     async with running(make(InFlight(n=3)), watched):
         first = await are_open(run, 3)
         assert len({trigger.device for trigger in first}) == 3
-        began = time.monotonic()
         await give_up(run, *first[:2])
         await has_issued(run, 5)
-        assert time.monotonic() - began < 0.9  # the event woke it, not the end of its wait
         assert len(await are_open(run, 3)) == 3
         await run.balanced()
+        await run.ledger.announce("ann", {})  # what it opened it counts when its wait is over
         await wait_until(lambda: counted(watched, "fedstream_tasks_triggered_total") == 5)
 
 
@@ -146,10 +154,18 @@ async def test_while_it_looks_for_eligible_devices_its_lease_goes_on(
         SchedulerSettings(lease_s=0.3), InFlight(n=1), keys=keys, redis=redis,
         name="scheduler-0", seed=7, is_eligible=is_eligible,
     )  # fmt: skip
+    left_ms: list[int] = []
+
+    async def renewals() -> int:
+        left_ms.append(await run.client.call("PTTL", keys.leader("scheduler")))
+        return sum(later > earlier for earlier, later in pairwise(left_ms))
+
+    async def outlasts_it() -> bool:
+        return await renewals() >= 8  # one in each quarter of the lease: for twice the lease
+
     async with running(scheduler, context()):
         await wait_until(looking.is_set)
-        await asyncio.sleep(0.6)  # twice the lease
-        assert await run.client.call("EXISTS", keys.leader("scheduler"))
+        await wait_until(outlasts_it)
         found.set()
         await are_open(run, 1)
     assert all(waited)
@@ -172,6 +188,20 @@ async def test_simulated_devices_are_asked_when_their_trainers_would_not_wait(
     async with running(scheduler, context()):
         opened = await are_open(run, len(there))
     assert {trigger.device for trigger in opened} == there
+
+
+@pytest.mark.parametrize(
+    ("steps", "key"),
+    [
+        ("{kind='fixed', n=100_000_000_000}", "n"),
+        ("{kind='uniform', c=100_000_000_000}", "c"),
+        ("{kind='epochs', n=100_000_000_000}", "n"),
+    ],
+)
+def test_steps_that_nobody_will_ever_have_done_are_refused(steps: str, key: str) -> None:
+    said = rf"^scheduler\.steps\.{key} = 100000000000 .*less than or equal to 1000000000$"
+    with pytest.raises(ConfigError, match=said):
+        read(None, [f"scheduler.steps={steps}"])
 
 
 async def test_anarchy_has_no_triggers(make: Any, run: Hand) -> None:
@@ -257,14 +287,17 @@ async def test_given_up_tasks_of_a_round_are_replaced(make: Any, run: Hand) -> N
         assert {trigger.version for trigger in now} == {0}
 
 
+@pytest.mark.usefixtures("patient")
 async def test_a_round_that_times_out_with_arrivals_ends_with_them_and_asks_nobody_in_vain(
-    make: Any, run: Hand, client: Client
+    make: Any, run: Hand, clock: Clock
 ) -> None:
-    async with running(make(Rounds(k=3, timeout_s=0.3)), context()):
+    async with running(make(Rounds(k=3, timeout_s=600.0)), context()):
         first = await are_open(run, 3)
         await run.dispatch()
         upload = await run.trained(first[0])
         assert await run.admit(upload) == [("admitted", "")]
+        clock.ahead_s = 601.0
+        await run.ledger.announce("bob", {})  # an event, which it looks at
         await wait_until(lambda: asked(run))
         assert await run.dispatch() == ["closed"]
         [(_, queued), (_, end)] = await run.queue()
@@ -280,25 +313,25 @@ async def test_a_round_that_times_out_with_arrivals_ends_with_them_and_asks_nobo
         assert (await run.ledger.commit(run.updater.token, commit)).what == "done"
         entries = [id_ for id_, _ in await run.queue()]
         assert await run.commit(1, entries=entries, updates=[upload.blob]) == "done"
-        began = time.monotonic()
+        # A version wakes it, though no task ended with it.
         second = await wait_until(lambda: of_version(run, 1, 3))
-        assert time.monotonic() - began < 0.7  # a version wakes it, though no task ended with it
-        assert all(t.deadline and t.deadline > time.time() for t in second)
+        assert all(t.deadline and t.deadline > time.time() + 601.0 for t in second)
 
 
 async def test_a_round_that_times_out_without_arrivals_begins_anew(
-    make: Any, run: Hand, client: Client
+    make: Any, run: Hand, client: Client, clock: Clock
 ) -> None:
-    async with running(make(Rounds(k=2, timeout_s=0.2)), context()):
+    async with running(make(Rounds(k=2, timeout_s=600.0)), context()):
         await are_open(run, 2)
         await run.dispatch()
+        clock.ahead_s = 601.0
         await wait_until(lambda: asked(run))
         assert await run.dispatch() == ["closed"]
         [(entry, _)] = await run.queue()
         await client.call("XDEL", run.keys.queue, entry)  # the updater: nothing came
         await has_issued(run, 4)
         again = await are_open(run, 2)
-        assert all(t.version == 0 and t.deadline and t.deadline > time.time() for t in again)
+        assert all(t.version == 0 and t.deadline and t.deadline > clock.time() for t in again)
 
 
 # leading
@@ -314,14 +347,21 @@ async def test_a_standby_goes_on_with_the_draws_of_the_first(
     async with running(make(InFlight(n=6)), context()):
         await are_open(run, 6)
         whole = await chosen()
+
+    async def took_over() -> bool:
+        holder = await client.call("GET", run.keys.leader("scheduler")) or b""
+        if holder.startswith(b"scheduler-1|"):
+            return True
+        await client.call("DEL", run.keys.leader("scheduler"))  # as often as the first renews it
+        return False
+
     await client.call("DEL", run.keys.triggers, run.keys.open, run.keys.counts)
-    async with running(make(InFlight(n=3)), context()):
+    async with running(make(InFlight(n=3)), context(), may_fail=True):  # once it is replaced
         await are_open(run, 3)
-        async with running(
-            make(InFlight(n=6), name="scheduler-1", lease_s=0.2), context()
-        ) as next_one:
+        standby = make(InFlight(n=6), name="scheduler-1", lease_s=0.2)
+        async with running(standby, context()) as next_one:
             assert not next_one.done()
-            await client.call("DEL", run.keys.leader("scheduler"))
+            await wait_until(took_over)
             await are_open(run, 6)
     assert await chosen() == whole
 
@@ -329,10 +369,14 @@ async def test_a_standby_goes_on_with_the_draws_of_the_first(
 async def test_a_scheduler_that_was_replaced_ends(make: Any, run: Hand) -> None:
     async with running(make(InFlight(n=1)), context(), may_fail=True) as deposed:
         first = await are_open(run, 1)
-        await run.client.call("DEL", run.keys.leader("scheduler"))
-        assert await run.scheduler.acquire()
+
+        async def replaced() -> bool:
+            await run.client.call("DEL", run.keys.leader("scheduler"))
+            return await run.scheduler.acquire()  # not if it was renewed in between
+
+        await wait_until(replaced)
         await give_up(run, *first)
-        await asyncio.wait({deposed}, timeout=5)
+        await wait_until(deposed.done)
         assert isinstance(error := deposed.exception(), BaseExceptionGroup)
         assert error.subgroup(Fenced)
         assert (await run.ledger.look()).issued == 1

@@ -353,7 +353,7 @@ async def test_an_entry_that_crashes_it_again_takes_no_other_with_it(
     monkeypatch.setattr(Ledger, "dispatch", dispatch)
     for times in (2, 3):
         async with running(make(), context(), may_fail=True) as crashing:
-            await asyncio.wait({crashing}, timeout=5)
+            await wait_until(crashing.done)
         rows = await client.call("XPENDING", run.keys.triggers, COORDINATORS, "-", "+", 9)
         assert [row[3] for row in rows] == [times, 1]
     async with running(make(), context()):
@@ -461,10 +461,18 @@ async def test_a_poisonous_task_of_an_owner_is_buried_too(make: Any, run: Hand) 
 # trainers
 
 
-async def silent(hand: Hand, name: str) -> None:
-    await hand.client.call("ZINCRBY", hand.keys.alive, -60, name)
+async def silent(hand: Hand, name: str, seconds: int = 60) -> None:
+    """It was heard so long ago; below zero: it will not be silent for that much longer."""
+    await hand.client.call("ZINCRBY", hand.keys.alive, -seconds, name)
 
 
+@pytest.fixture
+def long_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A coordinator has listened for ever: whoever is silent now was not heard."""
+    monkeypatch.setattr("coordinator.service._DEAF_S", float("inf"))
+
+
+@pytest.mark.usefixtures("long_there")
 async def test_a_silent_trainer_is_struck_off_and_its_consumer_reaped(
     make: Any, run: Hand, client: Client
 ) -> None:
@@ -475,14 +483,10 @@ async def test_a_silent_trainer_is_struck_off_and_its_consumer_reaped(
     await run.dispatch()
     await Group(client, run.keys.tasks, TRAINERS, "cat").read()
     await silent(run, "ann")
+    for name in ("bob", "cat"):
+        await silent(run, name, -3600)
     async with running(make(trainer_silence_s=2.0), context()):
-
-        async def reaped() -> bool:
-            for name in ("bob", "cat"):
-                await run.ledger.announce(name, {})
-            return await consumers(client, run.keys, {"cat"})  # cat is at work
-
-        await wait_until(reaped)
+        await wait_until(lambda: consumers(client, run.keys, {"cat"}))  # cat is at work
         await wait_until(lambda: texts(run, "ann was not heard for 2 s"))
         assert list(await run.ledger.trainers()) == ["bob", "cat"]
 
@@ -518,9 +522,12 @@ async def consumers(client: Client, keys: Keys, expected: set[str]) -> bool:
     return {row[1].decode() for row in rows} == expected
 
 
+@pytest.mark.usefixtures("long_there")
 async def test_the_tasks_of_an_owner_that_fell_silent_are_given_up(make: Any, run: Hand) -> None:
     await run.ledger.announce("owner", {}, [3, 4])
-    async with running(make(trainer_silence_s=2.0), context()):
+    await run.ledger.announce("ann", {})  # serves the pool: nothing there is given up
+    await silent(run, "ann", -3600)
+    async with running(make(trainer_silence_s=30.0), context()):
         await run.open(device=3)
         await run.open(device=5)
         await tasks(run, 1)
@@ -551,7 +558,7 @@ async def test_an_update_written_long_before_it_is_admitted_does_not_expire_afte
         [(entry, task)] = await tasks(run, 1)
         upload = await run.trained(task, write=False)
         key = run.keys.update(upload.blob)
-        await blobs.write(client, key, model_of(run.layout, 1.0), expire_s=0.5)
+        await blobs.write(client, key, model_of(run.layout, 1.0), expire_s=60)
         await run.ledger.answer(run.keys.tasks, TRAINERS, entry, upload)
         await queued(run, 1)
         assert await client.call("PTTL", key) == -1
