@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 from broker.client import Client, RedisSettings
@@ -145,3 +146,19 @@ def journal(
         return int(ended.value.code or 0), *capsys.readouterr()
 
     return run
+
+
+@pytest.fixture(autouse=True)
+def _plain_tracebacks() -> Iterator[None]:
+    """As services log them: structlog's own, with colours and all locals, take half a second each.
+
+    That is how long the event loop stands still then.
+    """
+    before = structlog.get_config()
+    *others, _ = before["processors"]
+    plain = structlog.dev.ConsoleRenderer(
+        colors=False, exception_formatter=structlog.dev.plain_traceback
+    )
+    structlog.configure(processors=[*others, plain])
+    yield
+    structlog.configure(**before)

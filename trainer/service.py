@@ -72,6 +72,7 @@ _HEARTBEAT_S = 2.0
 _GOODBYE_S = 2.0  # a Redis that hangs must not outlast the drain
 _LOOK_S = 0.1  # between two looks whether a device has become eligible
 _OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # a workspace of other work, or torch
+_REST_S = 10.0  # at most, after tasks that raised: where all do, the scheduler triggers new ones
 _PARTITIONS_KEPT = 64  # data sets of devices that are kept open
 # Of Redis's memory: with workspaces it may be so full. Models and updates go on to the scheduler's
 # 0.8, and must find room.
@@ -90,7 +91,7 @@ class TrainerSettings(Section):
 
     owns: tuple[Annotated[int, Field(ge=0)], ...] = ()  # devices; () is a replica of the pool
     anarchic: Initiative | None = None
-    threads: Annotated[int, Field(ge=1)] = 1  # of torch
+    threads: Annotated[int, Field(ge=1, le=1024)] = 1  # of torch
     device: Place = "cpu"  # of torch; what it trains on comes back as float32
     blob_expiry_s: Annotated[float, Field(gt=0)] = 600.0  # an update that is never admitted
     workspace_bytes: Annotated[int, Field(ge=0)] = 64 << 20  # a larger one is not saved
@@ -159,6 +160,8 @@ class Trainer:
         self._raised: set[str] = set()
         self._answers = 0
         self._rng = random.Random()  # of back-off and initiative; training is seeded by its task
+        self._rests = Backoff(0.01, _REST_S, rng=self._rng)
+        self._rest_s = 0.0  # before the next task: this one raised
         self._thread = ThreadPoolExecutor(1, "training")
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
@@ -325,6 +328,9 @@ class Trainer:
 
     async def _step(self) -> None:
         """One task: one that was ours, one that another lost, or a new one."""
+        rest_s, self._rest_s = self._rest_s, 0.0
+        if rest_s and await pause(self._context.stop, rest_s):
+            return
         for entry in await self._next():
             try:
                 task = Task.decode(entry.data)
@@ -469,7 +475,9 @@ class Trainer:
                 self._saved_for = ""
                 return await self._attempted(task, attempt, started, lost, late)
             await self._report(error, task, start.version)
+            self._rest_s = self._rests.next()
             return give_up(f"raised {type(error).__name__:.100}")
+        self._rests.reset()
         # One that is told to stop now answers at once: what it has trained would be lost.
         left_s = simulated.latency_s - (time.monotonic() - started)
         await self._device_time(left_s, lambda: lost.is_set() or late())

@@ -10,9 +10,11 @@ from __future__ import annotations
 from importlib.machinery import EXTENSION_SUFFIXES
 from importlib.util import find_spec
 from pathlib import Path
+from threading import Lock
 
 _OPERATORS = ("torchvision::nms", "torchvision::qnms")
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
+_DECLARING = Lock()  # services of one process load their tasks in threads, and twice is an error
 
 
 def declare_missing() -> None:
@@ -32,6 +34,7 @@ def declare_missing() -> None:
                 torch.ops.load_library(library)  # type: ignore[no-untyped-call]
             except OSError:
                 break
-    for operator in _OPERATORS:
-        if not hasattr(torch.ops.torchvision, operator.partition("::")[2]):
-            torch.library.define(operator, _SCHEMA)
+    with _DECLARING:
+        for operator in _OPERATORS:
+            if not hasattr(torch.ops.torchvision, operator.partition("::")[2]):
+                torch.library.define(operator, _SCHEMA)

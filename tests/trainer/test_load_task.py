@@ -5,6 +5,8 @@ from __future__ import annotations
 import pickle
 import subprocess
 import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
@@ -168,6 +170,25 @@ def test_torchvisions_operators_exist_afterwards_and_its_import_works() -> None:
     assert hasattr(torch.ops.torchvision, "qnms")
     pytest.importorskip("sympy")  # torch itself needs it for what torchvision imports
     pytest.importorskip("torchvision.datasets")
+
+
+def test_threads_that_load_tasks_at_once_declare_an_operator_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torchvision_ops, "_OPERATORS", ("torchvision::of_this_test",))
+    define, defined = torch.library.define, []
+
+    def slowly(name: str, schema: str) -> None:
+        """Gives the other threads the time to come here too."""
+        defined.append(name)
+        time.sleep(0.1)
+        define(name, schema)
+
+    monkeypatch.setattr(torch.library, "define", slowly)
+    with ThreadPoolExecutor(4) as pool:
+        for done in [pool.submit(torchvision_ops.declare_missing) for _ in range(4)]:
+            done.result()
+    assert defined == ["torchvision::of_this_test"]
 
 
 def test_without_torchvision_nothing_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:

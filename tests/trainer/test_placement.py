@@ -1,4 +1,4 @@
-"""`trainer.device` and `evaluator.device`: where models and data lie."""
+"""`device` and `threads` of trainer and evaluator: where models and data lie, who computes."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from broker.errors import ConfigError
 from broker.keys import Keys
 from broker.layout import Model
 from broker.messages import Upload
-from fedstream import Task
+from fedstream import Task, config
 from runtime.service import Service
 from runtime.tasks import LeaseSettings
 from tests.support import Hand, context, model_of, running, wait_until
@@ -67,6 +67,13 @@ async def test_without_cuda_a_service_that_wants_it_says_so_and_ends(
     said = f"{service.role}.device = 'cuda': torch finds no CUDA device here; take 'cpu', or"
     with pytest.raises(ConfigError, match=said):
         await service.run(context())
+
+
+@pytest.mark.parametrize("service", ["trainer", "evaluator"])
+def test_more_threads_than_any_machine_has_cores_are_refused(service: str) -> None:
+    said = rf"^{service}\.threads = 100000000000 .*less than or equal to 1024$"
+    with pytest.raises(ConfigError, match=said):
+        config.read(None, [f"{service}.threads=100_000_000_000"])
 
 
 def test_tensors_are_moved_and_other_data_are_left_to_the_loss() -> None:

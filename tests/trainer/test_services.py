@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from broker.streams import Group
 from runtime.steps import FixedSteps
 from runtime.tasks import LeaseSettings
 from tests.support import Hand, Proxy, context, counted, running, wait_until
+from tests.trainer.conftest import Clock
 from trainer.answer import as_sent
 from trainer.devices import DeviceSettings, FixedLatency
 from trainer.evaluator import Evaluator, EvaluatorSettings
@@ -68,8 +69,8 @@ class Adds(Task):
         while not self.gate.wait(0.005):
             if work.cancelled():
                 raise Cancelled
-        if work.device == 9:
-            raise ValueError("device 9 is broken")
+        if work.device >= 9:
+            raise ValueError(f"device {work.device} is broken")
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(1.0)
@@ -80,8 +81,10 @@ Make = Callable[..., Trainer]
 
 
 @pytest.fixture
-def task() -> Adds:
-    return Adds()
+def task() -> Iterator[Adds]:
+    task = Adds()
+    yield task
+    task.gate.set()  # no thread is left in it
 
 
 @pytest.fixture
@@ -160,15 +163,24 @@ async def test_the_lease_is_renewed_while_training_goes_on(
 ) -> None:
     await hand.create()
     task.gate.clear()
-    lease = LeaseSettings(seconds=0.4)
-    other = Group(hand.client, hand.keys.tasks, TRAINERS, "t2")
-    async with running(make(lease=lease), context()):
+    idle_ms: list[int] = []
+
+    async def renewals() -> int:
+        [(_, holder, idle, deliveries)] = await hand.client.call(
+            "XPENDING", hand.keys.tasks, TRAINERS, "-", "+", 9
+        )
+        assert (holder, deliveries) == (b"t1", 1)
+        idle_ms.append(idle)
+        return sum(later < earlier for earlier, later in pairwise(idle_ms))
+
+    async def outlasts_it() -> bool:
+        return await renewals() >= 12  # one in each quarter of the lease: for three times the lease
+
+    async with running(make(lease=LeaseSettings(seconds=0.4)), context()):
         await hand.open()
         await hand.dispatch()
         await wait_until(lambda: task.seen)
-        for _ in range(30):  # for three times the lease, nobody else can have it
-            assert await other.claim(idle_ms=400, most=9) == ([], [])
-            await asyncio.sleep(0.04)
+        await wait_until(outlasts_it)
         task.gate.set()
         [upload] = await answers(hand)
     assert isinstance(upload, Upload)
@@ -225,7 +237,7 @@ async def test_a_stopped_trainer_hands_its_task_back_at_once(
         await hand.dispatch()
         await wait_until(lambda: task.seen)
         live.stop.set()
-        await asyncio.wait_for(asyncio.shield(service), 5)
+        await asyncio.wait_for(asyncio.shield(service), 10)
         taken, _ = await other.claim(idle_ms=60_000, most=9)
         assert len(taken) == 1
     assert await hand.ledger.left() == ["t1"]  # a coordinator strikes it off
@@ -288,6 +300,52 @@ async def test_a_version_of_the_same_bits_is_another_version(hand: Hand, make: M
         last = (await answers(hand, 2))[-1]
     assert isinstance(last, Upload)
     assert last.tau == 1
+
+
+class Rests:
+    """In place of back-off: what it was told, and waits of the test's choice."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.told: list[str] = []
+
+    def next(self) -> float:
+        self.told.append("raised")
+        return self.seconds
+
+    def reset(self) -> None:
+        self.told.append("trained")
+
+
+async def test_a_trainer_rests_longer_and_longer_while_tasks_raise(
+    hand: Hand, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await hand.create()
+    trainer, rests = make(), Rests(0.0)
+    monkeypatch.setattr(trainer, "_rests", rests)
+    async with running(trainer, context()):
+        for count, device in enumerate((9, 10, 1, 11), 1):
+            await hand.open(device=device)
+            await hand.dispatch()
+            await answers(hand, count)
+    assert rests.told == ["raised", "raised", "trained", "raised"]
+
+
+async def test_a_trainer_that_rests_ends_at_once_and_leaves_the_next_task_to_others(
+    hand: Hand, make: Make, task: Adds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await hand.create()
+    trainer = make()
+    monkeypatch.setattr(trainer, "_rests", Rests(3600.0))
+    async with running(trainer, context()):
+        await hand.open(device=9)
+        await hand.open(device=1)
+        await hand.dispatch()
+        await answers(hand, 1)
+    assert [device for device, _ in task.seen] == [9]
+    async with running(make("t2"), context()):
+        _, upload = await answers(hand, 2)
+    assert isinstance(upload, Upload)
 
 
 async def test_training_that_returns_nothing_is_the_tasks_mistake(
@@ -374,7 +432,7 @@ async def test_a_trainer_stopped_while_its_device_takes_its_time_answers_at_once
         await wait_until(lambda: counted(live, "fedstream_task_seconds_count", **trained))
         assert await hand.client.call("XLEN", hand.keys.uploads) == 0  # it waits
         live.stop.set()
-        await asyncio.wait_for(asyncio.shield(service), 5)
+        await asyncio.wait_for(asyncio.shield(service), 10)
     [upload] = await answers(hand)
     assert isinstance(upload, Upload)
     assert (upload.task, len(task.seen)) == (trigger.task, 1)
@@ -412,7 +470,7 @@ async def test_a_device_that_drops_out_is_given_back_by_a_trainer_that_is_stoppe
         await hand.dispatch()
         await wait_until(lambda: trainer._now)
         live.stop.set()
-        await asyncio.wait_for(asyncio.shield(service), 5)
+        await asyncio.wait_for(asyncio.shield(service), 10)
     assert await hand.client.call("XLEN", hand.keys.uploads) == 0
     assert counted(live, "fedstream_trainer_tasks_total", end="handed back") == 1
 
@@ -527,27 +585,31 @@ async def test_a_round_that_is_over_is_not_trained_for(hand: Hand, make: Make, t
 
 
 async def test_at_its_deadline_a_task_is_left_by_whoever_trains_or_waits_for_it(
-    hand: Hand, make: Make, task: Adds
+    hand: Hand, make: Make, task: Adds, clock: Clock
 ) -> None:
     """No answer counts any more, and the trainer is wanted for the next round."""
     await hand.create()
     task.gate.clear()
-    slow = DeviceSettings(latency=FixedLatency(mean_s=600.0))
-    for name, devices in (("t1", DeviceSettings()), ("t2", slow)):
-        async with running(make(name, devices=devices), context()):
-            await wait_until(lambda: is_there(hand, name))  # noqa: B023
-            await hand.open(version=0, deadline=time.time() + 1.0)
-            await hand.dispatch()
-            said = (await answers(hand, 1 if name == "t1" else 2))[-1]
+    async with running(make("t1"), context()):
+        await hand.open(version=0, deadline=clock.time() + 600.0)
+        await hand.dispatch()
+        await wait_until(lambda: task.seen)
+        clock.ahead_s = 601.0
+        [first] = await answers(hand)
+    task.gate.set()
+    live, slow = context(), DeviceSettings(latency=FixedLatency(mean_s=6000.0))
+    async with running(make("t2", devices=slow), live):
+        await hand.open(version=0, deadline=clock.time() + 600.0)
+        await hand.dispatch()
+        trained = {"part": "training"}
+        await wait_until(lambda: counted(live, "fedstream_task_seconds_count", **trained))
+        clock.ahead_s = 1202.0
+        _, second = await answers(hand, 2)
+    for name, said in (("t1", first), ("t2", second)):
         assert isinstance(said, GiveUp)
         assert (said.reason, said.trainer) == ("deadline passed", name)
-        task.gate.set()  # t2 has trained, and waits
     assert [version for _, version in task.seen] == [0, 0]
     assert await pending(hand) == 0
-
-
-async def is_there(hand: Hand, name: str) -> bool:
-    return name in await hand.ledger.trainers()
 
 
 async def test_a_trainer_of_another_model_says_so_and_ends(hand: Hand, make: Make) -> None:

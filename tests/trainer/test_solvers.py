@@ -364,7 +364,9 @@ def test_training_moves_batchnorm_statistics_but_only_trainable_parameters() -> 
     task.train(module.eval(), task.device_data(0), work(steps=3))  # it is put into training mode
     read(module, after)
     old, new = before.tensors(), after.tensors()
-    assert [name for name in old if np.array_equal(old[name], new[name])] == ["0.weight"]
+    same = {name for name in old if np.array_equal(old[name], new[name])}
+    same -= {"0.bias"}  # BatchNorm takes it out again: rounding alone moves it, or nothing does
+    assert same == {"0.weight"}
     assert new["1.num_batches_tracked"] == 3
 
 
