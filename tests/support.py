@@ -378,6 +378,7 @@ class Proxy:
         self._of = Client(redis)  # which knows the node of a run
         self._run = run
         self._writers: set[asyncio.StreamWriter] = set()
+        self._serving: set[asyncio.Task[Any]] = set()
         self.tasks: set[asyncio.Task[None]] = set()
         self.connections = 0
         self.cut_replies = 0
@@ -406,6 +407,8 @@ class Proxy:
 
     async def __aexit__(self, *_error: object) -> None:
         self._server.close()
+        # Whoever was only being connected would not be cut.
+        await asyncio.gather(*self._serving, return_exceptions=True)
         self.cut()
         self.reading.set()
         self.answering.set()
@@ -420,6 +423,10 @@ class Proxy:
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.connections += 1
+        serving = asyncio.current_task()
+        assert serving is not None
+        self._serving.add(serving)
+        serving.add_done_callback(self._serving.discard)
         there, back = await asyncio.open_connection(*self.target)
         self._writers |= {writer, back}
         cut_next = asyncio.Event()

@@ -55,6 +55,16 @@ class Lines(Task):
 lines = Lines()
 
 
+class Wide(Lines):
+    """A model of 256 KiB: beside it, what else Redis has of a run is little."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 1 << 14)
+
+
+wide = Wide()
+
+
 class Pipeline:
     """The services by name. ``redis`` says what a role is told."""
 

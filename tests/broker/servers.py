@@ -59,6 +59,11 @@ class Redis:
                 return
         raise AssertionError(self._log.read_text())
 
+    @property
+    def is_alive(self) -> bool:
+        """Whether nobody has killed it."""
+        return self._process.poll() is None
+
     def kill(self) -> None:
         """As a crash would."""
         self._process.kill()
@@ -108,17 +113,30 @@ def until(condition: Callable[[], bool], what: str) -> None:
 SLOTS = 1 << 14
 
 
+PATIENT_MS = (
+    60_000  # a node that is only slow, on a machine that is busy, is not thought to be down
+)
+
+
 @dataclass(frozen=True)
 class Shards:
     """Masters, of which each has its share of the slots, and the replica of each, if there are."""
 
     masters: list[Redis]
     replicas: list[Redis]  # in the order of their masters
+    tls: ssl.SSLContext | None = None
 
     @property
     def ports(self) -> list[int]:
         """The masters'."""
         return [one.port for one in self.masters]
+
+    def wait(self, milliseconds: int) -> None:
+        """From now on a node that is silent for so long is thought to be down, by those alive."""
+        asked = ("CONFIG", "SET", "cluster-node-timeout", str(milliseconds))
+        for one in (*self.masters, *self.replicas):
+            if one.is_alive:
+                assert said(one.port, *asked, tls=self.tls) == b"+OK\r\n"
 
 
 @contextmanager
@@ -127,10 +145,9 @@ def cluster(
     *arguments: str,
     masters: int = 3,
     replicas: bool = False,
-    timeout_ms: int = 2000,
     tls: ssl.SSLContext | None = None,
 ) -> Iterator[Shards]:
-    """A cluster that is whole. ``timeout_ms``: after which a silent node is thought to be down.
+    """A cluster that is whole, and patient with nodes that are silent: see :meth:`Shards.wait`.
 
     ``tls``: to talk to it, if the ``arguments`` make its nodes speak that.
     """
@@ -140,8 +157,8 @@ def cluster(
         def node(name: str) -> Redis:
             bus = stack.enter_context(HeldPort()).number
             server = stack.enter_context(redis(
-                folder / name, "--cluster-enabled", "yes", "--cluster-node-timeout",
-                str(timeout_ms), "--cluster-port", str(bus), "--repl-diskless-sync-delay", "0",
+                folder / name, "--cluster-enabled", "yes", "--cluster-node-timeout", "2000",
+                "--cluster-port", str(bus), "--repl-diskless-sync-delay", "0",
                 *arguments, tls=tls is not None,
             ))  # fmt: skip
             buses[server] = bus
@@ -153,6 +170,7 @@ def cluster(
         made = Shards(
             [node(f"master-{n}") for n in range(masters)],
             [node(f"replica-{n}") for n in range(masters if replicas else 0)],
+            tls,
         )
         everyone = [*made.masters, *made.replicas]
         for number, one in enumerate(made.masters):
@@ -177,4 +195,5 @@ def cluster(
 
         until(agreed, "the cluster is whole")
         until(lambda: all(map(follows, made.replicas)), "replicas that follow")
+        made.wait(PATIENT_MS)  # not before: they would also take longer to agree
         yield made

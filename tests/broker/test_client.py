@@ -109,29 +109,35 @@ async def test_a_cancelled_call_does_not_hand_its_reply_to_the_next(
         await mine.close()
 
 
-async def test_a_reply_that_does_not_come_in_time_is_unavailable(redis: RedisSettings) -> None:
+async def test_a_reply_that_does_not_come_in_time_is_unavailable(
+    redis: RedisSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with Proxy(redis) as proxy:
-        mine = Client(RedisSettings(url=proxy.settings.url, timeout_s=0.5))
+        mine = Client(proxy.settings)
         await mine.call("PING")
         proxy.answering.clear()
-        with pytest.raises(Unavailable, match="does not answer: TimeoutError"):
-            await mine.call("PING")
+        with monkeypatch.context() as patched:
+            patched.setattr(mine, "_timeout_s", 0.2)
+            with pytest.raises(Unavailable, match="does not answer: TimeoutError"):
+                await mine.call("PING")
         proxy.answering.set()
         assert await mine.call("PING") == b"PONG"
         await mine.close()
 
 
 async def test_what_was_given_up_is_not_sent_later(
-    redis: RedisSettings, keys: Keys, client: Client
+    redis: RedisSettings, keys: Keys, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its buffer may be in use for something else by then."""
     async with Proxy(redis, keys) as proxy:
-        mine = Client(RedisSettings(url=proxy.settings.url, timeout_s=1.0))
+        mine = Client(proxy.settings)
         await mine.call("PING")
         proxy.reading.clear()
-        with pytest.raises(Unavailable):
-            # More than socket buffers take.
-            await mine.call("SET", keys.run, bytes(64 << 20))
+        with monkeypatch.context() as patched:
+            patched.setattr(mine, "_timeout_s", 0.5)
+            with pytest.raises(Unavailable):
+                # More than socket buffers take.
+                await mine.call("SET", keys.run, bytes(64 << 20))
         proxy.reading.set()
         await wait_until(lambda: all(task.done() for task in proxy.tasks))  # all is through
         assert await mine.call("PING") == b"PONG"
@@ -142,9 +148,10 @@ async def test_what_was_given_up_is_not_sent_later(
 async def test_a_command_may_block_longer_than_the_time_out(
     redis: RedisSettings, keys: Keys
 ) -> None:
-    mine = Client(redis.model_copy(update={"timeout_s": 0.5}))
+    mine = Client(redis)
     await mine.call("PING")
-    reply = await mine.call("XREAD", "BLOCK", 700, "STREAMS", keys.queue, "$", wait_s=0.7)
+    mine.hurry(0.2)
+    reply = await mine.call("XREAD", "BLOCK", 400, "STREAMS", keys.queue, "$", wait_s=20)
     assert reply is None
     await mine.close()
 

@@ -11,7 +11,7 @@ from redis.crc import key_slot
 from broker.client import Client, RedisSettings
 from broker.keys import Keys
 from tests.broker.pipeline import another_master, finished, pipeline, reached
-from tests.broker.servers import SLOTS, Shards, cluster, redis_7, said, until
+from tests.broker.servers import PATIENT_MS, SLOTS, Shards, cluster, redis_7, said, until
 
 pytestmark = [
     pytest.mark.skipif(redis_7() is None, reason="no Redis 7"),
@@ -25,6 +25,7 @@ class Shard:
     """The nodes that have the run's slot."""
 
     def __init__(self, shards: Shards) -> None:
+        self.shards = shards
         number = key_slot(KEYS.prefix.encode()) * len(shards.masters) // SLOTS
         self.master, self.replica = shards.masters[number], shards.replicas[number]
         beside = next(one for one in shards.masters if one is not self.master)
@@ -38,6 +39,7 @@ class Shard:
         # Not before: on a machine that is busy a master that lives can be silent for long.
         asked = ("CONFIG", "SET", "cluster-replica-no-failover", "no")
         assert said(self.replica.port, *asked) == b"+OK\r\n"
+        self.shards.wait(500)
 
     def part(self) -> None:
         """From now on the replica hears nothing of its master."""
@@ -52,8 +54,9 @@ class Shard:
 
 @pytest.fixture
 def shard(tmp_path: Path) -> Iterator[Shard]:
-    waits = ("--cluster-replica-no-failover", "yes")
-    with cluster(tmp_path / "cluster", *waits, replicas=True, timeout_ms=500) as made:
+    # One that was parted for long may follow its master all the same.
+    waits = ("--cluster-replica-no-failover", "yes", "--cluster-replica-validity-factor", "0")
+    with cluster(tmp_path / "cluster", *waits, replicas=True) as made:
         yield Shard(made)
 
 
@@ -81,6 +84,7 @@ async def test_a_run_goes_on_when_the_master_of_its_slot_dies(
             await reached(client, KEYS, 50)
         shard.fail_over()
         await another_master(client)
+        shard.shards.wait(PATIENT_MS)
         assert client.address == f"127.0.0.1:{shard.replica.port}"
         assert client.reconnects == 1
         view = await finished(client, KEYS)

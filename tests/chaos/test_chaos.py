@@ -15,7 +15,7 @@ SEEDS = (0, 1, 2)
 
 pytestmark = [
     pytest.mark.chaos,
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(sys.platform != "linux", reason="stops another process's files growing"),
 ]
 
