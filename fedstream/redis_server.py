@@ -25,7 +25,7 @@ from broker.errors import FedstreamError
 from fedstream.ports import HeldPort
 
 _NAMES = ("redis-server", "valkey-server")
-_ANSWERS_WITHIN_S = 10.0
+_ANSWERS_WITHIN_S = 30.0
 _STOPS_WITHIN_S = 5.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 

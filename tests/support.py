@@ -39,8 +39,11 @@ from runtime.service import Context, Service
 SIZE_LIMIT = 1 << 30
 
 
-async def wait_until(condition: Callable[[], Any], timeout: float = 10.0, what: str = "") -> Any:
-    """Waits for a condition, plain or async: what it gave. AssertionError if it never held."""
+async def wait_until(condition: Callable[[], Any], timeout: float = 60.0, what: str = "") -> Any:
+    """Waits for a condition, plain or async: what it gave. AssertionError if it never held.
+
+    ``timeout`` guards against waiting for ever; no test depends on its length.
+    """
     until = time.monotonic() + timeout
     while True:
         result = condition()
@@ -49,7 +52,8 @@ async def wait_until(condition: Callable[[], Any], timeout: float = 10.0, what: 
         if result:
             return result
         if time.monotonic() > until:
-            raise AssertionError(f"not within {timeout} s: {what or inspect.getsource(condition)}")
+            asked = inspect.getsource(condition) if inspect.isfunction(condition) else condition
+            raise AssertionError(f"not within {timeout} s: {what or asked}")
         await asyncio.sleep(0.005)
 
 

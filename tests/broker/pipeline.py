@@ -144,7 +144,7 @@ async def reached(client: Client, keys: Keys, version: int) -> None:
         head = await ledger.head()
         return head is not None and head.version >= version
 
-    await wait_until(there, timeout=20, what=f"version {version}")
+    await wait_until(there, what=f"version {version}")
 
 
 async def finished(client: Client, keys: Keys) -> View:
@@ -157,7 +157,7 @@ async def finished(client: Client, keys: Keys) -> View:
         view = await ledger.look()
         return view if view.run.state == "finished" else None
 
-    view: View = await wait_until(over, timeout=40, what="the run's end")
+    view: View = await wait_until(over, what="the run's end")
     assert view.issued == sum(view.outcomes.values()) + len(view.open), view.counts
     return view
 
@@ -171,4 +171,4 @@ async def another_master(client: Client) -> None:
         except Unavailable:
             return False
 
-    await wait_until(again, timeout=20, what="another master")
+    await wait_until(again, what="another master")

@@ -23,10 +23,7 @@ from tests.broker.pipeline import finished, pipeline, reached
 from tests.broker.servers import redis_7, said
 from tests.support import Hand, wait_until
 
-pytestmark = [
-    pytest.mark.skipif(redis_7() is None, reason="no Redis 7"),
-    pytest.mark.timeout(60),
-]
+pytestmark = pytest.mark.skipif(redis_7() is None, reason="no Redis 7")
 
 
 class Slot:

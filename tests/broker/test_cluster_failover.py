@@ -13,10 +13,7 @@ from broker.keys import Keys
 from tests.broker.pipeline import another_master, finished, pipeline, reached
 from tests.broker.servers import PATIENT_MS, SLOTS, Shards, cluster, redis_7, said, until
 
-pytestmark = [
-    pytest.mark.skipif(redis_7() is None, reason="no Redis 7"),
-    pytest.mark.timeout(60),
-]
+pytestmark = pytest.mark.skipif(redis_7() is None, reason="no Redis 7")
 
 KEYS = Keys("sharded")
 

@@ -32,7 +32,6 @@ KEYS = Keys(RUN)
 PASSWORDS = {f"FEDSTREAM_PASSWORD_{role.upper()}": f"of-{role}" for role in rights.ROLES}
 
 needs_7 = pytest.mark.skipif(redis_7() is None, reason="%R~ and %W~ came with Redis 7")
-pytestmark = pytest.mark.timeout(60)
 
 
 class Guarded:

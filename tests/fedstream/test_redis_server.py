@@ -15,6 +15,7 @@ from broker.client import Client, RedisSettings
 from broker.errors import FedstreamError
 from fedstream import redis_server
 from fedstream.redis_server import RedisServer, find_server, find_servers
+from tests.integration.command import is_alive
 from tests.support import wait_until
 
 
@@ -98,12 +99,9 @@ async def test_it_dies_with_the_process_that_started_it() -> None:
     )
     assert parent.stdout
     pid = int(parent.stdout.readline())
-    assert psutil.pid_exists(pid)
+    server = psutil.Process(pid)
     parent.kill()
     parent.wait()
     parent.stdout.close()
 
-    def gone() -> bool:
-        return not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-
-    await wait_until(gone)
+    await wait_until(lambda: not is_alive(server))

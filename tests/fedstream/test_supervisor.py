@@ -108,7 +108,7 @@ async def test_a_service_that_could_not_be_started_is_started_later(
     told = Told(tmp_path / "logs", Program("one", "no-such-role", (), 1.0))
     monkeypatch.setattr(told, "say", lambda _: (tmp_path / "logs").mkdir())
     told.start()
-    await asyncio.wait_for(told.over.wait(), 30)
+    await asyncio.wait_for(told.over.wait(), 100)  # Python starts, beside others' work
     assert told.why.startswith("one exited with 2")
     assert told.restarts == {"one": 1}
     await told.stop()

@@ -24,6 +24,9 @@ from broker.keys import Keys
 from broker.ledger import Ledger, View
 
 SCRIPT = Path(sys.executable).with_name("fedstream")
+# Limits are against hanging alone: six processes that load torch beside others' work take minutes.
+GUARD_S = 300.0  # for one thing that is waited for
+TEST_GUARD_S = 900.0  # for a test, with the fixtures that it is the first to need
 ROLES = ("updater", "coordinator", "scheduler", "evaluator", "trainer-1")
 BLOBS = """
 import torch
@@ -41,9 +44,25 @@ class Blobs(Task):
         return self.device_data(0)
 task = Blobs()
 """  # 15 lines, the imports among them
+HELD = """
+    def train(self, model, data, work):
+        import pathlib, time
+        go = pathlib.Path(__file__).with_name("go")
+        while work.version >= {version} and not go.exists() and not work.cancelled():
+            time.sleep(0.01)
+        return super().train(model, data, work)
+"""
 
 
-def wait_until(condition: Callable[[], Any], what: str, timeout: float = 60.0) -> Any:
+def held(task: str, version: int) -> str:
+    """A task that trains from no later version before there is a file `go` beside it.
+
+    So a run can't be over before a test has done to it what it has to, however late that looks.
+    """
+    return task.replace("\ntask =", HELD.format(version=version) + "task =")
+
+
+def wait_until(condition: Callable[[], Any], what: str, timeout: float = GUARD_S) -> Any:
     """Waits for a condition: what it gave. AssertionError if it never held."""
     until = time.monotonic() + timeout
     while not (result := condition()):
@@ -87,7 +106,7 @@ class Command:
         with (self.out / "metrics.csv").open() as file:
             return list(csv.DictReader(file))
 
-    def ended(self, timeout: float = 90.0) -> int:
+    def ended(self, timeout: float = GUARD_S) -> int:
         """Waits for its end: the exit code."""
         try:
             return self.process.wait(timeout)
@@ -136,6 +155,10 @@ class Command:
         """Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
 
+    def go(self) -> None:
+        """Lets a task go on that was held."""
+        (self.folder / "go").touch()
+
     def clean_up(self) -> None:
         """Leaves nothing running, whatever went wrong."""
         left = self.children()
@@ -144,6 +167,14 @@ class Command:
         for child in left:
             if child.is_running():
                 child.kill()
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it runs; one that nobody has waited for yet does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:  # meanwhile
+        return False
 
 
 async def _look(url: str, run: str) -> View:

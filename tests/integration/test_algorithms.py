@@ -15,31 +15,43 @@ import pytest
 
 from fedstream.config import read
 from fedstream.simulation import Arrival, simulate
-from tests.integration.command import SCRIPT, Command, adds_up
+from tests.integration.command import SCRIPT, TEST_GUARD_S, Command, adds_up, held
 from updater.inspection import entries, model_at, opened
 from updater.journal import Segment, Taken, cuts
 from updater.rebuild import is_used, recovered
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(TEST_GUARD_S)
 
 VERSIONS = 10
 RUNS = {  # each version is made of three updates
     "scaffold": (
         "--trainers", "2", "--set", "solver.kind=scaffold", "--set", "solver.lr=0.1",
-        "--set", "devices.latency={kind='fixed', mean_s=0.15}",  # time to kill its updater
+        "--task", "digits_held.py:task",
     ),
     "fedbuff": ("--trainers", "1", "--set", "strategy.staleness.kind=polynomial"),
     "afa-cd": ("--trainers", "1", "--set", "solver.lr=0.1", "--set", "strategy.server_lr=0.5"),
     "afa-cs": ("--trainers", "1", "--set", "solver.lr=0.1", "--set", "strategy.server_lr=0.5"),
 }  # fmt: skip
+DIGITS = """
+from fedstream import Task
+from trainer.digits import digits
+from trainer.task import TaskSettings
+
+class Digits(Task):
+    _as = digits(TaskSettings())
+    devices, model, device_data, test_data = 10, _as.model, _as.device_data, _as.test_data
+task = Digits()
+"""
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Command]]:
     """All of them side by side: each spends most of its time starting."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in RUNS}
+    (folders["scaffold"] / "digits_held.py").write_text(held(DIGITS, 4))
     commands = {
         name: Command(
-            tmp_path_factory.mktemp(name), "--strategy", name, "--updates", str(VERSIONS),
+            folders[name], "--strategy", name, "--updates", str(VERSIONS),
             "--set", "strategy.buffer_size=3", "--set", "journal.segment_versions=4", *more,
         )
         for name, more in RUNS.items()
@@ -51,6 +63,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Command
 
 def finished(command: Command, name: str) -> dict[str, Any]:
     """The summary of a run that came to its end, and whose replay is identical."""
+    command.go()
     assert command.ended() == 0, command.stdout + command.stderr
     summary = command.summary
     assert adds_up(summary)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.integration.command import Command, adds_up
+from tests.integration.command import TEST_GUARD_S, Command, adds_up
 
 README = Path(__file__).parents[2] / "README.md"
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(TEST_GUARD_S)
 
 
 def test_the_readmes_own_task_works_when_pasted(tmp_path: Path) -> None:

@@ -18,13 +18,23 @@ import pytest
 
 from fedstream.config import Settings, read
 from fedstream.redis_server import RedisServer
-from tests.integration.command import BLOBS, ROLES, SCRIPT, Command, adds_up, wait_until
+from tests.integration.command import (
+    BLOBS,
+    ROLES,
+    SCRIPT,
+    TEST_GUARD_S,
+    Command,
+    adds_up,
+    held,
+    is_alive,
+    wait_until,
+)
 
 FILES = [
     "curves.png", "journal", "logs", "metrics.csv", "model.safetensors", "run.toml", "summary.json"
 ]  # fmt: skip
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(TEST_GUARD_S)
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +120,10 @@ def test_no_process_is_left(digits: Digits) -> None:
 @pytest.fixture(scope="module")
 def battered(tmp_path_factory: pytest.TempPathFactory, folders: list[Command]) -> Command:
     """A run in which every service is killed once, each a few versions after the other."""
+    folder = tmp_path_factory.mktemp("battered")
+    (folder / "blobs.py").write_text(held(BLOBS, 40))
     command = Command(
-        tmp_path_factory.mktemp("battered"), "--updates", "90",
+        folder, "--task", "blobs.py:task", "--updates", "90",
         "--set", "devices.latency={kind='fixed', mean_s=0.15}",
     )  # fmt: skip
     folders.append(command)
@@ -121,7 +133,8 @@ def battered(tmp_path_factory: pytest.TempPathFactory, folders: list[Command]) -
         pid = command.pid(name)
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
-        reached = command.version() + 5
+        reached = min(command.version() + 5, 40)
+    command.go()
     assert command.ended() == 0, command.stdout + command.stderr
     return command
 
@@ -206,8 +219,8 @@ def poisoned(
     (folder / "poison.py").write_text(BLOBS.replace("\ntask =", f"{POISON}task ="))
     with RedisServer() as server:
         command = Command(
-            folder, "--task", "poison.py:task", "--redis", server.url, "--updates", "400",
-            "--set", "lease.attempts=2", "--set", "lease.seconds=1.5", "--set", "trainer.threads=1",
+            folder, "--task", "poison.py:task", "--redis", server.url, "--updates", "4000",
+            "--set", "lease.attempts=2", "--set", "lease.seconds=4", "--set", "trainer.threads=1",
             "--set", "devices.latency={kind='fixed', mean_s=0.1}",
         )  # fmt: skip
         folders.append(command)
@@ -231,7 +244,7 @@ def test_ctrl_c_leaves_the_outputs(poisoned: tuple[Command, str]) -> None:
     command, _ = poisoned
     assert sorted(file.name for file in command.out.iterdir()) == FILES
     assert command.summary["state"] == "interrupted"
-    assert 5 < command.summary["versions"] < 400
+    assert 5 < command.summary["versions"] < 4000
     assert adds_up(command.summary)
 
 
@@ -262,7 +275,7 @@ def test_a_run_that_was_interrupted_can_be_gone_on_with(
 def test_a_run_goes_on_from_its_journal_when_its_own_redis_is_gone(
     how: str, tmp_path: Path, folders: list[Command]
 ) -> None:
-    (tmp_path / "blobs.py").write_text(BLOBS)
+    (tmp_path / "blobs.py").write_text(held(BLOBS, 20))
     command = Command(
         tmp_path, "--task", "blobs.py:task", "--updates", "60", "--trainers", "1",
         "--set", "devices.latency={kind='fixed', mean_s=0.05}", "--set", "journal.sync=always",
@@ -280,6 +293,7 @@ def test_a_run_goes_on_from_its_journal_when_its_own_redis_is_gone(
     psutil.wait_procs(processes, timeout=10)
     elsewhere = tmp_path / "elsewhere"  # the task's file is found from there too
     elsewhere.mkdir()
+    command.go()
     again = Command(elsewhere, "--resume", "--trainers", "1", "--out", str(command.out))
     again.out = command.out
     folders.append(again)
@@ -324,7 +338,6 @@ def test_services_end_with_the_run_that_started_them(
     )
     command.process.kill()
     wait_until(
-        lambda: not [one for one in processes if one.is_running() and one.status() != "zombie"],
+        lambda: not [process for process in processes if is_alive(process)],
         "the end of all of them",
-        timeout=20,
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.command import SCRIPT, Command
+from tests.integration.command import SCRIPT, TEST_GUARD_S, Command
 
 POISONED, SINCE = 3, 40  # device, and the version since which it answers poison
 VERSIONS = 120
@@ -42,7 +42,7 @@ class Corners(Task):
 task = Corners()
 """  # 50 steps forget the model that they began with: the other devices don't pass the poison on
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(TEST_GUARD_S)
 
 
 def fedstream(run: Command, *arguments: str) -> dict[str, Any]:

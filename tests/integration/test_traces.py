@@ -6,7 +6,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from tests.integration.command import BLOBS, Command
+import pytest
+
+from tests.integration.command import BLOBS, TEST_GUARD_S, Command
+
+pytestmark = pytest.mark.timeout(TEST_GUARD_S)
 
 STEPS = [
     ("scheduler", "triggered"),

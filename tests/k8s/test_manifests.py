@@ -25,6 +25,8 @@ from tests.k8s.policy.sources import sources
 from tests.k8s.policy.targets import K8S, ROOT, on_base, render_all
 from tests.k8s.policy.workloads import BY_THE_OPERATOR
 
+pytestmark = pytest.mark.timeout(600)  # all renderings and checks: 17 s of one core
+
 
 @pytest.fixture(scope="session", autouse=True)
 def _kubectl_is_there() -> None:

@@ -29,7 +29,7 @@ from tests.k8s.conftest import Kustomized
 from tests.k8s.policy.targets import K8S
 from updater.journal import Taken
 
-pytestmark = [pytest.mark.k8s, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.k8s, pytest.mark.timeout(900)]
 
 ROLES = ("coordinator", "scheduler", "updater", "evaluator", "trainer", "operator")
 PASSWORDS: Manifest = {
@@ -86,14 +86,12 @@ class Deployment:
 
     async def ready(self, *names: str) -> None:
         """Waits until workloads are as they should be."""
-        await self.cluster.settled(*names, within_s=60)
+        await self.cluster.settled(*names)
 
     async def versions(self, more: int) -> None:
         """Waits for so many versions more than there are."""
         version = self.watcher.version + more
-        await self.cluster.until(
-            lambda: self.watcher.version >= version, within_s=40, what=f"version {version}"
-        )
+        await self.cluster.until(lambda: self.watcher.version >= version, what=f"version {version}")
 
     def redis_is_up(self) -> None:
         """It lives (again), with nothing in it."""
@@ -205,7 +203,7 @@ async def test_a_run_outlives_all_that_is_done_to_its_pods(
 
         updater = it.pod("updater")
         cluster.evict(updater)
-        await cluster.until(updater.gone.is_set, within_s=40, what="the updater is evicted")
+        await cluster.until(updater.gone.is_set, what="the updater is evicted")
         await it.ready("updater")
         assert it.pod("updater") is not updater
         await it.versions(5)
@@ -262,7 +260,7 @@ async def test_keda_brings_trainers_for_a_run_and_takes_them_away_after_it(
         while not (replicas[-1] == 0 and it.watcher.version == 60):
             now = await cluster.until(
                 lambda: cluster["trainer"].replicas != replicas[-1] and cluster["trainer"],
-                within_s=60, what=f"another number of trainers than {replicas[-1]}",
+                within_s=300, what=f"another number of trainers than {replicas[-1]}",
             )  # fmt: skip
             replicas.append(now.replicas)
         scaling.cancel()

@@ -17,7 +17,7 @@ from tests.k8s.cluster import Cluster
 from tests.k8s.cluster.image import Image
 from tests.k8s.policy.targets import kustomized
 
-pytestmark = [pytest.mark.k8s, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.k8s, pytest.mark.timeout(900)]
 
 OVERLAY = """
 apiVersion: kustomize.config.k8s.io/v1beta1
@@ -36,7 +36,7 @@ async def test_a_redis_that_comes_back_has_what_it_had(
     """What scripts wrote is loaded too, though `default`, with whose rights it is, is off."""
     async with Cluster(tmp_path / "cluster", images) as cluster:
         await cluster.apply(kustomized(OVERLAY))
-        await cluster.settled(within_s=90)
+        await cluster.settled()
         redis = Client(
             RedisSettings.model_validate(
                 {
@@ -50,7 +50,7 @@ async def test_a_redis_that_comes_back_has_what_it_had(
 
         async def view(least: int) -> View:
             """The run, once it has that version; before, Redis may be away or without it."""
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(120):
                 while True:
                     with suppress(FedstreamError):
                         seen = await ledger.look()
@@ -69,7 +69,7 @@ async def test_a_redis_that_comes_back_has_what_it_had(
             else:
                 pod.delete()
                 await cluster.until(pod.gone.is_set, what="Redis is deleted")
-            await cluster.settled(within_s=90)
+            await cluster.settled()
             before = await view(before.head.version + 20)
             assert before.outcomes["given_up"] == 0, f"lost with Redis, {kill=}"
         [updater] = cluster["updater"].pods

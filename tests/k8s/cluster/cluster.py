@@ -17,6 +17,7 @@ from tests.k8s.cluster.network import Addresses, Service, translator
 from tests.k8s.cluster.pod import Inside, Place
 from tests.support import wait_until
 
+_WITHIN_S = 120.0  # a guard against waiting for ever: many pods start at once, beside others' work
 _RESTARTED = "kubectl.kubernetes.io/restartedAt"
 
 
@@ -128,7 +129,7 @@ class Cluster:
         return translator(services | hosts, self.objects.namespace)(text)
 
     async def until(
-        self, condition: Callable[[], Any], *, within_s: float = 30.0, what: str
+        self, condition: Callable[[], Any], *, within_s: float = _WITHIN_S, what: str
     ) -> Any:
         """Waits for a condition: what it gave. AssertionError, with everybody's last words."""
 
@@ -141,7 +142,7 @@ class Cluster:
         except AssertionError as error:
             raise AssertionError(f"{error}\n{self.story}") from None
 
-    async def settled(self, *names: str, within_s: float = 60.0) -> None:
+    async def settled(self, *names: str, within_s: float = _WITHIN_S) -> None:
         """Waits until workloads (all, if none is named) have the pods they want, ready."""
         each = [self[name] for name in names or self._workloads]
         what = f"{', '.join(names) or 'all'} as wanted"

@@ -14,7 +14,7 @@ import yaml
 
 Manifest: TypeAlias = dict[str, Any]  # one object, as YAML has it
 
-_RENDERED_WITHIN_S = 60.0
+_RENDERED_WITHIN_S = 100.0
 
 
 class Unsupported(Exception):
