@@ -113,7 +113,7 @@ class Pipeline:
         """As SIGTERM would: it must end in time, and cleanly."""
         live, task = self._running.pop(name)
         live.stop.set()
-        await asyncio.wait_for(asyncio.shield(task), 10)
+        await asyncio.wait_for(asyncio.shield(task), 60)
 
     async def stop_all(self) -> None:
         """All that run."""

@@ -187,7 +187,7 @@ async def stopped_midway(hand: Hand, task: Steps, trainer: Trainer) -> str:
         await wait_until(task.held)
         live.stop.set()
         task.gate.set()
-        await asyncio.wait_for(asyncio.shield(service), 10)
+        await asyncio.wait_for(asyncio.shield(service), 60)
     assert task.steps == HELD  # not a step more
     return name
 
@@ -242,7 +242,7 @@ async def test_it_may_be_interrupted_again_and_again(hand: Hand, make: Make, tas
             await wait_until(task.held)
             live.stop.set()
             task.gate.set()
-            await asyncio.wait_for(asyncio.shield(service), 10)
+            await asyncio.wait_for(asyncio.shield(service), 60)
     # The last step was done, and so was the task: its trainer ended after it had answered.
     _, upload = await answers(hand, 2)
     assert (task.steps, upload.digest, upload.trainer) == (H, wanted.digest, f"t{H}")
@@ -484,7 +484,7 @@ async def test_a_trainer_stopped_while_its_device_is_ineligible_hands_the_task_b
         task.gate.set()
         await wait_until(lambda: saved(hand, name))
         live.stop.set()
-        await asyncio.wait_for(asyncio.shield(service), 10)
+        await asyncio.wait_for(asyncio.shield(service), 60)
     assert counted(live, "fedstream_trainer_tasks_total", end="handed back") == 1
     course.eligible = True
     async with running(make("t2", devices=BY_TURNS), context()):
@@ -622,4 +622,4 @@ async def test_a_solver_that_does_not_suit_the_strategy_ends_the_trainer(
 ) -> None:
     await begun(hand, task, SCAFFOLD if strategy == "scaffold" else SGD)
     with pytest.raises(ConfigError, match=said):
-        await asyncio.wait_for(make("t1", solver).run(context()), 10)
+        await asyncio.wait_for(make("t1", solver).run(context()), 60)

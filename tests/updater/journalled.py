@@ -46,7 +46,7 @@ async def fails(updater: Updater, error: type[Exception], match: str) -> None:
     """The updater ends by itself, with this error."""
     with pytest.raises(BaseExceptionGroup) as raised:
         # A lease whose holder could not say good-bye runs out first.
-        await asyncio.wait_for(updater.run(context()), 20)
+        await asyncio.wait_for(updater.run(context()), 60)
     assert raised.group_contains(error, match=match)
 
 

@@ -388,7 +388,7 @@ async def arrives(hand: Hand, data: bytes) -> None:
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
         writer.write(data)
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             while b"fenced" not in await reader.readline():
                 assert not reader.at_eof()
     finally:
