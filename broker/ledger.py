@@ -52,7 +52,7 @@ _SCRIPTS = {
 # They ride in pipelines with a wait: one that Redis does not know would cost the wait.
 _PIPELINED = ("admit", "close_round", "dispatch", "look", "trigger")
 
-_DEVICE = re.compile(rb"\d{1,18}")  # trainers, who write the register, may write other fields
+_DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # trainers may write other fields
 
 State = Literal["running", "finished"]
 T = TypeVar("T")
@@ -82,7 +82,7 @@ def _about(data: bytes) -> dict[str, Any]:
     """What a trainer says of itself. Raises BadMessage."""
     try:
         about = msgpack.unpackb(data)
-        json.dumps(about)  # it is shown so: no bytes, no keys but text and numbers
+        json.dumps(about, allow_nan=False)  # it is shown so: no bytes, no keys but text and numbers
     except (TypeError, ValueError, RecursionError, msgpack.UnpackException) as error:
         raise BadMessage(f"not what a trainer says: {error}") from error
     if not isinstance(about, dict) or not isinstance(about.get("owns"), list):
@@ -552,18 +552,26 @@ class Ledger:
         found = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
         return int(found.get(b"used_memory", 0)), int(found.get(b"maxmemory", 0))
 
-    async def silent(self, seconds: float) -> list[str]:
-        """Trainers that were not heard for so long, and have not said good-bye."""
+    async def silent(self, seconds: float) -> list[bytes]:
+        """Trainers that were not heard for so long, and have not said good-bye.
+
+        As their names were written: any trainer may write the register, names or other bytes.
+        """
         now = await self._client.call("TIME")
-        names = await self._client.call(
+        names: list[bytes] = await self._client.call(
             "ZRANGEBYSCORE", self.keys.alive, "(0", int(now[0]) - seconds
         )
-        return [name.decode() for name in names]
+        return names
 
-    async def left(self) -> list[str]:
-        """Trainers that said good-bye."""
-        names = await self._client.call("ZRANGEBYSCORE", self.keys.alive, 0, 0)
-        return [name.decode() for name in names]
+    async def left(self) -> list[bytes]:
+        """Trainers that said good-bye, as their names were written."""
+        names: list[bytes] = await self._client.call("ZRANGEBYSCORE", self.keys.alive, 0, 0)
+        return names
+
+    async def awaits(self, upload: Upload) -> bool:
+        """Whether an update was admitted and has not ended."""
+        admitted = await self._client.call("HGET", self.keys.admitted, upload.task)
+        return bool(admitted == upload.attempt.encode())
 
     async def settle_unserved(self, lease_ms: int) -> int:
         """What lies in the pool where only owners are alive: theirs, or given up. How many were."""
@@ -590,16 +598,17 @@ class Ledger:
         """Says that a trainer leaves: a coordinator strikes it off at its next sweep."""
         await self._client.call("ZADD", self.keys.alive, "XX", 0, name)
 
-    async def leave(self, name: str, *, silent_s: float = 0.0) -> int | None:
+    async def leave(self, name: bytes, *, silent_s: float = 0.0) -> int | None:
         """Strikes a trainer off the register if it was silent for so long, or has said good-bye.
 
         How many tasks were given up because they waited for the devices that it owned; None if it
         is not on the register, or was heard since.
         """
-        how = f"was not heard for {silent_s:g} s" if silent_s else "left"
-        event = self._event(what="trainer", text=f"{name} {how}")
+        shown = name.decode(errors="replace")
+        left = self._event(what="trainer", text=f"{shown} left")
+        lost = self._event(what="trainer", text=f"{shown} was not heard for {silent_s:g} s")
         given_up = await self._script(
-            "leave", name, silent_s, _packed(event), _packed(self._event())
+            "leave", name, silent_s, _packed(left), _packed(lost), _packed(self._event())
         )
         return None if given_up < 0 else int(given_up)
 

@@ -312,4 +312,5 @@ class Coordinator:
             given_up = await self._ledger.leave(name, silent_s=silence_s)
             if given_up is not None:
                 self._lost.inc()
-                self._context.log.warning("trainer lost", trainer=name, tasks_given_up=given_up)
+                shown = name.decode(errors="replace")
+                self._context.log.warning("trainer lost", trainer=shown, tasks_given_up=given_up)

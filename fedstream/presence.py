@@ -18,7 +18,7 @@ async def serving(client: Client, keys: Keys) -> list[str]:
     leaders = [role for role in _LEADERS if await client.call("EXISTS", keys.leader(role))]
     # One that said good-bye is on the register until a coordinator sweeps, if one is there.
     gone = {*await ledger.silent(_SILENT_S), *await ledger.left()}
-    trainers = [name for name in await ledger.trainers() if name not in gone]
+    trainers = [name for name in await ledger.trainers() if name.encode() not in gone]
     return [*await _coordinators(client, keys), *leaders, *trainers]
 
 

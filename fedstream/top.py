@@ -202,7 +202,7 @@ async def _picture(client: Client, observer: Observer) -> RenderableType:
     view = await observer.look()
     scores = await client.call("ZRANGE", observer.keys.alive, 0, -1, "WITHSCORES")
     heard = {
-        name.decode(): view.now - float(at)
+        name.decode(errors="replace"): view.now - float(at)
         for name, at in zip(scores[::2], scores[1::2], strict=True)
         if float(at)  # 0: it said good-bye
     }

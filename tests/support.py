@@ -33,6 +33,7 @@ from broker.messages import (
     task_id,
 )
 from broker.streams import Entry, Group
+from runtime.backoff import pause
 from runtime.health import Health
 from runtime.service import Context, Service
 
@@ -356,11 +357,28 @@ async def at_rest(hand: Hand) -> int:
 
     async def is_at_rest() -> bool:
         listing = (await hand.client.call("CLIENT", "LIST")).decode()
-        return sum(int(held) for held in re.findall(r"tot-mem=(\d+)", listing)) < 200_000
+        held = re.findall(r"tot-mem=(\d+)", listing)
+        assert held, listing
+        return sum(map(int, held)) < 200_000
 
     await wait_until(is_at_rest)
     used, _ = await hand.ledger.memory()
     return used
+
+
+class Pauses:
+    """In place of ``pause``: waits ``most_s`` at most, and notes what was asked for.
+
+    What happens each quarter of a lease can so be seen under leases that no stall outlasts.
+    """
+
+    def __init__(self, most_s: float) -> None:
+        self.most_s = most_s
+        self.asked_s: list[float] = []
+
+    async def __call__(self, stop: asyncio.Event, seconds: float) -> bool:
+        self.asked_s.append(seconds)
+        return await pause(stop, min(seconds, self.most_s))
 
 
 @asynccontextmanager

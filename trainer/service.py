@@ -296,10 +296,10 @@ class Trainer:
         self._heard = time.monotonic()
 
     async def _take_initiative(self, initiative: Initiative) -> None:
-        """Anarchic: triggers a task for one of its devices, when it has nothing to do."""
+        """Anarchic: triggers a task for one of its devices, when it is free for one."""
         rng = self._rng
         await pause(self._context.stop, rng.expovariate(initiative.rate))
-        if self._now is not None or self._context.stop.is_set():
+        if self._now is not None or self._rest_s or self._context.stop.is_set():
             return
         try:
             run = await self._ledger.run()
@@ -328,9 +328,9 @@ class Trainer:
 
     async def _step(self) -> None:
         """One task: one that was ours, one that another lost, or a new one."""
-        rest_s, self._rest_s = self._rest_s, 0.0
-        if rest_s and await pause(self._context.stop, rest_s):
+        if self._rest_s and await pause(self._context.stop, self._rest_s):
             return
+        self._rest_s = 0.0
         for entry in await self._next():
             try:
                 task = Task.decode(entry.data)
@@ -474,8 +474,8 @@ class Trainer:
                 await self._client.call("UNLINK", self._keys.workspace(task.task))
                 self._saved_for = ""
                 return await self._attempted(task, attempt, started, lost, late)
-            await self._report(error, task, start.version)
             self._rest_s = self._rests.next()
+            await self._report(error, task, start.version)
             return give_up(f"raised {type(error).__name__:.100}")
         self._rests.reset()
         # One that is told to stop now answers at once: what it has trained would be lost.

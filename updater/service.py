@@ -633,7 +633,7 @@ class Updater:
     # one entry
 
     async def _change(self, entry: Entry, before: Progress) -> Change | None:
-        """What an entry of the queue does; None if it was no message, or is there no more."""
+        """What an entry of the queue does; None if it is no message, or not awaited any more."""
         try:
             message = decode(entry.data, Upload, RoundEnd)
         except BadMessage as error:
@@ -647,9 +647,12 @@ class Updater:
             await self._unfetch(entry)
             return self._found_again(entry, message, before)
         refusal, update = await self._checked(entry, message, before.state)
-        if refusal == "blob missing" and not await self._is_queued(entry):
-            # Redis went back, and has neither: it is not the update's fault, and may come again.
-            self._context.log.error("Redis lost an update", task=message.task)
+        if refusal == "blob missing" and not await self._ledger.awaits(message):
+            # Redis went back to before it was admitted, where it may come again; or a successor of
+            # ours has done it.
+            self._context.log.warning(
+                "update not awaited any more", task=message.task, device=message.device
+            )
             return None
         if update is None:
             return self._refused(entry, message, before, refusal)
@@ -662,9 +665,6 @@ class Updater:
         if step.decision is None or step.decision.outcome == "dropped":
             return replace(self._refused(entry, message, before, "too stale"), used=(update, spare))
         return self._taken(entry, message, step, update, used)
-
-    async def _is_queued(self, entry: Entry) -> bool:
-        return bool(await self._client.call("XRANGE", self._keys.queue, entry.id, entry.id))
 
     async def _checked(
         self, entry: Entry, upload: Upload, state: State

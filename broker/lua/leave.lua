@@ -2,7 +2,7 @@
 -- A trainer leaves (ARGV[2] is 0), or was not heard for so many seconds; one that said good-bye was last
 -- heard at 0. If it owned devices, what waits for it is given up: nobody else has their data. -1, or
 -- how many tasks that was.
-local name, silent, event, gone = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4]
+local name, silent, left, lost, gone = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
 local heard = redis.call('ZSCORE', key.alive, name)
 if not heard then return -1 end
 local now = redis.call('TIME')
@@ -16,9 +16,8 @@ redis.call('HDEL', key.rates, name)
 for device, owner in pairs(pairs_of(redis.call('HGETALL', key.owners))) do
   if owner == name then redis.call('HDEL', key.owners, device) end
 end
-local told = cmsgpack.unpack(event)
-if tonumber(heard) == 0 then told.text = name .. ' left' end
-tell(told)
+local said_so = silent == 0 or tonumber(heard) == 0
+tell(cmsgpack.unpack(said_so and left or lost))
 for _, entry in ipairs(redis.call('XRANGE', waiting, '-', '+')) do
   local task = task_of(entry)
   if task then

@@ -113,9 +113,8 @@ def until(condition: Callable[[], bool], what: str) -> None:
 SLOTS = 1 << 14
 
 
-PATIENT_MS = (
-    60_000  # a node that is only slow, on a machine that is busy, is not thought to be down
-)
+# A node that is only slow, on a machine that is busy, is not thought to be down.
+PATIENT_MS = 60_000
 
 
 @dataclass(frozen=True)

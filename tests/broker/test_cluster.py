@@ -183,12 +183,12 @@ async def test_an_owners_stream_that_is_moving_leaves_triggers_and_register_as_t
     with pytest.raises(Unavailable):
         await hand.dispatch()
     with pytest.raises(Unavailable):
-        await hand.ledger.leave("ann")
+        await hand.ledger.leave(b"ann")
     assert await client.call("XLEN", keys.triggers) == 1
     assert await client.call("ZCARD", keys.alive) == 1
     slot.move()
     slot.end()
-    assert await hand.ledger.leave("ann") == 0
+    assert await hand.ledger.leave(b"ann") == 0
 
 
 async def test_a_run_goes_on_when_its_slot_moves(

@@ -197,7 +197,7 @@ class Walk:
 
     async def leave(self) -> None:
         if self.rng.random() < 0.1:
-            await self.hand.ledger.leave("owner")
+            await self.hand.ledger.leave(b"owner")
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -161,7 +161,7 @@ async def leave(hand: Hand) -> Step:
     await hand.ledger.announce("ann", {"pid": 1}, [1])
     await hand.open(device=1)
     await hand.dispatch()
-    return lambda: hand.ledger.leave("ann")
+    return lambda: hand.ledger.leave(b"ann")
 
 
 async def settle(hand: Hand) -> Step:

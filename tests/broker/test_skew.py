@@ -215,7 +215,7 @@ async def test_scripts_read_the_tasks_that_a_later_coordinator_sent(
     assert await client.call("XLEN", keys.tasks_of("owner")) == 1
     await hand.ledger.announce("owner", about, [3, 4])
     assert await hand.ledger.settle_unserved(0) == 1
-    assert await hand.ledger.leave("owner") == 1
+    assert await hand.ledger.leave(b"owner") == 1
     reasons = (await hand.ledger.look()).reasons("given_up")
     assert reasons == {"nobody serves this device": 1, "owner gone": 1}
     await hand.balanced()

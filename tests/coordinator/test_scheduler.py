@@ -22,7 +22,7 @@ from fedstream.config import read
 from fedstream.services import _BUILDERS
 from runtime.leading import lead
 from tests.coordinator.conftest import Clock
-from tests.support import Hand, Proxy, context, counted, layout_of, running, wait_until
+from tests.support import Hand, Pauses, Proxy, context, counted, layout_of, running, wait_until
 from trainer.devices import eligible
 
 
@@ -69,7 +69,7 @@ async def give_up(hand: Hand, *triggers: Trigger) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler waits for news longer than any test: what it does then, news have it do."""
-    monkeypatch.setattr("coordinator.scheduler.BLOCK_MS", 60_000)
+    monkeypatch.setattr("coordinator.scheduler.BLOCK_MS", 3_600_000)
 
 
 @pytest.mark.usefixtures("patient")
@@ -139,36 +139,40 @@ async def test_devices_are_asked_once_they_are_eligible(
 
 
 async def test_while_it_looks_for_eligible_devices_its_lease_goes_on(
-    run: Hand, redis: RedisSettings, keys: Keys
+    run: Hand, redis: RedisSettings, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thousands of them take a while."""
+    pauses = Pauses(0.02)
+    monkeypatch.setattr("runtime.leading.pause", pauses)
     looking, found = threading.Event(), threading.Event()
     waited: list[bool] = []
 
     def is_eligible(_of: Run, _device: int, _now: float) -> bool:
         looking.set()
-        waited.append(found.wait(0 if False in waited else 10))
+        waited.append(found.wait(0 if False in waited else 60))
         return True
 
     scheduler = Scheduler(
-        SchedulerSettings(lease_s=0.3), InFlight(n=1), keys=keys, redis=redis,
+        SchedulerSettings(lease_s=20.0), InFlight(n=1), keys=keys, redis=redis,
         name="scheduler-0", seed=7, is_eligible=is_eligible,
     )  # fmt: skip
     left_ms: list[int] = []
 
     async def renewals() -> int:
         left_ms.append(await run.client.call("PTTL", keys.leader("scheduler")))
+        assert left_ms[-1] > 0
         return sum(later > earlier for earlier, later in pairwise(left_ms))
 
-    async def outlasts_it() -> bool:
-        return await renewals() >= 8  # one in each quarter of the lease: for twice the lease
+    async def goes_on() -> bool:
+        return await renewals() >= 3
 
     async with running(scheduler, context()):
         await wait_until(looking.is_set)
-        await wait_until(outlasts_it)
+        await wait_until(goes_on)
         found.set()
         await are_open(run, 1)
     assert all(waited)
+    assert set(pauses.asked_s) == {5.0}  # a quarter of the lease
 
 
 async def test_simulated_devices_are_asked_when_their_trainers_would_not_wait(
@@ -411,7 +415,7 @@ async def test_closing_a_round_is_asked_once(make: Any, run: Hand, client: Clien
         await wait_until(lambda: asked_to_close(run, 1))
         for _ in range(3):  # events, at which it looks again
             await run.ledger.announce("ann", {})
-            await run.ledger.leave("ann")
+            await run.ledger.leave(b"ann")
         await wait_until(lambda: watched(run))
         assert await asked_to_close(run, 1)
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import generate_latest
+from structlog.testing import capture_logs
 
 from broker import blobs
 from broker.client import Client, RedisSettings
@@ -491,6 +492,21 @@ async def test_a_silent_trainer_is_struck_off_and_its_consumer_reaped(
         assert list(await run.ledger.trainers()) == ["bob", "cat"]
 
 
+async def test_junk_on_the_register_is_struck_off(make: Any, run: Hand, client: Client) -> None:
+    """Any trainer's user may write there."""
+    await client.call("ZADD", run.keys.alive, 0, b"\xfe", 1, b"\xff")
+
+    async def none_left() -> bool:
+        return bool(await client.call("ZCARD", run.keys.alive) == 0)
+
+    with capture_logs() as logs:
+        async with running(make(trainer_silence_s=0.5), context()):
+            await wait_until(none_left)
+            await wait_until(lambda: "trainer lost" in [line["event"] for line in logs])
+    [lost] = [line for line in logs if line["event"] == "trainer lost"]
+    assert lost["trainer"] == "\ufffd"
+
+
 async def test_nobody_is_struck_off_who_had_no_chance_to_be_heard(
     make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -609,7 +625,7 @@ async def test_owners_alone_serve_a_run_over_a_restart(
         async with serving("bob", [5, 6, 7]):
             async with serving("ann", [0, 1, 2]):
                 await wait_until(lambda: len(served["ann"]) > 20 and len(served["bob"]) > 20)
-            await run.ledger.leave("ann")  # her tasks are given up, bob goes on
+            await run.ledger.leave(b"ann")  # her tasks are given up, bob goes on
             bobs = len(served["bob"])
             await wait_until(lambda: len(served["bob"]) > bobs + 10)
             served["ann"].clear()

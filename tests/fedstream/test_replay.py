@@ -329,7 +329,7 @@ async def test_it_is_as_fast_as_the_services_and_no_faster_than_asked(
             took.append(time.monotonic() - started)
             assert feeder.live["applied"] == 24
     assert took[0] > 1.5 * 24 / 20
-    assert took[1] < 30, "nothing was waited for but the services"
+    assert took[1] < 30, "no look was waited for"
 
 
 async def test_it_feeds_through_trouble_and_ends_with_the_run(

@@ -217,7 +217,7 @@ async def test_what_is_served_is_not_purged(hand: Hand) -> None:
         await purge(hand.client, hand.keys, force=False)
     await hand.scheduler.release()
     await hand.updater.release()
-    await hand.ledger.leave("t")
+    await hand.ledger.leave(b"t")
     assert await purge(hand.client, hand.keys, force=False) > 3
 
 

@@ -113,7 +113,7 @@ def test_the_configuration_left_behind_can_be_run_again(digits: Digits) -> None:
 def test_no_process_is_left(digits: Digits) -> None:
     command, processes = digits
     assert len(processes) == 7  # six services and Redis
-    assert not [process for process in processes if process.is_running()]
+    assert not [process for process in processes if is_alive(process)]
     assert command.stderr == ""
 
 
@@ -229,7 +229,7 @@ def poisoned(
         processes = command.children()
         command.interrupt()
         assert command.ended() == 130, command.stdout + command.stderr
-        assert not [process for process in processes if process.is_running()]
+        assert not [process for process in processes if is_alive(process)]
         yield command, server.url
 
 

@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING
+from uuid import uuid4
 
 import pytest
 import torch
@@ -175,7 +176,8 @@ def test_torchvisions_operators_exist_afterwards_and_its_import_works() -> None:
 def test_threads_that_load_tasks_at_once_declare_an_operator_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torchvision_ops, "_OPERATORS", ("torchvision::of_this_test",))
+    name = f"torchvision::of_this_test_{uuid4().hex}"  # it stays defined
+    monkeypatch.setattr(torchvision_ops, "_OPERATORS", (name,))
     define, defined = torch.library.define, []
 
     def slowly(name: str, schema: str) -> None:
@@ -188,7 +190,7 @@ def test_threads_that_load_tasks_at_once_declare_an_operator_once(
     with ThreadPoolExecutor(4) as pool:
         for done in [pool.submit(torchvision_ops.declare_missing) for _ in range(4)]:
             done.result()
-    assert defined == ["torchvision::of_this_test"]
+    assert defined == [name]
 
 
 def test_without_torchvision_nothing_is_declared(monkeypatch: pytest.MonkeyPatch) -> None:

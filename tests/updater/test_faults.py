@@ -67,7 +67,7 @@ def idle_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
 @pytest.fixture
 def never_idle(idle_after: Callable[[int], None]) -> None:
     """The updater is never idle, unless ``idle_after`` is told otherwise."""
-    idle_after(60_000)
+    idle_after(3_600_000)
 
 
 class Disk:

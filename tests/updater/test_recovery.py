@@ -168,7 +168,7 @@ async def test_the_queue_makes_again_what_the_journal_lost(
     make: Any, hand: Hand, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = {"sync": "interval", "sync_s": 3600.0}
-    monkeypatch.setattr("updater.service.BLOCK_MS", 60_000)  # it is never idle
+    monkeypatch.setattr("updater.service.BLOCK_MS", 3_600_000)  # it is never idle
     async with running(make(**late), context()):
         await hand.join()
         await hand.admitted(4.0)
