@@ -568,11 +568,6 @@ class Ledger:
         names: list[bytes] = await self._client.call("ZRANGEBYSCORE", self.keys.alive, 0, 0)
         return names
 
-    async def awaits(self, upload: Upload) -> bool:
-        """Whether an update was admitted and has not ended."""
-        admitted = await self._client.call("HGET", self.keys.admitted, upload.task)
-        return bool(admitted == upload.attempt.encode())
-
     async def settle_unserved(self, lease_ms: int) -> int:
         """What lies in the pool where only owners are alive: theirs, or given up. How many were."""
         event = _packed(self._event())
@@ -637,6 +632,11 @@ class Ledger:
         return str(reply.decode())
 
     # the updater's part
+
+    async def awaits(self, upload: Upload) -> bool:
+        """Whether an update was admitted and has not ended."""
+        admitted = await self._client.call("HGET", self.keys.admitted, upload.task)
+        return bool(admitted == upload.attempt.encode())
 
     async def create(
         self,

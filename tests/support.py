@@ -9,8 +9,10 @@ import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any, Self
 
+import pytest
 import structlog
 from prometheus_client import CollectorRegistry
 
@@ -364,6 +366,22 @@ async def at_rest(hand: Hand) -> int:
     await wait_until(is_at_rest)
     used, _ = await hand.ledger.memory()
     return used
+
+
+class Clock:
+    """In place of a module's clock of the wall: goes on when the test says so.
+
+    Time-outs and deadlines may be far away then: none passes by itself while a test is still on its
+    way to it.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: str) -> None:
+        self.ahead_s = 0.0
+        its = SimpleNamespace(time=self.time, time_ns=time.time_ns, monotonic=time.monotonic)
+        monkeypatch.setattr(f"{module}.time", its)
+
+    def time(self) -> float:
+        return time.time() + self.ahead_s
 
 
 class Pauses:

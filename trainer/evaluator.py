@@ -23,7 +23,7 @@ from broker.streams import Reader
 from runtime.backoff import pause
 from runtime.config import Section
 from runtime.service import Context, repeat
-from trainer.placement import Place, check, placed
+from trainer.placement import Place, Threads, check, placed
 
 if TYPE_CHECKING:
     from torch import nn
@@ -39,7 +39,7 @@ class EvaluatorSettings(Section):
     """How often the model is measured."""
 
     every: Annotated[int, Field(ge=1)] = 10  # versions; the last one of a run is always measured
-    threads: Annotated[int, Field(ge=1, le=1024)] = 1  # of torch
+    threads: Threads = 1  # of torch
     device: Place = "cpu"  # of torch
     drain_s: Annotated[float, Field(gt=0)] = 20.0
 

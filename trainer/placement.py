@@ -5,7 +5,9 @@ torch is imported where it is used: services that only read these settings start
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
+
+from pydantic import Field
 
 from broker.errors import ConfigError
 
@@ -13,6 +15,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
 Place: TypeAlias = Literal["cpu", "cuda"]
+Threads: TypeAlias = Annotated[int, Field(ge=1, le=1024)]  # more than any machine has cores
 
 
 def check(key: str, place: Place) -> None:

@@ -53,7 +53,7 @@ from runtime.steps import Epochs, Steps
 from runtime.tasks import LeaseSettings
 from trainer.answer import as_sent
 from trainer.devices import AlwaysAvailable, DeviceSettings, behaviour, eligible
-from trainer.placement import Place, check, placed
+from trainer.placement import Place, Threads, check, placed
 from trainer.solvers import Cancelled, Scaffold, SolverSettings, Trained, Work
 from trainer.workspace import Workspace
 
@@ -91,7 +91,7 @@ class TrainerSettings(Section):
 
     owns: tuple[Annotated[int, Field(ge=0)], ...] = ()  # devices; () is a replica of the pool
     anarchic: Initiative | None = None
-    threads: Annotated[int, Field(ge=1, le=1024)] = 1  # of torch
+    threads: Threads = 1  # of torch
     device: Place = "cpu"  # of torch; what it trains on comes back as float32
     blob_expiry_s: Annotated[float, Field(gt=0)] = 600.0  # an update that is never admitted
     workspace_bytes: Annotated[int, Field(ge=0)] = 64 << 20  # a larger one is not saved

@@ -35,7 +35,7 @@ class Server:
                 "--dir", self._folder, "--save", "", "--appendonly", "no",
                 stdin=DEVNULL, stdout=log, stderr=log, preexec_fn=death_with_parent(),
             )  # fmt: skip
-        await wait_until(self._answers, timeout=60, what="Redis answers")
+        await wait_until(self._answers, what="Redis answers")
         self.life += 1
         self.up.set()
 

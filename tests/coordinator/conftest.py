@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import time
-from types import SimpleNamespace
-
 import pytest
 
 from broker.client import RedisSettings
+from tests.support import Clock
 
 
 @pytest.fixture
@@ -16,23 +14,7 @@ def redis(any_redis: RedisSettings) -> RedisSettings:
     return any_redis
 
 
-class Clock:
-    """The scheduler's clock of the wall, which goes on when the test says so.
-
-    Its time-outs may be long then: none passes by itself while a test is still on its way to it.
-    """
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def time(self) -> float:
-        return time.time() + self.ahead_s
-
-
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """In place of the scheduler's own."""
-    clock = Clock()
-    its = SimpleNamespace(time=clock.time, monotonic=time.monotonic)
-    monkeypatch.setattr("coordinator.scheduler.time", its)
-    return clock
+    return Clock(monkeypatch, "coordinator.scheduler")

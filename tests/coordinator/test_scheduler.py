@@ -21,8 +21,17 @@ from coordinator.scheduling import Anarchic, InFlight, Policy, Rounds
 from fedstream.config import read
 from fedstream.services import _BUILDERS
 from runtime.leading import lead
-from tests.coordinator.conftest import Clock
-from tests.support import Hand, Pauses, Proxy, context, counted, layout_of, running, wait_until
+from tests.support import (
+    Clock,
+    Hand,
+    Pauses,
+    Proxy,
+    context,
+    counted,
+    layout_of,
+    running,
+    wait_until,
+)
 from trainer.devices import eligible
 
 

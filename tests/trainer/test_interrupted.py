@@ -24,6 +24,7 @@ from broker.messages import GiveUp, Upload, decode
 from broker.streams import Group
 from runtime.tasks import LeaseSettings
 from tests.support import (
+    Clock,
     Hand,
     Proxy,
     at_rest,
@@ -34,7 +35,6 @@ from tests.support import (
     running,
     wait_until,
 )
-from tests.trainer.conftest import Clock
 from trainer.devices import DeviceSettings, OnOff
 from trainer.service import Initiative, Trainer, TrainerSettings
 from trainer.solvers import Scaffold, Sgd, SolverSettings, Work, solve

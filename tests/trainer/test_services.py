@@ -24,8 +24,7 @@ from broker.messages import GiveUp, Upload, decode
 from broker.streams import Group
 from runtime.steps import FixedSteps
 from runtime.tasks import LeaseSettings
-from tests.support import Hand, Pauses, Proxy, context, counted, running, wait_until
-from tests.trainer.conftest import Clock
+from tests.support import Clock, Hand, Pauses, Proxy, context, counted, running, wait_until
 from trainer.answer import as_sent
 from trainer.devices import DeviceSettings, FixedLatency
 from trainer.evaluator import Evaluator, EvaluatorSettings
