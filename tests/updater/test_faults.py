@@ -535,18 +535,30 @@ async def test_what_was_being_fetched_when_redis_went_back_is_forgotten(
 
 
 async def test_an_update_that_redis_lost_with_its_entry_is_not_refused(
-    make: Any, hand: Hand, client: Client, disk: Disk, folder: Path
+    make: Any,
+    hand: Hand,
+    client: Client,
+    disk: Disk,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """As a fail-over to a replica that lags does it, before the updater had it."""
     updater = make()
+    read_new = updater._read_new
+
+    async def both_at_once(block_ms: int) -> bool:
+        return len(await hand.queue()) == 3 and bool(await read_new(block_ms))
+
     async with running(updater, context()):
         await makes_more(hand, 1.0)
         disk.full = True
         await hand.admitted(2.0)
         await wait_until(lambda: updater._unwritten and disk.refused > 1)
-        await hand.admitted(3.0)
-        lost = await hand.admitted(4.0)
-        await wait_until(lambda: len(updater._backlog) == 2)  # of which one is being fetched
+        with monkeypatch.context() as patched:
+            patched.setattr(updater, "_read_new", both_at_once)
+            await hand.admitted(3.0)
+            lost = await hand.admitted(4.0)
+            await wait_until(lambda: len(updater._backlog) == 2)  # of which one is being fetched
         entry, _ = (await hand.queue())[-1]
         await client.pipeline(
             [
