@@ -11,8 +11,9 @@ from typing import Any
 
 import pytest
 
-from fedstream import __version__, cli, display, run, status
+from fedstream import __version__, display, run, status
 from fedstream.cli import main
+from fedstream.commands import training
 
 NOWHERE = "redis://127.0.0.1:1/0"
 
@@ -156,7 +157,7 @@ def test_json_has_no_number_that_is_none(
 
     monkeypatch.setattr(status, "read", read)
     monkeypatch.setattr(run, "run", lambda *_: (0, numbers))
-    monkeypatch.setattr(cli, "_leave", sys.exit)
+    monkeypatch.setattr(training, "leave", sys.exit)
     for command in ("status", "run"):
         assert fedstream(command, "--json", monkeypatch=monkeypatch) == 0
         assert json.loads(capsys.readouterr().out) == {"mean_staleness": None, "losses": [None]}

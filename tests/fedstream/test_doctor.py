@@ -22,6 +22,7 @@ from coordinator.scheduling import InFlight, Poisson, Rounds
 from fedstream import cli, doctor
 from fedstream import doctor_machine as machine
 from fedstream import doctor_redis as judged
+from fedstream.commands import looking
 from fedstream.config import Settings, read
 from fedstream.findings import Finding
 from tests.support import Hand, layout_of, snapshot
@@ -550,7 +551,7 @@ def _run(monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: str) -> tuple
     def leave(code: int) -> NoReturn:
         raise SystemExit(code)
 
-    monkeypatch.setattr(cli, "_leave", leave)
+    monkeypatch.setattr(looking, "leave", leave)
     monkeypatch.setattr(sys, "argv", ["fedstream", "doctor", *arguments])
     with pytest.raises(SystemExit) as ended:
         cli.main()

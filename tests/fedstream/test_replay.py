@@ -23,6 +23,7 @@ from broker.ledger import Run
 from broker.messages import Trigger, task_id
 from coordinator.service import Coordinator, CoordinatorSettings
 from fedstream import cli, feed, replay
+from fedstream.commands import looking
 from fedstream.feed import Feeder
 from runtime.tasks import LeaseSettings
 from tests.integration.command import BLOBS
@@ -41,7 +42,7 @@ def fedstream(*arguments: object, monkeypatch: pytest.MonkeyPatch) -> int:
     def leave(code: int) -> None:
         raise SystemExit(code)
 
-    monkeypatch.setattr(cli, "_leave", leave)
+    monkeypatch.setattr(looking, "leave", leave)
     monkeypatch.setattr(sys, "argv", ["fedstream", "replay", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
         cli.main()

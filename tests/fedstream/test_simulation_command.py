@@ -15,7 +15,8 @@ import torch
 from safetensors.torch import load_file
 
 from broker.layout import Model
-from fedstream import cli, simulate, simulation
+from fedstream import simulate, simulation
+from fedstream.commands import looking, training
 from fedstream.config import read
 from fedstream.simulation import Outcome, VersionMade
 from tests.fedstream.test_cli import fedstream
@@ -52,7 +53,8 @@ class Seldom(Label):
 @pytest.fixture(autouse=True)
 def stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command ends, but not this process."""
-    monkeypatch.setattr(cli, "_leave", sys.exit)
+    monkeypatch.setattr(training, "leave", sys.exit)
+    monkeypatch.setattr(looking, "leave", sys.exit)
 
 
 def task_in(folder: Path) -> Path:

@@ -1,0 +1,121 @@
+"""`fedstream dead`: its commands. What they show and do is in fedstream/dead.py."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from broker.errors import ConfigError, FedstreamError
+from fedstream.commands.options import AsJson, Config, RunName, Url, ask
+
+if TYPE_CHECKING:
+    from broker.client import Client
+    from broker.keys import Keys
+    from fedstream.dead import Letter
+    from fedstream.dead import Letters as Found
+
+app = typer.Typer(help="What could not be processed: look at it, retry it, drop it.")
+
+
+@app.command("list")
+def dead_list(
+    config: Config = None, redis: Url = None, run: RunName = None, as_json: AsJson = False
+) -> None:
+    """All of them, the oldest first."""
+    from fedstream import dead as page
+    from fedstream import report
+
+    found = ask(config, redis, run, page.read)
+    if as_json:
+        letters = [page.plain(letter) for letter in found.letters]
+        typer.echo(report.as_json({"letters": letters, "lost": found.lost}))
+    else:
+        page.show(found)
+
+
+@app.command("show")
+def dead_show(
+    wanted: Annotated[str, typer.Argument(metavar="ID", help="of the letter, or of its task")],
+    config: Config = None,
+    redis: Url = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """What is in one."""
+    from fedstream import dead as page
+    from fedstream import report
+
+    letters = ask(config, redis, run, page.read).find([wanted])
+    if as_json:
+        typer.echo(report.as_json([page.plain(letter) for letter in letters]))
+    else:
+        page.show_each(letters)
+
+
+Letters = Annotated[
+    list[str] | None, typer.Argument(metavar="ID...", help="of letters, or of their tasks")
+]
+All = Annotated[bool, typer.Option("--all", help="all there are")]
+
+
+@app.command("retry")
+def dead_retry(
+    wanted: Letters = None,
+    everything: All = False,
+    config: Config = None,
+    redis: Url = None,
+    run: RunName = None,
+) -> None:
+    """Trigger the work again, as a new task of the same device, and delete the letter.
+
+    Exit codes: 0 all were retried, 1 at least one could not be, and is still there.
+    """
+    from fedstream import dead as page
+
+    async def retry(client: Client, keys: Keys) -> int:
+        failed = 0
+        chosen = _chosen(await page.read(client, keys), wanted, everything)
+        if not chosen:
+            typer.echo("there are no dead letters")
+        for letter in chosen:
+            try:
+                trigger = await page.retry(client, keys, letter)
+            except FedstreamError as error:
+                if error.retriable:
+                    raise
+                failed += 1
+                typer.echo(f"fedstream: {letter.id} is not retried: {error}", err=True)
+            else:
+                typer.echo(f"{letter.id}: device {trigger.device} has task {trigger.task}")
+        return failed
+
+    if ask(config, redis, run, retry):
+        raise typer.Exit(1)
+
+
+@app.command("drop")
+def dead_drop(
+    wanted: Letters = None,
+    everything: All = False,
+    config: Config = None,
+    redis: Url = None,
+    run: RunName = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="without asking")] = False,
+) -> None:
+    """Delete them. What they were about has ended as dead, and stays so."""
+    from fedstream import dead as page
+
+    found = ask(config, redis, run, page.read)
+    chosen = _chosen(found, wanted, everything)
+    if chosen and not yes:
+        typer.confirm(f"Delete {len(chosen)} of {len(found.letters)} dead letters?", abort=True)
+    dropped = ask(config, redis, run, lambda client, keys: page.drop(client, keys, chosen))
+    typer.echo(f"{dropped} dead letter{'' if dropped == 1 else 's'} deleted")
+
+
+def _chosen(found: Found, wanted: list[str] | None, everything: bool) -> list[Letter]:
+    """The letters that were named. Raises FedstreamError, and ConfigError if none was."""
+    if bool(wanted) == everything:
+        raise ConfigError("name letters by their ids, or take --all")
+    return list(found.letters) if everything else found.find(wanted or ())

@@ -1,0 +1,221 @@
+"""Commands that look at a run, or delete it; and Redis's ACL file."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from broker.errors import ConfigError
+from broker.keys import check_name
+from fedstream.commands.options import (
+    AsJson,
+    Config,
+    DataRoot,
+    RunName,
+    Url,
+    ask,
+    leave,
+    settings_of,
+)
+
+
+def status(
+    config: Config = None,
+    redis: Url = None,
+    run: RunName = None,
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="ask a coordinator's HTTP there, and not Redis"),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """How a run is now."""
+    from fedstream import report
+    from fedstream import status as page
+
+    if url is None:
+        about = ask(config, redis, run, page.read)
+    elif redis is not None:
+        raise ConfigError("--url asks a coordinator, --redis asks Redis: one of the two")
+    else:
+        about = page.fetch(url, run or settings_of(config).run.name)
+    if as_json:
+        typer.echo(report.as_json(about))
+    else:
+        page.show(about)
+
+
+def top(
+    config: Config = None,
+    redis: Url = None,
+    run: RunName = None,
+    once: Annotated[bool, typer.Option("--once", help="print one picture and end")] = False,
+) -> None:
+    """Watch a run: rate, staleness, queue, trainers, accuracy. Ctrl-C ends it."""
+    from fedstream.top import watch
+
+    ask(config, redis, run, lambda client, keys: watch(client, keys, once=once))
+
+
+def replay(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="of a run, or its journal")],
+    begin: Annotated[
+        int | None,
+        typer.Option("--from", min=0, metavar="V", help="only what came after version V"),
+    ] = None,
+    until: Annotated[
+        int | None, typer.Option(min=0, metavar="V", help="stop at this version")
+    ] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="another rule: strategy.alpha=0.3"),
+    ] = None,
+    without: Annotated[
+        list[str] | None,
+        typer.Option(metavar="device=N", help="leave a device's updates out"),
+    ] = None,
+    evaluate_every: Annotated[
+        int | None,
+        typer.Option(
+            min=0,
+            metavar="N",
+            help="measure every N-th version and the last; 0: none. If not given: none, or about "
+            "10 if another rule is replayed",
+        ),
+    ] = None,
+    task: Annotated[
+        str | None, typer.Option(metavar="TASK", help="instead of the run's, to measure by")
+    ] = None,
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", "-c", metavar="FILE", help="instead of the run's own run.toml"),
+    ] = None,
+    data_root: DataRoot = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="for table and picture; DIR/replay-N if not given"),
+    ] = None,
+    redis: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="feed the updates to coordinator and updater there"),
+    ] = None,
+    run: Annotated[
+        str | None,
+        typer.Option("--run", metavar="NAME", help="with --redis: the run there, not run.name"),
+    ] = None,
+    speed: Annotated[
+        float | None,
+        typer.Option(
+            min=1e-3,
+            metavar="X",
+            help="with --redis: at most X times as fast as it was; 1 if not given",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make a run's versions again from its journal, and compare them bit for bit.
+
+    With --set or --without: by another rule on the same updates, beside the recorded one. Nobody is
+    trained again: --without keeps what the other devices' recorded updates inherited from the one
+    that is left out.
+
+    With --redis: the recorded updates go through live services, which have no scheduler and no
+    trainers.
+
+    Exit codes: 0 identical, 1 not identical or damaged, 2 a wrong command line.
+    """
+    from fedstream import replay as page
+    from fedstream import report
+
+    if redis is not None:
+        from fedstream import feed
+        from updater.inspection import journal_of
+
+        others = {
+            "--from": begin, "--until": until, "--set": sets, "--without": without, "--out": out,
+            "--evaluate-every": evaluate_every, "--task": task, "--data-root": data_root,
+        }  # fmt: skip
+        if given := [name for name, value in others.items() if value not in (None, [])]:
+            raise ConfigError(
+                f"--redis feeds all updates as they were, to live services: without {given[0]}"
+            )
+        settings = settings_of(config, redis=redis, run=run)
+        fed = feed.feed(settings, journal_of(folder), 1.0 if speed is None else speed)
+        if as_json:
+            typer.echo(report.as_json(feed.numbers(fed)))
+        else:
+            feed.show(fed)
+        return
+    for option, value in (("--run", run), ("--speed", speed)):
+        if value is not None:
+            raise ConfigError(f"{option} is for --redis URL, which is not given")
+    code = page.replay(
+        folder, begin=begin, until=until, every=evaluate_every, sets=sets or (),
+        without=without or (), config=config,
+        task=task, data_root=data_root, out=out, as_json=as_json,
+    )  # fmt: skip
+    leave(code)
+
+
+def doctor(
+    config: Config = None, redis: Url = None, run: RunName = None, as_json: AsJson = False
+) -> None:
+    """Look at Redis, the run in it, the journal's volume, the task and its data: what to change.
+
+    Exit codes: 0 nothing is wrong, warnings aside; 1 there are problems; 2 a wrong configuration.
+    """
+    from fedstream import doctor as page
+    from fedstream import report
+
+    settings = settings_of(config, redis=redis, run=run)
+    # Where Redis is, and which run it is about: that says nothing of how the run should be.
+    configured = config is not None or bool(settings.model_fields_set - {"redis", "run"})
+    findings = asyncio.run(page.examine(settings, configured=configured))
+    if as_json:
+        typer.echo(report.as_json(page.summary(findings)))
+    else:
+        page.show(findings)
+    leave(page.exit_code(findings))
+
+
+def purge(
+    config: Config = None,
+    redis: Url = None,
+    run: RunName = None,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="without asking")] = False,
+    force: Annotated[bool, typer.Option("--force", help="even while services are alive")] = False,
+) -> None:
+    """Delete everything that a run has in Redis."""
+    from fedstream import presence
+
+    name = run or settings_of(config).run.name
+    if not yes:
+        typer.confirm(f"Delete run {name!r}?", abort=True)
+    deleted = ask(
+        config, redis, run, lambda client, keys: presence.purge(client, keys, force=force)
+    )
+    typer.echo(f"{deleted} keys of run {name!r} deleted")
+
+
+def acl(
+    config: Config = None,
+    run: RunName = None,
+    out: Annotated[Path | None, typer.Option(metavar="FILE", help="instead of printing it")] = None,
+) -> None:
+    """Make Redis's ACL file: a user for every role, with only the keys and commands it needs.
+
+    Passwords come from the environment: FEDSTREAM_PASSWORD_COORDINATOR, and so on for SCHEDULER,
+    UPDATER, EVALUATOR, TRAINER and OPERATOR; the file holds their hashes. Redis 7 or later.
+    """
+    from fedstream import acl as page
+
+    name = check_name("--run", run) if run else settings_of(config).run.name
+    text = page.file_of(name, os.environ)
+    if out is None:
+        typer.echo(text, nl=False)
+    else:
+        page.write(out, text)

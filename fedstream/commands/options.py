@@ -1,0 +1,123 @@
+"""Options that several commands have, and what a command does with them."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+
+import typer
+
+from broker.errors import FedstreamError, NoRun, Unavailable
+from broker.keys import Keys
+
+if TYPE_CHECKING:
+    from broker.client import Client
+    from fedstream.config import Settings
+
+T = TypeVar("T")
+
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", envvar="FEDSTREAM_CONFIG", metavar="FILE", help="TOML file"),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set", metavar="KEY=VALUE", help="a configuration key, such as strategy.alpha=0.3"
+    ),
+]
+TaskName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TASK",
+        help="a built-in one (digits, mnist, cifar10-fedasync, cifar10-afl, wikitext2, "
+        "shakespeare), path/to/file.py:attribute or package.module:attribute",
+    ),
+]
+StrategyName = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="fedasync, fedavg, fedbuff, afa-cd, afa-cs, scaffold"),
+]
+Devices = Annotated[
+    int | None, typer.Option(metavar="N", help="devices that the data is split over")
+]
+Updates = Annotated[
+    int | None,
+    typer.Option(
+        metavar="T",
+        help="versions: the run ends with this one; each is an update, a round, or a batch",
+    ),
+]
+Out = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="for results; runs/NAME-TIME if not given")
+]
+DataRoot = Annotated[
+    str | None, typer.Option(metavar="DIR", help="of data sets; else FEDSTREAM_DATA")
+]
+SummaryAsJson = Annotated[
+    bool, typer.Option("--json", help="no progress; the summary as JSON at the end")
+]
+Url = Annotated[str | None, typer.Option("--redis", metavar="URL", help="instead of redis.url")]
+RunName = Annotated[str | None, typer.Option("--run", metavar="NAME", help="instead of run.name")]
+AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
+Name = Annotated[
+    str | None,
+    typer.Option(
+        envvar="FEDSTREAM_NAME", help="unique among the replicas; the host's name if not given"
+    ),
+]
+
+
+def settings_of(path: Path | None, sets: list[str] | None = None, **given: object) -> Settings:
+    """The configuration; ``given`` are the command's own options, by their parameters' names."""
+    from fedstream.config import options, read
+
+    return read(path, sets or (), options(**given))
+
+
+def ask(
+    path: Path | None,
+    redis: str | None,
+    run: str | None,
+    question: Callable[[Client, Keys], Awaitable[T]],
+) -> T:
+    """Puts a question to the Redis of a run. Raises FedstreamError."""
+    from broker.client import Client
+
+    settings = settings_of(path, redis=redis, run=run)
+
+    async def asked() -> T:
+        client = Client(settings.redis, "cli")
+        try:
+            return await question(client, Keys(settings.run.name))
+        finally:
+            await client.close()
+
+    try:
+        return asyncio.run(asked())
+    except (NoRun, Unavailable) as error:
+        from fedstream.report import SUMMARY
+
+        if (
+            settings.redis.is_named
+            or path is None
+            or not (summary := path.with_name(SUMMARY)).is_file()
+        ):
+            raise
+        raise FedstreamError(
+            f"{path} is of a run that is over, and its own Redis ended with it: its numbers are in "
+            f"{summary} (redis.url is not given; {error})"
+        ) from error
+
+
+def leave(code: int) -> NoReturn:
+    """Ends this process without tearing the interpreter down: with torch that takes a second."""
+    atexit._run_exitfuncs()  # noqa: SLF001  (a user's task may have registered some)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
