@@ -20,8 +20,8 @@ from typing import Any, Literal
 import msgpack
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
+from broker.digest import digest_of
 from broker.errors import LayoutMismatch
 
 Kind = Literal["parameter", "buffer", "control", "integer"]
@@ -94,7 +94,7 @@ class Layout:
     @cached_property
     def signature(self) -> str:
         """Digest of the layout: equal exactly if two layouts are equal."""
-        return xxhash.xxh3_128_hexdigest(self.encode())
+        return digest_of(self.encode())
 
     def with_controls(self) -> Layout:
         """The layout with a control variate for each parameter (SCAFFOLD's c)."""
@@ -187,8 +187,8 @@ class Model:
         return self.floats[self.layout.floats - self.layout.controls :]
 
     def digest(self) -> str:
-        """xxh3 (128 bit) of the bytes, in hexadecimal."""
-        return xxhash.xxh3_128_hexdigest(self.buffer.data)
+        """Of the bytes; see :mod:`broker.digest`."""
+        return digest_of(self.buffer.data)
 
     def copy(self) -> Model:
         """A model of the same layout and values with a buffer of its own."""

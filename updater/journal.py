@@ -46,7 +46,7 @@ from broker.messages import Contribution, Count, Message, Name, Outcome, Upload,
 from runtime.config import Section
 from updater.strategies.vectors import DeviceVectors
 
-FORMAT = 1
+FORMAT = 2
 SUFFIX = ".journal"
 
 _FILE = struct.Struct("<8sI4xQ")  # magic, format, salt; alone on its page
@@ -280,10 +280,11 @@ class Segment:
         if len(begin) < _FILE.size or begin[: len(_MAGIC)] != _MAGIC:
             raise JournalError(f"{self.path}: is not a segment of a journal")
         _, number, self._salt = _FILE.unpack(begin)
-        if number > FORMAT:
+        if number != FORMAT:
+            which = "0.1.0" if number == 1 else "the release that wrote it"
             raise JournalError(
-                f"{self.path}: format {number}, this release reads up to {FORMAT}: read it with a "
-                "newer one"
+                f"{self.path}: is of journal format {number}, and this release reads {FORMAT}: use "
+                f"{which} to read it"
             )
 
     @property

@@ -642,7 +642,7 @@ class Updater:
         if isinstance(message, RoundEnd):
             if entry.id in self._rounds:
                 return Change(entry.id, None, (), before)
-            return self._round_end(entry, message, before)
+            return await self._round_end(entry, message, before)
         if message.task in self._done:
             await self._unfetch(entry)
             return self._found_again(entry, message, before)
@@ -664,7 +664,7 @@ class Updater:
         used = (before.state.model, update, spare)
         if step.decision is None or step.decision.outcome == "dropped":
             return replace(self._refused(entry, message, before, "too stale"), used=(update, spare))
-        return self._taken(entry, message, step, update, used)
+        return await self._taken(entry, message, step, update, used)
 
     async def _checked(
         self, entry: Entry, upload: Upload, state: State
@@ -744,21 +744,21 @@ class Updater:
 
     # what an entry comes to
 
-    def _taken(
+    async def _taken(
         self, entry: Entry, upload: Upload, step: Step, update: Model, used: tuple[Model, ...]
     ) -> Change:
         """An update that was applied or buffered."""
         payload = (update,) if self._journal.weights else ()
         return changes.taken(
-            entry, upload, step, payload, version=self._version(step),
+            entry, upload, step, payload, version=await self._version(step),
             finish=self._end_of_run(step), counts=self._counts, used=used,
         )  # fmt: skip
 
-    def _round_end(self, entry: Entry, message: RoundEnd, before: Progress) -> Change:
+    async def _round_end(self, entry: Entry, message: RoundEnd, before: Progress) -> Change:
         """The end of a round: a version of what has arrived, unless it was made already."""
         late = self._is_over(before.state.version)
         step = Step(before) if late else close_round(self._strategy, before, message.version)
-        version = self._version(step)
+        version = await self._version(step)
         return changes.round_closed(
             entry, message, step, late=late, version=version, finish=self._end_of_run(step),
             counts=self._counts, used=(before.state.model,) if version is not None else (),
@@ -776,12 +776,12 @@ class Updater:
         self._context.log.warning("update found again", task=upload.task, device=upload.device)
         return changes.found_again(entry, upload, before, self._done[upload.task])
 
-    def _version(self, step: Step) -> Version | None:
+    async def _version(self, step: Step) -> Version | None:
         """The version that a step made."""
         if step.made is None:
             return None
         with self._metrics.seconds.labels("digest").time():
-            digest = step.after.state.model.digest()
+            digest = await self._off_loop(step.after.state.model.digest)
         return changes.version_of(step, digest, self._lease.number, self._lease.nonce)
 
     def _is_over(self, version: int) -> bool:

@@ -107,7 +107,7 @@ def test_another_head_than_the_journals_is_found(right: Facts) -> None:
 
 
 def test_another_model_than_the_heads_is_found(right: Facts) -> None:
-    assert failed(replace(right, model="0" * 32)) == {"same_bits"}
+    assert failed(replace(right, model="0" * 64)) == {"same_bits"}
 
 
 @pytest.fixture

@@ -711,7 +711,13 @@ def foreign(folder: Path) -> None:
 
 
 def newer(folder: Path) -> None:
-    flip(folder / SECOND, 9)  # format 257
+    flip(folder / SECOND, 9)  # format 258
+
+
+def older(folder: Path) -> None:
+    with (folder / SECOND).open("r+b") as file:
+        file.seek(8)
+        file.write((1).to_bytes(4, "little"))
 
 
 def missing(folder: Path) -> None:
@@ -728,7 +734,8 @@ def emptied(folder: Path) -> None:
     ("spoil", "said"),
     [
         (foreign, "is not a segment of a journal"),
-        (newer, "format 257, this release reads up to 1"),
+        (newer, "format 258, and this release reads 2: use the release that wrote it"),
+        (older, "format 1, and this release reads 2: use 0.1.0 to read it"),
         (missing, f"{FIRST}: is missing"),
         (emptied, "there is no journal"),
     ],

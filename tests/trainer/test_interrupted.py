@@ -349,7 +349,7 @@ async def test_a_workspace_of_no_use_is_left_and_the_task_begun_anew(
         case "another torch":
             data[:] = workspace.model_copy(update={"minibatches": b"junk"}).encode()
         case "another model":
-            data[:] = workspace.model_copy(update={"layout": "0" * 32}).encode()
+            data[:] = workspace.model_copy(update={"layout": "0" * 64}).encode()
     await hand.client.call("SET", hand.keys.workspace(name), bytes(data))
     await newer(hand)
     task.begins()

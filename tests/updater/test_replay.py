@@ -312,7 +312,7 @@ def test_a_damaged_record_is_named(folder: Path) -> None:
 def test_a_segment_that_begins_elsewhere_is_found(folder: Path) -> None:
     scribe = Scribe(folder)
     scribe.update()
-    scribe.digests[1] = "0" * 32
+    scribe.digests[1] = "0" * 64
     scribe.segment()
     scribe.close()
     with pytest.raises(Diverged, match="the checkpoint's model is not the one"):
