@@ -45,6 +45,7 @@ from updater.journal import (
 )
 from updater.progress import Progress
 from updater.rebuild import recovered
+from updater.recovery import Recovery
 from updater.strategies import FedAvgSettings
 
 LATE = {"sync": "interval", "sync_s": 3600.0}  # what is done stays in the queue until it is idle
@@ -207,13 +208,13 @@ async def test_adopting_goes_on_after_the_disk_was_full(
 ) -> None:
     await loses_its_end(make, hand, end, 4.0, 4.0)
     updater = make(adopt=True)
-    real = updater._adopt
+    real = Recovery._adopt
 
     async def adopt(*args: Any) -> None:
         disk.full = disk.refused < 3  # from now on
         await real(*args)
 
-    monkeypatch.setattr(updater, "_adopt", adopt)
+    monkeypatch.setattr(Recovery, "_adopt", adopt)
     async with running(updater, context()):
         await wait_until(lambda: segments(folder)[-1].standing.why == "adopted")
         await hand.admitted(4.0)
@@ -230,30 +231,25 @@ async def test_adopting_that_fails_leaves_all_as_it_was(
     """Of a task that is in no journal it would say that it has ended."""
     await loses_its_end(make, hand, end, 4.0, 4.0)
     updater = make(adopt=True)
-    real = updater._adopt
+    real = Recovery._adopt
     changed: list[set[str]] = []
 
-    async def adopt(run: Run, head: Head) -> None:
+    async def adopt(recovery: Recovery, run: Run, head: Head) -> None:
         if changed:
-            await real(run, head)
+            await real(recovery, run, head)
             return
-        updater._unwritten = ["decided on"]
-        was = {
-            name: vars(updater)[name]
-            for name in (
-                "_run", "_finished", "_progress", "_digest", "_time", "_made", "_done",
-                "_forgotten", "_counts", "_unwritten",
-            )
-        }  # fmt: skip
+        updater._course.unwritten = ["decided on"]
+        was = dict(vars(updater._course))
         disk.full = True
         try:
-            await real(replace(run, state="finished"), head)
+            await real(recovery, replace(run, state="finished"), head)
         finally:
             disk.full = False
-            changed.append({name for name in was if vars(updater)[name] is not was[name]})
-            updater._unwritten = []
+            now = vars(updater._course)
+            changed.append({name for name in was if now[name] is not was[name]})
+            updater._course.unwritten = []
 
-    monkeypatch.setattr(updater, "_adopt", adopt)
+    monkeypatch.setattr(Recovery, "_adopt", adopt)
     async with running(updater, context()):
         await wait_until(lambda: segments(folder)[-1].standing.why == "adopted")
     assert changed == [set()]
@@ -371,7 +367,7 @@ async def test_redis_that_is_emptied_while_a_lost_end_is_made_again_has_the_jour
 
     async def flush() -> None:
         nonlocal emptied
-        if updater._ahead is not None and not emptied:
+        if updater._course.ahead is not None and not emptied:
             await client.call("FLUSHALL")
             emptied = True
 
@@ -485,7 +481,8 @@ async def test_two_updates_of_one_task_are_applied_once_though_they_are_read_tog
     updater = make()
     async with running(updater, context()):
         await wait_until(hand.queue_is_empty)
-        assert updater._fetches == {}  # the second one's, begun before the first was decided on
+        # The second one's, begun before the first was decided on.
+        assert updater._intake.fetches == {}
     assert await hand.version() == 2
     assert await floats(hand) == [5.0] * 4
     assert len(records(folder)) == 2
@@ -495,11 +492,11 @@ async def test_two_updates_of_one_task_are_applied_once_though_they_are_read_tog
 async def test_what_is_remembered_stays_bounded_over_restarts(
     make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("updater.service._REMEMBERED", 2)
+    monkeypatch.setattr("updater.course._REMEMBERED", 2)
     for _ in range(3):
         updater = make()
         await makes(hand, updater, 1.0, 1.0, 1.0)
-        assert len(updater._done) == 2
+        assert len(updater._course.done) == 2
         assert len(segments(folder)[-1].done()) <= 2
     async with running(make(), context()):
         await wait_until(lambda: len(segments(folder)) == 4)
@@ -515,7 +512,7 @@ async def test_what_was_being_fetched_when_redis_went_back_is_forgotten(
         await makes_more(hand, 1.0)
         disk.full = True
         await hand.admitted(2.0)
-        await wait_until(lambda: updater._unwritten and disk.refused > 1)
+        await wait_until(lambda: updater._course.unwritten and disk.refused > 1)
         await client.pipeline(
             [
                 ("MULTI",),
@@ -525,12 +522,12 @@ async def test_what_was_being_fetched_when_redis_went_back_is_forgotten(
                 ("EXEC",),
             ]
         )
-        await wait_until(lambda: updater._epoch > 1)
+        await wait_until(lambda: updater._course.epoch > 1)
         disk.full = False
         await hand.reaches(2)
         await makes_more(hand, 1.0, 1.0)
         await wait_until(hand.queue_is_empty)
-        assert updater._fetches == {}
+        assert updater._intake.fetches == {}
     assert [record.version for record in records(folder)] == [1, 2, 3, 4]
 
 
@@ -544,7 +541,7 @@ async def test_an_update_that_redis_lost_with_its_entry_is_not_refused(
 ) -> None:
     """As a fail-over to a replica that lags does it, before the updater had it."""
     updater = make()
-    read_new = updater._read_new
+    read_new = updater._intake.read
 
     async def both_at_once(block_ms: int) -> bool:
         return len(await hand.queue()) == 3 and bool(await read_new(block_ms))
@@ -553,12 +550,13 @@ async def test_an_update_that_redis_lost_with_its_entry_is_not_refused(
         await makes_more(hand, 1.0)
         disk.full = True
         await hand.admitted(2.0)
-        await wait_until(lambda: updater._unwritten and disk.refused > 1)
+        await wait_until(lambda: updater._course.unwritten and disk.refused > 1)
         with monkeypatch.context() as patched:
-            patched.setattr(updater, "_read_new", both_at_once)
+            patched.setattr(updater._intake, "read", both_at_once)
             await hand.admitted(3.0)
             lost = await hand.admitted(4.0)
-            await wait_until(lambda: len(updater._backlog) == 2)  # of which one is being fetched
+            # Of which one is being fetched.
+            await wait_until(lambda: len(updater._intake.backlog) == 2)
         entry, _ = (await hand.queue())[-1]
         await client.pipeline(
             [
@@ -596,7 +594,7 @@ async def test_a_full_redis_is_emptied_when_there_is_nothing_else_to_do(
     async def flush() -> None:
         """It is idle."""
         nonlocal limits
-        if updater._retained and updater._progress.state.version == 4 and not limits:
+        if updater._course.retained and updater._course.progress.state.version == 4 and not limits:
             await limited(hand, -2_500_000)
             limits += 1
         await real()
@@ -706,10 +704,10 @@ async def test_a_task_that_was_found_again_is_counted_once_though_redis_went_bac
 
             async def take_batch(progress: Progress) -> None:
                 await real(progress)
-                if updater._unwritten and not found.is_set():
-                    assert [change.record for change in updater._unwritten] == [None]
+                if updater._course.unwritten and not found.is_set():
+                    assert [change.record for change in updater._course.unwritten] == [None]
                     await go_back(client, backup)
-                    updater._epoch = 0  # as if the lease had been taken again
+                    updater._course.epoch = 0  # as if the lease had been taken again
                     found.set()
 
             monkeypatch.setattr(updater, "_take_batch", take_batch)
@@ -740,7 +738,7 @@ async def test_a_run_that_somebody_ended_stays_ended_though_redis_went_back(
             await hand.ledger.finish("target")
             proxy.reading.set()
             await hand.reaches(1)
-            await wait_until(lambda: updater._finished)
+            await wait_until(lambda: updater._course.finished)
             await wait_until(lambda: segments(folder)[-1].standing.finished == "target")
             run = await hand.ledger.run()
             assert (run.state, run.why) == ("finished", "target")
@@ -755,7 +753,7 @@ async def test_a_run_that_somebody_ended_is_ended_again_where_redis_forgot_that(
         await wait_until(hand.queue_is_empty)
         backup = await backed_up(client)
         await hand.ledger.finish("target")
-        await wait_until(lambda: updater._finished)
+        await wait_until(lambda: updater._course.finished)
         await go_back(client, backup)
 
         async def ended() -> bool:

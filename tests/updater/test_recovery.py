@@ -237,7 +237,7 @@ async def test_the_journal_of_another_run_is_refused(
 async def test_a_task_too_old_to_be_remembered_is_refused(
     make: Any, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("updater.service._REMEMBERED", 2)
+    monkeypatch.setattr("updater.course._REMEMBERED", 2)
     async with running(make(), context()):
         await hand.join()
         for number in range(1, 6):
@@ -258,7 +258,7 @@ async def test_the_end_of_a_round_after_the_end_of_the_run_ends_nothing(
         await hand.admitted(3.0)
         await wait_until(lambda: held(hand, 1))
         await hand.ledger.finish("enough")
-        await wait_until(lambda: updater._finished)
+        await wait_until(lambda: updater._course.finished)
         await hand.ledger.ask(CloseRound(version=0, tasks=(), why="round over"))
         assert await hand.dispatch() == ["closed"]
         await wait_until(hand.queue_is_empty)

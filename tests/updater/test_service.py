@@ -28,8 +28,9 @@ from tests.support import (
     wait_until,
 )
 from tests.updater.journalled import HALF, backed_up, fails, go_back
+from updater.decider import LARGE
+from updater.intake import BATCH
 from updater.rules import Constant, Polynomial
-from updater.service import _BATCH, _LARGE
 from updater.strategies import FedAsyncSettings, FedAvgSettings, State, Update
 
 
@@ -116,13 +117,13 @@ async def test_a_long_queue_is_applied_in_order_bit_for_bit(make: Any, hand: Han
         assert [version.digest for version in versions] == digests
         for version in versions:
             await hand.model(version)  # checks the digest
-        assert len(updater._free) <= 4 * _BATCH
+        assert len(updater._intake.free) <= 4 * BATCH
 
 
 async def test_large_models_are_mixed_off_the_event_loop_to_the_same_bits(
     make: Any, hand: Hand
 ) -> None:
-    hand.layout = layout_of(_LARGE // 4 + 1)
+    hand.layout = layout_of(LARGE // 4 + 1)
     async with running(make(), context()):
         await hand.join()
         await hand.admitted(1.0)
@@ -194,7 +195,7 @@ async def test_staleness_is_judged_when_the_update_is_applied(make: Any, hand: H
     async with running(updater, context()):
         await refused(hand, "too stale", 2)
         assert await hand.version() == 1
-        assert updater._fetches == {}
+        assert updater._intake.fetches == {}
         await hand.admitted(1.0)
         await hand.reaches(2)
         await hand.balanced()
@@ -406,7 +407,7 @@ async def test_a_run_that_redis_lost_is_published_again_and_no_version_is_taken_
         await client.call("FLUSHALL")
         await wait_until(lambda: published_again(hand))
         # What it had decided on before may still become a version.
-        await wait_until(lambda: not updater._unwritten and not updater._pending)
+        await wait_until(lambda: not updater._course.unwritten and not updater._course.pending)
         head = await hand.ledger.head()
         assert head
         assert head.epoch > newest.epoch
@@ -583,7 +584,7 @@ async def test_a_run_that_is_finished_from_outside_takes_no_more(make: Any, hand
         await hand.reaches(1)
         upload = await hand.trained((await hand.open())[0], 4.0)
         await hand.ledger.finish("accuracy 0.9 reached")
-        await wait_until(lambda: updater._finished)
+        await wait_until(lambda: updater._course.finished)
         await hand.slip_in(upload)  # was admitted in the last moment
         await wait_until(lambda: empty(hand))
         assert await hand.version() == 1
@@ -628,7 +629,7 @@ async def test_told_to_stop_it_returns_and_lets_the_next_one_in(
 async def test_it_is_alive_however_long_version_0_takes(
     make: Any, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("updater.service._BEAT_S", 0.01)
+    monkeypatch.setattr("updater.recovery._BEAT_S", 0.01)
     ready, watched, beats = threading.Event(), context(), list[str]()
     monkeypatch.setattr(watched.health, "beat", beats.append)
     updater = make()

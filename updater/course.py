@@ -1,0 +1,97 @@
+"""Where the run is, as its leading updater has it: decided on, in the journal, committed."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from broker.layout import Model
+from broker.ledger import End, Head, Run, counted
+from broker.messages import Contribution
+from updater.changes import Change, Retained
+from updater.progress import Progress
+from updater.strategies import Strategy
+
+_REMEMBERED = 10_000  # tasks that are recognised when they are found again
+_ROUNDS_REMEMBERED = 1000
+
+
+@dataclass
+class Course:
+    """An entry's change is decided on (``unwritten``), journalled (``pending``: from then on it is
+    what is), committed, and retained until its record is on disk.
+    """
+
+    strategy: Strategy
+    run: Run | None = None
+    progress: Progress | None = None  # with everything that is in the journal
+    digest: str = ""  # of its model
+    time: float = 0.0  # of its version
+    made: tuple[Contribution, ...] = ()  # the updates in it
+    done: dict[str, End] = field(default_factory=dict)  # by task, oldest first
+    rounds: dict[str, None] = field(default_factory=dict)  # entries that ended rounds, oldest first
+    forgotten: int = 0  # the version at which a task may have ended that is in `done` no more
+    counts: dict[str, int] = field(default_factory=dict)  # of the run, with what is in the journal
+    unwritten: list[Change] = field(default_factory=list)  # not in the journal yet
+    pending: deque[tuple[Change, int]] = field(default_factory=deque)  # not committed yet
+    retained: list[Retained] = field(default_factory=list)  # oldest first
+    epoch: int = 0  # in which Redis was last seen to have our newest version
+    ahead: Head | None = None  # Redis has versions that the journal lost
+    sealed: bool = False  # the journal's newest segment says that the run is over
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over: by its last version, or because somebody said so."""
+        return self.run is not None and self.run.state == "finished"
+
+    def is_over(self, version: int) -> bool:
+        """Whether the run ended before ``version`` has a successor; a lost end is made again."""
+        made_before = self.ahead is not None and version < self.ahead.version
+        return self.finished and not made_before
+
+    def decided(self, change: Change) -> None:
+        """From now on its entry is known, should it be found again."""
+        self.unwritten.append(change)
+        if change.record is None:
+            return
+        if change.end is not None:
+            self.remember(change.end)
+        else:
+            self.rounds[change.entry] = None
+            if len(self.rounds) > _ROUNDS_REMEMBERED:
+                del self.rounds[next(iter(self.rounds))]
+
+    def remember(self, end: End) -> None:
+        """How a task ended."""
+        self.done[end.task] = end
+        while len(self.done) > _REMEMBERED:
+            oldest = self.done.pop(next(iter(self.done)))
+            self.forgotten = max(self.forgotten, oldest.version or 0)
+
+    def recorded(self) -> dict[str, End]:
+        """How tasks ended, by what is in the journal."""
+        unwritten = {one.end.task for one in self.unwritten if one.end and one.record is not None}
+        return {task: end for task, end in self.done.items() if task not in unwritten}
+
+    def happened(self, change: Change, position: int) -> None:
+        """A change is in the journal, up to ``position``: it is now what is."""
+        self.pending.append((change, position))
+        self.progress = change.after
+        if change.version is not None:
+            self.digest, self.time = change.version.digest, change.version.time
+            self.made = change.version.updates
+        self.count(change)
+
+    def count(self, change: Change) -> None:
+        """The run's counts with what a change ends."""
+        if change.end is not None and change.record is not None:
+            self.counts = counted(self.counts, change.end)
+
+    def models(self) -> Iterator[Model]:
+        """The models whose buffers are in use."""
+        if self.progress is not None:
+            yield from self.progress.state.models()
+        for change in (*(change for change, _ in self.pending), *self.unwritten):
+            yield from change.after.state.models()
+            yield from change.used

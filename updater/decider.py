@@ -1,0 +1,162 @@
+"""What each entry of the queue comes to: checked, mixed by the strategy, and made a change."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from broker.errors import BadMessage, BlobDamaged, BlobMissing
+from broker.keys import Keys
+from broker.layout import Model
+from broker.lease import Lease
+from broker.ledger import Ledger
+from broker.messages import RoundEnd, Upload, Version, decode
+from broker.streams import Entry
+from runtime.service import Context
+from updater import changes, refusals
+from updater.changes import Change
+from updater.course import Course
+from updater.intake import Intake
+from updater.metrics import Metrics
+from updater.mixing import norm
+from updater.progress import Progress, Step, close_round, take
+from updater.strategies import State
+
+T = TypeVar("T")
+
+LARGE = 4 << 20  # bytes; arithmetic on larger models leaves the event loop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decider:
+    """Turns entries into changes, each on top of the progress that the one before it made."""
+
+    context: Context
+    metrics: Metrics
+    course: Course
+    intake: Intake
+    keys: Keys
+    ledger: Ledger
+    lease: Lease
+    max_norm: float | None
+    weights: bool  # the journal keeps the updates' bytes
+
+    async def change(self, entry: Entry, before: Progress) -> Change | None:
+        """What an entry of the queue does; None if it is no message, or not awaited any more."""
+        try:
+            message = decode(entry.data, Upload, RoundEnd)
+        except BadMessage as error:
+            await self.ledger.bury(self.keys.queue, "", entry, str(error))
+            return None
+        if isinstance(message, RoundEnd):
+            if entry.id in self.course.rounds:
+                return Change(entry.id, None, (), before)
+            return await self._round_end(entry, message, before)
+        if message.task in self.course.done:
+            await self.intake.unfetch(entry)
+            return self._found_again(entry, message, before)
+        refusal, update = await self._checked(entry, message, before.state)
+        if refusal == "blob missing" and not await self.ledger.awaits(message):
+            # Redis went back to before it was admitted, where it may come again; or a successor of
+            # ours has done it.
+            self.context.log.warning(
+                "update not awaited any more", task=message.task, device=message.device
+            )
+            return None
+        if update is None:
+            return self._refused(entry, message, before, refusal)
+        spare = self.intake.spare(update.layout)
+        with self.metrics.seconds.labels("mix").time():
+            step = await self._off_loop(
+                lambda: take(self.course.strategy, before, message, update, spare)
+            )
+        used = (before.state.model, update, spare)
+        if step.decision is None or step.decision.outcome == "dropped":
+            return replace(self._refused(entry, message, before, "too stale"), used=(update, spare))
+        return await self._taken(entry, message, step, update, used)
+
+    async def _checked(
+        self, entry: Entry, upload: Upload, state: State
+    ) -> tuple[str, Model | None]:
+        """The update's content, or why it is refused."""
+        refusal = self._refusal(upload, state)
+        if refusal:
+            await self.intake.unfetch(entry)
+            return refusal, None
+        try:
+            with self.metrics.seconds.labels("fetch").time():
+                model = await self.intake.fetched(entry, upload, state.model.layout)
+        except BlobMissing:
+            return "blob missing", None
+        except BlobDamaged:
+            return "digest", None
+        with self.metrics.seconds.labels("check").time():
+            size = await self._off_loop(lambda: norm(model.floats))
+        refusal = refusals.by_norm(upload, self.course.strategy, size, self.max_norm)
+        if refusal:
+            self.intake.free.append(model)
+            return refusal, None
+        return "", model
+
+    def _refusal(self, upload: Upload, state: State) -> str:
+        """Why an update is refused for what it says of itself; '' if it is not."""
+        if self.course.is_over(state.version):
+            return changes.FINISHED
+        if upload.tau < self.course.forgotten:
+            return "too old"  # nobody could say whether it was applied before
+        return refusals.by_word(upload, self.course.strategy, state)
+
+    # what it comes to
+
+    async def _taken(
+        self, entry: Entry, upload: Upload, step: Step, update: Model, used: tuple[Model, ...]
+    ) -> Change:
+        """An update that was applied or buffered."""
+        payload = (update,) if self.weights else ()
+        return changes.taken(
+            entry, upload, step, payload, version=await self._version(step),
+            finish=self._end_of_run(step), counts=self.course.counts, used=used,
+        )  # fmt: skip
+
+    async def _round_end(self, entry: Entry, message: RoundEnd, before: Progress) -> Change:
+        """The end of a round: a version of what has arrived, unless it was made already."""
+        late = self.course.is_over(before.state.version)
+        step = Step(before) if late else close_round(self.course.strategy, before, message.version)
+        version = await self._version(step)
+        return changes.round_closed(
+            entry, message, step, late=late, version=version, finish=self._end_of_run(step),
+            counts=self.course.counts, used=(before.state.model,) if version is not None else (),
+        )  # fmt: skip
+
+    def _refused(self, entry: Entry, upload: Upload, before: Progress, reason: str) -> Change:
+        """An update that never reaches the model."""
+        self.context.log.warning(
+            "update refused", task=upload.task, device=upload.device, reason=reason
+        )
+        return changes.refused(entry, upload, before, reason, self.course.counts)
+
+    def _found_again(self, entry: Entry, upload: Upload, before: Progress) -> Change:
+        """A task that is in the journal, but Redis does not know it."""
+        self.context.log.warning("update found again", task=upload.task, device=upload.device)
+        return changes.found_again(entry, upload, before, self.course.done[upload.task])
+
+    async def _version(self, step: Step) -> Version | None:
+        """The version that a step made."""
+        if step.made is None:
+            return None
+        with self.metrics.seconds.labels("digest").time():
+            digest = await self._off_loop(step.after.state.model.digest)
+        return changes.version_of(step, digest, self.lease.number, self.lease.nonce)
+
+    def _end_of_run(self, step: Step) -> str | None:
+        run, version = self.course.run, step.after.state.version
+        last = run is not None and step.made is not None and version >= run.versions
+        return f"version {version} reached" if last else None
+
+    async def _off_loop(self, work: Callable[[], T]) -> T:
+        """Arithmetic: here if it is short, in a thread if it would hold up the event loop."""
+        run = self.course.run
+        large = run is not None and run.layout.nbytes > LARGE
+        return await asyncio.to_thread(work) if large else work()

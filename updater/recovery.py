@@ -1,0 +1,411 @@
+"""Becoming the updater of a run, and finding Redis where the journal is.
+
+A restarted updater takes the run up where the journal has it. Redis may be behind it, empty, or
+ahead of a journal that lost its end: :meth:`Recovery.compare` tells, and mends what it can.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+import numpy as np
+
+from broker.client import Client
+from broker.errors import ConfigError, NoRun
+from broker.keys import Keys
+from broker.layout import Layout, Model
+from broker.lease import Lease
+from broker.ledger import LOST, End, Head, Ledger, Run
+from broker.messages import Version
+from runtime.backoff import pause
+from runtime.service import Context
+from updater import changes
+from updater.course import Course
+from updater.intake import Intake
+from updater.journal import JournalError, JournalSettings, Segment, SegmentHead, segments
+from updater.metrics import Metrics
+from updater.progress import Progress
+from updater.publisher import Publisher
+from updater.rebuild import Recovered, recovered, standing_of
+from updater.recorder import Recorder
+from updater.strategies import (
+    DeviceVectors,
+    Memory,
+    State,
+    StrategySettings,
+    strategy_of,
+    without_batch,
+)
+
+T = TypeVar("T")
+
+LOST_S = 0.1  # between two looks at a Redis that was emptied
+_BEAT_S = 10.0  # while it works for long
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recovery:
+    """Brings journal, Redis and ``course`` together."""
+
+    context: Context
+    metrics: Metrics
+    course: Course
+    intake: Intake
+    recorder: Recorder
+    publisher: Publisher
+    rule: StrategySettings
+    journal: JournalSettings
+    keys: Keys
+    client: Client
+    ledger: Ledger
+    lease: Lease
+    found: Callable[[], tuple[Run, Model]]
+
+    # from the journal
+
+    async def recover(self) -> None:
+        """Takes the run up where the journal has it, or makes it."""
+        chain = await asyncio.to_thread(segments, self.recorder.folder)
+        try:
+            run, head = await self._seen()
+            if chain:
+                await self._resume(chain, run, head)
+            elif run is None or head is None:
+                await self._begin()
+            elif self.journal.adopt:
+                await self._adopt(run, head)
+            else:
+                raise ConfigError(
+                    f"journal.dir: there is no journal in {self.recorder.folder}, but run "
+                    f"{self.keys.name!r} is in Redis at {self.client.address}: name the folder "
+                    "that holds its journal, or begin a new one with Redis's newest model: --adopt"
+                )
+        finally:
+            for segment in chain:
+                segment.close()
+
+    async def _seen(self) -> tuple[Run | None, Head | None]:
+        """The run as Redis has it."""
+        try:
+            return await self.ledger.run(), await self.ledger.head()
+        except NoRun:
+            return None, None
+
+    async def _begin(self) -> None:
+        """A new run: its version 0 is the journal's first record."""
+        run, model = await self._patiently(self.found)
+        self.course.run = replace(run, lineage=secrets.token_hex(8))
+        progress = Progress(State(0, model))
+        self._go_on_from(progress, model.digest(), time.time())
+        await self.begin_segment("begun")
+        self.context.log.info(
+            "run begun", strategy=run.strategy, parameters=run.layout.parameters,
+            bytes=run.layout.nbytes,
+        )  # fmt: skip
+
+    async def _resume(self, chain: list[Segment], run: Run | None, head: Head | None) -> None:
+        """Rebuilds the newest version from the journal."""
+        newest = chain[-1]
+        self._check_journal(newest.head, run)
+        if self.lease.number <= newest.head.epoch and not await self.lease.acquire(
+            at_least=newest.head.epoch
+        ):
+            return  # another was quicker: the lease's loop finds out
+        began = time.monotonic()
+        found = await self._patiently(lambda: recovered(newest))
+        if found.progress is None:  # recorded without weights: only Redis has the newest model
+            if self.journal.adopt and run and head and head.version > found.version:
+                await self._adopt(run, head)
+                return
+            found = await self._from_redis(newest, found, head)
+        self._take_over(found, run)
+        await self.begin_segment("continued", after=newest, cut=found.end)
+        self.context.log.info(
+            "recovered", version=found.version, records=found.records,
+            torn_bytes=found.torn_bytes, seconds=round(time.monotonic() - began, 3),
+        )  # fmt: skip
+
+    async def _from_redis(self, newest: Segment, found: Recovered, head: Head | None) -> Recovered:
+        """A journal without weights and the model that Redis has; if told to adopt, its own."""
+        before = found.checkpoint
+        if head is not None:
+            # Of the version behind it, that was not published, the queue has the update.
+            digest = head.digest
+            until = await self._patiently(lambda: recovered(newest, digest))
+            if (until.version, until.digest) == (head.version, head.digest):
+                model = Model(before.state.model.layout)
+                await self.publisher.read(head.blob, model, head.digest)
+                until.progress = Progress(State(head.version, model), (), head.mean_staleness)
+                return until
+        if not self.journal.adopt:
+            there = f"has version {head.version}" if head else "has none"
+            raise ConfigError(
+                f"the journal in {self.recorder.folder} was recorded without weights "
+                f"(journal.weights = false) and ends with version {found.version}, Redis at "
+                f"{self.client.address} {there}: go on from Redis's version if it is newer, else "
+                f"from the checkpoint of version {before.state.version}, with --adopt"
+            )
+        self.context.log.error(
+            "going back to a checkpoint's model", model_of=before.state.version,
+            as_version=found.version + 1,
+        )  # fmt: skip
+        found.version, found.digest = found.version + 1, before.state.model.digest()
+        found.time, found.made = time.time(), ()
+        found.progress = Progress(State(found.version, before.state.model))
+        return found
+
+    def _check_journal(self, head: SegmentHead, run: Run | None) -> None:
+        """The journal must be this run's. Raises ConfigError."""
+        if head.run != self.keys.name:
+            raise self._foreign(f"the journal of run {head.run!r}", here=True)
+        if run is not None and run.lineage != head.lineage:
+            raise self._foreign("a run of another lineage than the journal")
+        if head.strategy.get("name") != self.rule.name:
+            raise ConfigError(
+                f"strategy.name: run {self.keys.name!r} was created with "
+                f"{head.strategy.get('name')}, not {self.rule.name}; use another run.name and "
+                "journal.dir"
+            )
+        was, now = strategy_of(head.strategy, head.devices), self.rule.build(head.devices)
+        if was.devices != now.devices:
+            raise ConfigError(
+                f"strategy.devices: run {self.keys.name!r} was created with {was.devices}, not "
+                f"{now.devices}: a mean over all of them cannot change its number"
+            )
+
+    def _foreign(self, what: str, *, here: bool = False) -> ConfigError:
+        where = self.recorder.folder if here else f"Redis at {self.client.address}"
+        return ConfigError(
+            f"run {self.keys.name!r}, journal in {self.recorder.folder}: {where} holds {what}; "
+            "name the right folder with journal.dir, or the right run, or purge the run in Redis "
+            "to go on from the journal"
+        )
+
+    def _take_over(self, found: Recovered, run: Run | None) -> None:
+        """What the journal says is what is."""
+        if found.progress is None:
+            raise RuntimeError("a run without a model")
+        head = found.head
+        self.course.run = Run(
+            layout=Layout.decode(head.layout), strategy=self.rule.name, task=head.task,
+            devices=head.devices, versions=run.versions if run else head.versions, seed=head.seed,
+            created=head.created, max_staleness=self.course.strategy.max_staleness,
+            sends=self.course.strategy.sends, lineage=head.lineage,
+            state="finished" if found.finished else "running", why=found.finished,
+            finished=found.time if found.finished else None,
+        )  # fmt: skip
+        if run is not None and run.state == "finished":
+            self.course.run = run
+        self.course.done, self.course.forgotten = {}, found.forgotten
+        self.course.rounds = dict.fromkeys(found.rounds)
+        for end in found.done.values():
+            self.course.remember(end)
+        self.course.counts = found.counts
+        self.course.made = found.made
+        self.recorder.stored = found.stored
+        self._go_on_from(found.progress, found.digest, found.time)
+
+    async def _adopt(self, run: Run, head: Head) -> None:
+        """Told to go on without what a journal lost: Redis's newest model begins a segment."""
+        model = Model(run.layout)
+        await self.publisher.read(head.blob, model, head.digest)
+        ended, counts = await self.ledger.ended(), dict((await self.ledger.look()).counts)
+        # What was remembered of the devices is as good as it was; a batch begins anew.
+        known = self.course.progress.state.memory.devices if self.course.progress else None
+        vectors = await self._recalled(run, known)
+        memory = Memory(devices=vectors)
+        if head.held and vectors is not None and run.layout.controls:
+            memory = without_batch(model, vectors)
+        progress = Progress(State(head.version, model, memory), mean_staleness=head.mean_staleness)
+        before = replace(self.course)
+        self.course.run = run
+        # How they ended, nobody knows; that they did, is enough not to use them again.
+        self.course.done = {
+            upload.task: End(upload.task, upload.attempt, "given_up", LOST, upload.device)
+            for upload in ended
+        }
+        self.course.forgotten = head.version if self.course.progress is not None else 0
+        self.course.counts, self.course.made, self.course.unwritten = counts, (), []
+        self._go_on_from(progress, head.digest, head.time)
+        try:
+            await self.begin_segment("adopted")
+        except BaseException:
+            vars(self.course).update(vars(before))
+            raise
+        self.course.ahead = None
+        self.context.log.error("going on from Redis's newest model", version=head.version)
+
+    async def begin_segment(
+        self, why: str, *, after: Segment | None = None, cut: int | None = None
+    ) -> None:
+        """A segment that begins with where the run stands."""
+        course, mine = self.course, self.recorder.head
+        run, progress = course.run, course.progress
+        if run is None or progress is None:
+            return
+        predecessor = after.path.name if after else self.recorder.name
+        epoch = mine.epoch if mine else self.lease.number
+        head = SegmentHead(
+            epoch=epoch, number=mine.number + 1 if mine else 0,
+            predecessor=predecessor, cut=cut if after else self.recorder.size,
+            lineage=run.lineage, run=self.keys.name, task=run.task, devices=run.devices,
+            versions=run.versions, seed=run.seed, created=run.created,
+            strategy=self.rule.model_dump(mode="json"), layout=run.layout.encode(),
+            release=f"numpy {np.__version__}, {platform.machine()}", time=time.time(),
+        )  # fmt: skip
+        standing, models = standing_of(
+            progress, why, digest=course.digest, time=course.time, counts=course.counts,
+            done=tuple(tuple(vars(end).values()) for end in course.done.values()),
+            forgotten=course.forgotten,
+            finished=run.why if course.finished else None, made=course.made,
+            rounds=tuple(course.rounds),
+        )  # fmt: skip
+        with self.metrics.seconds.labels("checkpoint").time():
+            left = await self.recorder.begin(
+                head, standing, *models, vectors=progress.state.memory.devices,
+                after=after.path if after else None,
+            )  # fmt: skip
+        if left:
+            self.context.log.error("an old segment stays until the next one begins", why=left)
+        course.sealed = course.finished
+
+    def _go_on_from(self, progress: Progress, digest: str, made_at: float) -> None:
+        """Reads the queue from its beginning on top of ``progress``."""
+        self.intake.rewind()
+        self.course.pending.clear()
+        self.course.retained.clear()
+        self.publisher.forget_written()
+        self.course.progress, self.course.digest, self.course.time = progress, digest, made_at
+        if self.course.run is not None:
+            self.course.strategy = self.rule.build(self.course.run.devices)
+        self.metrics.version.set(progress.state.version)
+
+    # beside Redis
+
+    async def compare(self, progress: Progress) -> None:
+        """Is Redis where the journal is? Behind it, or empty, it gets the newest version again."""
+        epoch, mine = self.lease.number, self.course.run
+        run, head = await self._seen()
+        if run is None or head is None:
+            await self._publish_again("no run")
+            return
+        if mine is not None and run.lineage != mine.lineage:
+            raise self._foreign("a run of another lineage than the journal")
+        if head.version < progress.state.version:
+            await self._publish_again(f"version {head.version}")
+            return
+        if run.state == "finished" and not self.course.finished:
+            self.finish(run)
+        elif run.state != "finished" and self.course.finished and not self.course.pending:
+            await self._publish_again("a run that goes on")
+            return
+        if (head.version, head.digest) != (progress.state.version, self.course.digest):
+            await self.recorder.check_last()  # whoever made it may be a successor of ours
+        if head.version > progress.state.version:
+            if self.course.ahead is None:
+                self.context.log.error(
+                    "the journal lost its end: making the versions again from the queue",
+                    journal=progress.state.version, redis=head.version,
+                )  # fmt: skip
+            self.course.ahead = head
+        elif head.digest != self.course.digest:
+            raise self._foreign(f"another version {head.version} than the journal")
+        elif epoch != self.course.epoch:
+            await self.recorder.check_last()
+            if not await self.hand_out(progress.state):
+                return
+        await self.publisher.look()
+        self.course.epoch = epoch
+
+    async def _publish_again(self, why: str) -> None:
+        """Redis does not have the newest version: it gets it, and the counts that it lacks."""
+        run, progress = self.course.run, self.course.progress
+        # At once: the lease may be taken again meanwhile, and the version is then of another epoch.
+        epoch, token = self.lease.number, self.lease.token
+        if run is None or progress is None:
+            return
+        await self.recorder.check_last()
+        self.course.ahead = None
+        if self.course.counts:
+            self.context.log.error("Redis lost versions: publishing the newest", found=why)
+        state = progress.state
+        version = Version(
+            version=state.version, time=self.course.time, epoch=epoch, digest=self.course.digest,
+            blob=changes.blob_of(state.version, epoch, self.lease.nonce),
+            size=state.model.layout.nbytes, updates=self.course.made,
+        )  # fmt: skip
+        await self.publisher.write(version, state.model)
+        if not await self.hand_out(state):  # whoever sees the version finds them
+            return
+        reply = await self.ledger.create(
+            token, run, version, counts=self.course.counts, done=self.course.recorded(),
+            held=tuple(one.device for one in progress.held),
+            mean_staleness=progress.mean_staleness,
+        )  # fmt: skip
+        if reply != "created":  # emptied once more
+            await pause(self.context.stop, LOST_S)
+            return
+        await self.publisher.look()
+        self.course.epoch = epoch
+        await self.intake.forget_fetches()
+        self._go_on_from(progress, self.course.digest, self.course.time)
+
+    async def lost_for_good(self, head: Head) -> None:
+        """Redis has versions that neither the journal nor the queue can make."""
+        if not (self.journal.adopt or self.journal.sync == "never"):
+            raise JournalError(
+                f"the journal in {self.recorder.folder} ends with version "
+                f"{self.course.progress and self.course.progress.state.version}, Redis at "
+                f"{self.client.address} has {head.version}, and the updates between are gone: "
+                "bring the journal's end back, or go on from Redis's newest model: --adopt"
+            )
+        run, _ = await self._seen()
+        if run is not None:
+            await self._adopt(run, head)
+
+    async def hand_out(self, state: State, devices: set[int] | None = None) -> bool:
+        """Gives the pool's trainers what these devices, or all, have to know (SCAFFOLD's c_i).
+
+        False if Redis was emptied meanwhile.
+        """
+        vectors = state.memory.devices
+        if vectors is None or not self.course.strategy.controls:
+            return True
+        among = vectors.heard & devices if devices else vectors.heard
+        done = await self.publisher.hand_out(vectors, among)
+        if not done:
+            await pause(self.context.stop, LOST_S)  # until the lease is taken again
+        return done
+
+    async def _recalled(self, run: Run, known: DeviceVectors | None) -> DeviceVectors | None:
+        """What the devices have to know as Redis has it; what it has not, as it was known."""
+        rule = self.rule.build(run.devices)
+        if not rule.controls or rule.devices is None:
+            return known
+        vectors = known or DeviceVectors(rule.devices, run.layout.parameters)
+        for reason in await self.publisher.recall(vectors):
+            self.context.log.warning("a device's vector is lost", reason=reason)
+        return vectors
+
+    def finish(self, run: Run) -> None:
+        """The run is over: by its last version, or because somebody said so."""
+        self.course.run = run
+        self.context.log.info("run finished", why=run.why)
+
+    async def _patiently(self, work: Callable[[], T]) -> T:
+        """What may take minutes, in a thread. The loop beats meanwhile: a restart would only begin
+        it again."""
+        working = asyncio.create_task(asyncio.to_thread(work))
+        try:
+            while not working.done():
+                self.context.health.beat("queue")
+                await asyncio.wait({working}, timeout=_BEAT_S)
+            return await working
+        finally:
+            working.cancel()
