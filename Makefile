@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: run test lint types unit k8s-check chaos bench reproduce constraints clean
+.PHONY: run test lint types unit k8s-check chaos fuzz bench reproduce constraints clean
 
 run: .venv/installed  ## train the handwritten digits on this machine
 	$(BIN)/fedstream run
@@ -25,6 +25,9 @@ k8s-check: .venv/installed .venv-checkov/installed  ## the manifests in k8s/, wi
 
 chaos: .venv/installed  ## 200 faults in a real pipeline; the table in benchmarks/results (some minutes)
 	$(BIN)/python -m tests.chaos --faults 200
+
+fuzz: .venv/installed  ## 100,000 hostile inputs for everything that reads what others wrote (a minute or two)
+	$(BIN)/python -m tests.fuzz --inputs 100000
 
 bench: .venv/installed  ## the tables in benchmarks/results (some minutes)
 	$(BIN)/python -m benchmarks.end_to_end

@@ -30,7 +30,12 @@ Integers = npt.NDArray[np.int64]
 
 PAGE = 4096  # bytes
 
+LARGEST = 1 << 40  # bytes of a model; no machine here holds more
+
 _ORDER: tuple[Kind, ...] = ("parameter", "buffer", "control", "integer")
+_FLOATS = {"float16", "bfloat16", "float32", "float64"}
+_DIMENSIONS = 64
+_INTEGERS = {"bool", "uint8", "int8", "int16", "int32", "int64"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +67,8 @@ class Layout:
             )
         if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
             raise LayoutMismatch("a layout names every tensor once")
+        if self.nbytes > LARGEST:
+            raise LayoutMismatch(f"a layout of {self.nbytes} bytes: at most {LARGEST} are possible")
 
     def _count(self, kind: Kind) -> int:
         return sum(tensor.count for tensor in self.tensors if tensor.kind == kind)
@@ -133,6 +140,10 @@ def _tensor(name: str, shape: list[int], dtype: str, kind: Kind) -> Tensor:
         raise TypeError("a tensor is a name, a shape, a dtype and a kind")
     if not all(type(length) is int and length >= 0 for length in shape):
         raise ValueError(f"{name} has no shape")
+    if len(shape) > _DIMENSIONS:
+        raise ValueError(f"{name} has {len(shape)} dimensions, numpy knows {_DIMENSIONS}")
+    if kind not in _ORDER or dtype not in (_INTEGERS if kind == "integer" else _FLOATS):
+        raise ValueError(f"{name} is {kind!r} of dtype {dtype!r}, which no model has")
     return Tensor(name, tuple(shape), dtype, kind)
 
 
