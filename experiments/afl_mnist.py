@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import numpy as np
 
 from experiments.afl import ASYNC, SYNC, constant, dynamic
-from experiments.reproduction import Cell, Claim, Experiment, Panel, Picture, Results, Vector
+from experiments.reproduction import (
+    Cell,
+    Claim,
+    Experiment,
+    Panel,
+    Picture,
+    Results,
+    Vector,
+    mean,
+)
 
 _LEVELS = (1, 2, 5, 10)  # p
 _BASE: dict[str, object] = {
@@ -164,7 +172,7 @@ def _shaking(results: Results, cell: str) -> float:
         curve = results.curves[cell, run.repeat]
         late = curve["accuracy"][curve["version"] >= curve["version"][-1] * 2 / 3]
         changes += [abs(b - a) for a, b in pairwise(late)]
-    return math.fsum(changes) / len(changes)
+    return mean(changes)
 
 
 def _by_level(values: dict[int, float]) -> str:
@@ -224,7 +232,7 @@ def _no_worse(results: Results, claim: str, column: str, than: str) -> Claim:
     return Claim(
         f"{claim} (table 3; here: the best of {column} in no row more than .02 below {than}).",
         gains[worst] >= -0.02,
-        f"The difference is {math.fsum(gains.values()) / len(gains):+.4f} in the mean, at worst "
+        f"The difference is {mean(gains.values()):+.4f} in the mean, at worst "
         f"{gains[worst]:+.4f}, at p = {worst[0]}, c = {worst[3]}.",
     )
 
@@ -286,12 +294,13 @@ def _late(results: Results, p: int, name: str) -> Vector:
     """Every repeat's mean accuracy in the last 50 rounds: one round says little of a zigzag."""
     cell = _curve(p, name)
     curves = [results.curves[cell, run.repeat] for run in results.of(cell)]
-    return np.array([c["accuracy"][c["version"] > c["version"][-1] * 2 / 3].mean() for c in curves])
+    return np.array([mean(c["accuracy"][c["version"] > c["version"][-1] * 2 / 3]) for c in curves])
 
 
 def _arrivals_claims(results: Results) -> list[Claim]:
     def spread(values: Vector) -> str:
-        return f"{values.mean():.4f} ± {values.std(ddof=1):.4f}"
+        deviation = f" ± {values.std(ddof=1):.4f}" if len(values) > 1 else ""
+        return f"{values.mean():.4f}{deviation}"
 
     def by_level(values: dict[int, Vector]) -> str:
         return ", ".join(f"{spread(of)} at p = {p}" for p, of in values.items())

@@ -7,7 +7,6 @@ judged by every fifth test image: all of them take 20 to 30 s.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from torch.utils.data import TensorDataset
@@ -24,6 +23,7 @@ from experiments.reproduction import (
     Sets,
     Sweep,
     falling,
+    mean,
 )
 from trainer.cifar import cifar10_fedasync
 from trainer.in_memory import InMemory
@@ -146,8 +146,7 @@ _MARGIN = 0.02  # of accuracy: 40 of the images that are tested; less counts as 
 def _speed(results: Results, cell: str) -> float:
     """How fast it learns: mean accuracy after as many gradients as FedAvg's rounds took."""
     rounds, _, _ = results.curve("FedAvg", "gradients", "accuracy")
-    reached = [results.at(cell, "gradients", gradients, "accuracy") for gradients in rounds[1:]]
-    return math.fsum(reached) / len(reached)
+    return mean(results.at(cell, "gradients", gradients, "accuracy") for gradients in rounds[1:])
 
 
 def _end(results: Results, cell: str) -> float:
@@ -159,7 +158,7 @@ def _end(results: Results, cell: str) -> float:
 def _loss(results: Results, cell: str) -> float:
     """Training loss over the last tenth of the gradients."""
     _, loss, _ = results.curve(cell, "gradients", "training_loss")
-    return float(loss[-1])
+    return mean(loss[-1:])
 
 
 def _said(

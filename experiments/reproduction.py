@@ -40,8 +40,9 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import pkgutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Literal, TypeAlias
@@ -160,6 +161,18 @@ Points: TypeAlias = dict[str, Vector]
 """A curve: by column of curves.csv, a value for every version that was kept; NaN: not measured."""
 
 
+class TooShort(Exception):
+    """A claim can't be judged: the runs are so short that there is nothing to take a mean of."""
+
+
+def mean(values: Iterable[float]) -> float:
+    """Their mean. Raises TooShort if there are none."""
+    found = list(values)
+    if not found:
+        raise TooShort
+    return math.fsum(found) / len(found)
+
+
 class Results:
     """What there is of an experiment."""
 
@@ -215,10 +228,12 @@ class Results:
 
 
 def falling(results: Results, cell: str) -> float:
-    """How far a cell's accuracy falls from one measurement to the next, in the mean."""
+    """How far a cell's accuracy falls from one measurement to the next, in the mean.
+
+    Raises TooShort.
+    """
     _, accuracy, _ = results.curve(cell, "version", "accuracy")
-    falls = [max(0.0, float(a - b)) for a, b in pairwise(accuracy)]
-    return sum(falls) / len(falls)
+    return mean(max(0.0, float(a - b)) for a, b in pairwise(accuracy))
 
 
 def no_claims(_results: Results) -> list[Claim]:
@@ -249,6 +264,7 @@ class Experiment:
     """of a curve in curves.csv, at most"""
     pictures: Sequence[Picture] = ()
     claims: Callable[[Results], Sequence[Claim]] = no_claims
+    """may raise TooShort"""
     notes: Sequence[str] = ()
     """sentences above the table: what was decided where the paper is silent"""
 

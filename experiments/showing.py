@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from experiments.reproduction import Cell, Experiment, Of, Panel, Picture, Results, Sweep
+from experiments.reproduction import Cell, Experiment, Of, Panel, Picture, Results, Sweep, TooShort
 from fedstream.curves import STYLE
 
 if TYPE_CHECKING:
@@ -112,7 +112,10 @@ def _agreement(experiment: Experiment, results: Results, far: set[str]) -> list[
 def _claims(experiment: Experiment, results: Results) -> list[str]:
     if absent := missing(experiment, results):
         return ["## Claims", "", f"Not judged: {len(absent)} cells were not run yet."]
-    claims = experiment.claims(results)
+    try:
+        claims = experiment.claims(results)
+    except TooShort:
+        return ["## Claims", "", f"Not judged: at T / {results.scale:g} the runs are too short."]
     if not claims:
         return []
     scaled = (

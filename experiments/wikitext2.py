@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from torch.utils.data import TensorDataset
 
 from experiments.fedasync import T, fedasync, fedavg, rules, sgd
-from experiments.reproduction import Cell, Claim, Experiment, Panel, Picture, Results, Sets
+from experiments.reproduction import Cell, Claim, Experiment, Panel, Picture, Results, Sets, mean
 from trainer.task import TaskSettings
 from trainer.wikitext import Words, wikitext2
 
@@ -77,8 +77,7 @@ _MARGIN = 0.05  # of log perplexity, 5% of perplexity; less counts as no differe
 def _speed(results: Results, cell: str) -> float:
     """How slow it learns: mean log perplexity after as many gradients as FedAvg's rounds took."""
     rounds, _, _ = results.curve("FedAvg", "gradients", "loss")
-    reached = [results.at(cell, "gradients", gradients, "loss") for gradients in rounds[1:]]
-    return math.fsum(reached) / len(reached)
+    return mean(results.at(cell, "gradients", gradients, "loss") for gradients in rounds[1:])
 
 
 def _said(results: Results, cells: Iterable[str]) -> str:

@@ -324,3 +324,29 @@ def test_a_metric_that_the_task_does_not_measure_is_named(tiny: Experiment, tmp_
 def test_results_that_there_are_not_are_named() -> None:
     with pytest.raises(ConfigError, match="there are no results of the cell 'fast'"):
         Results([], {}, 1.0).mean("fast")
+
+
+@pytest.mark.parametrize("name", catalogue())
+@pytest.mark.parametrize("points", [1, 2, 3])
+def test_runs_that_are_far_too_short_to_judge_are_shown_all_the_same(
+    name: str, points: int
+) -> None:
+    """As by --scale 2000: a version or two, with nothing to take a mean of."""
+    experiment = catalogue()[name]
+    rows, curves = [], {}
+    for n, cell in enumerate(experiment.cells):
+        best = 0.1 + n / 1000
+        rows.append(
+            Row(
+                cell.label, 0, 2000.0, "", "finished", points - 1, 1, 1, 1.0, 2, 0, best,
+                points - 1, best, 1.0,
+            )
+        )  # fmt: skip
+        columns = ("version", "updates", "gradients", "epochs", "communications", "time")
+        spent = {column: np.arange(points, dtype=float) for column in columns}
+        measured = {
+            "training_loss": np.full(points, np.nan), "accuracy": np.full(points, best),
+            "loss": np.full(points, 1.0), "perplexity": np.full(points, np.e),
+        }  # fmt: skip
+        curves[cell.label, 0] = spent | measured
+    assert "\n## Claims\n" in table(experiment, Results(rows, curves, 2000.0))
