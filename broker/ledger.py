@@ -11,9 +11,9 @@ import re
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache, partial
-from typing import Any, Generic, Literal, TypeVar
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
 
 import msgpack
 
@@ -21,7 +21,6 @@ from broker import reasons
 from broker.client import Client, Command
 from broker.errors import BadMessage, Fenced, NoRun, NoScript
 from broker.keys import COORDINATORS, TRAINERS, Keys
-from broker.layout import Layout
 from broker.messages import (
     OUTCOMES,
     SCHEMA,
@@ -29,13 +28,23 @@ from broker.messages import (
     Dead,
     Event,
     GiveUp,
-    Outcome,
     RoundEnd,
-    Sends,
     Task,
     Trigger,
     Upload,
     Version,
+)
+from broker.records import (
+    LOST,
+    Commit,
+    Committed,
+    End,
+    Head,
+    Run,
+    View,
+    flattened,
+    mapping,
+    trigger_of,
 )
 from broker.scripts import Script
 from broker.streams import Entry
@@ -54,7 +63,6 @@ _PIPELINED = ("admit", "close_round", "dispatch", "look", "trigger")
 
 _DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # trainers may write other fields
 
-State = Literal["running", "finished"]
 T = TypeVar("T")
 
 
@@ -63,19 +71,6 @@ def _packed(value: object) -> bytes:
     packed = msgpack.packb(value, use_bin_type=False)
     assert isinstance(packed, bytes)  # noqa: S101  (packb's type is Any)
     return packed
-
-
-def _fields(values: Mapping[str, object]) -> list[str | bytes]:
-    """A mapping as the flat list that HSET takes, without what is None."""
-    flat: list[str | bytes] = []
-    for name, value in values.items():
-        if value is not None:
-            flat += (name, value if isinstance(value, bytes) else str(value))
-    return flat
-
-
-def _mapping(flat: Sequence[bytes]) -> dict[str, bytes]:
-    return {name.decode(): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
 
 
 def _about(data: bytes) -> dict[str, Any]:
@@ -99,138 +94,6 @@ def _verdict(reply: Sequence[bytes]) -> tuple[str, str]:
     return verdict.decode(), reason.decode()
 
 
-@lru_cache(1024)  # an open task is looked at again with every other task that ends
-def _trigger(data: bytes) -> Trigger:
-    return Trigger.decode(data)
-
-
-@dataclass(frozen=True)
-class Run:
-    """The record of a run: what was decided when it was created, and whether it is over."""
-
-    layout: Layout
-    strategy: str
-    task: str
-    devices: int
-    versions: int  # the run ends with this one
-    seed: int
-    created: float  # seconds since 1970
-    max_staleness: int | None = None
-    sends: Sends = "model"  # what the devices answer with
-    lineage: str = ""  # the journal's: which versions these are
-    state: State = "running"
-    why: str | None = None  # it finished
-    finished: float | None = None  # seconds since 1970
-
-    def _record(self) -> list[str | bytes]:
-        return _fields(
-            {name: value for name, value in self.__dict__.items() if name != "layout"}
-            | {
-                "layout": self.layout.signature,
-                "size": self.layout.nbytes,
-                "tensors": self.layout.encode(),
-            }
-        )
-
-    @classmethod
-    @lru_cache(16)  # it is in every view, and changes once: when the run ends
-    def _parsed(cls, flat: tuple[bytes, ...]) -> Run:
-        record = _mapping(flat)
-        number = record.get("max_staleness")
-        finished = record.get("finished")
-        return cls(
-            layout=Layout.decode(record["tensors"]),
-            strategy=record["strategy"].decode(),
-            task=record["task"].decode(),
-            devices=int(record["devices"]),
-            versions=int(record["versions"]),
-            seed=int(record["seed"]),
-            created=float(record["created"]),
-            max_staleness=None if number is None else int(number),
-            sends="delta" if record.get("sends") == b"delta" else "model",
-            lineage=record["lineage"].decode(),
-            state="finished" if record["state"] == b"finished" else "running",
-            why=record["why"].decode() if "why" in record else None,
-            finished=None if finished is None else float(finished),
-        )
-
-
-@dataclass(frozen=True)
-class Head:
-    """The newest version, and what the updater holds beside it."""
-
-    version: int
-    digest: str
-    blob: str
-    time: float  # seconds since 1970, the updater's clock
-    epoch: int
-    held: tuple[int, ...] = ()  # devices whose updates are buffered: they wait for more
-    retained: int = 0  # entries of the queue that are done, but not yet safe in the journal
-    mean_staleness: float = 0.0  # moving average over what was applied or buffered
-
-    @property
-    def buffered(self) -> int:
-        """Updates that wait for more."""
-        return len(self.held)
-
-    @classmethod
-    def _parsed(cls, record: Mapping[str, bytes]) -> Head:
-        return cls(
-            version=int(record["version"]),
-            digest=record["digest"].decode(),
-            blob=record["blob"].decode(),
-            time=float(record["time"]),
-            epoch=int(record["epoch"]),
-            held=tuple(int(device) for device in record.get("held", b"").split()),
-            retained=int(record.get("retained", 0)),
-            mean_staleness=float(record.get("mean_staleness", 0.0)),
-        )
-
-
-@dataclass(frozen=True)
-class View:
-    """Everything countable about a run, read in one step."""
-
-    run: Run
-    head: Head
-    counts: Mapping[str, int]
-    open: tuple[Trigger, ...]
-    admitted: int  # of the open ones: in the updater's queue
-    queue: int  # entries, admitted updates and control entries
-    triggers: int
-    uploads: int
-    trainers: int  # alive
-    kept: int  # versions whose model can be read
-    dead: int
-    owned: tuple[int, ...]  # devices that a trainer owns; where there are any, only they train
-    now: float  # seconds since 1970, Redis's clock
-    told: Mapping[str, str] = field(default_factory=dict)  # newest ids of `events` and `models`
-
-    @property
-    def backlog(self) -> int:
-        """Entries of the queue that the updater has not done."""
-        return max(0, self.queue - self.head.retained)
-
-    @property
-    def issued(self) -> int:
-        """Tasks ever triggered."""
-        return self.counts.get("issued", 0)
-
-    @cached_property
-    def outcomes(self) -> dict[Outcome, int]:
-        """Ended tasks by outcome. With the open ones they add up to ``issued``."""
-        return {outcome: self.counts.get(outcome, 0) for outcome in OUTCOMES}
-
-    def reasons(self, outcome: str) -> dict[str, int]:
-        """The counts of an outcome (or of ``stray``: uploads that ended no task) by reason."""
-        prefix = f"{outcome}:"
-        return {
-            name.removeprefix(prefix): n
-            for name, n in sorted(self.counts.items())
-            if name.startswith(prefix)
-        }
-
-
 @dataclass(frozen=True)
 class Decision(Generic[T]):
     """A change not made yet: await it alone, or send its command with others in one pipeline."""
@@ -241,54 +104,6 @@ class Decision(Generic[T]):
 
     def __await__(self) -> Generator[Any, None, T]:
         return self.parsed((yield from self._alone().__await__()))
-
-
-@dataclass(frozen=True)
-class End:
-    """One task ends."""
-
-    task: str
-    attempt: str
-    outcome: Outcome
-    reason: str = ""
-    device: int | None = None
-    version: int | None = None
-    staleness: int | None = None
-    weight: float | None = None
-
-
-def counted(counts: Mapping[str, int], end: End) -> dict[str, int]:
-    """A run's counts with one more end, as the scripts count it."""
-    names = [end.outcome, f"{end.outcome}:{end.reason}"] if end.reason else [end.outcome]
-    return {**counts, **{name: counts.get(name, 0) + 1 for name in names}}
-
-
-LOST = "lost with Redis"
-
-
-@dataclass(frozen=True)
-class Commit:
-    """What one step of the updater changes, all at once."""
-
-    version: Version | None  # None: no new version, only ends
-    held: Sequence[int]  # devices whose updates are buffered
-    mean_staleness: float
-    at: int = 0  # the newest version then: without one to publish, Redis must have it
-    retained: int = 0  # entries that are done and stay in the queue for now
-    ends: Sequence[End] = ()
-    entries: Sequence[str] = ()  # of the queue, done
-    updates: Sequence[str] = ()  # blobs of updates, done
-    retired: Sequence[str] = ()  # blobs of models
-    finish: str | None = None  # why the run is over with this
-
-
-@dataclass(frozen=True)
-class Committed:
-    """What a commit came to."""
-
-    what: str  # 'done', or why nothing was done
-    counts: dict[str, int] = field(default_factory=dict)  # of the run, now
-    finished: bool = False  # the run
 
 
 class Ledger:
@@ -369,10 +184,10 @@ class Ledger:
         if not run:
             raise NoRun(f"there is no run {self.keys.name!r} in Redis at {self._client.address}")
         return View(
-            run=Run._parsed(tuple(run)),  # noqa: SLF001  (its own module)
-            head=Head._parsed(_mapping(head)),  # noqa: SLF001
-            counts={name: int(value) for name, value in _mapping(counts).items()},
-            open=tuple(_trigger(data) for data in opened),
+            run=Run.parsed(tuple(run)),
+            head=Head.parsed(mapping(head)),
+            counts={name: int(value) for name, value in mapping(counts).items()},
+            open=tuple(trigger_of(data) for data in opened),
             admitted=admitted,
             queue=queue,
             triggers=triggers,
@@ -390,12 +205,12 @@ class Ledger:
         record = await self._client.call("HGETALL", self.keys.run)
         if not record:
             raise NoRun(f"there is no run {self.keys.name!r} in Redis at {self._client.address}")
-        return Run._parsed(tuple(record))  # noqa: SLF001  (its own module)
+        return Run.parsed(tuple(record))
 
     async def head(self) -> Head | None:
         """The newest version; None before the first."""
-        record = _mapping(await self._client.call("HGETALL", self.keys.head))
-        return Head._parsed(record) if record else None  # noqa: SLF001  (its own module)
+        record = mapping(await self._client.call("HGETALL", self.keys.head))
+        return Head.parsed(record) if record else None
 
     async def kept(self) -> dict[str, int]:
         """Blobs of the models that can be read, with their versions, oldest first."""
@@ -657,7 +472,7 @@ class Ledger:
         Raises Fenced.
         """
         about: dict[str, Any] = {
-            "token": token, "run": run._record(), "counts": dict(counts or {}),  # noqa: SLF001
+            "token": token, "run": run.record(), "counts": dict(counts or {}),
             "outcomes": OUTCOMES, "lost": LOST,
             "head": self._head(version, held, 0, mean_staleness),
             "version": version.version, "digest": version.digest, "blob": version.blob,
@@ -707,7 +522,7 @@ class Ledger:
         if not isinstance(reply, list):
             return Committed(self._unless_fenced(reply, token))
         what, state, flat = reply
-        counts = {name: int(value) for name, value in _mapping(flat).items()}
+        counts = {name: int(value) for name, value in mapping(flat).items()}
         return Committed(what.decode(), counts, state == b"finished")
 
     async def hand_out(
@@ -753,7 +568,7 @@ class Ledger:
                 "version": version.version, "digest": version.digest, "blob": version.blob,
                 "time": repr(version.time), "epoch": version.epoch,
             }  # fmt: skip
-        return _fields(values)
+        return flattened(values)
 
     async def finish(self, why: str) -> bool:
         """Ends the run: whether it was running."""

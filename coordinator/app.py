@@ -14,7 +14,8 @@ from broker.client import Client
 from broker.errors import BlobMissing, BrokerError, FedstreamError, NoRun
 from broker.keys import Keys
 from broker.layout import Model
-from broker.ledger import Ledger, View
+from broker.ledger import Ledger
+from broker.records import View
 
 _DIGITS = 18  # no version has as many
 

@@ -20,8 +20,9 @@ from broker.client import Client, RedisSettings
 from broker.errors import NoRun
 from broker.keys import Keys
 from broker.lease import Lease
-from broker.ledger import Ledger, Run, View
+from broker.ledger import Ledger
 from broker.messages import CloseRound
+from broker.records import Run, View
 from broker.streams import BLOCK_MS
 from coordinator.scheduling import HELD_BY, HoldBack, Plan, Policy, Situation, plan
 from runtime.backoff import pause

@@ -14,7 +14,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from broker.ledger import View
+from broker.records import View
 from fedstream.observer import History
 
 _LINE_EVERY_S = 3.0

@@ -18,7 +18,8 @@ import typer
 from broker.client import Client, RedisSettings
 from broker.errors import BrokerError, NoRun
 from broker.keys import Keys
-from broker.ledger import Ledger, Run, View
+from broker.ledger import Ledger
+from broker.records import Run, View
 from broker.rights import ROLES
 from fedstream import doctor_machine as machine
 from fedstream import doctor_redis as judged

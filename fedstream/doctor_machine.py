@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from broker.errors import ConfigError, DataError, FedstreamError
 from broker.layout import Layout
-from broker.ledger import Run
+from broker.records import Run
 from fedstream.findings import Finding, counted, not_checked, ok, problem, size, warning
 from updater.journal import SUFFIX, Segment, segments
 

@@ -16,7 +16,7 @@ from broker.client import Client, RedisSettings
 from broker.errors import BrokerError
 from broker.keys import Keys
 from broker.layout import Layout
-from broker.ledger import Run
+from broker.records import Run
 from broker.rights import RIGHTS, ROLES, Rights, commands
 from coordinator.scheduler import BUDGET_SHARE
 from coordinator.scheduling import Anarchic, Poisson, Policy, Rounds, room_beside

@@ -28,8 +28,9 @@ from broker.errors import FedstreamError, NoRun, Unavailable
 from broker.keys import TRAINERS, Keys
 from broker.layout import Model
 from broker.lease import Lease
-from broker.ledger import Ledger, View
+from broker.ledger import Ledger
 from broker.messages import OUTCOMES, CloseRound, Task, Trigger, Upload, task_id
+from broker.records import View
 from broker.streams import Entry, Group
 from fedstream.config import Settings
 from runtime.backoff import pause

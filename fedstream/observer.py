@@ -14,8 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 from broker.client import Client
 from broker.errors import BadMessage
 from broker.keys import Keys
-from broker.ledger import Ledger, View
+from broker.ledger import Ledger
 from broker.messages import Event, Message, Version
+from broker.records import View
 from broker.streams import Entry, Reader
 
 M = TypeVar("M", bound=Message)

@@ -13,8 +13,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from broker.ledger import View
 from broker.messages import OUTCOMES
+from broker.records import View
 from fedstream import __version__
 from fedstream.observer import History, Made
 

@@ -30,8 +30,8 @@ from broker.client import Client, RedisSettings
 from broker.errors import ConfigError, DataError, FedstreamError, NoRun, Unavailable
 from broker.keys import Keys
 from broker.layout import Model
-from broker.ledger import View
 from broker.messages import Event
+from broker.records import View
 from fedstream import parent, report
 from fedstream.config import Settings
 from fedstream.display import Display, short

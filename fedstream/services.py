@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from broker.errors import ConfigError, DataError
 from broker.keys import Keys
-from broker.ledger import Run
+from broker.records import Run
 from coordinator.scheduler import Scheduler
 from coordinator.service import Coordinator
 from fedstream.config import Settings

@@ -20,8 +20,8 @@ from rich.text import Text
 from broker.client import Client
 from broker.errors import FedstreamError, NoRun
 from broker.keys import Keys
-from broker.ledger import View
 from broker.messages import Event
+from broker.records import View
 from fedstream.display import outcomes, pace, short
 from fedstream.observer import History, Observer
 from fedstream.report import tasks_of

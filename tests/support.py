@@ -21,7 +21,7 @@ from broker.client import Client, RedisSettings
 from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.layout import Layout, Model, Tensor
 from broker.lease import Lease
-from broker.ledger import Commit, End, Ledger, Run
+from broker.ledger import Ledger
 from broker.messages import (
     CloseRound,
     Event,
@@ -34,6 +34,7 @@ from broker.messages import (
     decode,
     task_id,
 )
+from broker.records import Commit, End, Run
 from broker.streams import Entry, Group
 from runtime.backoff import pause
 from runtime.health import Health

@@ -17,8 +17,9 @@ from broker.client import Client, RedisSettings
 from broker.errors import BlobMissing, DataError, NoRun
 from broker.keys import Keys
 from broker.layout import Model
-from broker.ledger import Head, Ledger
+from broker.ledger import Ledger
 from broker.messages import Event
+from broker.records import Head
 from broker.streams import Reader
 from runtime.backoff import pause
 from runtime.config import Section

@@ -43,8 +43,9 @@ from broker.errors import (
 )
 from broker.keys import TRAINERS, Keys
 from broker.layout import Floats, Model, vector_of
-from broker.ledger import Head, Ledger, Run
+from broker.ledger import Ledger
 from broker.messages import Dead, Event, GiveUp, Sends, Task, Trigger, Upload, task_id
+from broker.records import Head, Run
 from broker.streams import Entry, Group
 from runtime.backoff import Backoff, pause
 from runtime.config import Section

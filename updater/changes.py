@@ -9,8 +9,8 @@ import time
 from dataclasses import dataclass
 
 from broker.layout import Model
-from broker.ledger import End, Head
 from broker.messages import Outcome, RoundEnd, Upload, Version
+from broker.records import End, Head
 from broker.streams import Entry
 from updater.journal import RoundClosed, Taken
 from updater.progress import Progress, Step

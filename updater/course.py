@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from broker.layout import Model
-from broker.ledger import End, Head, Run, counted
 from broker.messages import Contribution
+from broker.records import End, Head, Run, counted
 from updater.changes import Change, Retained
 from updater.progress import Progress
 from updater.strategies import Strategy

@@ -306,7 +306,7 @@ class Segment:
         self.close()
 
     def done(self) -> tuple[tuple[Any, ...], ...]:
-        """What the standing says was done lately: the fields of :class:`broker.ledger.End`."""
+        """What the standing says was done lately: the fields of :class:`broker.records.End`."""
         standing = self._record(self.standing_record.place.offset)
         if standing is None or not isinstance(standing.message, Standing):
             raise JournalDamaged(f"{self.path}: its second record is not a standing any more")

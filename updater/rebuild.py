@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import TypeGuard
 
 from broker.layout import Model, vector_of
-from broker.ledger import End, counted
 from broker.messages import Contribution, Message, Upload
+from broker.records import End, counted
 from updater.journal import (
     JournalDamaged,
     JournalError,

@@ -21,8 +21,9 @@ from broker.errors import ConfigError, NoRun
 from broker.keys import Keys
 from broker.layout import Layout, Model
 from broker.lease import Lease
-from broker.ledger import LOST, End, Head, Ledger, Run
+from broker.ledger import Ledger
 from broker.messages import Version
+from broker.records import LOST, End, Head, Run
 from runtime.backoff import pause
 from runtime.service import Context
 from updater import changes

@@ -24,8 +24,9 @@ from broker.errors import ConfigError, OutOfMemory
 from broker.keys import Keys
 from broker.layout import Model
 from broker.lease import Lease
-from broker.ledger import Commit, Ledger, Run
+from broker.ledger import Ledger
 from broker.messages import Version
+from broker.records import Commit, Run
 from broker.streams import BLOCK_MS
 from runtime.backoff import pause
 from runtime.config import Section

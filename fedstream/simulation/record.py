@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from broker.ledger import counted
 from broker.messages import Outcome, Upload
+from broker.records import counted
 from updater.journal import RoundClosed, SegmentHead, Taken, Writer
 from updater.rebuild import end_of, standing_of
 

@@ -16,7 +16,8 @@ from torch.utils.data import Dataset, TensorDataset
 from broker.client import Client, RedisSettings
 from broker.errors import Unavailable
 from broker.keys import Keys
-from broker.ledger import Ledger, View
+from broker.ledger import Ledger
+from broker.records import View
 from fedstream import services
 from fedstream.config import Settings
 from runtime.config import load

@@ -18,7 +18,6 @@ import pytest
 from broker.client import Client
 from broker.errors import OutOfMemory
 from broker.keys import TRAINERS, Keys
-from broker.ledger import Commit, End
 from broker.messages import (
     CloseRound,
     Dead,
@@ -30,6 +29,7 @@ from broker.messages import (
     Upload,
     decode,
 )
+from broker.records import Commit, End
 from broker.streams import Entry, Group
 from tests.support import SIZE_LIMIT, Hand, full
 

@@ -15,8 +15,8 @@ from broker.errors import BrokerError, Fenced, NoRun
 from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.layout import Model
 from broker.lease import Lease
-from broker.ledger import Commit, End, Run
 from broker.messages import CloseRound, Dead, GiveUp, RoundEnd, Task, Trigger, Version
+from broker.records import Commit, End, Run
 from broker.streams import Entry
 from tests.support import SIZE_LIMIT, Hand, layout_of, model_of, snapshot, wait_until
 

@@ -16,8 +16,8 @@ from broker import blobs, scripts
 from broker.client import Client
 from broker.errors import OutOfMemory
 from broker.keys import TRAINERS, Keys
-from broker.ledger import Commit, End
 from broker.messages import CloseRound, Event, GiveUp, Trigger
+from broker.records import Commit, End
 from tests.support import SIZE_LIMIT, Hand, full, model_of, snapshot
 
 Step = Callable[[], Awaitable[Any]]

@@ -12,8 +12,9 @@ from broker.client import Client
 from broker.errors import BlobDamaged, BlobMissing
 from broker.keys import Keys
 from broker.layout import Model, vector_of
-from broker.ledger import Head, Ledger
+from broker.ledger import Ledger
 from broker.messages import RoundEnd, Upload, decode
+from broker.records import Head
 from tests.chaos.checks import Facts, Journalled
 from tests.chaos.watcher import Lives, Watcher
 from updater.journal import JournalError, RoundClosed, Taken, segments

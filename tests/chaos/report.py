@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from broker.ledger import LOST
+from broker.records import LOST
 from fedstream import machine
 from tests.chaos.checks import USED
 from tests.chaos.driver import Outcome

@@ -9,8 +9,8 @@ from prometheus_client import CollectorRegistry
 
 from broker.client import RedisSettings
 from broker.keys import TRAINERS
-from broker.ledger import Head, Run, View
 from broker.messages import Task, Trigger
+from broker.records import Head, Run, View
 from broker.streams import Group
 from coordinator.metrics import RunMetrics, Seen, open_by_state
 from coordinator.service import Coordinator, CoordinatorSettings

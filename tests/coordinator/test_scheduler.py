@@ -14,8 +14,8 @@ from broker.client import Client, RedisSettings
 from broker.errors import ConfigError, Fenced
 from broker.keys import Keys
 from broker.lease import Lease
-from broker.ledger import Commit, End, Run
 from broker.messages import CloseRound, GiveUp, RoundEnd, Trigger
+from broker.records import Commit, End, Run
 from coordinator.scheduler import Scheduler, SchedulerSettings
 from coordinator.scheduling import Anarchic, InFlight, Policy, Rounds
 from fedstream.config import read

@@ -13,7 +13,7 @@ from rich.live import Live
 
 from broker.client import Client, RedisSettings
 from broker.keys import Keys
-from broker.ledger import Head
+from broker.records import Head
 from coordinator.app import status
 from fedstream import display, top
 from fedstream import status as page

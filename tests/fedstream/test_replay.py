@@ -19,8 +19,8 @@ import pytest
 from broker.client import Client, RedisSettings
 from broker.errors import ConfigError, FedstreamError
 from broker.keys import Keys
-from broker.ledger import Run
 from broker.messages import Trigger, task_id
+from broker.records import Run
 from coordinator.service import Coordinator, CoordinatorSettings
 from fedstream import cli, feed, replay
 from fedstream.commands import looking

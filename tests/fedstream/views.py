@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from broker.layout import Layout, Tensor
-from broker.ledger import Head, Run, View
 from broker.messages import Contribution, Event, Trigger, Version
+from broker.records import Head, Run, View
 
 CREATED = 1_700_000_000.0
 

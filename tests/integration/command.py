@@ -21,7 +21,8 @@ import psutil
 from broker.client import Client, RedisSettings
 from broker.errors import FedstreamError
 from broker.keys import Keys
-from broker.ledger import Ledger, View
+from broker.ledger import Ledger
+from broker.records import View
 
 SCRIPT = Path(sys.executable).with_name("fedstream")
 # Limits are against hanging alone: six processes that load torch beside others' work take minutes.

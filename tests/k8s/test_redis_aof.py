@@ -11,7 +11,8 @@ import pytest
 from broker.client import Client
 from broker.errors import FedstreamError
 from broker.keys import Keys
-from broker.ledger import Ledger, View
+from broker.ledger import Ledger
+from broker.records import View
 from broker.settings import RedisSettings
 from tests.k8s.cluster import Cluster
 from tests.k8s.cluster.image import Image

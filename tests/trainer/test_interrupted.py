@@ -19,8 +19,8 @@ from broker.client import RedisSettings
 from broker.errors import ConfigError
 from broker.keys import TRAINERS
 from broker.layout import Floats, Model, vector_of
-from broker.ledger import Commit
 from broker.messages import GiveUp, Upload, decode
+from broker.records import Commit
 from broker.streams import Group
 from runtime.tasks import LeaseSettings
 from tests.support import (

@@ -19,8 +19,8 @@ from broker.client import RedisSettings
 from broker.errors import FedstreamError, LayoutMismatch
 from broker.keys import TRAINERS
 from broker.layout import Model
-from broker.ledger import Commit
 from broker.messages import GiveUp, Upload, decode
+from broker.records import Commit
 from broker.streams import Group
 from runtime.steps import FixedSteps
 from runtime.tasks import LeaseSettings

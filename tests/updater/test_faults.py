@@ -17,8 +17,9 @@ from broker import blobs
 from broker.client import Client, RedisSettings
 from broker.errors import ConfigError
 from broker.layout import PAGE, Model
-from broker.ledger import _SCRIPTS, Head, Run
+from broker.ledger import _SCRIPTS
 from broker.messages import CloseRound
+from broker.records import Head, Run
 from tests.journals import Scribe
 from tests.support import (
     Hand,
