@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from broker.errors import ConfigError, FedstreamError
+from fedstream.commands.options import TrustRecorded
 
 # What a command needs is imported in it: `--help` answers at once.
 if TYPE_CHECKING:
@@ -204,9 +205,8 @@ def bisect(
     every: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="versions; so that there are about 50")
     ] = None,
-    task: Annotated[
-        str | None, typer.Option(metavar="TASK", help="instead of the recorded one")
-    ] = None,
+    task: Annotated[str | None, typer.Option(metavar="TASK", help="to measure by")] = None,
+    trust: TrustRecorded = False,
     config: Annotated[
         Path | None,
         typer.Option("--config", "-c", metavar="FILE", help="instead of the run's run.toml"),
@@ -222,11 +222,14 @@ def bisect(
     in between. So what is found is a real crossing, and the first one between those two; a fall
     that recovers between two measured versions goes unseen, unless --every is 1.
 
+    To measure by a task of one's own takes --task, or --trust-recorded-task: loading a task runs
+    its program, and a recording may be a stranger's.
+
     Exit codes: 0 found, 1 the metric never was good, or never went bad afterwards.
     """
     from fedstream import journal_bisect as search
     from fedstream import journal_pages as pages
-    from fedstream.replay import settings_of
+    from fedstream.recording import settings_of
     from fedstream.report import as_json as text
     from updater.inspection import opened
 
@@ -240,7 +243,8 @@ def bisect(
         return value >= bound if below is not None else value <= bound
 
     with opened(path) as chain:
-        settings = settings_of(chain[0].path.parent, config, sets or (), task=task)
+        where = chain[0].path.parent
+        settings = settings_of(where, config, sets or (), trusted=trust, task=task)
         measured = search.judge(settings, metric)
 
         def measure(version: int, model: Model) -> float:

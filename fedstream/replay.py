@@ -24,11 +24,11 @@ from rich.table import Table
 from broker.errors import ConfigError
 from broker.layout import Model
 from fedstream import report
-from fedstream.config import Settings, options, read
 from fedstream.journal_bisect import measuring
-from fedstream.run import CONFIG, usable
+from fedstream.recording import settings_of
+from fedstream.run import usable
 from runtime.config import load
-from updater.inspection import journal_of, opened
+from updater.inspection import journal_of
 from updater.journal import JournalError
 from updater.mixing import BLOCK, norm
 from updater.rebuild import is_used
@@ -44,23 +44,7 @@ Measure = Callable[[int, Model], Metrics]
 TABLE = "replay.csv"
 PICTURE = "replay.png"
 _POINTS = 10  # measured, where nothing else is wanted
-
-
-def settings_of(
-    folder: Path, config: Path | None, sets: Sequence[str] = (), **given: object
-) -> Settings:
-    """What the run was configured with, as far as the task needs it.
-
-    ``config``, else the run's own, else the defaults with the task that its journal names.
-    ``given`` are the command's own options.
-    """
-    journal = journal_of(folder).resolve()
-    left = (journal / CONFIG, journal.parent / CONFIG)
-    config = config or next((file for file in left if file.is_file()), None)
-    if config is not None:
-        return read(config, sets, options(**given))
-    with opened(folder) as chain:
-        return read(None, [f"task.name={chain[-1].head.task}", *sets], options(**given))
+_UNMEASURED = "; with --evaluate-every 0 nothing is measured, and no task is needed"
 
 
 # another rule
@@ -165,11 +149,13 @@ def replay(
     without: Sequence[str],
     config: Path | None,
     task: str | None,
+    trusted: bool,
     data_root: str | None,
     out: Path | None,
     as_json: bool,
 ) -> int:
-    """The command: its exit code. ``sets`` and ``without`` make another rule.
+    """The command: its exit code. ``sets`` and ``without`` make another rule; ``trusted``: the task
+    that the recording names may be loaded.
 
     Raises FedstreamError.
     """
@@ -185,7 +171,11 @@ def replay(
             every = max(1, (end - replayer.begin) // _POINTS) if other else 0
         measure = None
         if every:
-            measure = measuring(settings_of(folder, config, task=task, data_root=data_root))
+            settings = settings_of(
+                folder, config, trusted=trusted, otherwise=_UNMEASURED, task=task,
+                data_root=data_root,
+            )  # fmt: skip
+            measure = measuring(settings)
         with progress(replayer.begin, end, quiet=as_json) as step:
             found = follow(replayer, every, measure, step)
         files: list[Path] = []

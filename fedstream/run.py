@@ -39,6 +39,7 @@ from fedstream.observer import Observer
 from fedstream.ports import HeldPort
 from fedstream.presence import serving
 from fedstream.recall import recall
+from fedstream.recording import CONFIG
 from fedstream.redis_server import RedisServer
 from fedstream.services import devices_of, look_over, task_of
 from fedstream.supervisor import Program, Supervisor
@@ -51,7 +52,6 @@ from updater.journal import JournalError, segments
 if TYPE_CHECKING:
     from torch import nn
 
-CONFIG = "run.toml"
 LOGS = "logs"
 
 _REDIS_WITHIN_S = 10.0

@@ -31,7 +31,8 @@ from fedstream import __version__, report
 from fedstream.config import Settings
 from fedstream.display import short
 from fedstream.observer import History
-from fedstream.run import CONFIG, usable
+from fedstream.recording import CONFIG
+from fedstream.run import usable
 from fedstream.services import task_of
 from fedstream.simulation import Outcome, VersionMade, simulate
 from runtime.config import dump

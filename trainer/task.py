@@ -169,6 +169,11 @@ class TaskSettings(Section):
     """of the partition"""
 
 
+def runs_program(spec: str) -> bool:
+    """Whether loading the task of that name runs a program that is not ours."""
+    return bool(spec.rpartition(":")[0])
+
+
 def load_task(spec: str, settings: TaskSettings) -> Task:
     """The task of that name; ``settings`` are for the built-in ones.
 

@@ -16,6 +16,7 @@ from fedstream.commands.options import (
     Config,
     DataRoot,
     RunName,
+    TrustRecorded,
     Url,
     ask,
     leave,
@@ -87,9 +88,8 @@ def replay(
             "10 if another rule is replayed",
         ),
     ] = None,
-    task: Annotated[
-        str | None, typer.Option(metavar="TASK", help="instead of the run's, to measure by")
-    ] = None,
+    task: Annotated[str | None, typer.Option(metavar="TASK", help="to measure by")] = None,
+    trust: TrustRecorded = False,
     config: Annotated[
         Path | None,
         typer.Option("--config", "-c", metavar="FILE", help="instead of the run's own run.toml"),
@@ -122,6 +122,9 @@ def replay(
     With --set or --without: by another rule on the same updates, beside the recorded one. Nobody is
     trained again: --without keeps what the other devices' recorded updates inherited from the one
     that is left out.
+
+    To measure by a task of one's own takes --task, or --trust-recorded-task: loading a task runs
+    its program, and a recording may be a stranger's.
 
     With --redis: the recorded updates go through live services, which have no scheduler and no
     trainers.
@@ -156,7 +159,7 @@ def replay(
     code = page.replay(
         folder, begin=begin, until=until, every=evaluate_every, sets=sets or (),
         without=without or (), config=config,
-        task=task, data_root=data_root, out=out, as_json=as_json,
+        task=task, trusted=trust, data_root=data_root, out=out, as_json=as_json,
     )  # fmt: skip
     leave(code)
 

@@ -39,6 +39,13 @@ TaskName = Annotated[
         "shakespeare), path/to/file.py:attribute or package.module:attribute",
     ),
 ]
+TrustRecorded = Annotated[
+    bool,
+    typer.Option(
+        "--trust-recorded-task",
+        help="load the task that the recording names, which runs its program",
+    ),
+]
 StrategyName = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="fedasync, fedavg, fedbuff, afa-cd, afa-cs, scaffold"),

@@ -20,6 +20,7 @@ from fedstream.commands.options import (
     StrategyName,
     SummaryAsJson,
     TaskName,
+    TrustRecorded,
     Updates,
     leave,
     settings_of,
@@ -48,6 +49,7 @@ def run(
     resume: Annotated[
         bool, typer.Option("--resume", help="go on with the unfinished run that --out holds")
     ] = False,
+    trust: TrustRecorded = False,
     as_json: SummaryAsJson = False,
 ) -> None:
     """Train: every service as a process on this machine, with a Redis of its own.
@@ -57,20 +59,24 @@ def run(
 
     Exit codes: 0 finished, 130 interrupted, 1 failed, 2 a wrong configuration.
     """
-    from fedstream import display, report
+    from fedstream import display, recording, report
     from fedstream import run as local
 
+    recorded: Path | None = None
     if resume:
         if out is None:
             raise ConfigError("--resume goes on with the run in --out DIR, which is not given")
         if config is None:
             with local.usable(out):
-                config = left if (left := out / local.CONFIG).is_file() else None
+                left = out / recording.CONFIG
+                config = recorded = left if left.is_file() else None
     settings = settings_of(
         config, sets,
         task=task, strategy=strategy, devices=devices, updates=updates, redis=redis,
         data_root=data_root,
     )  # fmt: skip
+    if recorded is not None and not trust:
+        recording.check_task(settings, recorded, sets or (), task)
     plan = local.Plan(
         local.without_lost_redis(settings, config),
         out=out or local.default_out(settings.run.name, datetime.now().astimezone()),

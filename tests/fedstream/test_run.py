@@ -23,6 +23,7 @@ from fedstream import report
 from fedstream import run as local
 from fedstream.config import Settings, options, read
 from fedstream.display import Quiet
+from fedstream.recording import CONFIG
 from runtime.config import load
 from tests.fedstream.views import event, view
 from tests.journals import Scribe
@@ -76,7 +77,7 @@ def test_a_password_is_passed_on_by_the_environment_and_is_in_no_file(
     plan = local.Plan(read(file), tmp_path)
     assert not plan.own_redis
     local._write_config(plan, plan.settings.redis.url)
-    written = tmp_path / local.CONFIG
+    written = tmp_path / CONFIG
     assert secret not in written.read_text()
     redis = plan.settings.redis
     settings = load(Settings, path=written, environ=local.environment({}, redis, redis.url, 42))
@@ -289,7 +290,7 @@ def test_a_configuration_is_written_whole_or_not_at_all(
 ) -> None:
     plan.out.mkdir()
     local._write_config(plan, None)
-    before = (plan.out / local.CONFIG).read_text()
+    before = (plan.out / CONFIG).read_text()
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
@@ -297,8 +298,8 @@ def test_a_configuration_is_written_whole_or_not_at_all(
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(OSError, match="No space left"):
         local._write_config(plan, "redis://127.0.0.1:7/0")
-    assert [path.name for path in plan.out.iterdir()] == [local.CONFIG]
-    assert (plan.out / local.CONFIG).read_text() == before
+    assert [path.name for path in plan.out.iterdir()] == [CONFIG]
+    assert (plan.out / CONFIG).read_text() == before
 
 
 async def test_a_redis_that_refuses_ends_the_run_with_a_report(
@@ -351,7 +352,7 @@ def test_paths_hold_wherever_the_configuration_is_read(
 def test_an_own_redis_that_is_gone_is_not_asked_for(tmp_path: Path) -> None:
     plan = local.Plan(Settings(), tmp_path)
     local._write_config(plan, "redis://127.0.0.1:7/0")  # as a run that is killed leaves it
-    file = tmp_path / local.CONFIG
+    file = tmp_path / CONFIG
     settings = read(file)
     assert settings.redis.url == "redis://127.0.0.1:7/0"  # for those who look at the run
     assert local.Plan(local.without_lost_redis(settings, file), tmp_path).own_redis
@@ -363,7 +364,7 @@ def test_an_own_redis_that_is_gone_is_not_asked_for(tmp_path: Path) -> None:
 def test_a_trainer_that_joins_a_run_ends_when_the_runs_own_redis_is_gone(tmp_path: Path) -> None:
     plan = local.Plan(Settings(), tmp_path)
     local._write_config(plan, "redis://127.0.0.1:7/0")
-    file = tmp_path / local.CONFIG
+    file = tmp_path / CONFIG
     assert read(file).trainer.redis_away_s is None
     assert local.joining(read(file), file).trainer.redis_away_s == 30.0
     patient = read(file, ["trainer.redis_away_s=600"])

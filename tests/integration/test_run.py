@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from fedstream.config import Settings, read
+from fedstream.recording import TRUST
 from fedstream.redis_server import RedisServer
 from tests.integration.command import (
     BLOBS,
@@ -191,7 +192,7 @@ def test_a_users_mistake_is_shown_once_ends_the_run_and_can_be_mended(
         assert adds_up(command.summary)
         assert not (command.out / "model.safetensors").exists()  # nothing was trained
         (tmp_path / "wrong.py").write_text(BLOBS)
-        again = Command(tmp_path, "--resume", "--trainers", "1")
+        again = Command(tmp_path, "--resume", TRUST, "--trainers", "1")
         folders.append(again)
         assert again.ended() == 0, again.stdout + again.stderr
     assert again.stdout.count("Traceback") == 1  # the one of before
@@ -257,7 +258,7 @@ def test_a_run_that_was_interrupted_can_be_gone_on_with(
     assert said.returncode == 1
     assert "--resume" in said.stderr
     assert said.stderr.count("\n") == 1
-    command = Command(before.folder, "--resume", "--trainers", "1")
+    command = Command(before.folder, "--resume", TRUST, "--trainers", "1")
     folders.append(command)
     command.reaches(before.summary["versions"] + 5)
     command.process.terminate()
@@ -294,7 +295,7 @@ def test_a_run_goes_on_from_its_journal_when_its_own_redis_is_gone(
     elsewhere = tmp_path / "elsewhere"  # the task's file is found from there too
     elsewhere.mkdir()
     command.go()
-    again = Command(elsewhere, "--resume", "--trainers", "1", "--out", str(command.out))
+    again = Command(elsewhere, "--resume", TRUST, "--trainers", "1", "--out", str(command.out))
     again.out = command.out
     folders.append(again)
     assert again.ended() == 0, again.stdout + again.stderr
@@ -310,11 +311,11 @@ def test_a_run_goes_on_from_its_journal_when_its_own_redis_is_gone(
     assert len(set(tasks)) == 60
     if how == "interrupted":  # what was measured before is known from the table
         assert [row for row in again.rows[:15] if row["accuracy"]]
-    replayed = fedstream(elsewhere, "replay", command.out, "--evaluate-every", "60")
+    replayed = fedstream(elsewhere, "replay", command.out, "--evaluate-every", "60", TRUST)
     assert replayed.returncode == 0, replayed.stderr
     assert "60 of 60 versions identical" in replayed.stdout
     assert "accuracy" in replayed.stdout
-    finished = fedstream(elsewhere, "run", "--resume", "--out", command.out)
+    finished = fedstream(elsewhere, "run", "--resume", "--out", command.out, TRUST)
     assert finished.returncode == 1
     assert finished.stderr == (
         f"fedstream: --resume: the run in {command.out} is finished (version 60 reached)\n"

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from fedstream.recording import TRUST
 from tests.integration.command import SCRIPT, TEST_GUARD_S, Command
 
 POISONED, SINCE = 3, 40  # device, and the version since which it answers poison
@@ -79,7 +80,7 @@ def test_every_version_comes_out_again(run: Command) -> None:
 
 
 def test_bisect_names_the_version_and_the_device(run: Command) -> None:
-    found = fedstream(run, "journal", "bisect", "out", "--below", "0.5")
+    found = fedstream(run, "journal", "bisect", "out", "--below", "0.5", TRUST)
     assert found["found"]
     assert SINCE < found["version"] <= VERSIONS
     assert found["after"] < 0.5 <= found["before"]
@@ -92,7 +93,7 @@ def test_bisect_names_the_version_and_the_device(run: Command) -> None:
 
 def test_without_the_device_the_model_stays_good(run: Command) -> None:
     found = fedstream(
-        run, "replay", "out", "--without", f"device={POISONED}", "--evaluate-every", "1"
+        run, "replay", "out", "--without", f"device={POISONED}", "--evaluate-every", "1", TRUST
     )
     assert found["identical"] == VERSIONS
     points = [point for point in found["points"] if point["version"] > SINCE]

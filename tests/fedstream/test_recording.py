@@ -1,0 +1,149 @@
+"""A stranger's recording: looking at it runs no program that it names."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.fedstream.conftest import Command
+from tests.journals import Scribe
+from trainer.task import TaskSettings, load_task
+from trainer.vector import initial
+
+PROGRAM = """
+from pathlib import Path
+from trainer.task import TaskSettings
+from trainer.tasks import digits
+Path({marker!r}).touch()
+task = digits(TaskSettings())
+"""
+
+
+@pytest.fixture
+def marker(tmp_path: Path) -> Path:
+    """A file that the stranger's program makes as soon as it is imported."""
+    return tmp_path / "it-ran"
+
+
+@pytest.fixture(params=["its run.toml", "its journal", "a module beside it"])
+def stranger(
+    request: pytest.FixtureRequest,
+    tmp_path: Path,
+    marker: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Path]:
+    """A run's folder that names a program of its own, in one place or the other."""
+    folder = tmp_path / "stranger"
+    folder.mkdir()
+    program = folder / "stranger_task.py"
+    program.write_text(PROGRAM.format(marker=str(marker)))
+    named = f"{program}:task"
+    if request.param == "a module beside it":
+        named = "stranger_task:task"
+    by_journal = request.param == "its journal"
+    layout = initial(load_task("digits", TaskSettings()), 0).layout
+    scribe = Scribe(folder / "journal", layout=layout, task=named if by_journal else "digits")
+    for late in range(6):
+        scribe.update(late=late % 2)
+    scribe.close()
+    if not by_journal:
+        (folder / "run.toml").write_text(f"[task]\nname = {named!r}\n")
+    monkeypatch.chdir(folder)  # as whoever looks at it would
+    before = list(sys.path)
+    yield folder
+    sys.path[:] = before
+    sys.modules.pop("stranger_task", None)
+
+
+def test_no_command_over_a_folder_runs_a_program_that_the_folder_names(
+    command: Command, stranger: Path, marker: Path, tmp_path: Path
+) -> None:
+    looked: list[tuple[object, ...]] = [
+        ("replay", stranger),
+        ("replay", stranger, "--evaluate-every", 0, "--set", "strategy.alpha=0.1"),
+        ("journal", "show", stranger),
+        ("journal", "verify", stranger),
+        ("journal", "stats", stranger),
+        ("journal", "diff", stranger, stranger),
+        ("journal", "export", stranger, "--out", tmp_path / "model.safetensors"),
+    ]
+    for arguments in looked:
+        code, _, said = command(*arguments)
+        assert (code, said) == (0, ""), arguments
+    asked: list[tuple[object, ...]] = [
+        ("replay", stranger, "--set", "strategy.alpha=0.1"),
+        ("replay", stranger, "--without", "device=0"),
+        ("replay", stranger, "--evaluate-every", 2),
+        ("replay", stranger / "journal", "--evaluate-every", 2),
+        ("journal", "bisect", stranger, "--below", 0.5),
+        ("journal", "bisect", stranger, "--below", 0.5, "--set", "task.seed=1"),
+    ]
+    if (stranger / "run.toml").is_file():
+        asked.append(("run", "--resume", "--out", stranger))
+    for arguments in asked:
+        code, out, said = command(*arguments)
+        assert (code, out) == (2, ""), arguments
+        assert "names the task" in said
+        assert "stranger_task" in said
+        assert "--task TASK" in said
+        assert "--trust-recorded-task" in said
+        assert said.count("\n") == 1
+    refused: list[tuple[object, ...]] = [
+        ("run", "--out", stranger),
+        ("simulate", "--out", stranger),
+    ]
+    for arguments in refused:
+        assert command(*arguments)[0] == 1, arguments
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [("replay", "{}", "--evaluate-every", 2), ("journal", "bisect", "{}", "--below", 2)],
+)
+def test_it_runs_for_whoever_trusts_it(
+    command: Command, stranger: Path, marker: Path, arguments: tuple[object, ...]
+) -> None:
+    given = [str(one).format(stranger) for one in arguments]
+    command(*given, "--trust-recorded-task")
+    assert marker.exists()  # so that the test above can see a program run
+
+
+def test_the_task_that_the_user_names_is_the_one_that_is_loaded(
+    command: Command, stranger: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = ("replay", stranger, "--evaluate-every", 2)
+    assert command(*measured, "--task", "digits")[0] == 0
+    monkeypatch.setenv("FEDSTREAM_TASK__NAME", "digits")
+    assert command(*measured)[0] == 0
+    monkeypatch.delenv("FEDSTREAM_TASK__NAME")
+    bisected = ("journal", "bisect", stranger, "--below", 2)
+    assert command(*bisected, "--set", "task.name=digits")[0] == 1  # never was better
+    assert not marker.exists()
+    assert command(*measured, "--task", f"{stranger}/stranger_task.py:task")[0] == 0
+    assert marker.exists()
+
+
+def test_a_configuration_that_the_user_names_is_the_users(
+    command: Command, stranger: Path, marker: Path, tmp_path: Path
+) -> None:
+    mine = tmp_path / "mine.toml"
+    mine.write_text(f"[task]\nname = '{stranger}/stranger_task.py:task'\n")
+    assert command("replay", stranger, "--evaluate-every", 2, "--config", mine)[0] == 0
+    assert marker.exists()
+
+
+def test_a_recording_has_nothing_fetched(
+    command: Command, stranger: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (stranger / "run.toml").write_text(
+        f"[task]\nname = 'mnist'\ndownload = true\ndata_root = '{tmp_path}/fetched'\n"
+    )
+    monkeypatch.setattr("urllib.request.urlopen", pytest.fail)
+    code, _, said = command("replay", stranger, "--evaluate-every", 2)
+    assert code == 1
+    assert "MNIST/raw" in said
+    assert not (tmp_path / "fetched").exists()
