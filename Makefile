@@ -3,7 +3,7 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: run test lint types unit k8s-check chaos fuzz bench reproduce constraints clean
+.PHONY: run test lint types unit k8s-check chaos fuzz mutants bench reproduce constraints clean
 
 run: .venv/installed  ## train the handwritten digits on this machine
 	$(BIN)/fedstream run
@@ -28,6 +28,9 @@ chaos: .venv/installed  ## 200 faults in a real pipeline; the table in benchmark
 
 fuzz: .venv/installed  ## 100,000 hostile inputs for everything that reads what others wrote (a minute or two)
 	$(BIN)/python -m tests.fuzz --inputs 100000
+
+mutants: .venv/installed  ## 200 small faults, one at a time: would a test notice? (an hour or two)
+	$(BIN)/python -m tests.mutants --mutants 40 --csv benchmarks/results/mutants.csv
 
 bench: .venv/installed  ## the tables in benchmarks/results (some minutes)
 	$(BIN)/python -m benchmarks.end_to_end

@@ -1,0 +1,148 @@
+"""Plants a sample of faults, one at a time, and prints which of them no test noticed."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from queue import SimpleQueue
+
+from tests.mutants.operators import Mutant
+from tests.mutants.plan import TESTS, sample, suite_for
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 900  # for the tests of one mutant; one that hangs them is noticed too
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant."""
+
+    mutant: Mutant
+    killed_by: str  # the first test that failed; '': it survived
+    seconds: float
+
+
+def main() -> int:
+    """Exits with 1 if fewer than ``--least`` of a package's mutants were killed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
+    parser.add_argument("package", nargs="*", choices=[*TESTS, []], metavar="PACKAGE")
+    parser.add_argument("--mutants", type=int, default=40, help="of each package")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--least", type=float, default=0.9, help="share that must be killed")
+    parser.add_argument("--csv", type=Path, help="writes every verdict there")
+    options = parser.parse_args()
+    packages = options.package or [*TESTS]
+    drawn = [m for name in packages for m in sample(ROOT, name, options.mutants, options.seed)]
+    with _copies(options.jobs) as trees, ThreadPoolExecutor(options.jobs) as pool:
+        for name, failed in zip(
+            packages, pool.map(lambda n: _sound(n, trees), packages), strict=True
+        ):
+            if failed:
+                parser.error(f"{name}: its tests fail without any mutant: {failed}")
+        verdicts = []
+        for verdict in pool.map(lambda mutant: _tried(mutant, trees), drawn):
+            verdicts.append(verdict)
+            how = f"killed by {verdict.killed_by}" if verdict.killed_by else "SURVIVED"
+            print(f"[{len(verdicts)}/{len(drawn)}] {verdict.mutant}: {how}", flush=True)
+    if options.csv:
+        _write(options.csv, verdicts)
+    return _summary(packages, verdicts, options.least)
+
+
+def _summary(packages: list[str], verdicts: list[Verdict], least: float) -> int:
+    enough = True
+    for name in packages:
+        mine = [v for v in verdicts if v.mutant.path.parts[0] == name]
+        killed = sum(bool(v.killed_by) for v in mine)
+        enough &= killed >= least * len(mine)
+        print(f"{name}: {killed} of {len(mine)} killed ({killed / max(1, len(mine)):.0%})")
+    return 0 if enough else 1
+
+
+def _sound(package: str, trees: SimpleQueue[Path]) -> str:
+    """The test that fails although nothing was planted, if there is one."""
+    tree = trees.get()
+    try:
+        return _first_failure(tree, list(TESTS[package]))
+    finally:
+        trees.put(tree)
+
+
+def _tried(mutant: Mutant, trees: SimpleQueue[Path]) -> Verdict:
+    tree, began = trees.get(), time.monotonic()
+    path = tree / mutant.path
+    source = path.read_text()
+    try:
+        path.write_text(mutant.applied(source))
+        killed_by = _first_failure(tree, suite_for(tree, mutant))
+        return Verdict(mutant, killed_by, time.monotonic() - began)
+    finally:
+        path.write_text(source)
+        trees.put(tree)
+
+
+def _first_failure(tree: Path, tests: list[str]) -> str:
+    """The test that failed, or what else ended the run; '': all passed."""
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "--tb=no"]
+    environ = os.environ | {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    with subprocess.Popen(
+        [*command, *tests], cwd=tree, env=environ, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    ) as process:  # fmt: skip
+        try:
+            output, _ = process.communicate(timeout=LIMIT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, 9)
+            return f"nothing ended within {LIMIT_S} s"
+    if process.returncode == 0:
+        return ""
+    if process.returncode not in (1, 2, 3):  # 4, 5: there are no such tests
+        raise RuntimeError(f"pytest ended with {process.returncode}: {output[-2000:]}")
+    failed = [line for line in output.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0].split(" ", 1)[1] if failed else "an error before any test"
+
+
+@contextmanager
+def _copies(n: int) -> Iterator[SimpleQueue[Path]]:
+    """Copies of the tree as it is, without what git ignores, beside the real ``../shared``."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        shared = ROOT.parent / "shared"
+        if shared.is_dir():
+            (Path(folder) / "shared").symlink_to(shared.resolve())
+        trees: SimpleQueue[Path] = SimpleQueue()
+        for number in range(n):
+            tree = Path(folder) / f"tree-{number}"
+            for name in names.splitlines():
+                if (ROOT / name).is_file():
+                    (tree / name).parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copyfile(ROOT / name, tree / name)
+            trees.put(tree)
+        yield trees
+
+
+def _write(path: Path, verdicts: list[Verdict]) -> None:
+    with path.open("w", newline="") as file:
+        rows = csv.writer(file, lineterminator="\n")
+        rows.writerow(["file", "line", "kind", "old", "new", "killed_by", "seconds"])
+        for v in verdicts:
+            m = v.mutant
+            old, new = (" ".join(text.split()) for text in (m.old, m.new))
+            rows.writerow([m.path, m.line, m.what, old, new, v.killed_by, round(v.seconds, 1)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

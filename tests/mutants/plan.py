@@ -1,0 +1,40 @@
+"""Which files are mutated, and which tests have to notice."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+
+from tests.mutants.operators import Mutant, mutants
+
+# What runs a package's code: its own tests first, they are the quickest to fail.
+TESTS = {
+    "broker": ("tests/broker", "tests/coordinator", "tests/updater"),
+    "coordinator": ("tests/coordinator", "tests/broker/test_invariant.py"),
+    "runtime": ("tests/runtime", "tests/coordinator/test_http.py"),
+    "trainer": ("tests/trainer", "tests/updater/test_scaffold.py"),
+    "updater": (
+        "tests/updater",
+        "tests/fedstream/test_journal.py",
+        "tests/fedstream/test_replay.py",
+    ),
+}
+_SKIPPED = {"__init__.py", "metrics.py", "settings.py"}
+
+
+def sample(root: Path, package: str, n: int, seed: int) -> list[Mutant]:
+    """``n`` mutants of a package, each equally likely, the same for the same seed and code."""
+    files = sorted(
+        path for path in (root / package).rglob("*")
+        if path.suffix in (".py", ".lua") and path.name not in _SKIPPED
+    )  # fmt: skip
+    every = [m for path in files for m in mutants(path.relative_to(root), path.read_text())]
+    return Random(f"{package} {seed}").sample(every, min(n, len(every)))
+
+
+def suite_for(root: Path, mutant: Mutant) -> list[str]:
+    """What to run, most telling first: the file's own tests, then those of the packages."""
+    package = mutant.path.parts[0]
+    own = root / "tests" / Path(*mutant.path.parts[:-1]) / f"test_{mutant.path.stem}.py"
+    first = [str(own.relative_to(root))] if own.is_file() else []
+    return [*first, *TESTS[package]]
