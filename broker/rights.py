@@ -80,8 +80,8 @@ RIGHTS = {
         reads=_LOOKED_AT,
         writes=("dead",),
         commands=(
-            "xread", "xrange", "xlen", "hget", "hgetall", "hkeys", "zrange", "unlink", "info",
-            *_BLOB_READ, *_BLOB_WRITE,
+            "xread", "xrange", "xlen", "hget", "hgetall", "hkeys", "hlen", "hstrlen", "persist",
+            "zrange", "unlink", "info", *_BLOB_READ, *_BLOB_WRITE,
         ),
         scripts=(
             "acquire", "hold", "yield", "create", "commit", "hand_out", "retire", "bury", "look",

@@ -23,6 +23,10 @@ class Metrics:
             buckets=(0.01, 0.02, 0.05, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.8, 1.0),
         )  # fmt: skip
         self.version = Gauge("fedstream_version", "The newest version.", registry=registry)
+        self.repaired = Counter(
+            "fedstream_models_repaired", "Newest models that were gone from Redis, written again.",
+            registry=registry,
+        )  # fmt: skip
         self.journal = Gauge(
             "fedstream_journal_bytes", "Journalled by this process.", registry=registry
         )

@@ -52,7 +52,12 @@ class Publisher:
     async def write(self, version: Version, model: Model) -> None:
         """Writes a version's model, whatever was there."""
         key = self._ledger.keys.model(version.blob)
+        await self._client.call("UNLINK", key)
         await blobs.write(self._client, key, model, expire_s=_UNNAMED_S)
+
+    async def keep(self, blob: str, size: int) -> bool:
+        """Whether all of a version's model is there; an expiry that it was given late is gone."""
+        return await blobs.keep(self._client, self._ledger.keys.model(blob), size)
 
     async def read(self, blob: str, model: Model, digest: str) -> None:
         """Reads a version's model. Raises BlobMissing, or BlobDamaged if it has another digest."""

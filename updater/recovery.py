@@ -317,6 +317,11 @@ class Recovery:
             self.course.ahead = head
         elif head.digest != self.course.digest:
             raise self._foreign(f"another version {head.version} than the journal")
+        elif not await self.publisher.keep(head.blob, progress.state.model.layout.nbytes):
+            self.metrics.repaired.inc()
+            self.context.log.error("the newest model is gone from Redis", version=head.version)
+            await self._publish_again(f"version {head.version} without its model")
+            return
         elif epoch != self.course.epoch:
             await self.recorder.check_last()
             if not await self.hand_out(progress.state):

@@ -10,6 +10,7 @@ recognises in the queue what it had done. An entry leaves the queue only once it
 from __future__ import annotations
 
 import asyncio
+import time
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -43,6 +44,8 @@ from updater.publisher import Publisher
 from updater.recorder import Recorder
 from updater.recovery import LOST_S, Recovery
 from updater.strategies import StrategySettings
+
+_SILENT_S = 600.0  # without a version
 
 
 class UpdaterSettings(Section):
@@ -91,6 +94,7 @@ class Updater:
         )  # fmt: skip
         self._course = Course(strategy.build())
         self._intake = Intake(self._client, keys, self._course)
+        self._heard = time.monotonic()  # when a version was made, or its absence told
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """None of its own."""
@@ -172,6 +176,7 @@ class Updater:
             self._intake.rewind()  # what we did is there again
         else:
             await self._see_to_room(progress.state.model.layout.nbytes)
+            await self._see_to_silence()
 
     async def _take_batch(self, progress: Progress) -> None:
         """Decides on the next entries, one on top of the other."""
@@ -335,6 +340,7 @@ class Updater:
                 self._metrics.staleness.observe(end.staleness or 0)
                 self._metrics.weight.observe(end.weight)
         if published is not None:
+            self._heard = time.monotonic()
             self._publisher.published(published)
             self._metrics.version.set(published.version)
             for update in published.updates:
@@ -347,6 +353,19 @@ class Updater:
         used, limit = await self._ledger.memory()
         if limit and used + size > limit:
             await self._make_room()
+
+    async def _see_to_silence(self) -> None:
+        """Says so, once in a while, when no version is made although tasks are open."""
+        now = time.monotonic()
+        if now - self._heard < _SILENT_S or self._course.finished:
+            return
+        silent, self._heard = now - self._heard, now
+        waiting = await self._client.call("HLEN", self._keys.open)
+        if waiting:
+            self._context.log.error(
+                "tasks are open and none of them makes a version: see docs/operations.md, "
+                "FedstreamStalled", open=waiting, seconds=round(silent),
+            )  # fmt: skip
 
     async def _make_room(self) -> None:
         """Redis is full: older models go before anything is written again."""

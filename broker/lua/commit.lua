@@ -11,7 +11,6 @@ local repeated = head == a.version and redis.call('HGET', key.head, 'digest') ==
 if a.version and not repeated then
   if head ~= a.version - 1 then return 'behind:' .. head end
   if redis.call('HGET', key.blob, 'size') ~= a.size then return 'unwritten' end
-  redis.call('PERSIST', key.blob)
   redis.call('HSET', key.lineage, a.version, a.digest)
   redis.call('HDEL', key.lineage, a.version - LINEAGE_KEPT)
   redis.call('ZADD', key.kept, a.version, a.blob)
@@ -19,6 +18,8 @@ if a.version and not repeated then
 elseif not a.version and head < a.at then
   return 'behind:' .. head
 end
+-- Also of a repetition: what rode ahead of the request that came late gave the model an expiry again.
+if a.version then redis.call('PERSIST', key.blob) end
 redis.call('HSET', key.head, unpack(a.head))
 for _, ended in ipairs(a.ends) do
   local task, attempt, outcome, reason, event = unpack(ended)

@@ -191,6 +191,7 @@ HEALTHY = {
     'fedstream_leading{namespace="fl", pod="u-0", role="updater"}': "1x45",
     'fedstream_queue_limit{namespace="fl", pod="s-0"}': "64x45",
     'fedstream_journal_unsynced_bytes{namespace="fl", pod="u-0"}': "67108864x45",
+    'fedstream_models_repaired_total{namespace="fl", pod="u-0"}': "0x45",
     'fedstream_updater_seconds_sum{namespace="fl", pod="u-0", part="journal"}': "0+3x45",
     'fedstream_updater_seconds_count{namespace="fl", pod="u-0", part="journal"}': "0+60x45",
     f"kubelet_volume_stats_available_bytes{{{_VOLUME}}}": "50x45",
@@ -204,6 +205,8 @@ STORIES: dict[str, tuple[dict[str, str], set[str]]] = {
     "no version is made any more": (
         {"run_published": "0+60x15 900x30"}, {"FedstreamStalled"},
     ),
+    "the newest model was lost": ({"models_repaired": "0x30 1x15"}, {"FedstreamModelRepaired"}),
+    "it was lost an hour ago": ({"models_repaired": "0x5 1x40"}, set()),
     "that is so because the run is finished": (
         FINISHED | {"run_published": "0+60x9 600x35"}, set(),
     ),

@@ -1,0 +1,143 @@
+"""What an updater mends of its own in Redis, and what it says when nothing comes any more."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import structlog
+
+from broker import blobs
+from broker.client import Client
+from broker.keys import Keys
+from tests.support import Hand, context, counted, layout_of, running, wait_until
+
+
+@pytest.fixture(autouse=True)
+def often_idle(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It looks around whenever nothing has come for so long."""
+    monkeypatch.setattr("updater.service.BLOCK_MS", 20)
+
+
+async def _delete(client: Client, key: str) -> None:
+    await client.call("UNLINK", key)
+
+
+async def _shorten(client: Client, key: str) -> None:
+    await client.call("HSET", key, 0, b"short")
+
+
+async def _lose_a_chunk(client: Client, key: str) -> None:
+    await client.call("HDEL", key, 1)
+
+
+async def _replace(client: Client, key: str) -> None:
+    await client.call("UNLINK", key)
+    await client.call("SET", key, b"no blob")
+
+
+@pytest.mark.parametrize("damage", [_delete, _shorten, _lose_a_chunk, _replace])
+async def test_the_newest_model_is_written_again_when_it_is_gone(
+    make: Any, hand: Hand, client: Client, damage: Any
+) -> None:
+    """Nobody could begin a task any more, and a restart would find head and digest as they were."""
+    hand.layout = layout_of(blobs.CHUNK // 4 + 10)  # two chunks
+    about = context()
+    async with running(make(), about):
+        await hand.join()
+        await hand.admitted(4.0)
+        await hand.reaches(1)
+        before = await hand.ledger.look()
+        await damage(client, hand.keys.model((await hand.published())[-1].blob))
+        await wait_until(lambda: counted(about, "fedstream_models_repaired_total") == 1)
+
+        async def there() -> bool:
+            head = await hand.ledger.head()
+            assert head
+            return await blobs.keep(client, hand.keys.model(head.blob), hand.layout.nbytes)
+
+        await wait_until(there)
+        head = await hand.ledger.head()
+        assert head
+        assert (head.version, head.digest) == (1, before.head.digest)
+        assert await client.call("PTTL", hand.keys.model(head.blob)) == -1
+        assert (await hand.ledger.look()).counts == before.counts
+        await hand.admitted(8.0)
+        await hand.reaches(2)
+        await hand.balanced()
+    assert counted(about, "fedstream_models_repaired_total") == 1
+
+
+async def test_a_restart_looks_whether_the_newest_model_is_there(
+    make: Any, hand: Hand, client: Client
+) -> None:
+    async with running(make(), context()):
+        await hand.join()
+        await hand.admitted(4.0)
+        await hand.reaches(1)
+    [*_, newest] = await hand.published()
+    await client.call("UNLINK", hand.keys.model(newest.blob))
+    async with running(make(), context()):
+
+        async def again() -> bool:
+            [*_, told] = await hand.published()
+            return (told.version, told.blob) != (1, newest.blob) and told.version == 1
+
+        await wait_until(again)
+        assert (await hand.model((await hand.published())[-1])).floats.tolist() == [2.0] * 4
+
+
+async def test_an_expiry_that_comes_late_is_taken_off_the_newest_model(
+    make: Any, hand: Hand, client: Client
+) -> None:
+    """A request that its sender gave up may arrive when the model is published."""
+    about = context()
+    async with running(make(), about):
+        await hand.reaches(0)
+        [version] = await hand.published()
+        key = hand.keys.model(version.blob)
+        await client.call("PEXPIRE", key, 600_000)
+
+        async def stays() -> bool:
+            return bool(await client.call("PTTL", key) == -1)
+
+        await wait_until(stays)
+    assert counted(about, "fedstream_models_repaired_total") == 0
+    assert len(await hand.published()) == 1
+
+
+async def test_a_commit_that_arrives_after_its_repetition_leaves_the_model_for_good(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    """What rides ahead of it gives the published model an expiry again."""
+    await hand.create()
+    assert await hand.commit(1) == "done"
+    [*_, version] = await hand.published()
+    assert await client.call("PEXPIRE", keys.model(version.blob), 600_000) == 1
+    assert await hand.commit(1, write=False) == "done"
+    assert await client.call("PTTL", keys.model(version.blob)) == -1
+
+
+async def test_it_says_so_when_no_version_comes_although_tasks_are_open(
+    make: Any, hand: Hand
+) -> None:
+    with structlog.testing.capture_logs() as logs:
+
+        def told() -> list[Any]:
+            return [one for one in logs if "none of them makes a version" in one["event"]]
+
+        updater = make()
+        async with running(updater, context()):
+            await hand.join()
+            updater._heard = -math.inf
+            await wait_until(lambda: updater._heard > 0)
+            assert told() == []  # no task is open
+            await hand.open(2)
+            updater._heard -= 1000
+            await wait_until(told)
+            await hand.admitted(4.0)
+            await hand.reaches(1)
+    [one] = told()
+    assert (one["log_level"], one["open"]) == ("error", 2)
+    assert one["seconds"] >= 1000
