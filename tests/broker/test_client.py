@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import suppress
 
+import hiredis
 import pytest
 
 from broker.client import Client, RedisSettings
@@ -280,3 +282,66 @@ async def test_a_closed_client_keeps_no_connection(redis: RedisSettings, client:
         return await connections() == 0
 
     await wait_until(none_left)
+
+
+class Node:
+    """Says of a cluster's node what it is told to say, and remembers what it was asked."""
+
+    def __init__(self, **replies: bytes) -> None:
+        self.replies = replies
+        self.asked: list[str] = []
+
+    async def __aenter__(self) -> Node:
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        self.port: int = self._server.sockets[0].getsockname()[1]
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._server.close()
+        await self._server.wait_closed()
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        parser = hiredis.Reader()
+        with suppress(ConnectionError):
+            while data := await reader.read(1 << 16):
+                parser.feed(data)
+                while (command := parser.gets()) is not False:
+                    name = command[0].decode().lower()
+                    self.asked.append(name)
+                    writer.write(self.replies.get(name, b"+OK\r\n"))
+                await writer.drain()
+        writer.transport.abort()
+
+
+async def test_what_was_done_in_part_is_not_repeated_at_another_node() -> None:
+    async with Node() as there, Node(get=b"-MOVED 1 127.0.0.1:%d\r\n" % there.port) as here:
+        settings = RedisSettings(url=f"redis://127.0.0.1:{here.port}", cluster=True)
+        mine = Client(settings)
+        mine._place = ("127.0.0.1", here.port)
+        with pytest.raises(BrokerError):
+            await mine.pipeline([("SET", "a", "1"), ("GET", "b")])
+        assert here.asked[-2:] == ["set", "get"]
+        assert there.asked == []
+        # Alone it changed nothing, and goes where it is sent.
+        mine._place = ("127.0.0.1", here.port)
+        assert await mine.call("GET", "b") == b"OK"
+        assert there.asked[-1] == "get"
+        await mine.close()
+
+
+async def test_a_connection_to_what_is_no_longer_the_node_is_not_kept(
+    redis: RedisSettings,
+) -> None:
+    async with Proxy(redis) as proxy:
+        mine = Client(proxy.settings)
+        await mine.call("PING")
+        proxy.answering.clear()
+        call = asyncio.create_task(mine.call("PING"))
+        await wait_until(lambda: not mine._idle)
+        mine._forget()  # meanwhile another call found that the node is another
+        proxy.answering.set()
+        assert await call == b"PONG"
+        assert mine._idle == []
+        assert await mine.call("PING") == b"PONG"
+        assert proxy.connections == 2
+        await mine.close()
