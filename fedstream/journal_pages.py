@@ -250,6 +250,11 @@ def verdict(found: Verdict) -> str:
         f"{found.segment}  versions {found.first} to {found.last}, {found.records} records, "
         f"{found.bytes:,} bytes: whole"
     )
+    if found.reweighed:
+        text += (
+            f"; warning: {found.reweighed} weights end in other bits than this machine computes "
+            "(the recorded ones are used)"
+        )
     if found.unweighted:
         text += "; updates without weights: not all models could be rebuilt"
     if found.torn:

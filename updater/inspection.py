@@ -89,6 +89,7 @@ class Move:
     before: Model | None  # that an update met; None: nobody knows, for want of weights
     update: Model | None
     after: Model | None  # of the message's version
+    reweighed: bool = False  # this machine computes another weight, by a hair
 
     @property
     def is_made(self) -> bool:
@@ -115,11 +116,12 @@ def moves(segment: Segment, cut: int | None, *, models: bool = True) -> Iterator
                 raise JournalDamaged(f"{record.place.where}: the update is not what it was")
         if not models or (update is None and is_used(entry)):
             model = None
+        reweighed = rebuild.reweighed
         if model is not None:
             step = rebuild.take(record, update)
             rebuild.check(record, step)
             model = step.after.state.model
-        yield Move(record, entry, before, update, model)
+        yield Move(record, entry, before, update, model, rebuild.reweighed > reweighed)
 
 
 def history(chain: Sequence[Segment]) -> Iterator[Move]:
@@ -197,6 +199,7 @@ class Verdict:
     bytes: int = 0  # that count
     behind: int = 0  # bytes behind the cut: of a writer that was fenced, nobody reads them
     torn: int = 0  # bytes of a record that was not whole when its writer ended
+    reweighed: int = 0  # updates whose weight this machine computes differently, by a hair
     unweighted: bool = False  # updates without weights: models were not rebuilt
     damage: str | None = None
 
@@ -237,6 +240,7 @@ def _verified(segment: Segment, cut: int | None, verdict: Verdict, *, models: bo
             )
         verdict.last, verdict.records = message.version, verdict.records + 1
         verdict.versions += message.digest is not None
+        verdict.reweighed += move.reweighed
         verdict.unweighted = verdict.unweighted or (models and move.after is None)
         digest = message.digest or digest
     return digest

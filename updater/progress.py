@@ -33,11 +33,22 @@ class Step:
     made: tuple[Contribution, ...] | None = None  # the updates in the version that it made
 
 
-def take(strategy: Strategy, before: Progress, upload: Upload, model: Model, spare: Model) -> Step:
-    """An update arrives. ``model`` is its content; ``spare`` may be written into, and kept."""
+def take(
+    strategy: Strategy,
+    before: Progress,
+    upload: Upload,
+    model: Model,
+    spare: Model,
+    *,
+    weight: float | None = None,
+) -> Step:
+    """An update arrives. ``model`` is its content; ``spare`` may be written into, and kept.
+
+    ``weight``: that was recorded of it, where it arrives again.
+    """
     update = Update(
         model=model, tau=upload.tau, device=upload.device,
-        samples=upload.samples, steps=upload.steps, lr=upload.lr,
+        samples=upload.samples, steps=upload.steps, lr=upload.lr, weight=weight,
     )  # fmt: skip
     state, decision = strategy.receive(before.state, update, spare)
     if decision.outcome == "dropped":

@@ -23,6 +23,9 @@ from updater.progress import Progress, Step, close_round, take
 from updater.strategies import DeviceVectors, Memory, State, Strategy, strategy_of
 
 _SHORT = 1e-30  # gamma H; less is no training
+# How far two machines' C libraries may be apart in a weight: by its last bits, or by so little that
+# no model shows it.
+_WEIGHTS, _NO_WEIGHT = 1e-12, 1e-60
 
 
 class Diverged(JournalError):
@@ -72,6 +75,7 @@ class Rebuild:
         self.strategy = strategy
         self.digest = said.digest  # of the newest version
         self.time = said.time
+        self.reweighed = 0  # updates whose weight this machine computes differently, by a hair
         self._free: list[Model] = []
 
     def spare(self) -> Model:
@@ -86,7 +90,8 @@ class Rebuild:
     def follow(self, record: Record, update: Model | None) -> Step:
         """One record. ``update``: its payload, where it is an update that was used; it is freed.
 
-        Every weight, outcome and digest must be the recorded one, else Diverged is raised.
+        Every outcome and digest must be the recorded one, and every weight what the rule gives but
+        for its last bits, else Diverged is raised.
         """
         step = self.take(record, update)
         if is_used(record.message) and update is not None:
@@ -103,7 +108,10 @@ class Rebuild:
         elif is_used(message):
             spare = self.spare()
             used += (spare,)
-            step = take(self.strategy, before, message.upload, recorded(record, update), spare)
+            step = take(
+                self.strategy, before, message.upload, recorded(record, update), spare,
+                weight=message.weight,
+            )  # fmt: skip
         else:
             return Step(before)
         self.progress = step.after
@@ -123,16 +131,28 @@ class Rebuild:
             if version != message.version or found is None or message.digest is None:
                 now, then = _made(version, found), _made(message.version, message.digest)
         elif isinstance(message, Taken) and step.decision is not None:
-            if (step.decision.outcome, step.decision.weight) == (message.outcome, message.weight):
-                return
-            now = f"{step.decision.outcome} with weight {step.decision.weight!r}"
-            then = f"{message.outcome} with weight {message.weight!r}"
+            outcome, late = step.decision.outcome, step.decision.staleness
+            if (outcome, late) == (message.outcome, message.staleness):
+                weight = self._weighed(message)
+                if math.isclose(weight, message.weight, rel_tol=_WEIGHTS, abs_tol=_NO_WEIGHT):
+                    self.reweighed += weight != message.weight
+                    return
+                now, then = f"weight {weight!r}", f"weight {message.weight!r}"
+            else:
+                now = f"{outcome} with staleness {late}"
+                then = f"{message.outcome} with staleness {message.staleness}"
         else:
             return
         raise Diverged(
             f"{record.place.where}: version {message.version} does not come out again: {now}, "
             f"the journal says {then}"
         )
+
+    def _weighed(self, message: Taken) -> float:
+        """The weight that the rule gives a recorded update, on this machine."""
+        upload = message.upload
+        version = upload.tau + message.staleness  # the newest one when it arrived
+        return self.strategy.weigh(version, upload.tau, upload.samples)
 
 
 def _vectors(segment: Segment, strategy: Strategy) -> DeviceVectors | None:
@@ -218,6 +238,7 @@ class Recovered:
     finished: str | None
     stored: dict[int, str] = field(default_factory=dict)  # device -> segment with its vector
     records: int = 0
+    reweighed: int = 0  # updates whose weight this machine computes differently, by a hair
     end: int = 0  # bytes of the segment that count
     torn_bytes: int = 0
 
@@ -262,7 +283,7 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
             name: max(found.counts.get(name, 0), known.get(name, 0))
             for name in found.counts | known
         }
-    found.torn_bytes = segment.size - found.end
+    found.torn_bytes, found.reweighed = segment.size - found.end, rebuild.reweighed
     return found
 
 

@@ -129,7 +129,8 @@ class Recovery:
         await self.begin_segment("continued", after=newest, cut=found.end)
         self.context.log.info(
             "recovered", version=found.version, records=found.records,
-            torn_bytes=found.torn_bytes, seconds=round(time.monotonic() - began, 3),
+            torn_bytes=found.torn_bytes, reweighed=found.reweighed,
+            seconds=round(time.monotonic() - began, 3),
         )  # fmt: skip
 
     async def _from_redis(self, newest: Segment, found: Recovered, head: Head | None) -> Recovered:

@@ -224,7 +224,8 @@ def test_verify_compares_models_unless_told_not_to(journal: Command, tmp_path: P
     scribe.close()
     code, out, _ = journal("verify", tmp_path)
     assert code == 1
-    assert "version 1 does not come out again: digest" in out
+    said = "version 1 does not come out again: weight 0.3, the journal says weight 0.2"
+    assert said in out
     assert journal("verify", tmp_path, "--no-models")[0] == 0
 
 

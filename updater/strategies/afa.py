@@ -59,9 +59,9 @@ class AfaCd(Batch):
     def __init__(self, settings: AfaCdSettings | AfaCsSettings) -> None:
         super().__init__(settings.buffer_size, settings.server_lr, settings.max_staleness)
 
-    def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
-        """Every device's mean gradient counts alike."""
-        return 1.0, 1.0 / (update.lr * update.steps)
+    def factor(self, update: Update, weight: float) -> float:
+        """1 / (gamma H): a device's mean gradient."""
+        return 1.0 / (update.lr * update.steps)
 
 
 class AfaCs(AfaCd):

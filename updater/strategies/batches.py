@@ -33,17 +33,23 @@ class Batch(ABC):
         self._size = size
         self._server_lr = server_lr
 
+    def weigh(self, version: int, tau: int, samples: int) -> float:
+        """Every update counts alike."""
+        return 1.0
+
     @abstractmethod
-    def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
-        """The weight that is reported of an update, and its factor f."""
+    def factor(self, update: Update, weight: float) -> float:
+        """f of an update of this weight."""
 
     def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
         """Adds the update to the batch; the K-th makes the version."""
         d = state.version - update.tau
         if self.max_staleness is not None and d > self.max_staleness:
             return state, Decision("dropped", 0.0, d)
-        weight, factor = self.weigh(update, d)
-        memory = self._grown(state.memory, update, factor, spare)
+        weight = update.weight
+        if weight is None:
+            weight = self.weigh(state.version, update.tau, update.samples)
+        memory = self._grown(state.memory, update, self.factor(update, weight), spare)
         grown = State(state.version, state.model, memory)
         if memory.arrivals < self._size:
             return grown, Decision("buffered", weight, d)

@@ -44,17 +44,19 @@ class FedAsync:
         self.max_staleness = settings.max_staleness
         self._settings = settings
 
-    def weight(self, version: int, staleness: int) -> float:
-        """a_t for an update that makes ``version``."""
+    def weigh(self, version: int, tau: int, samples: int) -> float:
+        """a_t for an update that makes the next version."""
         rule = self._settings
-        return rule.alpha_schedule(rule.alpha, version) * rule.staleness(staleness)
+        return rule.alpha_schedule(rule.alpha, version + 1) * rule.staleness(version - tau)
 
     def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
         """Mixes the update in, unless it is too stale."""
         d = state.version - update.tau
         if self.max_staleness is not None and d > self.max_staleness:
             return state, Decision("dropped", 0.0, d)
-        weight = self.weight(state.version + 1, d)
+        weight = update.weight
+        if weight is None:
+            weight = self.weigh(state.version, update.tau, update.samples)
         mix(state.model, update.model, weight, into=spare)
         return State(state.version + 1, spare), Decision("applied", weight, d)
 

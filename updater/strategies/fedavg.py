@@ -44,12 +44,18 @@ class FedAvg:
         self._k = settings.clients_per_round
         self._by_samples = settings.weighting == "samples"
 
+    def weigh(self, version: int, tau: int, samples: int) -> float:
+        """n of the mean."""
+        return float(samples) if self._by_samples else 1.0
+
     def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
         """Averages the update in; the k-th makes the version."""
         d = state.version - update.tau
         if d > 0:
             return state, Decision("dropped", 0.0, d)
-        weight = float(update.samples) if self._by_samples else 1.0
+        weight = update.weight
+        if weight is None:
+            weight = self.weigh(state.version, update.tau, update.samples)
         memory = state.memory
         total = memory.weight + weight
         if memory.model is None:

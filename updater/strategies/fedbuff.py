@@ -41,7 +41,10 @@ class FedBuff(Batch):
         super().__init__(settings.buffer_size, settings.server_lr, settings.max_staleness)
         self._staleness = settings.staleness
 
-    def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
-        """s(d), twice."""
-        weight = self._staleness(staleness)
-        return weight, weight
+    def weigh(self, version: int, tau: int, samples: int) -> float:
+        """s(d)."""
+        return self._staleness(version - tau)
+
+    def factor(self, update: Update, weight: float) -> float:
+        """s(d)."""
+        return weight

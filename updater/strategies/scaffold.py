@@ -49,9 +49,9 @@ class Scaffold(Batch):
         self.devices: int | None = devices
         self.per_step = settings.per_step
 
-    def weigh(self, update: Update, staleness: int) -> tuple[float, float]:
-        """Every device counts alike."""
-        return 1.0, 1.0 / (update.lr * update.steps) if self.per_step else 1.0
+    def factor(self, update: Update, weight: float) -> float:
+        """1, or 1 / (gamma H)."""
+        return 1.0 / (update.lr * update.steps) if self.per_step else 1.0
 
     def add(
         self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None

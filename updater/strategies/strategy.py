@@ -32,6 +32,11 @@ class Update:
     samples: int
     steps: int  # H
     lr: float  # gamma
+    weight: float | None = None
+    """that it was given when it was recorded; None: the strategy's :meth:`Strategy.weigh` says.
+
+    The exponential and the power of a staleness function are the C library's: another machine's may
+    end in another bit, and the models made with it would be others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +95,12 @@ class Strategy(Protocol):
     per_step: bool  # it divides by gamma H: an update without steps is of no use
     devices: int | None  # M, where it keeps something of each
     max_staleness: int | None  # an older update is dropped
+
+    def weigh(self, version: int, tau: int, samples: int) -> float:
+        """The weight of an update trained from x_tau that arrives when ``version`` is the newest.
+
+        Its last bits are the machine's.
+        """
 
     def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
         """Takes one update in. A version more means that a model was made."""
