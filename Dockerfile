@@ -65,6 +65,6 @@ ENV PATH=/opt/fedstream/bin:$PATH \
 # By number, so that Kubernetes can tell that it is not root.
 USER 10001:10001
 WORKDIR /var/lib/fedstream
-EXPOSE 8080
+EXPOSE 8080 8081
 ENTRYPOINT ["fedstream"]
 CMD ["--help"]

@@ -69,7 +69,7 @@ class Pipeline:
     def _start(self, name: str) -> None:
         env = self._env
         if name == "updater":
-            env = env | {"FEDSTREAM_HTTP__PORT": str(self._port.number)}
+            env = env | {"FEDSTREAM_HTTP__HEALTH_PORT": str(self._port.number)}
         module = "fedstream" if self._recorded else "benchmarks.unrecorded"
         self._processes[name] = subprocess.Popen(
             [sys.executable, "-m", module, name.partition("-")[0], "--name", name],

@@ -100,7 +100,7 @@ class Deployment:
         port = self._ports[name] = HeldPort()
         self._processes[name] = subprocess.Popen(
             [sys.executable, "-m", "fedstream", name.partition("-")[0], "--name", name],
-            env=self._env | {"FEDSTREAM_HTTP__PORT": str(port.number)},
+            env=self._env | {"FEDSTREAM_HTTP__HEALTH_PORT": str(port.number)},
             cwd=Path(__file__).parent.parent,
         )  # fmt: skip
         return port.number

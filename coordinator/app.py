@@ -1,25 +1,30 @@
-"""What the coordinator answers over HTTP: the run's status, and models as safetensors."""
+"""What the coordinator answers over HTTP: the run's status, and models as safetensors.
+
+No answer grows with what a run holds: the register comes in pages, models from one shared copy.
+"""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+import json
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
-from safetensors.numpy import save
 
-from broker import blobs
 from broker.client import Client
-from broker.errors import BlobMissing, BrokerError, FedstreamError, NoRun
+from broker.errors import BlobMissing, FedstreamError, NoRun
 from broker.keys import Keys
-from broker.layout import Model
 from broker.ledger import Ledger
 from broker.records import View
+from coordinator.downloads import Downloads, send
+from runtime.http import problem
 
 _DIGITS = 18  # no version has as many
+_PAGE = 100  # trainers of the register in one answer
+_PAGE_BYTES = 1 << 16  # and what they say of themselves, which is theirs to choose
+_RETRY_S = 2
 
-Handler = Callable[[web.Request], Awaitable[web.Response]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def status(name: str, view: View) -> dict[str, Any]:
@@ -59,18 +64,36 @@ def status(name: str, view: View) -> dict[str, Any]:
     }
 
 
-class App:
-    """The routes of the coordinator.
+def page(
+    register: Mapping[str, Mapping[str, Any]], after: str = "", most: int = _PAGE
+) -> tuple[dict[str, Mapping[str, Any]], int]:
+    """Some of the register, from the first name beyond ``after``; and how many come behind them.
 
-    While ``is_stopping`` every answer ends its connection: else it would be cut at the end, perhaps
-    under a request that is on its way. Whoever connects anew is served by another replica.
+    A page ends before it grows too long; a trainer that alone is too long comes with no more than
+    its name.
     """
+    names = sorted(name for name in register if name > after)
+    found: dict[str, Mapping[str, Any]] = {}
+    room = _PAGE_BYTES
+    for name in names[:most]:
+        about = register[name]
+        size = len(json.dumps({name: about}))
+        if size > _PAGE_BYTES:
+            about, size = {"owns": [], "left_out": f"{size} bytes"}, len(json.dumps(name))
+        if size > room:
+            break
+        room -= size
+        found[name] = about
+    return found, len(names) - len(found)
 
-    def __init__(self, client: Client, ledger: Ledger, keys: Keys) -> None:
-        self._client = client
+
+class App:
+    """The routes of the coordinator. ``downloads``: of models, at a time."""
+
+    def __init__(self, client: Client, ledger: Ledger, keys: Keys, downloads: int) -> None:
         self._ledger = ledger
         self._keys = keys
-        self.is_stopping: Callable[[], bool] = lambda: False
+        self._downloads = Downloads(client, keys, downloads)
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """GET routes under /v1."""
@@ -83,35 +106,39 @@ class App:
     def _answering(self, handler: Handler) -> Handler:
         """The handler, with trouble as an answer: 503 if it may pass, 404 where nothing is."""
 
-        async def answer(request: web.Request) -> web.Response:
+        async def answer(request: web.Request) -> web.StreamResponse:
             try:
-                response = await handler(request)
+                return await handler(request)
             except (NoRun, BlobMissing) as error:
-                response = _problem(404, str(error))
-            except BrokerError as error:
-                response = _problem(503 if error.retriable else 500, str(error))
+                return problem(404, str(error))
             except FedstreamError as error:
-                response = _problem(500, str(error))
-            if self.is_stopping():
-                response.force_close()
-            return response
+                if error.retriable:
+                    return problem(503, str(error), retry_after_s=_RETRY_S)
+                return problem(500, str(error))
 
         return answer
 
-    async def _status(self, request: web.Request) -> web.Response:
-        if problem := self._another(request):
-            return problem
+    async def _status(self, request: web.Request) -> web.StreamResponse:
+        """``?after=NAME``: the register from the next name on; ``?limit=N``: so many at most."""
+        if answer := self._another(request):
+            return answer
+        after, limit = request.query.get("after", ""), request.query.get("limit", str(_PAGE))
+        if unknown := sorted(request.query.keys() - {"after", "limit"}):
+            return problem(400, f"unknown parameter {unknown[0][:40]!r}: after, limit are known")
+        if not (limit.isdecimal() and len(limit) <= len(str(_PAGE)) and int(limit) <= _PAGE):
+            return problem(400, f"limit={limit[:40]!r} is no number from 0 to {_PAGE}")
         about = status(self._keys.name, await self._ledger.look())
-        return web.json_response(about | {"register": await self._ledger.trainers()})
+        found, more = page(await self._ledger.trainers(), after, int(limit))
+        return web.json_response(about | {"register": found, "register_more": more})
 
-    async def _scaling(self, request: web.Request) -> web.Response:
+    async def _scaling(self, request: web.Request) -> web.StreamResponse:
         """How much there is to do for trainers, for whoever sets their number (KEDA).
 
         Nothing before the run is there and after it is finished, rather than an error: an
         autoscaler that gets none keeps the trainers that it has.
         """
-        if problem := self._another(request):
-            return problem
+        if answer := self._another(request):
+            return answer
         try:
             view = await self._ledger.look()
         except NoRun:
@@ -120,22 +147,22 @@ class App:
         tasks = len(view.open) if state == "running" else 0
         return web.json_response({"open": tasks, "trainers": view.trainers, "state": state})
 
-    def _another(self, request: web.Request) -> web.Response | None:
+    def _another(self, request: web.Request) -> web.StreamResponse | None:
         """The answer to who asks for a run that is not served here; None if it is."""
         name = request.match_info["run"]
         if name == self._keys.name:
             return None
-        return _problem(404, f"this deployment serves run {self._keys.name!r}, not {name!r}")
+        return problem(404, f"this deployment serves run {self._keys.name!r}, not {name[:80]!r}")
 
-    async def _model(self, request: web.Request) -> web.Response:
+    async def _model(self, request: web.Request) -> web.StreamResponse:
         """A model as safetensors. Its digest is the ETag: a copy that is current costs nothing."""
         wanted = request.match_info["version"]
         if wanted != "latest" and not (wanted.isdecimal() and len(wanted) < _DIGITS):
-            return _problem(400, f"{wanted!r} is no version: a number, or 'latest'")
+            return problem(400, f"{wanted[:40]!r} is no version: a number, or 'latest'")
         while True:
             head = await self._ledger.head()
             if head is None:
-                return _problem(404, "there is no model yet")
+                return problem(404, "there is no model yet")
             version = head.version if wanted == "latest" else int(wanted)
             try:
                 return await self._copy(request, version)
@@ -144,9 +171,9 @@ class App:
                 if now is None or now.version == head.version or wanted != "latest":
                     break  # else what was the latest is no more: take what is
         kept = (await self._ledger.kept()).values()
-        return _problem(404, f"version {wanted} is not kept; kept are {_ranges(kept)}")
+        return problem(404, f"version {wanted} is not kept; kept are {_ranges(kept)}")
 
-    async def _copy(self, request: web.Request, version: int) -> web.Response:
+    async def _copy(self, request: web.Request, version: int) -> web.StreamResponse:
         """A version's model, unless the client has it. Raises BlobMissing."""
         kept = {number: blob for blob, number in (await self._ledger.kept()).items()}
         digest = await self._ledger.digest(version)
@@ -155,14 +182,10 @@ class App:
         headers = {"ETag": f'"{digest}"', "X-Fedstream-Version": str(version)}
         if f'"{digest}"' in request.headers.get("If-None-Match", ""):
             return web.Response(status=304, headers=headers)
-        model = Model((await self._ledger.run()).layout)
-        await blobs.read(self._client, self._keys.model(kept[version]), model, digest=digest)
-        body = await asyncio.to_thread(save, model.tensors(), {"version": str(version)})
-        return web.Response(body=body, content_type="application/octet-stream", headers=headers)
-
-
-def _problem(status_code: int, text: str) -> web.Response:
-    return web.json_response({"error": text}, status=status_code)
+        with self._downloads.place():
+            layout = (await self._ledger.run()).layout
+            body = await self._downloads.body(layout, version, kept[version], digest)
+            return await send(request, body, headers)
 
 
 def _ranges(versions: Iterable[int]) -> str:

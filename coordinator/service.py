@@ -46,6 +46,7 @@ class CoordinatorSettings(Section):
     device_rate: Annotated[int, Field(ge=1)] = 100  # triggers a second and trainer, anarchic
     trainer_silence_s: Annotated[float, Field(gt=0)] = 10.0  # then it is struck off
     redeliver_s: Annotated[float, Field(gt=0)] = 15.0  # entries of a coordinator that crashed
+    downloads: Annotated[int, Field(ge=1)] = 16  # of models over HTTP, at a time
     drain_s: Annotated[float, Field(gt=0)] = 15.0  # beyond redis.timeout_s
 
 
@@ -68,7 +69,7 @@ class Coordinator:
         self._keys = keys
         self._client = Client(redis, name)
         self._ledger = Ledger(self._client, keys, name)
-        self._app = App(self._client, self._ledger, keys)
+        self._app = App(self._client, self._ledger, keys, settings.downloads)
         self._triggers = Group(self._client, keys.triggers, COORDINATORS, name)
         self._uploads = Group(self._client, keys.uploads, COORDINATORS, name)
         self._groups = (self._triggers, self._uploads)
@@ -86,7 +87,6 @@ class Coordinator:
     async def run(self, context: Context) -> None:
         """Works until stop."""
         self._context = context
-        self._app.is_stopping = context.stop.is_set
         self._answers = Counter(
             "fedstream_answers", "Answers of trainers by verdict.", ["verdict", "reason"],
             registry=context.registry,

@@ -25,7 +25,7 @@ from fedstream.simulation.settings import (
     UniformStaleness,
 )
 from runtime.config import Option, Section, load
-from runtime.health import HttpSettings
+from runtime.http import HttpSettings
 from runtime.logging import LogSettings
 from runtime.tasks import LeaseSettings
 from trainer.devices import DeviceSettings

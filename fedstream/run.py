@@ -155,7 +155,8 @@ def environment(
 
 def programs(settings: Settings, trainers: int, config: Path, port: int) -> list[Program]:
     """The services of a run, in the order in which they are started."""
-    file = ("--config", str(config), "--set", "http.port=0")  # any: they are on one machine
+    # Any port: they are on one machine.
+    file = ("--config", str(config), "--set", "http.port=0", "--set", "http.health_port=0")
     listen = ("--set", f"http.port={port}")
     return [
         # Those that load torch first: they take longest.

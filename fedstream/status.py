@@ -31,7 +31,7 @@ async def read(client: Client, keys: Keys) -> dict[str, Any]:
     """The same as the coordinator's HTTP status. Raises NoRun."""
     ledger = Ledger(client, keys, "status")
     view = await ledger.look()
-    return status(keys.name, view) | {"register": await ledger.trainers()}
+    return status(keys.name, view) | {"register": await ledger.trainers(), "register_more": 0}
 
 
 def fetch(url: str, run: str) -> dict[str, Any]:
@@ -98,7 +98,8 @@ def page(about: Mapping[str, Any]) -> RenderableType:
         facts.add_row(name, escape(value))
     if not about["register"]:
         return facts
-    return Group(facts, "", trainers(about["register"]))
+    more = about.get("register_more", 0)
+    return Group(facts, "", trainers(about["register"]), f"and {more} more" if more else "")
 
 
 def _rows(about: Mapping[str, Any]) -> list[tuple[str, str]]:

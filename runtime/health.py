@@ -18,22 +18,12 @@ from prometheus_client import (
     disable_created_metrics,
 )
 from prometheus_client import generate_latest as render
-from pydantic import Field
-
-from runtime.config import Section
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 # A second series for every counter, which nobody asks for.
 disable_created_metrics()  # type: ignore[no-untyped-call]  # its package has no type for it
-
-
-class HttpSettings(Section):
-    """Where a service listens for probes, metrics and its own routes."""
-
-    host: str = "127.0.0.1"
-    port: int = Field(default=0, ge=0, le=65535)  # 0: any that is free
 
 
 @dataclass

@@ -2,6 +2,9 @@
 
 One event is one line on stderr: JSON for machines, aligned text on a terminal. Values bound with
 ``structlog.contextvars`` (task, device, version) ride on every line of the asyncio task.
+
+Of warnings and errors of one kind only some are written (:mod:`runtime.flood`): whoever can cause
+them must not fill the disk. The next one that is says how many were left out.
 """
 
 from __future__ import annotations
@@ -16,9 +19,13 @@ import structlog
 from pydantic import model_validator
 
 from runtime.config import Section
+from runtime.flood import Flood
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, Processor, WrappedLogger
+
+
+_LOUD = ("warning", "error", "critical", "exception")
 
 
 class LogSettings(Section):
@@ -60,6 +67,33 @@ class _Lines:
             self._stream.flush()
 
 
+def _sparing(flood: Flood) -> Processor:
+    """Leaves out what is too much. Raises structlog.DropEvent."""
+
+    def spare(_logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
+        if method not in _LOUD:
+            return event
+        left_out = flood.passes(event["event"])
+        if left_out is None:
+            raise structlog.DropEvent
+        return {**event, "left_out": left_out} if left_out else event
+
+    return spare
+
+
+class _Spare(logging.Filter):
+    """The same for the standard library's lines, whose kind is their logger: texts may vary."""
+
+    def __init__(self, flood: Flood) -> None:
+        super().__init__()
+        self._flood = flood
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        return self._flood.passes((record.name,)) is not None
+
+
 def stamp(seconds: float) -> str:
     """A time since 1970 as the lines have it."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
@@ -68,6 +102,7 @@ def stamp(seconds: float) -> str:
 def configure(settings: LogSettings, **bound: object) -> None:
     """Set logging up for this process; ``bound`` (run, service) rides on every line."""
     terminal = sys.stderr.isatty()
+    flood = Flood()
     level = logging.getLevelNamesMapping()[settings.level.upper()]
 
     # A processor rather than context variables: those do not reach threads.
@@ -91,12 +126,13 @@ def configure(settings: LogSettings, **bound: object) -> None:
     # Our own lines bypass the standard library: below the level a call is a no-op, above it one
     # write.
     structlog.configure(
-        processors=[*shared, *ending],
+        processors=[_sparing(flood), *shared, *ending],
         wrapper_class=structlog.make_filtering_bound_logger(level),
         logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _Lines(sys.stderr))),
         cache_logger_on_first_use=True,
     )
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(_Spare(flood))
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=[*shared, structlog.stdlib.add_logger_name],

@@ -7,31 +7,32 @@ import os
 import random
 import signal
 import time
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
 import structlog
 import uvloop
-from aiohttp import web
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily
 
 from broker.errors import ConfigError, FedstreamError
 from runtime.backoff import Backoff, pause
-from runtime.health import Health, HttpSettings, routes
+from runtime.health import Health, routes
+from runtime.http import HttpSettings, serving
 from runtime.logging import LogSettings, configure, stamp
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+    from collections.abc import Awaitable, Callable, Iterator, Sequence
     from types import FrameType
 
+    from aiohttp import web
     from prometheus_client.metrics_core import Metric
     from structlog.typing import FilteringBoundLogger
 
     from broker.client import Client
 
-_CLOSE_S = 2.0  # for requests still being answered, and for a cancelled service to end
+_CANCELLED_S = 2.0  # for a cancelled service to end
 
 
 @dataclass
@@ -89,7 +90,7 @@ class Service(Protocol):
         """The service's name in logs, such as ``updater``."""
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        """HTTP routes of its own, besides health and metrics."""
+        """HTTP routes of its own, besides health and metrics, on a port of their own."""
 
     async def run(self, context: Context) -> None:
         """Work until ``context.stop`` is set, then drain and return.
@@ -207,7 +208,8 @@ async def _live(
     context = Context(stop, Health(), CollectorRegistry(), log, traces)
     context.health.ready_when("running", lambda: not stop.is_set())
     with _signals(context):
-        async with _listening(service, context, http):
+        own, health = service.routes(), routes(context.health, context.registry)
+        async with serving(own, health, http, stop.is_set, log):
             clean = await _drained(service, context, drain_s)
     if not clean:
         # Not through a normal exit: it waits for threads, and one that hangs may be the reason.
@@ -226,33 +228,10 @@ async def _drained(service: Service, context: Context, drain_s: float) -> bool:
         return True
     context.log.error("cancelled: the drain took too long", drain_s=drain_s)
     work.cancel()
-    await asyncio.wait((work,), timeout=_CLOSE_S)
+    await asyncio.wait((work,), timeout=_CANCELLED_S)
     if work.done() and not work.cancelled() and (error := work.exception()):
         context.log.error("failed while it was cancelled", exc_info=error)
     return False
-
-
-@asynccontextmanager
-async def _listening(service: Service, context: Context, http: HttpSettings) -> AsyncIterator[None]:
-    """Serve HTTP inside the block."""
-    app = web.Application()
-    app.add_routes([*routes(context.health, context.registry), *service.routes()])
-    # No access log: probes and scrapes would be most of the lines.
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=_CLOSE_S)
-    await runner.setup()
-    try:
-        try:
-            await web.TCPSite(runner, http.host, http.port).start()
-        except (OSError, UnicodeError) as error:  # UnicodeError: it can be no host's name
-            reason = getattr(error, "strerror", None) or error
-            raise FedstreamError(
-                f"cannot listen on host {http.host!r}, port {http.port}: {reason}"
-            ) from error
-        host, port = runner.addresses[0][:2]
-        context.log.info("serving", host=host, port=port)
-        yield
-    finally:
-        await runner.cleanup()
 
 
 @contextmanager

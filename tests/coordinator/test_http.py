@@ -18,6 +18,8 @@ from broker.layout import Layout, Tensor
 from broker.messages import GiveUp
 from coordinator.app import _ranges
 from coordinator.service import Coordinator, CoordinatorSettings
+from runtime.http import application
+from runtime.service import Context
 from runtime.tasks import LeaseSettings
 from tests.support import Hand, Proxy, context, running, wait_until
 
@@ -30,9 +32,8 @@ def coordinator_of(redis: RedisSettings, keys: Keys) -> Coordinator:
     )
 
 
-async def serving(coordinator: Coordinator) -> Http:
-    app = web.Application()
-    app.add_routes(coordinator.routes())
+async def serving(coordinator: Coordinator, live: Context | None = None) -> Http:
+    app = application(coordinator.routes(), (live or context()).stop.is_set)
 
     async def close(_app: web.Application) -> None:
         await coordinator._client.close()
@@ -233,7 +234,8 @@ async def test_a_coordinator_that_stops_keeps_no_connection(
     """Else a request that is sent on it just as it is cut is lost."""
     version = await hand.create()
     coordinator = coordinator_of(redis, hand.keys)
-    http, live = await serving(coordinator), context()
+    live = context()
+    http = await serving(coordinator, live)
     current = {"If-None-Match": f'"{version.digest}"'}
 
     async def said(path: str) -> tuple[int, str | None]:

@@ -51,7 +51,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 async def serving(client: Client, keys: Keys) -> TestServer:
     """A coordinator's routes."""
     app = web.Application()
-    app.add_routes(App(client, Ledger(client, keys, "c"), keys).routes())
+    app.add_routes(App(client, Ledger(client, keys, "c"), keys, 4).routes())
     server = TestServer(app)
     await server.start_server()
     return server

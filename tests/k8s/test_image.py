@@ -69,7 +69,7 @@ def test_compose_starts_every_service_as_its_own_user(role: str) -> None:
     )
     grace_s = float(service["stop_grace_period"].removesuffix("s"))
     assert grace_s >= getattr(found, role).drain_s + 5
-    assert f"127.0.0.1:{found.http.port}/readyz" in service["healthcheck"]["test"][-1]
+    assert f"127.0.0.1:{found.http.health_port}/readyz" in service["healthcheck"]["test"][-1]
     assert service["read_only"]
     assert service["cap_drop"] == ["ALL"]
 

@@ -205,7 +205,21 @@ BREAKS: dict[str, tuple[Change, str]] = {
     ),
     "a port where the service does not listen": (
         lambda m: container(m, "scheduler")["ports"][0].update(containerPort=8000),
-        r"settings: Deployment scheduler, .*: http\.port = 8080, the port named http is 8000",
+        r"settings: Deployment scheduler, .*: http\.health_port = 8081, the port .* is 8000$",
+    ),
+    "probes at the port that everybody may fill": (
+        lambda m: container(m, "coordinator")["livenessProbe"]["httpGet"].update(port="http"),
+        r"probes: Deployment coordinator, .*: livenessProbe does not ask the port of probes alone",
+    ),
+    "one port for probes and everybody": (
+        lambda m: container(m, "coordinator")["ports"][1].update(containerPort=8080),
+        r"settings: Deployment coordinator, .*: two ports are one",
+    ),
+    "probes that the Ingress controller may ask": (
+        lambda m: rule(m, "coordinator")["ingress"][0]["ports"].append(
+            {"protocol": "TCP", "port": 8081}
+        ),
+        r"networks: .* let the Ingress controller to Deployment coordinator, port 8081",
     ),
     "another service's user": (
         lambda m: entry(m, "trainer", "FEDSTREAM_REDIS__USERNAME").update(value="updater"),

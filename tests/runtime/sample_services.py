@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from runtime.health import HttpSettings
+from runtime.http import HttpSettings
 from runtime.logging import LogSettings
 from runtime.service import Context, repeat, serve
 

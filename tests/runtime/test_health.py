@@ -9,7 +9,8 @@ from aiohttp import ClientSession, web
 from prometheus_client import CollectorRegistry, Counter
 from pydantic import ValidationError
 
-from runtime.health import Health, HttpSettings, routes
+from runtime.health import Health, routes
+from runtime.http import HttpSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

@@ -22,7 +22,8 @@ from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
 from broker.errors import ConfigError, DataError, Fenced, OutOfMemory, Unavailable
-from runtime.health import Health, HttpSettings
+from runtime.health import Health
+from runtime.http import HttpSettings
 from runtime.logging import LogSettings
 from runtime.service import Context, repeat, serve
 
@@ -175,7 +176,7 @@ def live(
     """The exit code of a service, and what it logged."""
     code = serve(
         Scripted(run),
-        http=HttpSettings(host=host, port=port),
+        http=HttpSettings(host=host, health_port=port),
         log=LogSettings(format="json"),
         run="r1",
         name="scripted-0",
@@ -298,6 +299,7 @@ class Child:
         self.seen: list[str] = []
         serving = self.until("serving")
         self.url = f"http://{serving['host']}:{serving['port']}"
+        self.health = f"http://{serving['host']}:{serving['health_port']}"
 
     def until(self, event: str) -> dict[str, Any]:
         assert self.process.stderr
@@ -309,8 +311,9 @@ class Child:
         raise AssertionError(f"ended without {event!r}; said {self.seen}")
 
     def get(self, path: str, data: bytes | None = None) -> tuple[int, str]:
+        url = self.health if path in ("/livez", "/readyz", "/metrics") else self.url
         try:
-            with urllib.request.urlopen(self.url + path, data, timeout=10) as reply:  # noqa: S310
+            with urllib.request.urlopen(url + path, data, timeout=10) as reply:  # noqa: S310
                 return reply.status, reply.read().decode()
         except urllib.error.HTTPError as error:
             with error:

@@ -54,11 +54,12 @@ def networks(manifests: Manifests) -> Iterator[str]:
     for place in places:
         needed += [(place, _DNS, 53, "UDP"), (place, _DNS, 53, "TCP")]
         barred += [(place, there, 443, "TCP") for there in (_INTERNET, _METADATA)]
-        barred += [(_STRANGER, place, port, "TCP") for port in (6379, 8080, 26379)]
+        barred += [(_STRANGER, place, port, "TCP") for port in (6379, 8080, 8081, 26379)]
     for place in ours:
         needed += [(place, server, 6379, "TCP") for server in servers]
         needed += [(place, sentinel, 26379, "TCP") for sentinel in sentinels]
-        needed.append((_PROMETHEUS, place, 8080, "TCP"))
+        needed.append((_PROMETHEUS, place, 8081, "TCP"))
+        barred += [(who, place, 8081, "TCP") for who in (_KEDA, _INGRESS, *ours)]
         barred += [(place, other, 8080, "TCP") for other in ours]
         asked = place.labels["app.kubernetes.io/component"] == "coordinator"
         (needed if asked else barred).extend((who, place, 8080, "TCP") for who in (_KEDA, _INGRESS))
@@ -73,7 +74,7 @@ def networks(manifests: Manifests) -> Iterator[str]:
             if not any(passes(policies, place, there, port, "TCP") for there in outside):
                 yield f"network policies stop {place.name} to a Redis elsewhere, port {port}/TCP"
     if not sentinels:
-        barred += [(server, place, 8080, "TCP") for server in servers for place in ours]
+        barred += [(s, p, port, "TCP") for s in servers for p in ours for port in (8080, 8081)]
     for flow in needed:
         if not passes(policies, *flow):
             yield f"network policies stop {_text(flow)}"

@@ -85,6 +85,8 @@ def probes(manifests: Manifests) -> Iterator[str]:
                 wanted = "/readyz" if probe == "readinessProbe" else "/livez"
                 if ours and path != wanted:
                     yield f"{name}: {probe} asks {path}, not {wanted}"
+                if ours and container[probe].get("httpGet", {}).get("port") != "health":
+                    yield f"{name}: {probe} does not ask the port of probes alone, 'health'"
                 ask = container[probe].get("httpGet") or container[probe].get("tcpSocket")
                 if ask is not None and ask["port"] not in workload.ports:
                     yield f"{name}: {probe} asks port {ask['port']!r}, which it does not have"

@@ -70,8 +70,14 @@ def _service(
         yield f"is named otherwise than its service, {role}"
     if found.http.host != "0.0.0.0":  # noqa: S104  (a pod's own address is not known before)
         yield f"http.host = {found.http.host!r}: probes come from elsewhere"
-    if workload.ports.get("http") != found.http.port:
-        yield f"http.port = {found.http.port}, the port named http is {workload.ports.get('http')}"
+    listens = {"health": ("http.health_port", found.http.health_port)}
+    if role == "coordinator":
+        listens["http"] = ("http.port", found.http.port)
+    for port, (key, number) in listens.items():
+        if workload.ports.get(port) != number:
+            yield f"{key} = {number}, the port named {port} is {workload.ports.get(port)}"
+    if len(set(workload.ports.values())) < len(workload.ports):
+        yield f"two ports are one: {workload.ports}"
     drain_s = getattr(found, role).drain_s
     stop_s = _sleeps_s(container) + drain_s + _CLOSE_S
     grace_s = workload.pod["terminationGracePeriodSeconds"]

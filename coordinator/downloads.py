@@ -1,0 +1,100 @@
+"""Models on their way to whoever asked over HTTP: each once in memory, however many read it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from weakref import WeakValueDictionary
+
+from aiohttp import web
+from safetensors import numpy as safetensors
+
+from broker import blobs
+from broker.client import Client
+from broker.errors import FedstreamError
+from broker.keys import Keys
+from broker.layout import Layout, Model
+
+_SLICE = 1 << 18  # bytes handed to a connection at once: what a slow reader keeps from being freed
+_MODELS = 2  # different ones in memory at a time: while a version is read, the next may come
+
+
+class Busy(FedstreamError):
+    """As much as may be under way is; it passes."""
+
+    retriable = True
+
+
+class _Body:
+    """A model as safetensors, as long as somebody reads it."""
+
+    __slots__ = ("__weakref__", "data")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+
+
+class Downloads:
+    """At most ``most`` at a time, of at most two different models."""
+
+    def __init__(self, client: Client, keys: Keys, most: int) -> None:
+        self._client = client
+        self._keys = keys
+        self._most = most
+        self._now = 0
+        self._bodies: WeakValueDictionary[str, _Body] = WeakValueDictionary()
+        self._making: dict[str, asyncio.Task[_Body]] = {}
+        self._turn = asyncio.Lock()
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """One of the places, inside the block. Raises Busy."""
+        if self._now >= self._most:
+            raise Busy(f"{self._most} downloads are under way: try again later")
+        self._now += 1
+        try:
+            yield
+        finally:
+            self._now -= 1
+
+    async def body(self, layout: Layout, version: int, blob: str, digest: str) -> _Body:
+        """A model; one that is being read, or is on its way, is shared.
+
+        Raises Busy, BlobMissing, BlobDamaged.
+        """
+        if (body := self._bodies.get(digest)) is not None:
+            return body
+        making = self._making.get(digest)
+        if making is None:
+            making = asyncio.create_task(self._made(layout, version, blob, digest))
+            making.add_done_callback(lambda _: self._making.pop(digest))
+            self._making[digest] = making
+        return await asyncio.shield(making)
+
+    async def _made(self, layout: Layout, version: int, blob: str, digest: str) -> _Body:
+        """Reads and checks a model. One after the other: each takes a few copies for a moment."""
+        async with self._turn:
+            if len(self._bodies) >= _MODELS:
+                raise Busy(f"{_MODELS} other versions are being read: try again later")
+            model = Model(layout)
+            await blobs.read(self._client, self._keys.model(blob), model, digest=digest)
+            made = await asyncio.to_thread(
+                safetensors.save, model.tensors(), {"version": str(version)}
+            )
+            body = self._bodies[digest] = _Body(made)
+            return body
+
+
+async def send(request: web.Request, body: _Body, headers: dict[str, str]) -> web.StreamResponse:
+    """Answers with a body, slice by slice as it is read. The connection cuts slow readers."""
+    response = web.StreamResponse(headers=headers)
+    response.content_type = "application/octet-stream"
+    response.content_length = len(body.data)
+    await response.prepare(request)
+    if request.method != "HEAD":
+        whole = memoryview(body.data)
+        for at in range(0, len(whole), _SLICE):
+            await response.write(whole[at : at + _SLICE])
+    await response.write_eof()
+    return response

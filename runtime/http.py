@@ -1,0 +1,240 @@
+"""Serving HTTP: bounded in connections, in time and in memory, whoever is at the other end.
+
+A service has two ports. What it answers to the outside (only the coordinator has such routes) is on
+``http.port``. Probes and metrics are on ``http.health_port``, with connections of their own, so
+that nobody who fills the first one can have a service restarted.
+
+aiohttp ends a connection on which no whole request arrived in time, bounds lines and headers, and
+reads on slowly where nobody takes what was parsed. It knows no limit of connections and waits for a
+reader for ever: that is here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack, asynccontextmanager
+from typing import TYPE_CHECKING, Annotated, Any, cast
+
+from aiohttp import web
+from pydantic import Field
+
+from broker.errors import FedstreamError
+from runtime.config import Section
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+
+    from structlog.typing import FilteringBoundLogger
+
+    Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+_CLOSE_S = 2.0  # for requests still being answered when the service has ended
+_LINGER_S = 2.0  # for a body that nobody asked for
+_HEADERS = 64  # of a request, each of at most 8 KiB
+_HEALTH_CONNECTIONS = 64
+_FULL = b'{"error": "too many connections: try again later"}'
+_REFUSAL = (
+    b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json; charset=utf-8\r\n"
+    b"Retry-After: 1\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%s" % (len(_FULL), _FULL)
+)
+
+
+class HttpSettings(Section):
+    """Where a service listens, and how much of it the outside may take."""
+
+    host: str = "127.0.0.1"
+    port: int = Field(default=0, ge=0, le=65535)  # of its own routes; 0: any that is free
+    health_port: int = Field(default=0, ge=0, le=65535)  # of probes and metrics; likewise
+    connections: Annotated[int, Field(ge=1)] = 256  # at a time, on ``port``
+    idle_s: Annotated[float, Field(gt=0)] = 15.0  # without a whole request: then it is closed
+    write_s: Annotated[float, Field(gt=0)] = 15.0  # a reader that takes nothing is cut
+
+
+def problem(status: int, text: str, *, retry_after_s: int | None = None) -> web.Response:
+    """An error as every route says it. ``retry_after_s``: when it may have passed."""
+    headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
+    return web.json_response({"error": text}, status=status, headers=headers)
+
+
+class _Refused(asyncio.Protocol):
+    """A connection too many: told so, and not listened to."""
+
+
+class _Connection(web.RequestHandler):
+    """A connection that is cut when its reader takes nothing for ``write_s`` seconds."""
+
+    __slots__ = ("_cut", "_http", "_log", "_most", "_wire")
+
+    def __init__(
+        self,
+        server: web.Server,
+        *,
+        loop: asyncio.AbstractEventLoop,
+        http: HttpSettings,
+        most: int,
+        log: FilteringBoundLogger,
+    ) -> None:
+        super().__init__(
+            server, loop=loop, keepalive_timeout=http.idle_s, lingering_time=_LINGER_S,
+            max_headers=_HEADERS, auto_decompress=False,
+            access_log=cast("Any", None),  # probes and scrapes would be most of the lines
+        )  # fmt: skip
+        self._http = http
+        self._most = most
+        self._log = log
+        self._wire: asyncio.Transport | None = None
+        self._cut: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        wire = cast("asyncio.Transport", transport)
+        server = self._manager
+        if server is not None and len(server.connections) >= self._most:
+            self._log.warning("connection refused: too many", most=self._most)
+            wire.set_protocol(_Refused())
+            wire.write(_REFUSAL)
+            wire.close()
+            return
+        # Whatever the kernel has not taken yet counts as not read: also the last bytes of an
+        # answer, for which a connection that is closed would wait without end.
+        wire.set_write_buffer_limits(high=0)
+        self._wire = wire
+        super().connection_made(transport)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._wire is not None:
+            self._cut = self._loop.call_later(self._http.write_s, self._wire.abort)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._keep()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._keep()
+        self._wire = None
+        super().connection_lost(exc)
+
+    def _keep(self) -> None:
+        if self._cut is not None:
+            self._cut.cancel()
+            self._cut = None
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """What can't be read as a request, or a handler that failed; ends the connection."""
+        begun = request.writer.output_size > 0
+        if begun and isinstance(exc, ConnectionError):
+            raise exc  # whoever read it went away, or was cut
+        if status < 500:
+            said = " ".join((message or str(exc)).split())
+            text = f"not a request that can be read: {said}"[:200]
+            self._log.warning("bad request", remote=request.remote, reason=text)
+        else:
+            text = "the service failed to answer: see its log"
+            self._log.error("request failed", path=request.path, exc_info=exc)
+        if begun:
+            raise ConnectionError("part of an answer is sent already")
+        response = problem(status, text)
+        response.force_close()
+        return response
+
+
+@web.middleware
+async def _as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
+    """What aiohttp says in text, such as that there is no such route, as ``{"error": ...}``."""
+    try:
+        return await handler(request)
+    except web.HTTPException as error:
+        match error:
+            case web.HTTPNotFound():
+                known = sorted(_paths(request.app))
+                text = f"no route {request.path[:80]!r}; there are {', '.join(known)}"
+            case web.HTTPMethodNotAllowed():
+                allowed = ", ".join(sorted(error.allowed_methods))
+                text = f"{request.method[:20]} is not allowed here: {allowed}"
+            case _:
+                text = error.reason
+        answer = problem(error.status, text)
+        if "Allow" in error.headers:
+            answer.headers["Allow"] = error.headers["Allow"]
+        return answer
+
+
+def _paths(app: web.Application) -> set[str]:
+    return {resource.canonical for resource in app.router.resources()}
+
+
+def application(
+    routes: Sequence[web.AbstractRouteDef], is_stopping: Callable[[], bool]
+) -> web.Application:
+    """Routes whose errors are JSON.
+
+    While ``is_stopping`` every answer ends its connection: else it would be cut at the end, perhaps
+    under a request that is on its way. Whoever connects anew is served by another replica.
+    """
+
+    async def end_connection(_request: web.Request, response: web.StreamResponse) -> None:
+        if is_stopping():
+            response.force_close()
+            response.headers["Connection"] = "close"
+
+    app = web.Application(middlewares=[_as_json])
+    app.add_routes(routes)
+    app.on_response_prepare.append(end_connection)
+    return app
+
+
+@asynccontextmanager
+async def listening(
+    app: web.Application, http: HttpSettings, port: int, most: int, log: FilteringBoundLogger
+) -> AsyncIterator[int]:
+    """Serves the application inside the block: the port. Raises FedstreamError.
+
+    ``most``: connections at a time; one more is answered 503 and closed.
+    """
+    loop = asyncio.get_running_loop()
+    runner = web.AppRunner(app, shutdown_timeout=_CLOSE_S)
+    await runner.setup()
+
+    def connected() -> _Connection:
+        assert runner.server is not None  # noqa: S101  (it was set up)
+        return _Connection(runner.server, loop=loop, http=http, most=most, log=log)
+
+    async with AsyncExitStack() as stack:
+        stack.push_async_callback(runner.cleanup)
+        try:
+            server = await loop.create_server(connected, http.host, port)
+        except (OSError, UnicodeError) as error:  # UnicodeError: it can be no host's name
+            reason = getattr(error, "strerror", None) or error
+            raise FedstreamError(
+                f"cannot listen on host {http.host!r}, port {port}: {reason}"
+            ) from error
+        stack.callback(server.close)
+        yield int(server.sockets[0].getsockname()[1])
+
+
+@asynccontextmanager
+async def serving(
+    routes: Sequence[web.AbstractRouteDef],
+    health: Sequence[web.AbstractRouteDef],
+    http: HttpSettings,
+    is_stopping: Callable[[], bool],
+    log: FilteringBoundLogger,
+) -> AsyncIterator[None]:
+    """Serves a service's routes and its health inside the block. Raises FedstreamError."""
+    async with AsyncExitStack() as stack:
+        # First and last: probes see the start and the drain.
+        app = application(health, is_stopping)
+        at = listening(app, http, http.health_port, _HEALTH_CONNECTIONS, log)
+        ports = {"health_port": await stack.enter_async_context(at)}
+        if routes:
+            app = application(routes, is_stopping)
+            at = listening(app, http, http.port, http.connections, log)
+            ports["port"] = await stack.enter_async_context(at)
+        log.info("serving", host=http.host, **ports)
+        yield

@@ -1,0 +1,64 @@
+"""Lines that the outside can cause: some of each kind are let through, and the rest are counted."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import structlog
+
+from runtime.flood import Flood
+from runtime.logging import LogSettings, configure
+from tests.runtime.test_logging import lines, logging_restored
+
+__all__ = ["lines", "logging_restored"]
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_burst_passes_and_then_so_many_a_second() -> None:
+    clock = Clock()
+    flood = Flood(burst=3, per_s=0.5, clock=clock)
+    assert [flood.passes("a") for _ in range(5)] == [0, 0, 0, None, None]
+    clock.now = 1.9
+    assert flood.passes("a") is None
+    clock.now = 2.0
+    assert flood.passes("a") == 3  # left out since the last one
+    assert flood.passes("a") is None
+    clock.now = 1000.0
+    assert [flood.passes("a") for _ in range(4)] == [1, 0, 0, None]
+
+
+def test_one_kind_does_not_silence_another() -> None:
+    flood = Flood(burst=1, clock=Clock())
+    assert [flood.passes(kind) for kind in "aabba"] == [0, None, 0, None, None]
+
+
+def test_kinds_without_end_take_no_memory_without_end() -> None:
+    flood = Flood(clock=Clock())
+    for kind in range(10_000):
+        flood.passes(kind)
+    assert len(flood._kinds) <= 256
+
+
+def test_a_flood_of_warnings_fills_no_disk_and_hides_nothing_else(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    configure(LogSettings(format="json"))
+    log = structlog.get_logger()
+    for n in range(4000):
+        log.warning("bad request", n=n)
+        logging.getLogger("theirs").error("flood %s" % n)  # noqa: UP031
+    log.warning("something else")
+    for _ in range(50):
+        log.info("a task's step")
+    told = [line["event"].partition(" ")[0] for line in lines(capsys)]
+    assert 20 <= told.count("bad") < 100
+    assert 20 <= told.count("flood") < 100
+    assert told.count("something") == 1
+    assert told.count("a") == 50

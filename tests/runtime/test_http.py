@@ -1,0 +1,322 @@
+"""HTTP from the other end of a bare socket: what is too much, too slow or no HTTP at all."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from typing import TYPE_CHECKING, Any
+
+import pytest
+import structlog
+from aiohttp import web
+from prometheus_client import CollectorRegistry
+from structlog.testing import capture_logs
+
+from runtime.health import Health
+from runtime.health import routes as health_routes
+from runtime.http import HttpSettings, problem, serving
+from tests.support import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+SLICE = 1 << 16
+
+
+class Site:
+    """A service's two ports, and what its log said."""
+
+    def __init__(self) -> None:
+        self.stopping = False
+        self.sent = 0  # slices of the long answer that a connection took
+        self.ports: dict[str, int] = {}
+
+    def routes(self) -> list[web.RouteDef]:
+        """A short answer, one as long as anybody reads, and one that fails."""
+
+        async def short(_request: web.Request) -> web.Response:
+            return web.json_response({"well": True})
+
+        async def endless(request: web.Request) -> web.StreamResponse:
+            response = web.StreamResponse()
+            await response.prepare(request)
+            while True:
+                await response.write(bytes(SLICE))
+                self.sent += 1
+
+        async def broken(_request: web.Request) -> web.Response:
+            raise ZeroDivisionError("a bug")
+
+        async def full(_request: web.Request) -> web.Response:
+            return problem(503, "full", retry_after_s=7)
+
+        return [
+            web.get("/short", short), web.get("/endless", endless), web.get("/broken", broken),
+            web.get("/full", full),
+        ]  # fmt: skip
+
+    async def connected(self, port: str = "port") -> tuple[asyncio.StreamReader, Any]:
+        """A connection."""
+        return await asyncio.open_connection("127.0.0.1", self.ports[port])
+
+    async def said(self, request: bytes, port: str = "port") -> tuple[int, dict[str, str], Any]:
+        """The answer to what is sent as it is: status, headers in small letters, JSON."""
+        reader, writer = await self.connected(port)
+        try:
+            writer.write(request)
+            return await answer(reader)
+        finally:
+            writer.close()
+
+
+async def answer(reader: asyncio.StreamReader) -> tuple[int, dict[str, str], Any]:
+    head = (await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), 30)).decode().splitlines()
+    pairs = (line.split(": ", 1) for line in head[1:] if line)
+    headers = {name.lower(): value for name, value in pairs}
+    body = await asyncio.wait_for(reader.readexactly(int(headers["content-length"])), 30)
+    return int(head[0].split()[1]), headers, json.loads(body)
+
+
+def get(path: str, *more: str) -> bytes:
+    lines = (f"GET {path} HTTP/1.1", "Host: here", *more)
+    return "".join(f"{line}\r\n" for line in (*lines, "")).encode()
+
+
+@asynccontextmanager
+async def site(**settings: Any) -> AsyncIterator[Site]:
+    """A service that listens."""
+    made = Site()
+    health = health_routes(Health(), CollectorRegistry())
+    http = HttpSettings(**settings)
+    with capture_logs() as lines:
+        at = serving(made.routes(), health, http, lambda: made.stopping, structlog.get_logger())
+        async with at:
+            [line] = [line for line in lines if line["event"] == "serving"]
+            made.ports = {name: line[name] for name in ("port", "health_port")}
+            yield made
+
+
+async def is_closed(reader: asyncio.StreamReader) -> bool:
+    """Whether the other end has closed the connection, however it did that."""
+    try:
+        return await asyncio.wait_for(reader.read(), 30) is not None
+    except ConnectionError:
+        return True
+
+
+# who says nothing, little, or takes nothing
+
+
+@pytest.mark.parametrize("begun", [b"", b"GET /sho", get("/short")[:-2], b"GET / HTTP/1.1\r\nA: "])
+async def test_a_request_that_never_becomes_whole_is_cut(begun: bytes) -> None:
+    async with site(idle_s=0.2) as http:
+        reader, writer = await http.connected()
+        writer.write(begun)
+        assert await is_closed(reader)
+        writer.close()
+
+
+async def test_a_trickle_is_no_sign_of_life() -> None:
+    async with site(idle_s=0.3) as http:
+        reader, writer = await http.connected()
+
+        async def trickle() -> None:
+            with suppress(ConnectionError):
+                for byte in get("/short", "X: " + "y" * 5000):
+                    writer.write(bytes([byte]))
+                    await writer.drain()
+                    await asyncio.sleep(0.02)
+
+        trickling = asyncio.create_task(trickle())
+        assert await is_closed(reader)
+        trickling.cancel()
+        await asyncio.wait({trickling})
+        writer.close()
+
+
+async def test_a_kept_connection_may_idle_for_as_long_and_no_longer() -> None:
+    async with site(idle_s=0.5) as http:
+        reader, writer = await http.connected()
+        for _ in range(3):
+            writer.write(get("/short"))
+            assert (await answer(reader))[0] == 200
+            await asyncio.sleep(0.1)
+        assert await is_closed(reader)
+        writer.close()
+
+
+async def test_a_reader_that_takes_nothing_is_cut_and_holds_little() -> None:
+    async with site(write_s=0.3) as http, AsyncExitStack() as stack:
+        slow = stack.enter_context(socket.socket())
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(slow, ("127.0.0.1", http.ports["port"]))
+        await loop.sock_sendall(slow, get("/endless"))
+        await wait_until(lambda: http.sent > 0)
+
+        async def cut() -> bool:
+            try:
+                return await asyncio.wait_for(loop.sock_recv(slow, 1 << 20), 30) == b""
+            except ConnectionError:
+                return True
+
+        await asyncio.sleep(1.0)  # without reading: it is cut meanwhile
+        taken = http.sent
+        while not await cut():  # what was on its way
+            pass
+        assert http.sent == taken
+
+
+async def test_the_last_bytes_of_an_answer_are_not_waited_for_without_end() -> None:
+    """The handler is done and the connection to be closed; the reader takes nothing."""
+    async with site(write_s=0.3, connections=1) as http, AsyncExitStack() as stack:
+        slow = stack.enter_context(socket.socket())
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+        slow.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_connect(slow, ("127.0.0.1", http.ports["port"]))
+        # Pipelined: more answers than the kernel has room for.
+        with suppress(TimeoutError, ConnectionError):
+            await asyncio.wait_for(loop.sock_sendall(slow, get("/short") * 200_000), 5)
+
+        async def is_free() -> bool:
+            return (await http.said(get("/short")))[0] == 200
+
+        await wait_until(is_free)
+
+
+async def test_a_body_that_nobody_asked_for_is_not_waited_for() -> None:
+    async with site() as http:
+        reader, writer = await http.connected()
+        writer.write(get("/short", "Content-Length: 1000000000"))
+        assert (await answer(reader))[0] == 200
+        assert await is_closed(reader)
+        writer.close()
+
+
+# who comes in numbers
+
+
+async def test_one_connection_too_many_is_told_so_and_a_place_that_is_free_is_given_again() -> None:
+    async with site(connections=3) as http, AsyncExitStack() as stack:
+        held = []
+        for _ in range(3):
+            reader, writer = await http.connected()
+            stack.callback(writer.close)
+            writer.write(get("/short"))
+            assert (await answer(reader))[0] == 200
+            held.append(writer)
+        status, headers, body = await http.said(b"")
+        assert (status, headers["retry-after"], headers["connection"]) == (503, "1", "close")
+        assert "too many connections" in body["error"]
+        held.pop().close()
+
+        async def is_free() -> bool:
+            return (await http.said(get("/short")))[0] == 200
+
+        await wait_until(is_free)
+
+
+async def test_half_sent_requests_in_numbers_leave_probes_and_memory_alone() -> None:
+    async with site(connections=64) as http, AsyncExitStack() as stack:
+        for _ in range(1100):
+            _, writer = await http.connected()
+            stack.callback(writer.close)
+            writer.write(b"GET /short HTTP/1.1\r\nX-Long: " + b"x" * 4000)
+        assert (await http.said(get("/short")))[0] == 503
+        for probe in ("/livez", "/readyz"):
+            assert (await http.said(get(probe), "health_port"))[0] == 200
+
+
+async def test_probes_are_nowhere_but_on_their_own_port() -> None:
+    async with site() as http:
+        for path in ("/livez", "/readyz", "/metrics"):
+            assert (await http.said(get(path)))[0] == 404
+        assert (await http.said(get("/short"), "health_port"))[0] == 404
+
+
+async def test_a_service_without_routes_has_the_port_of_probes_alone() -> None:
+    with capture_logs() as lines:
+        log = structlog.get_logger()
+        health = health_routes(Health(), CollectorRegistry())
+        async with serving([], health, HttpSettings(), lambda: False, log):
+            [line] = lines
+    assert "port" not in line
+    assert line["health_port"] > 0
+
+
+# who says what is no request
+
+
+BAD = [
+    b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03",  # TLS
+    b"hello\r\n\r\n",
+    b"GET /short HTTP/9.9\r\n\r\n",
+    get("/short", "no colon"),
+    get("/short", "Content-Length: -1"),
+    get("/short", "Content-Length: 1", "Transfer-Encoding: chunked"),
+    get("/" + "x" * 10_000),
+    get("/short", "X: " + "x" * 10_000),
+    get("/short", *(f"X-{n}: y" for n in range(100))),
+]
+
+
+@pytest.mark.parametrize("request_", BAD, ids=range(len(BAD)))
+async def test_what_is_no_request_is_a_line_and_an_error_in_json(request_: bytes) -> None:
+    async with site() as http:
+        with capture_logs() as lines:
+            reader, writer = await http.connected()
+            writer.write(request_)
+            status, _, body = await answer(reader)
+            assert await is_closed(reader)
+            writer.close()
+        assert status == 400
+        assert body["error"].startswith("not a request that can be read: ")
+        [line] = lines
+        assert (line["event"], line["log_level"]) == ("bad request", "warning")
+        assert "exc_info" not in line
+        assert "\n" not in line["reason"]
+
+
+async def test_a_handler_that_fails_says_so_in_json_and_in_the_log() -> None:
+    async with site() as http:
+        with capture_logs() as lines:
+            status, _, body = await http.said(get("/broken"))
+        assert (status, body) == (500, {"error": "the service failed to answer: see its log"})
+        [line] = lines
+        assert line["log_level"] == "error"
+        assert isinstance(line["exc_info"], ZeroDivisionError)
+
+
+@pytest.mark.parametrize("port", ["port", "health_port"])
+async def test_what_is_not_there_is_said_in_json(port: str) -> None:
+    known = {"port": "/short", "health_port": "/livez"}[port]
+    async with site() as http:
+        status, _, body = await http.said(get("/v2/nothing"), port)
+        assert status == 404
+        assert "no route '/v2/nothing'; there are " in body["error"]
+        assert known in body["error"]
+        posted = get(known).replace(b"GET", b"POST")
+        status, headers, body = await http.said(posted, port)
+        assert (status, headers["allow"]) == (405, "GET,HEAD")
+        assert body["error"] == "POST is not allowed here: GET, HEAD"
+
+
+async def test_what_may_pass_says_when_to_come_back() -> None:
+    async with site() as http:
+        status, headers, body = await http.said(get("/full"))
+        assert (status, headers["retry-after"], body) == (503, "7", {"error": "full"})
+
+
+async def test_a_service_that_stops_ends_connections_with_its_answers() -> None:
+    """Else a request that is sent on one just as it is cut is lost."""
+    paths = {"/short": "port", "/nothing": "port", "/livez": "health_port"}
+    async with site() as http:
+        for path, port in paths.items():
+            assert "connection" not in (await http.said(get(path), port))[1]
+        http.stopping = True
+        for path, port in paths.items():
+            assert (await http.said(get(path), port))[1]["connection"] == "close"
