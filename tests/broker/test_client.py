@@ -290,6 +290,7 @@ class Node:
     def __init__(self, **replies: bytes) -> None:
         self.replies = replies
         self.asked: list[str] = []
+        self._serving: set[asyncio.Task[object]] = set()
 
     async def __aenter__(self) -> Node:
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -299,8 +300,13 @@ class Node:
     async def __aexit__(self, *_error: object) -> None:
         self._server.close()
         await self._server.wait_closed()
+        await asyncio.gather(*self._serving)
+        await asyncio.sleep(0)  # what was aborted is closed now
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        serving = asyncio.current_task()
+        assert serving is not None
+        self._serving.add(serving)
         parser = hiredis.Reader()
         with suppress(ConnectionError):
             while data := await reader.read(1 << 16):
