@@ -2,7 +2,8 @@
 # One image for all services: `docker run fedstream:0.1.0 coordinator`, and so on.
 #   docker build -t fedstream:0.1.0 .
 #   docker build -t fedstream:0.1.0-cuda --build-arg TORCH=cuda .
-# Every package is pinned by constraints.txt, the base by its digest; for the very same bytes give SOURCE_DATE_EPOCH too.
+# Every package's file is one of those whose hashes requirements/ has, and the base is pinned by its digest; for the very
+# same bytes give SOURCE_DATE_EPOCH too.
 ARG PYTHON=3.11.14-slim-bookworm@sha256:65a93d69fa75478d554f4ad27c85c1e69fa184956261b4301ebaf6dbb0a3543d
 
 FROM python:${PYTHON} AS build
@@ -10,24 +11,20 @@ SHELL ["/bin/bash", "-o", "pipefail", "-c"]
 ARG TORCH=cpu
 # Where PyTorch's CPU builds are. The package index that pip uses otherwise has the one for CUDA, of several gigabytes.
 ARG TORCH_CPU_INDEX=https://download.pytorch.org/whl/cpu
-ARG SETUPTOOLS=84.2.1
 ENV PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_CACHE_DIR=1 PIP_ONLY_BINARY=:all: PIP_ROOT_USER_ACTION=ignore
 RUN python -m venv /opt/fedstream
 ENV PATH=/opt/fedstream/bin:$PATH
 WORKDIR /src
-COPY constraints.txt ./
-# torch first and alone, from its own index: nothing else is taken from there, nor by its dependencies.
+# What we depend on changes less often than we do: layers of its own, torch's first.
+COPY requirements/torch-cpu.txt requirements/torch-cuda.txt requirements/runtime.txt ./
 RUN case "$TORCH" in \
-      cpu) grep -E '^torch(vision)?==' constraints.txt > torch.txt; \
-           pip install --no-compile --no-deps --index-url "$TORCH_CPU_INDEX" --requirement torch.txt ;; \
-      cuda) ;; \
+      cpu) from=(--index-url "$TORCH_CPU_INDEX") ;; \
+      cuda) from=() ;; \
       *) echo "TORCH=$TORCH: cpu or cuda" >&2; exit 2 ;; \
-    esac
-# What we depend on changes less often than we do: a layer of its own.
+    esac; \
+    pip install --no-compile --no-deps --require-hashes "${from[@]}" --requirement "torch-$TORCH.txt"
+RUN pip install --no-compile --no-deps --require-hashes --requirement runtime.txt
 COPY pyproject.toml ./
-RUN python -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
-      > dependencies.txt \
-    && pip install --no-compile --constraint constraints.txt --requirement dependencies.txt "setuptools==$SETUPTOOLS"
 COPY README.md LICENSE ./
 COPY broker broker
 COPY coordinator coordinator

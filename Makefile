@@ -3,16 +3,21 @@
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 
-.PHONY: run test lint types unit k8s-check chaos fuzz mutants bench reproduce constraints clean
+# Nothing is installed but what requirements/ lists, and of it no other files than those of its hashes.
+INSTALL := pip install --quiet --disable-pip-version-check --require-hashes --no-deps
+
+.PHONY: run test lint types unit k8s-check chaos fuzz mutants bench reproduce lock dist sbom constraints clean
 
 run: .venv/installed  ## train the handwritten digits on this machine
 	$(BIN)/fedstream run
 
 test: lint types k8s-check unit  ## all that CI checks
 
-lint: .venv/installed
+lint: .venv/installed .venv-tools/installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	.venv-tools/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yaml
+	.venv-tools/bin/zizmor --offline --quiet --persona=pedantic .github
 
 types: .venv/installed
 	$(BIN)/mypy
@@ -43,19 +48,48 @@ bench: .venv/installed  ## the tables in benchmarks/results (some minutes)
 reproduce: .venv/installed  ## AFL's tables 2 and 3 and figures 1, 2, 5 on MNIST anew (FEDSTREAM_DATA; about half an hour)
 	$(BIN)/python -m fedstream reproduce --again afl-mnist-table2 afl-mnist-table3 afl-mnist-scaffold afl-mnist-arrivals
 
-.venv/installed: pyproject.toml constraints.txt
-	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+# $(1) with what requirements/ lists of $(2), and torch: PyTorch's CPU build where pip finds one, else the index's.
+define locked
+$(PYTHON) -m venv $(1)
+$(1)/bin/$(INSTALL) --requirement requirements/torch-cpu.txt || { \
+    echo "pip finds no CPU build of torch: taking the one of the index, and what it asks for"; \
+    $(1)/bin/$(INSTALL) --requirement requirements/torch-cuda.txt; }
+$(1)/bin/$(INSTALL) $(patsubst %,--requirement requirements/%.txt,$(2))
+endef
+TORCH := requirements/torch-cpu.txt requirements/torch-cuda.txt
+
+.venv/installed: pyproject.toml $(TORCH) requirements/runtime.txt requirements/dev.txt
+	$(call locked,.venv,runtime dev)
+	$(BIN)/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	$(BIN)/pip check
 	touch $@
 
-# An environment of its own: what checkov depends on fights with what we do.
-.venv-checkov/installed: tests/k8s/policy/checkov-constraints.txt
-	$(PYTHON) -m venv .venv-checkov
-	.venv-checkov/bin/pip install --quiet --disable-pip-version-check --constraint $< checkov
+# What a user has, and no more; without pip, which nobody needs to run.
+.venv-runtime/installed: pyproject.toml $(TORCH) requirements/runtime.txt
+	$(call locked,.venv-runtime,runtime)
+	.venv-runtime/bin/pip check
+	.venv-runtime/bin/pip uninstall --quiet --yes pip
 	touch $@
 
-constraints: .venv/installed  ## pin what is installed now
+# Environments of their own: what checkov depends on fights with what we do, and nothing of ours needs the release's tools.
+.venv-%/installed: requirements/%.txt
+	$(PYTHON) -m venv .venv-$*
+	.venv-$*/bin/$(INSTALL) --requirement $<
+	.venv-$*/bin/pip check
+	touch $@
+
+lock: .venv-tools/installed  ## requirements/ anew: the hashes of what constraints.txt and pyproject.toml ask for
+	.venv-tools/bin/python -m requirements.lock
+
+dist: .venv-tools/installed  ## the wheel and the source archive
+	rm -rf dist build
+	.venv-tools/bin/python -m build --no-isolation --quiet
+
+sbom: .venv-tools/installed .venv-runtime/installed  ## dist/fedstream.cdx.json: what a release consists of (CycloneDX)
+	.venv-tools/bin/python -m requirements.sbom .venv-runtime/bin/python dist/fedstream.cdx.json
+
+constraints: .venv/installed  ## pin what is installed now; then make lock
 	$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 clean:
-	rm -rf .venv .venv-checkov build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-checkov .venv-tools .venv-runtime build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -1,0 +1,137 @@
+"""``make lock``: writes the lists of what is installed, each file of each package by its hash.
+
+Versions are those of ``constraints.txt``; of what it does not name, those of the lists as they
+are. The lists are for Python 3.11 and later on Linux, macOS and Windows, and stand apart because
+not everybody installs all of them:
+
+- ``torch-cpu.txt``: PyTorch's CPU build, from wherever pip is told to find it (its hashes are in
+  ``torch-cpu.sha256``), with either build of torchvision. pip takes a file whose hash the index
+  names before one in a folder, so a list that allowed both builds would never take the smaller.
+- ``torch-cuda.txt``: torch and torchvision of the package index, and what they ask for on Linux:
+  several gigabytes. On macOS it is a CPU build too.
+- ``runtime.txt``: what else fedstream depends on.
+- ``dev.txt``: what its tests add.
+- ``tools.txt`` and ``checkov.txt``: environments of their own.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+FOLDER = ROOT / "requirements"
+LISTS = ("torch-cpu", "torch-cuda", "runtime", "dev", "tools", "checkov")
+
+_TORCH = ("torch", "torchvision")
+_CUDA = re.compile(r"nvidia-|cuda-|triton$")
+_OLDEST_PYTHON = "3.11"
+_HEADER = "# Written by `make lock`. Installed with --require-hashes --no-deps.\n"
+
+Entries = dict[str, str]  # a package's lines, by its name
+
+
+def entries(text: str) -> Entries:
+    """A list's packages: the pin with its marker, and the hashes below it."""
+    found: Entries = {}
+    name = ""
+    for line in text.splitlines(keepends=True):
+        if line.startswith("#"):
+            continue
+        if pin := re.match(r"([a-z0-9-]+)==", line):
+            name = pin[1]
+            found[name] = ""
+        found[name] += line
+    return found
+
+
+def _pin(lines: str) -> str:
+    return lines.split(maxsplit=1)[0]
+
+
+def read(name: str) -> Entries:
+    """One of the lists, as it is now; empty before it is first written."""
+    path = FOLDER / f"{name}.txt"
+    return entries(path.read_text()) if path.is_file() else {}
+
+
+def cpu_builds() -> dict[str, list[str]]:
+    """The hashes of PyTorch's CPU builds, by package and version: ``torch==2.13.0``."""
+    found: dict[str, list[str]] = {}
+    for line in (FOLDER / "torch-cpu.sha256").read_text().splitlines():
+        digest, file = line.split()
+        name, version = file.split("-")[:2]
+        found.setdefault(f"{name}=={version.removesuffix('+cpu')}", []).append(digest)
+    return found
+
+
+def torch_cpu(every: Entries, builds: Mapping[str, Sequence[str]]) -> Entries:
+    """The list ``torch-cpu``. Raises SystemExit where no CPU build is known."""
+    for name in _TORCH:
+        if (pin := _pin(every[name])) not in builds:
+            raise SystemExit(
+                f"torch-cpu.sha256 has no CPU build of {pin}: add those of the new one"
+            )
+    torch, torchvision = (_pin(every[name]) for name in _TORCH)
+    either = [*re.findall(r"--hash=sha256:(\w+)", every["torchvision"]), *builds[torchvision]]
+    return {
+        "torch": _entry(f"{torch}+cpu", builds[torch]),
+        "torchvision": _entry(torchvision, either),
+    }
+
+
+def _entry(pin: str, digests: Sequence[str]) -> str:
+    return " \\\n    ".join([pin, *(f"--hash=sha256:{one}" for one in sorted({*digests}))]) + "\n"
+
+
+def _compiled(
+    known: Mapping[str, str], *arguments: str | Path, python: str = _OLDEST_PYTHON
+) -> Entries:
+    """What uv resolves, keeping to what is known where nothing speaks against it."""
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "out.txt"
+        out.write_text("".join(known.values()))
+        subprocess.run(
+            [
+                Path(sys.executable).with_name("uv"), "pip", "compile", "--quiet", "--universal",
+                "--python-version", python, "--generate-hashes", "--no-header", "--no-annotate",
+                "--output-file", out, *arguments,
+            ],
+            check=True, cwd=ROOT,
+        )  # fmt: skip
+        return entries(out.read_text())
+
+
+def _write(name: str, packages: Mapping[str, str]) -> None:
+    (FOLDER / f"{name}.txt").write_text(_HEADER + "".join(packages.values()))
+
+
+def _write_project() -> None:
+    known = read("torch-cuda") | read("runtime") | read("dev")
+    project, pins = ROOT / "pyproject.toml", ("--constraint", ROOT / "constraints.txt")
+    runtime = _compiled(known, project, *pins)
+    every = _compiled(known | runtime, project, "--extra", "dev", *pins)
+    if differing := [name for name in runtime if _pin(runtime[name]) != _pin(every[name])]:
+        raise SystemExit(f"the tests want other versions of {', '.join(differing)}")
+    cuda = [name for name in every if name in _TORCH or _CUDA.match(name)]
+    _write("torch-cpu", torch_cpu(every, cpu_builds()))
+    _write("torch-cuda", {name: every[name] for name in cuda})
+    rest = {name: lines for name, lines in every.items() if name not in cuda}
+    _write("runtime", {name: lines for name, lines in rest.items() if name in runtime})
+    _write("dev", {name: lines for name, lines in rest.items() if name not in runtime})
+
+
+def main() -> None:
+    """All lists anew."""
+    _write_project()
+    _write("tools", _compiled(read("tools"), FOLDER / "tools.in"))
+    # One of what checkov depends on is for no older Python.
+    _write("checkov", _compiled(read("checkov"), FOLDER / "checkov.in", python="3.11.5"))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""The release workflow: what nothing here can run is held to its schema and to its own rules."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+TOOLS = ROOT / ".venv-tools" / "bin"
+PATH = ROOT / ".github" / "workflows" / "release.yaml"
+TEXT = PATH.read_text()
+WORKFLOW = yaml.safe_load(TEXT)
+JOBS: dict[str, dict[str, Any]] = WORKFLOW["jobs"]
+STEPS = [step for job in JOBS.values() for step in job["steps"]]
+
+needs_tools = pytest.mark.skipif(
+    not TOOLS.is_dir(), reason="the tools are not installed: make .venv-tools/installed"
+)
+
+
+def check(program: str, *options: str) -> str:
+    """What `make lint` runs, of a text of the test's own in place of the workflow."""
+    done = subprocess.run([TOOLS / program, *options], capture_output=True, text=True, check=False)
+    return "" if done.returncode == 0 else done.stdout + done.stderr
+
+
+def broken(tmp_path: Path, old: str, new: str) -> Path:
+    """The workflow with a change."""
+    assert old in TEXT
+    folder = tmp_path / ".github" / "workflows"
+    folder.mkdir(parents=True)
+    (folder / "release.yaml").write_text(TEXT.replace(old, new))
+    return folder / "release.yaml"
+
+
+@needs_tools
+def test_the_schema_takes_the_workflow_and_not_a_broken_one(tmp_path: Path) -> None:
+    schema = ("--builtin-schema", "vendor.github-workflows")
+    assert check("check-jsonschema", *schema, str(PATH)) == ""
+    wrong = broken(tmp_path, "runs-on:", "run-on:")
+    assert "run-on" in check("check-jsonschema", *schema, str(wrong))
+
+
+@needs_tools
+def test_the_linter_takes_the_workflow_and_not_an_unpinned_action(tmp_path: Path) -> None:
+    options = ("--offline", "--quiet", "--persona=pedantic")
+    assert check("zizmor", *options, str(PATH)) == ""
+    wrong = broken(tmp_path, "@11bd71901bbe5b1630ceea73d27597364c9af683", "@v4")
+    assert "unpinned-uses" in check("zizmor", *options, str(wrong))
+
+
+def test_actions_are_pinned_by_commit_and_say_which_release_that_is() -> None:
+    uses = re.findall(r"uses: (.+)", TEXT)
+    assert len(uses) == len([step for step in STEPS if "uses" in step])
+    for one in uses:
+        assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", one), one
+
+
+def test_a_job_has_the_rights_that_it_needs() -> None:
+    assert WORKFLOW["permissions"] == {}
+    rights = {name: job["permissions"] for name, job in JOBS.items()}
+    assert rights == {
+        "test": {"contents": "read"},
+        "build": {"contents": "read", "id-token": "write", "attestations": "write"},
+        "publish": {"contents": "write"},
+    }
+    assert all("timeout-minutes" in job for job in JOBS.values())
+
+
+def test_nothing_is_released_untested_or_unattested() -> None:
+    assert JOBS["build"]["needs"] == "test"
+    assert JOBS["publish"]["needs"] == "build"
+    assert any(step.get("run") == "bash .ci/run" for step in JOBS["test"]["steps"])
+    order = [
+        step["uses"].partition("@")[0] if "uses" in step else step["run"]
+        for step in JOBS["build"]["steps"]
+    ]
+    wanted = [
+        "make dist", "make sbom", "actions/attest-build-provenance", "actions/attest-sbom",
+        "actions/upload-artifact",
+    ]  # fmt: skip
+    assert [one for one in order if one in wanted] == wanted
+    made = next(step["with"] for step in STEPS if "attest-build" in step.get("uses", ""))
+    bill = next(step["with"] for step in STEPS if "attest-sbom" in step.get("uses", ""))
+    assert made["subject-path"] == "dist/*", "everything that is published"
+    assert bill == {"subject-path": "dist/*.whl", "sbom-path": "dist/fedstream.cdx.json"}
+
+
+def test_make_has_what_the_workflow_runs() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    wanted = re.findall(r"run: make (\w+)", TEXT)
+    assert wanted == ["dist", "sbom"]
+    for target in wanted:
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE)
+    [bill] = {step["with"]["sbom-path"] for step in STEPS if "sbom-path" in step.get("with", {})}
+    assert bill in makefile

