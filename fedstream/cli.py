@@ -13,6 +13,7 @@ import typer
 from broker.errors import ConfigError, FedstreamError
 from fedstream import __version__, journal
 from fedstream.commands import dead, looking, services, training
+from fedstream.terminal import line
 
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
@@ -41,7 +42,7 @@ _add(
 
 def _version(wanted: bool) -> None:
     if wanted:
-        typer.echo(f"fedstream {__version__}")
+        line(f"fedstream {__version__}")
         raise typer.Exit
 
 
@@ -65,14 +66,14 @@ def main() -> None:
     try:
         app()
     except ConfigError as error:
-        typer.echo(f"fedstream: {error}", err=True)
+        line(f"fedstream: {error}", err=True)
         sys.exit(2)
     except FedstreamError as error:
-        typer.echo(f"fedstream: {error}", err=True)
+        line(f"fedstream: {error}", err=True)
         sys.exit(1)
     except OSError as error:  # a disk that is full, a file or folder that is not ours
         where = "" if error.filename is None else f"{error.filename}: "
-        typer.echo(f"fedstream: {where}{error.strerror or error}", err=True)
+        line(f"fedstream: {where}{error.strerror or error}", err=True)
         try:
             sys.stdout.flush()
         except OSError:  # and again when Python ends, unless it goes elsewhere

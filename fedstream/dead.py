@@ -12,11 +12,9 @@ import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
-from rich.markup import escape
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from broker.client import Client
@@ -35,8 +33,11 @@ from broker.messages import (
     decode,
     task_id,
 )
+from fedstream.display import two_columns
+from fedstream.terminal import cell, clock, console, number
 
 _KINDS = (Task, Trigger, Upload, GiveUp, CloseRound, RoundEnd)
+_AT = "%Y-%m-%d %H:%M:%S"
 _SHOWN = 200  # bytes of an entry that nobody can read
 
 
@@ -191,13 +192,13 @@ def plain(letter: Letter) -> dict[str, Any]:
 
 def show(found: Letters) -> None:
     """Prints the table of all."""
-    Console().print(page(found))
+    console().print(page(found))
 
 
 def show_each(letters: Sequence[Letter]) -> None:
     """Prints all that is in some letters."""
     for letter in letters:
-        Console().print(details(letter))
+        console().print(details(letter))
 
 
 def page(found: Letters) -> RenderableType:
@@ -216,9 +217,9 @@ def page(found: Letters) -> RenderableType:
     for letter in found.letters:
         dead = letter.dead
         table.add_row(
-            letter.id, _clock(dead.time), escape(dead.stream), escape(letter.task or "-"),
-            "-" if letter.device is None else str(letter.device), letter.ended or "-",
-            str(dead.deliveries), escape(dead.reason),
+            cell(letter.id), clock(dead.time, _AT), cell(dead.stream), cell(letter.task or "-"),
+            "-" if letter.device is None else number(letter.device), cell(letter.ended or "-"),
+            number(dead.deliveries), cell(dead.reason),
         )  # fmt: skip
     lost = [f"{found.lost} older ones are lost: at most 1,000 are kept"] if found.lost else []
     return Group(table, *lost)
@@ -227,11 +228,8 @@ def page(found: Letters) -> RenderableType:
 def details(letter: Letter) -> RenderableType:
     """One letter with all that is in it."""
     dead, message = letter.dead, letter.message
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="cyan", no_wrap=True)
-    facts.add_column(overflow="fold")
     rows: list[tuple[str, object]] = [
-        ("letter", f"{letter.id}, at {_clock(dead.time)}"),
+        ("letter", f"{letter.id}, at {clock(dead.time, _AT)}"),
         ("from", f"{dead.stream}, entry {dead.entry}"),
         ("reason", dead.reason),
         ("deliveries", dead.deliveries),
@@ -246,10 +244,4 @@ def details(letter: Letter) -> RenderableType:
             ("message", message.kind),
             *((f"  {k}", v) for k, v in message.__dict__.items() if v is not None),
         ]
-    for name, value in rows:
-        facts.add_row(name, escape(str(value)))
-    return facts
-
-
-def _clock(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%Y-%m-%d %H:%M:%S")
+    return two_columns(rows)

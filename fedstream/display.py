@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from rich.console import Console, Group
 from rich.live import Live
-from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
 from broker.records import View
 from fedstream.observer import History
+from fedstream.terminal import cell, console, cut, line
 
 _LINE_EVERY_S = 3.0
+_STALLED_S = 5.0  # without a version; of a run whose versions are far apart, 10 of those
 
 
 class Display(Protocol):
@@ -26,7 +26,7 @@ class Display(Protocol):
     def header(self, rows: Mapping[str, str]) -> None:
         """What runs, and where."""
 
-    def say(self, line: str) -> None:
+    def say(self, text: str) -> None:
         """Something happened."""
 
     def show(self, view: View | None, history: History, *, stopping: bool) -> None:
@@ -55,6 +55,9 @@ def pace(view: View, history: History, now: float) -> str:
         return "measuring the last version"
     if not rate:
         return "waiting for updates"
+    idle = history.idle_s(now)
+    if idle > max(_STALLED_S, 10 * history.usual_s):
+        return f"stalled: no version for {duration(idle)}"
     shown = f"{rate:.1f}" if rate < 100 else f"{rate:.0f}"
     return f"{shown} versions/s, {duration(left / rate)} left"
 
@@ -135,17 +138,13 @@ class Lines:
     def __init__(self) -> None:
         self._shown = -_LINE_EVERY_S
 
-    def _print(self, line: str = "") -> None:
-        sys.stdout.write(line + "\n")
-        sys.stdout.flush()
-
     def header(self, rows: Mapping[str, str]) -> None:
         for name, value in rows.items():
-            self._print(f"{name:<10} {value}")
-        self._print()
+            line(f"{name:<10} {value}")
+        line()
 
-    def say(self, line: str) -> None:
-        self._print(line)
+    def say(self, text: str) -> None:
+        line(text)
 
     def show(self, view: View | None, history: History, *, stopping: bool) -> None:
         if view is None or time.monotonic() - self._shown < _LINE_EVERY_S:
@@ -153,13 +152,13 @@ class Lines:
         self._shown = time.monotonic()
         done = f"version {view.head.version} of {view.run.versions}"
         now = doing(view, history, time.time(), stopping=stopping)
-        self._print(f"{done} · {now} · {figures(view, history)}")
+        line(f"{done} · {now} · {figures(view, history)}")
 
     def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
-        self._print()
+        line()
         for name, value in result_rows(numbers):
-            self._print(f"{name:<10} {value}")
-        self._print(f"{'files':<10} {' '.join(files)}")
+            line(f"{name:<10} {value}")
+        line(f"{'files':<10} {' '.join(files)}")
 
     def close(self) -> None:
         pass
@@ -171,9 +170,8 @@ class Quiet:
     def header(self, rows: Mapping[str, str]) -> None:
         pass
 
-    def say(self, line: str) -> None:
-        sys.stderr.write(line + "\n")
-        sys.stderr.flush()
+    def say(self, text: str) -> None:
+        line(text, err=True)
 
     def show(self, view: View | None, history: History, *, stopping: bool) -> None:
         pass
@@ -193,7 +191,7 @@ class Bar:
         self._live: Live | None = None
 
     def header(self, rows: Mapping[str, str]) -> None:
-        self._console.print(_two_columns(rows.items()))
+        self._console.print(two_columns(rows.items()))
         self._console.print()
         self._live = Live(
             Text("starting the services", style="dim"), console=self._console,
@@ -201,8 +199,8 @@ class Bar:
         )  # fmt: skip
         self._live.start()
 
-    def say(self, line: str) -> None:
-        self._console.print(Text(line, style="yellow"))
+    def say(self, text: str) -> None:
+        self._console.print(cell(text, style="yellow", lines=True))
 
     def show(self, view: View | None, history: History, *, stopping: bool) -> None:
         if self._live is None:
@@ -222,17 +220,16 @@ class Bar:
             ProgressBar(total=last, completed=min(now, last)),
             f"{now / last:.0%}, {text}",
         )
-        numbers = Text(figures(view, history), style="dim", overflow="ellipsis", no_wrap=True)
+        numbers = cut(figures(view, history), style="dim")
         self._live.update(Group(bar, numbers), refresh=True)
 
     def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
         self.close()
         colour = {"finished": "green", "interrupted": "yellow"}.get(numbers["state"], "red")
-        rows = result_rows(numbers)
-        styled = [(rows[0][0], f"[{colour}]{escape(rows[0][1])}[/]")]
-        styled += [(name, escape(value)) for name, value in rows[1:]]
-        styled.append(("files", "\n".join(escape(name) for name in files)))
-        self._console.print(_two_columns(styled))
+        (result, how), *rows = result_rows(numbers)
+        self._console.print(
+            two_columns([(result, cell(how, style=colour)), *rows, ("files", "\n".join(files))])
+        )
 
     def close(self) -> None:
         if self._live is not None:
@@ -240,12 +237,13 @@ class Bar:
             self._live = None
 
 
-def _two_columns(rows: Any) -> Table:
+def two_columns(rows: Iterable[tuple[str, object]]) -> Table:
+    """Names and what there is to say of each."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(name, value if isinstance(value, Text) else cell(value, lines=True))
     return table
 
 
@@ -253,5 +251,5 @@ def choose(*, as_json: bool) -> Display:
     """The display that suits where the output goes."""
     if as_json:
         return Quiet()
-    console = Console()
-    return Bar(console) if console.is_terminal else Lines()
+    here = console()
+    return Bar(here) if here.is_terminal else Lines()

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-import typer
+from rich.text import Text
 
 from broker.client import Client, RedisSettings
 from broker.errors import BrokerError, NoRun
@@ -26,6 +26,7 @@ from fedstream import doctor_redis as judged
 from fedstream.findings import Finding, Level, not_checked, ok, problem, warning
 from fedstream.presence import serving
 from fedstream.services import DEVICES
+from fedstream.terminal import cell, console
 
 if TYPE_CHECKING:
     from fedstream.config import Settings
@@ -34,12 +35,9 @@ _ROUND_TRIPS = 20
 _LEADERS = ("scheduler", "updater")
 _WITH_TASK = ("trainer", "evaluator", "updater")  # of the roles, who loads it
 _NEEDS_CONFIG = "needs the deployment's configuration: --config"
-_COLORS: dict[Level, str | None] = {
-    "ok": typer.colors.GREEN,
-    "warning": typer.colors.YELLOW,
-    "problem": typer.colors.RED,
-    "not checked": None,
-}
+_COLORS: dict[Level, str] = {
+    "ok": "green", "warning": "yellow", "problem": "red", "not checked": ""
+}  # fmt: skip
 
 
 async def examine(
@@ -310,9 +308,11 @@ def summary(findings: Sequence[Finding]) -> dict[str, Any]:
 def show(findings: Sequence[Finding]) -> None:
     """Prints a line for each."""
     width = max(len(finding.about) for finding in findings)
+    here = console()
     for finding in findings:
-        level = typer.style(f"{finding.level:<11}", fg=_COLORS[finding.level])
-        typer.echo(f"{level}  {finding.about:<{width}}  {finding}")
+        level = cell(f"{finding.level:<11}", style=_COLORS[finding.level])
+        text = cell(f"  {finding.about:<{width}}  {finding}")
+        here.print(Text.assemble(level, text), soft_wrap=True)
 
 
 def exit_code(findings: Sequence[Finding]) -> int:

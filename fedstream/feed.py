@@ -19,7 +19,6 @@ from typing import TypeAlias
 
 import structlog
 from prometheus_client import CollectorRegistry
-from rich.console import Console
 from rich.table import Table
 
 from broker import blobs
@@ -33,6 +32,7 @@ from broker.messages import OUTCOMES, CloseRound, Task, Trigger, Upload, task_id
 from broker.records import View
 from broker.streams import Entry, Group
 from fedstream.config import Settings
+from fedstream.terminal import console
 from runtime.backoff import pause
 from runtime.health import Health
 from runtime.leading import lead
@@ -335,4 +335,4 @@ def show(feeder: Feeder) -> None:
     for outcome in OUTCOMES:
         if feeder.recorded[outcome] or live.get(outcome):
             table.add_row(outcome, str(feeder.recorded[outcome]), str(live.get(outcome, 0)))
-    Console().print(table)
+    console().print(table)

@@ -12,6 +12,7 @@ import typer
 
 from broker.errors import ConfigError, FedstreamError
 from fedstream.commands.options import TrustRecorded
+from fedstream.terminal import line, verbatim
 
 # What a command needs is imported in it: `--help` answers at once.
 if TYPE_CHECKING:
@@ -63,8 +64,8 @@ def show(
         if not as_json:
             pages.show(chosen)
             return
-        for line in chosen:
-            typer.echo(_in_one_line(pages.facts(*line)))
+        for found_line in chosen:
+            verbatim(_in_one_line(pages.facts(*found_line)) + "\n")
 
 
 def _range(text: str | None) -> tuple[int | None, int | None]:
@@ -128,26 +129,27 @@ def verify(
         for verdict in inspection.verify(chain, models=models):
             verdicts.append(verdict)
             if not as_json:
-                typer.echo(pages.verdict(verdict))
+                line(pages.verdict(verdict))
         others = [] if path.is_file() else inspection.uncounted(chain)
     records, versions = sum(v.records for v in verdicts), sum(v.versions for v in verdicts)
     damaged = [verdict for verdict in verdicts if verdict.damage is not None]
     if as_json:
-        typer.echo(
+        verbatim(
             text(
                 {
                     "whole": not damaged, "records": records, "versions": versions,
                     "segments": [asdict(verdict) for verdict in verdicts], "uncounted": others,
                 }
             )
+            + "\n"
         )  # fmt: skip
     else:
         for name in others:
-            typer.echo(f"{name}  does not count: its writer was fenced, or its journal is another")
+            line(f"{name}  does not count: its writer was fenced, or its journal is another")
     if damaged:
         raise JournalError(f"{path}: {len(damaged)} of {len(verdicts)} segments damaged")
     if not as_json:
-        typer.echo(f"{records} records, {versions} versions, all whole")
+        line(f"{records} records, {versions} versions, all whole")
 
 
 @app.command()
@@ -168,11 +170,11 @@ def diff(
     if as_json:
         about = {"why": found.why, "text": found.text, "first": found.first}
         about |= {"version": found.version, "a": _plain(found.a), "b": _plain(found.b)}
-        typer.echo(text(about))
+        verbatim(text(about) + "\n")
     elif found.version is None:
-        typer.echo(found.text)
+        line(found.text)
     else:
-        typer.echo(f"version {found.version}: {found.text}")
+        line(f"version {found.version}: {found.text}")
     if found.version is not None:
         raise typer.Exit(1)
 
@@ -250,7 +252,7 @@ def bisect(
         def measure(version: int, model: Model) -> float:
             value = measured(version, model)
             if not as_json:
-                typer.echo(f"version {version}: {metric} {value:.4f}")
+                line(f"version {version}: {metric} {value:.4f}")
             return value
 
         found = search.search(chain, measure, is_good, every)
@@ -268,13 +270,13 @@ def bisect(
     if as_json:
         about = {"metric": metric, "found": crossing is not None, "text": said}
         about |= {"every": found.every, "measured": sorted(found.measured.items())}
-        typer.echo(text(about | (asdict(crossing) if crossing is not None else {})))
+        verbatim(text(about | (asdict(crossing) if crossing is not None else {})) + "\n")
     else:
-        typer.echo(said)
+        line(said)
         for one in crossing.causes if crossing is not None else ():
-            typer.echo(pages.cause(one))
+            line(pages.cause(one))
         if crossing is not None and not crossing.causes:
-            typer.echo("no update did it: the run went on from a model of Redis")
+            line("no update did it: the run went on from a model of Redis")
     if crossing is None:
         raise typer.Exit(1)
 
@@ -306,7 +308,7 @@ def export(
         head = chain[-1].head
     about = {"version": str(number), "digest": digest, "run": head.run, "task": head.task}
     _write(out, model, about)
-    typer.echo(f"version {number} ({digest}) is in {out}")
+    line(f"version {number} ({digest}) is in {out}")
 
 
 def _write(out: Path, model: Model, about: dict[str, str]) -> None:
@@ -367,11 +369,11 @@ def stats(
         pages.write_rows(table, rows)
     if as_json:
         about = {"ahead": ahead, "updates": used, "with_weights": weighted, "devices": rows}
-        typer.echo(text(about))
+        verbatim(text(about) + "\n")
         return
     pages.show_rows(rows)
     if weighted < used:
-        typer.echo(
+        line(
             f"{used - weighted} of {used} updates were recorded without their weights: norms, "
             "distances and cosines are of the others"
         )

@@ -8,18 +8,17 @@ from __future__ import annotations
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from datetime import datetime
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from broker.errors import ConfigError
 from broker.messages import OUTCOMES
 from fedstream.journal_bisect import Cause
+from fedstream.terminal import cell, clock, console, number
 from updater.inspection import Share, Verdict, entries
 from updater.journal import Entry, JournalError, Record, Segment, Standing, Taken, cuts
 
@@ -90,28 +89,26 @@ def lines(chain: Sequence[Segment], wanted: Filter) -> Iterator[Line]:
 
 def show(found: Iterable[Line]) -> None:
     """Prints records as tables, each segment under a line of its own."""
-    console = _console()
+    here = _console()
     table = _table(header=True)
     for segment, _, message in found:
         if isinstance(message, Standing):
             if table.row_count:
-                console.print(table)
-            console.print(
-                _boundary(segment), style="cyan", markup=False, highlight=False, soft_wrap=True
-            )
+                here.print(table)
+            here.print(cell(_boundary(segment), style="cyan"), soft_wrap=True)
             table = _table(header=True)
             continue
-        table.add_row(*(escape(cell) for cell in _cells(message)))
+        table.add_row(*(cell(text) for text in _cells(message)))
         if table.row_count == _PAGE:
-            console.print(table)
+            here.print(table)
             table = _table(header=False)
     if table.row_count:
-        console.print(table)
+        here.print(table)
 
 
 def _console() -> Console:
     """A line that is too long for the terminal is better than numbers cut short."""
-    return Console(width=max(Console().width, _WIDTH))
+    return console(width=max(console().width, _WIDTH))
 
 
 def _table(*, header: bool) -> Table:
@@ -144,14 +141,14 @@ def _words(value: object) -> str:
 
 def _cells(entry: Entry) -> list[str]:
     """A row. A task's id ends with what tells it from others; its beginning is the time."""
-    clock = datetime.fromtimestamp(entry.time).astimezone().strftime("%H:%M:%S.%f")[:-3]
+    at = clock(entry.time, "%H:%M:%S.%f")[: _COLUMNS["time"]]
     digest = (entry.digest or "")[:8]
     if not isinstance(entry, Taken):
         why = entry.why or f"of version {entry.round}"
-        return [str(entry.version), clock, *[""] * 5, "round end", "", "", "", digest, why]
+        return [str(entry.version), at, *[""] * 5, "round end", "", "", "", digest, why]
     upload = entry.upload
     return [
-        str(entry.version), clock, str(upload.device), upload.task[-_COLUMNS["task"] :],
+        str(entry.version), at, str(upload.device), upload.task[-_COLUMNS["task"] :],
         str(upload.tau), str(entry.staleness), f"{entry.weight:.4g}", entry.outcome,
         str(upload.samples), str(upload.steps), number(upload.loss), digest, entry.reason,
     ]  # fmt: skip
@@ -232,11 +229,6 @@ def write_rows(path: Path, found: Sequence[Mapping[str, float | None]]) -> None:
             writer.writerows(found)
     except OSError as error:
         raise ConfigError(f"--csv {path}: {error.strerror}: name another file") from error
-
-
-def number(value: float | None) -> str:
-    """A number for people; nothing where there is none."""
-    return "" if value is None else f"{value:.4g}"
 
 
 # findings

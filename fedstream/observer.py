@@ -148,6 +148,16 @@ class History:
             return 0.0
         return (len(times) - 1) / max(now - times[0], times[-1] - times[0], 1e-6)
 
+    @property
+    def usual_s(self) -> float:
+        """Seconds between two versions, lately; 0 before the second."""
+        times = self._times
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
+
+    def idle_s(self, now: float) -> float:
+        """Seconds since the newest version, by the clock that it was published by."""
+        return now - self._times[-1] if self._times else 0.0
+
 
 class Observer:
     """Reads a run's streams from their beginning, and its view, into ``history`` and ``view``."""
@@ -169,11 +179,26 @@ class Observer:
         found = await self._reader.read(count=1000, block_ms=block_ms)
         for version in _messages(found.get(self.keys.models, ()), Version):
             self.history.publish(version)
-        for event in _messages(found.get(self.keys.events, ()), Event):
-            self.history.tell(event)
+        events = list(_messages(found.get(self.keys.events, ()), Event))
+        if any(event.what == "evaluation" and not self._is_known(event) for event in events):
+            await self.look()
+        for event in events:
+            if event.what != "evaluation" or self._is_known(event):
+                self.history.tell(event)
         if time.monotonic() - self._looked >= _LOOK_S:
             await self.look()
         return bool(found)
+
+    def _is_known(self, evaluation: Event) -> bool:
+        """Whether an evaluation can be the evaluator's: of a version that there is, of no device.
+
+        The evaluator alone writes them: a trainer's rights don't reach so far (`broker/rights.py`),
+        and a coordinator passes nothing but a trainer's errors on. This is for what may stand in
+        the stream of a Redis without users.
+        """
+        newest = max(self.history.newest, self.view.head.version if self.view else -1)
+        version = evaluation.version
+        return evaluation.device is None and version is not None and version <= newest
 
     async def look(self) -> View:
         """Everything countable now. Raises NoRun before the run is there."""

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import csv
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from math import hypot
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from pydantic import BaseModel
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from broker.errors import ConfigError
@@ -27,6 +23,7 @@ from fedstream import report
 from fedstream.journal_bisect import measuring
 from fedstream.recording import settings_of
 from fedstream.run import usable
+from fedstream.terminal import cell, console, line, progress, verbatim
 from runtime.config import load
 from updater.inspection import journal_of
 from updater.journal import JournalError
@@ -176,17 +173,18 @@ def replay(
                 data_root=data_root,
             )  # fmt: skip
             measure = measuring(settings)
-        with progress(replayer.begin, end, quiet=as_json) as step:
-            found = follow(replayer, every, measure, step)
+        begin = replayer.begin
+        with progress("replay", end - begin, quiet=as_json) as step:
+            found = follow(replayer, every, measure, lambda version: step(version - begin))
         files: list[Path] = []
         if files_in is not None and found.points:
             files = write(files_in, _title(replayer.head.run, sets, devices), found.points)
     if as_json:
-        sys.stdout.write(report.as_json(as_numbers(found, files)) + "\n")
+        verbatim(report.as_json(as_numbers(found, files)) + "\n")
     else:
         show(found, files)
         if found.error is not None:
-            sys.stderr.write(f"fedstream: {found.error}\n")
+            line(f"fedstream: {found.error}", err=True)
     return 0 if found.error is None else 1
 
 
@@ -261,21 +259,6 @@ def _point(moment: Moment, measure: Measure | None) -> Point:
 # showing
 
 
-@contextmanager
-def progress(begin: int, end: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """A bar with the time left, on a terminal."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
-        yield lambda _version: None
-        return
-    columns = (
-        TextColumn("replay"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(compact=True),
-    )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task("replay", total=end - begin)
-        yield lambda version: bar.update(task, completed=version - begin)
-
-
 def rows(points: Sequence[Point], *, changed: bool) -> Iterator[list[object]]:
     """The table, the first row with the columns' names."""
     names = sorted({name for point in points for name in point.original})
@@ -294,15 +277,14 @@ def rows(points: Sequence[Point], *, changed: bool) -> Iterator[list[object]]:
 
 def show(out: Outcome, files: Sequence[Path]) -> None:
     """Prints what came of it."""
-    console = Console()
     if out.points:
         header, *body = rows(out.points, changed=out.changed)
         table = Table(box=None, pad_edge=False, header_style="dim")
         for name in header:
-            table.add_column(str(name), justify="right")
+            table.add_column(cell(name), justify="right")
         for row in body:
             table.add_row(*(f"{v:.4f}" if isinstance(v, float) else str(v) for v in row))
-        console.print(table)
+        console().print(table)
     lines = []
     if out.error is None:
         lines.append(_result(out))
@@ -318,7 +300,7 @@ def show(out: Outcome, files: Sequence[Path]) -> None:
     if out.torn:
         lines.append(f"the journal ends with a record that a crash tore: {out.torn}")
     lines += [str(file) for file in files]
-    sys.stdout.write("\n".join(lines) + "\n")
+    line("\n".join(lines))
 
 
 def _result(out: Outcome) -> str:

@@ -15,7 +15,6 @@ from threading import Event as Flag
 from typing import Any
 
 import tomli_w
-from rich.console import Console
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -23,18 +22,18 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
-from rich.table import Table
 
 from broker.errors import FedstreamError
 from broker.messages import Version
 from fedstream import __version__, report
 from fedstream.config import Settings
-from fedstream.display import short
+from fedstream.display import short, two_columns
 from fedstream.observer import History
 from fedstream.recording import CONFIG
 from fedstream.run import usable
 from fedstream.services import task_of
 from fedstream.simulation import Outcome, VersionMade, simulate
+from fedstream.terminal import console
 from runtime.config import dump
 from updater.inspection import FOLDER
 
@@ -144,15 +143,15 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 @contextmanager
 def _progress(versions: int, *, quiet: bool) -> Iterator[Callable[[VersionMade], None]]:
     """A bar with accuracy and time left, on a terminal."""
-    console = Console(stderr=True)
-    if quiet or not console.is_terminal:
+    here = console(err=True)
+    if quiet or not here.is_terminal:
         yield lambda _made: None
         return
     columns = (
         TextColumn("simulate"), BarColumn(), MofNCompleteColumn(),
         TextColumn("{task.fields[measured]}"), TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=console, transient=True) as bar:
+    with Progress(*columns, console=here, transient=True) as bar:
         task = bar.add_task("simulate", total=versions, measured="")
 
         def show(made: VersionMade) -> None:
@@ -231,9 +230,6 @@ def _write(
 
 def _show(outcome: Outcome, numbers: dict[str, Any], files: list[str]) -> None:
     """The result as a table."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="cyan", no_wrap=True)
-    table.add_column(overflow="fold")
     rows = {
         "run": f"{numbers['run']}: {outcome.state} ({outcome.why})",
         "measured": _in_words(numbers["metrics"]) or "not measured",
@@ -248,7 +244,4 @@ def _show(outcome: Outcome, numbers: dict[str, Any], files: list[str]) -> None:
         "took": f"{outcome.seconds:.1f} s, {numbers['device_epochs_per_s']:,.0f} device-epochs/s",
         "files": "\n".join(files),
     }
-    for name, value in rows.items():
-        if value:
-            table.add_row(name, value)
-    Console().print(table)
+    console().print(two_columns((name, value) for name, value in rows.items() if value))

@@ -5,26 +5,65 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from datetime import datetime
 from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlsplit
 from urllib.request import urlopen
 
-from rich.console import Console, Group, RenderableType
-from rich.markup import escape
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from rich.console import Group, RenderableType
 from rich.table import Table
 
 from broker.client import Client
 from broker.errors import ConfigError, FedstreamError, Unavailable
 from broker.keys import Keys
 from broker.ledger import Ledger
+from broker.messages import first_wrong
 from coordinator.app import status
-from fedstream.display import outcomes
+from fedstream.display import outcomes, two_columns
+from fedstream.terminal import cell, clock, console, number
 
 _ANSWER_S = 15.0  # a coordinator's own patience with Redis is 10
 _PASSING = (502, 503, 504)
+_DEVICES_SHOWN = 20
+_MOST_BYTES = 64 << 20  # of an answer
+
+
+class _Tasks(BaseModel):
+    issued: int
+
+
+class _Answer(BaseModel):
+    """What is shown of a coordinator's answer: whoever answers may be somebody else."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    run: str
+    state: str
+    why: str | None
+    task: str
+    strategy: str
+    devices: int
+    parameters: int
+    model_bytes: int
+    version: int
+    versions: int
+    published: float
+    mean_staleness: float
+    tasks: _Tasks
+    refused: dict[str, int]
+    given_up: dict[str, int]
+    dead: dict[str, int]
+    strays: dict[str, int]
+    triggers: int
+    uploads: int
+    queue: int
+    buffered_now: int
+    kept_versions: int
+    dead_letters: int
+    trainers: int
+    register_: dict[str, dict[str, Any]] = Field(alias="register")  # BaseModel has a `register`
 
 
 async def read(client: Client, keys: Keys) -> dict[str, Any]:
@@ -46,7 +85,7 @@ def fetch(url: str, run: str) -> dict[str, Any]:
     asked = f"{base}/v1/runs/{quote(run, safe='')}"
     try:
         with urlopen(asked, timeout=_ANSWER_S) as answer:  # noqa: S310  (http or https)
-            body = answer.read()
+            body = answer.read(_MOST_BYTES)
     except HTTPError as error:
         text = _problem(error.read()) or error.reason
         kind = Unavailable if error.code in _PASSING else FedstreamError
@@ -55,8 +94,12 @@ def fetch(url: str, run: str) -> dict[str, Any]:
         reason = error.reason if isinstance(error, URLError) else error
         raise Unavailable(f"nobody answers at {asked}: {reason}") from error
     about = _parsed(body)
-    if "register" not in about:
-        raise FedstreamError(f"{asked} does not answer as a coordinator does")
+    try:
+        _Answer.model_validate(about)
+    except ValidationError as error:
+        raise FedstreamError(
+            f"{asked} does not answer as a coordinator does: {first_wrong(error)}"
+        ) from error
     return about
 
 
@@ -86,16 +129,12 @@ def _parsed(body: bytes) -> dict[str, Any]:
 
 def show(about: Mapping[str, Any]) -> None:
     """Prints it."""
-    Console().print(page(about))
+    console().print(page(about))
 
 
 def page(about: Mapping[str, Any]) -> RenderableType:
     """The status as tables."""
-    facts = Table.grid(padding=(0, 2))
-    facts.add_column(style="cyan", no_wrap=True)
-    facts.add_column(overflow="fold")
-    for name, value in _rows(about):
-        facts.add_row(name, escape(value))
+    facts = two_columns(_rows(about))
     if not about["register"]:
         return facts
     more = about.get("register_more", 0)
@@ -109,7 +148,7 @@ def _rows(about: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("task", f"{about['task']}, {about['devices']} devices"),
         ("model", f"{about['parameters']:,} parameters, {about['model_bytes']:,} bytes"),
         ("strategy", about["strategy"]),
-        ("version", f"{about['version']} of {about['versions']}, at {_clock(about['published'])}"),
+        ("version", f"{about['version']} of {about['versions']}, at {clock(about['published'])}"),
         ("staleness", f"{about['mean_staleness']:.2f}, moving average"),
         ("tasks", outcomes(about["tasks"])),
     ]
@@ -141,12 +180,17 @@ def trainers(register: Mapping[str, Mapping[str, Any]]) -> Table:
     for name, about in register.items():
         now = about.get("device")
         table.add_row(
-            escape(name), escape(str(about.get("host", ""))), str(about.get("pid", "")),
-            str(about.get("answers", "")), "-" if now is None else str(now),
-            ", ".join(str(device) for device in about.get("owns", ())) or "any",
+            cell(name), cell(about.get("host", "")), number(about.get("pid")),
+            number(about.get("answers")), "-" if now is None else number(now),
+            cell(_owned(about.get("owns"))),
         )  # fmt: skip
     return table
 
 
-def _clock(seconds: float) -> str:
-    return datetime.fromtimestamp(seconds).astimezone().strftime("%H:%M:%S")
+def _owned(devices: object) -> str:
+    """The devices that a trainer owns, as far as a table has room."""
+    if not isinstance(devices, list | tuple) or not devices:
+        return "any"
+    more = len(devices) - _DEVICES_SHOWN
+    shown = ", ".join(number(device) for device in devices[:_DEVICES_SHOWN])
+    return f"{shown} and {more} more" if more > 0 else shown

@@ -20,6 +20,7 @@ from pydantic import model_validator
 
 from runtime.config import Section
 from runtime.flood import Flood
+from runtime.visible import visible
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, Processor, WrappedLogger
@@ -94,6 +95,14 @@ class _Spare(logging.Filter):
         return self._flood.passes((record.name,)) is not None
 
 
+def _escape(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
+    """What others wrote is not obeyed by the terminal; JSON has escapes of its own."""
+    return {
+        key: visible(value, lines=key == "exception") if isinstance(value, str) else value
+        for key, value in event.items()
+    }
+
+
 def stamp(seconds: float) -> str:
     """A time since 1970 as the lines have it."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
@@ -119,7 +128,11 @@ def configure(settings: LogSettings, **bound: object) -> None:
     ending: list[Processor]
     if settings.format == "console" or (settings.format == "auto" and terminal):
         plain = structlog.dev.plain_traceback
-        ending = [structlog.dev.ConsoleRenderer(colors=terminal, exception_formatter=plain)]
+        ending = [
+            structlog.processors.format_exc_info,
+            _escape,
+            structlog.dev.ConsoleRenderer(colors=terminal, exception_formatter=plain),
+        ]
     else:
         ending = [structlog.processors.format_exc_info, structlog.processors.JSONRenderer()]
 

@@ -76,3 +76,16 @@ def test_the_services_without_training_start_without_torch() -> None:
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "[]"
+
+
+def test_one_module_alone_prints() -> None:
+    """So that nothing of what others wrote gets past it to a terminal."""
+    printing = {"Console", "typer.echo", "typer.secho", "typer.confirm", "print", "escape"}
+    printing |= {f"sys.{name}.write" for name in ("stdout", "stderr")}
+    found = {
+        str(path.relative_to(ROOT))
+        for path in (ROOT / "fedstream").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in printing
+    }
+    assert found == {"fedstream/terminal.py"}

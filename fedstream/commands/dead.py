@@ -8,6 +8,7 @@ import typer
 
 from broker.errors import ConfigError, FedstreamError
 from fedstream.commands.options import AsJson, Config, RunName, Url, ask
+from fedstream.terminal import confirm, line, verbatim
 
 if TYPE_CHECKING:
     from broker.client import Client
@@ -29,7 +30,7 @@ def dead_list(
     found = ask(config, redis, run, page.read)
     if as_json:
         letters = [page.plain(letter) for letter in found.letters]
-        typer.echo(report.as_json({"letters": letters, "lost": found.lost}))
+        verbatim(report.as_json({"letters": letters, "lost": found.lost}) + "\n")
     else:
         page.show(found)
 
@@ -48,7 +49,7 @@ def dead_show(
 
     letters = ask(config, redis, run, page.read).find([wanted])
     if as_json:
-        typer.echo(report.as_json([page.plain(letter) for letter in letters]))
+        verbatim(report.as_json([page.plain(letter) for letter in letters]) + "\n")
     else:
         page.show_each(letters)
 
@@ -77,7 +78,7 @@ def dead_retry(
         failed = 0
         chosen = _chosen(await page.read(client, keys), wanted, everything)
         if not chosen:
-            typer.echo("there are no dead letters")
+            line("there are no dead letters")
         for letter in chosen:
             try:
                 trigger = await page.retry(client, keys, letter)
@@ -85,9 +86,9 @@ def dead_retry(
                 if error.retriable:
                     raise
                 failed += 1
-                typer.echo(f"fedstream: {letter.id} is not retried: {error}", err=True)
+                line(f"fedstream: {letter.id} is not retried: {error}", err=True)
             else:
-                typer.echo(f"{letter.id}: device {trigger.device} has task {trigger.task}")
+                line(f"{letter.id}: device {trigger.device} has task {trigger.task}")
         return failed
 
     if ask(config, redis, run, retry):
@@ -109,9 +110,9 @@ def dead_drop(
     found = ask(config, redis, run, page.read)
     chosen = _chosen(found, wanted, everything)
     if chosen and not yes:
-        typer.confirm(f"Delete {len(chosen)} of {len(found.letters)} dead letters?", abort=True)
+        confirm(f"Delete {len(chosen)} of {len(found.letters)} dead letters?")
     dropped = ask(config, redis, run, lambda client, keys: page.drop(client, keys, chosen))
-    typer.echo(f"{dropped} dead letter{'' if dropped == 1 else 's'} deleted")
+    line(f"{dropped} dead letter{'' if dropped == 1 else 's'} deleted")
 
 
 def _chosen(found: Found, wanted: list[str] | None, everything: bool) -> list[Letter]:

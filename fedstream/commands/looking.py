@@ -22,6 +22,7 @@ from fedstream.commands.options import (
     leave,
     settings_of,
 )
+from fedstream.terminal import confirm, line, verbatim
 
 
 def status(
@@ -45,7 +46,7 @@ def status(
     else:
         about = page.fetch(url, run or settings_of(config).run.name)
     if as_json:
-        typer.echo(report.as_json(about))
+        verbatim(report.as_json(about) + "\n")
     else:
         page.show(about)
 
@@ -56,7 +57,7 @@ def top(
     run: RunName = None,
     once: Annotated[bool, typer.Option("--once", help="print one picture and end")] = False,
 ) -> None:
-    """Watch a run: rate, staleness, queue, trainers, accuracy. Ctrl-C ends it."""
+    """Watch a run: rate, staleness, queue, trainers, accuracy. `q` or Ctrl-C ends it."""
     from fedstream.top import watch
 
     ask(config, redis, run, lambda client, keys: watch(client, keys, once=once))
@@ -149,7 +150,7 @@ def replay(
         settings = settings_of(config, redis=redis, run=run)
         fed = feed.feed(settings, journal_of(folder), 1.0 if speed is None else speed)
         if as_json:
-            typer.echo(report.as_json(feed.numbers(fed)))
+            verbatim(report.as_json(feed.numbers(fed)) + "\n")
         else:
             feed.show(fed)
         return
@@ -179,7 +180,7 @@ def doctor(
     configured = config is not None or bool(settings.model_fields_set - {"redis", "run"})
     findings = asyncio.run(page.examine(settings, configured=configured))
     if as_json:
-        typer.echo(report.as_json(page.summary(findings)))
+        verbatim(report.as_json(page.summary(findings)) + "\n")
     else:
         page.show(findings)
     leave(page.exit_code(findings))
@@ -197,11 +198,11 @@ def purge(
 
     name = run or settings_of(config).run.name
     if not yes:
-        typer.confirm(f"Delete run {name!r}?", abort=True)
+        confirm(f"Delete run {name!r}?")
     deleted = ask(
         config, redis, run, lambda client, keys: presence.purge(client, keys, force=force)
     )
-    typer.echo(f"{deleted} keys of run {name!r} deleted")
+    line(f"{deleted} keys of run {name!r} deleted")
 
 
 def acl(
@@ -219,6 +220,6 @@ def acl(
     name = check_name("--run", run) if run else settings_of(config).run.name
     text = page.file_of(name, os.environ)
     if out is None:
-        typer.echo(text, nl=False)
+        verbatim(text)
     else:
         page.write(out, text)

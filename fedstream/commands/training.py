@@ -25,6 +25,7 @@ from fedstream.commands.options import (
     leave,
     settings_of,
 )
+from fedstream.terminal import line, verbatim
 
 
 def run(
@@ -86,7 +87,7 @@ def run(
     )
     code, numbers = local.run(plan, display.choose(as_json=as_json))
     if as_json:
-        typer.echo(report.as_json(numbers))
+        verbatim(report.as_json(numbers) + "\n")
     leave(code)
 
 
@@ -122,7 +123,7 @@ def simulate(
     folder = out or default_out(settings.run.name, datetime.now().astimezone())
     code, numbers = page.run(settings, folder, journal=journal, quiet=as_json)
     if as_json:
-        typer.echo(report.as_json(numbers))
+        verbatim(report.as_json(numbers) + "\n")
     leave(code)
 
 
@@ -158,12 +159,12 @@ def reproduce(
     from fedstream import reproduce as page
 
     if listed:
-        typer.echo("\n".join(page.listed()))
+        line("\n".join(page.listed()))
         return
     try:
         page.reproduce(
             names or (), repeats=repeats, scale=scale, data_root=data_root, processes=jobs,
-            out=out, again=again, command=shlex.join(["fedstream", *sys.argv[1:]]), say=typer.echo,
+            out=out, again=again, command=shlex.join(["fedstream", *sys.argv[1:]]), say=line,
         )  # fmt: skip
     except KeyboardInterrupt:
         leave(130)

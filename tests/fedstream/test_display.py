@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 from collections import Counter
 from dataclasses import replace
@@ -137,6 +138,7 @@ async def test_top_remembers_only_so_much(
     monkeypatch.setattr(top, "_REMEMBERED", 2)
     await hand.create()
     for number in range(4):
+        await client.call("XADD", hand.keys.models, "*", "m", version(number).encode())
         await hand.ledger.tell(event("evaluation", version=number, metrics={"accuracy": 0.5}))
     await top.watch(client, hand.keys, once=True)
     assert list(observers[0].history.evaluations) == [2, 3]
@@ -148,7 +150,8 @@ async def test_top_ends_with_a_finished_run_whose_redis_is_gone() -> None:
     observer.view = view(run=replace(view().run, state="finished", why="done"))
     console = Console(file=io.StringIO())
     with Live(console=console, auto_refresh=False) as live:
-        assert await top._watched(client, observer, live, "the last picture") == "the last picture"
+        shown = await top._watched(client, observer, live, "the last picture", asyncio.Event())
+    assert shown == "the last picture"
 
 
 def test_status_shows_what_http_says() -> None:

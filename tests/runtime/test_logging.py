@@ -185,3 +185,19 @@ def test_a_step_bears_the_time_when_it_happened(capsys: pytest.CaptureFixture[st
 def test_lines_that_would_be_dropped_are_not_asked_for(level: Any) -> None:
     with pytest.raises(ValidationError, match=f"tasks = true .* level = '{level}' drops them"):
         LogSettings(tasks=True, level=level)
+
+
+def test_a_console_obeys_nothing_that_others_wrote(capsys: pytest.CaptureFixture[str]) -> None:
+    configure(LogSettings(format="console"), run="r1")
+    escape = "\x1b]0;owned\x07\u202e"
+    structlog.get_logger().warning(f"event {escape}", reason=escape, names=[escape])
+    logging.getLogger("aiohttp").warning("asked for %s", escape)
+    try:
+        raise ValueError(escape)
+    except ValueError:
+        structlog.get_logger().exception("crashed")
+    said = capsys.readouterr().err
+    assert "event \\x1b]0;owned\\x07\\u202e" in said
+    assert "ValueError: \\x1b]0;owned" in said
+    assert "Traceback (most recent call last):\n" in said
+    assert all(sign.isprintable() or sign == "\n" for sign in said)

@@ -1,0 +1,276 @@
+"""Whatever others wrote: it is shown, and neither obeyed by a terminal nor fatal to the page."""
+
+from __future__ import annotations
+
+import io
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from rich.console import Console, RenderableType
+
+from broker.client import Client
+from broker.errors import FedstreamError
+from broker.messages import OUTCOMES, Contribution, Dead, Event, Trigger, Version
+from coordinator.app import status
+from fedstream import dead, display, doctor, journal_pages, terminal, top
+from fedstream import status as page
+from fedstream.findings import Finding
+from fedstream.journal_bisect import Cause
+from fedstream.observer import History, Observer
+from runtime.visible import visible
+from tests.fedstream.views import CREATED, event, version, view
+from tests.journals import Scribe
+from tests.support import Hand
+from updater.inspection import Verdict, opened
+
+ESCAPE = "\x1b[2J\x1b]0;owned\x07"
+OVERRIDE = "abc\u202egpj.exe"
+MARKUP = "[bold red]x[/] [link=http://evil]y[/link] [/] :boom: \\"
+HOSTILE = [
+    ESCAPE, OVERRIDE, MARKUP, "two\nlines\r\x85\u2028", "\x00\x9b31m", "", " ", "\n \n"
+]  # fmt: skip
+
+unicode = st.characters(exclude_categories=["Cs"])  # no message has a surrogate in it
+texts = st.one_of(st.sampled_from(HOSTILE), st.text(unicode, max_size=20))
+names = texts.filter(lambda text: 1 <= len(text) <= 200)
+floats = st.floats()  # infinities and nan among them
+counts = st.one_of(st.integers(0, 5), st.sampled_from([10**15, 2**64 - 1]))
+
+
+def drawn(picture: RenderableType, width: int = 100) -> str:
+    """As a terminal would get it, but for our own colours."""
+    console = Console(width=width, file=io.StringIO(), force_terminal=False, color_system=None)
+    with console.capture() as captured:
+        console.print(picture)
+    return captured.get()
+
+
+def is_harmless(shown: str) -> bool:
+    return all(sign.isprintable() or sign == "\n" for sign in shown)
+
+
+@given(st.text())
+def test_what_is_made_visible_is_printable_and_in_one_line(text: str) -> None:
+    assert visible(text).isprintable()
+    assert is_harmless(visible(text, lines=True).replace("\t", ""))
+    if text.isprintable():
+        assert visible(text) == text
+
+
+def test_an_escape_is_written_as_python_writes_it() -> None:
+    assert visible(f"a{ESCAPE}b") == "a\\x1b[2J\\x1b]0;owned\\x07b"
+    assert visible(OVERRIDE) == "abc\\u202egpj.exe"
+    assert visible("two\nlines") == "two\\nlines"
+    assert visible("two\nlines\r", lines=True) == "two\nlines\\r"
+    assert visible("caf\udce9") == "caf\\udce9"
+    assert visible("Größe 模型 🙂") == "Größe 模型 🙂"
+    assert len(visible("x" * 10**6)) < 20_000
+    assert visible("x" * 10**6).endswith("... (1000000 characters)")
+
+
+def test_markup_is_text() -> None:
+    assert drawn(terminal.cell(MARKUP)).strip() == MARKUP
+    assert drawn(display.two_columns([("a", MARKUP)])).split(maxsplit=1)[1].strip() == MARKUP
+
+
+hostile_events = st.builds(
+    Event, what=st.one_of(st.sampled_from(["evaluation", "error", "outcome", "trainer"]), names),
+    service=names, time=st.one_of(st.just(CREATED), floats), task=st.none() | texts,
+    device=st.none() | counts, outcome=st.none() | st.sampled_from(OUTCOMES),
+    reason=st.none() | texts, version=st.none() | counts, staleness=st.none() | counts,
+    weight=st.none() | floats, text=st.none() | texts,
+    metrics=st.none() | st.dictionaries(st.just("accuracy") | texts, floats, max_size=3),
+)  # fmt: skip
+hostile_updates = st.builds(
+    Contribution, task=st.just("t"), device=counts, tau=counts, staleness=counts, weight=floats,
+    samples=counts, steps=counts, loss=st.none() | floats,
+)  # fmt: skip
+hostile_trainers = st.dictionaries(
+    texts,
+    st.fixed_dictionaries(
+        {"owns": st.lists(counts | texts, max_size=3)},
+        optional={
+            name: st.none() | texts | counts | st.floats(allow_nan=False, allow_infinity=False)
+            for name in ("host", "pid", "device", "answers")
+        },
+    ),
+    max_size=3,
+)
+
+
+@settings(max_examples=60)
+@given(
+    told=st.lists(hostile_events, max_size=8),
+    updates=st.lists(hostile_updates, max_size=3),
+    trainers=hostile_trainers,
+    text=texts,
+    now=st.one_of(st.just(CREATED + 4), floats),
+    width=st.sampled_from([20, 80, 200]),
+)
+@example(
+    told=[event("trainer").model_copy(update={"time": time}) for time in (math.inf, math.nan)],
+    updates=[], trainers={}, text="", now=math.inf, width=80,
+)  # fmt: skip
+@example(
+    told=[event("evaluation", version=n, metrics={"accuracy": x})
+          for n, x in enumerate([-5.0, 1.0, 1e308, math.inf])],
+    updates=[], trainers={ESCAPE: {"owns": [], "host": MARKUP}}, text=ESCAPE, now=0.0, width=80,
+)  # fmt: skip
+def test_top_status_and_the_bar_show_whatever_is_told(
+    told: list[Event],
+    updates: list[Contribution],
+    trainers: dict[str, dict[str, Any]],
+    text: str,
+    now: float,
+    width: int,
+) -> None:
+    history = History()
+    for number in range(3):
+        history.publish(version(number, *updates))
+    for one in told:
+        history.tell(one)
+    reasons = {"issued": 3, f"refused:{text}": 1, f"stray:{text}": 2, f"dead:{text}": 1}
+    for seen in (
+        view(reasons, run=replace(view().run, task=text, strategy=text)),
+        view(reasons, run=replace(view().run, state="finished", why=text)),
+    ):
+        picture = top.frame(seen, history, trainers, dict.fromkeys(trainers, now), now)
+        assert is_harmless(drawn(picture, width))
+        about = status(text, seen) | {"register": trainers}
+        assert is_harmless(drawn(page.page(about), width))
+        assert is_harmless(visible(display.figures(seen, history)))
+        assert is_harmless(visible(display.doing(seen, history, CREATED + 4, stopping=False)))
+
+
+@settings(max_examples=40)
+@given(
+    reason=texts, stream=names, entry=names, at=floats | st.just(CREATED),
+    data=st.binary(max_size=40), trigger_why=texts,
+    task=st.text("abc\x1b\u202e[]/\\", min_size=1, max_size=30),
+)  # fmt: skip
+def test_dead_letters_show_whatever_is_in_them(
+    reason: str, stream: str, entry: str, at: float, data: bytes, trigger_why: str, task: str
+) -> None:
+    about = Dead(stream=stream, entry=entry, reason=reason, time=at, deliveries=1, data=data)
+    message = Trigger(task=task, device=1, seed=1, steps=1, why=trigger_why, origin=stream)
+    letters = (dead.Letter("1-0", about, message), dead.Letter("1-1", about, None, reason, reason))
+    assert is_harmless(drawn(dead.page(dead.Letters(letters, 2))))
+    for letter in letters:
+        assert is_harmless(drawn(dead.details(letter)))
+
+
+@pytest.mark.parametrize("text", [ESCAPE, OVERRIDE, MARKUP, "two\nlines\r"])
+def test_a_strangers_journal_is_shown_and_not_obeyed(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scribe = Scribe(tmp_path, run=text, task=text)
+    scribe.update(task=text.replace("|", "").replace(".", ""))
+    scribe.refuse(3, reason=text)
+    scribe.close()
+    with opened(tmp_path) as chain:
+        journal_pages.show(journal_pages.lines(chain, journal_pages.Filter()))
+    assert is_harmless(capsys.readouterr().out)
+    cause = Cause(1, text, 0, 0, math.inf, math.nan, 1e308, None)
+    for said in (
+        journal_pages.verdict(Verdict(text, 0, 0, damage=text)),
+        journal_pages.cause(cause),
+    ):
+        terminal.line(said)
+    shown = capsys.readouterr().out
+    assert is_harmless(shown)
+    assert visible(text, lines=True) in shown
+
+
+def test_findings_errors_and_lines_are_not_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
+    doctor.show([Finding("problem", ESCAPE, OVERRIDE, ESCAPE)])
+    terminal.line(f"fedstream: {ESCAPE}", err=True)
+    display.Quiet().say(ESCAPE)
+    display.Lines().say(ESCAPE)
+    console = Console(file=io.StringIO(), force_terminal=False, width=80)
+    display.Bar(console).say(ESCAPE + MARKUP)
+    shown = capsys.readouterr()
+    assert is_harmless(shown.out)
+    assert is_harmless(shown.err)
+    assert isinstance(console.file, io.StringIO)
+    assert is_harmless(console.file.getvalue())
+    assert "[bold red]x[/]" in console.file.getvalue()
+
+
+async def test_an_evaluation_of_no_version_or_by_a_device_does_not_count(
+    client: Client, hand: Hand
+) -> None:
+    await hand.create()
+    forged: list[Mapping[str, Any]] = [
+        {"version": 7}, {"version": 10**12}, {"version": None}, {"version": 0, "device": 3}
+    ]  # fmt: skip
+    for about in forged:
+        await hand.ledger.tell(event("evaluation", metrics={"accuracy": 1.0}, **about))
+    observer = Observer(client, hand.keys)
+    await observer.catch_up()
+    assert observer.history.measured is None
+    await hand.ledger.tell(event("evaluation", version=0, metrics={"accuracy": 0.5}))
+    await observer.catch_up()
+    assert observer.history.best_accuracy == (0, 0.5)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"tasks": {}},
+        {"mean_staleness": "x"},
+        {"published": None},
+        {"register": {"a": 5}},
+        {"run": 1},
+    ],
+)
+def test_an_answer_that_is_no_coordinators_is_said_to_be_none(
+    wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def answering(about: Mapping[str, Any]) -> None:
+        body = json.dumps(about).encode()
+        monkeypatch.setattr(page, "urlopen", lambda *_a, **_k: io.BytesIO(body))
+
+    right = status("demo", view()) | {"register": {}}
+    answering(right)
+    assert page.fetch("http://here:1", "demo") == right
+    answering(right | wrong)
+    with pytest.raises(FedstreamError, match="does not answer as a coordinator does"):
+        page.fetch("http://here:1", "demo")
+
+
+def test_a_time_that_is_none_and_a_number_without_end_are_short() -> None:
+    for time in (math.inf, -math.inf, math.nan, 1e300, 10**400):
+        assert terminal.clock(time) == "?"
+    assert len(terminal.number(10**4000)) < 20
+    assert terminal.number(-(2**70)) == "-1e15 or more"
+    assert terminal.measure(1e308) == "1e+308"
+    assert terminal.measure(math.nan) == "nan"
+
+
+def versions(*times: float) -> History:
+    """A history of versions that were published then."""
+    history = History()
+    for number, at in enumerate(times):
+        history.publish(
+            Version(version=number, time=CREATED + at, epoch=1, digest="d", blob="b", size=1)
+        )
+    return history
+
+
+def test_a_run_that_stands_still_is_stalled_and_has_no_estimate() -> None:
+    fast, slow = versions(0, 1), versions(0, 60, 120, 180)
+
+    def pace(history: History, at: float) -> str:
+        return display.pace(view(), history, CREATED + at)
+
+    assert pace(fast, 4) == "0.2 versions/s, 6:28 left"
+    assert pace(fast, 40) == "stalled: no version for 0:39"
+    assert pace(slow, 180 + 300).endswith(" left")  # versions far apart are no stall
+    assert pace(slow, 180 + 601) == "stalled: no version for 10:01"
