@@ -16,8 +16,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tests.chaos.driver import Outcome, run
-from tests.chaos.faults import Plan, plan
+from tests.chaos.faults import Kind, Plan, plan
 from tests.chaos.report import table, told
+from tests.chaos.services import Zygote
 
 FAULTS = 10  # of a run
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "chaos.md"
@@ -29,12 +30,13 @@ async def play(plans: Sequence[Plan], at_once: int) -> list[Outcome]:
 
     async def one(plan: Plan) -> Outcome:
         async with free:
-            outcome = await run(plan)
+            outcome = await run(plan, zygote)
         sys.stdout.write(told(outcome) + "\n")
         sys.stdout.flush()
         return outcome
 
-    return await asyncio.gather(*(one(plan) for plan in plans))
+    async with Zygote() as zygote:
+        return await asyncio.gather(*(one(plan) for plan in plans))
 
 
 def main() -> int:
@@ -43,11 +45,12 @@ def main() -> int:
     parser.add_argument("--faults", type=int, default=200)
     parser.add_argument("--seed", type=int, help="only this seed's run")
     parser.add_argument("--of", type=int, default=FAULTS, help="faults of a run")
+    parser.add_argument("--only", nargs="+", type=Kind, default=tuple(Kind), help="kinds")
     parser.add_argument("--at-once", type=int, default=max(1, (os.cpu_count() or 1) // 2))
     options = parser.parse_args()
     runs = range(-(-options.faults // options.of))
     seeds = runs if options.seed is None else [options.seed]
-    plans = [plan(seed, options.of) for seed in seeds]
+    plans = [plan(seed, options.of, options.only) for seed in seeds]
     outcomes = asyncio.run(play(plans, options.at_once))
     text = table(outcomes)
     sys.stdout.write(text)

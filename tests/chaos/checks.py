@@ -8,136 +8,200 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TypeAlias
 
-from updater.journal import RoundClosed, Taken
+from tests.chaos.account import USED, Account
+from tests.chaos.effects import OUTCOMES, Life
 
-USED = ("applied", "buffered")
-_OUTCOMES = (*USED, "refused", "given_up")
+LOST = "given_up:lost with Redis"
 _ROUNDING = 1e-4  # of float32 sums of some hundred numbers below 1
 
 
 @dataclass(frozen=True)
-class Journalled:
-    """What the journal says. A version and its digest are a pair."""
+class Production:
+    """What the project's own code makes of the journal. A version and its digest are a pair."""
 
-    begun: tuple[int, str]
-    records: tuple[Taken | RoundClosed, ...]  # those that count, in order
-    replayed: tuple[int, str]  # what they give, computed anew
-    diverged: str  # why the replay came no further; '': it came to the end
-    vectors: Mapping[int, str] = field(default_factory=dict)  # digests by device, computed anew,
-    recovered: Mapping[int, str] = field(default_factory=dict)  # and from the newest checkpoint on
-    drift: float = 0.0  # how far SCAFFOLD's c is from the mean of all c_i, at most
+    replayed: tuple[int, str] = (-1, "")
+    diverged: str = ""  # why the replay came no further; '': it came to the end
+    recovered: Mapping[int, str] = field(default_factory=dict)  # digests of vectors by device
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What journal, Redis and whoever watched say of a run that is over."""
+    """What journal, trainers and Redis say of a run that is over."""
 
-    journal: Journalled
-    published: frozenset[tuple[int, str]]  # version and digest, as they were told
-    seen: Mapping[str, int]  # task of an upload in the queue -> Redis's life when it was last seen
-    life: int  # of Redis: how often it restarted
-    queued: frozenset[str]  # tasks whose uploads are in the queue
-    admitted: frozenset[str]  # open tasks whose upload was admitted
+    account: Account
+    production: Production
+    lives: tuple[Life, ...]  # of Redis, each with what it kept of those before; (): nobody knows
+    forged: frozenset[tuple[str, str]]  # task and attempt of answers that came second
     counts: Mapping[str, int]
     open: int
+    queued: frozenset[str]  # tasks whose uploads are in the queue
+    admitted: frozenset[str]  # open tasks whose upload was admitted
     head: tuple[int, str]
     model: str  # digest of the bytes that Redis has as the newest model
     handed_out: Mapping[int, str] | None = None  # digests of the c_i in Redis; None: no SCAFFOLD
     findings: tuple[str, ...] = field(default=())  # what went wrong while it ran
 
     @cached_property
-    def taken(self) -> tuple[Taken, ...]:
-        """The records of updates."""
-        return tuple(record for record in self.journal.records if isinstance(record, Taken))
+    def journalled(self) -> frozenset[str]:
+        """Tasks that have a record."""
+        return frozenset(record["upload"]["task"] for record in self.account.taken)
 
     @cached_property
-    def unjournalled(self) -> frozenset[str]:
-        """Tasks that were in the queue and are neither there nor in the journal."""
-        known = {record.upload.task for record in self.taken}
-        return frozenset(self.seen.keys() - known - self.queued)
+    def opened(self) -> frozenset[str]:
+        """Tasks that were ever open."""
+        return frozenset(task for life in self.lives for task in life.opened)
 
-    @property
+    @cached_property
     def lost_with_redis(self) -> int:
         """Admitted updates that went with Redis's data before they were journalled."""
-        return sum(self.seen[task] < self.life for task in self.unjournalled)
+        seen = {task for life in self.lives for task in life.admitted}
+        return len(seen - self.journalled - self.queued)
 
 
 Check: TypeAlias = Callable[[Facts], Iterator[str]]
 
 
 def balanced(facts: Facts) -> Iterator[str]:
-    """Every task that was issued is open or has one outcome."""
-    ended = {name: facts.counts.get(name, 0) for name in (*_OUTCOMES, "dead")}
-    if facts.counts.get("issued", 0) != sum(ended.values()) + facts.open:
-        yield f"issued {facts.counts.get('issued', 0)}, but {ended} and open {facts.open}"
+    """Every task that was issued is open or has one outcome, of which the reasons are parts."""
+    counts = facts.counts
+    ended = {name: counts.get(name, 0) for name in OUTCOMES}
+    if counts.get("issued", 0) != sum(ended.values()) + facts.open:
+        yield f"issued {counts.get('issued', 0)}, but {ended} and open {facts.open}"
+    for outcome in ("refused", "given_up"):
+        reasons = sum(n for name, n in counts.items() if name.startswith(f"{outcome}:"))
+        if reasons != ended[outcome]:
+            yield f"{outcome} {ended[outcome]}, but {reasons} by reason"
+
+
+def at_any_moment(facts: Facts) -> Iterator[str]:
+    """Whatever Redis did, sums held behind it, and who published was the updater."""
+    yield from dict.fromkeys(what for life in facts.lives for what in life.wrong)
+
+
+def counted(facts: Facts) -> Iterator[str]:
+    """Redis's counts, the journal's records and the events tell of the same outcomes."""
+    if not facts.lives:
+        return
+    records = Counter(record["outcome"] for record in facts.account.taken)
+    beside: dict[str, set[str]] = {outcome: set() for outcome in OUTCOMES}  # of coordinators
+    for life in facts.lives:
+        for event in life.ended:
+            if event["task"] not in facts.journalled:
+                beside[event["outcome"]].add(event["task"])
+    for outcome in OUTCOMES:
+        n, least = facts.counts.get(outcome, 0), records[outcome]
+        most = least + len(beside[outcome])
+        if outcome == "given_up":
+            most += facts.counts.get(LOST, 0)
+        if len(facts.lives) == 1:
+            least = most
+        if not least <= n <= most:
+            yield f"{outcome} {n}, but {records[outcome]} records and at most {most} in all"
+    issued = facts.counts.get("issued", 0)
+    if issued > len(facts.opened):
+        yield f"issued {issued}, but only {len(facts.opened)} tasks were ever open"
+
+
+def told_as_counted(facts: Facts) -> Iterator[str]:
+    """What a life of Redis counted one by one it told of, once a task, as the journal has it."""
+    records = {record["upload"]["task"]: record for record in facts.account.taken}
+    for number, life in enumerate(facts.lives, 1):
+        events = Counter(event["outcome"] for event in life.ended)
+        for outcome in OUTCOMES:
+            n = life.counted[outcome] - (life.counted[LOST] if outcome == "given_up" else 0)
+            if n != events[outcome]:
+                yield f"life {number}: {outcome} counted {n} times, told {events[outcome]} times"
+        for task, times in Counter(event["task"] for event in life.ended).items():
+            if times > 1:
+                yield f"life {number}: task {task} ended {times} times"
+        for event in life.ended:
+            record = records.get(event["task"])
+            if event["outcome"] in USED and record is None:
+                yield f"task {event['task']} was told as {event['outcome']}, and has no record"
+            elif record is not None and record["outcome"] != event["outcome"]:
+                yield (
+                    f"task {event['task']} was told as {event['outcome']}, journalled as "
+                    f"{record['outcome']}"
+                )
+
+
+def lost_once(facts: Facts) -> Iterator[str]:
+    """As many are given up as lost as can have been, at most."""
+    if not facts.lives:
+        return
+    known = facts.journalled | {event["task"] for event in facts.lives[-1].ended}
+    most = len(facts.opened - known - facts.lives[-1].open)
+    if facts.counts.get(LOST, 0) > most:
+        yield f"{facts.counts.get(LOST, 0)} tasks are counted as lost, at most {most} can be"
 
 
 def once(facts: Facts) -> Iterator[str]:
-    """Every task has at most one record."""
-    times = Counter(record.upload.task for record in facts.taken)
+    """Every task has at most one record, and one answer in the queue."""
+    times = Counter(record["upload"]["task"] for record in facts.account.taken)
     for task, n in times.items():
         if n > 1:
-            ends = [r.outcome for r in facts.taken if r.upload.task == task]
+            ends = [r["outcome"] for r in facts.account.taken if r["upload"]["task"] == task]
             yield f"task {task} is {n} times in the journal: {', '.join(ends)}"
-    for record in facts.taken:
-        if record.outcome not in _OUTCOMES:
-            yield f"task {record.upload.task} ended as {record.outcome}"
-
-
-def forward(facts: Facts) -> Iterator[str]:
-    """Versions grow by one with every record that made one, by nothing else, until the last."""
-    version, over = facts.journal.begun[0], None
-    for record in facts.journal.records:
-        if over and record.digest:
-            yield f"version {record.version} was made behind: {over}"
-        over = over or record.finished
-        expected = version + (record.digest is not None)
-        if record.version != expected:
-            yield f"entry {record.entry}: version {record.version} behind version {version}"
-        version = record.version
+    for number, life in enumerate(facts.lives, 1):
+        for task, attempts in life.admitted.items():
+            if len(attempts) > 1:
+                yield f"life {number}: {len(attempts)} answers to task {task} were admitted"
+            if any((task, attempt) in facts.forged for attempt in attempts):
+                yield f"life {number}: the second answer to task {task} was admitted"
 
 
 def none_lost(facts: Facts) -> Iterator[str]:
-    """What was admitted is journalled, or waits, or went with Redis's data."""
-    for task in sorted(facts.unjournalled):
-        if facts.seen[task] == facts.life:
+    """What left the queue is in the journal; what was admitted last is there, or waits."""
+    for number, life in enumerate(facts.lives, 1):
+        for entry, message in life.settled.items():
+            if message["k"] == "upload" and message["task"] not in facts.journalled:
+                yield f"life {number}: task {message['task']} left the queue ({entry}) and is gone"
+    for last in facts.lives[-1:]:
+        for task in sorted(last.admitted.keys() - facts.journalled - facts.queued):
             yield f"task {task} was in the queue and is gone"
     for task in sorted(facts.admitted - facts.queued):
         yield f"task {task} is open and admitted, but not in the queue"
 
 
+def same_arithmetic(facts: Facts) -> Iterator[str]:
+    """The journal is what the rule's formulas make of what the trainers sent."""
+    yield from facts.account.wrong
+
+
 def same_bits(facts: Facts) -> Iterator[str]:
-    """Redis's newest model is the one that the journal gives."""
-    if facts.journal.diverged:
-        yield f"replay: {facts.journal.diverged}"
-    if facts.head != facts.journal.replayed:
-        yield f"Redis's head is {facts.head}, the journal gives {facts.journal.replayed}"
+    """Redis's newest model is the one that the journal gives, and so is what a replay gives."""
+    account, production = facts.account, facts.production
+    if production.diverged:
+        yield f"replay: {production.diverged}"
+    elif production.replayed != (account.version, account.model):
+        yield f"a replay gives {production.replayed}, not {(account.version, account.model)}"
+    if facts.head != (account.version, account.model):
+        yield f"Redis's head is {facts.head}, the journal gives {(account.version, account.model)}"
     if facts.model != facts.head[1]:
         yield f"Redis's model has digest {facts.model}, its head says {facts.head[1]}"
 
 
 def same_vectors(facts: Facts) -> Iterator[str]:
     """A device's vector is the same by all ways; and of SCAFFOLD's, c is the mean."""
-    wanted = facts.journal.vectors
-    ways = {"a restart recovers": facts.journal.recovered}
+    wanted = facts.account.devices
+    ways = {"a restart recovers": facts.production.recovered}
     if facts.handed_out is not None:
         ways["Redis has"] = facts.handed_out
     for way, found in ways.items():
         for device in sorted(wanted.keys() | found.keys()):
             if wanted.get(device) != found.get(device):
                 yield f"device {device}: {way} {found.get(device)}, not {wanted.get(device)}"
-    if facts.journal.drift > _ROUNDING:
-        yield f"c is {facts.journal.drift} from the mean of c_i"
+    if facts.account.drift > _ROUNDING:
+        yield f"c is {facts.account.drift} from the mean of c_i"
 
 
 def one_digest(facts: Facts) -> Iterator[str]:
-    """A version that was ever told is the journal's version of that number."""
-    made = dict([facts.journal.begun]) | {
-        r.version: r.digest for r in facts.journal.records if r.digest
-    }
-    for version, digest in sorted(facts.published):
-        if made.get(version) != digest:
-            yield f"version {version} was published as {digest}, journalled as {made.get(version)}"
+    """A version that was ever told, in whichever life, is the journal's version of that number."""
+    told = {(one.version, one.digest) for life in facts.lives for one in life.told}
+    for version, digest in sorted(told):
+        if facts.account.made.get(version) != digest:
+            made = facts.account.made.get(version)
+            yield f"version {version} was published as {digest}, journalled as {made}"
 
 
 def as_expected(facts: Facts) -> Iterator[str]:
@@ -146,7 +210,8 @@ def as_expected(facts: Facts) -> Iterator[str]:
 
 
 CHECKS: tuple[Check, ...] = (
-    balanced, once, forward, none_lost, same_bits, same_vectors, one_digest, as_expected,
+    balanced, at_any_moment, counted, told_as_counted, lost_once, once, none_lost,
+    same_arithmetic, same_bits, same_vectors, one_digest, as_expected,
 )  # fmt: skip
 
 

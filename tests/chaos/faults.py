@@ -8,37 +8,67 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Literal, TypeAlias
 
-Rule: TypeAlias = Literal["fedasync", "fedavg", "scaffold", "afa-cs"]
+Rule: TypeAlias = Literal["fedasync", "fedavg", "fedbuff", "afa-cd", "afa-cs", "scaffold"]
 Sync: TypeAlias = Literal["always", "interval"]
 
-STRATEGIES: tuple[Rule, ...] = ("fedasync", "fedavg", "scaffold", "afa-cs")
+STRATEGIES: tuple[Rule, ...] = ("fedasync", "fedavg", "fedbuff", "afa-cd", "afa-cs", "scaffold")
 SYNCS: tuple[Sync, ...] = ("always", "interval")
 
 UPDATER = "updater"  # whichever leads when its turn has come
-_VICTIMS = (UPDATER, UPDATER, "coordinator", "scheduler", "trainer-1", "trainer-2")
-_PAUSED = ("coordinator", "scheduler", "trainer-1", "trainer-2")
+UPDATERS = ("updater-1", "updater-2")
+TRAINERS = ("trainer-1", "trainer-2")
+NAMES = (*UPDATERS, "coordinator", "scheduler", *TRAINERS)
 
 
 class Kind(StrEnum):
     """What can go wrong."""
 
+    # with processes
     KILL = "kill"  # a service, by SIGKILL
     PAUSE = "pause"  # a service is stopped for a moment and goes on
     USURP = "usurp"  # the updater sleeps past its lease, another takes over, and it wakes up
-    AMNESIA = "amnesia"  # the same; but Redis is emptied and the other dies before it wakes up
-    RELAPSE = "relapse"  # the same; but Redis goes back to when it led, so its token is good again
-    EMPTY = "empty"  # Redis restarts without its data
-    REWIND = "rewind"  # Redis restarts with what it had some moments ago
+    DOUBLE = "double"  # a second process of the same name
+    TWICE = "twice"  # trainers answer once more, and something else
+    CLOCK = "clock"  # one service's clock jumps by up to two minutes, and back
+    # with Redis
+    EMPTY = "empty"  # it restarts without its data
+    REWIND = "rewind"  # it restarts with what it had some moments ago
+    TORN = "torn"  # its append-only file ends at any byte of the last ones
+    BACKUP = "backup"  # an old one is played back: any moment since the run began
+    AMNESIA = "amnesia"  # a usurpation of which it is emptied; both updaters wake up, or one
+    RELAPSE = "relapse"  # it goes back to before a usurpation: the first one's token is good again
+    TAKEOVER = "takeover"  # the same, while the successor still reads the journal: both are alive
+    MEMORY = "memory"  # it has none left
+    ERASE = "erase"  # the newest model is gone from it
+    # with the ways to it
     CUT = "cut"  # all connections, with the replies that are under way
     DELAY = "delay"  # requests and replies wait, and then arrive
+    PARTITION = "partition"  # one service does not reach it
+    LATE = "late"  # what a service asks arrives after it has given up waiting
+    # with disks
     DISK = "disk"  # there is no room for the journal
+    EIO = "eio"  # the journal cannot be read, written or synced
+    POWER = "power"  # the updaters' machine loses its power
+    BLACKOUT = "blackout"  # and Redis's too, which forgets its last moments
+    ROT = "rot"  # a byte of the journal is not what it was
 
 
-# The longest that each lasts, in seconds: beyond the updater's lease, within Redis's time-out.
+# The longest that each lasts, in seconds: mostly beyond the updater's lease of one.
 _LASTS = {
-    Kind.KILL: 0.0, Kind.PAUSE: 2.0, Kind.USURP: 1.0, Kind.AMNESIA: 1.0, Kind.RELAPSE: 1.0,
-    Kind.EMPTY: 0.5, Kind.REWIND: 1.0, Kind.CUT: 0.1, Kind.DELAY: 1.5, Kind.DISK: 1.5,
+    Kind.KILL: 0.0, Kind.PAUSE: 2.0, Kind.USURP: 1.0, Kind.DOUBLE: 2.0, Kind.TWICE: 0.0,
+    Kind.CLOCK: 2.0, Kind.EMPTY: 0.5, Kind.REWIND: 1.0, Kind.TORN: 0.3, Kind.BACKUP: 0.3,
+    Kind.AMNESIA: 1.0, Kind.RELAPSE: 1.0, Kind.TAKEOVER: 1.0, Kind.MEMORY: 1.5, Kind.ERASE: 0.0,
+    Kind.CUT: 0.1, Kind.DELAY: 1.5, Kind.PARTITION: 4.0, Kind.LATE: 4.0,
+    Kind.DISK: 1.5, Kind.EIO: 0.7, Kind.POWER: 0.3, Kind.BLACKOUT: 0.3, Kind.ROT: 0.0,
 }  # fmt: skip
+_VICTIMS: dict[Kind, Sequence[str]] = {
+    Kind.KILL: (UPDATER, UPDATER, *NAMES[2:]),
+    Kind.PAUSE: NAMES[2:],
+    Kind.DOUBLE: (UPDATER, UPDATER, *NAMES[2:]),
+    Kind.CLOCK: (UPDATER, *NAMES[2:]),
+    Kind.PARTITION: (UPDATER, UPDATER, *NAMES[2:]),
+    Kind.LATE: (UPDATER, UPDATER, *NAMES[2:]),
+}
 
 
 @dataclass(frozen=True)
@@ -50,6 +80,7 @@ class Fault:
     kind: Kind
     seconds: float  # that it lasts, where it lasts
     target: str = ""  # the service, where it is one
+    share: float = 0.0  # in [0, 1): how much or which, where there is a choice
 
 
 @dataclass(frozen=True)
@@ -66,31 +97,37 @@ class Plan:
         return f"seed {self.seed}: {self.strategy}, journal.sync {self.sync}"
 
 
-def plan(seed: int, faults: int) -> Plan:
+def plan(seed: int, faults: int, kinds: Sequence[Kind] = tuple(Kind)) -> Plan:
     """The plan of a seed. Seeds that follow each other deal out the kinds evenly between them.
 
-    Eight of them are every rule with every way to sync.
+    Twelve of them are every rule with every way to sync.
     """
     rng = random.Random(seed)
-    strategy = STRATEGIES[seed % 4]
-    kinds = list(Kind)
+    strategy = STRATEGIES[seed % len(STRATEGIES)]
+    sync = SYNCS[(seed + seed // len(STRATEGIES)) % 2]
     dealt = [kinds[(seed * faults + n) % len(kinds)] for n in range(faults)]
     rng.shuffle(dealt)
     at, planned = 5, []
     for kind in dealt:
-        planned.append(_drawn(rng, kind, at))
+        planned.append(_drawn(rng, _possible(kind, sync), at))
         at += _gap(rng, strategy)
-    return Plan(
-        seed=seed, strategy=strategy, sync=SYNCS[(seed + seed // 4) % 2],
-        versions=planned[-1].at + 10 if planned else 10, faults=tuple(planned),
-    )  # fmt: skip
+    versions = planned[-1].at + 10 if planned else 10
+    return Plan(seed, strategy, sync, versions, tuple(planned))
+
+
+def _possible(kind: Kind, sync: Sync) -> Kind:
+    """With `interval`, versions are taken back if Redis dies with the machine: that is no promise.
+
+    docs/architecture.md says which are.
+    """
+    return Kind.POWER if kind is Kind.BLACKOUT and sync == "interval" else kind
 
 
 def _drawn(rng: random.Random, kind: Kind, at: int) -> Fault:
-    among: Sequence[str] = {Kind.KILL: _VICTIMS, Kind.PAUSE: _PAUSED}.get(kind, ("",))
     return Fault(
         at=at, after_s=round(rng.uniform(0, 0.3), 3), kind=kind,
-        seconds=round(rng.uniform(0, _LASTS[kind]), 3), target=rng.choice(among),
+        seconds=round(rng.uniform(0, _LASTS[kind]), 3),
+        target=rng.choice(_VICTIMS.get(kind, ("",))), share=round(rng.random(), 4),
     )  # fmt: skip
 
 

@@ -1,99 +1,80 @@
-"""What is left of a run: in the journal, computed anew from its beginning, and in Redis."""
+"""What is left of a run: in the journal, in the trainers' notes, and in Redis."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import ExitStack
 from pathlib import Path
 
+import msgpack
 import numpy as np
 
 from broker import blobs
 from broker.client import Client
-from broker.errors import BlobDamaged, BlobMissing
+from broker.errors import BlobDamaged, BlobMissing, FedstreamError
 from broker.keys import Keys
 from broker.layout import Model, vector_of
 from broker.ledger import Ledger
-from broker.messages import RoundEnd, Upload, decode
 from broker.records import Head
-from tests.chaos.checks import Facts, Journalled
-from tests.chaos.watcher import Lives, Watcher
-from updater.journal import JournalError, RoundClosed, Taken, segments
+from tests.chaos.account import accounted, notes_of
+from tests.chaos.checks import Facts, Production
+from tests.chaos.effects import lived
+from updater.journal import JournalError, segments
 from updater.rebuild import recovered
 from updater.replay import Replayer
 from updater.strategies import DeviceVectors
 
 
-def journalled(folder: Path) -> Journalled:
-    """The records that count and what they give; where it is damaged, as far as that goes."""
-    records: list[Taken | RoundClosed] = []
-    begun = replayed = (-1, "")
-    vectors: DeviceVectors | None = None
-    drift = 0.0
+def replayed(folder: Path) -> Production:
+    """What the project's replay and recovery give."""
+    reached = (-1, "")
     try:
-        begun = replayed = _beginning(folder)
         with Replayer(folder) as replayer:
             for moment in replayer:
-                records.append(moment.message)
-                replayed = moment.version, moment.model.digest()
-                vectors = moment.step.after.state.memory.devices
-                if moment.identical and vectors is not None:
-                    drift = max(drift, _drift(moment.model, vectors))
-        again = _recovered(folder)
-    except JournalError as error:
-        return Journalled(begun, tuple(records), replayed, str(error))
-    return Journalled(
-        begun, tuple(records), replayed, "", _digests(vectors), _digests(again), drift
-    )
-
-
-def _beginning(folder: Path) -> tuple[int, str]:
-    chain = segments(folder)
-    for segment in chain:
-        segment.close()
-    if not chain:
-        raise JournalError(f"{folder}: there is no journal")
-    return chain[0].standing.version, chain[0].standing.digest
-
-
-def _recovered(folder: Path) -> DeviceVectors | None:
-    """What an updater that begins now would remember of the devices."""
-    with ExitStack() as opened:
-        chain = [opened.enter_context(segment) for segment in segments(folder)]
-        progress = recovered(chain[-1]).progress
-    return progress.state.memory.devices if progress else None
+                reached = moment.version, moment.model.digest()
+        with ExitStack() as opened:
+            chain = [opened.enter_context(segment) for segment in segments(folder)]
+            progress = recovered(chain[-1]).progress
+    except (JournalError, IndexError) as error:
+        return Production(reached, str(error) or "there is no journal")
+    return Production(reached, "", _digests(progress.state.memory.devices if progress else None))
 
 
 def _digests(vectors: DeviceVectors | None) -> dict[int, str]:
     return {d: vector_of(vectors[d]).digest() for d in vectors.heard} if vectors else {}
 
 
-def _drift(model: Model, vectors: DeviceVectors) -> float:
-    """How far c is from the mean of all c_i, at most; 0 for a rule that has no c."""
-    if not model.layout.controls:
-        return 0.0
-    mean = np.mean([vectors[device] for device in range(len(vectors))], axis=0)
-    return float(np.abs(model.controls - mean).max())
-
-
 async def gathered(
-    redis: Lives, keys: Keys, journal: Path, watcher: Watcher, *, findings: tuple[str, ...]
+    client: Client,
+    keys: Keys,
+    journal: Path,
+    *,
+    notes: Path | None = None,
+    files: Sequence[Path] = (),
+    forged: AbstractSet[tuple[str, str]] = frozenset(),
+    findings: tuple[str, ...],
 ) -> Facts:
-    """What journal, Redis and the watcher say, once the services have stopped."""
-    client = redis.client
+    """What journal and Redis say, once the services have stopped.
+
+    ``notes``: the trainers' own account; ``files``: Redis's append-only ones. Without them, less
+    can be held against the journal.
+    """
     ledger = Ledger(client, keys, "chaos")
     rows = await client.call("XRANGE", keys.queue, "-", "+")
-    waiting = [decode(fields[1], Upload, RoundEnd) for _, fields in rows]
+    waiting = [msgpack.unpackb(fields[1], use_list=False) for _, fields in rows]
     admitted = await client.call("HKEYS", keys.admitted)
     head = await ledger.head()
     counts = await client.call("HGETALL", keys.counts)
     return Facts(
-        journal=journalled(journal),
-        published=frozenset(watcher.published),
-        seen=watcher.seen, life=redis.life,
-        queued=frozenset(one.task for one in waiting if isinstance(one, Upload)),
-        admitted=frozenset(task.decode() for task in admitted),
+        account=accounted(journal, notes_of(notes) if notes else None),
+        production=replayed(journal),
+        lives=tuple(lived(file) for file in files),
+        forged=frozenset(forged),
         counts={name.decode(): int(n) for name, n in zip(counts[::2], counts[1::2], strict=True)},
         open=await client.call("HLEN", keys.open),
+        queued=frozenset(one["task"] for one in waiting if one["k"] == "upload"),
+        admitted=frozenset(task.decode() for task in admitted),
         head=(head.version, head.digest) if head else (-1, ""),
         model=await _model(client, keys, ledger, head) if head else "",
         handed_out=await _handed_out(client, keys, ledger) if head else None,
@@ -122,6 +103,6 @@ async def _handed_out(client: Client, keys: Keys, ledger: Ledger) -> dict[int, s
         try:
             if await blobs.recall(client, keys.device(device), vector):
                 found[device] = vector.digest()
-        except (BlobMissing, BlobDamaged) as error:
+        except FedstreamError as error:
             found[device] = str(error)
     return found

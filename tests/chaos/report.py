@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from broker.records import LOST
 from fedstream import machine
-from tests.chaos.checks import USED
+from tests.chaos.account import USED
+from tests.chaos.checks import LOST
 from tests.chaos.driver import Outcome
 
 _COLUMNS = (
@@ -15,7 +15,7 @@ _COLUMNS = (
     "admitted, gone with Redis", "open, given up with Redis", "lost", "twice", "bits equal",
     "updaters fenced", "seconds",
 )  # fmt: skip
-_BITS = ("same_bits", "same_vectors", "one_digest")  # the checks of them
+_BITS = ("same_arithmetic", "same_bits", "same_vectors", "one_digest")  # the checks of them
 _TOLD = 20  # complaints of a run: one fault of ours makes many
 
 
@@ -53,14 +53,15 @@ def table(outcomes: Sequence[Outcome]) -> str:
 def _row(outcome: Outcome) -> list[str]:
     plan, facts = outcome.plan, outcome.facts
     kinds = Counter(str(fault.kind) for fault in plan.faults)
-    used = sum(record.outcome in USED for record in facts.taken)
+    used = sum(record["outcome"] in USED for record in facts.account.taken)
+    seen = {task for life in facts.lives for task in life.admitted} | facts.journalled
     found = Counter(complaint.partition(":")[0] for complaint in outcome.complaints)
     return [
         str(plan.seed), f"{plan.strategy}, {plan.sync}",
         ", ".join(f"{kind} {n}" if n > 1 else kind for kind, n in sorted(kinds.items())),
-        str(facts.head[0]), str(len(facts.seen.keys() | {r.upload.task for r in facts.taken})),
+        str(facts.head[0]), str(len(seen)),
         str(used), str(facts.counts.get("refused", 0)),
-        str(facts.lost_with_redis), str(facts.counts.get(f"given_up:{LOST}", 0)),
+        str(facts.lost_with_redis), str(facts.counts.get(LOST, 0)),
         str(found["none_lost"]), str(found["once"]),
         "no" if any(found[name] for name in _BITS) else "yes",
         str(outcome.fenced), f"{outcome.seconds:.0f}",

@@ -3,47 +3,112 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sys
-from asyncio.subprocess import DEVNULL, STDOUT, Process
-from collections.abc import Mapping, Sequence
+from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
-from fedstream import parent
+from fedstream.redis_server import death_with_parent
 from tests.support import wait_until
 
 ROOT = Path(__file__).parents[2]
-_AGAIN_S = 0.5  # before a service that ended unasked is started again
-_ALIVE_S = 90.0  # within which one must be: all six import at once, on a machine as busy as it is
+_AGAIN_S = 0.3  # before a service that ended unasked is started again
+_ALIVE_S = 90.0  # within which one must be, on a machine as busy as it is
 _ENDS_S = 60.0
 _TOLD = 15  # last lines of a log
+
+
+class Zygote:
+    """The process that forks the services: `tests/chaos/zygote.py`."""
+
+    def __init__(self) -> None:
+        self._process: Process | None = None
+        self._begun: dict[int, asyncio.Future[int]] = {}
+        self._codes: dict[int, asyncio.Future[int]] = {}
+        self._asked = 0
+        self._ready = asyncio.Event()
+
+    async def __aenter__(self) -> Self:
+        self._process = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "tests.chaos.zygote", stdin=PIPE, stdout=PIPE, cwd=ROOT,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, preexec_fn=death_with_parent(),
+        )  # fmt: skip
+        self._listening = asyncio.create_task(self._listen(self._process), name="zygote")
+        await wait_until(
+            lambda: self._ready.is_set() or self._listening.done(), timeout=_ALIVE_S,
+            what="the process that forks services is ready",
+        )  # fmt: skip
+        if self._listening.done():
+            raise RuntimeError("the process that forks services ended")
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        self._listening.cancel()
+        if self._process is not None and self._process.stdin is not None:
+            self._process.stdin.close()
+            await self._process.wait()
+
+    async def _listen(self, process: Process) -> None:
+        assert process.stdout is not None
+        while line := await process.stdout.readline():
+            said = json.loads(line)
+            if "ready" in said:
+                self._ready.set()
+            elif "begun" in said:
+                # Before anything else is read: it may have ended already.
+                self._codes[said["begun"]] = asyncio.get_running_loop().create_future()
+                self._begun.pop(said["id"]).set_result(said["begun"])
+            else:
+                self._codes[said["ended"]].set_result(said["code"])
+
+    async def fork(self, argv: list[str], env: Mapping[str, str], log: Path) -> Child:
+        """A service in a process of its own."""
+        assert self._process is not None
+        assert self._process.stdin is not None
+        self._asked += 1
+        begun = self._begun[self._asked] = asyncio.get_running_loop().create_future()
+        what = {"id": self._asked, "argv": argv, "env": dict(env), "log": str(log)}
+        self._process.stdin.write(json.dumps(what).encode() + b"\n")
+        pid = await begun
+        return Child(argv[-1], pid, self._codes[pid], log)
 
 
 @dataclass(eq=False)
 class Child:
     """One process of a service."""
 
-    process: Process
+    name: str
+    pid: int
+    end: asyncio.Future[int]
     log: Path
     killed: bool = False  # by us
+    excused: bool = field(default=False)  # its disk fails: it may end because of that
 
     @property
-    def pid(self) -> int:
-        """Of the process."""
-        return self.process.pid
+    def code(self) -> int | None:
+        """What it ended with; None while it lives."""
+        return self.end.result() if self.end.done() else None
 
     @property
     def ended(self) -> bool:
         """Whether it is gone."""
-        return self.process.returncode is not None
+        return self.end.done()
+
+    @property
+    def text(self) -> str:
+        """Its log."""
+        return self.log.read_text(errors="replace") if self.log.exists() else ""
 
     @property
     def has_begun(self) -> bool:
         """Whether it got as far as its loops, from where on it minds signals."""
-        return '"serving"' in self.log.read_text()
+        return '"serving"' in self.text
 
     @property
     def serves(self) -> bool:
@@ -53,38 +118,55 @@ class Child:
     @property
     def leads(self) -> bool:
         """Whether it is there and ever got its role's lease."""
-        return not self.ended and '"leading"' in self.log.read_text()
+        return not self.ended and '"leading"' in self.text
 
     @property
-    def was_fenced(self) -> bool:
-        """Whether it ended because another has its role: what it should do, and nothing more."""
-        return self.process.returncode == 1 and '"Fenced"' in self.log.read_text()
+    def failed_with(self) -> list[dict[str, Any]]:
+        """Why it ended, as it says itself."""
+        lines = [line for line in self.text.splitlines() if '"failed"' in line]
+        return [json.loads(line) for line in lines if line.startswith("{")]
+
+    def ended_by(self, *errors: str) -> bool:
+        """Whether it ended for these reasons alone, and said so in a line each."""
+        said = self.failed_with
+        return self.code == 1 and bool(said) and all(one.get("error") in errors for one in said)
 
     @property
     def last_words(self) -> str:
         """The end of its log."""
-        return "\n".join(self.log.read_text().splitlines()[-_TOLD:])
+        return "\n".join(self.text.splitlines()[-_TOLD:])
 
     def signal(self, number: signal.Signals) -> None:
         """Sends a signal, if it is still there."""
         self.killed |= number == signal.SIGKILL
-        with suppress(ProcessLookupError):
-            self.process.send_signal(number)
+        if not self.ended:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    async def wait(self) -> int:
+        """Until it has ended."""
+        return await asyncio.shield(self.end)
 
 
 class Services:
-    """Processes by name; the name up to '-' is the role."""
+    """Processes by name; the name up to '-' is the role. ``settings``: a name's environment."""
 
-    def __init__(self, folder: Path, names: Sequence[str], settings: Mapping[str, str]) -> None:
+    def __init__(
+        self, zygote: Zygote, folder: Path, settings: Mapping[str, Mapping[str, str]]
+    ) -> None:
+        self._zygote = zygote
         self._folder = folder
-        self._names = names
         ours = {n: v for n, v in os.environ.items() if not n.startswith("FEDSTREAM_")}
-        self._env = (
-            ours | dict(settings) | {parent.VARIABLE: str(os.getpid()), "OMP_NUM_THREADS": "1"}
-        )
+        self._env = {
+            name: ours | dict(own) | {"OMP_NUM_THREADS": "1"} for name, own in settings.items()
+        }
         self._children: dict[str, Child] = {}
         self._keepers: list[asyncio.Task[None]] = []
+        self._may = {name: asyncio.Event() for name in settings}  # be started again
+        self._begun = dict.fromkeys(settings, 0)
+        self._forking = asyncio.Lock()  # so that whoever is put down is not just beginning
         self._stopping = asyncio.Event()
+        self._disk_fails = 0  # how many faults at once let disks fail
         self.findings: list[str] = []
         self.fenced = 0
 
@@ -94,16 +176,21 @@ class Services:
 
     async def start(self) -> None:
         """Starts all, and keeps them."""
-        for name in self._names:
+        for name in self._env:
+            self._may[name].set()
             self._keepers.append(asyncio.create_task(self._keep(name), name=name))
-        await asyncio.gather(*(self.alive(name) for name in self._names))
+        await asyncio.gather(*(self.alive(name) for name in self._env))
 
     async def stop(self) -> None:
         """Tells all to stop: each must, in time and cleanly."""
         self._stopping.set()
+        for may in self._may.values():
+            may.set()
         for child in self._children.values():
             child.signal(signal.SIGCONT)
             child.signal(signal.SIGTERM)
+        if not self._keepers:
+            return
         _, late = await asyncio.wait(self._keepers, timeout=_ENDS_S)
         for keeper in late:
             self.findings.append(f"{keeper.get_name()} did not stop in {_ENDS_S:g} s")
@@ -119,28 +206,59 @@ class Services:
         except AssertionError:
             self.findings.append(f"{name} did not come back within {_ALIVE_S:g} s")
 
+    async def down(self, *names: str) -> None:
+        """Kills services, which stay away until :meth:`up`."""
+        async with self._forking:
+            for name in names:
+                self._may[name].clear()
+            children = [self._children[name] for name in names]
+        for child in children:
+            child.signal(signal.SIGKILL)
+            await child.wait()
+
+    def up(self, *names: str) -> None:
+        """Lets services be started again."""
+        for name in names:
+            self._may[name].set()
+
+    def excuse(self, begins: bool) -> None:
+        """While disks fail, an updater may end because of that."""
+        self._disk_fails += 1 if begins else -1
+        for child in self._children.values():
+            child.excused |= self._disk_fails > 0
+
+    async def twin(self, name: str) -> Child:
+        """Another process of the same name, which nobody starts again."""
+        child = await self._started(name)
+        child.excused = True
+        return child
+
     async def _keep(self, name: str) -> None:
-        begun = 0
         while not self._stopping.is_set():
-            begun += 1
-            child = await self._started(name, self._folder / f"{name}.{begun}.log")
-            code = await child.process.wait()
+            await self._may[name].wait()
+            async with self._forking:
+                if not self._may[name].is_set():
+                    continue
+                child = self._children[name] = await self._started(name)
+            if self._stopping.is_set():  # while it was being started
+                child.signal(signal.SIGTERM)
+            code = await child.wait()
             if child.killed:
                 continue
-            if child.was_fenced:
+            if child.ended_by("Fenced"):
                 self.fenced += 1
-            elif not (self._stopping.is_set() and (code == 0 or not child.has_begun)):
+            elif not (
+                (self._stopping.is_set() and (code == 0 or not child.has_begun))
+                or (child.excused and child.ended_by("JournalError", "JournalDamaged", "Fenced"))
+            ):
                 self.findings.append(f"{name} exited with {code}:\n{child.last_words}")
             if not self._stopping.is_set():
                 await asyncio.sleep(_AGAIN_S)  # as a supervisor would
 
-    async def _started(self, name: str, log: Path) -> Child:
-        with log.open("wb") as said:
-            process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "fedstream", name.partition("-")[0], "--name", name,
-                stdin=DEVNULL, stdout=said, stderr=STDOUT, env=self._env, cwd=ROOT,
-            )  # fmt: skip
-        child = self._children[name] = Child(process, log)
-        if self._stopping.is_set():  # while it was being started
-            child.signal(signal.SIGTERM)
+    async def _started(self, name: str) -> Child:
+        self._begun[name] += 1
+        log = self._folder / f"{name}.{self._begun[name]}.log"
+        argv = [name.partition("-")[0], "--name", name]
+        child = await self._zygote.fork(argv, self._env[name], log)
+        child.excused = self._disk_fails > 0
         return child

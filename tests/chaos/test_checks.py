@@ -2,35 +2,75 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
-from tests.chaos.checks import Facts, complaints
-from tests.chaos.history import journalled
+from tests.chaos.account import Account, Note, accounted
+from tests.chaos.checks import LOST, Facts, complaints
+from tests.chaos.effects import Life, Told
+from tests.chaos.history import replayed
+from tests.chaos.pages import chain, counting
 from tests.journals import Scribe
-from tests.support import layout_of
-from updater.journal import RoundClosed, Taken
-from updater.strategies import ScaffoldSettings
+
+Notes = dict[tuple[str, int, str], Note]
+
+
+def noted(folder: Path) -> Notes:
+    """What trainers would have noted down who made a journal of whole models."""
+    notes: Notes = {}
+    for _, records in counting(chain(folder)):
+        for record in records:
+            upload = record.message.get("upload")
+            if upload is None:
+                continue
+            notes[upload["task"], upload["tau"], upload["base"]] = {
+                **{name: upload.get(name) for name in ("device", "steps", "samples", "lr", "seed")},
+                "began": b"", "ended": record.payload, "known": None,
+            }  # fmt: skip
+    return notes
 
 
 @pytest.fixture
-def right(tmp_path: Path) -> Facts:
-    """Three updates were applied, one was refused, one task is open."""
+def journal(tmp_path: Path) -> Path:
+    """Three updates were applied, one was refused."""
     scribe = Scribe(tmp_path)
     for _ in range(3):
         scribe.update()
     scribe.refuse()
     scribe.close()
-    journal = journalled(tmp_path)
-    tasks = [r.upload.task for r in journal.records if isinstance(r, Taken)]
-    return Facts(
-        journal=journal, published=frozenset(scribe.digests.items()),
-        seen=dict.fromkeys(tasks, 1), life=1, queued=frozenset(), admitted=frozenset(),
-        counts={"issued": 5, "applied": 3, "refused": 1}, open=1,
-        head=journal.replayed, model=journal.replayed[1],
+    return tmp_path
+
+
+@pytest.fixture
+def right(journal: Path) -> Facts:
+    """That, and one task is open."""
+    known = accounted(journal, noted(journal))
+    tasks = [record["upload"]["task"] for record in known.taken]
+    outcomes = [(record["upload"]["task"], record["outcome"]) for record in known.taken]
+    counts = {"issued": 5, "applied": 3, "refused": 1, "refused:not finite": 1}
+    life = Life(
+        counts=Counter(counts), counted=Counter(counts),
+        ended=[{"task": task, "outcome": outcome} for task, outcome in outcomes],
+        opened={*tasks, "open"}, open={"open"},
+        admitted={task: {"attempt"} for task in tasks},
+        settled={f"{n}-0": {"k": "upload", "task": task} for n, task in enumerate(tasks)},
+        told=[Told(version, digest, 1, "") for version, digest in known.made.items()],
     )  # fmt: skip
+    return Facts(
+        account=known, production=replayed(journal), lives=(life,), forged=frozenset(),
+        counts=counts, open=1, queued=frozenset(), admitted=frozenset(),
+        head=(known.version, known.model), model=known.model,
+    )  # fmt: skip
+
+
+def test_without_redis_files_the_journal_and_redis_are_compared(right: Facts) -> None:
+    assert failed(replace(right, lives=())) == set()
+    assert failed(replace(right, lives=(), open=0)) == {"balanced"}
 
 
 def failed(facts: Facts) -> set[str]:
@@ -38,57 +78,106 @@ def failed(facts: Facts) -> set[str]:
     return {complaint.partition(":")[0] for complaint in complaints(facts)}
 
 
-def recorded(facts: Facts, *records: Taken | RoundClosed) -> Facts:
-    """The same with other records in the journal."""
-    return replace(facts, journal=replace(facts.journal, records=records))
+def living(facts: Facts, **changes: Any) -> Facts:
+    """The same with another life of Redis."""
+    return replace(facts, lives=(replace(facts.lives[0], **changes),))
+
+
+def counting_as(facts: Facts, **changes: int) -> Facts:
+    """The same with other counts in Redis."""
+    return replace(facts, counts={**facts.counts, **changes})
+
+
+def kept(facts: Facts, **changes: Any) -> Facts:
+    """The same with another account of the journal."""
+    return replace(facts, account=replace(facts.account, **changes))
 
 
 def test_a_history_that_is_right_passes(right: Facts) -> None:
     assert complaints(right) == []
-    assert right.journal.replayed[0] == 3
+    assert right.account.version == 3
+    assert set(right.account.made) == {0, 1, 2, 3}
 
 
 def test_a_task_without_an_outcome_is_found(right: Facts) -> None:
     assert failed(replace(right, open=0)) == {"balanced"}
 
 
-def test_an_outcome_counted_twice_is_found(right: Facts) -> None:
-    assert failed(replace(right, counts={**right.counts, "applied": 4})) == {"balanced"}
+def test_a_reason_that_was_not_counted_is_found(right: Facts) -> None:
+    assert failed(counting_as(right, **{"refused:not finite": 0})) == {"balanced"}
+
+
+def test_an_outcome_counted_as_another_is_found(right: Facts) -> None:
+    swapped = counting_as(right, applied=2, refused=2, **{"refused:not finite": 2})
+    assert failed(swapped) == {"counted"}
+
+
+def test_counts_that_were_not_restored_are_found(right: Facts) -> None:
+    two = replace(right, lives=(right.lives[0], right.lives[0]))
+    assert "counted" in failed(replace(two, counts={**two.counts, "applied": 2, "issued": 4}))
+
+
+def test_more_tasks_than_were_ever_open_are_found(right: Facts) -> None:
+    assert "counted" in failed(counting_as(right, issued=6, dead=1))
+
+
+def test_sums_that_did_not_hold_for_a_moment_are_found(right: Facts) -> None:
+    assert failed(living(right, wrong=["issued 1, but 2"])) == {"at_any_moment"}
+
+
+def test_an_outcome_that_was_counted_and_not_told_is_found(right: Facts) -> None:
+    counted = right.lives[0].counted + Counter(applied=1)
+    assert failed(living(right, counted=counted)) == {"told_as_counted"}
+
+
+def test_a_task_that_was_told_as_another_outcome_is_found(right: Facts) -> None:
+    first, *rest = right.lives[0].ended
+    told = living(right, ended=[{**first, "outcome": "refused"}, *rest])
+    assert failed(told) == {"told_as_counted"}
+
+
+def test_a_task_that_ended_twice_is_found(right: Facts) -> None:
+    ended = [*right.lives[0].ended, right.lives[0].ended[0]]
+    counted = right.lives[0].counted + Counter(applied=1)
+    assert failed(living(right, ended=ended, counted=counted)) == {"told_as_counted"}
+
+
+def test_tasks_counted_as_lost_twice_are_found(right: Facts) -> None:
+    lost = counting_as(right, given_up=2, **{LOST: 2})
+    assert "lost_once" in failed(living(lost, opened={*right.opened, "gone"}))
 
 
 def test_a_task_that_was_taken_twice_is_found(right: Facts) -> None:
-    refused_too = right.taken[-1].model_copy(update={"upload": right.taken[0].upload})
-    assert "once" in failed(recorded(right, *right.taken, refused_too))
+    records = right.account.records
+    assert "once" in failed(kept(right, records=[*records, records[0]]))
 
 
-def test_a_version_that_was_taken_back_is_found(right: Facts) -> None:
-    one, two, *rest = right.journal.records
-    assert "forward" in failed(recorded(right, one, two, two, *rest))
+def test_a_second_answer_in_the_queue_is_found(right: Facts) -> None:
+    task = right.account.taken[0]["upload"]["task"]
+    two = {**right.lives[0].admitted, task: {"attempt", "again"}}
+    assert failed(living(right, admitted=two)) == {"once"}
+    alone = {**right.lives[0].admitted, task: {"again"}}
+    forged = replace(living(right, admitted=alone), forged=frozenset({(task, "again")}))
+    assert failed(forged) == {"once"}
 
 
-def test_a_version_left_out_is_found(right: Facts) -> None:
-    one, _, *rest = right.journal.records
-    assert "forward" in failed(recorded(right, one, *rest))
-
-
-def test_a_version_behind_the_last_is_found(right: Facts) -> None:
-    one, *rest = right.journal.records
-    over = one.model_copy(update={"finished": "version 1 reached"})
-    assert failed(recorded(right, over, *rest)) == {"forward"}
+def test_an_update_that_left_the_queue_without_a_record_is_found(right: Facts) -> None:
+    settled = {**right.lives[0].settled, "9-0": {"k": "upload", "task": "gone"}}
+    assert failed(living(right, settled=settled)) == {"none_lost"}
 
 
 def test_an_update_that_vanished_is_found(right: Facts) -> None:
-    assert failed(replace(right, seen={**right.seen, "gone": 1})) == {"none_lost"}
-
-
-def test_an_update_that_waits_is_not_lost(right: Facts) -> None:
-    waits = replace(right, seen={**right.seen, "waits": 1}, queued=frozenset({"waits"}))
+    seen = living(right, admitted={**right.lives[0].admitted, "gone": {"a"}})
+    assert failed(seen) == {"none_lost"}
+    assert seen.lost_with_redis == 1
+    waits = replace(seen, queued=frozenset({"gone"}))
     assert failed(waits) == set()
     assert waits.lost_with_redis == 0
 
 
 def test_an_update_that_went_with_redis_is_counted(right: Facts) -> None:
-    gone = replace(right, seen={**right.seen, "gone": 1}, life=2)
+    before = replace(right.lives[0], admitted={"gone": {"a"}})
+    gone = replace(right, lives=(before, right.lives[0]))
     assert failed(gone) == set()
     assert gone.lost_with_redis == 1
 
@@ -98,8 +187,13 @@ def test_an_admitted_task_without_its_entry_is_found(right: Facts) -> None:
 
 
 def test_a_replay_that_diverges_is_found(right: Facts) -> None:
-    diverged = replace(right.journal, diverged="version 2: other bits")
-    assert failed(replace(right, journal=diverged)) == {"same_bits"}
+    diverged = replace(right.production, diverged="version 2: other bits")
+    assert failed(replace(right, production=diverged)) == {"same_bits"}
+
+
+def test_a_replay_that_gives_something_else_is_found(right: Facts) -> None:
+    other = replace(right.production, replayed=(3, "other"))
+    assert failed(replace(right, production=other)) == {"same_bits"}
 
 
 def test_another_head_than_the_journals_is_found(right: Facts) -> None:
@@ -110,56 +204,27 @@ def test_another_model_than_the_heads_is_found(right: Facts) -> None:
     assert failed(replace(right, model="0" * 64)) == {"same_bits"}
 
 
-@pytest.fixture
-def vectors(tmp_path: Path) -> Facts:
-    """A run by SCAFFOLD, of which two devices were heard, one of them before the checkpoint."""
-    layout = layout_of(4).with_controls()
-    scribe = Scribe(tmp_path, ScaffoldSettings(buffer_size=2), layout=layout)
-    scribe.update(1, sends="delta")
-    scribe.update(2, sends="delta")
-    scribe.segment()
-    scribe.update(2, sends="delta")
-    scribe.update(2, sends="delta")
-    scribe.close()
-    journal = replace(journalled(tmp_path), drift=0.0)  # by hand it begins with a c of its own
-    return Facts(
-        journal=journal, published=frozenset(scribe.digests.items()), seen={}, life=1,
-        queued=frozenset(), admitted=frozenset(), counts={"issued": 4, "buffered": 2, "applied": 2},
-        open=0, head=journal.replayed, model=journal.replayed[1], handed_out=journal.vectors,
-    )  # fmt: skip
+def test_a_vector_that_a_restart_or_redis_has_otherwise_is_found(right: Facts) -> None:
+    heard = kept(right, devices={1: "new"})
+    assert failed(heard) == {"same_vectors"}
+    both = replace(heard, production=replace(heard.production, recovered={1: "new"}))
+    assert failed(both) == set()
+    assert failed(replace(both, handed_out={1: "old"})) == {"same_vectors"}
+    assert failed(replace(both, handed_out={1: "new"})) == set()
 
 
-def test_what_is_remembered_of_devices_is_the_same_by_all_ways(vectors: Facts) -> None:
-    assert complaints(vectors) == []
-    assert vectors.journal.vectors.keys() == {1, 2}
-    assert vectors.journal.vectors == vectors.journal.recovered
-
-
-def test_another_vector_in_redis_is_found(vectors: Facts) -> None:
-    assert failed(replace(vectors, handed_out={**vectors.journal.vectors, 2: "old"})) == {
-        "same_vectors"
-    }
-
-
-def test_a_vector_that_was_never_handed_out_is_found(vectors: Facts) -> None:
-    assert failed(replace(vectors, handed_out={1: vectors.journal.vectors[1]})) == {"same_vectors"}
-
-
-def test_another_vector_after_a_restart_is_found(vectors: Facts) -> None:
-    other = replace(vectors.journal, recovered={**vectors.journal.vectors, 1: "old"})
-    assert failed(replace(vectors, journal=other)) == {"same_vectors"}
-
-
-def test_a_c_that_is_not_the_mean_is_found(vectors: Facts, tmp_path: Path) -> None:
-    assert failed(replace(vectors, journal=journalled(tmp_path))) == {"same_vectors"}
+def test_a_c_that_is_not_the_mean_is_found(right: Facts) -> None:
+    assert failed(kept(right, drift=0.1)) == {"same_vectors"}
 
 
 def test_two_models_under_one_number_are_found(right: Facts) -> None:
-    assert failed(replace(right, published=right.published | {(2, "other")})) == {"one_digest"}
+    told = [*right.lives[0].told, Told(2, "other", 1, "")]
+    assert failed(living(right, told=told)) == {"one_digest"}
 
 
 def test_a_version_that_is_not_in_the_journal_is_found(right: Facts) -> None:
-    assert failed(replace(right, published=right.published | {(4, "more")})) == {"one_digest"}
+    told = [*right.lives[0].told, Told(4, "more", 1, "")]
+    assert failed(living(right, told=told)) == {"one_digest"}
 
 
 def test_what_was_found_on_the_way_is_told(right: Facts) -> None:
@@ -168,10 +233,73 @@ def test_what_was_found_on_the_way_is_told(right: Facts) -> None:
     ]
 
 
-def test_damage_in_the_journal_is_found(right: Facts, tmp_path: Path) -> None:
-    [segment] = tmp_path.glob("*.journal")
+# the account of a journal
+
+
+def wrong(journal: Path, notes: Notes) -> str:
+    """What an account complains of, in one text."""
+    return "\n".join(accounted(journal, notes).wrong)
+
+
+def test_an_update_that_no_trainer_made_is_found(journal: Path) -> None:
+    notes = noted(journal)
+    del notes[next(iter(notes))]
+    assert "no trainer made this update" in wrong(journal, notes)
+
+
+def test_without_notes_the_journal_is_believed_what_was_sent(journal: Path) -> None:
+    assert accounted(journal, None).wrong == []
+    assert accounted(journal, None).model == accounted(journal, noted(journal)).model
+
+
+def test_an_update_of_other_bytes_is_found(journal: Path) -> None:
+    notes = noted(journal)
+    first = next(iter(notes))
+    other = np.frombuffer(notes[first]["ended"], np.float32) + np.float32(1)
+    notes[first] = {**notes[first], "ended": other.tobytes()}
+    said = wrong(journal, notes)
+    assert "not the bytes that the trainer sent" in said
+    assert "worked out as" in said
+
+
+def test_a_trainer_that_began_with_another_model_is_found(journal: Path) -> None:
+    notes = noted(journal)
+    first = next(iter(notes))
+    notes[first] = {**notes[first], "began": bytes(16)}
+    assert "began with another model" in wrong(journal, notes)
+
+
+def test_an_account_of_steps_that_is_not_the_trainers_is_found(journal: Path) -> None:
+    notes = noted(journal)
+    first = next(iter(notes))
+    notes[first] = {**notes[first], "steps": 99}
+    assert "the trainer's was 99" in wrong(journal, notes)
+
+
+def test_another_weight_than_the_rules_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from updater.strategies.fedasync import FedAsync
+
+    weigh = FedAsync.weigh
+    monkeypatch.setattr(FedAsync, "weigh", lambda self, *about: 0.5 * weigh(self, *about))
+    scribe = Scribe(tmp_path)
+    scribe.update()
+    scribe.close()
+    assert replayed(tmp_path).diverged == "", "the project's own replay believes it"
+    assert "the rule gives 0.4" in wrong(tmp_path, noted(tmp_path))
+
+
+def test_damage_in_the_journal_is_found(journal: Path) -> None:
+    notes = noted(journal)
+    [segment] = journal.glob("*.journal")
     data = bytearray(segment.read_bytes())
-    data[-1] ^= 1
-    data[len(data) // 2] ^= 1
+    data[8192 + 100] ^= 1  # of the standing
     segment.write_bytes(data)
-    assert "same_bits" in failed(replace(right, journal=journalled(tmp_path)))
+    assert "does not begin with" in wrong(journal, notes)
+    assert replayed(journal).diverged
+
+
+def test_a_folder_without_a_journal_is_found(tmp_path: Path) -> None:
+    assert "there is no journal" in wrong(tmp_path, {})
+    assert isinstance(accounted(tmp_path, {}), Account)

@@ -16,13 +16,17 @@ def test_a_seed_gives_the_same_plan_again() -> None:
 
 
 def test_seeds_cover_every_rule_with_both_ways_to_sync() -> None:
-    plans = [plan(seed, 3) for seed in range(8)]
+    plans = [plan(seed, 3) for seed in range(12)]
     assert {(one.strategy, one.sync) for one in plans} == {*product(STRATEGIES, SYNCS)}
 
 
 def test_kinds_are_dealt_out_evenly() -> None:
-    times = Counter(fault.kind for seed in range(10) for fault in plan(seed, 7).faults)
-    assert times == dict.fromkeys(Kind, 7)
+    times = Counter(fault.kind for seed in range(24) for fault in plan(seed, 7).faults)
+    blackouts = times.pop(Kind.BLACKOUT)
+    assert 0 < blackouts < 7
+    assert times.pop(Kind.POWER) == 14 - blackouts, "with interval it is the power alone"
+    assert set(times.values()) == {7}
+    assert len(times) == len(Kind) - 2
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -30,8 +34,9 @@ def test_faults_come_in_order_and_the_run_outlasts_them(seed: int) -> None:
     faults = plan(seed, 12).faults
     assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
     assert plan(seed, 12).versions > faults[-1].at
-    assert all(0 <= fault.seconds <= 2 and 0 <= fault.after_s < 1 for fault in faults)
-    assert all(bool(fault.target) == (fault.kind in ("kill", "pause")) for fault in faults)
+    assert all(0 <= fault.seconds <= 4 and 0 <= fault.after_s < 1 for fault in faults)
+    aimed = {Kind.KILL, Kind.PAUSE, Kind.DOUBLE, Kind.CLOCK, Kind.PARTITION, Kind.LATE}
+    assert all(bool(fault.target) == (fault.kind in aimed) for fault in faults)
 
 
 def test_some_faults_come_while_another_lasts() -> None:

@@ -1,4 +1,4 @@
-"""Whoever watches: what was in the queue and which versions were told, through every restart."""
+"""Whoever watches while a run goes on: which version is the newest, through every restart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 from broker.client import Client
 from broker.errors import Unavailable
 from broker.keys import Keys
-from broker.messages import RoundEnd, Upload, Version, decode
+from broker.messages import Version
 from broker.streams import Reader
 
 
@@ -21,34 +21,29 @@ class Lives(Protocol):
 
 
 class Watcher:
-    """Reads `queue` and `models` from the beginning in every life of Redis."""
+    """Reads `models` from the beginning in every life of Redis."""
 
     def __init__(self, server: Lives, keys: Keys) -> None:
         self._server = server
         self._keys = keys
         self._news = asyncio.Condition()
-        self.seen: dict[str, int] = {}  # task -> the life in which its upload was last seen
-        self.published: set[tuple[int, str]] = set()
         self.version = -1  # the newest ever
+        self.published: set[tuple[int, str]] = set()  # with their digests
 
     async def watch(self) -> None:
         """Until it is cancelled."""
         while True:
             await self._server.up.wait()
             life = self._server.life
-            reader = Reader(self._server.client, {self._keys.queue: "0", self._keys.models: "0"})
+            reader = Reader(self._server.client, {self._keys.models: "0"})
             try:
                 while life == self._server.life:
-                    await self._look(reader, life)
+                    await self._look(reader)
             except Unavailable:
-                continue  # it died; `up` says when it is back
+                await asyncio.sleep(0.05)  # it died; `up` says when it is back
 
-    async def _look(self, reader: Reader, life: int) -> None:
+    async def _look(self, reader: Reader) -> None:
         new = await reader.read(count=1000, block_ms=500)
-        for entry in new.get(self._keys.queue, ()):
-            message = decode(entry.data, Upload, RoundEnd)
-            if isinstance(message, Upload):
-                self.seen[message.task] = life
         told = [Version.decode(entry.data) for entry in new.get(self._keys.models, ())]
         if told:
             self.published |= {(version.version, version.digest) for version in told}

@@ -1,4 +1,4 @@
-"""The way between the services and Redis, which can be cut and held."""
+"""The ways between the services and Redis, which can be cut, held, and be late."""
 
 from __future__ import annotations
 
@@ -20,6 +20,8 @@ class Wire:
         self._asking, self._answering = asyncio.Event(), asyncio.Event()
         self._asking.set()
         self._answering.set()
+        self._late = 0  # how many times at once what is asked is to come late
+        self.delivered = 0  # requests, or parts of one, that came when nobody waited any more
 
     @property
     def url(self) -> str:
@@ -56,6 +58,20 @@ class Wire:
             self._asking.set()
             self._answering.set()
 
+    @asynccontextmanager
+    async def late(self) -> AsyncIterator[None]:
+        """Inside the block nothing arrives; then everything does, whoever has given up meanwhile.
+
+        Requests of a client that went away are Redis's business all the same: they were sent.
+        """
+        self._late += 1
+        self._asking.clear()
+        try:
+            yield
+        finally:
+            self._asking.set()
+            self._late -= 1
+
     def _abort(self) -> None:
         for writer in self._open:
             writer.transport.abort()
@@ -74,20 +90,40 @@ class Wire:
                 ends |= {back}
                 self._open |= ends
                 await asyncio.gather(
-                    self._pass(reader, back, self._asking),
-                    self._pass(there, writer, self._answering),
+                    self._ask(reader, back, writer), self._answer(there, writer, back)
                 )
         finally:
             for end in ends:
                 end.transport.abort()
             self._open -= ends
 
-    async def _pass(
-        self, reader: asyncio.StreamReader, to: asyncio.StreamWriter, may: asyncio.Event
+    async def _ask(
+        self, reader: asyncio.StreamReader, to: asyncio.StreamWriter, back: asyncio.StreamWriter
     ) -> None:
         with suppress(OSError):
-            while data := await reader.read(1 << 16):
-                await may.wait()
+            while data := await reader.read(1 << 20):
+                if not self._asking.is_set():
+                    was_late = self._late > 0
+                    await self._asking.wait()
+                    gone = back.is_closing() or reader.at_eof()
+                    if gone and not was_late:
+                        break
+                    self.delivered += gone
                 to.write(data)
                 await to.drain()
+                if reader.at_eof():
+                    to.write_eof()  # Redis does what it was asked, and then closes
+                    return
         to.transport.abort()  # and so, when it ends, the other direction too
+
+    async def _answer(
+        self, reader: asyncio.StreamReader, to: asyncio.StreamWriter, asked: asyncio.StreamWriter
+    ) -> None:
+        with suppress(OSError):
+            while data := await reader.read(1 << 20):
+                await self._answering.wait()
+                if not to.is_closing():
+                    to.write(data)
+                    await to.drain()
+        to.transport.abort()
+        asked.transport.abort()

@@ -18,8 +18,9 @@ import pytest
 from broker.client import Client
 from broker.keys import Keys
 from broker.settings import RedisSettings
+from tests.chaos.account import accounted
 from tests.chaos.checks import complaints
-from tests.chaos.history import gathered, journalled
+from tests.chaos.history import gathered, replayed
 from tests.chaos.watcher import Watcher
 from tests.k8s.cluster import Cluster, Manifest, Manifests, Pod
 from tests.k8s.cluster.image import Image
@@ -27,7 +28,6 @@ from tests.k8s.cluster.keda import Scaler
 from tests.k8s.cluster.network import client
 from tests.k8s.conftest import Kustomized
 from tests.k8s.policy.targets import K8S
-from updater.journal import Taken
 
 pytestmark = [pytest.mark.k8s, pytest.mark.timeout(900)]
 
@@ -234,15 +234,17 @@ async def test_a_run_outlives_all_that_is_done_to_its_pods(
             cluster.scale(name, 0)
         await it.ready()
         facts = await gathered(
-            it, Keys(RUN), cluster.claims / "journal-updater-0" / "journal", it.watcher,
+            it.client, Keys(RUN), cluster.claims / "journal-updater-0" / "journal",
             findings=tuple(cluster.findings),
         )  # fmt: skip
     assert complaints(facts) == []
     tasks = about["tasks"]
     assert tasks["issued"] == sum(n for what, n in tasks.items() if what != "issued")
-    assert tasks["applied"] == sum(record.outcome == "applied" for record in facts.taken)
+    taken = facts.account.taken
+    assert tasks["applied"] == sum(record["outcome"] == "applied" for record in taken)
+    assert it.watcher.published <= set(facts.account.made.items())
     assert about["version"] == facts.head[0] > 30
-    assert about["digest"] == facts.journal.replayed[1]
+    assert about["digest"] == facts.account.model
 
 
 async def test_keda_brings_trainers_for_a_run_and_takes_them_away_after_it(
@@ -268,7 +270,7 @@ async def test_keda_brings_trainers_for_a_run_and_takes_them_away_after_it(
         await it.ready()
         about, scale = await it.get(), await it.get("/scaling")
         journal = it.pod("updater").inside.folder / "volumes" / "journal" / "journal"
-        facts = await gathered(it, Keys(RUN), journal, it.watcher, findings=tuple(cluster.findings))
+        facts = await gathered(it.client, Keys(RUN), journal, findings=tuple(cluster.findings))
     most = replicas.index(4)  # as many as tasks are open
     assert replicas[:2] == [0, 1], "one is woken, then the autoscaler decides"
     assert replicas[: most + 1] == sorted(replicas[: most + 1])
@@ -301,12 +303,12 @@ async def test_owners_serve_their_own_devices_and_a_journal_that_is_lost_is_begu
         for name in ("owner", "scheduler", "updater"):
             cluster.scale(name, 0)
         await it.ready()
-        again = journalled(journal)
-    uploads = [record.upload for record in again.records if isinstance(record, Taken)]
-    served = {(upload.trainer, upload.device) for upload in uploads}
+        again, diverged = accounted(journal, None), replayed(journal).diverged
+    uploads = [record["upload"] for record in again.taken]
+    served = {(upload["trainer"], upload["device"]) for upload in uploads}
     assert served == {("owner-0", 0), ("owner-1", 1)}
-    assert again.begun[0] > 0, "it went on with the newest model that Redis had"
-    assert again.diverged == ""
+    assert min(again.made) > 0, "it went on with the newest model that Redis had"
+    assert diverged == ""
     versions = [version for version, _ in it.watcher.published]
     assert len(versions) == len(set(versions)), "no version was taken back"
     tasks = about["tasks"]

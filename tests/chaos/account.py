@@ -1,0 +1,190 @@
+"""What a journal should say, worked out from what the trainers noted down.
+
+Parser, arithmetic and digests are the suite's own; the updates' bytes are those that trainers say
+they made, not those that the journal has.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import numpy as np
+
+from tests.chaos.arithmetic import Course, Shape, Vector
+from tests.chaos.pages import Pages, Unreadable, Written, chain, counting, digest_of
+
+Note = Mapping[str, Any]
+Notes = Mapping[tuple[str, int, str], Note]
+USED = ("applied", "buffered")
+_DELTAS = ("fedbuff", "afa-cd", "afa-cs", "scaffold")
+_WEIGHT = 1e-9  # relative: two mathematical libraries may round the last bit otherwise
+
+
+@dataclass
+class Account:
+    """A journal, followed from its beginning, and all that is wrong with it."""
+
+    records: list[Written] = field(default_factory=list)
+    made: dict[int, str] = field(default_factory=dict)  # version -> digest, as it must be
+    version: int = -1
+    model: str = ""  # digest of the newest
+    devices: dict[int, str] = field(default_factory=dict)  # digests of what is kept of each
+    drift: float = 0.0  # how far SCAFFOLD's c is from the mean of all c_i, at most
+    wrong: list[str] = field(default_factory=list)
+
+    @property
+    def taken(self) -> list[dict[str, Any]]:
+        """The records of updates."""
+        return [record.message for record in self.records if record.kind == "taken"]
+
+
+def notes_of(folder: Path) -> dict[tuple[str, int, str], Note]:
+    """What trainers noted down, by task and the model that they began with."""
+    found: dict[tuple[str, int, str], Note] = {}
+    for path in sorted(folder.glob("*.notes")):
+        with path.open("rb") as file:
+            for note in msgpack.Unpacker(file, use_list=False):
+                found[note["task"], note["tau"], note["base"]] = note
+    return found
+
+
+def accounted(journal: Path, notes: Notes | None) -> Account:
+    """Follows a journal to its end, or to where it is no journal.
+
+    ``notes``: what trainers noted down; None: the journal is believed what was sent.
+    """
+    account = Account()
+    try:
+        segments = list(counting(chain(journal)))
+        if not segments:
+            raise Unreadable(f"{journal}: there is no journal")
+        _Follower(account, segments[0][0], notes).follow(segments)
+    except Unreadable as error:
+        account.wrong.append(str(error))
+    return account
+
+
+class _Follower:
+    def __init__(self, account: Account, first: Pages, notes: Notes | None) -> None:
+        said, head = first.standing.message, first.head
+        shape = Shape.of(msgpack.unpackb(head["layout"]))
+        size = 4 * (shape.parameters + shape.buffers + shape.controls)
+        model = np.frombuffer(first.standing.payload[:size], np.float32)
+        self.course = Course(head["strategy"], shape, head["devices"], model, said["version"])
+        self.account = account
+        self.notes = notes
+        self.models: dict[int, bytes] = {}
+        self.finished: str | None = None
+        self._made(first.standing)
+
+    def follow(self, segments: list[tuple[Pages, list[Written]]]) -> None:
+        for number, (segment, records) in enumerate(segments):
+            if number:
+                self.account.wrong += self._standing(segment)
+            for record in records:
+                self.account.records.append(record)
+                self.account.wrong += [f"{record}: {what}" for what in self._record(record)]
+        account, course = self.account, self.course
+        account.version, account.model = course.version, digest_of(course.model.tobytes())
+        account.devices = {d: digest_of(v.tobytes()) for d, v in course.last.items()}
+
+    def _standing(self, segment: Pages) -> Iterator[str]:
+        """A checkpoint says what the records before it give."""
+        said, course = segment.standing.message, self.course
+        sums = None if course.sums is None else digest_of(course.sums.tobytes())
+        mine = (course.version, digest_of(course.model.tobytes()), sums, course.arrivals)
+        its = (said["version"], said["digest"], said.get("memory"), said["arrivals"])
+        if said["why"] == "adopted":
+            yield f"{segment.name}: begins with a model of Redis's, which nobody asked for"
+        if mine != its:
+            yield f"{segment.standing}: the checkpoint is {its}, its records give {mine}"
+        models = course.model.tobytes() + (b"" if course.sums is None else course.sums.tobytes())
+        if segment.standing.payload != models:
+            yield f"{segment.standing}: the checkpoint's bytes are not what its records give"
+
+    def _record(self, record: Written) -> Iterator[str]:
+        message, course, before = record.message, self.course, self.course.version
+        made = False
+        if message["k"] == "round_closed":
+            if not message["late"] and message["round"] == course.version and course.arrivals:
+                course.step()
+                made = True
+        elif message["outcome"] in USED:
+            yield from self._update(record)
+            made = course.version != before
+            if message["outcome"] != ("applied" if made else "buffered"):
+                yield f"{message['outcome']}, but it {'made' if made else 'did not make'} a version"
+        elif message["outcome"] not in ("refused", "given_up"):
+            yield f"ended as {message['outcome']}"
+        yield from self._version(record, made)
+
+    def _version(self, record: Written, made: bool) -> Iterator[str]:
+        message, course = record.message, self.course
+        if message["version"] != course.version:
+            yield f"version {message['version']}, but the updates make version {course.version}"
+        own = digest_of(course.model.tobytes()) if made else None
+        if message.get("digest") != own:
+            yield f"version {message['version']} is {message.get('digest')}, worked out as {own}"
+        if made and self.finished:
+            yield f"version {message['version']} was made behind: {self.finished}"
+        self.finished = self.finished or message.get("finished")
+        if made:
+            self._made(record)
+
+    def _update(self, record: Written) -> Iterator[str]:
+        """An update that was used: was it made, was it this, does it weigh that?"""
+        upload, course = record.message["upload"], self.course
+        d = course.version - upload["tau"]
+        if d < 0 or record.message["staleness"] != d:
+            yield f"staleness {record.message['staleness']}, but it is {d} versions old"
+        weight, said = course.weight(upload), record.message["weight"]
+        if not math.isclose(weight, said, rel_tol=_WEIGHT):
+            yield f"weight {said!r}, the rule gives {weight!r}"
+        sent = np.frombuffer(record.payload, np.float32)
+        if self.notes is not None:
+            note = self.notes.get((upload["task"], upload["tau"], upload["base"]))
+            if note is None:
+                yield f"task {upload['task']}: no trainer made this update"
+            else:
+                yield from self._as_noted(note, upload, record.payload)
+                sent = _sent(note, course)
+        course.take(upload, sent, said)
+
+    def _as_noted(self, note: Note, upload: Mapping[str, Any], payload: bytes) -> Iterator[str]:
+        """An update is what its trainer says of it."""
+        for name in ("device", "steps", "samples", "lr", "seed"):
+            if note[name] != upload[name]:
+                yield f"{name} {upload[name]!r}, the trainer's was {note[name]!r}"
+        began = self.models.get(upload["tau"], b"")
+        if began[: len(note["began"])] != note["began"]:
+            yield f"the trainer began with another model than version {upload['tau']}"
+        if _sent(note, self.course).tobytes() != payload:
+            yield f"task {upload['task']}: not the bytes that the trainer sent"
+
+    def _made(self, record: Written) -> None:
+        course = self.course
+        self.models[course.version] = course.model.tobytes()
+        self.account.made[course.version] = digest_of(course.model.tobytes())
+        if course.name == "scaffold" and course.last:
+            _, _, c = course.shape.split(course.model)
+            mean = np.sum(list(course.last.values()), axis=0) / course.devices
+            self.account.drift = max(self.account.drift, float(np.abs(c - mean).max()))
+
+
+def _sent(note: Note, course: Course) -> Vector:
+    """What a device sends that has trained so."""
+    shape = course.shape
+    began, ended = (np.frombuffer(note[name], np.float32) for name in ("began", "ended"))
+    new, buffers = ended[: shape.parameters], ended[shape.parameters :]
+    if course.name in _DELTAS:
+        new = new - began[: shape.parameters]
+    if not shape.controls:
+        return np.concatenate([new, buffers])
+    control = np.frombuffer(note["control"], np.float32)
+    known = np.frombuffer(note["known"], np.float32) if note["known"] else np.float32(0)
+    return np.concatenate([new, buffers, control - known])

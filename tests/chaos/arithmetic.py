@@ -1,0 +1,174 @@
+"""The rules' arithmetic once more: from the papers' formulas, in plain numpy, on whole vectors.
+
+Nothing here comes from `updater/`: a rule that is wrong there gives other bits here. Each operation
+is one element-wise float32 operation, which is all that decides a model's bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Vector = npt.NDArray[np.float32]
+f4 = np.float32
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How many floats of a model are parameters, buffers and controls (it has no integers)."""
+
+    parameters: int
+    buffers: int
+    controls: int
+
+    @classmethod
+    def of(cls, tensors: list[Any]) -> Shape:
+        """Of a layout's rows: name, shape, dtype, kind."""
+        sizes = {"parameter": 0, "buffer": 0, "control": 0}
+        for _, shape, _, kind in tensors:
+            sizes[kind] += math.prod(shape)
+        return cls(sizes["parameter"], sizes["buffer"], sizes["control"])
+
+    def split(self, whole: Vector) -> tuple[Vector, Vector, Vector]:
+        """Parameters, buffers, controls."""
+        first, second = self.parameters, self.parameters + self.buffers
+        return whole[:first], whole[first:second], whole[second:]
+
+
+def staleness_weight(rule: Mapping[str, Any], d: int) -> float:
+    """s(d)."""
+    a = float(rule.get("a", 0.0))
+    match rule["kind"]:
+        case "constant":
+            return 1.0
+        case "linear":
+            return 1.0 / (a * d + 1.0)
+        case "polynomial":
+            return math.pow(d + 1.0, -a)
+        case "exponential":
+            return math.exp(-a * d)
+        case "hinge":
+            return 1.0 if d <= rule["b"] else 1.0 / (a * (d - rule["b"]) + 1.0)
+    raise ValueError(f"no staleness {rule['kind']!r}")
+
+
+def _toward(x: Vector, new: Vector, weight: float) -> Vector:
+    return x + (new - x) * f4(weight)
+
+
+def _plus(x: Vector, direction: Vector, weight: float) -> Vector:
+    return x + direction * f4(weight)
+
+
+@dataclass
+class Course:
+    """A run's model, taken further by one update after the other."""
+
+    rule: Mapping[str, Any]  # name and parameters, as the run was configured
+    shape: Shape
+    devices: int
+    model: Vector
+    version: int = 0
+    sums: Vector | None = None  # over the batch that is growing; of AFA-CS over all devices
+    arrivals: int = 0
+    total: float = 0.0  # FedAvg: of weights
+    last: dict[int, Vector] = field(default_factory=dict)  # what is kept of each device
+
+    @property
+    def name(self) -> str:
+        """The rule's."""
+        return str(self.rule["name"])
+
+    @property
+    def size(self) -> int:
+        """The updates that make a version."""
+        if self.name == "fedasync":
+            return 1
+        return int(self.rule["clients_per_round" if self.name == "fedavg" else "buffer_size"])
+
+    def weight(self, upload: Mapping[str, Any]) -> float:
+        """What an update weighs, by the formula."""
+        d = self.version - upload["tau"]
+        match self.name:
+            case "fedasync":
+                schedule, at = self.rule["alpha_schedule"], self.version + 1
+                alpha = float(self.rule["alpha"])
+                if schedule["kind"] == "step" and at > schedule["at"]:
+                    alpha *= schedule["factor"]
+                elif schedule["kind"] == "inverse_sqrt":
+                    alpha /= math.sqrt(at)
+                return alpha * staleness_weight(self.rule["staleness"], d)
+            case "fedbuff":
+                return staleness_weight(self.rule["staleness"], d)
+            case "fedavg" if self.rule["weighting"] == "samples":
+                return float(upload["samples"])
+        return 1.0
+
+    def take(self, upload: Mapping[str, Any], sent: Vector, weight: float) -> bool:
+        """One update, which weighs so much: whether it made a version."""
+        if self.name == "fedasync":
+            self.model = _toward(self.model, sent, weight)
+            self.version += 1
+            return True
+        self.arrivals += 1
+        if self.name == "fedavg":
+            self.total += weight
+            self.sums = (
+                sent.copy() if self.sums is None
+                else _toward(self.sums, sent, weight / self.total if self.total else 0.0)
+            )  # fmt: skip
+        else:
+            self._add(upload, sent, weight)
+        if self.arrivals < self.size:
+            return False
+        self.step()
+        return True
+
+    def _add(self, upload: Mapping[str, Any], sent: Vector, weight: float) -> None:
+        """A delta joins the batch's sum."""
+        if self.sums is None:
+            self.sums = np.zeros_like(self.model)
+        x, buffers, controls = self.shape.split(self.sums)
+        new, its_buffers, change = self.shape.split(sent)
+        if self.name == "afa-cs":
+            before = self.last.get(upload["device"], np.zeros_like(new))
+            now = new * f4(1.0 / (upload["lr"] * upload["steps"]))
+            x = x + (now - before) * f4(1.0)
+            self.last[upload["device"]] = now
+        elif self.name == "afa-cd":
+            x = _plus(x, new, 1.0 / (upload["lr"] * upload["steps"]))
+        elif self.name == "fedbuff":
+            x = _plus(x, new, weight)
+        else:
+            x = _plus(x, new, 1.0)
+            controls = _plus(controls, change, 1.0)
+            before = self.last.get(upload["device"], np.zeros_like(change))
+            self.last[upload["device"]] = _plus(before, change, 1.0)
+        buffers = _toward(buffers, its_buffers, 1.0 / self.arrivals)
+        self.sums = np.concatenate([x, buffers, controls])
+
+    def step(self) -> None:
+        """The version that the batch makes, of as many as came."""
+        if self.sums is None:
+            raise ValueError("a version of nothing")
+        if self.name == "fedavg":
+            made, self.sums, self.total = self.sums, None, 0.0
+        else:
+            x, _, c = self.shape.split(self.model)
+            direction, buffers, changes = self.shape.split(self.sums)
+            rate = float(self.rule["server_lr"])
+            if self.name == "afa-cs":
+                x = _plus(x, direction, rate / self.devices)
+            else:
+                x = _plus(x, direction, rate / self.arrivals)
+                c = _plus(c, changes, 1.0 / self.devices)
+            made = np.concatenate([x, buffers, c])
+            if self.name != "afa-cs":
+                self.sums = None
+        self.model, self.arrivals = made, 0
+        self.version += 1

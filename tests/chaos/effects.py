@@ -1,0 +1,186 @@
+"""Everything that ever changed in Redis, from its own append-only file.
+
+Redis writes there what each command and script did, before anybody gets a reply: so it is a record
+of a run that no service wrote, complete and in order, to which nothing can be added afterwards. A
+life of Redis that began with what an earlier one had begins with that part of its file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+OUTCOMES = ("applied", "buffered", "refused", "given_up", "dead")
+_ID = re.compile(rb"\d+-\d+")
+
+Command = list[bytes]
+
+
+@dataclass(frozen=True)
+class Told:
+    """A version, as it was told to everyone."""
+
+    version: int
+    digest: str
+    epoch: int
+    blob: str
+
+
+@dataclass
+class Life:
+    """What Redis did in one of its lives and in what it kept of those before, and where it stands.
+
+    ``wrong`` are moments at which something did not hold that must hold at any.
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    counted: Counter[str] = field(default_factory=Counter)  # one by one: what was not restored
+    ended: list[dict[str, Any]] = field(default_factory=list)  # events that say how a task ended
+    strays: list[dict[str, Any]] = field(default_factory=list)
+    opened: set[str] = field(default_factory=set)
+    open: set[str] = field(default_factory=set)
+    admitted: dict[str, set[str]] = field(default_factory=dict)  # task -> its attempts in the queue
+    queue: dict[str, dict[str, Any]] = field(default_factory=dict)  # entry -> what waits there
+    settled: dict[str, dict[str, Any]] = field(default_factory=dict)  # what waited, and is deleted
+    told: list[Told] = field(default_factory=list)
+    holder: str = ""  # the updater's token
+    wrong: list[str] = field(default_factory=list)
+
+    def step(self, done: Sequence[Command]) -> None:
+        """Takes in what was done at once."""
+        for command in done:
+            take = _TAKEN.get((command[0].upper(), _key(command)))
+            if take is not None:
+                take(self, command)
+        known = sum(self.counts[outcome] for outcome in OUTCOMES) + len(self.open)
+        if self.counts["issued"] != known:
+            self.wrong.append(
+                f"issued {self.counts['issued']}, but {known} ended or open, after "
+                f"{b' '.join(done[-1])[:80]!r}"
+            )
+
+    def _on_counts(self, command: Command) -> None:
+        if command[0].upper() == b"HINCRBY":
+            name, by = command[2].decode(), int(command[3])
+            self.counts[name] += by
+            self.counted[name] += by
+            return
+        for field_, n in zip(command[2::2], command[3::2], strict=True):
+            self.counts[field_.decode()] = int(n)
+
+    def _on_open(self, command: Command) -> None:
+        if command[0].upper() == b"HDEL":
+            self.open -= {task.decode() for task in command[2:]}
+            return
+        tasks = {task.decode() for task in command[2::2]}
+        self.open |= tasks
+        self.opened |= tasks
+
+    def _on_queue(self, command: Command) -> None:
+        if command[0].upper() == b"XDEL":
+            for deleted in command[2:]:
+                if deleted.decode() in self.queue:
+                    self.settled[deleted.decode()] = self.queue.pop(deleted.decode())
+            return
+        entry, message = _added(command)
+        self.queue[entry] = message
+        if message["k"] == "upload":
+            self.admitted.setdefault(message["task"], set()).add(message["attempt"])
+
+    def _on_events(self, command: Command) -> None:
+        _, event = _added(command)
+        if event.get("what") == "outcome":
+            self.ended.append(event)
+        elif event.get("what") == "stray":
+            self.strays.append(event)
+
+    def _on_models(self, command: Command) -> None:
+        _, said = _added(command)
+        self.told.append(Told(said["version"], said["digest"], said["epoch"], said["blob"]))
+        if not self.holder.endswith(f":{said['blob'].rpartition('.')[2]}"):
+            self.wrong.append(
+                f"version {said['version']} was published by {said['blob']}, but {self.holder} "
+                "was the updater's token"
+            )
+
+    def _on_tokens(self, command: Command) -> None:
+        for role, token in zip(command[2::2], command[3::2], strict=True):
+            if role == b"updater":
+                self.holder = token.decode()
+
+
+_TAKEN = {
+    (b"HINCRBY", "counts"): Life._on_counts,
+    (b"HSET", "counts"): Life._on_counts,
+    (b"HSET", "open"): Life._on_open,
+    (b"HDEL", "open"): Life._on_open,
+    (b"XADD", "queue"): Life._on_queue,
+    (b"XDEL", "queue"): Life._on_queue,
+    (b"XADD", "events"): Life._on_events,
+    (b"XADD", "models"): Life._on_models,
+    (b"HSET", "tokens"): Life._on_tokens,
+}
+
+
+def _key(command: Command) -> str:
+    """The run's key that a command is about, without what all of them begin with."""
+    return command[1].rpartition(b"}:")[2].decode(errors="replace") if len(command) > 1 else ""
+
+
+def _added(command: Command) -> tuple[str, dict[str, Any]]:
+    """Id and message of an entry that was added; behind the key there may be options."""
+    at = next(n for n in range(2, len(command)) if _ID.fullmatch(command[n]))
+    return command[at].decode(), msgpack.unpackb(command[at + 2], use_list=False)
+
+
+def commands(data: bytes) -> Iterator[Command]:
+    """The commands of an append-only file; a torn end is left."""
+    at = 0
+    while at < len(data):
+        if data[at : at + 1] == b"#":  # a remark, such as a time
+            at = data.find(b"\n", at) + 1
+            continue
+        end = data.find(b"\r\n", at)
+        if end < 0:
+            return
+        count, at, command = int(data[at + 1 : end]), end + 2, []
+        for _ in range(count):
+            end = data.find(b"\r\n", at)
+            if end < 0:
+                return
+            size, at = int(data[at + 1 : end]), end + 2
+            if at + size + 2 > len(data):
+                return
+            command.append(data[at : at + size])
+            at += size + 2
+        yield command
+
+
+def steps(data: bytes) -> Iterator[list[Command]]:
+    """What was done at once: a command, or all of a transaction that came to its end."""
+    inside: list[Command] | None = None
+    for command in commands(data):
+        match command[0].upper():
+            case b"MULTI":
+                inside = []
+            case b"EXEC" if inside is not None:
+                yield inside
+                inside = None
+            case _ if inside is not None:
+                inside.append(command)
+            case _:
+                yield [command]
+
+
+def lived(file: Path) -> Life:
+    """What an append-only file says."""
+    life = Life()
+    for done in steps(file.read_bytes()):
+        life.step(done)
+    return life

@@ -1,0 +1,414 @@
+"""The faults: what each does to services, Redis, the ways between them, clocks and disks."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import random
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from broker import blobs
+from broker.errors import BrokerError, Unavailable
+from broker.keys import Keys
+from broker.layout import Model
+from broker.ledger import Ledger
+from broker.messages import RoundEnd, Upload, decode
+from tests.chaos import disk, pages
+from tests.chaos.faults import TRAINERS, UPDATER, UPDATERS, Fault, Kind, Plan
+from tests.chaos.seams import Control
+from tests.chaos.server import Server
+from tests.chaos.services import Child, Services
+from tests.chaos.wire import Wire
+from tests.support import wait_until
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+_TAKEN_OVER_S = 60.0
+_TOLD_S = 60.0  # within which damage must be told
+_ERRNO = (("write", errno.EIO), ("sync", errno.EIO), ("read", errno.EIO))
+
+
+class Injector:
+    """Does what a plan says. What is found out on the way goes into ``findings``."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        *,
+        server: Server,
+        wires: dict[str, Wire],
+        services: Services,
+        controls: dict[str, Control],
+        keys: Keys,
+        findings: list[str],
+    ) -> None:
+        self._rng = random.Random(plan.seed)
+        self._journal = folder / "journal"
+        self._platter = folder / "platter"
+        self._server = server
+        self._wires = wires
+        self._services = services
+        self._controls = controls
+        self._keys = keys
+        self._ledger = Ledger(server.client, keys, "chaos")
+        self._findings = findings
+        self._disks = asyncio.Lock()  # one trouble with disks at a time
+        self.forged: set[tuple[str, str]] = set()  # second answers: task and attempt
+        self._done: dict[Kind, Callable[[Fault], Awaitable[None]]] = {
+            Kind.KILL: self._kill, Kind.PAUSE: self._pause, Kind.USURP: self._usurp,
+            Kind.DOUBLE: self._double, Kind.TWICE: self._twice, Kind.CLOCK: self._clock,
+            Kind.EMPTY: self._empty, Kind.REWIND: self._rewind, Kind.TORN: self._torn,
+            Kind.BACKUP: self._backup, Kind.AMNESIA: self._amnesia, Kind.RELAPSE: self._relapse,
+            Kind.TAKEOVER: self._takeover, Kind.MEMORY: self._memory, Kind.ERASE: self._erase,
+            Kind.CUT: self._cut, Kind.DELAY: self._delay, Kind.PARTITION: self._partition,
+            Kind.LATE: self._late, Kind.DISK: self._disk, Kind.EIO: self._eio,
+            Kind.POWER: self._power, Kind.BLACKOUT: self._blackout, Kind.ROT: self._rot,
+        }  # fmt: skip
+
+    async def inject(self, fault: Fault) -> None:
+        """One fault, from its beginning to its end."""
+        await asyncio.sleep(fault.after_s)
+        try:
+            await self._done[fault.kind](fault)
+        except AssertionError as error:  # what was waited for never came
+            self._findings.append(f"{fault}: {error}")
+
+    # processes
+
+    async def _name(self, fault: Fault) -> str:
+        return await self._leader() if fault.target == UPDATER else fault.target
+
+    async def _kill(self, fault: Fault) -> None:
+        name = await self._name(fault)
+        child = self._services[name]
+        child.signal(signal.SIGKILL)
+        await child.wait()
+        await wait_until(lambda: self._services[name] is not child, what=f"{name} again")
+        await self._services.alive(name)
+
+    async def _pause(self, fault: Fault) -> None:
+        child = self._services[fault.target]
+        child.signal(signal.SIGSTOP)
+        await asyncio.sleep(fault.seconds)
+        child.signal(signal.SIGCONT)
+
+    async def _usurp(self, fault: Fault) -> None:
+        life = self._server.life
+        sleeper, _ = await self._taken_over()
+        await asyncio.sleep(fault.seconds)
+        sleeper.signal(signal.SIGCONT)
+        ended, _ = await asyncio.wait({asyncio.create_task(sleeper.wait())}, timeout=_TAKEN_OVER_S)
+        if not ended and life == self._server.life:  # else it may have led again
+            self._findings.append(f"an updater that had a successor went on:\n{sleeper.last_words}")
+
+    async def _double(self, fault: Fault) -> None:
+        twin = await self._services.twin(await self._name(fault))
+        await asyncio.sleep(fault.seconds + 0.5)
+        twin.signal(signal.SIGKILL)
+        if await twin.wait() != -signal.SIGKILL and not twin.ended_by(
+            "Fenced", "JournalError", "JournalDamaged"
+        ):
+            self._findings.append(f"{fault}: a second one ended:\n{twin.last_words}")
+
+    async def _twice(self, fault: Fault) -> None:
+        """The next uploads are answered once more, with other bytes."""
+        client = self._server.client
+        answered = 0
+        for _ in range(2000):
+            try:
+                rows = await client.call("XRANGE", self._keys.queue, "-", "+")
+                waiting = [decode(fields[1], Upload, RoundEnd) for _, fields in rows]
+                for one in waiting:
+                    if isinstance(one, Upload) and (one.task, "again") not in self.forged:
+                        await self._forge(one)
+                        answered += 1
+            except BrokerError:
+                pass  # Redis is away, or full: an answer less
+            if answered >= 3:
+                return
+            await asyncio.sleep(0.005)
+
+    async def _forge(self, upload: Upload) -> None:
+        model = Model((await self._ledger.run()).layout)
+        model.floats[:] = self._rng.random()
+        again = upload.model_copy(update={"attempt": "again", "digest": model.digest()})
+        self.forged.add((again.task, again.attempt))
+        await blobs.write(self._server.client, self._keys.update(again.blob), model, expire_s=600.0)
+        await self._server.client.call("XADD", self._keys.uploads, "*", "m", again.encode())
+
+    async def _clock(self, fault: Fault) -> None:
+        control = self._controls[await self._name(fault)]
+        control["clock_s"] = 240.0 * (fault.share - 0.5)
+        await asyncio.sleep(fault.seconds)
+        control["clock_s"] = 0.0
+
+    # Redis
+
+    @asynccontextmanager
+    async def _changed(self, size: int) -> AsyncIterator[None]:
+        """Redis dies; behind the block it is there again with the first bytes of its file."""
+        await self._server.kill()
+        self._server.remember(size)
+        yield
+        await self._server.start()
+
+    async def _empty(self, fault: Fault) -> None:
+        async with self._server.changing, self._changed(0):
+            await asyncio.sleep(fault.seconds)
+
+    async def _rewind(self, fault: Fault) -> None:
+        async with self._server.changing:
+            size = self._server.written
+            await asyncio.sleep(fault.seconds)  # what is done now, Redis will not know
+            async with self._changed(size):
+                pass
+
+    async def _torn(self, fault: Fault) -> None:
+        async with self._server.changing:
+            lost = int(fault.share * min(self._server.written, 400_000))
+            async with self._changed(self._server.written - lost):
+                await asyncio.sleep(fault.seconds)
+
+    async def _backup(self, fault: Fault) -> None:
+        async with (
+            self._server.changing,
+            self._changed(int(fault.share * self._server.written)),
+        ):
+            await asyncio.sleep(fault.seconds)
+
+    async def _amnesia(self, fault: Fault) -> None:
+        await self._forgotten(fault, lambda: 0)
+
+    async def _relapse(self, fault: Fault) -> None:
+        await self._forgotten(fault, lambda: self._server.written)
+
+    async def _forgotten(self, fault: Fault, kept: Callable[[], int]) -> None:
+        """Redis comes back without a trace of the successor, and so does the sleeper."""
+        async with self._server.changing:
+            size = kept()
+            sleeper, successor = await self._taken_over()
+            await asyncio.sleep(fault.seconds)
+            async with self._changed(size):
+                if fault.share < 0.5:
+                    successor.signal(signal.SIGKILL)
+                sleeper.signal(signal.SIGCONT)
+
+    async def _takeover(self, fault: Fault) -> None:
+        """The token is forgotten at some step of a take-over; both updaters live, and both work."""
+        async with self._server.changing:
+            size = self._server.written if fault.share < 0.5 else 0
+            sleeper = self._services[await self._leader()]
+            other = next(name for name in UPDATERS if self._services[name] is not sleeper)
+            slow = self._controls[other]
+            sleeper.signal(signal.SIGSTOP)
+            try:
+                slow["slow_s"] = 0.4
+                await self._holds(other)
+                await asyncio.sleep(fault.seconds)
+                async with self._changed(size):
+                    sleeper.signal(signal.SIGCONT)
+                await asyncio.sleep(2.0)  # the sleeper leads again, by right, and commits
+            finally:
+                sleeper.signal(signal.SIGCONT)
+                slow["slow_s"] = 0.0
+
+    async def _memory(self, fault: Fault) -> None:
+        client = self._server.client
+        try:
+            used, _ = await self._ledger.memory()
+            await client.call("CONFIG", "SET", "maxmemory", used + int(60_000 * fault.share))
+            await asyncio.sleep(fault.seconds)
+            await client.call("CONFIG", "SET", "maxmemory", 0)
+        except Unavailable:
+            pass  # another fault took it away, and with it its limit
+
+    async def _erase(self, _fault: Fault) -> None:
+        """Nobody but the updater has the newest model: Redis lost it, and trainers begin anew."""
+        async with self._server.changing:
+            await self._services.down(*TRAINERS)
+            try:
+                await wait_until(self._at_rest, timeout=_TAKEN_OVER_S, what="nothing is to do")
+                head = await self._ledger.head()
+                if head is not None:
+                    await self._server.client.call("DEL", self._keys.model(head.blob))
+            finally:
+                self._services.up(*TRAINERS)
+
+    async def _at_rest(self) -> bool:
+        try:
+            await asyncio.sleep(0.1)
+            view = await self._ledger.look()
+        except BrokerError:
+            return False
+        return not view.queue and not view.uploads
+
+    # the ways to it
+
+    async def _cut(self, fault: Fault) -> None:
+        await asyncio.gather(*(wire.cut(fault.seconds) for wire in self._wires.values()))
+
+    async def _delay(self, fault: Fault) -> None:
+        async with AsyncExitStack() as stack:
+            for wire in self._wires.values():
+                await stack.enter_async_context(wire.held())
+            await asyncio.sleep(fault.seconds)
+
+    async def _partition(self, fault: Fault) -> None:
+        async with self._wires[await self._name(fault)].held():
+            await asyncio.sleep(fault.seconds)
+
+    async def _late(self, fault: Fault) -> None:
+        async with self._wires[await self._name(fault)].late():
+            await asyncio.sleep(fault.seconds)
+
+    # disks
+
+    @contextmanager
+    def _both(self, name: str, value: float) -> Iterator[None]:
+        """Both updaters have the same disk."""
+        for updater in UPDATERS:
+            self._controls[updater][name] = value
+        try:
+            yield
+        finally:
+            for updater in UPDATERS:
+                self._controls[updater][name] = 0.0
+
+    @asynccontextmanager
+    async def _excused(self) -> AsyncIterator[None]:
+        """An updater may end for what its disk does, as long as it says so."""
+        self._services.excuse(True)
+        try:
+            yield
+            for name in UPDATERS:
+                await self._services.alive(name)
+        finally:
+            self._services.excuse(False)
+
+    async def _disk(self, fault: Fault) -> None:
+        async with self._disks:
+            with self._both("room", 1 + int(20_000 * fault.share)):
+                await asyncio.sleep(fault.seconds)
+
+    async def _eio(self, fault: Fault) -> None:
+        async with self._disks, self._excused():
+            what, number = _ERRNO[int(fault.share * len(_ERRNO))]
+            with self._both(what, number):
+                await asyncio.sleep(fault.seconds)
+
+    async def _power(self, fault: Fault) -> None:
+        async with self._disks:
+            await self._services.down(*UPDATERS)
+            disk.fail(self._journal, self._platter, self._rng)
+            await asyncio.sleep(fault.seconds)
+            self._services.up(*UPDATERS)
+
+    async def _blackout(self, fault: Fault) -> None:
+        async with self._disks, self._server.changing:
+            await self._services.down(*UPDATERS)
+            lost = int(fault.share * min(self._server.written, 400_000))
+            async with self._changed(self._server.written - lost):
+                disk.fail(self._journal, self._platter, self._rng)
+                await asyncio.sleep(fault.seconds)
+            self._services.up(*UPDATERS)
+
+    async def _rot(self, fault: Fault) -> None:
+        """A byte of a record that is surely on disk changes: whoever reads it has to say where."""
+        async with self._disks, self._excused():
+            await self._services.down(*UPDATERS)
+            before = [self._services[name] for name in UPDATERS]
+            try:
+                found = self._on_disk()
+                if found is None:
+                    return
+                path, record = found
+                at = self._byte_of(record, fault.share)
+                _flip(path, at)
+                self._services.up(*UPDATERS)
+                where = (record.segment, f"at byte {record.at}")
+
+                def told() -> bool:
+                    now = (self._services[name] for name in UPDATERS)
+                    said = [
+                        one for child in now if child not in before for one in child.failed_with
+                    ]
+                    return any(all(part in one["reason"] for part in where) for one in said)
+
+                what = f"an updater tells of damage in {record}, where byte {at} is wrong"
+                try:
+                    await wait_until(told, timeout=_TOLD_S, what=what)
+                finally:
+                    await self._services.down(*UPDATERS)
+                    if path.exists():
+                        _flip(path, at)
+            finally:
+                self._services.up(*UPDATERS)
+
+    def _on_disk(self) -> tuple[Path, pages.Written] | None:
+        """A record of the newest segment behind which another says that it was on disk."""
+        path = max(self._journal.glob(f"*{pages.SUFFIX}"))
+        records = pages.read(path).records
+        known = max((record.synced for record in records), default=0)
+        safe = [record for record in records if record.end <= known]
+        return (path, self._rng.choice(safe)) if safe else None
+
+    @staticmethod
+    def _byte_of(record: pages.Written, share: float) -> int:
+        """One of its message's bytes, or of its payload's."""
+        if record.payload and share < 0.5:
+            return record.begins + int(2 * share * len(record.payload))
+        return record.at + int(share * (record.ends - record.at))
+
+    # who leads
+
+    async def _taken_over(self) -> tuple[Child, Child]:
+        """The updater that leads falls asleep until another has taken its place: both."""
+        while True:
+            sleeper = self._services[await self._leader()]
+            sleeper.signal(signal.SIGSTOP)
+            successor = await self._leader(but=sleeper)
+            if not sleeper.ended:  # by another fault, and its name leads again
+                return sleeper, self._services[successor]
+
+    async def _leader(self, *, but: Child | None = None) -> str:
+        """Which updater leads; waits until one does, and is another process than ``but``."""
+        found = ""
+
+        async def leads() -> bool:
+            nonlocal found
+            found = await self._holder()
+            child = self._services[found] if found else None
+            # The lease may still be that of one which has ended, and has the same name.
+            return child is not None and child is not but and child.leads
+
+        await wait_until(leads, timeout=_TAKEN_OVER_S, what="another updater leads")
+        return found
+
+    async def _holds(self, name: str) -> None:
+        async def holds() -> bool:
+            return await self._holder() == name
+
+        await wait_until(holds, timeout=_TAKEN_OVER_S, what=f"{name} takes over")
+
+    async def _holder(self) -> str:
+        """Who has the updater's lease; '' if nobody has, or Redis is away."""
+        try:
+            holder = await self._server.client.call("GET", self._keys.leader("updater"))
+        except BrokerError:
+            return ""
+        return (holder or b"").decode().partition("|")[0]
+
+
+def _flip(path: Path, at: int) -> None:
+    """Changes a byte; once more, and it is as it was."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x41]))

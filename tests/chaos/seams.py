@@ -1,0 +1,150 @@
+"""What goes wrong around a service without anybody killing it: its clock, its disk.
+
+Installed in the process of a service before it begins, and steered from outside by a few numbers in
+a file that both have in memory. Production code has no part in it: it calls `time` and `os`.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import random
+import struct
+import time
+from collections.abc import Callable
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+from tests.chaos.disk import Platter
+
+CONTROL = "FEDSTREAM_CHAOS_CONTROL"  # in the environment: the file with the numbers
+PLATTER = "FEDSTREAM_CHAOS_PLATTER"  # and where what is on disk is, of a service with a journal
+_NUMBERS = ("clock_s", "write", "sync", "read", "slow_s", "room")
+_PAGE = 4096
+_NUMBER = struct.Struct("<d")
+
+
+class Control:
+    """The numbers. ``clock_s``: how far the clock is wrong. ``write``, ``sync``, ``read``: what the
+    disk says (an errno; 0: done). ``slow_s``: how long, at most, it takes about anything. ``room``:
+    one more than the bytes by which files may still grow; 0: there is no end of it.
+    """
+
+    def __init__(self, path: Path) -> None:
+        size = _NUMBER.size * len(_NUMBERS)
+        file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            os.ftruncate(file, size)
+            self._numbers = mmap(file, size)
+        finally:
+            os.close(file)
+
+    def __getitem__(self, name: str) -> float:
+        number: float = _NUMBER.unpack_from(self._numbers, _NUMBER.size * _NUMBERS.index(name))[0]
+        return number
+
+    def __setitem__(self, name: str, value: float) -> None:
+        _NUMBER.pack_into(self._numbers, _NUMBER.size * _NUMBERS.index(name), value)
+
+
+def install() -> None:
+    """Puts the seams in, as far as the environment asks for them."""
+    if CONTROL not in os.environ:
+        return
+    control = Control(Path(os.environ[CONTROL]))
+    _wrong_clock(control)
+    if PLATTER in os.environ:
+        journal = Path(os.environ["FEDSTREAM_JOURNAL__DIR"])
+        _Disk(control, Platter(journal, Path(os.environ[PLATTER]))).install()
+
+
+def _wrong_clock(control: Control) -> None:
+    now, now_ns = time.time, time.time_ns
+    time.time = lambda: now() + control["clock_s"]
+    time.time_ns = lambda: now_ns() + int(control["clock_s"] * 1e9)
+
+
+class _Disk:
+    """The calls by which a journal gets to disk and back, each of which may fail or take long."""
+
+    def __init__(self, control: Control, platter: Platter) -> None:
+        self._control = control
+        self._platter = platter
+        self._rng = random.Random()
+
+    def install(self) -> None:
+        platter = self._platter
+        self._bound_writes()
+        self._wrap("pwritev", "write", before=lambda file, _, at: platter.wrote(file, at))
+        self._wrap("pwrite", "write", before=lambda file, _, at: platter.wrote(file, at))
+        self._wrap("write", "write", before=lambda file, _: platter.wrote(file, 0))
+        self._wrap("ftruncate", "write", before=platter.wrote)
+        self._wrap("fdatasync", "sync", around=platter.syncing)
+        self._wrap("fsync", "sync", around=platter.syncing)
+        self._wrap("pread", "read")
+        self._wrap("preadv", "read")
+        for name in ("unlink", "remove", "rename", "replace", "link"):
+            self._wrap_names(name)
+
+    def _bound_writes(self) -> None:
+        """A disk that has only so much room: a write ends at the last block that is free."""
+        call = os.pwritev
+
+        def bounded(file: int, parts: list[memoryview], at: int) -> int:
+            room = int(self._control["room"])
+            if not room or not self._platter.holds(file):
+                return call(file, parts, at)
+            wanted = sum(len(part) for part in parts)
+            grows = max(0, at + wanted - os.fstat(file).st_size)
+            free = (room - 1) // _PAGE * _PAGE
+            if grows <= free:
+                self._control["room"] = room - grows
+                return call(file, parts, at)
+            self._control["room"] = 1
+            if free <= grows - wanted:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return call(file, [parts[0][: wanted - grows + free]], at)
+
+        os.pwritev = bounded  # type: ignore[assignment]  # of what the journal uses of it
+
+    def _fails(self, what: str) -> None:
+        if slow_s := self._control["slow_s"]:
+            time.sleep(self._rng.uniform(0, slow_s))
+        if error := int(self._control[what]):
+            raise OSError(error, os.strerror(error))
+
+    def _wrap(
+        self,
+        name: str,
+        what: str,
+        before: Callable[..., None] | None = None,
+        around: Callable[[int], Callable[[], None]] | None = None,
+    ) -> None:
+        call = getattr(os, name)
+
+        def wrapped(file: int, *more: Any) -> Any:
+            if not self._platter.holds(file):
+                return call(file, *more)
+            self._fails(what)
+            if before is not None:
+                before(file, *more)
+            done = around(file) if around is not None else None
+            result = call(file, *more)
+            if done is not None:
+                done()
+            return result
+
+        setattr(os, name, wrapped)
+
+    def _wrap_names(self, name: str) -> None:
+        call = getattr(os, name)
+
+        def wrapped(path: Any, *more: Any, **options: Any) -> Any:
+            if self._platter.is_inside(path):
+                self._fails("write")
+                if name != "link":
+                    self._platter.keep(path, *more)
+            return call(path, *more, **options)
+
+        setattr(os, name, wrapped)

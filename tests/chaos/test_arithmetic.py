@@ -1,0 +1,82 @@
+"""Two ways to the same bits: the suite's formulas and the updater's rules."""
+
+from __future__ import annotations
+
+import msgpack
+import numpy as np
+import pytest
+
+from broker.layout import Layout, Model
+from broker.messages import Upload
+from tests.chaos.arithmetic import Course, Shape
+from tests.support import layout_of
+from updater.progress import Progress, close_round, take
+from updater.rules import Exponential, Hinge, InverseSqrtAlpha, Linear, StepAlpha
+from updater.strategies import (
+    AfaCdSettings,
+    AfaCsSettings,
+    FedAsyncSettings,
+    FedAvgSettings,
+    FedBuffSettings,
+    Rule,
+    ScaffoldSettings,
+    State,
+)
+
+RULES: tuple[Rule, ...] = (
+    FedAsyncSettings(),
+    FedAsyncSettings(staleness=Hinge(b=1), alpha_schedule=StepAlpha(at=5)),
+    FedAsyncSettings(staleness=Exponential(), alpha_schedule=InverseSqrtAlpha()),
+    FedAvgSettings(clients_per_round=3),
+    FedAvgSettings(clients_per_round=3, weighting="samples"),
+    FedBuffSettings(buffer_size=3, staleness=Linear()),
+    AfaCdSettings(buffer_size=3),
+    AfaCsSettings(buffer_size=3),
+    ScaffoldSettings(buffer_size=3),
+)
+
+
+def layout(rule: Rule) -> Layout:
+    """Of a model with buffers, and what the rule needs beside them."""
+    plain = layout_of(50, buffers=5)
+    return plain.with_controls() if isinstance(rule, ScaffoldSettings) else plain
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+@pytest.mark.parametrize("early", [None, 7])
+def test_bits_are_the_updaters(rule: Rule, early: int | None) -> None:
+    """``early``: behind so many updates a round ends with what has come."""
+    rng = np.random.default_rng(0)
+    shape = layout(rule)
+    model = Model(shape)
+    model.floats[:] = rng.standard_normal(shape.floats)
+    strategy, before = rule.build(4), Progress(State(0, model.copy()))
+    course = Course(
+        rule.model_dump(mode="json"), Shape.of(msgpack.unpackb(shape.encode())), 4,
+        model.floats.copy(),
+    )  # fmt: skip
+    for number in range(20):
+        update = Model(shape)
+        update.floats[:] = rng.standard_normal(shape.floats)
+        late = 0 if isinstance(rule, FedAvgSettings) else int(rng.integers(0, 4))
+        upload = Upload(
+            task=f"t{number}", attempt="a", device=int(rng.integers(0, 4)), trainer="t",
+            tau=max(0, course.version - late), base="b", layout="l", digest="d", size=0,
+            samples=int(rng.integers(1, 9)), steps=int(rng.integers(1, 4)), lr=0.3,
+        )  # fmt: skip
+        said = upload.model_dump()
+        step = take(strategy, before, upload, update, Model(shape))
+        assert step.decision
+        assert course.weight(said) == pytest.approx(step.decision.weight, rel=1e-12)
+        course.take(said, update.floats, step.decision.weight)
+        before = step.after
+        if number == early and course.arrivals:
+            before = close_round(strategy, before, before.state.version).after
+            course.step()
+        assert course.version == before.state.version
+        assert course.model.tobytes() == before.state.model.floats.tobytes()
+    vectors = before.state.memory.devices
+    assert set(course.last) == (vectors.heard if vectors else set())
+    for device, vector in course.last.items():
+        assert vectors is not None
+        assert vector.tobytes() == vectors[device].tobytes()

@@ -1,0 +1,92 @@
+"""What an append-only file says, and what must not be in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgpack
+import pytest
+
+from tests.chaos.effects import lived
+
+PREFIX = "fedstream:{chaos}:"
+
+
+def packed(**message: object) -> bytes:
+    """A message's bytes."""
+    data: bytes = msgpack.packb(message)
+    return data
+
+
+def written(path: Path, *commands: tuple[object, ...]) -> Path:
+    """A file with these commands."""
+    said = b""
+    for command in commands:
+        parts = [part if isinstance(part, bytes) else str(part).encode() for part in command]
+        said += b"*%d\r\n" % len(parts) + b"".join(b"$%d\r\n%s\r\n" % (len(p), p) for p in parts)
+    path.write_bytes(said)
+    return path
+
+
+OPENED = (
+    ("MULTI",), ("HSET", PREFIX + "open", "t", "x"),
+    ("HINCRBY", PREFIX + "counts", "issued", 1), ("EXEC",),
+)  # fmt: skip
+
+
+def ended(outcome: str) -> tuple[tuple[object, ...], ...]:
+    """A task's end, as the scripts do it."""
+    return (
+        ("MULTI",), ("HDEL", PREFIX + "open", "t"), ("HINCRBY", PREFIX + "counts", outcome, 1),
+        ("XADD", PREFIX + "events", "MAXLEN", "=", "10000", "5-0", "m",
+         packed(what="outcome", task="t", outcome=outcome)),
+        ("EXEC",),
+    )  # fmt: skip
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "file"
+
+
+def test_a_task_from_its_beginning_to_its_end(file: Path) -> None:
+    life = lived(written(file, ("SELECT", 0), *OPENED, *ended("applied")))
+    assert life.wrong == []
+    assert (life.opened, life.open) == ({"t"}, set())
+    assert life.counted["applied"] == 1
+    assert [event["outcome"] for event in life.ended] == ["applied"]
+
+
+def test_sums_are_looked_at_behind_every_step(file: Path) -> None:
+    late = ("HINCRBY", PREFIX + "counts", "issued", 1)
+    life = lived(written(file, ("HSET", PREFIX + "open", "t", "x"), late))
+    assert len(life.wrong) == 1
+    assert "issued 0, but 1" in life.wrong[0]
+
+
+def test_a_torn_end_and_half_a_transaction_are_left(file: Path) -> None:
+    whole = written(file, *OPENED, *ended("applied")).read_bytes()
+    for size in (len(whole) - 1, len(whole) - len("*1\r\n$4\r\nEXEC\r\n")):
+        file.write_bytes(whole[:size])
+        assert lived(file).open == {"t"}
+
+
+def test_an_update_in_the_queue_and_out_of_it(file: Path) -> None:
+    upload = packed(k="upload", task="t", attempt="a")
+    put = ("XADD", PREFIX + "queue", "7-0", "m", upload)
+    assert lived(written(file, put)).queue.keys() == {"7-0"}
+    life = lived(written(file, put, ("XDEL", PREFIX + "queue", "7-0")))
+    assert life.queue == {}
+    assert life.settled["7-0"]["task"] == "t"
+    assert life.admitted == {"t": {"a"}}
+
+
+def test_who_publishes_must_be_the_updater(file: Path) -> None:
+    token = ("HSET", PREFIX + "tokens", "updater", "3:mine")
+
+    def version(nonce: str) -> tuple[object, ...]:
+        about = packed(k="version", version=1, digest="d", epoch=2, blob=f"1.2.{nonce}")
+        return ("XADD", PREFIX + "models", "MAXLEN", "~", "10000", "8-0", "m", about)
+
+    assert lived(written(file, token, version("mine"))).wrong == []
+    assert "3:mine was the updater's token" in lived(written(file, token, version("else"))).wrong[0]
