@@ -33,6 +33,7 @@ from broker.messages import (
     Trigger,
     Upload,
     Version,
+    Withdraw,
 )
 from broker.records import (
     LOST,
@@ -54,12 +55,12 @@ _SCRIPTS = {
     for name in (
         "admit", "announce", "bury", "close_round", "commit", "create", "dispatch",
         "finish_run", "finish_task", "hand_out", "leave", "look", "measure", "retire", "retry",
-        "settle_unserved", "tell", "trigger",
+        "settle_unserved", "tell", "trigger", "withdraw",
     )
 }  # fmt: skip
 
 # They ride in pipelines with a wait: one that Redis does not know would cost the wait.
-_PIPELINED = ("admit", "close_round", "dispatch", "look", "trigger")
+_PIPELINED = ("admit", "close_round", "dispatch", "look", "trigger", "withdraw")
 
 _DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # trainers may write other fields
 
@@ -274,8 +275,9 @@ class Ledger:
         pairs = [part for t in triggers for part in (t.task, t.encode())]
         return self._decision("trigger", opened, token, limit, draw, *pairs)
 
-    async def ask(self, wish: CloseRound | Trigger) -> None:
-        """Asks the coordinator: to end a round, or for a task of an anarchic device's own."""
+    async def ask(self, wish: CloseRound | Withdraw | Trigger) -> None:
+        """Asks the coordinator: to end a round, to give tasks up, or for an anarchic device's own
+        task."""
         await self._client.call("XADD", self.keys.triggers, "*", "m", wish.encode())
 
     # the coordinator's part
@@ -297,10 +299,18 @@ class Ledger:
         """Gives up a round's unanswered tasks, and tells the updater through the queue."""
         about = {
             "group": COORDINATORS, "entry": entry.id, "tasks": closing.tasks,
-            "why": reasons.ROUND_OVER,
+            "trainers": TRAINERS, "why": reasons.ROUND_OVER,
         }  # fmt: skip
         end = RoundEnd(version=closing.version, why=closing.why).encode()
         return self._decision("close_round", _text, _packed(about), end, _packed(self._event()))
+
+    def withdraw(self, entry: Entry, wish: Withdraw) -> Decision[str]:
+        """Gives up those of some tasks that were not answered; their trainers lose their leases."""
+        about = {
+            "group": COORDINATORS, "entry": entry.id, "tasks": wish.tasks, "trainers": TRAINERS,
+            "why": wish.why,
+        }  # fmt: skip
+        return self._decision("withdraw", _text, _packed(about), _packed(self._event()))
 
     def admit(
         self, entry: Entry, answer: Upload | GiveUp, *, size_limit: int

@@ -16,6 +16,7 @@ every kind are kept in ``tests/data/messages``: a test reads them, and compares 
 
 from __future__ import annotations
 
+import re
 import reprlib
 import secrets
 import struct
@@ -35,9 +36,11 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 # Of tasks and attempts: without the signs that join them in blobs' names and in the ledger.
 Id = Annotated[str, Field(pattern=r"^[^|.]{1,200}$")]
 Outcome = Literal["applied", "buffered", "refused", "given_up", "dead"]
+Overdue = Literal["timed out", "deadline passed"]  # of tasks: of its own, and of a round's
 Sends = Literal["model", "delta"]  # x_new, or x_new - x_tau in place of its parameters
 A = TypeVar("A", bound="Message")
 B = TypeVar("B", bound="Message")
+C = TypeVar("C", bound="Message")
 OUTCOMES: tuple[Outcome, ...] = ("applied", "buffered", "refused", "given_up", "dead")
 
 
@@ -105,6 +108,14 @@ class CloseRound(Message):
     version: Count
     tasks: tuple[Id, ...]
     why: str
+
+
+class Withdraw(Message):
+    """Nobody waits for these tasks any more: those that were not answered are given up."""
+
+    kind: ClassVar[str] = "withdraw"
+    tasks: tuple[Id, ...]
+    why: Overdue
 
 
 class Upload(Message):
@@ -217,6 +228,8 @@ def decode(data: bytes, first: type[A], /) -> A: ...
 @overload
 def decode(data: bytes, first: type[A], second: type[B], /) -> A | B: ...
 @overload
+def decode(data: bytes, first: type[A], second: type[B], third: type[C], /) -> A | B | C: ...
+@overload
 def decode(data: bytes, /, *kinds: type[Message]) -> Message: ...
 def decode(data: bytes, /, *kinds: type[Message]) -> Message:
     """The message in ``data``, which must be one of ``kinds``. Raises BadMessage."""
@@ -256,3 +269,12 @@ def task_id(time_ms: int, entropy: bytes | None = None) -> str:
     number |= 0x7 << 76 | (noise >> 62) << 64 | 0b10 << 62 | noise & ((1 << 62) - 1)
     text = struct.pack(">QQ", number >> 64, number & ((1 << 64) - 1)).hex()
     return "-".join((text[:8], text[8:12], text[12:16], text[16:20], text[20:]))
+
+
+_TASK_ID = re.compile(r"([0-9a-f]{8})-([0-9a-f]{4})-7[0-9a-f]{3}-[89ab][0-9a-f]{3}-[0-9a-f]{12}")
+
+
+def time_of(task: str) -> float | None:
+    """When a task's id was made, in seconds since 1970; None if it is no UUIDv7."""
+    found = _TASK_ID.fullmatch(task)
+    return int(found[1] + found[2], 16) / 1000 if found else None

@@ -62,7 +62,7 @@ RIGHTS = {
         ),
         scripts=(
             "dispatch", "close_round", "admit", "bury", "claim", "reap", "leave", "measure",
-            "settle_unserved", "look",
+            "settle_unserved", "look", "withdraw",
         ),
     ),
     "scheduler": Rights(

@@ -8,8 +8,10 @@ exchange: for small updates exchanges are what a task costs. One scheduler leads
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Annotated
 
 from aiohttp import web
@@ -21,10 +23,10 @@ from broker.errors import NoRun
 from broker.keys import Keys
 from broker.lease import Lease
 from broker.ledger import Ledger
-from broker.messages import CloseRound
+from broker.messages import CloseRound, Overdue, Withdraw
 from broker.records import Run, View
 from broker.streams import BLOCK_MS
-from coordinator.scheduling import HELD_BY, HoldBack, Plan, Policy, Situation, plan
+from coordinator.scheduling import HELD_BY, HoldBack, Plan, Policy, Situation, opened_at, plan
 from runtime.backoff import pause
 from runtime.config import Section
 from runtime.leading import lead
@@ -41,6 +43,7 @@ class SchedulerSettings(Section):
 
     policy: Policy | None = None  # None: the one that suits the strategy
     steps: Steps = FixedSteps()
+    task_timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # then a task outside rounds is given up
     max_queue: Annotated[int, Field(ge=1)] = 64  # entries
     target_staleness: Annotated[float, Field(gt=0)] | None = None  # mean, in versions
     memory_budget: Annotated[int, Field(gt=0)] | None = None  # bytes; None: 0.8 of maxmemory
@@ -83,6 +86,8 @@ class Scheduler:
         self._round = (-1, 0.0)  # version, since when
         self._asked: tuple[int, tuple[str, ...]] = (-1, ())  # to close
         self._asked_at = 0.0
+        self._since: dict[str, float] = {}  # open tasks: when they were opened, as is known
+        self._given_up: dict[str, float] = {}  # tasks that are overdue: when that was said
         self._held = ""
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
@@ -103,6 +108,10 @@ class Scheduler:
             "fedstream_queue_limit", "Entries of the queue that hold the scheduler back.",
             registry=context.registry,
         ).set(self._settings.max_queue)  # fmt: skip
+        self._again = Counter(
+            "fedstream_rounds_again", "Rounds that went on after their time: too few answers.",
+            registry=context.registry,
+        )  # fmt: skip
         self._holding = Gauge(
             "fedstream_held_back", "1: fewer tasks are opened than the policy wants, and why.",
             ["by"], registry=context.registry,
@@ -145,6 +154,14 @@ class Scheduler:
             self._held = todo.held
             self._show_held(todo.held)
             self._context.log.info("held back" if todo.held else "not held back", by=todo.held)
+        if todo.overdue:
+            await self._withdraw(todo.overdue)
+        if todo.again:
+            self._round = (seen.version, seen.now)
+            self._again.inc()
+            self._context.log.warning(
+                "round goes on: too few answers", version=seen.version, answers=len(seen.held)
+            )
         if todo.close is not None:
             await self._close(view, *todo.close)
         opening = None
@@ -166,11 +183,14 @@ class Scheduler:
         return view
 
     async def _planned(self, seen: Situation) -> Plan:
-        about = (self._policy, self._settings.steps, self._hold, self._seed, seen)
+        planned = partial(
+            plan, self._policy, self._settings.steps, self._hold, self._seed, seen,
+            task_timeout_s=self._settings.task_timeout_s,
+        )  # fmt: skip
         if seen.is_eligible is None:
-            return plan(*about)
+            return planned()
         # Where few of many devices are eligible, to find them takes long: the lease goes on.
-        return await asyncio.to_thread(plan, *about)
+        return await asyncio.to_thread(planned)
 
     def _show_held(self, by: str) -> None:
         for reason in HELD_BY:
@@ -195,8 +215,25 @@ class Scheduler:
         await self._ledger.ask(CloseRound(version=version, tasks=tasks, why="round over"))
         self._asked, self._asked_at = (version, tasks), now
 
+    async def _withdraw(self, overdue: Sequence[tuple[str, Overdue]]) -> None:
+        """Asks the coordinator to give tasks up: once, unless that was lost on the way.
+
+        One whose answer is in the queue stays open until the updater is at it.
+        """
+        now, asked = time.monotonic(), self._given_up
+        self._given_up = {task: asked[task] for task, _ in overdue if task in asked}
+        by_reason: dict[Overdue, list[str]] = {}
+        for task, why in overdue:
+            if now - self._given_up.get(task, -math.inf) >= _ASK_AGAIN_S:
+                by_reason.setdefault(why, []).append(task)
+        for why, tasks in by_reason.items():
+            self._context.log.warning("tasks given up", reason=why, tasks=len(tasks))
+            await self._ledger.ask(Withdraw(tasks=tuple(tasks), why=why))
+            self._given_up |= dict.fromkeys(tasks, now)
+
     def _situation(self, view: View) -> Situation:
         now, is_eligible = time.time(), self._is_eligible
+        self._since = {t.task: self._since.get(t.task) or opened_at(t, now) for t in view.open}
         version, buffered = view.head.version, view.head.buffered
         begun = buffered or any(trigger.version == version for trigger in view.open)
         if self._round[0] != version or not begun:
@@ -218,6 +255,7 @@ class Scheduler:
             devices=view.owned or tuple(range(view.run.devices)),
             last=self._last,
             round_since=self._round[1],
+            since=self._since,
             is_eligible=is_eligible and (lambda device: is_eligible(view.run, device, now)),
         )
 

@@ -1,4 +1,4 @@
-"""When to trigger a task and for whom: pure functions of what the scheduler sees and its draw.
+"""When to trigger a task, for whom, and when to give one up: functions of what is seen and a draw.
 
 Draw n belongs to the n-th task ever issued and is a function of (seed, n) alone, so that a
 scheduler that takes over goes on with the very draws its predecessor would have made.
@@ -6,14 +6,16 @@ scheduler that takes over goes on with the very draws its predecessor would have
 
 from __future__ import annotations
 
+import math
 import random
-from collections.abc import Callable, Container
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Literal
 
 from pydantic import Field
 
-from broker.messages import Trigger, task_id
+from broker.messages import Overdue, Trigger, task_id, time_of
+from coordinator.rounds import Round, Rounds, verdict, wanted
 from runtime.config import Section
 from runtime.steps import Steps
 
@@ -36,18 +38,6 @@ class Poisson(Section):
     kind: Literal["poisson"] = "poisson"
     rate: Positive = 1.0  # per second
     n: Annotated[int, Field(ge=1)] = 100
-
-
-class Rounds(Section):
-    """Rounds of k devices; a round that is not full after the time-out ends with what it has.
-
-    No device answers twice in a round: where k is more than the devices there are, or than memory
-    has room for, a round is of so many and ends when they have answered.
-    """
-
-    kind: Literal["rounds"] = "rounds"
-    k: Annotated[int, Field(ge=1)] = 10
-    timeout_s: Positive = 600.0
 
 
 class Anarchic(Section):
@@ -89,7 +79,8 @@ class Situation:
     model_bytes: int
     devices: tuple[int, ...]  # that can be reached
     last: float  # when it triggered last (Poisson: when that was due), or took office
-    round_since: float  # when the round was begun, or its end was asked for
+    round_since: float  # when the round was begun, or went on after a time-out
+    since: Mapping[str, float] = field(default_factory=dict)  # when tasks were opened, as is known
     is_eligible: Callable[[int], bool] | None = None  # whether a device may begin now; None: all
 
     def idle(self, busy: Container[int]) -> list[int]:
@@ -119,6 +110,8 @@ class Plan:
     wake_at: float | None = None  # seconds since 1970
     last: float = 0.0  # the next situation's, if there are triggers
     held: str = ""  # why there are fewer tasks than the policy wants
+    overdue: tuple[tuple[str, Overdue], ...] = ()  # tasks to be given up, and why
+    again: bool = False  # the round goes on from now on, with other devices
 
 
 def in_flight(policy: InFlight | Poisson, seen: Situation) -> int:
@@ -141,16 +134,6 @@ def held_back(wanted: int, hold: HoldBack, seen: Situation) -> tuple[int, str]:
     return min(limits, key=lambda limit: limit[0])
 
 
-def round_size(policy: Rounds, hold: HoldBack, seen: Situation) -> tuple[int, str]:
-    """(k, why) after the devices there are and the memory for their answers; at least 1.
-
-    Queue and staleness can't hold a round back: its answers are what the queue waits for.
-    """
-    k = max(1, min(policy.k, len(seen.devices)))
-    room = _room(hold, seen)
-    return (k, "") if room is None or room >= k else (max(1, room), "memory")
-
-
 def _room(hold: HoldBack, seen: Situation) -> int | None:
     """Updates that memory has room for; None: no limit is known."""
     if hold.memory_budget is None or not seen.model_bytes:
@@ -163,12 +146,57 @@ def room_beside(budget: int, model_bytes: int, kept: int) -> int:
     return budget // model_bytes - kept - 2
 
 
-def plan(policy: Policy, steps: Steps, hold: HoldBack, seed: int, seen: Situation) -> Plan:
-    """What to do now."""
-    if isinstance(policy, Anarchic):
-        return Plan()
-    if isinstance(policy, Rounds):
-        return _plan_round(policy, steps, hold, seed, seen)
+def plan(
+    policy: Policy,
+    steps: Steps,
+    hold: HoldBack,
+    seed: int,
+    seen: Situation,
+    *,
+    task_timeout_s: float = math.inf,
+) -> Plan:
+    """What to do now. ``task_timeout_s``: of tasks without a deadline."""
+    match policy:
+        case Anarchic():
+            todo = Plan()
+        case Rounds():
+            todo = _plan_round(policy, steps, hold, seed, seen)
+        case _:
+            todo = _plan_in_flight(policy, steps, hold, seed, seen)
+    ends = [(_end(trigger, seen, task_timeout_s), trigger) for trigger in seen.open]
+    closed = todo.close[1] if todo.close is not None else ()
+    wakes = [end for end, _ in ends if seen.now < end < math.inf]
+    return replace(
+        todo,
+        overdue=tuple(
+            (trigger.task, "timed out" if trigger.deadline is None else "deadline passed")
+            for end, trigger in ends
+            if end <= seen.now and trigger.task not in closed
+        ),
+        wake_at=min([*wakes, *([todo.wake_at] if todo.wake_at is not None else [])], default=None),
+    )
+
+
+def _end(trigger: Trigger, seen: Situation, task_timeout_s: float) -> float:
+    """When a task's time is over."""
+    if trigger.deadline is not None:
+        return trigger.deadline
+    return seen.since.get(trigger.task, seen.now) + task_timeout_s
+
+
+def opened_at(trigger: Trigger, now: float) -> float:
+    """When a task that is seen for the first time was opened, as far as that can be believed.
+
+    A device's own task may have any id: it counts from now.
+    """
+    made = time_of(trigger.task) if trigger.origin == "scheduler" else None
+    return now if made is None else min(now, made)
+
+
+def _plan_in_flight(
+    policy: InFlight | Poisson, steps: Steps, hold: HoldBack, seed: int, seen: Situation
+) -> Plan:
+    """Tasks until as many are open as the policy wants, each after its delay."""
     limit, why = held_back(in_flight(policy, seen), hold, seen)
     delay = policy.mean_delay_s if isinstance(policy, InFlight) else 1.0 / policy.rate
     idle = seen.idle({trigger.device for trigger in seen.open})
@@ -189,7 +217,7 @@ def plan(policy: Policy, steps: Steps, hold: HoldBack, seed: int, seen: Situatio
 
 
 def _plan_round(policy: Rounds, steps: Steps, hold: HoldBack, seed: int, seen: Situation) -> Plan:
-    """A round on top of the newest version: k answers, open or in; at the time-out, its end.
+    """A round on top of the newest version: k answers, open or in; see :mod:`coordinator.rounds`.
 
     A task that ends without an answer (given up, refused, dead) is replaced by another device's. A
     round does not shrink to the devices that are eligible: it waits for more.
@@ -200,16 +228,21 @@ def _plan_round(policy: Rounds, steps: Steps, hold: HoldBack, seed: int, seen: S
         return Plan(close=(seen.version - 1, tuple(trigger.task for trigger in past)))
     if seen.round_ending:  # more tasks would come too late for it
         return Plan(limit=len(seen.open))
-    deadline = seen.round_since + policy.timeout_s
-    if seen.now >= deadline and (mine or seen.held):
-        return Plan(close=(seen.version, tuple(trigger.task for trigger in mine)))
-    k, why = round_size(policy, hold, seen)
-    missing = k - len(mine) - len(seen.held)
-    if k < policy.k and seen.held and not mine and missing <= 0:
-        return Plan(close=(seen.version, ()), held=why)  # the updater would wait for more
+    at_work = sum(t.deadline is None or seen.now < t.deadline for t in mine)
+    room = _room(hold, seen)
+    k, why = wanted(policy, len(seen.devices), room)
+    it = Round(k, len(seen.held), at_work, seen.round_since, coming=seen.backlog)
+    what = verdict(policy, it, seen.now)
+    if what == "over":
+        return Plan(close=(seen.version, tuple(trigger.task for trigger in mine)), held=why)
+    since = seen.now if what == "again" else seen.round_since
+    deadline = since + policy.timeout_s
+    missing = k - len(mine) - len(seen.held)  # who is late is replaced once given up
+    if room is not None and room < k:  # not all of them at the same time
+        missing = min(missing, max(1, room - seen.queue) - len(mine))
     idle = seen.idle({trigger.device for trigger in seen.open} | set(seen.held))
     triggers: list[Trigger] = []
-    for n in range(max(0, missing)):
+    for n in range(missing if seen.now < deadline else 0):
         rng = draw(seed, seen.issued + n)
         device = seen.take(rng, idle)
         if device is None:
@@ -220,7 +253,11 @@ def _plan_round(policy: Rounds, steps: Steps, hold: HoldBack, seed: int, seen: S
         )  # fmt: skip
         triggers.append(trigger)
     limit = len(seen.open) + len(triggers)
-    return Plan(tuple(triggers), limit, wake_at=deadline, held=why)
+    return Plan(
+        tuple(triggers), limit, held=why,
+        wake_at=deadline if seen.now < deadline else None,
+        again=what == "again",
+    )  # fmt: skip
 
 
 def draw(seed: int, n: int) -> random.Random:

@@ -22,7 +22,7 @@ from broker.client import Client, RedisSettings
 from broker.errors import BadMessage, BrokerError, FedstreamError, NoRun, NoScript
 from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.ledger import Decision, Ledger
-from broker.messages import CloseRound, Dead, GiveUp, Task, Trigger, Upload, decode
+from broker.messages import CloseRound, Dead, GiveUp, Task, Trigger, Upload, Withdraw, decode
 from broker.streams import BLOCK_MS, Entry, Group, given, lost, reading
 from coordinator.app import App
 from coordinator.metrics import RunMetrics, Seen
@@ -201,9 +201,11 @@ class Coordinator:
         return decisions
 
     def _on_trigger(self, entry: Entry) -> tuple[Decision[Any], Callable[[Any], None]]:
-        """A trigger becomes a task, or a round is closed."""
-        message = decode(entry.data, Trigger, CloseRound)
+        """A trigger becomes a task, a round is closed, or overdue tasks are given up."""
+        message = decode(entry.data, Trigger, CloseRound, Withdraw)
         tell = partial(self._tell_dispatched, message, time.time())
+        if isinstance(message, Withdraw):
+            return self._ledger.withdraw(entry, message), tell
         if isinstance(message, CloseRound):
             return self._ledger.close_round(entry, message), tell
         decision = self._ledger.dispatch(
@@ -211,7 +213,9 @@ class Coordinator:
         )
         return decision, tell
 
-    def _tell_dispatched(self, message: Trigger | CloseRound, at: float, verdict: str) -> None:
+    def _tell_dispatched(
+        self, message: Trigger | CloseRound | Withdraw, at: float, verdict: str
+    ) -> None:
         """``at``: when it was decided, in seconds since 1970; a wait came between."""
         self._dispatched.labels(verdict).inc()
         if isinstance(message, Trigger):

@@ -15,8 +15,9 @@ from pydantic import Field, model_validator
 
 from broker.client import RedisSettings
 from broker.keys import check_name
+from coordinator.rounds import Rounds
 from coordinator.scheduler import SchedulerSettings
-from coordinator.scheduling import Anarchic, InFlight, Policy, Rounds
+from coordinator.scheduling import Anarchic, InFlight, Policy
 from coordinator.service import CoordinatorSettings
 from fedstream.simulation.settings import (
     NoStaleness,
@@ -39,6 +40,7 @@ from updater.strategies import (
     AfaCsSettings,
     FedAsyncSettings,
     FedAvgSettings,
+    Rule,
     ScaffoldSettings,
     StrategySettings,
 )
@@ -105,37 +107,52 @@ class Settings(Section):
 
     def _check_rounds(self, policy: Rounds) -> None:
         """A round has to be able to make a version."""
-        match self.strategy:
-            case FedAsyncSettings(name=name):
-                raise ValueError(
-                    f"scheduler.policy.kind = 'rounds' needs a strategy with a batch, such as "
-                    f"strategy.name = 'fedavg', not {name!r}"
-                )
-            case FedAvgSettings(clients_per_round=size):
-                key = "clients_per_round"
-            case rule:
-                size, key = rule.buffer_size, "buffer_size"
-        if policy.k < size:
+        rule = self.strategy
+        if isinstance(rule, FedAsyncSettings):
+            raise ValueError(  # noqa: TRY004  (what pydantic takes from a validator)
+                f"scheduler.policy.kind = 'rounds' needs a strategy with a batch, such as "
+                f"strategy.name = 'fedavg', not {rule.name!r}"
+            )
+        key = "clients_per_round" if isinstance(rule, FedAvgSettings) else "buffer_size"
+        if policy.k is not None and policy.k < rule.batch:
             raise ValueError(
-                f"scheduler.policy.k = {policy.k} is below strategy.{key} = {size}: "
+                f"scheduler.policy.k = {policy.k} is below strategy.{key} = {rule.batch}: "
                 "no round would ever be full"
+            )
+        if policy.min_answers > rule.batch:
+            raise ValueError(
+                f"scheduler.policy.min_answers = {policy.min_answers} is above strategy.{key} = "
+                f"{rule.batch}, with which a version is made"
+            )
+        if rule.max_staleness:
+            raise ValueError(
+                f"strategy.max_staleness = {rule.max_staleness} with scheduler.policy.kind = "
+                "'rounds': in rounds no answer is used that is late, leave it out"
             )
 
     @property
     def policy(self) -> Policy:
         """The scheduler's policy: the one that is named, else the one that suits the strategy."""
-        if self.scheduler.policy is not None:
-            return self.scheduler.policy
-        if isinstance(self.strategy, FedAvgSettings):
-            return Rounds(k=self.strategy.clients_per_round)
-        return InFlight()
+        policy = self.scheduler.policy
+        if policy is None:
+            policy = Rounds() if isinstance(self.strategy, FedAvgSettings) else InFlight()
+        if isinstance(policy, Rounds) and policy.k is None:
+            return policy.model_copy(update={"k": self.strategy.batch})
+        return policy
+
+    @property
+    def rule(self) -> Rule:
+        """The strategy as this run has it: in rounds it drops what is late."""
+        if isinstance(self.policy, Rounds) and self.strategy.max_staleness is None:
+            return self.strategy.model_copy(update={"max_staleness": 0})
+        return self.strategy
 
     @property
     def staleness(self) -> Staleness:
         """A simulation's: the one that is named, else the one that suits the strategy."""
         if self.simulation.staleness is not None:
             return self.simulation.staleness
-        return NoStaleness() if isinstance(self.strategy, FedAvgSettings) else UniformStaleness()
+        return NoStaleness() if isinstance(self.policy, Rounds) else UniformStaleness()
 
 
 _OPTIONS = {  # keys that have an option of their own

@@ -30,13 +30,14 @@ from broker.messages import (
     Task,
     Trigger,
     Upload,
+    Withdraw,
     decode,
     task_id,
 )
 from fedstream.display import two_columns
 from fedstream.terminal import cell, clock, console, number
 
-_KINDS = (Task, Trigger, Upload, GiveUp, CloseRound, RoundEnd)
+_KINDS = (Task, Trigger, Upload, GiveUp, CloseRound, RoundEnd, Withdraw)
 _AT = "%Y-%m-%d %H:%M:%S"
 _SHOWN = 200  # bytes of an entry that nobody can read
 
@@ -119,6 +120,8 @@ def again(letter: Letter, now: float) -> Trigger:
         raise FedstreamError(f"it can't be read ({letter.unreadable}): nobody knows what to do")
     if isinstance(message, GiveUp):
         raise FedstreamError("it says that a device gave its task up: there is nothing to do again")
+    if isinstance(message, Withdraw):
+        raise FedstreamError("it gives overdue tasks up, which the scheduler asks for by itself")
     if isinstance(message, CloseRound | RoundEnd):
         raise FedstreamError("it is the end of a round, which the scheduler asks for by itself")
     about: dict[str, Any] = {

@@ -18,8 +18,9 @@ from broker.keys import Keys
 from broker.layout import Layout
 from broker.records import Run
 from broker.rights import RIGHTS, ROLES, Rights, commands
+from coordinator.rounds import Rounds
 from coordinator.scheduler import BUDGET_SHARE
-from coordinator.scheduling import Anarchic, Poisson, Policy, Rounds, room_beside
+from coordinator.scheduling import Anarchic, Poisson, Policy, room_beside
 from fedstream.findings import Finding, counted, not_checked, ok, problem, size, warning
 
 Info = Mapping[str, str]
@@ -176,7 +177,7 @@ def need(
     """What a run will take. ``keep``: versions and bytes of them that the updater keeps."""
     most = max(1, trainers)
     match policy:
-        case Rounds(k=k):
+        case Rounds(size=k):
             wanted = k
         case Poisson(n=n):
             wanted = n

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from broker.errors import ConfigError, DataError
 from broker.keys import Keys
 from broker.records import Run
+from coordinator.rounds import Rounds
 from coordinator.scheduler import Scheduler
 from coordinator.service import Coordinator
 from fedstream.config import Settings
@@ -53,6 +54,12 @@ def devices_of(settings: Settings, task: Task) -> int:
             f"devices.slow_devices = {list(slow)}: there is no device {max(slow)}, the run's "
             f"{devices} (task.devices) are numbered from 0"
         )
+    policy = settings.policy
+    if isinstance(policy, Rounds) and policy.min_answers > devices:
+        raise ConfigError(
+            f"scheduler.policy.min_answers = {policy.min_answers}, but the run has {devices} "
+            "devices (task.devices): no round would ever have so many"
+        )
     return devices
 
 
@@ -83,7 +90,7 @@ def found(settings: Settings) -> tuple[Run, Model]:
     task = task_of(settings)
     devices = devices_of(settings, task)
     look_over(task, devices)
-    rule = settings.strategy.build()
+    rule = settings.rule.build()
     model = initial(task, settings.run.seed, controls=rule.controls)
     run = Run(
         layout=model.layout,
@@ -122,7 +129,7 @@ def _scheduler(settings: Settings, keys: Keys, name: str) -> tuple[Service, floa
 
 def _updater(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
     service = Updater(
-        settings.updater, settings.strategy, settings.journal,
+        settings.updater, settings.rule, settings.journal,
         keys=keys, redis=settings.redis, name=name, found=lambda: found(settings),
     )  # fmt: skip
     return service, settings.updater.drain_s

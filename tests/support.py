@@ -31,6 +31,7 @@ from broker.messages import (
     Trigger,
     Upload,
     Version,
+    Withdraw,
     decode,
     task_id,
 )
@@ -185,9 +186,11 @@ class Hand:
         await self.triggers.ensure()
         verdicts = []
         for entry in await self.triggers.read(count=1000, block_ms=0):
-            message = decode(entry.data, Trigger, CloseRound)
+            message = decode(entry.data, Trigger, CloseRound, Withdraw)
             if isinstance(message, CloseRound):
                 verdicts.append(await self.ledger.close_round(entry, message))
+            elif isinstance(message, Withdraw):
+                verdicts.append(await self.ledger.withdraw(entry, message))
             else:
                 verdicts.append(await self.ledger.dispatch(entry, message, rate=rate, limit=limit))
         return verdicts

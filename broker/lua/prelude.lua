@@ -59,6 +59,39 @@ local function task_of(entry)
   return readable and type(task.device) == 'number' and task or nil
 end
 
+-- The streams that may hold these tasks: the pool's, and those of their devices' owners.
+local function streams_of(tasks)
+  local streams = {[key.tasks] = true}
+  for _, id in ipairs(tasks) do
+    local trigger = redis.call('HGET', key.open, id)
+    local owner = trigger and redis.call('HGET', key.owners, cmsgpack.unpack(trigger).device)
+    if owner then streams[key.tasks .. ':' .. owner] = true end
+  end
+  for stream in pairs(streams) do redis.call('EXISTS', stream) end -- as for undeclared keys
+  return streams
+end
+
+-- Gives tasks up that were not answered, and takes them away from whoever has them or may take them: a
+-- trainer that is at work on one loses its lease, and stops.
+local function withdraw(tasks, streams, group, why, event)
+  local gone = {}
+  for _, id in ipairs(tasks) do
+    -- an admitted answer is in the queue: it counts
+    if redis.call('HEXISTS', key.admitted, id) == 0 then
+      gone[id] = end_task(id, '', 'given_up', why, cmsgpack.unpack(event)) == 1
+    end
+  end
+  for stream in pairs(streams) do
+    for _, entry in ipairs(redis.call('XRANGE', stream, '-', '+')) do
+      local task = task_of(entry)
+      if task and gone[task.task] then
+        redis.pcall('XACK', stream, group, entry[1])
+        redis.call('XDEL', stream, entry[1])
+      end
+    end
+  end
+end
+
 -- The devices that a trainer on the register says are its own.
 local function devices_of(name)
   local ok, about = pcall(cmsgpack.unpack, redis.call('HGET', key.trainers, name) or '')

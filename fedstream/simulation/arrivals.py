@@ -17,7 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from broker.errors import ConfigError
-from coordinator.scheduling import Anarchic, InFlight, Poisson, Rounds, draw
+from coordinator.rounds import Round, Rounds, verdict, wanted
+from coordinator.scheduling import Anarchic, InFlight, Poisson, draw
 from fedstream.simulation.settings import (
     BiasedArrivals,
     LatencyStaleness,
@@ -27,12 +28,11 @@ from fedstream.simulation.settings import (
 )
 from runtime.steps import Seconds, Steps
 from trainer.devices import behaviour, eligible, next_change
-from updater.strategies import FedAsyncSettings, FedAvgSettings
 
 if TYPE_CHECKING:
     from fedstream.config import Settings
 
-_EMPTY_ROUNDS = 1000  # in a row, of which none gets an answer in time
+_IN_VAIN = 1000  # times in a row that a round gets too few answers
 _ALL_ANSWERED = "every device has answered"
 
 
@@ -85,12 +85,13 @@ def plan(settings: Settings, devices: int) -> Iterator[Event]:
             )
     pick = _picker(settings, devices)
     staleness = settings.staleness
-    if isinstance(settings.strategy, FedAvgSettings) and isinstance(
+    if isinstance(settings.policy, Rounds) and isinstance(
         staleness, UniformStaleness | RecentStaleness
     ):
         raise ConfigError(
-            f"strategy.name = 'fedavg' with simulation.staleness.kind = {staleness.kind!r}: FedAvg "
-            "drops what is late: leave simulation.staleness out, or take none or latency"
+            f"strategy.name = {settings.strategy.name!r} with simulation.staleness.kind = "
+            f"{staleness.kind!r}: in rounds what is late is dropped: leave simulation.staleness "
+            "out, or take none or latency"
         )
     match staleness:
         case NoStaleness():
@@ -101,17 +102,6 @@ def plan(settings: Settings, devices: int) -> Iterator[Event]:
             return _drawn(settings, devices, pick, most=of - 1)
         case LatencyStaleness():
             return _Clock(settings, devices, pick).events()
-
-
-def batch_size(settings: Settings) -> int:
-    """The updates in a version."""
-    match settings.strategy:
-        case FedAsyncSettings():
-            return 1
-        case FedAvgSettings(clients_per_round=k):
-            return k
-        case rule:
-            return rule.buffer_size
 
 
 Pick: TypeAlias = Callable[[random.Random, Sequence[int]], int]
@@ -136,7 +126,7 @@ def _drawn(settings: Settings, devices: int, pick: Pick, *, most: int) -> Iterat
 
     No device comes twice in a batch before every device has come; in a round none does at all.
     """
-    size, limit = batch_size(settings), settings.strategy.max_staleness
+    size, limit = settings.strategy.batch, settings.rule.max_staleness
     steps, seed, n, version = settings.scheduler.steps, settings.run.seed, 0, 0
     most_answers = devices if isinstance(settings.policy, Rounds) else math.inf
     while True:
@@ -173,7 +163,7 @@ class _Task:
     steps: int | None
     epochs: int | None
     tau: int
-    drops_out: bool
+    answers: bool
 
 
 class _Clock:
@@ -183,9 +173,11 @@ class _Clock:
         self._settings = settings
         self._devices = range(devices)
         self._pick = pick
-        self._size = batch_size(settings)
-        self._limit = settings.strategy.max_staleness
+        self._size = settings.strategy.batch
+        self._limit = settings.rule.max_staleness
         self._seed = settings.run.seed
+        in_rounds = isinstance(settings.policy, Rounds)  # whose tasks end with them
+        self._timeout_s = math.inf if in_rounds else settings.scheduler.task_timeout_s
         self._now = 0.0
         self._issued = 0
         self._version = 0
@@ -220,19 +212,16 @@ class _Clock:
         length = steps.draw(rng)
         seed = rng.getrandbits(63)
         simulated = behaviour(self._settings.devices, device, seed)
+        part = 0.5 if simulated.drops_out else 1.0  # it vanishes half way
+        end = self._end(device, part * simulated.latency_s)
+        given_up = self._now + self._timeout_s
         task = _Task(
-            self._issued,
-            device,
-            seed,
-            length.steps,
-            length.epochs,
-            self._version,
-            simulated.drops_out,
-        )
+            self._issued, device, seed, length.steps, length.epochs, self._version,
+            answers=end < given_up and not simulated.drops_out,
+        )  # fmt: skip
         self._open[device] = task
         self._issued += 1
-        seconds = simulated.latency_s * (0.5 if task.drops_out else 1.0)  # it vanishes half way
-        heapq.heappush(self._ends, (self._end(device, seconds), task.n, task))
+        heapq.heappush(self._ends, (min(end, given_up), task.n, task))
 
     def _end(self, device: int, seconds: float) -> float:
         """When a device has worked so long from now on: it rests while it is not eligible."""
@@ -306,46 +295,62 @@ class _Clock:
                 last = due if poisson else self._now
             if self._ends and self._ends[0][0] <= wake:
                 task = self._finished()
-                if not task.drops_out:
+                if task.answers:
                     yield self._arrived(task)
             else:
                 self._now = wake
 
     def _rounds(self, policy: Rounds) -> Iterator[Event]:
-        """Rounds of k devices; who vanishes is replaced, and with a round its tasks end."""
-        k, steps, empty = min(policy.k, len(self._devices)), self._settings.scheduler.steps, 0
-        while empty < _EMPTY_ROUNDS:
-            version, deadline = self._version, self._now + policy.timeout_s
-            answered: set[int] = set()
-            over: RoundOver | None = None
-            while self._version == version and over is None:
-                busy = answered | self._open.keys()
-                while len(busy) < k and (idle := self._idle(busy)):
-                    self._begin(idle, steps, draw(self._seed, self._issued))
-                    busy = answered | self._open.keys()
-                wake = self._next_eligible(busy) if len(busy) < k else math.inf
-                end = self._ends[0][0] if self._ends else math.inf
-                if len(answered) == k:  # there are no more devices
-                    over = self._over(_ALL_ANSWERED)
-                elif min(end, wake) >= deadline:
-                    self._now = deadline
-                    over = self._over("time-out")
-                elif end <= wake:
-                    task = self._finished()
-                    if not task.drops_out:
-                        answered.add(task.device)
-                        yield self._arrived(task)
-                else:
-                    self._now = wake
-            if over is not None:
-                yield over
-            empty = 0 if answered else empty + 1
-            self._open.clear()
-            self._ends.clear()
-        raise ConfigError(
-            f"scheduler.policy.timeout_s = {policy.timeout_s:g} is too short for these devices: "
-            f"{_EMPTY_ROUNDS} rounds had no answer in time"
-        )
+        """Rounds of k devices, one after the other: with a round its tasks end."""
+        while True:
+            yield from self._round(policy, self._version)
+            self._give_up()
+
+    def _round(self, policy: Rounds, version: int) -> Iterator[Event]:
+        """The round on top of a version; who vanishes is replaced."""
+        k, _ = wanted(policy, len(self._devices), room=None)
+        since, answered, in_vain = self._now, set[int](), 0
+        while self._version == version:
+            it = Round(k, len(answered), len(self._open), since)
+            what = verdict(policy, it, self._now)
+            if what == "over":
+                timed_out = self._now >= since + policy.timeout_s
+                yield self._over("time-out" if timed_out else _ALL_ANSWERED)
+                return
+            if what == "again":
+                since, in_vain = self._now, in_vain + 1
+                self._give_up()
+                if in_vain == _IN_VAIN:
+                    raise ConfigError(
+                        f"scheduler.policy.timeout_s = {policy.timeout_s:g} is too short for these "
+                        f"devices: within {_IN_VAIN} times as long fewer than min_answers = "
+                        f"{policy.min_answers} have answered"
+                    )
+            deadline, wake = since + policy.timeout_s, self._fill(k, answered)
+            end = self._ends[0][0] if self._ends else math.inf
+            if end > wake or end >= deadline:
+                self._now = min(wake, deadline)
+                continue
+            task = self._finished()
+            if task.answers:
+                answered.add(task.device)
+                yield self._arrived(task)
+
+    def _fill(self, k: int, answered: set[int]) -> float:
+        """Asks devices until k have answered or are at work; when there may be one more to ask."""
+        steps = self._settings.scheduler.steps
+        while len(answered) + len(self._open) < k:
+            busy = answered | self._open.keys()
+            idle = self._idle(busy)
+            if not idle:
+                return self._next_eligible(busy)
+            self._begin(idle, steps, draw(self._seed, self._issued))
+        return math.inf
+
+    def _give_up(self) -> None:
+        """Nobody waits for what is open."""
+        self._open.clear()
+        self._ends.clear()
 
     def _over(self, why: str) -> RoundOver:
         version, makes = self._version, self._used > 0
@@ -366,7 +371,7 @@ class _Clock:
                 task = self._finished()
                 decides = self._now + rngs[task.device].expovariate(initiative.rate)
                 heapq.heappush(decisions, (decides, task.device))
-                if not task.drops_out:
+                if task.answers:
                     yield self._arrived(task)
                 continue
             self._now, device = heapq.heappop(decisions)

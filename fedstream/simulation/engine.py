@@ -161,7 +161,7 @@ class _Run:
         self._on_version = on_version
         self._devices = devices_of(settings, task)
         self._plan = plan(settings, self._devices) if arrivals is None else iter(arrivals)
-        self._strategy = settings.strategy.build(self._devices)
+        self._strategy = settings.rule.build(self._devices)
         look_over(task, self._devices)
         with blamed("model()"):
             x_0 = initial(task, settings.run.seed, controls=self._strategy.controls)

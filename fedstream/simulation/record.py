@@ -45,7 +45,7 @@ class Recorder:
         head = SegmentHead(
             epoch=1, number=0, lineage=f"simulation-{settings.run.seed}", run=settings.run.name,
             task=settings.task.name, devices=devices, versions=settings.run.versions,
-            seed=settings.run.seed, created=0.0, strategy=settings.strategy.model_dump(mode="json"),
+            seed=settings.run.seed, created=0.0, strategy=settings.rule.model_dump(mode="json"),
             layout=progress.state.model.layout.encode(),
             release=f"numpy {np.__version__}, {platform.machine()}, simulated", time=time.time(),
         )  # fmt: skip

@@ -27,6 +27,7 @@ from broker.messages import (
     Task,
     Trigger,
     Upload,
+    Withdraw,
     decode,
 )
 from broker.records import Commit, End
@@ -55,6 +56,7 @@ class Walk:
             self.trigger, self.trigger, self.own_trigger, self.dispatch, self.dispatch,
             self.take, self.take, self.answer, self.answer, self.answer, self.admit, self.admit,
             self.admit, self.commit, self.commit, self.commit, self.close_round, self.bury,
+            self.withdraw,
             self.join, self.leave, self.repeat_admit, self.repeat_commit, self.say_again,
             self.retry,
         ]  # fmt: skip
@@ -73,9 +75,11 @@ class Walk:
     async def dispatch(self) -> None:
         for entry in await self.hand.triggers.read(count=2, block_ms=0):
             for _ in range(self.rng.choice((1, 1, 2))):
-                message = decode(entry.data, Trigger, CloseRound)
+                message = decode(entry.data, Trigger, CloseRound, Withdraw)
                 if isinstance(message, CloseRound):
                     await self.hand.ledger.close_round(entry, message)
+                elif isinstance(message, Withdraw):
+                    await self.hand.ledger.withdraw(entry, message)
                 else:
                     await self.hand.ledger.dispatch(entry, message, rate=1000, limit=10)
 
@@ -174,6 +178,12 @@ class Walk:
         tasks = [task for task in opened if self.rng.random() < 0.1]
         closing = CloseRound(version=self.version, tasks=tuple(tasks), why="round over")
         await self.hand.ledger.ask(closing)
+
+    async def withdraw(self) -> None:
+        """Some were open for too long, also such as are leased or answered."""
+        view = await self.hand.ledger.look()
+        tasks = sorted(trigger.task for trigger in view.open if self.rng.random() < 0.1)
+        await self.hand.ledger.ask(Withdraw(tasks=tuple(tasks), why="timed out"))
 
     async def bury(self) -> None:
         if self.leased and self.rng.random() < 0.3:

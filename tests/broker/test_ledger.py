@@ -15,7 +15,7 @@ from broker.errors import BrokerError, Fenced, NoRun
 from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.layout import Model
 from broker.lease import Lease
-from broker.messages import CloseRound, Dead, GiveUp, RoundEnd, Task, Trigger, Version
+from broker.messages import CloseRound, Dead, GiveUp, RoundEnd, Task, Trigger, Version, Withdraw
 from broker.records import Commit, End, Run
 from broker.streams import Entry
 from tests.support import SIZE_LIMIT, Hand, layout_of, model_of, snapshot, wait_until
@@ -656,6 +656,51 @@ async def test_a_round_is_closed_once_for_each_entry(hand: Hand) -> None:
     assert await hand.ledger.close_round(entry, closing) == "closed"
     assert await hand.ledger.close_round(entry, closing) == "repeated"
     assert len(await hand.queue()) == 1
+
+
+# tasks that take too long
+
+
+async def test_a_task_that_is_withdrawn_is_given_up_and_its_trainer_loses_its_lease(
+    hand: Hand,
+) -> None:
+    await hand.create()
+    hung, waiting, answered, other = await hand.open(4)
+    await hand.dispatch()
+    taken = {task.task: entry for entry, task in await hand.take(3)}
+    assert await hand.admit(await hand.trained(answered)) == [("admitted", "")]
+    overdue = tuple(trigger.task for trigger in (hung, waiting, answered))
+    await hand.ledger.ask(Withdraw(tasks=overdue, why="timed out"))
+    assert await hand.dispatch() == ["withdrawn"]
+    view = await hand.ledger.look()
+    assert view.reasons("given_up") == {"timed out": 2}
+    assert {trigger.task for trigger in view.open} == {answered.task, other.task}
+    assert not await hand.tasks.renew(taken[hung.task])
+    late = await hand.trained(hung)
+    said = await hand.ledger.answer(hand.keys.tasks, TRAINERS, taken[hung.task], late)
+    assert said == "over"
+    assert {task.task for _, task in await hand.take()} == {other.task}
+    # An answer that was on its way by then comes too late.
+    assert await hand.admit(late) == [("stray", "late")]
+    await hand.balanced()
+
+
+async def test_an_owners_task_is_withdrawn_from_its_own_stream(hand: Hand) -> None:
+    await hand.create()
+    await hand.ledger.announce("owner", {}, [3])
+    [trigger] = await hand.open(device=3)
+    await hand.dispatch()
+    stream = hand.keys.tasks_of("owner")
+    assert await hand.client.call("XLEN", stream) == 1
+    wish = Withdraw(tasks=(trigger.task, "gone"), why="deadline passed")
+    for verdict in ("withdrawn", "repeated"):
+        if verdict == "withdrawn":
+            await hand.ledger.ask(wish)
+            [entry] = await hand.triggers.read()
+        assert await hand.ledger.withdraw(entry, wish) == verdict
+        assert (await hand.ledger.look()).reasons("given_up") == {"deadline passed": 1}
+        assert await hand.client.call("XLEN", stream) == 0
+    await hand.balanced()
 
 
 # commits

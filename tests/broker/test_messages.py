@@ -25,11 +25,12 @@ from broker.messages import (
     Trigger,
     Upload,
     Version,
+    Withdraw,
     decode,
     task_id,
 )
 
-KINDS = (Trigger, CloseRound, Task, Upload, GiveUp, RoundEnd, Version, Event, Dead)
+KINDS = (Trigger, CloseRound, Withdraw, Task, Upload, GiveUp, RoundEnd, Version, Event, Dead)
 
 counts = st.integers(0, 2**63 - 1)
 names = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=200)
@@ -49,6 +50,10 @@ messages = st.one_of(
         origin=names, version=st.none() | counts, deadline=some_floats,
     ),
     st.builds(CloseRound, version=counts, tasks=st.lists(ids, max_size=5).map(tuple), why=texts),
+    st.builds(
+        Withdraw, tasks=st.lists(ids, max_size=5).map(tuple),
+        why=st.sampled_from(("timed out", "deadline passed")),
+    ),
     st.builds(
         Task, task=ids, device=counts, seed=counts, steps=positive, epochs=positive,
         version=st.none() | counts, deadline=some_floats,

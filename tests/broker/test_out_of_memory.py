@@ -16,7 +16,7 @@ from broker import blobs, scripts
 from broker.client import Client
 from broker.errors import OutOfMemory
 from broker.keys import TRAINERS, Keys
-from broker.messages import CloseRound, Event, GiveUp, Trigger
+from broker.messages import CloseRound, Event, GiveUp, Trigger, Withdraw
 from broker.records import Commit, End
 from tests.support import SIZE_LIMIT, Hand, full, model_of, snapshot
 
@@ -63,6 +63,16 @@ async def close_round(hand: Hand) -> Step:
     await hand.ledger.ask(closing)
     [entry] = await hand.triggers.read()
     return lambda: hand.ledger.close_round(entry, closing)
+
+
+async def withdraw(hand: Hand) -> Step:
+    await hand.create()
+    tasks = await hand.open(2)
+    await hand.dispatch()
+    wish = Withdraw(tasks=tuple(t.task for t in tasks), why="timed out")
+    await hand.ledger.ask(wish)
+    [entry] = await hand.triggers.read()
+    return lambda: hand.ledger.withdraw(entry, wish)
 
 
 async def answer(hand: Hand) -> Step:
@@ -188,6 +198,7 @@ SCENES = {
     "dispatch, own initiative": dispatch_own,
     "dispatch, over the limit": dispatch_over_the_limit,
     "close_round": close_round,
+    "withdraw": withdraw,
     "finish_task": answer,
     "admit": admit(),
     "admit, refused": admit(layout="another"),

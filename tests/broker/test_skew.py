@@ -29,6 +29,7 @@ from broker.messages import (
     Trigger,
     Upload,
     Version,
+    Withdraw,
     decode,
 )
 from tests.support import Hand
@@ -42,6 +43,7 @@ LEAST = {  # only what has no default
     "task": Task(task=ID, device=3, seed=7),
     "trigger": Trigger(task=ID, device=3, seed=7),
     "close_round": CloseRound(version=4, tasks=(), why="round over"),
+    "withdraw": Withdraw(tasks=(), why="timed out"),
     "upload": Upload(
         task=ID, attempt="a1", device=3, trainer="t", tau=4, base=DIGEST, layout=DIGEST,
         digest=DIGEST, size=16, samples=100, steps=5, lr=0.25,
@@ -61,6 +63,7 @@ MOST = {  # everything there is
         why="round", origin="owner",
     ),
     "close_round": CloseRound(version=4, tasks=(ID, OTHER), why="round over"),
+    "withdraw": Withdraw(tasks=(ID, OTHER), why="deadline passed"),
     "upload": LEAST["upload"].model_copy(
         update={"loss": 0.5, "seconds": 2.5, "seed": 7, "sends": "delta"}
     ),

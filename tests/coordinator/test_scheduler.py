@@ -16,8 +16,9 @@ from broker.keys import Keys
 from broker.lease import Lease
 from broker.messages import CloseRound, GiveUp, RoundEnd, Trigger
 from broker.records import Commit, End, Run
+from coordinator.rounds import Rounds
 from coordinator.scheduler import Scheduler, SchedulerSettings
-from coordinator.scheduling import Anarchic, InFlight, Policy, Rounds
+from coordinator.scheduling import Anarchic, InFlight, Policy
 from fedstream.config import read
 from fedstream.services import _BUILDERS
 from runtime.leading import lead
@@ -312,10 +313,8 @@ async def test_a_round_that_times_out_with_arrivals_ends_with_them_and_asks_nobo
         clock.ahead_s = 601.0
         await run.ledger.announce("bob", {})  # an event, which it looks at
         await wait_until(lambda: asked(run))
-        assert await run.dispatch() == ["closed"]
-        [(_, queued), (_, end)] = await run.queue()
-        assert (queued, end) == (upload, RoundEnd(version=0, why="round over"))
-        # The updater is slow: until it has seen the end of the round nobody is asked.
+        assert await run.dispatch() == ["withdrawn"]
+        # The updater is slow: what is in the queue is counted before anything is decided.
         await run.ledger.announce("ann", {})
         await wait_until(lambda: watched(run))
         assert (await run.ledger.look()).issued == 3
@@ -324,6 +323,13 @@ async def test_a_round_that_times_out_with_arrivals_ends_with_them_and_asks_nobo
             version=None, held=[upload.device], retained=1, mean_staleness=0.0, ends=[buffered]
         )
         assert (await run.ledger.commit(run.updater.token, commit)).what == "done"
+        await wait_until(lambda: asked(run))
+        assert await run.dispatch() == ["closed"]
+        [(_, queued), (_, end)] = await run.queue()
+        assert (queued, end) == (upload, RoundEnd(version=0, why="round over"))
+        await run.ledger.announce("cat", {})
+        await wait_until(lambda: watched(run))
+        assert (await run.ledger.look()).issued == 3, "nor until the end of the round is seen"
         entries = [id_ for id_, _ in await run.queue()]
         assert await run.commit(1, entries=entries, updates=[upload.blob]) == "done"
         # A version wakes it, though no task ended with it.
@@ -339,12 +345,73 @@ async def test_a_round_that_times_out_without_arrivals_begins_anew(
         await run.dispatch()
         clock.ahead_s = 601.0
         await wait_until(lambda: asked(run))
-        assert await run.dispatch() == ["closed"]
-        [(entry, _)] = await run.queue()
-        await client.call("XDEL", run.keys.queue, entry)  # the updater: nothing came
+        assert await run.dispatch() == ["withdrawn"]
         await has_issued(run, 4)
         again = await are_open(run, 2)
         assert all(t.version == 0 and t.deadline and t.deadline > clock.time() for t in again)
+        assert (await run.ledger.look()).reasons("given_up") == {"deadline passed": 2}
+        assert await run.queue() == []
+        await run.balanced()
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_round_with_too_few_answers_keeps_them_and_asks_others(
+    make: Any, run: Hand, clock: Clock
+) -> None:
+    watched = context()
+    async with running(make(Rounds(k=3, min_answers=2, timeout_s=600.0)), watched):
+        first, *late = await are_open(run, 3)
+        await run.dispatch()
+        upload = await run.trained(first)
+        assert await run.admit(upload) == [("admitted", "")]
+        held = Commit(
+            version=None, held=[upload.device], mean_staleness=0.0,
+            ends=[End(task=upload.task, attempt=upload.attempt, outcome="buffered")],
+            entries=[entry for entry, _ in await run.queue()], updates=[upload.blob],
+        )  # fmt: skip
+        assert (await run.ledger.commit(run.updater.token, held)).what == "done"
+        clock.ahead_s = 601.0
+        await run.ledger.announce("bob", {})  # an event, which it looks at
+        await wait_until(lambda: asked(run))
+        assert await run.dispatch() == ["withdrawn"]
+        await has_issued(run, 5)
+        again = await are_open(run, 2)
+        assert first.device not in {t.device for t in again}
+        assert {t.task for t in again}.isdisjoint({t.task for t in late})
+        assert all(t.version == 0 and t.deadline and t.deadline > clock.time() for t in again)
+        assert await run.queue() == [], "no end of the round"
+        await wait_until(lambda: counted(watched, "fedstream_rounds_again_total") == 1)
+        await run.balanced()
+
+
+# tasks that take too long
+
+
+@pytest.mark.usefixtures("patient")
+async def test_a_task_that_never_ends_loses_its_slot(make: Any, run: Hand, clock: Clock) -> None:
+    """Its trainer hangs and renews the lease for ever."""
+    async with running(make(InFlight(n=2), task_timeout_s=900.0), context()):
+        hung, other = await are_open(run, 2)
+        await run.dispatch()
+        assert await run.admit(await run.trained(other)) == [("admitted", "")]
+        clock.ahead_s = 899.0
+        await run.ledger.announce("ann", {})  # an event, which it looks at
+        await wait_until(lambda: watched(run))
+        assert not await asked(run)
+        clock.ahead_s = 901.0
+        await run.ledger.announce("bob", {})
+        await wait_until(lambda: asked(run))
+        assert await run.dispatch() == ["withdrawn"]
+        await has_issued(run, 3)
+        opened = await are_open(run, 2)
+        assert hung.task not in {t.task for t in opened}
+        assert other.task in {t.task for t in opened}, "its answer is in the queue"
+        assert (await run.ledger.look()).reasons("given_up") == {"timed out": 1}
+        for name in ("cat", "dan"):
+            await run.ledger.announce(name, {})
+        await wait_until(lambda: watched(run))
+        assert "withdrawn" not in await run.dispatch(), "said once"
+        await run.balanced()
 
 
 # leading
@@ -419,14 +486,20 @@ async def test_it_goes_on_after_redis_was_emptied(make: Any, run: Hand, client: 
 
 
 async def test_closing_a_round_is_asked_once(make: Any, run: Hand, client: Client) -> None:
+    await one_is_held(run)
     async with running(make(Rounds(k=2, timeout_s=0.1)), context()):
-        await are_open(run, 2)
         await wait_until(lambda: asked_to_close(run, 1))
         for _ in range(3):  # events, at which it looks again
             await run.ledger.announce("ann", {})
             await run.ledger.leave(b"ann")
         await wait_until(lambda: watched(run))
         assert await asked_to_close(run, 1)
+
+
+async def one_is_held(hand: Hand) -> None:
+    """A device has answered: the round can end with that."""
+    head = Commit(version=None, held=[0], mean_staleness=0.0)
+    assert (await hand.ledger.commit(hand.updater.token, head)).what == "done"
 
 
 async def asked_to_close(hand: Hand, n: int) -> bool:
@@ -438,8 +511,8 @@ async def test_the_end_of_a_round_that_was_lost_is_asked_for_again(
     make: Any, run: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("coordinator.scheduler._ASK_AGAIN_S", 0.5)
+    await one_is_held(run)
     async with running(make(Rounds(k=2, timeout_s=0.1)), context()):
-        await are_open(run, 2)
         await wait_until(lambda: asked_to_close(run, 1))
         await client.call("DEL", run.keys.triggers)
         await wait_until(lambda: asked_to_close(run, 1))

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from broker.messages import Trigger, task_id
+from coordinator.rounds import Rounds
 from coordinator.scheduling import (
     Anarchic,
     HoldBack,
@@ -19,10 +20,10 @@ from coordinator.scheduling import (
     Plan,
     Poisson,
     Policy,
-    Rounds,
     Situation,
     draw,
     held_back,
+    opened_at,
     plan,
 )
 from runtime.steps import Epochs, FixedSteps, Length, Seconds, Steps, UniformSteps
@@ -296,6 +297,44 @@ def test_a_plan_that_is_held_back_says_why() -> None:
     assert (planned(InFlight(n=5), seen).limit, planned(InFlight(n=5), seen).held) == (1, "queue")
 
 
+# tasks that take too long
+
+
+@given(
+    st.lists(st.tuples(st.floats(0, 20), st.none() | st.floats(0, 20)), max_size=8),
+    st.sampled_from([InFlight(n=3), Anarchic(), Rounds(k=4, timeout_s=60.0)]),
+)  # fmt: skip
+def test_what_is_open_for_too_long_is_given_up_and_nothing_else(
+    ages: list[tuple[float, float | None]], policy: Policy
+) -> None:
+    """Each task was opened so long ago, and has a deadline so long after that, or none."""
+    tasks = tuple(
+        Trigger(task=f"t{n}", device=n, seed=0, deadline=None if left is None else NOW - age + left)
+        for n, (age, left) in enumerate(ages)
+    )
+    since = {f"t{n}": NOW - age for n, (age, _) in enumerate(ages)}
+    seen = replace(CALM, open=tasks, since=since)
+    what = plan(policy, FIVE, FREE, 0, seen, task_timeout_s=10.0)
+    ends = {t.task: t.deadline if t.deadline is not None else since[t.task] + 10 for t in tasks}
+    assert dict(what.overdue) == {
+        t.task: "timed out" if t.deadline is None else "deadline passed"
+        for t in tasks
+        if ends[t.task] <= NOW
+    }
+    coming = [end for end in ends.values() if end > NOW]
+    assert what.wake_at is None or what.wake_at > NOW
+    assert not coming or (what.wake_at is not None and what.wake_at <= min(coming))
+
+
+def test_a_task_is_as_old_as_its_id_says_if_the_scheduler_made_that() -> None:
+    trigger = Trigger(task=task_id(int((NOW - 50) * 1000)), device=0, seed=0)
+    assert opened_at(trigger, NOW) == pytest.approx(NOW - 50)
+    assert opened_at(trigger.model_copy(update={"origin": "ann"}), NOW) == NOW
+    ahead = Trigger(task=task_id(int((NOW + 50) * 1000)), device=0, seed=0)
+    assert opened_at(ahead, NOW) == NOW
+    assert opened_at(Trigger(task="no-uuid", device=0, seed=0), NOW) == NOW
+
+
 # rounds
 
 
@@ -352,6 +391,23 @@ def test_at_the_time_out_a_round_with_arrivals_or_open_tasks_is_closed() -> None
 
 def test_at_the_time_out_a_round_of_nobody_has_nothing_to_close() -> None:
     assert planned(ROUNDS, replace(CALM, version=3, now=NOW + 60)).close is None
+
+
+def test_at_the_time_out_a_round_with_too_few_goes_on_and_keeps_what_it_has() -> None:
+    policy = Rounds(k=4, min_answers=3, timeout_s=60.0)
+    late = tuple(t.model_copy(update={"deadline": NOW + 60}) for t in round_of(2))
+    seen = replace(CALM, version=3, now=NOW + 60, open=late, held=(8, 9))
+    coming = planned(policy, replace(seen, backlog=1))
+    assert (coming.close, coming.again, coming.triggers) == (None, False, ())
+    what = planned(policy, seen)
+    assert (what.close, what.again) == (None, True)
+    assert what.overdue == tuple((t.task, "deadline passed") for t in late)
+    # Once those are given up, others take their place, with a deadline of their own.
+    then = planned(policy, replace(seen, open=(), now=NOW + 61, round_since=NOW + 60))
+    assert [(t.version, t.deadline) for t in then.triggers] == [(3, NOW + 120)] * 2
+    assert {t.device for t in then.triggers}.isdisjoint({8, 9})
+    enough = planned(policy, replace(seen, held=(7, 8, 9)))
+    assert enough.close == (3, tuple(t.task for t in late))
 
 
 def test_while_the_end_of_a_round_is_on_its_way_nobody_is_asked() -> None:

@@ -14,7 +14,7 @@ import pytest
 from broker.client import Client
 from broker.errors import FedstreamError, OutOfMemory
 from broker.keys import COORDINATORS, TRAINERS
-from broker.messages import CloseRound, Dead, GiveUp, RoundEnd, Task, Trigger, task_id
+from broker.messages import CloseRound, Dead, GiveUp, RoundEnd, Task, Trigger, Withdraw, task_id
 from broker.streams import Group
 from fedstream import dead
 from fedstream.cli import main
@@ -199,6 +199,7 @@ async def test_a_device_that_asked_by_itself_is_asked_by_the_operator(hand: Hand
         (b"", "it can't be read"),
         (CloseRound(version=1, tasks=(), why="over").encode(), "the end of a round"),
         (RoundEnd(version=1).encode(), "the end of a round"),
+        (Withdraw(tasks=("a",), why="timed out").encode(), "gives overdue tasks up"),
         (
             GiveUp(task="a", attempt="1", device=1, trainer="t", reason="tired").encode(),
             "gave its task up",

@@ -18,7 +18,8 @@ from broker.client import Client, RedisSettings
 from broker.keys import Keys
 from broker.messages import Dead
 from broker.rights import ROLES, commands, rules
-from coordinator.scheduling import InFlight, Poisson, Rounds
+from coordinator.rounds import Rounds
+from coordinator.scheduling import InFlight, Poisson
 from fedstream import cli, doctor
 from fedstream import doctor_machine as machine
 from fedstream import doctor_redis as judged

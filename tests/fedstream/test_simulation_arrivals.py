@@ -95,6 +95,43 @@ def test_biased_arrivals_come_as_often_as_their_weights_say() -> None:
     assert share[9] / 2000 < 0.12
 
 
+def test_a_device_that_takes_too_long_is_given_up() -> None:
+    """Its slot is free again when the live scheduler would free it."""
+    one_at_a_time = latency(
+        "scheduler.policy.kind=in_flight", "scheduler.policy.n=1",
+        "devices.slow_devices=[0,1,2,3]", "devices.slow_factor=1000",
+    )  # fmt: skip
+    waited = arrivals(20, *one_at_a_time)
+    assert {one.device for one in waited} & {0, 1, 2, 3}
+    found = arrivals(20, *one_at_a_time, "scheduler.task_timeout_s=10")
+    assert not {one.device for one in found} & {0, 1, 2, 3}
+    given_up = found[-1].n - 19
+    assert given_up > 0
+    worked = found[-1].time - 10 * given_up
+    assert 0.5 * 20 <= worked <= 1.5 * 20
+
+
+def test_a_round_with_too_few_answers_asks_others() -> None:
+    """Three of four devices never answer in time: with the fourth alone no version is made."""
+    slow = latency(
+        "strategy.name=fedavg", "strategy.clients_per_round=3", "scheduler.policy.kind=rounds",
+        "scheduler.policy.timeout_s=10", "scheduler.policy.min_answers=2",
+        "devices.slow_devices=[0,1]", "devices.slow_factor=1000",
+    )  # fmt: skip
+    found = events(60, *slow, devices=4)
+    assert {one.device for one in found if isinstance(one, Arrival)} == {2, 3}
+    for version in range(20):
+        first, second, over = found[3 * version : 3 * version + 3]
+        assert isinstance(first, Arrival)
+        assert isinstance(second, Arrival)
+        assert isinstance(over, RoundOver)
+        assert (over.version, over.makes, over.why) == (version, True, "time-out")
+        assert {first.tau, second.tau} == {version}
+    assert any(
+        over.time - first.time > 10 for first, over in zip(found[::3], found[2::3], strict=True)
+    )
+
+
 def test_a_plan_is_a_function_of_its_seed() -> None:
     one, same, other = (arrivals(50, f"run.seed={seed}") for seed in (1, 1, 2))
     assert one == same

@@ -28,6 +28,11 @@ class _AfaSettings(Section):
     """eta eta_L"""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
 
+    @property
+    def batch(self) -> int:
+        """The updates in a version."""
+        return self.buffer_size
+
 
 class AfaCdSettings(_AfaSettings):
     """AFA-CD: for devices that take part alike (cross-device)."""

@@ -24,6 +24,11 @@ class FedAsyncSettings(Section):
     staleness: Staleness = Polynomial()
     max_staleness: Annotated[int, Field(ge=0)] | None = None
 
+    @property
+    def batch(self) -> int:
+        """The updates in a version."""
+        return 1
+
     def build(self, _devices: int = 0) -> FedAsync:
         """The strategy."""
         return FedAsync(self)

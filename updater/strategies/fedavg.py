@@ -22,6 +22,11 @@ class FedAvgSettings(Section):
     clients_per_round: Annotated[int, Field(ge=1)] = 10
     weighting: Literal["uniform", "samples"] = "uniform"
 
+    @property
+    def batch(self) -> int:
+        """The updates in a version."""
+        return self.clients_per_round
+
     def build(self, _devices: int = 0) -> FedAvg:
         """The strategy."""
         return FedAvg(self)

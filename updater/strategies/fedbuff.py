@@ -25,6 +25,11 @@ class FedBuffSettings(Section):
     """Not in this paper; the original FedBuff has 1 / sqrt(1 + d)."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
 
+    @property
+    def batch(self) -> int:
+        """The updates in a version."""
+        return self.buffer_size
+
     def build(self, _devices: int = 0) -> FedBuff:
         """The strategy."""
         return FedBuff(self)

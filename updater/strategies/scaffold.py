@@ -28,6 +28,11 @@ class ScaffoldSettings(Section):
     """M; all devices of the run where it is not given"""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
 
+    @property
+    def batch(self) -> int:
+        """The updates in a version."""
+        return self.buffer_size
+
     def build(self, devices: int = 0) -> Scaffold:
         """The strategy, for a run of so many devices."""
         return Scaffold(self, self.devices or devices)

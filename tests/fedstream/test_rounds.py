@@ -1,0 +1,210 @@
+"""Rounds: the rules alone, and that the scheduler's rounds are the simulation's."""
+
+from __future__ import annotations
+
+import heapq
+from itertools import islice
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from broker.errors import ConfigError
+from broker.messages import Trigger
+from coordinator.rounds import Round, Rounds, verdict, wanted
+from coordinator.scheduling import HoldBack, Situation, plan
+from fedstream.config import Settings, read
+from fedstream.services import devices_of
+from fedstream.simulation import arrivals
+from fedstream.simulation.arrivals import RoundOver
+from trainer.devices import behaviour
+from trainer.digits import digits
+from trainer.task import Iid, TaskSettings
+
+FREE = HoldBack(max_queue=64, target_staleness=None, memory_budget=None)
+FEDAVG, AFA = ("strategy.name=fedavg",), ("strategy.name=afa-cd", "strategy.buffer_size=5")
+ROUNDS = "scheduler.policy.kind=rounds"
+
+
+# the rules
+
+
+@pytest.mark.parametrize(
+    ("answered", "at_work", "coming", "now", "said"),
+    [
+        (0, 4, 0, 9.0, "goes on"),
+        (1, 3, 0, 9.0, "goes on"),
+        (2, 2, 0, 10.0, "over"),
+        (3, 0, 0, 10.0, "over"),
+        (1, 3, 0, 10.0, "again"),
+        (1, 3, 1, 10.0, "goes on"),
+        (0, 0, 0, 99.0, "again"),
+        (4, 0, 0, 9.0, "goes on"),
+    ],
+)
+def test_what_becomes_of_a_round_of_four_with_at_least_two(
+    answered: int, at_work: int, coming: int, now: float, said: str
+) -> None:
+    policy = Rounds(k=4, min_answers=2, timeout_s=10.0)
+    assert verdict(policy, Round(4, answered, at_work, 0.0, coming), now) == said
+
+
+@given(
+    k=st.integers(1, 20), least=st.integers(1, 20), devices=st.integers(0, 30),
+    room=st.none() | st.integers(-5, 30), answered=st.integers(0, 20), at_work=st.integers(0, 20),
+    coming=st.integers(0, 3), now=st.floats(0, 30),
+)  # fmt: skip
+def test_no_version_is_made_of_too_few_answers(
+    k: int, least: int, devices: int, room: int | None, answered: int, at_work: int, coming: int,
+    now: float,
+) -> None:  # fmt: skip
+    policy = Rounds(k=k, min_answers=least, timeout_s=10.0)
+    size, why = wanted(policy, devices, room)
+    assert 1 <= size <= max(1, min(k, devices))
+    assert size >= min(least, k, devices)
+    assert (why == "memory") >= (size < min(k, devices))
+    said = verdict(policy, Round(size, answered, at_work, 0.0, coming), now)
+    assert said != "over" or answered >= least
+    assert said != "again" or (now >= 10 and answered < least and not coming)
+    assert said == "goes on" or now >= 10 or (answered >= size and not at_work)
+
+
+# what the configuration makes of them
+
+
+def test_a_round_asks_as_many_as_fill_a_version() -> None:
+    """Ten for batches of five threw half of the training away."""
+    for sets, batch in ((FEDAVG, 10), (AFA, 5), (("strategy.name=fedbuff",), 10)):
+        policy = read(None, [*sets, ROUNDS]).policy
+        assert isinstance(policy, Rounds)
+        assert policy.size == batch
+    more = read(None, [*AFA, ROUNDS, "scheduler.policy.k=7"]).policy
+    assert isinstance(more, Rounds)
+    assert more.size == 7
+
+
+def test_in_rounds_every_rule_drops_what_is_late() -> None:
+    for name in ("afa-cd", "afa-cs", "fedbuff", "fedavg", "scaffold"):
+        sets = [f"strategy.name={name}", ROUNDS]
+        sets += ["solver.kind=scaffold"] * (name == "scaffold")
+        assert read(None, sets).rule.build(10).max_staleness == 0
+    assert read(None, AFA).rule.build(10).max_staleness is None
+    assert read(None, [*AFA, "strategy.max_staleness=3"]).rule.build(10).max_staleness == 3
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        ([*AFA, ROUNDS, "scheduler.policy.k=4"], "policy.k = 4 is below strategy.buffer_size = 5"),
+        (
+            [*AFA, ROUNDS, "scheduler.policy.min_answers=6"],
+            "min_answers = 6 is above strategy.buffer_size = 5",
+        ),
+        ([*AFA, ROUNDS, "strategy.max_staleness=2"], "strategy.max_staleness = 2 with .*rounds"),
+    ],
+)
+def test_rounds_that_could_not_be_are_refused(sets: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read(None, sets)
+
+
+def test_more_answers_than_devices_are_refused() -> None:
+    found = read(None, [*AFA, ROUNDS, "scheduler.policy.min_answers=5", "task.devices=4"])
+    with pytest.raises(ConfigError, match=r"min_answers = 5, but the run has 4 devices"):
+        devices_of(found, digits(TaskSettings(devices=4, partition=Iid())))
+
+
+# live and simulated: the same rounds
+
+History = list[tuple[object, ...]]
+
+
+def simulated(given: Settings, devices: int, count: int) -> History:
+    events = islice(arrivals.plan(given, devices), count)
+    return [
+        ("over", one.version, round(one.time, 9))
+        if isinstance(one, RoundOver)
+        else (one.n, one.device, one.seed, one.tau, one.version, one.makes, round(one.time, 9))
+        for one in events
+    ]
+
+
+def live(given: Settings, devices: int, count: int) -> History:
+    """What the scheduler's plans come to, with an updater and trainers that take no time."""
+    policy = given.policy
+    assert isinstance(policy, Rounds)
+    now, version, issued, since = 0.0, 0, 0, 0.0
+    number: dict[str, int] = {}
+    at_work: dict[str, Trigger] = {}
+    ends: list[tuple[float, int, Trigger]] = []
+    held: list[int] = []
+    told: History = []
+    while len(told) < count:
+        what = plan(policy, given.scheduler.steps, FREE, given.run.seed, Situation(
+            now=now, issued=issued, version=version, open=tuple(at_work.values()), queue=0,
+            backlog=0, kept=1, held=tuple(held), round_ending=False, mean_staleness=0.0,
+            trainers=1, model_bytes=1, devices=tuple(range(devices)), last=0.0, round_since=since,
+        ))  # fmt: skip
+        if what.again:
+            since = now
+        if what.close is not None:
+            closed, tasks = what.close
+            for task in tasks:
+                del at_work[task]
+            if closed == version:
+                told.append(("over", version, round(now, 9)))
+                version, held, since = version + 1, [], now
+            continue
+        for trigger in what.triggers:
+            number[trigger.task], at_work[trigger.task] = issued, trigger
+            seconds = behaviour(given.devices, trigger.device, trigger.seed)
+            half = 0.5 if seconds.drops_out else 1.0
+            heapq.heappush(ends, (now + half * seconds.latency_s, issued, trigger))
+            issued += 1
+        late = [t for t in at_work.values() if t.deadline is not None and t.deadline <= now]
+        for trigger in late:  # their trainers give them up by themselves
+            del at_work[trigger.task]
+        if late:
+            continue
+        while ends and ends[0][2].task not in at_work:
+            heapq.heappop(ends)
+        assert what.wake_at is not None
+        if not ends or ends[0][0] >= what.wake_at:
+            now = what.wake_at
+            continue
+        now, n, trigger = heapq.heappop(ends)
+        del at_work[trigger.task]
+        if not behaviour(given.devices, trigger.device, trigger.seed).drops_out:
+            makes = len(held) + 1 == given.strategy.batch
+            told.append(
+                (n, trigger.device, trigger.seed, trigger.version, version, makes, round(now, 9))
+            )
+            held.append(trigger.device)
+            if makes:
+                version, held, since = version + 1, [], now
+    return told[:count]
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    batch=st.integers(1, 6), more=st.integers(0, 3), least=st.integers(1, 6),
+    devices=st.integers(1, 9), dropout=st.sampled_from([0.0, 0.3]),
+    timeout_s=st.sampled_from([0.8, 1.2, 5.0]), seed=st.integers(0, 99),
+    rule=st.sampled_from(["strategy.name=fedavg", "strategy.name=afa-cs"]),
+)  # fmt: skip
+def test_rounds_are_the_same_live_and_simulated(
+    batch: int, more: int, least: int, devices: int, dropout: float, timeout_s: float, seed: int,
+    rule: str,
+) -> None:  # fmt: skip
+    key = "clients_per_round" if "fedavg" in rule else "buffer_size"
+    given = read(None, [
+        rule, f"strategy.{key}={batch}", f"run.seed={seed}", ROUNDS,
+        f"scheduler.policy.k={batch + more}",
+        f"scheduler.policy.min_answers={min(least, batch, devices)}",
+        f"scheduler.policy.timeout_s={timeout_s}", "simulation.staleness.kind=latency",
+        "devices.latency.kind=uniform", "devices.latency.low_s=0.5", "devices.latency.high_s=1.5",
+        f"devices.dropout={dropout}",
+    ])  # fmt: skip
+    told = simulated(given, devices, 40)
+    assert told == live(given, devices, 40)
+    assert all(one[3] == one[4] for one in told if one[0] != "over"), "nobody is late"
