@@ -61,7 +61,6 @@ _OPTIONS = {
     "ssl_certfile", "ssl_keyfile", "ssl_password", "ssl_cert_reqs", "ssl_check_hostname",
     "ssl_ciphers",
 }  # fmt: skip
-_SAID = (exceptions.ResponseError, exceptions.AuthenticationError)
 _OF_THE_URL = {"connection_class", "host", "port"}  # which redis-py would take as options too
 _UNTRUSTED = re.compile(r"certificate verify failed: ([^(]+)")
 
@@ -183,7 +182,7 @@ class Client:
                 if once is not None:
                     connection = await self._connected(once.place)
                 else:
-                    connection = self._idle.pop() if self._idle else await self._connected()
+                    connection = await self._rested() or await self._connected()
                 transport = _transport(connection)
                 await connection.send_packed_command(_pack(sent), check_health=False)  # type: ignore[arg-type]
                 # One at a time and to the end: an error reply leaves the rest in order.
@@ -204,6 +203,15 @@ class Client:
             self._idle.append(connection)
         kept = zip(sent, replies, strict=True)
         return [reply for command, reply in kept if command is not _ASKING]
+
+    async def _rested(self) -> Connection | None:
+        """One that was used before, and that Redis has not closed since: its ``timeout``."""
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection._reader.at_eof():  # type: ignore[union-attr]  # noqa: SLF001
+                return connection
+            await self._drop(connection)
+        return None
 
     async def _connected(self, place: Address | None = None) -> Connection:
         """A new connection: to a node, or to the one that is to be talked to now."""
@@ -280,8 +288,6 @@ class Client:
     def _translated(self, error: Exception, address: str = "") -> BrokerError:
         if isinstance(error, BrokerError):
             return error
-        if type(error) is exceptions.ConnectionError and isinstance(error.__cause__, _SAID):
-            error = error.__cause__  # redis-py greets a Unix socket's Redis while it connects
         text = _words(error)
         where = f"Redis at {address or self.address}"
         denied = (exceptions.AuthenticationError, exceptions.NoPermissionError)
