@@ -60,7 +60,6 @@ def updates_per_second(url: str, parameters: int, updates: int, in_flight: int =
     client = redis.Redis.from_url(url)
     x, update, spare = Model(layout), Model(layout), Model(layout)
     x.floats[:] = 0.01
-    client.flushdb()  # a Redis of the benchmark's own
     _write(client, "bare:model", x)
     context = multiprocessing.get_context("spawn")
     echoes = [context.Process(target=_echo, args=(url, layout)) for _ in range(2)]

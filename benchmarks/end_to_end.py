@@ -168,10 +168,9 @@ def main() -> None:
         small = size < 1_000_000
         runs = []
         for _ in range(options.runs):
-            with RedisServer() as server, tempfile.TemporaryDirectory() as journal:
+            with RedisServer() as server:
                 yardstick = bare.updates_per_second(server.url, size, 1500 if small else 25)
-                redis.Redis.from_url(server.url).flushall()
-                redis.Redis.from_url(server.url).config_resetstat()
+            with RedisServer() as server, tempfile.TemporaryDirectory() as journal:
                 run = Pipeline(server.url, size, 2000 if small else 40, Path(journal)).measure()
             run |= {"bare_updates_per_s": yardstick, "ratio": run["updates_per_s"] / yardstick}
             runs.append(run)

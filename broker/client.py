@@ -61,6 +61,7 @@ _OPTIONS = {
     "ssl_certfile", "ssl_keyfile", "ssl_password", "ssl_cert_reqs", "ssl_check_hostname",
     "ssl_ciphers",
 }  # fmt: skip
+_SAID = (exceptions.ResponseError, exceptions.AuthenticationError)
 _OF_THE_URL = {"connection_class", "host", "port"}  # which redis-py would take as options too
 _UNTRUSTED = re.compile(r"certificate verify failed: ([^(]+)")
 
@@ -288,6 +289,8 @@ class Client:
     def _translated(self, error: Exception, address: str = "") -> BrokerError:
         if isinstance(error, BrokerError):
             return error
+        if type(error) is exceptions.ConnectionError and isinstance(error.__cause__, _SAID):
+            error = error.__cause__  # redis-py greets a Unix socket's Redis while it connects
         text = _words(error)
         where = f"Redis at {address or self.address}"
         denied = (exceptions.AuthenticationError, exceptions.NoPermissionError)

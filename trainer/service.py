@@ -54,6 +54,7 @@ from runtime.steps import Epochs, Steps
 from runtime.tasks import LeaseSettings
 from trainer.answer import as_sent
 from trainer.devices import AlwaysAvailable, DeviceSettings, behaviour, eligible
+from trainer.hanging import returns
 from trainer.placement import Place, Threads, check, placed
 from trainer.solvers import Cancelled, Scaffold, SolverSettings, Trained, Work
 from trainer.workspace import Workspace
@@ -497,9 +498,17 @@ class Trainer:
         """
         while True:
             try:
-                return await asyncio.get_running_loop().run_in_executor(
+                training = asyncio.get_running_loop().run_in_executor(
                     self._thread, self._train, start, work
                 )
+                if not await returns(training, cancelled, patience_s=self._settings.drain_s):
+                    # The drain gives it as long again; then the process ends, thread or not.
+                    self._context.log.error(
+                        "training hangs: this trainer ends, and has to be started again",
+                        told_to_stop_s=self._settings.drain_s,
+                    )
+                    self._context.stop.set()
+                return await training
             except Cancelled as stopped:
                 if cancelled():
                     raise

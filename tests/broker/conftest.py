@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from broker.client import RedisSettings
-from fedstream.redis_server import RedisServer
-from tests.broker.servers import cluster, redis_7
+from tests.broker.servers import Redis, cluster, redis_7
 from tests.conftest import _ORDERED
 
 CLUSTER = "cluster"
@@ -22,7 +21,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[int]]:
 
 
 @pytest.fixture(params=[*_ORDERED, CLUSTER])
-def redis(request: pytest.FixtureRequest, server_of: Callable[[str], RedisServer]) -> RedisSettings:
+def redis(request: pytest.FixtureRequest, server_of: Callable[[str], Redis]) -> RedisSettings:
     """Each Redis at hand, and a cluster: the contract holds on all of them."""
     if request.param != CLUSTER:
         return RedisSettings(url=server_of(request.param).url)

@@ -60,6 +60,11 @@ class Redis:
         raise AssertionError(self._log.read_text())
 
     @property
+    def url(self) -> str:
+        """Where it listens."""
+        return f"redis://127.0.0.1:{self.port}/0"
+
+    @property
     def is_alive(self) -> bool:
         """Whether nobody has killed it."""
         return self._process.poll() is None

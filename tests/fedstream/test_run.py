@@ -30,6 +30,8 @@ from tests.journals import Scribe
 from tests.support import Hand
 from updater.journal import JournalError, RoundClosed
 
+OWN = "unix://:secret@/tmp/fedstream-redis-0/redis.sock"  # as a run that is killed leaves it
+
 
 @pytest.fixture
 def plan(tmp_path: Path) -> local.Plan:
@@ -297,7 +299,7 @@ def test_a_configuration_is_written_whole_or_not_at_all(
 
     monkeypatch.setattr(Path, "write_text", full)
     with pytest.raises(OSError, match="No space left"):
-        local._write_config(plan, "redis://127.0.0.1:7/0")
+        local._write_config(plan, OWN)
     assert [path.name for path in plan.out.iterdir()] == [CONFIG]
     assert (plan.out / CONFIG).read_text() == before
 
@@ -351,10 +353,10 @@ def test_paths_hold_wherever_the_configuration_is_read(
 
 def test_an_own_redis_that_is_gone_is_not_asked_for(tmp_path: Path) -> None:
     plan = local.Plan(Settings(), tmp_path)
-    local._write_config(plan, "redis://127.0.0.1:7/0")  # as a run that is killed leaves it
+    local._write_config(plan, OWN)  # as a run that is killed leaves it
     file = tmp_path / CONFIG
     settings = read(file)
-    assert settings.redis.url == "redis://127.0.0.1:7/0"  # for those who look at the run
+    assert settings.redis.url == OWN  # for those who look at the run
     assert local.Plan(local.without_lost_redis(settings, file), tmp_path).own_redis
     named = read(file, ["redis.url=redis://127.0.0.1:8/0"])
     assert local.without_lost_redis(named, file) is named
@@ -363,7 +365,7 @@ def test_an_own_redis_that_is_gone_is_not_asked_for(tmp_path: Path) -> None:
 
 def test_a_trainer_that_joins_a_run_ends_when_the_runs_own_redis_is_gone(tmp_path: Path) -> None:
     plan = local.Plan(Settings(), tmp_path)
-    local._write_config(plan, "redis://127.0.0.1:7/0")
+    local._write_config(plan, OWN)
     file = tmp_path / CONFIG
     assert read(file).trainer.redis_away_s is None
     assert local.joining(read(file), file).trainer.redis_away_s == 30.0

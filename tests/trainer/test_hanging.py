@@ -1,0 +1,130 @@
+"""A user's training that does not come back, whatever it is told."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import Dataset, TensorDataset
+
+from broker.client import RedisSettings
+from broker.messages import Withdraw
+from runtime.tasks import LeaseSettings
+from tests.support import Hand, context, counted, running, wait_until
+from trainer.devices import DeviceSettings
+from trainer.hanging import returns
+from trainer.service import Trainer, TrainerSettings
+from trainer.solvers import Sgd, Trained, Work
+from trainer.task import Task
+from trainer.vector import layout_of
+
+
+class Hangs(Task):
+    """Training waits for the gate, and asks nobody whether it is to stop."""
+
+    def __init__(self) -> None:
+        self.begun, self.gate = threading.Event(), threading.Event()
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 2)
+
+    def device_data(self, _device: int) -> Dataset[Any]:
+        return TensorDataset(torch.zeros(1, 2), torch.zeros(1))
+
+    def train(self, _model: nn.Module, _data: Dataset[Any], _work: Work) -> Trained:
+        self.begun.set()
+        self.gate.wait()
+        return Trained(steps=1, samples=1, loss=0.5)
+
+
+@pytest.fixture
+def task() -> Iterator[Hangs]:
+    task = Hangs()
+    yield task
+    task.gate.set()  # no thread is left in it
+
+
+async def test_a_trainer_whose_training_hangs_is_told_and_ends(
+    hand: Hand, redis: RedisSettings, task: Hangs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainer.hanging._LOOK_S", 0.01)
+    hand.layout = layout_of(task.model())
+    trainer = Trainer(
+        TrainerSettings(drain_s=0.1), Sgd(), DeviceSettings(), LeaseSettings(seconds=0.2),
+        keys=hand.keys, redis=redis, name="t1", load=lambda: task,
+    )  # fmt: skip
+    await hand.create()
+    live = context()
+    async with running(trainer, live) as service:
+        [trigger] = await hand.open()
+        await hand.dispatch()
+        await asyncio.to_thread(task.begun.wait)
+        assert not live.stop.is_set()
+        await hand.ledger.ask(Withdraw(tasks=(trigger.task,), why="timed out"))
+        assert await hand.dispatch() == ["withdrawn"]
+        await asyncio.wait_for(live.stop.wait(), 60)
+        assert not service.done(), "it waits for its thread, and is ended by the runtime"
+        task.gate.set()
+        await wait_until(service.done)
+    assert counted(live, "fedstream_trainer_tasks_total", end="lease lost") == 1
+    assert (await hand.ledger.look()).reasons("given_up") == {"timed out": 1}
+    await hand.balanced()
+
+
+async def test_training_that_comes_back_in_time_is_not_taken_for_one_that_hangs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("trainer.hanging._LOOK_S", 0.001)
+    training: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    told = iter([False, True, False, False, True])  # told, taken back, told again
+
+    def cancelled() -> bool:
+        try:
+            return next(told)
+        except StopIteration:
+            if not training.done():
+                training.set_result(None)
+            return True
+
+    assert await returns(training, cancelled, patience_s=3600.0)
+    assert not await returns(
+        asyncio.get_running_loop().create_future(), lambda: True, patience_s=0.01
+    )
+
+
+def test_a_process_whose_thread_hangs_ends_all_the_same() -> None:
+    """As the runtime ends it: at a normal exit Python would wait for the thread."""
+    program = """
+import asyncio, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from runtime.http import HttpSettings
+from runtime.logging import LogSettings
+from runtime.service import serve
+
+class Stuck:
+    role = "trainer"
+    def routes(self):
+        return ()
+    async def run(self, context):
+        hangs = asyncio.get_running_loop().run_in_executor(
+            ThreadPoolExecutor(1), threading.Event().wait
+        )
+        context.stop.set()
+        await hangs
+
+sys.exit(serve(
+    Stuck(), http=HttpSettings(port=0), log=LogSettings(), run="r", name="t", drain_s=0.2
+))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], timeout=60, capture_output=True, check=False
+    )
+    assert done.returncode == 1
+    assert b"the drain took too long" in done.stderr

@@ -1,0 +1,30 @@
+"""Training that does not come back: nobody can stop a thread from outside."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+_LOOK_S = 1.0
+
+
+async def returns(
+    training: asyncio.Future[Any], cancelled: Callable[[], bool], *, patience_s: float
+) -> bool:
+    """Waits for training: False if it goes on for so long after it was to stop."""
+    told_at: float | None = None
+    while True:
+        done, _ = await asyncio.wait({training}, timeout=min(_LOOK_S, patience_s))
+        if done:
+            return True
+        now = time.monotonic()
+        if not cancelled():
+            told_at = None
+        elif told_at is None:
+            told_at = now
+        elif now - told_at >= patience_s:
+            return False
