@@ -231,7 +231,8 @@ def follow(
     if out.changed and last is not None and last.original is not None:
         out.distance = distance(last.original.state.model, last.model)
     out.checkpoints, out.adopted = replayer.checkpoints, replayer.adopted
-    out.torn = str(replayer.torn) if replayer.torn else None
+    torn = replayer.torn
+    out.torn = f"{torn.place}{torn.lost}" if torn else None
     out.seconds = time.monotonic() - started
     return out
 

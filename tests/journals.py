@@ -122,7 +122,7 @@ class Scribe:
 
     def segment(self, strategy: Rule | None = None, *, epoch: int | None = None) -> None:
         """The next segment begins where this one ends; ``epoch``: its writer is another."""
-        cut = self.writer.size
+        cut, follows = self.writer.size, self.writer.chain.hex()
         before = self.writer.path.name
         self.close()
         self.strategy = strategy or self.strategy
@@ -132,6 +132,7 @@ class Scribe:
                 "number": 0 if epoch else self.head.number + 1,
                 "predecessor": before,
                 "cut": cut,
+                "follows": follows,
                 "strategy": self.strategy.model_dump(mode="json"),
             }
         )
@@ -140,10 +141,12 @@ class Scribe:
     def adopt(self) -> None:
         """Redis has another model than the journal: a new lineage begins with it."""
         before, cut = self.writer.path.name, self.writer.size
+        follows = self.writer.chain.hex()
         self.close()
         self.head = self.head.model_copy(
             update={
                 "epoch": self.head.epoch + 1, "number": 0, "predecessor": before, "cut": cut,
+                "follows": follows,
                 "lineage": f"line-{self.head.epoch + 1}",
             }
         )  # fmt: skip
@@ -185,6 +188,7 @@ class Scribe:
             "trainer": "t", "tau": tau, "base": self.digests.get(tau, "unknown"),
             "layout": self.layout.signature, "digest": model.digest(), "size": self.layout.nbytes,
             "samples": 10 + n % 3, "steps": 5, "lr": 0.1, "loss": 0.5,
+            "sends": self.strategy.build().sends,
         }  # fmt: skip
         return Upload(**about | changes)
 

@@ -17,6 +17,7 @@ from broker.layout import Floats, Model
 from broker.messages import Upload
 from updater.journal import (
     SUFFIX,
+    Cut,
     Entry,
     JournalDamaged,
     JournalError,
@@ -30,7 +31,6 @@ from updater.journal import (
 )
 from updater.mixing import norm
 from updater.rebuild import Diverged, NotRecorded, Rebuild, is_used
-from updater.strategies import strategy_of
 
 FOLDER = "journal"  # in a run's output folder
 _LATER = 100  # versions in which an update is looked for that the other run took now
@@ -61,7 +61,7 @@ def journal_of(path: Path) -> Path:
     return inside if inside.is_dir() else path
 
 
-def entries(segment: Segment, cut: int | None) -> Iterator[tuple[Record, Entry]]:
+def entries(segment: Segment, cut: Cut | None) -> Iterator[tuple[Record, Entry]]:
     """The records behind the standing with what they say; payloads are not read."""
     for record in segment.records(cut):
         if not isinstance(record.message, Taken | RoundClosed):
@@ -97,13 +97,13 @@ class Move:
         return self.message.digest is not None
 
 
-def moves(segment: Segment, cut: int | None, *, models: bool = True) -> Iterator[Move]:
+def moves(segment: Segment, cut: Cut | None, *, models: bool = True) -> Iterator[Move]:
     """A segment's standing and its records, each with its models rebuilt and compared.
 
     ``models=False`` compares the payloads with their digests, and rebuilds nothing. From the first
     update without weights on nothing can be rebuilt either. Raises JournalError.
     """
-    rebuild = Rebuild(strategy_of(segment.head.strategy, segment.head.devices), segment)
+    rebuild = Rebuild(segment)
     room = Model(segment.layout)  # for the updates, one after the other
     model: Model | None = rebuild.progress.state.model
     yield Move(segment.standing_record, segment.standing, None, None, model)
@@ -219,13 +219,15 @@ def verify(chain: Sequence[Segment], *, models: bool = True) -> Iterator[Verdict
         except JournalError as error:
             verdict.damage = str(error)
         if cut is not None:
-            verdict.behind = segment.size - cut
+            verdict.behind = max(0, segment.size - cut.at)
         if segment.torn is not None:
-            verdict.torn = segment.size - segment.torn.offset
+            verdict.torn = segment.size - segment.torn.place.offset
+            if segment.torn.behind and verdict.damage is None:
+                verdict.damage = f"torn record: {segment.torn.place.where}{segment.torn.lost}"
         yield verdict
 
 
-def _verified(segment: Segment, cut: int | None, verdict: Verdict, *, models: bool) -> str:
+def _verified(segment: Segment, cut: Cut | None, verdict: Verdict, *, models: bool) -> str:
     """Fills in the verdict: the digest that the segment ends with. Raises JournalError."""
     digest = segment.standing.digest
     for move in moves(segment, cut, models=models):

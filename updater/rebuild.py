@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
 from typing import TypeGuard
 
+from pydantic import TypeAdapter, ValidationError
+
+from broker.errors import ConfigError
 from broker.layout import Model, vector_of
-from broker.messages import Contribution, Message, Upload
+from broker.messages import Contribution, Message, Upload, first_wrong
 from broker.records import End, counted
 from updater.journal import (
+    Ending,
     JournalDamaged,
     JournalError,
     Record,
@@ -18,6 +23,7 @@ from updater.journal import (
     SegmentHead,
     Standing,
     Taken,
+    Tear,
 )
 from updater.progress import Progress, Step, close_round, take
 from updater.strategies import DeviceVectors, Memory, State, Strategy, strategy_of
@@ -26,6 +32,7 @@ _SHORT = 1e-30  # gamma H; less is no training
 # How far two machines' C libraries may be apart in a weight: by its last bits, or by so little that
 # no model shows it.
 _WEIGHTS, _NO_WEIGHT = 1e-12, 1e-60
+_END: TypeAdapter[End] = TypeAdapter(End)
 
 
 class Diverged(JournalError):
@@ -58,9 +65,9 @@ class Rebuild:
     Holds two models and the strategy's memory, and what it was given to load updates into.
     """
 
-    def __init__(self, strategy: Strategy, segment: Segment) -> None:
+    def __init__(self, segment: Segment) -> None:
         """Begins with the standing of ``segment``. Raises JournalError."""
-        said = segment.standing
+        said, strategy = segment.standing, rule_of(segment)
         model = Model(segment.layout)
         memory = Model(segment.layout) if said.memory is not None else None
         segment.load(segment.standing_record, *([model, memory] if memory else [model]))
@@ -106,6 +113,7 @@ class Rebuild:
         if isinstance(message, RoundClosed) and not message.late:
             step = close_round(self.strategy, before, message.round)
         elif is_used(message):
+            self._check_fits(record, message.upload)
             spare = self.spare()
             used += (spare,)
             step = take(
@@ -117,6 +125,19 @@ class Rebuild:
         self.progress = step.after
         self.free(*used)
         return step
+
+    def _check_fits(self, record: Record, upload: Upload) -> None:
+        """No updater would have used what the rule cannot take. Raises JournalDamaged."""
+        state, rule = self.progress.state, self.strategy
+        why = unfit(rule, upload)
+        if upload.tau > state.version:
+            why = f"trained from version {upload.tau}, but the newest is {state.version}"
+        elif upload.layout != state.model.layout.signature:
+            why = "of another layout"
+        elif upload.sends != rule.sends:
+            why = f"sends a {upload.sends}"
+        if why:
+            raise JournalDamaged(f"{record.place.where}: an update was used that cannot be: {why}")
 
     def check(self, record: Record, step: Step) -> None:
         """The second half: is what came out what the journal says? Raises Diverged."""
@@ -153,6 +174,15 @@ class Rebuild:
         upload = message.upload
         version = upload.tau + message.staleness  # the newest one when it arrived
         return self.strategy.weigh(version, upload.tau, upload.samples)
+
+
+def rule_of(segment: Segment) -> Strategy:
+    """The strategy that a segment was written by. Raises JournalDamaged if there is no such."""
+    head = segment.head
+    try:
+        return strategy_of(head.strategy, head.devices)
+    except ConfigError as error:
+        raise JournalDamaged(f"{segment.path}: {error}") from error
 
 
 def _vectors(segment: Segment, strategy: Strategy) -> DeviceVectors | None:
@@ -236,11 +266,12 @@ class Recovered:
     rounds: list[str]  # entries that ended rounds, oldest first
     forgotten: int
     finished: str | None
+    ending: Ending  # of the segment, behind what counts
     stored: dict[int, str] = field(default_factory=dict)  # device -> segment with its vector
     records: int = 0
     reweighed: int = 0  # updates whose weight this machine computes differently, by a hair
-    end: int = 0  # bytes of the segment that count
     torn_bytes: int = 0
+    torn: Tear | None = None  # where a crash tore a record
 
 
 def recovered(segment: Segment, until: str | None = None) -> Recovered:
@@ -249,13 +280,13 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
     Raises JournalError, Diverged among it.
     """
     said = segment.standing
-    rebuild = Rebuild(strategy_of(segment.head.strategy, segment.head.devices), segment)
+    rebuild = Rebuild(segment)
     found = Recovered(
         head=segment.head, progress=rebuild.progress, checkpoint=rebuild.progress,
         version=said.version, digest=said.digest, time=said.time, made=said.made,
-        counts=said.counts, done={row[0]: End(*row) for row in segment.done()},
+        counts=said.counts, done={end.task: end for end in _ends(segment)},
         rounds=list(said.rounds), forgotten=said.forgotten, finished=said.finished,
-        end=segment.begun,
+        ending=segment.beginning,
         stored=dict.fromkeys(said.here, segment.path.name) | segment.elsewhere,
     )  # fmt: skip
     for record in segment.records():
@@ -267,7 +298,7 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
         if found.progress is not None and not _followed(found, rebuild, segment, record):
             break
         found.records += 1
-        found.end = record.end
+        found.ending = Ending(segment.path, record.end, record.chain)
         if message.digest is not None:
             found.version, found.digest, found.time = message.version, message.digest, message.time
         found.finished = message.finished or found.finished
@@ -283,8 +314,20 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
             name: max(found.counts.get(name, 0), known.get(name, 0))
             for name in found.counts | known
         }
-    found.torn_bytes, found.reweighed = segment.size - found.end, rebuild.reweighed
+    found.torn_bytes, found.torn = segment.size - found.ending.at, segment.torn
+    found.reweighed = rebuild.reweighed
     return found
+
+
+def _ends(segment: Segment) -> Iterator[End]:
+    """How tasks ended lately, by the standing. Raises JournalDamaged."""
+    names = [one.name for one in fields(End)]
+    for row in segment.done():
+        try:
+            yield _END.validate_python(dict(zip(names, row, strict=False)))
+        except ValidationError as error:
+            where = segment.standing_record.place.where
+            raise JournalDamaged(f"{where}: an end of a task: {first_wrong(error)}") from error
 
 
 def _followed(found: Recovered, rebuild: Rebuild, segment: Segment, record: Record) -> bool:
@@ -297,8 +340,8 @@ def _followed(found: Recovered, rebuild: Rebuild, segment: Segment, record: Reco
         update = rebuild.spare()
         segment.load(record, update)
         if update.digest() != record.message.upload.digest:
-            if segment.was_on_disk(record.place.offset):
-                raise JournalDamaged(f"{record.place.where}: the update is not what it was")
+            where = record.place
+            segment.tear(where.offset, f"{where.where}: the update is not what it was")
             return False
     step = rebuild.follow(record, update)
     found.progress = step.after

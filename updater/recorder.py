@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from broker.errors import Fenced
 from broker.layout import Model
 from runtime.backoff import pause
 from updater.journal import (
     SUFFIX,
     VECTORS,
+    Claim,
+    Ending,
     JournalError,
     JournalFull,
     JournalSettings,
@@ -26,13 +27,12 @@ from updater.journal import (
     Taken,
     Writer,
     name_of,
+    newest_epoch,
     sync_file,
 )
 from updater.strategies import DeviceVectors
 
 T = TypeVar("T")
-
-_STEP_NS = 1_000_000_000
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Recorder:
         self._before = 0  # position at which the segment begins
         self._since = _Since()
         self.stored: dict[int, str] = {}  # device -> the segment that holds its vector
-        self._looked_at = 0  # the folder's time of change when it was listed
+        self._claim: Claim | None = None
         self._syncing: asyncio.Task[None] | None = None
         self._now = asyncio.Event()  # set: it need not wait any longer
         self._appending = ThreadPoolExecutor(1, "journal")
@@ -69,14 +69,15 @@ class Recorder:
         return self._writer.head if self._writer else None
 
     @property
-    def name(self) -> str | None:
-        """The file name of the segment that is written."""
-        return self._writer.path.name if self._writer else None
+    def epoch(self) -> int:
+        """The epoch that claimed the journal; 0: none did yet."""
+        return self._claim.epoch if self._claim else 0
 
     @property
-    def size(self) -> int | None:
-        """Its size in bytes."""
-        return self._writer.size if self._writer else None
+    def ending(self) -> Ending | None:
+        """Where the segment that is written ends."""
+        writer = self._writer
+        return Ending(writer.path, writer.size, writer.chain) if writer else None
 
     @property
     def appended(self) -> int:
@@ -103,6 +104,19 @@ class Recorder:
             or time.monotonic() - since.begun >= s.segment_s
         )
 
+    async def newest_epoch(self) -> int:
+        """The newest epoch of which the folder has a segment or another's claim; -1: none."""
+        return await self._in_thread(lambda: newest_epoch(self.folder, besides=self._claim))
+
+    async def claim(self, epoch: int) -> None:
+        """From now on nobody who leads an older epoch commits anything that is not read from here.
+
+        To be made before anything is read. Raises Fenced, JournalError.
+        """
+        if self._claim is not None and self._claim.epoch == epoch:
+            return
+        self._claim = await self._in_thread(lambda: Claim(self.folder, epoch))
+
     async def begin(
         self,
         head: SegmentHead,
@@ -118,11 +132,15 @@ class Recorder:
         those that changed, and those of segments that go.
         """
         await self._synced()
-        before = self._writer
+        before, claim = self._writer, self._claim
+        if claim is None:
+            raise RuntimeError("the journal was not claimed")
 
         def begun() -> tuple[Writer, str]:
+            claim.check(
+                before.path if before is not None else None
+            )  # whoever has a successor begins nothing
             if before is not None:
-                self._check_last(before)  # whoever has a successor deletes nothing that it needs
                 self._sync(before)
             if after is not None:
                 sync_file(after)
@@ -144,7 +162,9 @@ class Recorder:
             if vectors is not None:
                 vectors.changed.clear()
             try:
+                claim.settle()
                 for path in outlived:
+                    claim.check()  # nor does it delete what the successor needs
                     _delete(path)
             except JournalError as error:  # the new one is there: it is what is gone on with
                 return writer, str(error)
@@ -175,11 +195,12 @@ class Recorder:
     ) -> list[int]:
         """Adds records with their payloads, synced together: the position behind each.
 
-        Behind what is None is where the one before it ends. Raises JournalFull, having done nothing
-        that counts: what was added is cut off again.
+        Behind what is None is where the one before it ends. Where the disk is full there are fewer
+        positions than records: the others were not added. What was, stays: a successor may have
+        read it. Raises JournalFull if not even the first fits.
         """
-        writer = self._writer
-        if writer is None:
+        writer, claim = self._writer, self._claim
+        if writer is None or claim is None:
             raise RuntimeError("no segment was begun")
 
         def append() -> list[int]:
@@ -189,16 +210,16 @@ class Recorder:
                 for message, models in records:
                     sizes.append(writer.append(message, *models) if message else writer.size)
             except JournalFull:
-                writer.cut(before)
-                raise
+                if not sizes:
+                    raise
             if self._settings.sync == "always" and writer.size > before:
                 self._sync(writer)
-            self._check_last(writer)
+            claim.check(writer.path)  # behind the record, and before the commit
             return sizes
 
         sizes = await self._in_thread(append)
         self._since.versions += sum(
-            one is not None and one.digest is not None for one, _ in records
+            one is not None and one.digest is not None for one, _ in records[: len(sizes)]
         )
         if self._settings.sync == "interval":
             await self._sync_in_time(writer)
@@ -209,23 +230,9 @@ class Recorder:
 
         Redis may have forgotten that it ever led; the files have not.
         """
-        writer = self._writer
-        if writer is not None:
-            await self._in_thread(lambda: self._check_last(writer))
-
-    def _check_last(self, writer: Writer) -> None:
-        try:
-            changed = self.folder.stat().st_mtime_ns
-            if changed == self._looked_at:
-                return  # a listing takes as long as a record, where there are many segments
-            # A file system's clock has steps: a change this recent may hide another one.
-            self._looked_at = changed if time.time_ns() - changed > _STEP_NS else 0
-            names = [path.name for path in self.folder.iterdir()]
-        except OSError as error:
-            raise JournalError(f"{self.folder}: cannot be read: {error.strerror}") from error
-        newest = max((name for name in names if name.endswith(SUFFIX)), default="")
-        if newest > writer.path.name:
-            raise Fenced(f"another updater has taken over: it writes {self.folder / newest}")
+        writer, claim = self._writer, self._claim
+        if writer is not None and claim is not None:
+            await self._in_thread(lambda: claim.check(writer.path))
 
     async def _sync_in_time(self, writer: Writer) -> None:
         """Begins to write to disk what is due; waits only where the disk does not keep up."""
@@ -267,13 +274,16 @@ class Recorder:
             await self._in_thread(lambda: self._sync(writer))
 
     async def close(self) -> None:
-        """Flushes and closes."""
+        """Flushes and closes. A claim behind which nothing was begun is withdrawn."""
         try:
             await self.flush()
+            if self._claim is not None and self._writer is None:
+                await self._in_thread(self._claim.withdraw)
         finally:
             if self._writer is not None:
                 self._writer.close()
                 self._writer = None
+            self._claim = None
             self._appending.shutdown()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:

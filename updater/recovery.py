@@ -29,7 +29,14 @@ from runtime.service import Context
 from updater import changes
 from updater.course import Course
 from updater.intake import Intake
-from updater.journal import JournalError, JournalSettings, Segment, SegmentHead, segments
+from updater.journal import (
+    Ending,
+    JournalError,
+    JournalSettings,
+    Segment,
+    SegmentHead,
+    segments,
+)
 from updater.metrics import Metrics
 from updater.progress import Progress
 from updater.publisher import Publisher
@@ -72,6 +79,8 @@ class Recovery:
 
     async def recover(self) -> None:
         """Takes the run up where the journal has it, or makes it."""
+        if not await self._claim():
+            return  # another was quicker: the lease's loop finds out
         chain = await asyncio.to_thread(segments, self.recorder.folder)
         try:
             run, head = await self._seen()
@@ -90,6 +99,18 @@ class Recovery:
         finally:
             for segment in chain:
                 segment.close()
+
+    async def _claim(self) -> bool:
+        """Claims the journal before it is read: whether it is ours.
+
+        From then on whoever leads an older epoch commits nothing that is not read now, even if
+        Redis forgot who leads.
+        """
+        newest = await self.recorder.newest_epoch()
+        if self.lease.number <= newest and not await self.lease.acquire(at_least=newest):
+            return False
+        await self.recorder.claim(self.lease.number)
+        return True
 
     async def _seen(self) -> tuple[Run | None, Head | None]:
         """The run as Redis has it."""
@@ -114,10 +135,6 @@ class Recovery:
         """Rebuilds the newest version from the journal."""
         newest = chain[-1]
         self._check_journal(newest.head, run)
-        if self.lease.number <= newest.head.epoch and not await self.lease.acquire(
-            at_least=newest.head.epoch
-        ):
-            return  # another was quicker: the lease's loop finds out
         began = time.monotonic()
         found = await self._patiently(lambda: recovered(newest))
         if found.progress is None:  # recorded without weights: only Redis has the newest model
@@ -126,12 +143,17 @@ class Recovery:
                 return
             found = await self._from_redis(newest, found, head)
         self._take_over(found, run)
-        await self.begin_segment("continued", after=newest, cut=found.end)
+        await self.begin_segment("continued", after=found.ending)
         self.context.log.info(
             "recovered", version=found.version, records=found.records,
             torn_bytes=found.torn_bytes, reweighed=found.reweighed,
             seconds=round(time.monotonic() - began, 3),
         )  # fmt: skip
+        if found.torn is not None and found.torn.behind:
+            self.context.log.error(
+                "the journal's end is torn: what Redis has of it is made again",
+                torn=f"{found.torn.place}{found.torn.lost}",
+            )
 
     async def _from_redis(self, newest: Segment, found: Recovered, head: Head | None) -> Recovered:
         """A journal without weights and the model that Redis has; if told to adopt, its own."""
@@ -243,19 +265,17 @@ class Recovery:
         self.course.ahead = None
         self.context.log.error("going on from Redis's newest model", version=head.version)
 
-    async def begin_segment(
-        self, why: str, *, after: Segment | None = None, cut: int | None = None
-    ) -> None:
-        """A segment that begins with where the run stands."""
+    async def begin_segment(self, why: str, *, after: Ending | None = None) -> None:
+        """A segment that begins with where the run stands. ``after``: another's; None: our own."""
         course, mine = self.course, self.recorder.head
         run, progress = course.run, course.progress
         if run is None or progress is None:
             return
-        predecessor = after.path.name if after else self.recorder.name
-        epoch = mine.epoch if mine else self.lease.number
+        before = after or self.recorder.ending
         head = SegmentHead(
-            epoch=epoch, number=mine.number + 1 if mine else 0,
-            predecessor=predecessor, cut=cut if after else self.recorder.size,
+            epoch=self.recorder.epoch, number=mine.number + 1 if mine else 0,
+            predecessor=before.path.name if before else None, cut=before.at if before else None,
+            follows=before.chain.hex() if before else None,
             lineage=run.lineage, run=self.keys.name, task=run.task, devices=run.devices,
             versions=run.versions, seed=run.seed, created=run.created,
             strategy=self.rule.model_dump(mode="json"), layout=run.layout.encode(),

@@ -24,6 +24,7 @@ from broker.layout import Model
 from updater.inspection import check_joint
 from updater.journal import (
     Chunk,
+    Cut,
     JournalDamaged,
     JournalError,
     Place,
@@ -31,15 +32,16 @@ from updater.journal import (
     RoundClosed,
     Segment,
     Taken,
+    Tear,
     chunk_bytes,
     cuts,
     segments,
 )
 from updater.progress import Progress, Step, close_round, take
-from updater.rebuild import Diverged, NotRecorded, Rebuild, is_used, recorded, unfit
-from updater.strategies import Memory, Rule, Strategy, strategy_of
+from updater.rebuild import Diverged, NotRecorded, Rebuild, is_used, recorded, rule_of, unfit
+from updater.strategies import Memory, Rule, Strategy
 
-Cut: TypeAlias = tuple[Segment, int | None]  # and the bytes of it that count
+Counted: TypeAlias = tuple[Segment, Cut | None]  # and what of it counts
 
 _AHEAD = 8 << 20  # bytes that are read ahead; where models are large, one of them
 
@@ -239,7 +241,7 @@ class Replayer:
         return self._strategy is not None or bool(self._without)
 
     @property
-    def torn(self) -> Place | None:
+    def torn(self) -> Tear | None:
         """Where a crash tore a record; known once the replay got there."""
         return self._chain[-1][0].torn
 
@@ -273,7 +275,7 @@ class Replayer:
                     if version >= 0:
                         self.adopted.append(segment.standing.version)
                     was, what_if = (
-                        Rebuild(strategy_of(segment.head.strategy, segment.head.devices), segment),
+                        Rebuild(segment),
                         None,
                     )
                     version = segment.standing.version
@@ -316,12 +318,12 @@ class Replayer:
         """The next segment of a lineage begins where the one before ended. Raises Diverged."""
         check_joint(segment, (was.progress.state.version, was.digest))
         self.checkpoints += 1
-        was.strategy = strategy_of(segment.head.strategy, segment.head.devices)
+        was.strategy = rule_of(segment)
 
     def _rule(self, segment: Segment) -> Strategy:
         """The other rule, as it is for a segment. Raises NotRecorded."""
         recorded_as, devices = segment.head.strategy, segment.head.devices
-        was = strategy_of(recorded_as, devices)
+        was = rule_of(segment)
         if self._strategy is None:
             return was
         rule = self._strategy(recorded_as) if callable(self._strategy) else self._strategy
@@ -374,7 +376,7 @@ class _Ahead:
     version is compared.
     """
 
-    def __init__(self, chain: Sequence[Cut]) -> None:
+    def __init__(self, chain: Sequence[Counted]) -> None:
         self._chain = chain
         self._free: SimpleQueue[mmap | None] = SimpleQueue()  # None: stop
         self._read: SimpleQueue[Chunk | Exception | None] = SimpleQueue()  # None: segment's end
@@ -392,13 +394,17 @@ class _Ahead:
         """
         for segment, cut in self._chain:
             yield segment, None, None
-            while (chunk := self._read.get()) is not None:
-                if isinstance(chunk, Exception):
-                    raise chunk
-                for record, update in segment.found(chunk, cut):
-                    if record.end == chunk.end:
-                        self._used = chunk.memory
-                    yield segment, record, update
+            for chunk, record, update in segment.found(self._chunks(), cut):
+                if record.end == chunk.end:
+                    self._used = chunk.memory
+                yield segment, record, update
+
+    def _chunks(self) -> Iterator[Chunk]:
+        """The chunks of the next segment."""
+        while (chunk := self._read.get()) is not None:
+            if isinstance(chunk, Exception):
+                raise chunk
+            yield chunk
 
     def free(self) -> None:
         """The payload that was found last is not needed any more."""

@@ -221,8 +221,9 @@ class Updater:
         finally:
             with self._metrics.seconds.labels("journal").time():
                 positions = await appending
-            self._course.unwritten = []
-            for change, position in zip(changes, positions, strict=True):
+            # Fewer, where the disk is full: the rest is tried again, and says so.
+            self._course.unwritten = changes[len(positions) :]
+            for change, position in zip(changes, positions, strict=False):
                 self._happened(change, position)
 
     async def _settle_all(self, recorded: Sequence[tuple[Change, int]]) -> None:

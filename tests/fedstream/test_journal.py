@@ -240,8 +240,8 @@ def test_verify_names_what_does_not_count(journal: Command, tmp_path: Path) -> N
     data = fenced.read_bytes()
     fenced.unlink()
     with Segment(tmp_path / FIRST) as segment:
-        size = segment.size
-    again = Scribe(tmp_path, epoch=3, predecessor=FIRST, cut=size)
+        *_, last = segment.records()
+    again = Scribe(tmp_path, epoch=3, predecessor=FIRST, cut=last.end, follows=last.chain.hex())
     again.close()
     fenced.write_bytes(data)
     with (tmp_path / FIRST).open("ab") as file:

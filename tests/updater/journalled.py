@@ -24,7 +24,7 @@ def records(folder: Path) -> list[Taken | RoundClosed]:
     found: list[Taken | RoundClosed] = []
     chain = segments(folder)
     for segment, successor in zip(chain, [*chain[1:], None], strict=True):
-        for record in segment.records(successor.head.cut if successor else None):
+        for record in segment.records(successor.follows if successor else None):
             assert isinstance(record.message, Taken | RoundClosed)
             found.append(record.message)
     for segment in chain:

@@ -202,7 +202,7 @@ async def test_an_updater_killed_between_two_checkpoints_goes_on_to_the_same_bit
     assert all(segment.head.needs == (VECTORS,) for segment in chain[1:])
     assert any(segment.standing.elsewhere for segment in chain)
     for before, segment in pairwise(chain):  # of each what changed, and no more
-        written = [record.message for record in before.records(segment.head.cut)]
+        written = [record.message for record in before.records(segment.follows)]
         assert {*segment.standing.here} == {
             message.upload.device for message in written if isinstance(message, Taken)
         }
@@ -462,10 +462,14 @@ class Kept:
 
     async def segment(self) -> str:
         """The next segment begins where this one ends: why an old one stays."""
-        mine, twin = self.recorder.head, self.twin
+        mine, twin, before = self.recorder.head, self.twin, self.recorder.ending
+        if mine is None:
+            await self.recorder.claim(1)
         head = SegmentHead(
-            epoch=1, number=mine.number + 1 if mine else 0, predecessor=self.recorder.name,
-            cut=self.recorder.size, lineage="line", run="demo", task="digits", devices=M,
+            epoch=1, number=mine.number + 1 if mine else 0,
+            predecessor=before.path.name if before else None, cut=before.at if before else None,
+            follows=before.chain.hex() if before else None,
+            lineage="line", run="demo", task="digits", devices=M,
             versions=100, seed=0, created=1.0, strategy=self._rule.model_dump(mode="json"),
             layout=self.layout.encode(), release="tests", time=1.0,
         )  # fmt: skip
@@ -677,7 +681,7 @@ def test_vectors_that_begin_on_a_page_go_to_disk_as_they_are(
     writer = Writer(folder, head, standing, *models, vectors=vectors)
     writer.close()
     with Segment(writer.path) as segment:
-        assert segment.begun == segment.size
+        assert segment.beginning.at == segment.size
         found = recovered(segment).progress
     assert found
     assert same(found.state.memory.devices, vectors)
@@ -687,8 +691,8 @@ def test_a_release_that_does_not_know_of_vectors_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two(folder, AFA_CS)
-    monkeypatch.setattr("updater.journal._KNOWN", set())
-    with pytest.raises(JournalError, match=r"needs device vectors, .* read it with a newer one"):
+    monkeypatch.setattr("updater.journal.reading.KNOWN", set())
+    with pytest.raises(JournalError, match=r"needs 'device vectors', .* read it with a newer one"):
         segments(folder)
 
 

@@ -34,16 +34,15 @@ from tests.support import (
 )
 from tests.updater.journalled import backed_up, fails, go_back, held, makes, records
 from updater.journal import (
-    _MARK,
-    _RECORD,
     JournalDamaged,
     JournalError,
     RoundClosed,
     Segment,
     Taken,
-    _checksum,
+    Tear,
     segments,
 )
+from updater.journal.frames import BEGINNING, packed
 from updater.progress import Progress
 from updater.rebuild import recovered
 from updater.recovery import Recovery
@@ -886,7 +885,7 @@ def test_a_message_that_nobody_could_read_again_is_not_written(
 ) -> None:
     scribe = Scribe(tmp_path)
     size = scribe.writer.size
-    monkeypatch.setattr("updater.journal._MESSAGE", 500)
+    monkeypatch.setattr("updater.journal.writing.MOST", 500)
     with pytest.raises(JournalError, match=r"a message of \d+ bytes, at most 500"):
         scribe.refuse(reason="x" * 500)
     scribe.close()
@@ -900,8 +899,8 @@ def test_a_record_inside_an_update_is_no_record(tmp_path: Path, *, knows: bool) 
     scribe.update()
     salt = scribe.writer._salt if knows else 0
     message = scribe.head.encode()
-    frame = _RECORD.pack(_MARK, len(message), 0, 1 << 40, 0)[:-8]
-    planted = frame + _checksum(salt, frame, message).to_bytes(8, "little") + message
+    at = scribe.writer.size + PAGE  # a record says where it stands
+    planted, _ = packed(message, payload=0, synced=1 << 40, offset=at, follows=BEGINNING, salt=salt)
     update = model_of(scribe.layout)
     update.buffer.data[: len(planted)] = planted
     scribe._taken(scribe._upload(None, update, 0), update, outcome="refused", reason="planted")
@@ -915,7 +914,7 @@ def test_a_record_inside_an_update_is_no_record(tmp_path: Path, *, knows: bool) 
                 list(torn.records())
         else:
             assert len(list(torn.records())) == 1
-            assert torn.torn == last.place
+            assert torn.torn == Tear(last.place)
             read = Model(torn.layout)
             torn.load(last, read)
             assert read.digest() == update.digest()

@@ -20,8 +20,15 @@ from broker.ledger import _SCRIPTS
 from broker.messages import CloseRound
 from tests.support import Hand, Proxy, context, counted, running, wait_until
 from tests.updater.journalled import backed_up, fails, go_back, held, makes, reasons, records
-from updater import journal
-from updater.journal import JournalError, JournalSettings, Segment, Taken, Writer, segments
+from updater.journal import (
+    JournalError,
+    JournalSettings,
+    Segment,
+    Taken,
+    Writer,
+    segments,
+    writing,
+)
 from updater.rebuild import recovered
 from updater.recorder import Recorder
 from updater.strategies import FedAvgSettings
@@ -552,13 +559,13 @@ async def test_who_slept_while_it_began_a_segment_and_finds_it_cleared_away_is_f
     await makes(hand, make(), 4.0)
     await makes(hand, make(name="successor"), 4.0)
     chain = segments(folder)
-    real = journal._named
+    real = writing._named
 
     def slept(aside: Path, path: Path) -> None:
         recorder._outlived(chain[-1].path.name)
         real(aside, path)
 
-    monkeypatch.setattr(journal, "_named", slept)
+    monkeypatch.setattr(writing, "_named", slept)
     head = chain[0].head.model_copy(update={"number": 7})
     model = Model(chain[0].layout)
     chain[0].load(chain[0].standing_record, model)

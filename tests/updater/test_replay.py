@@ -19,12 +19,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.errors import ConfigError
 from broker.layout import PAGE, Model
 from tests.journals import GOLDEN, LAYOUT, Scribe
 from tests.support import layout_of
-from updater import journal
-from updater.journal import JournalDamaged, JournalError, Place, RoundClosed, Segment, Taken
+from updater.journal import (
+    JournalDamaged,
+    JournalError,
+    Place,
+    RoundClosed,
+    Segment,
+    Taken,
+    Tear,
+    reading,
+)
 from updater.rebuild import Diverged, NotRecorded
 from updater.replay import Moment, Replayer
 from updater.strategies import FedAsyncSettings, FedAvgSettings
@@ -122,7 +129,7 @@ def test_records_lie_anywhere_in_what_is_read_at_once(
     folder: Path, monkeypatch: pytest.MonkeyPatch, pages: int
 ) -> None:
     """At its end, across it, and longer than the memory that is there for it."""
-    monkeypatch.setattr(journal, "_CHUNK", pages * PAGE)
+    monkeypatch.setattr(reading, "_CHUNK", pages * PAGE)
     scribe = Scribe(folder, layout=layout_of(1500))
     for n in range(12):
         scribe.update()
@@ -233,7 +240,7 @@ def test_a_torn_tail_ends_it(folder: Path, layout: Any, left: int) -> None:
     os.truncate(path, begin + left if left > 0 else end + left)
     with Replayer(folder) as replayer:
         assert [moment.version for moment in replayer] == [1]
-        assert replayer.torn == Place(path, begin)
+        assert replayer.torn == Tear(Place(path, begin))
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, LARGE])
@@ -253,7 +260,7 @@ def test_a_disk_that_fails_is_told_where_it_did(
             raise OSError(errno.EIO, "Input/output error")
         return read(file, into, at)
 
-    monkeypatch.setattr(journal, "_CHUNK", PAGE)
+    monkeypatch.setattr(reading, "_CHUNK", PAGE)
     monkeypatch.setattr(os, "preadv", failing)
     with Replayer(folder) as replayer:
         replay = iter(replayer)
@@ -526,7 +533,7 @@ def test_a_journal_of_an_unknown_rule(folder: Path) -> None:
     scribe.head = head
     scribe._begin("begun")
     scribe.close()
-    with pytest.raises(ConfigError, match=r"strategy"):
+    with pytest.raises(JournalDamaged, match=rf"^{path}: strategy.: Input tag 'magic'"):
         digests(folder)
 
 

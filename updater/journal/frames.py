@@ -1,0 +1,121 @@
+"""How a segment's file begins, and what a record looks like in it: pure bytes.
+
+The file's first page has magic, format and salt. A record is
+
+    mark (4 bytes) | length of the message (4) | length of the payload (8)
+    | bytes known to be on disk when it was written (8) | the record's own offset (8)
+    | checksum of the record before it (32) | SHA-256 of salt, all that and the message (32)
+    | the message, msgpack | the payload: a model's bytes
+
+little-endian, filled up to a page behind the message and behind the payload: so they are written
+past the system's cache, which for models costs more than the disk. The payload is covered by the
+digest that the message states. The salt is drawn for each file, so that no update can contain a
+record.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from broker.layout import PAGE
+
+FORMAT = 2
+MOST = 16 << 20  # bytes of a message; a longer one is no message of ours
+BEGINNING = bytes(32)  # what a segment's first record follows: its message says what is before it
+
+_FILE = struct.Struct("<8sI4xQ")  # magic, format, salt; alone on its page
+_MAGIC = b"fedstrm\n"
+_FRAME = struct.Struct("<IIQQQ32s")
+_CHECKSUM = hashlib.sha256().digest_size
+_MARK = 0x6C6E726A  # "jrnl"
+
+FILE_BYTES = _FILE.size
+FRAME_BYTES = _FRAME.size + _CHECKSUM
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a record is."""
+
+    path: Path  # of the segment
+    offset: int  # bytes from its beginning
+
+    def __str__(self) -> str:
+        return f"{self.path.name} at byte {self.offset}"
+
+    @property
+    def where(self) -> str:
+        """The place with its folder, for messages."""
+        return f"{self.path} at byte {self.offset}"
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """What stands in front of a message."""
+
+    length: int  # of the message
+    payload: int  # bytes of it
+    synced: int  # bytes of the file that were on disk when it was written
+    offset: int  # where it was written
+    follows: bytes  # the checksum of the record before it
+    checksum: bytes
+
+    def end(self, at: int) -> int:
+        """The offset behind the record, if it begins ``at``."""
+        return self.payload_at(at) + filled(self.payload)
+
+    def payload_at(self, at: int) -> int:
+        """Where its payload begins, if it begins ``at``."""
+        return at + filled(FRAME_BYTES + self.length)
+
+
+def file_page(salt: int) -> bytes:
+    """How a segment's file begins."""
+    return _FILE.pack(_MAGIC, FORMAT, salt)
+
+
+def file_parts(data: bytes) -> tuple[int, int] | None:
+    """Format and salt of the file that begins so; None if it is no segment's."""
+    if len(data) < FILE_BYTES or data[: len(_MAGIC)] != _MAGIC:
+        return None
+    _, number, salt = _FILE.unpack_from(data)
+    return number, salt
+
+
+def packed(
+    message: bytes, *, payload: int, synced: int, offset: int, follows: bytes, salt: int
+) -> tuple[bytes, bytes]:
+    """Frame and message on end, and the record's checksum."""
+    frame = _FRAME.pack(_MARK, len(message), payload, synced, offset, follows)
+    checksum = _checksum(salt, frame, message)
+    return frame + checksum + message, checksum
+
+
+def frame_of(data: bytes | memoryview) -> Frame | None:
+    """The frame that these bytes begin with; None if it is none."""
+    if len(data) < FRAME_BYTES:
+        return None
+    mark, length, payload, synced, offset, follows = _FRAME.unpack_from(data)
+    if mark != _MARK or length > MOST:
+        return None
+    return Frame(length, payload, synced, offset, follows, bytes(data[_FRAME.size : FRAME_BYTES]))
+
+
+def is_whole(salt: int, data: bytes, checksum: bytes) -> bool:
+    """Whether frame and message are what was written. ``data``: both, and no more."""
+    return _checksum(salt, data[: _FRAME.size], data[FRAME_BYTES:]) == checksum
+
+
+def filled(length: int) -> int:
+    """So many bytes on pages of their own."""
+    return length + -length % PAGE
+
+
+def _checksum(salt: int, frame: bytes, message: bytes) -> bytes:
+    digest = hashlib.sha256(salt.to_bytes(8, "little"))
+    digest.update(frame)
+    digest.update(message)
+    return digest.digest()

@@ -1,0 +1,123 @@
+"""What a journal's records say. Whatever is read from a file is held to these bounds first."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import Field
+
+from broker.messages import Contribution, Count, Message, Name, Outcome, Upload
+
+SUFFIX = ".journal"
+VECTORS = "device vectors"  # what a segment with some of them needs
+KNOWN = frozenset({VECTORS})  # needs that this release can meet
+
+_YEAR_9999 = 253_402_300_799.0
+
+# Later ones are no times: they have no calendar.
+Time = Annotated[float, Field(ge=0, le=_YEAR_9999)]  # seconds since 1970; of a simulation, since 0
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Mean = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Epoch = Annotated[int, Field(ge=0, lt=10**8)]  # names sort by it
+Number = Annotated[int, Field(ge=0, lt=10**6)]
+SegmentName = Annotated[str, Field(pattern=r"^[0-9]{8}-[0-9]{6}\.journal$")]
+Chain = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # SHA-256, in hexadecimal
+Counts: TypeAlias = dict[str, Count]
+
+
+class SegmentHead(Message):
+    """The first record of a segment: what it belongs to."""
+
+    kind: ClassVar[str] = "segment"
+    needs: tuple[Name, ...] = ()  # what a reader must know of besides the format
+    epoch: Epoch
+    number: Number  # of the epoch's segments
+    predecessor: SegmentName | None = None
+    cut: Count | None = None  # bytes of the predecessor that count
+    follows: Chain | None = None  # the chain's value there
+    lineage: Name  # the same from version 0 on, or since Redis's model was adopted
+    run: Name
+    task: Name
+    devices: Count
+    versions: Count  # the run ends with this one
+    seed: Count
+    created: Time  # of the run
+    strategy: dict[str, Any]  # name and parameters
+    layout: bytes
+    release: str  # of fedstream, numpy and the machine, for whoever wonders about a bit
+    time: Time  # of the segment
+
+
+class Standing(Message):
+    """Where the run stands: the second record of a segment. Payload: the model, then the memory."""
+
+    kind: ClassVar[str] = "standing"
+    why: Literal["begun", "continued", "adopted"]
+    version: Count
+    digest: Name
+    time: Time  # of the version
+    arrivals: Count = 0  # in the strategy's memory
+    weight: Weight = 0.0  # summed there
+    memory: Name | None = None  # digest of its model
+    held: tuple[Contribution, ...] = ()
+    mean_staleness: Mean = 0.0
+    counts: Counts = Field(default_factory=dict)  # of the run, as Redis had them last
+    done: tuple[tuple[Any, ...], ...] = ()  # the fields of `End`s, lately, oldest first
+    forgotten: Count = 0  # the version at which a task may have ended that `done` has no more
+    rounds: tuple[str, ...] = ()  # entries that ended rounds lately, oldest first
+    made: tuple[Contribution, ...] = ()  # the updates in the version
+    finished: str | None = None  # why the run is over
+    here: tuple[Count, ...] = ()  # devices whose vectors are the records that follow
+    again: tuple[Count, ...] = ()  # those of them that are as they were: their segment went
+    elsewhere: tuple[tuple[Count, SegmentName], ...] = ()  # and where the others' are
+
+
+class DeviceVector(Message):
+    """What a strategy remembers of a device. Payload: a vector as long as the parameters."""
+
+    kind: ClassVar[str] = "device_vector"
+    device: Count
+    digest: Name
+
+
+class Taken(Message):
+    """One update and what became of it. Payload: its bytes as received, where they are recorded."""
+
+    kind: ClassVar[str] = "taken"
+    entry: Name  # of the queue
+    upload: Upload
+    outcome: Outcome
+    reason: str = ""
+    staleness: Count
+    weight: Weight = 0.0  # as it was used, exactly
+    version: Count  # after it
+    digest: Name | None = None  # of the version, if this made one
+    time: Time  # when
+    received: Time  # when it was admitted: the queue's clock
+    finished: str | None = None  # why the run is over with this
+    counts: Counts = Field(default_factory=dict)  # of the run, before this
+
+
+class RoundClosed(Message):
+    """The end of a round, as the queue brought it."""
+
+    kind: ClassVar[str] = "round_closed"
+    entry: Name
+    round: Count  # the version that it was for
+    late: bool = False  # the run was over: it ends nothing
+    why: str = ""
+    version: Count  # after it
+    digest: Name | None = None  # of the version, if this made one
+    time: Time
+    received: Time
+    finished: str | None = None
+    counts: Counts = Field(default_factory=dict)
+
+
+Entry: TypeAlias = Taken | RoundClosed
+KINDS: tuple[type[Message], ...] = (SegmentHead, Standing, DeviceVector, Taken, RoundClosed)
+
+
+def name_of(epoch: int, number: int) -> str:
+    """A segment's file name; they sort by age."""
+    return f"{epoch:08d}-{number:06d}{SUFFIX}"
