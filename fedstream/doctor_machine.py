@@ -239,10 +239,11 @@ def _untrained(found: Task) -> nn.Module:
     import torch
 
     from fedstream.simulation.training import blamed
+    from trainer.task import untrained
 
     with blamed("model()"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        return found.model()
+        return untrained(found)
 
 
 def _data(settings: Settings, found: Task, module: nn.Module) -> str:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from broker.errors import DataError, FedstreamError, LayoutMismatch
 from broker.layout import Model
-from trainer.task import load_task
+from trainer.task import load_task, measured, untrained
 from updater.inspection import Move, direction, history, newest, since
 from updater.journal import Segment, Standing, Taken
 from updater.mixing import norm
@@ -164,7 +164,7 @@ def measuring(settings: Settings) -> Callable[[int, Model], dict[str, float]] | 
     name = settings.task.name
     with redirect_stdout(stderr), _told(f"task {name!r}"):  # stdout may be a program's
         task = load_task(name, settings.task)
-        data, module = task.test_data(), task.model()
+        data, module = task.test_data(), untrained(task)
     if data is None:
         return None
 
@@ -177,8 +177,7 @@ def measuring(settings: Settings) -> Callable[[int, Model], dict[str, float]] | 
                     f"task {name!r} is not what this journal was trained on: its model has other "
                     "tensors"
                 ) from error
-            metrics = task.metrics(module, data)
-        return {key: float(value) for key, value in metrics.items()}
+            return measured(task, module, data)
 
     return measure
 

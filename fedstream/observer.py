@@ -55,6 +55,7 @@ class History:
         self.measured: tuple[int, dict[str, float]] | None = None  # the last of them
         self.best_accuracy: tuple[int, float] | None = None  # and its first version
         self.tried: int | None = None  # the version last measured, also where that failed
+        self.unmeasured: Event | None = None  # where it failed
         self.errors: dict[str, Event] = {}  # the first of each kind that a user's task raised
         self.failed = 0  # tasks that raised or killed their trainers, in a row
         self.refused = 0  # updates in a row
@@ -85,7 +86,7 @@ class History:
             self.measure(event.version, event.metrics or {})
         elif event.what == "error":
             if event.device is None:  # the evaluator's
-                self.tried = event.version
+                self.tried, self.unmeasured = event.version, event
             else:
                 self.failed += 1
             self.errors.setdefault(event.reason or "", event)
@@ -99,7 +100,7 @@ class History:
 
     def measure(self, version: int, metrics: dict[str, float]) -> None:
         """A version was measured, or there was nothing to measure it by."""
-        self.tried = version
+        self.tried, self.unmeasured = version, None
         if not metrics:  # the task has none to offer
             return
         self.evaluations[version] = metrics

@@ -41,7 +41,7 @@ from fedstream.presence import serving
 from fedstream.recall import recall
 from fedstream.recording import CONFIG
 from fedstream.redis_server import RedisServer
-from fedstream.services import devices_of, look_over, task_of
+from fedstream.services import check_used, devices_of, look_over, task_of
 from fedstream.supervisor import Program, Supervisor
 from runtime.backoff import pause
 from runtime.config import dump
@@ -338,12 +338,16 @@ def examine(settings: Settings) -> Subject:
     """
     import torch
 
+    from trainer.task import untrained
     from trainer.vector import layout_of
 
+    check_used(settings)
     with redirect_stdout(sys.stderr):  # stdout may be a program's
         task = task_of(settings)
         try:
-            module = task.model()
+            module = untrained(task)
+        except ConfigError as error:
+            raise ConfigError(f"task {settings.task.name!r}: {error}") from error
         except Exception as error:
             raise ConfigError(_user_error(settings, "model()", error)) from error
         layout_of(module)
@@ -353,8 +357,8 @@ def examine(settings: Settings) -> Subject:
             raise
         except Exception as error:
             raise DataError(_user_error(settings, "test_data()", error)) from error
-    devices = devices_of(settings, task)
-    look_over(task, devices)
+        devices = devices_of(settings, task)
+        look_over(task, devices, trained_here=True)
     return Subject(module, devices, tested, torch.__version__)
 
 
@@ -545,7 +549,11 @@ class LocalRun:
         now = time.monotonic()
         self._finished_since = self._finished_since or now
         tried = view.head.version == self._observer.history.tried
-        if tried or not self._subject.tested:
+        failure = self._observer.history.unmeasured
+        if tried and failure is not None:
+            why = f"{view.run.why}, but it could not be measured: {_last_line(failure)}"
+            self._end(Ending("failed", why))
+        elif tried or not self._subject.tested:
             self._end(Ending("finished", view.run.why or ""))
         elif now - self._finished_since > _MEASURED_WITHIN_S:
             self._display.say(f"the last version was not measured in {_MEASURED_WITHIN_S:.0f} s")
@@ -664,5 +672,10 @@ def _raised(event: Event) -> str:
 def _last_error(errors: Mapping[str, Event]) -> str:
     if not errors:
         return "they killed their trainers"
-    text = (list(errors.values())[-1].text or "").strip()
+    return _last_line(list(errors.values())[-1])
+
+
+def _last_line(event: Event) -> str:
+    """What an error was, without its traceback."""
+    text = (event.text or "").strip()
     return text.splitlines()[-1] if text else "see the logs"

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from broker.errors import ConfigError, DataError
+from broker.errors import ConfigError, DataError, FedstreamError
 from broker.keys import Keys
 from broker.records import Run
 from coordinator.rounds import Rounds
@@ -17,7 +17,7 @@ from runtime.service import Service, serve
 from trainer.devices import AlwaysAvailable, eligible
 from trainer.evaluator import Evaluator
 from trainer.service import Trainer
-from trainer.task import load_task
+from trainer.task import load_task, runs_program, words
 from updater.service import Updater
 from updater.strategies import AfaCsSettings, ScaffoldSettings
 
@@ -63,24 +63,45 @@ def devices_of(settings: Settings, task: Task) -> int:
     return devices
 
 
-def look_over(task: Task, devices: int) -> None:
-    """Raises DataError if a device's data set is empty, where looking costs nothing.
+def look_over(task: Task, devices: int, *, trained_here: bool) -> None:
+    """Raises DataError if the data set of a device is empty, is none, or can't be had.
 
-    That is where they are tensors in memory. What takes longer than a second, or is not on this
-    machine, is left to the training.
+    What it takes more than a second to look at is left to the training. ``trained_here``: the data
+    is on this machine; else nothing is said if it can't be had.
     """
-    from torch.utils.data import TensorDataset
+    from trainer.solvers import size_of
 
     until = time.monotonic() + _LOOK_S
     for device in range(devices):
         try:
             data = task.device_data(device)
-        except Exception:
-            return  # whoever trains there says what it was
-        if not isinstance(data, TensorDataset) or time.monotonic() > until:
+        except Exception as error:
+            if not trained_here:
+                return  # whoever trains there says what it was
+            if isinstance(error, FedstreamError):
+                raise
+            raise DataError(f"device {device}: {words(error)}") from error
+        size_of(data, device)
+        if time.monotonic() > until:
             return
-        if len(data) == 0:
-            raise DataError(f"device {device} has no data: its data set is empty")
+
+
+def check_used(settings: Settings) -> None:
+    """Raises ConfigError for a key that is of no use to a task of one's own."""
+    task = settings.task
+    if not runs_program(task.name):
+        return
+    without = {
+        "partition": task.partition is not None,
+        "data_root (--data-root)": task.data_root is not None,
+        "download": task.download,
+        "seed": task.seed != 0,
+    }
+    if useless := [key for key, given in without.items() if given]:
+        raise ConfigError(
+            f"task.{useless[0]} has no effect on {task.name!r}: a task of your own finds and "
+            "splits its data by itself; leave it out"
+        )
 
 
 def found(settings: Settings) -> tuple[Run, Model]:
@@ -89,7 +110,7 @@ def found(settings: Settings) -> tuple[Run, Model]:
 
     task = task_of(settings)
     devices = devices_of(settings, task)
-    look_over(task, devices)
+    look_over(task, devices, trained_here=False)
     rule = settings.rule.build()
     model = initial(task, settings.run.seed, controls=rule.controls)
     run = Run(

@@ -31,7 +31,7 @@ from fedstream.display import short, two_columns
 from fedstream.observer import History
 from fedstream.recording import CONFIG
 from fedstream.run import usable
-from fedstream.services import task_of
+from fedstream.services import check_used, task_of
 from fedstream.simulation import Outcome, VersionMade, simulate
 from fedstream.terminal import console
 from runtime.config import dump
@@ -43,6 +43,7 @@ _CODES = {"finished": 0, "interrupted": 130, "failed": 1}
 def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[int, dict[str, Any]]:
     """Simulates it, and writes the files: the exit code and the summary. Raises FedstreamError."""
     _check_folder(out)
+    check_used(settings)
     settings = _with_paths(settings)
     with redirect_stdout(sys.stderr):  # stdout may be a program's
         task = task_of(settings)

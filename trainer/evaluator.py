@@ -25,6 +25,7 @@ from runtime.backoff import pause
 from runtime.config import Section
 from runtime.service import Context, repeat
 from trainer.placement import Place, Threads, check, placed
+from trainer.task import measured, untrained
 
 if TYPE_CHECKING:
     from torch import nn
@@ -107,7 +108,7 @@ class Evaluator:
         self._learning = self._load()
         data = self._learning.test_data()
         self._data: Dataset[object] | None = data if data is None else placed(data, place)
-        self._module: nn.Module = self._learning.model().to(place)
+        self._module: nn.Module = untrained(self._learning).to(place)
 
     async def _step(self) -> None:
         """Measures the newest version if it is due, else waits for the next."""
@@ -177,4 +178,4 @@ class Evaluator:
         if self._data is None:
             raise DataError("there is no test data to measure a model by")
         vector.load(model, self._module)
-        return {k: float(v) for k, v in self._learning.metrics(self._module, self._data).items()}
+        return measured(self._learning, self._module, self._data)

@@ -57,6 +57,7 @@ from trainer.devices import AlwaysAvailable, DeviceSettings, behaviour, eligible
 from trainer.hanging import returns
 from trainer.placement import Place, Threads, check, placed
 from trainer.solvers import Cancelled, Scaffold, SolverSettings, Trained, Work
+from trainer.task import untrained
 from trainer.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -220,7 +221,7 @@ class Trainer:
         torch.set_num_threads(self._settings.threads)
         torch.backends.cudnn.deterministic = True  # the same task again gives the same bits
         self._learning = learning = self._load()
-        self._module = learning.model().to(place)
+        self._module = untrained(learning).to(place)
         self._layout = layout_of(self._module)
         self._data = lru_cache(_PARTITIONS_KEPT)(
             lambda device: placed(learning.device_data(device), place)

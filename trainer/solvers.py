@@ -179,7 +179,7 @@ def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Train
     """
     import torch
 
-    samples = _size(data, work.device)
+    samples = size_of(data, work.device)
     trained = [x for x in model.parameters() if x.requires_grad]
     if not trained:
         raise ConfigError("there is nothing to train: no parameter of the model takes a gradient")
@@ -483,12 +483,14 @@ def gather(data: Dataset[Any], rows: torch.Tensor) -> Any:
         raise DataError(f"items of the data set do not make a batch: {error}") from error
 
 
-def _size(data: Dataset[Any], device: int) -> int:
+def size_of(data: Dataset[Any], device: int) -> int:
+    """How many samples. Raises DataError where there are none, or it has no length."""
     try:
         size = len(data)  # type: ignore[arg-type]  # torch's Dataset declares no length
     except TypeError:
         raise DataError(
-            f"device {device}: its data has no length; device_data() must give a map-style data set"
+            f"device {device}: device_data() returned {type(data).__name__}, which has no length: "
+            "it must return a map-style data set"
         ) from None
     if size == 0:
         raise DataError(f"device {device} has no data: its data set is empty")

@@ -169,6 +169,27 @@ class TaskSettings(Section):
     """of the partition"""
 
 
+def untrained(task: Task) -> nn.Module:
+    """The task's model. Raises ConfigError if that is none, and whatever ``model()`` raises."""
+    from torch import nn
+
+    module: object = task.model()
+    if not isinstance(module, nn.Module):
+        got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
+        raise ConfigError(f"model() returned {got}: it must return a torch.nn.Module, untrained")
+    return module
+
+
+def measured(task: Task, module: nn.Module, data: Dataset[Any]) -> dict[str, float]:
+    """What ``task.metrics`` says of a model. Raises DataError if that is no number by name, and
+    whatever ``metrics()`` raises."""
+    found: object = task.metrics(module, data)
+    try:
+        return {str(name): float(value) for name, value in found.items()}  # type: ignore[attr-defined]
+    except (AttributeError, TypeError, ValueError) as error:
+        raise DataError(f"metrics() returned no dict of numbers by name: {error}") from error
+
+
 def runs_program(spec: str) -> bool:
     """Whether loading the task of that name runs a program that is not ours."""
     return bool(spec.rpartition(":")[0])

@@ -16,6 +16,7 @@ from torch.nn.parameter import is_lazy
 
 from broker.errors import LayoutMismatch
 from broker.layout import Kind, Layout, Model, Tensor
+from trainer.task import untrained
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -56,7 +57,7 @@ def initial(task: Task, seed: int, *, controls: bool = False) -> Model:
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        module = task.model()
+        module = untrained(task)
     layout = layout_of(module)
     model = Model(layout.with_controls() if controls else layout)
     read(module, model)

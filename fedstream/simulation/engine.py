@@ -162,7 +162,7 @@ class _Run:
         self._devices = devices_of(settings, task)
         self._plan = plan(settings, self._devices) if arrivals is None else iter(arrivals)
         self._strategy = settings.rule.build(self._devices)
-        look_over(task, self._devices)
+        look_over(task, self._devices, trained_here=True)
         with blamed("model()"):
             x_0 = initial(task, settings.run.seed, controls=self._strategy.controls)
         self._training = Training(settings, task, self._strategy, self._devices, cancelled)

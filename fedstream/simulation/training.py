@@ -17,7 +17,7 @@ from trainer import vector
 from trainer.answer import as_sent
 from trainer.placement import check, placed
 from trainer.solvers import Cancelled, Trained, Work
-from trainer.task import Task, words
+from trainer.task import Task, measured, untrained, words
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -75,7 +75,7 @@ class Training:
     ) -> None:
         simulation = settings.simulation
         with blamed("model()"), torch.random.fork_rng(devices=[]):
-            self.module = task.model().to(simulation.device)
+            self.module = untrained(task).to(simulation.device)
         self.together = 0
         self._settings = settings
         self._task = task
@@ -202,7 +202,7 @@ class Measuring:
             return {}
         vector.load(model, self._training.module)
         with blamed("test data"):
-            return dict(self._task.metrics(self._training.module, self._data))
+            return measured(self._task, self._training.module, self._data)
 
 
 @contextmanager

@@ -414,7 +414,7 @@ class Endless(Dataset[Any]):
     ("data", "words"),
     [
         (TensorDataset(torch.zeros(0, 4), torch.zeros(0)), "device 3 has no data"),
-        (Endless(), "device 3: its data has no length"),
+        (Endless(), r"device 3: device_data\(\) returned Endless, which has no length"),
         (TensorDataset(torch.zeros(5, 4)), r"device 3: the default loss .* items are \(x, y\)"),
         (AsItems(TensorDataset(torch.zeros(5, 4))), r"device 3: the default loss"),
         ([(None, 1)], "device 3: items of the data set do not make a batch"),

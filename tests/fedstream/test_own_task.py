@@ -1,0 +1,165 @@
+"""What is wrong with a user's task is said in a line, before anything begins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedstream import run as local
+from fedstream.config import Settings
+from fedstream.display import Quiet
+from fedstream.observer import History
+from tests.fedstream.conftest import Command
+from tests.fedstream.views import event, view
+
+TASK = """
+import torch
+from torch.utils.data import TensorDataset
+from fedstream import Task
+
+
+class Blobs(Task):
+    devices = 4
+
+    def model(self):
+        return torch.nn.Linear(2, 2)
+
+    def device_data(self, device):
+        x = torch.linspace(-1, 1, 20).reshape(10, 2)
+        return TensorDataset(x, (x[:, 0] > 0).long())
+
+    def test_data(self):
+        return self.device_data(0)
+
+
+class Dict(Blobs):
+    def model(self):
+        return {"a": 1}
+
+
+class Class(Blobs):
+    def model(self):
+        return torch.nn.Linear
+
+
+class Raising(Blobs):
+    def device_data(self, device):
+        if device == 2:
+            raise OSError("no disk")
+        return super().device_data(device)
+
+
+class Empty(Blobs):
+    def device_data(self, device):
+        return list(super().device_data(device))[: 0 if device == 3 else 9]
+
+
+class Nothing(Blobs):
+    def device_data(self, device):
+        return None
+
+
+class Metrics(Blobs):
+    def metrics(self, model, data):
+        return {"accuracy": 1 / 0}
+
+
+class NoNumbers(Blobs):
+    def metrics(self, model, data):
+        return 3
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "own_wrong_task.py").write_text(TASK)
+    monkeypatch.chdir(tmp_path)
+    before = list(sys.path)
+    yield tmp_path
+    sys.path[:] = before
+    sys.modules.pop("own_wrong_task", None)
+
+
+@pytest.mark.parametrize("does", ["run", "simulate"])
+@pytest.mark.parametrize(
+    ("task", "code", "said"),
+    [
+        ("Dict", 2, "model() returned dict: it must return a torch.nn.Module"),
+        ("Class", 2, "model() returned the class Linear"),
+        ("Raising", 1, "device 2: OSError: no disk at"),
+        ("Empty", 1, "device 3 has no data"),
+        ("Nothing", 1, "device 0: device_data() returned NoneType, which has no length"),
+    ],
+)
+def test_what_a_task_does_not_give_is_said_before_anything_begins(
+    command: Command, folder: Path, does: str, task: str, code: int, said: str
+) -> None:
+    ended, out, error = command(does, "--task", f"own_wrong_task.py:{task}", "--out", "out")
+    assert (ended, out) == (code, "")
+    assert said in error
+    assert error.count("\n") == 1
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize("does", ["run", "simulate"])
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (("--data-root", "/data"), "task.data_root (--data-root)"),
+        (("--set", "task.partition.p=3"), "task.partition"),
+        (("--set", "task.download=true"), "task.download"),
+        (("--set", "task.seed=1"), "task.seed"),
+    ],
+)
+def test_what_is_of_no_use_to_a_task_of_ones_own_is_refused(
+    command: Command, folder: Path, does: str, options: tuple[str, str], key: str
+) -> None:
+    ended, out, error = command(does, "--task", "own_wrong_task.py:Blobs", "--out", "out", *options)
+    assert (ended, out) == (2, "")
+    assert f"{key} has no effect on " in error
+    assert error.count("\n") == 1
+    assert not (folder / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("task", "said"),
+    [
+        ("Metrics", "test data: ZeroDivisionError: division by zero at"),
+        ("NoNumbers", "metrics() returned no dict of numbers by name"),
+    ],
+)
+def test_metrics_that_raise_fail_a_simulation(
+    command: Command, folder: Path, task: str, said: str
+) -> None:
+    ended, _, error = command("simulate", "--task", f"own_wrong_task.py:{task}", "--out", "out")
+    assert ended == 1
+    assert said in error
+    assert error.count("\n") == 1
+
+
+def test_a_run_whose_last_version_could_not_be_measured_has_failed(tmp_path: Path) -> None:
+    from torch import nn
+
+    plan = local.Plan(Settings(), out=tmp_path)
+    subject = local.Subject(nn.Linear(1, 1), 1, tested=True, torch="")
+    run = local.LocalRun(plan, subject, Quiet(), "redis://127.0.0.1:1/0", None, 0)
+    over = view(run=replace(view().run, state="finished", why="version 3 reached"))
+    raised = "Traceback:\n  somewhere\nZeroDivisionError: division by zero\n"
+    run._observer.view, history = over, run._observer.history
+    history.tell(event("error", version=3, reason="metrics: ZeroDivisionError", text=raised))
+    run._judge()
+    assert run._ending is not None
+    assert (run._ending.state, run._ending.code) == ("failed", 1)
+    assert run._ending.why.endswith("could not be measured: ZeroDivisionError: division by zero")
+
+
+def test_a_measurement_after_one_that_raised_counts() -> None:
+    history = History()
+    history.tell(event("error", version=3, reason="metrics: ZeroDivisionError"))
+    history.tell(event("evaluation", version=4, metrics={"accuracy": 0.5}))
+    assert history.unmeasured is None
+    assert history.tried == 4
