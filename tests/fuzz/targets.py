@@ -25,6 +25,7 @@ from broker.layout import Layout, Model
 from broker.messages import Message, decode
 from fedstream.config import Settings
 from runtime.config import load
+from tests.fuzz import journals
 from tests.fuzz.harness import Target
 from tests.support import layout_of, model_of
 from trainer import cifar, digits
@@ -46,6 +47,13 @@ def targets() -> dict[str, Target]:
         Target("set", _set, texts=_SETS),
         Target("url", _url, texts=_URLS),
         Target("idx", _idx, texts=_IDX),
+        Target(
+            "journal",
+            journals.read,
+            values=journals.values(),
+            encode=journals.encoded,
+            texts=journals.files(),
+        ),
         Target("cifar", _cifar, values=[_CIFAR], encode=_pickled),
     )
     return {target.name: target for target in every}
