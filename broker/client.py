@@ -24,7 +24,7 @@ from redis import exceptions
 from redis.asyncio.connection import Connection, parse_url
 from redis.crc import key_slot
 
-from broker.errors import BrokerError, ConfigError, NoScript, OutOfMemory, Unavailable
+from broker.errors import BrokerError, ConfigError, Foreign, NoScript, OutOfMemory, Unavailable
 from broker.places import Address, Cluster, Guide, Sentinels
 from broker.settings import RedisSettings, check_files
 
@@ -63,6 +63,8 @@ _OPTIONS = {
 }  # fmt: skip
 _SAID = (exceptions.ResponseError, exceptions.AuthenticationError)
 _OF_THE_URL = {"connection_class", "host", "port"}  # which redis-py would take as options too
+# Another type than ours under a key, or a stream at whose end nothing can be added.
+_FOREIGN = re.compile(r"WRONGTYPE |exhausted the last possible ID|equal or smaller than the target")
 _UNTRUSTED = re.compile(r"certificate verify failed: ([^(]+)")
 
 
@@ -77,7 +79,11 @@ class _Elsewhere:
 class Client:
     """Commands to one Redis, each done at most once. Safe for concurrent tasks of one loop."""
 
-    def __init__(self, settings: RedisSettings, name: str = "") -> None:
+    def __init__(
+        self, settings: RedisSettings, name: str = "", *, loads_scripts: bool = True
+    ) -> None:
+        """``loads_scripts``: whether this user may; trainers must wait until a service has."""
+        self.loads_scripts = loads_scripts
         options = _options(settings)
         self._make = options.pop("connection_class")
         self._options = options | {
@@ -301,7 +307,12 @@ class Client:
                 text += " (a user's rights are for one role and one run: run.name)"
             return BrokerError(f"{where} refuses: {text}")
         if isinstance(error, exceptions.NoScriptError):
-            return NoScript(f"{where}: {text}")
+            return NoScript(f"{where} does not know our scripts yet: a coordinator loads them")
+        if _FOREIGN.search(text):
+            return Foreign(
+                f"{where}: a key of the run holds something else than it should ({text}): a "
+                "coordinator says which, and puts it aside"
+            )
         if isinstance(error, exceptions.OutOfMemoryError) or "OOM " in text:
             return OutOfMemory(f"{where} is full: {text}")
         if untrusted := _UNTRUSTED.search(text):

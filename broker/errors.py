@@ -5,13 +5,14 @@
     ├── DataError             data that is missing or does not fit; says where it was sought
     └── BrokerError
         ├── Unavailable       Redis cannot be reached or cannot serve now     (retriable)
-        │   └── OutOfMemory   Redis is full: back-pressure                    (retriable)
+        │   ├── OutOfMemory   Redis is full: back-pressure                    (retriable)
+        │   └── NoScript      Redis does not know a script (any more)         (retriable)
+        ├── Foreign           a key holds what is not ours                    (retriable)
         ├── BadMessage        an entry that cannot be decoded
         ├── LayoutMismatch    a model of another shape than the run's
         ├── BlobMissing       a blob that is gone: expired, deleted or never written
         ├── BlobDamaged       a blob whose bytes do not match its digest or size
         ├── NoRun             the run was not created yet
-        ├── NoScript          Redis does not know a script (any more)
         └── Fenced            another process has taken this role over
 
 ``retriable`` says whether the same call may succeed later without anything being changed.
@@ -48,6 +49,16 @@ class OutOfMemory(Unavailable):
     """Redis refused a write because its memory limit is reached."""
 
 
+class NoScript(Unavailable):
+    """Redis was asked for a script by its digest and does not know it."""
+
+
+class Foreign(BrokerError):
+    """A key of ours holds a value of another type, or ids of a day to come."""
+
+    retriable = True  # a coordinator puts it aside
+
+
 class BadMessage(BrokerError):
     """An entry whose bytes are not a message of this schema."""
 
@@ -70,10 +81,6 @@ class BlobDamaged(BrokerError):
 
 class NoRun(BrokerError):
     """The run does not exist in this Redis."""
-
-
-class NoScript(BrokerError):
-    """Redis was asked for a script by its digest and does not know it."""
 
 
 class Fenced(BrokerError):

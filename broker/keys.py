@@ -10,8 +10,9 @@ import re
 
 from broker.errors import ConfigError
 
-COORDINATORS = "coordinators"  # the group that reads `triggers` and `uploads`
-TRAINERS = "trainers"  # the group that reads `tasks` and every `tasks:<owner>`
+COORDINATORS = "coordinators"  # the group that reads `triggers` and every `inbox:<site>`
+TRAINERS = "trainers"  # the group that reads `tasks` and every `tasks:<site>/<owner>`
+POOL = "pool"  # the operator's own site: its trainers serve every device that nobody owns
 
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
 
@@ -24,6 +25,19 @@ def check_name(what: str, name: str) -> str:
             "the first a letter or a digit"
         )
     return name
+
+
+def member(site: str, trainer: str) -> str:
+    """What a trainer of a site is called in the registers: those of the pool by their name alone.
+
+    No name has a slash in it, so nobody is called like a trainer of another site.
+    """
+    return trainer if site == POOL else f"{site}/{trainer}"
+
+
+def site_of(name: str) -> str:
+    """The site of a trainer by what it is called."""
+    return name.rpartition("/")[0] or POOL
 
 
 class Keys:
@@ -45,19 +59,23 @@ class Keys:
         self.trainers = prefix + "trainers"  # trainer -> what it said of itself
         self.alive = prefix + "alive"  # trainer -> when it was last heard, Redis's clock
         self.owners = prefix + "owners"  # device -> the trainer that owns it
-        self.rates = prefix + "rates"  # trainer -> triggers of its own in the second that '' says
+        self.rates = prefix + "rates"  # what each site did in the second that '' says
+        self.sites = prefix + "sites"  # those that have an inbox
         # what flows, as streams
         self.triggers = prefix + "triggers"
         self.tasks = prefix + "tasks"
-        self.uploads = prefix + "uploads"
         self.queue = prefix + "queue"
         self.models = prefix + "models"
         self.events = prefix + "events"
         self.dead = prefix + "dead"
 
+    def inbox(self, site: str) -> str:
+        """All that a site's trainers say. They can append to it, and nothing else."""
+        return f"{self.prefix}inbox:{site}"
+
     def tasks_of(self, owner: str) -> str:
-        """The tasks of a trainer that owns devices."""
-        return f"{self.tasks}:{owner}"
+        """The tasks of a trainer that owns devices: see :func:`member`."""
+        return f"{self.tasks}:{owner if '/' in owner else f'{POOL}/{owner}'}"
 
     def leader(self, role: str) -> str:
         """The lease of a role that one process holds at a time."""
@@ -68,17 +86,25 @@ class Keys:
         return f"{self.prefix}model:{blob}"
 
     def update(self, blob: str) -> str:
-        """The blob of an update."""
+        """The blob of an update, whose name begins with its site."""
         return f"{self.prefix}update:{blob}"
 
     def device(self, device: int) -> str:
-        """What a strategy remembers of a device, for whoever trains for it (SCAFFOLD's c_i)."""
+        """What a strategy remembers of a device (SCAFFOLD's c_i)."""
         return f"{self.prefix}device:{device}"
 
     def staged(self, device: int, digest: str) -> str:
         """The same while it is written: the same name is always the same bytes."""
         return f"{self.device(device)}:{digest}"
 
-    def workspace(self, task: str) -> str:
-        """What an interrupted task left for whoever goes on with it."""
-        return f"{self.prefix}workspace:{task}"
+    def control(self, site: str, device: int) -> str:
+        """The same, as it was when a site was given a task of this device."""
+        return f"{self.prefix}control:{site}/{device}"
+
+    def workspace(self, site: str, task: str) -> str:
+        """What an interrupted task left for whoever of its site goes on with it."""
+        return f"{self.prefix}workspace:{site}/{task}"
+
+    def quarantine(self, key: str) -> str:
+        """Where something goes that has no business under a key of ours."""
+        return f"{self.prefix}quarantine:{key.removeprefix(self.prefix)}"

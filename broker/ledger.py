@@ -19,8 +19,9 @@ import msgpack
 
 from broker import reasons
 from broker.client import Client, Command
+from broker.custody import find_lost
 from broker.errors import BadMessage, Fenced, NoRun, NoScript
-from broker.keys import COORDINATORS, TRAINERS, Keys
+from broker.keys import COORDINATORS, POOL, TRAINERS, Keys, member
 from broker.messages import (
     OUTCOMES,
     SCHEMA,
@@ -28,6 +29,7 @@ from broker.messages import (
     Dead,
     Event,
     GiveUp,
+    Presence,
     RoundEnd,
     Task,
     Trigger,
@@ -47,20 +49,17 @@ from broker.records import (
     mapping,
     trigger_of,
 )
-from broker.scripts import Script
+from broker.scripts import Script, load_all
 from broker.streams import Entry
 
 _SCRIPTS = {
     name: Script(name)
     for name in (
         "admit", "announce", "bury", "close_round", "commit", "create", "dispatch",
-        "finish_run", "finish_task", "hand_out", "leave", "look", "measure", "retire", "retry",
+        "finish_run", "hand_out", "leave", "look", "measure", "relay", "retire", "retry",
         "settle_unserved", "tell", "trigger", "withdraw",
     )
 }  # fmt: skip
-
-# They ride in pipelines with a wait: one that Redis does not know would cost the wait.
-_PIPELINED = ("admit", "close_round", "dispatch", "look", "trigger", "withdraw")
 
 _DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # trainers may write other fields
 
@@ -88,6 +87,12 @@ def _about(data: bytes) -> dict[str, Any]:
 
 def _text(reply: bytes) -> str:
     return reply.decode()
+
+
+def _devices(fields: Iterable[bytes], devices: int) -> tuple[int, ...]:
+    """Those of the run, in order, of the names of fields."""
+    found = (int(field) for field in fields if _DEVICE.fullmatch(field))
+    return tuple(sorted(device for device in found if device < devices))
 
 
 def _verdict(reply: Sequence[bytes]) -> tuple[str, str]:
@@ -129,19 +134,24 @@ class Ledger:
         )
 
     def _decision(
-        self, name: str, parsed: Callable[[Any], T], *arguments: Any, rest: Sequence[str] = ()
+        self,
+        name: str,
+        parsed: Callable[[Any], T],
+        *arguments: Any,
+        rest: Sequence[str] = (),
+        **more: str,
     ) -> Decision[T]:
-        script, keys = _SCRIPTS[name], self.keys.__dict__
+        script, keys = _SCRIPTS[name], {**self.keys.__dict__, **more}
         return Decision(
             script.command(keys, *arguments, rest=rest), parsed,
             partial(script, self._client, keys, *arguments, rest=rest),
         )  # fmt: skip
 
-    async def prepare(self) -> None:
-        """Makes Redis know the scripts that ride in pipelines."""
-        await self._client.pipeline(
-            [("SCRIPT", "LOAD", _SCRIPTS[name].source) for name in _PIPELINED]
-        )
+    async def prepare(self, sites: Iterable[str] = ()) -> None:
+        """Makes Redis know the sites and the scripts, also of trainers, who may load none."""
+        await load_all(self._client)
+        if names := sorted(sites):
+            await self._client.call("SADD", self.keys.sites, *names)
 
     def _event(self, **fields: Any) -> dict[str, Any]:
         event = {
@@ -181,7 +191,7 @@ class Ledger:
 
     def _view(self, reply: Any) -> View:
         run, head, counts, *numbers, event, version, now = reply
-        opened, admitted, queue, triggers, uploads, trainers, kept, dead, owned = numbers
+        opened, admitted, queue, triggers, inbox, trainers, kept, dead, owned = numbers
         if not run:
             raise NoRun(f"there is no run {self.keys.name!r} in Redis at {self._client.address}")
         return View(
@@ -192,11 +202,11 @@ class Ledger:
             admitted=admitted,
             queue=queue,
             triggers=triggers,
-            uploads=uploads,
+            inbox=inbox,
             trainers=trainers,
             kept=kept,
             dead=dead,
-            owned=tuple(sorted(int(field) for field in owned if _DEVICE.fullmatch(field))),
+            owned=_devices(owned, Run.parsed(tuple(run)).devices),
             now=float(now),
             told={self.keys.events: event.decode(), self.keys.models: version.decode()},
         )
@@ -275,25 +285,44 @@ class Ledger:
         pairs = [part for t in triggers for part in (t.task, t.encode())]
         return self._decision("trigger", opened, token, limit, draw, *pairs)
 
-    async def ask(self, wish: CloseRound | Withdraw | Trigger) -> None:
-        """Asks the coordinator: to end a round, to give tasks up, or for an anarchic device's own
-        task."""
+    async def ask(self, wish: CloseRound | Withdraw) -> None:
+        """Asks the coordinator to end a round, or to give tasks up."""
         await self._client.call("XADD", self.keys.triggers, "*", "m", wish.encode())
 
     # the coordinator's part
 
-    def dispatch(self, entry: Entry, trigger: Trigger, *, rate: int, limit: int) -> Decision[str]:
-        """Makes a trigger a task, of the pool or of the device's owner: what became of it.
+    def dispatch(self, entry: Entry, trigger: Trigger) -> Decision[str]:
+        """Makes a trigger of the scheduler a task, of the pool or of the device's owner.
 
-        A device's own trigger is taken up to ``rate`` a second and trainer, while fewer than
-        ``limit`` tasks are open.
+        What became of it: 'sent', 'ended' (before), 'repeated'.
         """
         about = {
             "group": COORDINATORS, "entry": entry.id, "task": trigger.task,
-            "device": trigger.device, "origin": trigger.origin, "rate": rate, "limit": limit,
+            "device": trigger.device,
         }  # fmt: skip
         task = Task.of(trigger).encode()
-        return self._decision("dispatch", _text, _packed(about), task, trigger.encode())
+        return self._decision(
+            "dispatch", _text, _packed(about), task, trigger.encode(), stream=self.keys.triggers
+        )
+
+    def take_up(
+        self, site: str, entry: Entry, trigger: Trigger, *, anarchic: bool, rate: int, limit: int
+    ) -> Decision[str]:
+        """Makes a trigger of a site's own device a task: what became of it.
+
+        'sent'; 'unasked' (devices do not decide by themselves in this run), 'foreign' (it is not
+        the site's device, or none of the run's), 'limited' (more than ``rate`` a second and site,
+        or ``limit`` tasks are open), 'busy' (the device has a task), 'finished', 'repeated'.
+        """
+        about = {
+            "group": COORDINATORS, "entry": entry.id, "task": trigger.task,
+            "device": trigger.device, "site": site, "rate": rate, "limit": limit,
+            "anarchic": anarchic,
+        }  # fmt: skip
+        task = Task.of(trigger).encode()
+        return self._decision(
+            "dispatch", _text, _packed(about), task, trigger.encode(), stream=self.keys.inbox(site)
+        )
 
     def close_round(self, entry: Entry, closing: CloseRound) -> Decision[str]:
         """Gives up a round's unanswered tasks, and tells the updater through the queue."""
@@ -313,28 +342,78 @@ class Ledger:
         return self._decision("withdraw", _text, _packed(about), _packed(self._event()))
 
     def admit(
-        self, entry: Entry, answer: Upload | GiveUp, *, size_limit: int
+        self,
+        entry: Entry,
+        answer: Upload | GiveUp,
+        *,
+        size_limit: int,
+        site: str = POOL,
+        trusted: bool = True,
     ) -> Decision[tuple[str, str]]:
-        """Admits an answer to the queue, or not: ('admitted' | 'refused' | ..., reason)."""
+        """Admits an answer to the queue, or not: ('admitted' | 'refused' | ..., reason).
+
+        ``site``: whose inbox it came through; where it is not ``trusted``, staleness counts from
+        the version that was the newest when the task was handed out.
+        """
         about: dict[str, object] = {
-            "group": COORDINATORS, "entry": entry.id,
+            "group": COORDINATORS, "entry": entry.id, "site": site, "trusted": trusted,
             "task": answer.task, "attempt": answer.attempt, "device": answer.device,
         }  # fmt: skip
         event = self._event(device=answer.device)
+        name = member(site, answer.trainer)
         if isinstance(answer, GiveUp):
             about["give_up"] = reason = reasons.of_giving_up(answer.reason)
             if reason != answer.reason:
                 event["text"] = answer.reason
-            blob = self.keys.update(f"{answer.task}.{answer.attempt}")
+            said: Upload | GiveUp = answer
+            blob = f"{site}/{answer.task}.{answer.attempt}"
         else:
-            blob = self.keys.update(answer.blob)
+            said = answer.model_copy(update={"site": site, "handed": None, "trainer": name})
+            blob = said.blob
             about |= {
                 "tau": answer.tau, "base": answer.base, "layout": answer.layout,
                 "size": answer.size, "size_limit": size_limit,
             }  # fmt: skip
         return self._decision(
-            "admit", _verdict, _packed(about), answer.encode(), _packed(event), rest=[blob]
-        )
+            "admit", _verdict, _packed(about), said.encode(), _packed(event),
+            rest=[self.keys.update(blob)], stream=self.keys.inbox(site),
+        )  # fmt: skip
+
+    def hear(
+        self, site: str, entry: Entry, said: Presence, *, denied: Sequence[int] = (), most: int
+    ) -> Decision[str]:
+        """A trainer is there and owns devices, or leaves: 'heard', 'leaves', 'repeated', 'over'.
+
+        ``denied``: those of its devices that its site may not own. 'over': the site has ``most``
+        other trainers.
+        """
+        name = member(site, said.trainer)
+        about = {
+            "group": COORDINATORS, "entry": entry.id, "site": site, "name": name,
+            "owns": said.owns, "denied": denied, "leaves": said.leaves, "most": most,
+            "pool": TRAINERS,
+        }  # fmt: skip
+        kept = {
+            "host": said.host, "pid": said.pid, "owns": said.owns, "device": said.device,
+            "answers": said.answers,
+        }  # fmt: skip
+        joined = self._event(what="trainer", text=f"{name} joined")
+        return self._decision(
+            "announce", _text, _packed(about), _packed(kept), _packed(joined),
+            _packed(self._event(what="trainer")), stream=self.keys.inbox(site),
+        )  # fmt: skip
+
+    def relay(
+        self, site: str, entry: Entry, event: Event | None, *, most: int, why: str
+    ) -> Decision[str]:
+        """Passes on what a site tells observers, at most so often a second: 'told', 'dropped'.
+
+        None: it is of no use. ``why``: as what it is counted where it is dropped.
+        """
+        return self._decision(
+            "relay", _text, COORDINATORS, entry.id, site, event.encode() if event else "", most,
+            why, stream=self.keys.inbox(site),
+        )  # fmt: skip
 
     async def bury(
         self,
@@ -346,9 +425,11 @@ class Ledger:
         task: Task | Trigger | Upload | GiveUp | None = None,
         deliveries: int = 0,
         found: Dead | None = None,
+        site: str = "",
     ) -> bool:
         """Moves an entry to ``dead``, and ends the task that it is about.
 
+        ``site``: who said so by its inbox; the task ends only if it was given that site.
         ``found``: it tells of another entry, which a trainer could not read: that one is kept.
         """
         name, now = stream.removeprefix(self.keys.prefix), time.time()
@@ -363,9 +444,13 @@ class Ledger:
         return bool(
             await self._script(
                 "bury", group, entry.id, dead.encode(), task.task if task else "", kind,
-                _packed(event), stream=stream,
+                _packed(event), site, stream=stream,
             )
         )  # fmt: skip
+
+    async def find_lost(self, seen: Mapping[str, str]) -> tuple[int, dict[str, str]]:
+        """Gives up open tasks that nobody has any more: see :func:`broker.custody.find_lost`."""
+        return await find_lost(self._client, self.keys, _packed(self._event()), seen)
 
     async def training(self, lease_ms: int) -> int:
         """Tasks that a trainer has, under a lease that holds."""
@@ -388,6 +473,13 @@ class Ledger:
         )
         return names
 
+    async def unheard(self) -> list[str]:
+        """Who owns devices and is not on the register, whoever wrote that."""
+        owners = sorted(set((await self.owners()).values()))
+        asked: list[Command] = [("ZSCORE", self.keys.alive, owner) for owner in owners]
+        scores = await self._client.pipeline(asked) if asked else []
+        return [owner for owner, score in zip(owners, scores, strict=True) if score is None]
+
     async def left(self) -> list[bytes]:
         """Trainers that said good-bye, as their names were written."""
         names: list[bytes] = await self._client.call("ZRANGEBYSCORE", self.keys.alive, 0, 0)
@@ -397,26 +489,6 @@ class Ledger:
         """What lies in the pool where only owners are alive: theirs, or given up. How many were."""
         event = _packed(self._event())
         return int(await self._script("settle_unserved", TRAINERS, lease_ms, event))
-
-    # the trainers' part
-
-    async def announce(
-        self, name: str, about: Mapping[str, Any], devices: Sequence[int] = ()
-    ) -> dict[int, str]:
-        """Says that a trainer is alive and owns ``devices``, and no others.
-
-        Those that it does not get, with who owns them ('': the run has no such device).
-        """
-        joined = self._event(what="trainer", text=f"{name} joined")
-        refused = await self._script(
-            "announce", name, _packed(dict(about) | {"owns": list(devices)}), _packed(joined),
-            _packed(self._event(what="trainer")), TRAINERS,
-        )  # fmt: skip
-        return {device: owner.decode() for device, owner in refused}
-
-    async def goodbye(self, name: str) -> None:
-        """Says that a trainer leaves: a coordinator strikes it off at its next sweep."""
-        await self._client.call("ZADD", self.keys.alive, "XX", 0, name)
 
     async def leave(self, name: bytes, *, silent_s: float = 0.0) -> int | None:
         """Strikes a trainer off the register if it was silent for so long, or has said good-bye.
@@ -431,30 +503,6 @@ class Ledger:
             "leave", name, silent_s, _packed(left), _packed(lost), _packed(self._event())
         )
         return None if given_up < 0 else int(given_up)
-
-    async def answer(
-        self,
-        stream: str,
-        group: str,
-        entry: Entry,
-        answer: Upload | GiveUp | Dead,
-        *,
-        expire_s: float = 600.0,
-        ahead: Sequence[Command] = (),
-    ) -> str:
-        """Says the answer to a task and ends its lease, both or neither: what happened.
-
-        A trainer that can't read a task says so by a Dead: it has no right to ``dead`` itself.
-        'said'; 'over': the lease had ended before; 'unwritten': the update's blob is not there.
-        ``ahead``: what :func:`broker.blobs.prepare` left to write it by.
-        """
-        blob = "none" if isinstance(answer, Dead) else f"{answer.task}.{answer.attempt}"
-        reply = await self._script(
-            "finish_task", group, entry.id, answer.encode(),
-            answer.size if isinstance(answer, Upload) else 0, round(expire_s * 1000),
-            tasks=stream, update=self.keys.update(blob), ahead=ahead,
-        )  # fmt: skip
-        return str(reply.decode())
 
     # the updater's part
 

@@ -27,6 +27,7 @@ import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from broker.errors import BadMessage
+from broker.keys import POOL
 
 SCHEMA = 1  # what this release writes
 READS = (1,)  # and what it reads: also what the releases before and after it write
@@ -98,7 +99,7 @@ class Trigger(Task):
 
     kind: ClassVar[str] = "trigger"
     why: str = ""
-    origin: Name = "scheduler"  # else the name of the trainer that wrote it
+    origin: Name = "scheduler"  # else the trainer that asked for it
 
 
 class CloseRound(Message):
@@ -138,11 +139,22 @@ class Upload(Message):
     seconds: float = 0.0  # that the device took
     seed: int | None = None  # of its training, which the task drew
     sends: Sends = "model"
+    # What a trainer says here counts for nothing: admission writes what it knows.
+    site: Name = POOL  # by the inbox that it came through
+    handed: Count | None = None  # the newest version when the task was handed out; None: trusted
 
     @property
     def blob(self) -> str:
-        """The blob's name. It follows from task and attempt: nobody can name another's."""
-        return f"{self.task}.{self.attempt}"
+        """The blob's name. It follows from site, task and attempt: nobody can name another's."""
+        return f"{self.site}/{self.task}.{self.attempt}"
+
+    @property
+    def since(self) -> int:
+        """The version from which its staleness counts: of a site that is not trusted, not tau.
+
+        A device that does not tell the truth could not be fresher than its task.
+        """
+        return self.tau if self.handed is None else min(self.tau, self.handed)
 
 
 class GiveUp(Message):
@@ -154,6 +166,19 @@ class GiveUp(Message):
     device: Count
     trainer: Name
     reason: Name
+
+
+class Presence(Message):
+    """A trainer is there, owns these devices and no others; or it leaves."""
+
+    kind: ClassVar[str] = "presence"
+    trainer: Name
+    owns: Annotated[tuple[Count, ...], Field(max_length=100_000)] = ()
+    leaves: bool = False
+    host: Annotated[str, Field(max_length=255)] = ""
+    pid: Count = 0
+    device: Count | None = None  # that it trains for now
+    answers: Count = 0  # that it has given
 
 
 class RoundEnd(Message):

@@ -125,7 +125,7 @@ class View:
     admitted: int  # of the open ones: in the updater's queue
     queue: int  # entries, admitted updates and control entries
     triggers: int
-    uploads: int
+    inbox: int  # entries of the sites' inboxes: answers, announcements
     trainers: int  # alive
     kept: int  # versions whose model can be read
     dead: int

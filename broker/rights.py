@@ -3,37 +3,37 @@
 A service has a user of its own, so that Redis itself holds the boundaries of the pipeline: a
 trainer can't write a model, the queue or the lineage, and nobody but the updater publishes. What is
 said here follows from what the services do; commands inside scripts are checked like any others,
-and of a script's declared keys Redis asks for both rights.
+and of a script's declared keys Redis asks for both rights. Nobody has EVAL: what runs inside Redis
+is what is in ``broker/lua``.
 
-All trainers share one user, so one may read or overwrite another's update, workspace or entry in
-the register: updates are told apart by their digests, and what does not match is refused. They may
-write any trigger, since anarchic devices write their own: one that lies can end a round early. The
-ends of rounds in a stream of their own would not change that: a trainer may also take all tasks but
-its own away, and wait for the time-out.
+Trainers have a user for each site, whose trainers trust each other. It can append to the site's own
+inbox, read the site's own tasks, and write and read its own updates and workspaces; of the rest it
+sees the run's record, the newest version and the models. It can load no script: services do. Of an
+inbox it can't read, claim or delete anything, what it wrote itself included.
 """
 
 from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from broker.keys import Keys
+from broker.keys import POOL, Keys
 from broker.scripts import Script, prelude
 
 # What every connection of ours may need: PING and ROLE look at Redis, the others set it up.
 _CONNECTION = (
-    "ping", "role", "select", "client|setname", "cluster|slots", "asking", "script|load", "eval",
-    "evalsha",
+    "ping", "role", "select", "client|setname", "cluster|slots", "asking",
 )  # fmt: skip
+_TASKS = "{tasks}"  # the streams of a site's tasks
 _BLOB_READ = ("hget", "hmget")
 _BLOB_WRITE = ("multi", "exec", "hset", "pexpire")
 
 # What `look` counts and reads, in one step; of most of it only the length.
 _LOOKED_AT = (
-    "run", "head", "open", "admitted", "queue", "triggers", "uploads", "counts", "alive", "kept",
-    "dead", "owners", "events", "models",
+    "run", "head", "open", "admitted", "queue", "triggers", "sites", "inbox:*", "counts", "alive",
+    "kept", "dead", "owners", "events", "models",
 )  # fmt: skip
 
 
@@ -46,23 +46,26 @@ class Rights:
     writes: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()  # sent by the service itself
     scripts: tuple[str, ...] = ()  # whose commands are needed too
+    apart: tuple[Rights, ...] = ()  # selectors: other commands for other keys
 
 
 RIGHTS = {
     "coordinator": Rights(
         both=(
-            "triggers", "uploads", "tasks", "tasks:*", "open", "admitted", "ended", "counts",
-            "events", "trainers", "alive", "owners", "rates", "update:*",
+            "triggers", "inbox:*", "tasks", "tasks:*", "open", "admitted", "ended", "counts",
+            "events", "trainers", "alive", "owners", "rates", "sites", "update:*", "control:*",
+            "quarantine:*",
         ),
-        reads=("run", "head", "lineage", "kept", "models", "model:*"),
+        reads=("run", "head", "lineage", "kept", "models", "model:*", "device:*"),
         writes=("queue", "dead"),
         commands=(
-            "xgroup|create", "xreadgroup", "time", "zrangebyscore", "zrange", "hgetall", "info",
-            *_BLOB_READ,
+            "xgroup|create", "xreadgroup", "time", "zrangebyscore", "zscore", "hgetall", "info",
+            "type", "sadd", *_BLOB_READ,
         ),
         scripts=(
-            "dispatch", "close_round", "admit", "bury", "claim", "reap", "leave", "measure",
-            "settle_unserved", "look", "withdraw",
+            "dispatch", "close_round", "admit", "announce", "relay", "bury", "claim", "reap",
+            "leave", "measure", "settle_unserved", "find_lost", "mend", "look",
+            "withdraw",
         ),
     ),
     "scheduler": Rights(
@@ -95,20 +98,27 @@ RIGHTS = {
         scripts=("tell", "finish_run"),
     ),
     "trainer": Rights(
-        both=("tasks", "tasks:*", "trainers", "alive", "owners", "update:*", "workspace:*"),
-        reads=("run", "head", "model:*", "device:*"),
-        writes=("uploads", "triggers", "events"),
-        commands=(
-            "xgroup|create", "xreadgroup", "xadd", "zadd", "hgetall", "get", "set", "unlink",
-            "info", *_BLOB_READ, *_BLOB_WRITE,
+        reads=("run", "head", "model:*", "control:{site}/*"),
+        commands=("hgetall", "info", "multi", "exec", "discard", *_BLOB_READ),
+        apart=(
+            Rights(both=(_TASKS, "update:{site}/*"), commands=("evalsha",)),
+            Rights(
+                both=(_TASKS,),
+                commands=(
+                    "xgroup|create", "xreadgroup", "xpending", "xclaim", "xrange", "xack", "xdel",
+                ),
+            ),
+            Rights(both=("update:{site}/*",), commands=("hget", "hset", "pexpire")),
+            Rights(both=("workspace:{site}/*",), commands=("get", "set", "unlink")),
+            Rights(writes=("inbox:{site}",), commands=("xadd", "xlen", "exists")),
         ),
-        scripts=("announce", "finish_task", "claim", "renew", "release", "tell"),
     ),
     # Whoever looks (status, top, doctor), mends (dead) and deletes (purge). `replay --redis` plays
     # scheduler and trainer.
     "operator": Rights(
         both=("*",),
         commands=(
+            "script|kill", "function|kill", "client|kill",
             "scan", "exists", "type", "ttl", "pttl", "time", "info", "dbsize", "config|get",
             "acl|whoami", "acl|dryrun", "acl|getuser", "memory|usage", "client|list", "slowlog|get",
             "get", "hget", "hgetall", "hlen", "hmget", "hkeys", "hvals", "zrange", "zcard",
@@ -118,7 +128,7 @@ RIGHTS = {
         ),
         scripts=(
             "look", "measure", "bury", "retry", "tell", "acquire", "hold", "yield", "trigger",
-            "claim", "finish_task",
+            "claim", "finish_task", "find_lost", "mend", "may",
         ),
     ),
 }  # fmt: skip
@@ -135,33 +145,61 @@ PARTS = {
 }
 
 
-def commands(role: str) -> list[str]:
-    """Every command that a role may send, inside scripts as well, in lower case."""
-    rights = RIGHTS[role]
-    found = {*_CONNECTION, *rights.commands}
+def commands(rights: Rights) -> list[str]:
+    """Every command that these rights allow, inside scripts as well, in lower case."""
+    found = {*rights.commands}
     for name in rights.scripts:
         script = Script(name)
-        found |= {*_sent(script.body), *(("exists",) if script.undeclared else ())}
+        found |= {*_sent(script.body), "evalsha", "script|load"}
+        found |= {"exists"} if script.undeclared else set()
     return sorted(found)
 
 
-def rules(role: str, run: str) -> str:
-    """A role's rights in a run, as Redis's ACL has them: what follows the user's password."""
-    keys, rights = Keys(run), RIGHTS[role]
-    patterns = [
-        *(f"~{keys.prefix}{name}" for name in rights.both),
-        *(f"%R~{keys.prefix}{name}" for name in rights.reads if name not in rights.both),
-        *(f"%W~{keys.prefix}{name}" for name in rights.writes if name not in rights.both),
+def rights_of(role: str, site: str = POOL) -> list[Rights]:
+    """What a role may do; of a trainer, those of this site. Each stands by itself."""
+    tasks = ("tasks", f"tasks:{POOL}/*") if site == POOL else (f"tasks:{site}/*",)
+
+    def named(names: Iterable[str]) -> tuple[str, ...]:
+        each = (tasks if name == _TASKS else (name.format(site=site),) for name in names)
+        return tuple(name for some in each for name in some)
+
+    whole = RIGHTS[role]
+    first = replace(whole, commands=(*_CONNECTION, *whole.commands), apart=())
+    return [
+        replace(one, both=named(one.both), reads=named(one.reads), writes=named(one.writes))
+        for one in (first, *whole.apart)
     ]
-    allowed = [f"+{command}" for command in commands(role)]
-    return " ".join(["resetkeys", "resetchannels", *patterns, "-@all", *allowed])
 
 
-def acl(run: str, passwords: dict[str, str]) -> str:
-    """An ACL file for a server that serves this run: a user for each role, and no others.
+def rules(role: str, run: str, site: str = POOL) -> str:
+    """A role's rights in a run, as Redis's ACL has them: what follows the user's password.
 
-    ``passwords`` are by role; only their hashes are in the file. ``health`` may say PING and needs
-    no password: a probe has none to show.
+    ``site``: of a trainer.
+    """
+    first, *apart = (_rules(one, Keys(run).prefix) for one in rights_of(role, site))
+    return " ".join(["resetkeys resetchannels", first, *(f"({one})" for one in apart)])
+
+
+def _rules(rights: Rights, prefix: str) -> str:
+    keys = [
+        *(f"~{prefix}{name}" for name in rights.both),
+        *(f"%R~{prefix}{name}" for name in rights.reads if name not in rights.both),
+        *(f"%W~{prefix}{name}" for name in rights.writes if name not in rights.both),
+    ]
+    return " ".join([*keys, "-@all", *(f"+{command}" for command in commands(rights))])
+
+
+def user_of(site: str) -> str:
+    """The name of the user of a site's trainers."""
+    return "trainer" if site == POOL else f"trainer-{site}"
+
+
+def acl(run: str, passwords: dict[str, str], sites: Mapping[str, str] | None = None) -> str:
+    """An ACL file for a server that serves this run: a user for each role and site, and no others.
+
+    ``passwords`` are by role, those of ``sites`` besides the pool by site; only their hashes are in
+    the file. ``health`` may say PING, which a script that does not end keeps from being answered,
+    and needs no password: a probe has none to show.
     """
     # Nobody can be `default`, but Redis reads an append-only file with its rights: without them it
     # drops what scripts wrote (redis/redis#14541).
@@ -171,11 +209,16 @@ def acl(run: str, passwords: dict[str, str]) -> str:
             digest = hashlib.sha256(passwords[name].encode()).hexdigest()
             may = rules(name, run) if name in RIGHTS else f"resetkeys -@all {PARTS[name]}"
             lines.append(f"user {name} on #{digest} {may}")
+    for site, password in (sites or {}).items():
+        digest = hashlib.sha256(password.encode()).hexdigest()
+        lines.append(f"user {user_of(site)} on #{digest} {rules('trainer', run, site)}")
     lines.append("user health on nopass resetkeys resetchannels -@all +ping")
     return "\n".join(lines) + "\n"
 
 
-_CALL = re.compile(r"redis\.p?call\('([A-Z]+)'(?:, '(CREATE|CONSUMERS|DELCONSUMER)')?")
+_CALL = re.compile(
+    r"redis\.p?call\('([A-Z]+)'(?:, '(CREATE|CONSUMERS|DELCONSUMER|GROUPS|STREAM)')?"
+)
 
 
 def _sent(script: str) -> Iterator[str]:

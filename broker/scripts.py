@@ -19,6 +19,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -35,7 +36,7 @@ def prelude() -> dict[str, str]:
 
 
 class Script:
-    """One script of ``broker/lua``, loaded into Redis when first needed."""
+    """One script of ``broker/lua``. Who meets a Redis that does not know it loads them all."""
 
     def __init__(self, name: str) -> None:
         body = self.body = (_LUA / f"{name}.lua").read_text()
@@ -77,6 +78,8 @@ class Script:
     ) -> Any:
         """Runs it. Repeats it only where Redis says that it does not know the script.
 
+        Raises NoScript where this user may load none: somebody else does.
+
         ``ahead``: commands that go before it in the same write. If one of them fails, that is
         raised, but the script has run: it must look for itself.
         """
@@ -84,4 +87,20 @@ class Script:
         try:
             return (await client.pipeline([*ahead, command]))[-1]
         except NoScript:
-            return await client.call("EVAL", self.source, *command[2:])
+            if not client.loads_scripts:
+                raise
+            await load_all(client)
+            return await client.call(*command)
+
+
+@cache
+def _sources() -> tuple[bytes, ...]:
+    names = sorted(file.name for file in _LUA.iterdir() if file.name.endswith(".lua"))
+    return tuple(
+        Script(name.removesuffix(".lua")).source for name in names if name != "prelude.lua"
+    )
+
+
+async def load_all(client: Client) -> None:
+    """Makes Redis know every script there is: also those of users who may load none."""
+    await client.pipeline([("SCRIPT", "LOAD", source) for source in _sources()])

@@ -57,7 +57,7 @@ def status(name: str, view: View) -> dict[str, Any]:
         "queue": view.backlog,
         "retained": view.head.retained,
         "triggers": view.triggers,
-        "uploads": view.uploads,
+        "inbox": view.inbox,
         "trainers": view.trainers,
         "kept_versions": view.kept,
         "dead_letters": view.dead,

@@ -77,19 +77,19 @@ def _of_run(view: View, training: int, event_at: float) -> Iterator[Metric]:
     yield _gauge("run_queue", "Entries that the updater has not done.", view.backlog)
     yield _gauge("run_trainers", "Trainers alive.", view.trainers)
     yield _gauge("run_kept_versions", "Models kept in Redis.", view.kept)
-    updates = view.uploads + view.admitted + head.retained
+    updates = view.admitted + head.retained
     blobs = {"models": view.kept * run.layout.nbytes, "updates": updates * run.layout.nbytes}
     yield _labelled("run_blob_bytes", "Models and updates in Redis.", "kind", blobs)
     yield _gauge("run_dead_letters", "Entries that wait for an operator.", view.dead)
 
 
 def open_by_state(view: View, training: int) -> dict[str, int]:
-    """Open tasks: answered (said, or in the queue), training, and the rest, which waits.
+    """Open tasks: answered (and in the queue), training, and the rest, which waits.
 
     They add up to what is open. An entry may outlive its task for a moment, so they are bounded.
     """
     left = len(view.open)
-    answered = min(left, view.uploads + view.admitted)
+    answered = min(left, view.admitted)
     training = min(left - answered, training)
     return {"waiting": left - answered - training, "training": training, "answered": answered}
 

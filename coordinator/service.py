@@ -9,29 +9,40 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 from aiohttp import web
 from prometheus_client import Counter
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from broker.client import Client, RedisSettings
-from broker.errors import BadMessage, BrokerError, FedstreamError, NoRun, NoScript
-from broker.keys import COORDINATORS, TRAINERS, Keys
-from broker.ledger import Decision, Ledger
-from broker.messages import CloseRound, Dead, GiveUp, Task, Trigger, Upload, Withdraw, decode
+from broker.custody import foreign, mend
+from broker.errors import (
+    BadMessage,
+    BrokerError,
+    ConfigError,
+    FedstreamError,
+    Foreign,
+    NoRun,
+    NoScript,
+)
+from broker.keys import COORDINATORS, POOL, TRAINERS, Keys
+from broker.ledger import Ledger
+from broker.messages import Dead, GiveUp, Task, Trigger, Upload
 from broker.streams import BLOCK_MS, Entry, Group, given, lost, reading
 from coordinator.app import App
+from coordinator.entries import Decided, Entries
 from coordinator.metrics import RunMetrics, Seen
+from coordinator.sites import served
 from runtime.backoff import pause
 from runtime.config import Section
 from runtime.service import Context, repeat
 from runtime.tasks import LeaseSettings
 
 _SWEEP_S = 1.0
+_SEARCH_S = 5.0  # between two searches for tasks that nobody has
 _SWEPT_WITHIN_S = 120.0  # a dozen exchanges: a Redis that is slow must not get us restarted
 _DEAF_S = 3.0  # without a sweep: meanwhile trainers may not have been heard
 
@@ -42,12 +53,28 @@ class CoordinatorSettings(Section):
     """What is admitted, and when something or somebody counts as lost."""
 
     max_update_bytes: Annotated[int, Field(gt=0)] = 4 << 30
-    open_limit: Annotated[int, Field(ge=1)] = 10_000  # tasks that devices may open by themselves
-    device_rate: Annotated[int, Field(ge=1)] = 100  # triggers a second and trainer, anarchic
+    sites: tuple[str, ...] = (POOL,)  # that are served: "name", or "name:0-9" with its devices
+    trusted_sites: tuple[str, ...] = (POOL,)  # whose word counts for how stale an update is
+    site_trainers: Annotated[int, Field(ge=1)] = 10_000  # of each site
+    inbox_limit: Annotated[int, Field(ge=1)] = 1_000_000  # entries; one with more is deleted
+    # What devices may ask for where they decide by themselves (scheduler.policy "none").
+    open_limit: Annotated[int, Field(ge=1)] = 10_000  # tasks at the same time, of all
+    trigger_rate: Annotated[int, Field(ge=1)] = 1000  # a second and site
+    most_steps: Annotated[int, Field(ge=1)] = 1_000_000
+    most_epochs: Annotated[int, Field(ge=1)] = 1000
+    most_seconds: Annotated[float, Field(gt=0)] = 86_400.0
     trainer_silence_s: Annotated[float, Field(gt=0)] = 10.0  # then it is struck off
     redeliver_s: Annotated[float, Field(gt=0)] = 15.0  # entries of a coordinator that crashed
     downloads: Annotated[int, Field(ge=1)] = 16  # of models over HTTP, at a time
     drain_s: Annotated[float, Field(gt=0)] = 15.0  # beyond redis.timeout_s
+
+    @model_validator(mode="after")
+    def _sites_are_named(self) -> CoordinatorSettings:
+        try:
+            served(self.sites, self.trusted_sites)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        return self
 
 
 class Coordinator:
@@ -63,22 +90,31 @@ class Coordinator:
         keys: Keys,
         redis: RedisSettings,
         name: str,
+        anarchic: bool = False,
     ) -> None:
+        """``anarchic``: devices decide by themselves when they train."""
         self._settings = settings
+        self._anarchic = anarchic
         self._lease = lease
         self._keys = keys
         self._client = Client(redis, name)
         self._ledger = Ledger(self._client, keys, name)
         self._app = App(self._client, self._ledger, keys, settings.downloads)
         self._triggers = Group(self._client, keys.triggers, COORDINATORS, name)
-        self._uploads = Group(self._client, keys.uploads, COORDINATORS, name)
-        self._groups = (self._triggers, self._uploads)
+        self._sites = {
+            Group(self._client, keys.inbox(site.name), COORDINATORS, name): site
+            for site in served(settings.sites, settings.trusted_sites).values()
+        }
+        self._groups = (self._triggers, *self._sites)
         # Groups in which we may hold entries that we don't know of, and why: a crash before this
         # start counts as a delivery, trouble with Redis since then does not.
         self._unsure = dict.fromkeys(self._groups, "crash")
         self._read: list[Given] = []  # and not decided on yet
         self._swept = 0.0  # the last time
         self._hears_since = 0.0
+        self._searched = 0.0  # for tasks that nobody has, the last time
+        self._without_entry: dict[str, str] = {}  # what the last search found
+        self._named: set[tuple[str, str]] = set()  # keys that hold what they should not
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """Status and models, over HTTP."""
@@ -87,14 +123,7 @@ class Coordinator:
     async def run(self, context: Context) -> None:
         """Works until stop."""
         self._context = context
-        self._answers = Counter(
-            "fedstream_answers", "Answers of trainers by verdict.", ["verdict", "reason"],
-            registry=context.registry,
-        )  # fmt: skip
-        self._dispatched = Counter(
-            "fedstream_tasks_dispatched", "Triggers by what became of them.", ["verdict"],
-            registry=context.registry,
-        )  # fmt: skip
+        self._entries = Entries(self._ledger, self._settings, context, anarchic=self._anarchic)
         self._lost = Counter(
             "fedstream_trainers_lost", "Trainers struck off because they were silent.",
             registry=context.registry,
@@ -125,7 +154,7 @@ class Coordinator:
         After a crash one entry at a time is claimed: if it crashes us again, it takes no other
         with it.
         """
-        await self._ledger.prepare()
+        await self._ledger.prepare(site.name for site in self._sites.values())
         for group, why in tuple(self._unsure.items()):
             del self._unsure[group]
             with self._unless_lost(group):
@@ -177,66 +206,23 @@ class Coordinator:
             for decision, tell in await self._decisions([each]):
                 tell(await decision)
 
-    async def _decisions(
-        self, read: list[Given]
-    ) -> list[tuple[Decision[Any], Callable[[Any], None]]]:
+    async def _decisions(self, read: list[Given]) -> list[Decided]:
         """What to do about entries, and how to tell what came of it; junk goes to ``dead``."""
-        decisions: list[tuple[Decision[Any], Callable[[Any], None]]] = []
+        decisions: list[Decided] = []
         for group, entry in read:
+            site = self._sites.get(group)
             try:
-                if group is self._triggers:
-                    decisions.append(self._on_trigger(entry))
+                if site is None:
+                    decisions.append(self._entries.of_triggers(entry))
                     continue
-                answer = decode(entry.data, Upload, GiveUp, Dead)
-                if isinstance(answer, Dead):
-                    await self._bury(group, entry, answer.reason, answer.deliveries, answer)
-                elif isinstance(answer, Upload | GiveUp):
-                    decision = self._ledger.admit(
-                        entry, answer, size_limit=self._settings.max_update_bytes
-                    )
-                    tell = partial(self._tell_answered, answer, time.time())
-                    decisions.append((decision, tell))
+                decided = self._entries.of_site(site, entry)
+                if isinstance(decided, Dead):
+                    await self._bury(group, entry, decided.reason, decided.deliveries, decided)
+                else:
+                    decisions.append(decided)
             except BadMessage as error:
                 await self._bury(group, entry, str(error))
         return decisions
-
-    def _on_trigger(self, entry: Entry) -> tuple[Decision[Any], Callable[[Any], None]]:
-        """A trigger becomes a task, a round is closed, or overdue tasks are given up."""
-        message = decode(entry.data, Trigger, CloseRound, Withdraw)
-        tell = partial(self._tell_dispatched, message, time.time())
-        if isinstance(message, Withdraw):
-            return self._ledger.withdraw(entry, message), tell
-        if isinstance(message, CloseRound):
-            return self._ledger.close_round(entry, message), tell
-        decision = self._ledger.dispatch(
-            entry, message, rate=self._settings.device_rate, limit=self._settings.open_limit
-        )
-        return decision, tell
-
-    def _tell_dispatched(
-        self, message: Trigger | CloseRound | Withdraw, at: float, verdict: str
-    ) -> None:
-        """``at``: when it was decided, in seconds since 1970; a wait came between."""
-        self._dispatched.labels(verdict).inc()
-        if isinstance(message, Trigger):
-            what = "dispatched" if verdict == "sent" else "not dispatched"
-            self._context.trace(
-                what, at=at, task=message.task, device=message.device, verdict=verdict
-            )
-
-    def _tell_answered(self, answer: Upload | GiveUp, at: float, decided: tuple[str, str]) -> None:
-        verdict, reason = decided
-        self._answers.labels(verdict, reason).inc()
-        if verdict in ("admitted", "given_up"):
-            self._context.trace(
-                verdict.replace("_", " "), at=at, task=answer.task, device=answer.device,
-                trainer=answer.trainer, **({"reason": reason} if reason else {}),
-            )  # fmt: skip
-        if verdict in ("refused", "stray"):
-            self._context.log.warning(
-                "answer not admitted", task=answer.task, device=answer.device,
-                trainer=answer.trainer, verdict=verdict, reason=reason,
-            )  # fmt: skip
 
     async def _bury_all(self, group: Group, poison: list[tuple[Entry, int]]) -> None:
         for entry, deliveries in poison:
@@ -262,12 +248,55 @@ class Coordinator:
             "dead letter", stream=found.stream if found else group.stream, entry=entry.id,
             reason=reason, task=task and task.task, deliveries=deliveries,
         )  # fmt: skip
+        site = self._sites.get(group)
         await self._ledger.bury(
-            group.stream, group.group, entry, reason, task=task, deliveries=deliveries, found=found
-        )
+            group.stream, group.group, entry, reason, task=task, deliveries=deliveries,
+            found=found, site=site.name if site else "",
+        )  # fmt: skip
+
+    async def _mend(self) -> None:
+        """Puts aside what has no business under a key, and says which of the run's state has."""
+        owners = await self._owners()
+        sites = [site.name for site in self._sites.values()]
+        mended = await mend(
+            self._client, self._keys, inboxes=sites, owners=owners,
+            most=self._settings.inbox_limit,
+        )  # fmt: skip
+        for key, why in mended:
+            self._context.log.error(
+                "something foreign put aside", key=key, why=why, aside=self._keys.quarantine(key)
+            )
+        if mended:
+            self._unsure |= dict.fromkeys(self._groups, "trouble")
+        found = set(await foreign(self._client, self._keys))
+        for key, why in sorted(found - self._named):
+            self._context.log.error(
+                "a key of the run's state is not what it should be: bring it back from a backup, "
+                "or delete the run's keys (fedstream purge) and go on from the journal",
+                key=key, why=why,
+            )  # fmt: skip
+        self._named = found
+
+    async def _owners(self) -> set[str]:
+        """Trainers that own devices; none where the register itself is to be mended."""
+        try:
+            return set((await self._ledger.owners()).values())
+        except Foreign:
+            return set()
+
+    async def _find_lost(self) -> None:
+        """Gives up open tasks whose entry somebody deleted."""
+        if time.monotonic() - self._searched < _SEARCH_S:
+            return
+        lost, self._without_entry = await self._ledger.find_lost(self._without_entry)
+        self._searched = time.monotonic()
+        if lost:
+            self._context.log.warning("open tasks had no entry any more: given up", tasks=lost)
 
     async def _sweep(self) -> None:
         """What nobody does who is alive: for silent trainers, poison, crashed coordinators."""
+        await self._mend()
+        await self._find_lost()
         await self._strike_off_the_silent()
         lease_ms = round(self._lease.seconds * 1000)
         if owners := set((await self._ledger.owners()).values()):
@@ -307,6 +336,8 @@ class Coordinator:
         """Strikes off trainers that said good-bye, or were silent while they could be heard."""
         for name in await self._ledger.left():
             await self._ledger.leave(name, silent_s=self._settings.trainer_silence_s)
+        for owner in await self._ledger.unheard():
+            await self._ledger.leave(owner.encode())
         now, silence_s = time.time(), self._settings.trainer_silence_s
         if now - self._swept > _DEAF_S:  # by the clock of the wall: a machine may have slept
             self._hears_since = now

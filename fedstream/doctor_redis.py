@@ -14,10 +14,12 @@ import msgpack
 
 from broker.client import Client, RedisSettings
 from broker.errors import BrokerError
-from broker.keys import Keys
+from broker.keys import POOL, Keys
 from broker.layout import Layout
 from broker.records import Run
-from broker.rights import RIGHTS, ROLES, Rights, commands
+from broker.rights import ROLES, Rights, commands
+from broker.rights import rights_of as parts
+from broker.scripts import Script
 from coordinator.rounds import Rounds
 from coordinator.scheduler import BUDGET_SHARE
 from coordinator.scheduling import Anarchic, Poisson, Policy, room_beside
@@ -270,16 +272,19 @@ def clock(asked: Sequence[tuple[float, float, float]], policy: Policy) -> Findin
 
 # Each command with arguments that are whole: what is asked of is never done. K: a key.
 _SAMPLES: dict[str, tuple[str, ...]] = {
-    "acl|dryrun": ("default", "ping"), "acl|getuser": ("default",), "acl|whoami": (), "asking": (),
-    "client|list": (), "client|setname": ("x",), "cluster|slots": (), "config|get": ("save",),
-    "dbsize": (), "del": ("K",), "eval": ("return 1", "0"), "evalsha": ("0", "1", "K"),
+    "acl|dryrun": ("default", "ping"), "acl|getuser": ("default",), "acl|whoami": (),
+    "asking": (),
+    "client|kill": ("ID", "1"), "client|list": (), "copy": ("K", "K"),
+    "client|setname": ("x",), "cluster|slots": (), "config|get": ("save",),
+    "dbsize": (), "discard": (), "function|kill": (), "del": ("K",), "evalsha": ("0", "1", "K"),
     "exec": (), "exists": ("K",), "get": ("K",), "hdel": ("K", "x"), "hexists": ("K", "x"),
     "hget": ("K", "x"), "hgetall": ("K",), "hincrby": ("K", "x", "1"), "hkeys": ("K",),
     "hlen": ("K",), "hmget": ("K", "x"), "hset": ("K", "x", "x"), "hstrlen": ("K", "x"),
     "hvals": ("K",),
     "info": ("memory",), "memory|usage": ("K",), "multi": (), "persist": ("K",),
     "pexpire": ("K", "1"), "ping": (), "pttl": ("K",), "rename": ("K", "K"), "role": (),
-    "scan": ("0",), "script|load": ("return 1",), "select": ("0",), "set": ("K", "x"),
+    "sadd": ("K", "x"), "scan": ("0",), "script|kill": (), "smembers": ("K",),
+    "script|load": ("return 1",), "select": ("0",), "set": ("K", "x"),
     "slowlog|get": (), "time": (), "ttl": ("K",), "type": ("K",), "unlink": ("K",),
     "xack": ("K", "x", "0-1"),
     "xadd": ("K", "*", "x", "x"), "xclaim": ("K", "x", "x", "0", "0-1"), "xdel": ("K", "0-1"),
@@ -287,20 +292,15 @@ _SAMPLES: dict[str, tuple[str, ...]] = {
     "xinfo|consumers": ("K", "x"), "xinfo|groups": ("K",), "xinfo|stream": ("K",),
     "xlen": ("K",), "xpending": ("K", "x"), "xrange": ("K", "-", "+"),
     "xread": ("STREAMS", "K", "0"), "xreadgroup": ("GROUP", "x", "x", "STREAMS", "K", ">"),
-    "xrevrange": ("K", "+", "-"), "xtrim": ("K", "MAXLEN", "1000"), "zadd": ("K", "1", "x"),
+    "xrevrange": ("K", "+", "-"), "zadd": ("K", "1", "x"),
     "zcard": ("K",), "zcount": ("K", "0", "1"), "zrange": ("K", "0", "1"),
     "zrangebylex": ("K", "-", "+"), "zrangebyscore": ("K", "0", "1"), "zrem": ("K", "x"),
     "zremrangebyrank": ("K", "0", "1"), "zscore": ("K", "x"),
 }  # fmt: skip
 _READERS = ("hget", "hgetall", "get", "xlen", "xrange")
+_MAY = Script("may")
+_BOTH = ("xreadgroup", "hset", "set")  # where no script is sent
 _WRITERS = ("xadd", "hset", "hincrby")
-_ASK = """
-local found = {}
-for i, command in ipairs(cmsgpack.unpack(ARGV[1])) do
-  found[i] = redis.acl_check_cmd(unpack(command)) and 1 or 0
-end
-return found
-"""
 
 
 @dataclass(frozen=True)
@@ -316,23 +316,27 @@ def _whole(command: str, key: str) -> tuple[str, ...]:
     return (*command.upper().split("|"), *arguments)
 
 
-def required(role: str, keys: Keys, redis: RedisSettings) -> list[Asked]:
+def required(role: str, keys: Keys, redis: RedisSettings, site: str = POOL) -> list[Asked]:
     """What a role has to be allowed: each command on a key of its own, and each key."""
-    rights: Rights = RIGHTS[role]
+    return [asked for one in parts(role, site) for asked in _required(one, keys, redis)]
+
+
+def _required(rights: Rights, keys: Keys, redis: RedisSettings) -> list[Asked]:
     clustered, watched = redis.cluster, redis.sentinel is not None
     needed = {"cluster|slots": clustered, "asking": clustered, "role": watched}
-    may = [command for command in commands(role) if needed.get(command, True)]
+    may = [command for command in commands(rights) if needed.get(command, True)]
     names = {
         kind: [name.replace("*", "doctor") for name in listed]
         for kind, listed in (
             ("both", rights.both), ("reads", rights.reads), ("writes", rights.writes)
         )
     }  # fmt: skip
-    own = keys.prefix + names["both"][0]
+    own = keys.prefix + next(name for listed in names.values() for name in listed)
     found = [Asked(one.replace("|", " ").upper(), _whole(one, own)) for one in may]
     of_kind = {
-        "both": "evalsha",  # Redis takes the keys of a script for read and written
-        "reads": next(one for one in _READERS if one in may),
+        # Redis takes the keys of a script for read and written.
+        "both": next((one for one in ("evalsha", *_BOTH) if one in may), ""),
+        "reads": next((one for one in _READERS if one in may), ""),
         "writes": next((one for one in _WRITERS if one in may), ""),
     }
     words = {"both": "to use", "reads": "to read", "writes": "to write"}
@@ -348,6 +352,9 @@ def rights_of(user: str, keys: Keys, redis: RedisSettings) -> tuple[str, list[As
     """(for what, what has to be allowed): a role's user, or one that all services share."""
     if user in ROLES:
         return f"fedstream {user}", required(user, keys, redis)
+    if user.startswith("trainer-"):
+        site = user.removeprefix("trainer-")
+        return f"fedstream trainer of site {site}", required("trainer", keys, redis, site)
     services = (role for role in ROLES if role != "operator")
     everything = (asked for role in services for asked in required(role, keys, redis))
     return "every service", list({asked.command: asked for asked in everything}.values())
@@ -360,7 +367,7 @@ async def allowed(client: Client, asked: Sequence[Asked]) -> list[bool] | None:
     """
     packed = msgpack.packb([one.command for one in asked], use_bin_type=False)
     try:
-        reply = await client.call("EVAL", _ASK, 0, packed)
+        reply = await _MAY(client, {}, packed)
     except BrokerError as error:
         if error.retriable:
             raise
@@ -389,7 +396,7 @@ def rights(user: str, what: str, asked: Sequence[Asked], may: Sequence[bool] | N
     """Whether a user may do what its role does."""
     about = f"rights of {user}"
     if may is None:
-        return not_checked(about, "needs Redis 7 and EVAL, or MULTI and DISCARD")
+        return not_checked(about, "needs Redis 7 and EVALSHA, or MULTI and DISCARD")
     unmet = (one.what for one, good in zip(asked, may, strict=True) if not good)
     missing = list(dict.fromkeys(unmet))  # several roles may need one command, each on its keys
     if missing:

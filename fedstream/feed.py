@@ -24,11 +24,12 @@ from rich.table import Table
 from broker import blobs
 from broker.client import Client, RedisSettings
 from broker.errors import FedstreamError, NoRun, Unavailable
-from broker.keys import TRAINERS, Keys
+from broker.keys import POOL, TRAINERS, Keys
 from broker.layout import Model
 from broker.lease import Lease
 from broker.ledger import Ledger
 from broker.messages import OUTCOMES, CloseRound, Task, Trigger, Upload, task_id
+from broker.outbox import Outbox
 from broker.records import View
 from broker.streams import Entry, Group
 from fedstream.config import Settings
@@ -75,6 +76,7 @@ class Feeder:
         self._keys = keys
         self._client = Client(redis, _NAME)
         self._ledger = Ledger(self._client, keys, _NAME)
+        self._outbox = Outbox(self._client, keys, POOL)
         self._lease = Lease(self._client, keys, "scheduler", _NAME, seconds=_LEASE_S)
         self._tasks = Group(self._client, keys.tasks, TRAINERS, _NAME)
         self._todo = self._records()
@@ -273,7 +275,7 @@ class Feeder:
                 upload.model_copy(
                     update={
                         "task": name, "attempt": _NAME, "trainer": _NAME, "tau": tau,
-                        "base": base or "forgotten",
+                        "base": base or "forgotten", "site": POOL, "handed": None,
                     }
                 ),
             )  # fmt: skip
@@ -289,8 +291,8 @@ class Feeder:
         ahead = await blobs.prepare(
             self._client, self._keys.update(upload.blob), model, expire_s=_EXPIRE_S
         )
-        return await self._ledger.answer(
-            self._tasks.stream, TRAINERS, entry, upload, expire_s=_EXPIRE_S, ahead=ahead
+        return await self._outbox.answer(
+            self._tasks.stream, entry, upload, expire_s=_EXPIRE_S, ahead=ahead
         )
 
 

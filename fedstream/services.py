@@ -11,6 +11,7 @@ from broker.keys import Keys
 from broker.records import Run
 from coordinator.rounds import Rounds
 from coordinator.scheduler import Scheduler
+from coordinator.scheduling import Anarchic
 from coordinator.service import Coordinator
 from fedstream.config import Settings
 from runtime.service import Service, serve
@@ -129,8 +130,9 @@ def found(settings: Settings) -> tuple[Run, Model]:
 
 def _coordinator(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
     service = Coordinator(
-        settings.coordinator, settings.lease, keys=keys, redis=settings.redis, name=name
-    )
+        settings.coordinator, settings.lease, keys=keys, redis=settings.redis, name=name,
+        anarchic=isinstance(settings.policy, Anarchic),
+    )  # fmt: skip
     return service, settings.coordinator.drain_s
 
 

@@ -157,8 +157,8 @@ def _rows(about: Mapping[str, Any]) -> list[tuple[str, str]]:
             text = ", ".join(f"{reason} {count}" for reason, count in about[what].items())
             rows.append((what.replace("_", " "), text))
     backlog = (
-        f"{about['triggers']} triggers, {about['uploads']} uploads, {about['queue']} in the queue "
-        f"({about['buffered_now']} buffered)"
+        f"{about['triggers']} triggers, {about['inbox']} in the inboxes, "
+        f"{about['queue']} in the queue ({about['buffered_now']} buffered)"
     )
     rows += [
         ("waiting", backlog),

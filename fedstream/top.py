@@ -95,7 +95,7 @@ def _numbers(view: View, history: History) -> Table:
         ("tasks", outcomes(tasks_of(view))),
         (
             "waiting",
-            f"{view.triggers} triggers, {view.uploads} uploads, {view.backlog} in the queue",
+            f"{view.triggers} triggers, {view.inbox} in the inboxes, {view.backlog} in the queue",
         ),
     ]
     rows += [

@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from types import SimpleNamespace
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import pytest
 import structlog
@@ -18,14 +18,17 @@ from prometheus_client import CollectorRegistry
 
 from broker import blobs
 from broker.client import Client, RedisSettings
-from broker.keys import COORDINATORS, TRAINERS, Keys
+from broker.keys import COORDINATORS, POOL, TRAINERS, Keys, member
 from broker.layout import Layout, Model, Tensor
 from broker.lease import Lease
 from broker.ledger import Ledger
 from broker.messages import (
     CloseRound,
+    Dead,
     Event,
     GiveUp,
+    Message,
+    Presence,
     RoundEnd,
     Task,
     Trigger,
@@ -35,6 +38,7 @@ from broker.messages import (
     decode,
     task_id,
 )
+from broker.outbox import Outbox
 from broker.records import Commit, End, Run
 from broker.streams import Entry, Group
 from runtime.backoff import pause
@@ -42,6 +46,8 @@ from runtime.health import Health
 from runtime.service import Context, Service
 
 SIZE_LIMIT = 1 << 30
+_SAID = (Upload, GiveUp, Dead, Trigger, Presence, Event)  # by trainers
+M = TypeVar("M", bound=Message)
 
 
 async def wait_until(condition: Callable[[], Any], timeout: float = 60.0, what: str = "") -> Any:
@@ -96,7 +102,8 @@ class Hand:
         self.scheduler = Lease(self.client, self.keys, "scheduler", "s", seconds=60)
         self.updater = Lease(self.client, self.keys, "updater", "u", seconds=60)
         self.triggers = Group(self.client, self.keys.triggers, COORDINATORS, "c")
-        self.uploads = Group(self.client, self.keys.uploads, COORDINATORS, "c")
+        self.inbox = Group(self.client, self.keys.inbox(POOL), COORDINATORS, "c")
+        self.outbox = Outbox(self.client, self.keys, POOL)
         self.tasks = Group(self.client, self.keys.tasks, TRAINERS, "t")
 
     def run(self, **changes: Any) -> Run:
@@ -120,7 +127,8 @@ class Hand:
         return version
 
     async def create(self, **changes: Any) -> Version:
-        """The leases and the run with its version 0, all zeros."""
+        """The leases and the run with its version 0, all zeros; Redis knows all scripts."""
+        await self.ledger.prepare([POOL])
         if not self.scheduler.number:
             assert await self.scheduler.acquire()
         assert await self.updater.acquire()
@@ -181,7 +189,7 @@ class Hand:
         assert await self.ledger.trigger(self.scheduler.token, 10_000, issued, triggers) == n
         return triggers
 
-    async def dispatch(self, *, rate: int = 100, limit: int = 1000) -> list[str]:
+    async def dispatch(self) -> list[str]:
         """The coordinator handles every trigger that is new: what became of each."""
         await self.triggers.ensure()
         verdicts = []
@@ -192,8 +200,83 @@ class Hand:
             elif isinstance(message, Withdraw):
                 verdicts.append(await self.ledger.withdraw(entry, message))
             else:
-                verdicts.append(await self.ledger.dispatch(entry, message, rate=rate, limit=limit))
+                verdicts.append(await self.ledger.dispatch(entry, message))
         return verdicts
+
+    async def take_up(
+        self,
+        *triggers: Trigger,
+        site: str = POOL,
+        rate: int = 100,
+        limit: int = 1000,
+        anarchic: bool = True,
+    ) -> list[str]:
+        """The coordinator handles what devices ask for by themselves: what became of each."""
+        for trigger in triggers:
+            await Outbox(self.client, self.keys, site).say(trigger)
+        return [
+            await self.ledger.take_up(
+                site, entry, Trigger.decode(entry.data), anarchic=anarchic, rate=rate, limit=limit
+            )
+            for entry in await self.heard(site)
+        ]  # fmt: skip
+
+    async def words(self, kind: type[M]) -> list[M]:
+        """What the pool has said that nobody has dealt with yet, of this kind, oldest first."""
+        return [one for one in await self._words() if isinstance(one, kind)]
+
+    async def answered(self) -> list[Upload | GiveUp]:
+        """Answers that the pool has given and nobody has dealt with yet, oldest first."""
+        return [one for one in await self._words() if isinstance(one, Upload | GiveUp)]
+
+    async def _words(self) -> list[Message]:
+        rows = await self.client.call("XRANGE", self.keys.inbox(POOL), "-", "+")
+        return [decode(fields[1], *_SAID) for _, fields in rows]
+
+    async def attend(self) -> None:
+        """The coordinator hears of the pool's trainers, and takes up what they ask for."""
+        for entry in await self.heard():
+            match decode(entry.data, *_SAID):
+                case Presence() as said:
+                    await self.ledger.hear(POOL, entry, said, most=100)
+                case Trigger() as own:
+                    await self.ledger.take_up(
+                        POOL, entry, own, anarchic=True, rate=1000, limit=1000
+                    )
+                case _:  # stays where it is
+                    continue
+
+    async def heard(self, site: str = POOL) -> list[Entry]:
+        """What a site has said, delivered to the coordinator."""
+        inbox = Group(self.client, self.keys.inbox(site), COORDINATORS, "c")
+        await inbox.ensure()
+        return await inbox.read(count=1000, block_ms=0)
+
+    async def announce(self, name: str, *owns: int, site: str = POOL, most: int = 100) -> list[str]:
+        """A trainer says that it is there, and a coordinator hears it: what came of that.
+
+        Where one is running, it may be that one.
+        """
+        before = await self.client.call("ZSCORE", self.keys.alive, member(site, name))
+        await Outbox(self.client, self.keys, site).announce(name, owns)
+        if entries := await self.heard(site):
+            return [
+                await self.ledger.hear(site, entry, Presence.decode(entry.data), most=most)
+                for entry in entries
+            ]
+
+        async def by_another() -> bool:
+            now = await self.client.call("ZSCORE", self.keys.alive, member(site, name))
+            return bool(now != before)
+
+        await wait_until(by_another)
+        return []
+
+    async def goodbye(self, name: str) -> None:
+        """A trainer of the pool says that it leaves, and the coordinator hears it."""
+        await self.outbox.goodbye(name)
+        for entry in await self.heard():
+            await self.ledger.hear(POOL, entry, Presence.decode(entry.data), most=100)
 
     async def take(self, count: int = 1000) -> list[tuple[Entry, Task]]:
         """A trainer takes tasks."""
@@ -219,21 +302,23 @@ class Hand:
             await blobs.write(self.client, self.keys.update(upload.blob), model, expire_s=60)
         return upload
 
-    async def said(self, *answers: Upload | GiveUp) -> list[Entry]:
+    async def said(self, *answers: Upload | GiveUp, site: str = POOL) -> list[Entry]:
         """The answers, said without a task's lease; delivered to the coordinator."""
-        await self.uploads.ensure()
         for answer in answers:
-            await self.client.call("XADD", self.keys.uploads, "*", "m", answer.encode())
-        return await self.uploads.read(count=1000, block_ms=0)
+            await self.client.call("XADD", self.keys.inbox(site), "*", "m", answer.encode())
+        return await self.heard(site)
 
-    async def admit(self, *answers: Upload | GiveUp) -> list[tuple[str, str]]:
+    async def admit(
+        self, *answers: Upload | GiveUp, site: str = POOL, trusted: bool = True
+    ) -> list[tuple[str, str]]:
         """The coordinator decides on answers: the verdict and reason for each."""
         return [
             await self.ledger.admit(
-                entry, decode(entry.data, Upload, GiveUp), size_limit=SIZE_LIMIT
+                entry, decode(entry.data, Upload, GiveUp), size_limit=SIZE_LIMIT,
+                site=site, trusted=trusted,
             )
-            for entry in await self.said(*answers)
-        ]
+            for entry in await self.said(*answers, site=site)
+        ]  # fmt: skip
 
     async def admitted(self, *floats: float, **changes: Any) -> Upload:
         """A task from its trigger into the queue."""
@@ -316,6 +401,7 @@ async def snapshot(client: Client, keys: Keys) -> dict[str, object]:
                 "hash": lambda: client.call("HGETALL", name),  # noqa: B023
                 "zset": lambda: client.call("ZRANGE", name, 0, -1, "WITHSCORES"),  # noqa: B023
                 "string": lambda: client.call("GET", name),  # noqa: B023
+                "set": lambda: client.call("SMEMBERS", name),  # noqa: B023
             }[kind]()
             value = await value
         found[name.decode()] = (kind, expires, value)

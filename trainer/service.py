@@ -9,10 +9,8 @@ first answer counts.
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import secrets
-import socket
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -25,7 +23,7 @@ from typing import TYPE_CHECKING, Annotated
 import numpy as np
 from aiohttp import web
 from prometheus_client import Counter, Histogram
-from pydantic import Field
+from pydantic import Field, model_validator
 from structlog.contextvars import bound_contextvars
 
 from broker import blobs
@@ -41,10 +39,11 @@ from broker.errors import (
     OutOfMemory,
     Unavailable,
 )
-from broker.keys import TRAINERS, Keys
+from broker.keys import POOL, TRAINERS, Keys, check_name, member
 from broker.layout import Floats, Model, vector_of
 from broker.ledger import Ledger
 from broker.messages import Dead, Event, GiveUp, Sends, Task, Trigger, Upload, task_id
+from broker.outbox import Outbox
 from broker.records import Head, Run
 from broker.streams import Entry, Group
 from runtime.backoff import Backoff, pause
@@ -92,6 +91,7 @@ class Initiative(Section):
 class TrainerSettings(Section):
     """What one trainer serves, and what it may use."""
 
+    site: str = POOL  # whose trainers trust each other: one user of Redis
     owns: tuple[Annotated[int, Field(ge=0)], ...] = ()  # devices; () is a replica of the pool
     anarchic: Initiative | None = None
     threads: Threads = 1  # of torch
@@ -101,6 +101,19 @@ class TrainerSettings(Section):
     workspace_expiry_s: Annotated[float, Field(gt=0)] = 3600.0
     redis_away_s: Annotated[float, Field(gt=0)] | None = None  # then it ends; None: it waits
     drain_s: Annotated[float, Field(gt=0)] = 20.0
+
+    @model_validator(mode="after")
+    def _site_owns(self) -> TrainerSettings:
+        try:
+            check_name("trainer.site", self.site)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if self.site != POOL and not self.owns:
+            raise ValueError(
+                f"trainer.site = {self.site!r} without trainer.owns: only the site {POOL!r} serves "
+                "devices that nobody owns"
+            )
+        return self
 
 
 @dataclass(frozen=True)
@@ -147,9 +160,11 @@ class Trainer:
         self._keys = keys
         self._name = name
         self._load = load
-        self._client = Client(redis, name)
+        self._site = settings.site
+        self._client = Client(redis, name, loads_scripts=False)
         self._ledger = Ledger(self._client, keys, name)
-        stream = keys.tasks_of(name) if settings.owns else keys.tasks
+        self._outbox = Outbox(self._client, keys, settings.site)
+        stream = keys.tasks_of(member(settings.site, name)) if settings.owns else keys.tasks
         self._tasks = Group(self._client, stream, TRAINERS, name)
         self._unsure: str | None = "crash"  # we may hold tasks that we don't know of, and why
         self._swept = 0.0
@@ -158,7 +173,6 @@ class Trainer:
         self._out: Model | None = None
         self._now: Task | None = None
         self._saved_for = ""  # the task of which a workspace is in Redis
-        self._served: tuple[int, ...] = ()  # of the devices that it is to own, those that it got
         self._heard = 0.0  # Redis, the last time
         self._raised: set[str] = set()
         self._answers = 0
@@ -204,7 +218,7 @@ class Trainer:
         finally:
             self._client.hurry(_GOODBYE_S)
             try:
-                await self._ledger.goodbye(self._name)
+                await self._outbox.goodbye(self._name)
             except FedstreamError as error:
                 context.log.warning("left without a good-bye", reason=str(error))
             await self._client.close()
@@ -263,17 +277,11 @@ class Trainer:
     # register
 
     async def _announce(self) -> None:
-        about = {
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "owns": list(self._settings.owns),
-            "device": self._now.device if self._now else None,
-            "answers": self._answers,
-        }
-        owns = self._settings.owns
+        device = self._now.device if self._now else None
         with self._patience():
-            refused = await self._ledger.announce(self._name, about, owns)
-        self._served = tuple(device for device in owns if device not in refused)
+            await self._outbox.announce(
+                self._name, self._settings.owns, device=device, answers=self._answers
+            )
         await pause(self._context.stop, _HEARTBEAT_S)
 
     @contextmanager
@@ -308,8 +316,8 @@ class Trainer:
             run = await self._ledger.run()
         except NoRun:
             return  # Redis was emptied; the updater publishes it again
-        devices = self._served if self._settings.owns else range(run.devices)
-        if run.state == "finished" or not devices:
+        devices = self._settings.owns or range(run.devices)
+        if run.state == "finished":
             return
         device = rng.choice(devices)
         if not self._is_eligible(device):
@@ -325,7 +333,7 @@ class Trainer:
             why="own initiative",
             origin=self._name,
         )
-        await self._ledger.ask(trigger)
+        await self._outbox.say(trigger)
 
     # one task
 
@@ -354,7 +362,7 @@ class Trainer:
             stream=stream.removeprefix(self._keys.prefix), entry=entry.id, reason=str(error),
             time=time.time(), deliveries=1, data=entry.data,
         )  # fmt: skip
-        await self._ledger.answer(stream, TRAINERS, entry, dead)
+        await self._outbox.answer(stream, entry, dead)
 
     async def _next(self) -> list[Entry]:
         """The next entry, if there is one within a second."""
@@ -474,7 +482,7 @@ class Trainer:
         except Exception as error:
             if start.saved is not None and isinstance(error, _OF_NO_USE):
                 self._begins_anew(error)
-                await self._client.call("UNLINK", self._keys.workspace(task.task))
+                await self._client.call("UNLINK", self._keys.workspace(self._site, task.task))
                 self._saved_for = ""
                 return await self._attempted(task, attempt, started, lost, late)
             self._rest_s = self._rests.next()
@@ -489,7 +497,7 @@ class Trainer:
             tau=start.version, base=start.digest, layout=done.model.layout.signature,
             digest=done.digest, size=done.model.layout.nbytes, samples=done.trained.samples,
             steps=done.trained.steps, lr=self._solver.lr, loss=done.trained.loss,
-            seconds=time.monotonic() - started, seed=task.seed, sends=self._sends,
+            seconds=time.monotonic() - started, seed=task.seed, sends=self._sends, site=self._site,
         )  # fmt: skip
 
     async def _trained(self, start: _Start, work: Work, cancelled: Callable[[], bool]) -> _Answered:
@@ -529,7 +537,7 @@ class Trainer:
         control: Floats | None = None
         if self._controls:
             control = np.zeros(self._layout.parameters, np.float32)  # as it is the first time
-            key = self._keys.device(task.device)
+            key = self._keys.control(self._site, task.device)
             try:
                 await blobs.recall(self._client, key, vector_of(control))
             except (BlobDamaged, BlobMissing) as error:
@@ -538,7 +546,7 @@ class Trainer:
 
     async def _saved(self, task: Task) -> Workspace | None:
         """The task's workspace, if there is one that is of use here."""
-        data = await self._client.call("GET", self._keys.workspace(task.task))
+        data = await self._client.call("GET", self._keys.workspace(self._site, task.task))
         if data is None:
             return None
         try:
@@ -564,7 +572,9 @@ class Trainer:
             return
         expire_ms = round(self._settings.workspace_expiry_s * 1000)
         try:
-            await self._client.call("SET", self._keys.workspace(task), data, "PX", expire_ms)
+            await self._client.call(
+                "SET", self._keys.workspace(self._site, task), data, "PX", expire_ms
+            )
         except FedstreamError as error:
             self._context.log.warning("workspace not saved", reason=str(error))
             return
@@ -585,7 +595,7 @@ class Trainer:
         """Nobody needs the task's workspace any more, if there is one."""
         if self._saved_for == task:
             with suppress(FedstreamError):  # else it expires
-                await self._client.call("UNLINK", self._keys.workspace(task))
+                await self._client.call("UNLINK", self._keys.workspace(self._site, task))
                 self._saved_for = ""
 
     def _is_eligible(self, device: int) -> bool:
@@ -606,7 +616,7 @@ class Trainer:
 
         Repeating it is harmless: an answer is said once. False if the lease is over.
         """
-        update = self._keys.update(f"{answer.task}.{answer.attempt}")
+        update = self._keys.update(answer.blob) if isinstance(answer, Upload) else ""
         expire_s = self._settings.blob_expiry_s
         unwritten = isinstance(answer, Upload)
         backoff = Backoff(rng=self._rng)
@@ -620,8 +630,8 @@ class Trainer:
                         )
                         # Not again unasked: it may be admitted by then, and must not expire.
                         unwritten = False
-                    said = await self._ledger.answer(
-                        self._tasks.stream, TRAINERS, entry, answer, expire_s=expire_s, ahead=ahead
+                    said = await self._outbox.answer(
+                        self._tasks.stream, entry, answer, expire_s=expire_s, ahead=ahead
                     )
             except FedstreamError as error:
                 if not error.retriable or self._context.stop.is_set():
@@ -720,7 +730,7 @@ class Trainer:
             text = "".join(traceback.format_exception(error))
             log.error("task raised", exc_info=error)
         self._raised.add(where)
-        await self._ledger.tell(
+        await self._outbox.say(
             Event(
                 what="error", service=self._name, time=time.time(), task=task.task,
                 device=task.device, version=version, reason=where, text=text[-8000:],

@@ -127,7 +127,7 @@ def refused(
     version = before.state.version
     record = Taken(
         entry=entry.id, upload=upload, outcome=outcome, reason=reason,
-        staleness=max(0, version - upload.tau), version=version, time=time.time(),
+        staleness=max(0, version - upload.since), version=version, time=time.time(),
         received=entry.time, counts=counts,
     )  # fmt: skip
     return Change(entry.id, record, (), before, end=end_of(record), blob=upload.blob)

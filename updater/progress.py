@@ -47,7 +47,7 @@ def take(
     ``weight``: that was recorded of it, where it arrives again.
     """
     update = Update(
-        model=model, tau=upload.tau, device=upload.device,
+        model=model, tau=upload.since, device=upload.device,
         samples=upload.samples, steps=upload.steps, lr=upload.lr, weight=weight,
     )  # fmt: skip
     state, decision = strategy.receive(before.state, update, spare)

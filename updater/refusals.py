@@ -18,10 +18,10 @@ LARGEST_DELTA = 1e30  # and of deltas of at most this, no batch's sum times its 
 
 def by_word(upload: Upload, rule: Strategy, state: State) -> str:
     """Why it is refused before it is read; '' if it is not."""
-    late, limit = state.version - upload.tau, rule.max_staleness
-    if late < 0:
+    limit = rule.max_staleness
+    if upload.tau > state.version:
         return "unknown base"
-    if limit is not None and late > limit:
+    if limit is not None and state.version - upload.since > limit:
         return "too stale"
     if (why := unfit(rule, upload)) != "":
         return why

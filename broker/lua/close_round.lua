@@ -1,11 +1,11 @@
--- keys: triggers open admitted tasks owners ended events counts
+-- keys: triggers open admitted tasks ended events counts
 -- undeclared: queue
 local a = cmsgpack.unpack(ARGV[1])
-local streams = streams_of(a.tasks)
+local sent = sent_to(a.tasks)
 guard()
 if redis.call('XACK', key.triggers, a.group, a.entry) == 0 then return 'repeated' end
 redis.call('XDEL', key.triggers, a.entry)
 -- what was admitted is in the queue, before the end of the round
-withdraw(a.tasks, streams, a.trainers, a.why, ARGV[3])
+withdraw(a.tasks, sent, a.trainers, a.why, ARGV[3])
 redis.call('XADD', key.queue, '*', 'm', ARGV[2])
 return 'closed'

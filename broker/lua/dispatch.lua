@@ -1,7 +1,8 @@
--- keys: triggers open tasks owners counts rates ended
--- undeclared: run
--- A trigger becomes a task. The scheduler's are in `open` already; a device's own enter it here,
--- within its rate and the limit, one at a time. A device that a trainer owns is that trainer's to serve.
+-- keys: stream open tasks owners counts rates ended
+-- undeclared: run head
+-- A trigger becomes a task. The scheduler's are in `open` already; one that came through a site's inbox
+-- (`a.site`) enters it here: where devices decide by themselves, for a device of that site, within its
+-- rate and the limit, one at a time. A device that a trainer owns is that trainer's to serve.
 local a = cmsgpack.unpack(ARGV[1])
 local function is_busy(device)
   for _, trigger in ipairs(redis.call('HVALS', key.open)) do
@@ -9,34 +10,41 @@ local function is_busy(device)
   end
 end
 local owner = redis.call('HGET', key.owners, a.device)
-local stream = owner and key.tasks .. ':' .. owner or key.tasks
-redis.call('EXISTS', stream) -- as for undeclared keys: fails here where a cluster is moving it
+local stream, memory, copy = places(a.device, owner)
+redis.call('EXISTS', stream, memory, copy) -- as for undeclared keys: fails here where a cluster is moving it
 guard()
-if redis.call('XACK', key.triggers, a.group, a.entry) == 0 then return 'repeated' end
-redis.call('XDEL', key.triggers, a.entry)
-local is_open = redis.call('HEXISTS', key.open, a.task) == 1
-if a.origin == 'scheduler' then
-  if not is_open then return 'ended' end
-else
-  if is_open or ended_as(a.task) then return 'repeated' end
-  if redis.call('HGET', key.run, 'state') ~= 'running' then return 'finished' end
-  local second = redis.call('TIME')[1]
-  if redis.call('HGET', key.rates, '') ~= second then -- what they asked for before counts no more
-    redis.call('DEL', key.rates)
-    redis.call('HSET', key.rates, '', second)
-  end
-  local used = tonumber(redis.call('HGET', key.rates, a.origin) or 0) or 0
-  if used >= a.rate or redis.call('HLEN', key.open) >= a.limit then
-    count('stray:trigger over the limit')
-    return 'limited'
-  end
-  if is_busy(a.device) then
-    count('stray:trigger for a busy device')
-    return 'busy'
-  end
-  redis.call('HSET', key.rates, a.origin, used + 1)
-  redis.call('HSET', key.open, a.task, ARGV[3])
-  count('issued')
+if redis.call('XACK', key.stream, a.group, a.entry) == 0 then return 'repeated' end
+redis.call('XDEL', key.stream, a.entry)
+local trigger = redis.call('HGET', key.open, a.task)
+local newest = tonumber(redis.call('HGET', key.head, 'version') or 0)
+if not a.site then
+  if not trigger then return 'ended' end
+  send(a.task, a.device, owner, ARGV[2], trigger, newest)
+  return 'sent'
 end
-redis.call('XADD', stream, '*', 'm', ARGV[2])
+if not within('trigger ' .. a.site, a.rate) then
+  count('stray:trigger over the limit')
+  return 'limited'
+end
+if not a.anarchic then
+  count('stray:trigger of its own')
+  return 'unasked'
+end
+if trigger or ended_as(a.task) then return 'repeated' end
+local state, devices = unpack(redis.call('HMGET', key.run, 'state', 'devices'))
+if state ~= 'running' then return 'finished' end
+if a.device >= tonumber(devices) or (owner and site_of(owner) or 'pool') ~= a.site then
+  count("stray:trigger for another's device")
+  return 'foreign'
+end
+if redis.call('HLEN', key.open) >= a.limit then
+  count('stray:trigger over the limit')
+  return 'limited'
+end
+if is_busy(a.device) then
+  count('stray:trigger for a busy device')
+  return 'busy'
+end
+count('issued')
+send(a.task, a.device, owner, ARGV[2], ARGV[3], newest)
 return 'sent'

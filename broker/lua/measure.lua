@@ -2,7 +2,7 @@
 -- How many entries of the trainers' streams are under a lease that holds.
 local group, lease_ms = unpack(ARGV)
 local streams, leased = {[key.tasks] = true}, 0
-for _, owner in ipairs(redis.call('HVALS', key.owners)) do streams[key.tasks .. ':' .. owner] = true end
+for _, owner in ipairs(redis.call('HVALS', key.owners)) do streams[stream_of(owner)] = true end
 for stream in pairs(streams) do
   local pending = redis.pcall('XPENDING', stream, group)
   if pending.err then

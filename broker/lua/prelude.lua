@@ -1,5 +1,6 @@
 local EVENTS_KEPT, VERSIONS_TOLD, ENDED_KEPT = 10000, 10000, 20000
 local LINEAGE_KEPT, DEAD_KEPT = 4096, 1000
+local STRAYS_TOLD = 100 -- a second and site: they are counted all the same
 
 -- Fails here, before anything was done, if Redis is out of memory.
 local function guard()
@@ -52,6 +53,79 @@ local function ended_as(task)
   return string.match(found, '^[^|]*|([^|]*)|(.*)$')
 end
 
+-- Whether a site does something for the `most`-th time in this second, or less often.
+local function within(what, most)
+  local second = redis.call('TIME')[1]
+  if redis.call('HGET', key.rates, '') ~= second then -- what was done before counts no more
+    redis.call('DEL', key.rates)
+    redis.call('HSET', key.rates, '', second)
+  end
+  return redis.call('HINCRBY', key.rates, what, 1) <= most
+end
+
+-- What a site said that ends no task: counted, and told.
+local function stray(site, task, why, event)
+  count('stray:' .. why)
+  if not within('stray ' .. site, STRAYS_TOLD) then return end
+  event.what, event.task, event.reason = 'stray', task, why
+  tell(event)
+end
+
+-- A message with more fields, behind a longer map's head. It is not unpacked for that: Lua has no
+-- integers of 64 bits.
+local function with(message, more)
+  local n, from = string.byte(message) - 0x80, 2
+  if n > 15 then n, from = 256 * string.byte(message, 2) + string.byte(message, 3), 4 end
+  local parts = {'', string.sub(message, from)}
+  for name, value in pairs(more) do
+    n = n + 1
+    parts[#parts + 1] = cmsgpack.pack(name) .. cmsgpack.pack(value)
+  end
+  parts[1] = string.char(0xde, math.floor(n / 256), n % 256)
+  return table.concat(parts)
+end
+
+-- The site of a trainer by what it is called: those of the pool have none in front.
+local function site_of(member)
+  return string.match(member, '^(.*)/') or 'pool'
+end
+
+-- The stream of those who serve a device: its owner's, or the pool's.
+local function stream_of(owner)
+  if not owner then return key.tasks end
+  return key.tasks .. ':' .. (string.find(owner, '/', 1, true) and owner or 'pool/' .. owner)
+end
+
+-- Of a device under an owner: its stream, what a strategy remembers of it and that copied for the site
+-- that is to read it, and the site.
+local function places(device, owner)
+  local site = owner and site_of(owner) or 'pool'
+  return stream_of(owner), prefix .. 'device:' .. device, prefix .. 'control:' .. site .. '/' .. device, site
+end
+
+-- Sends a task to whoever serves its device, with what a strategy remembers of that. In `open` stands
+-- behind the trigger whose it is, and what was the newest version then: only their answer counts, and
+-- they can't be fresher than that.
+local function send(task, device, owner, message, trigger, newest)
+  local stream, memory, copy, site = places(device, owner)
+  local digest = redis.call('HGET', memory, 'digest')
+  if digest and digest ~= redis.call('HGET', copy, 'digest') then
+    redis.call('COPY', memory, copy, 'REPLACE')
+  end
+  local entry = redis.call('XADD', stream, '*', 'm', message)
+  redis.call('HSET', key.open, task, with(trigger, {
+    site = site, owner = owner or false, entry = entry, handed = newest,
+  }))
+end
+
+-- Whether one id of a stream comes before another, or is it.
+local function is_up_to(id, other)
+  local ms, n = string.match(id, '(%d+)-(%d+)')
+  local other_ms, other_n = string.match(other, '(%d+)-(%d+)')
+  if ms ~= other_ms then return tonumber(ms) < tonumber(other_ms) end
+  return tonumber(n) <= tonumber(other_n)
+end
+
 -- The task in an entry of a stream; nil for what is none, whoever wrote it.
 local function task_of(entry)
   local ok, task = pcall(cmsgpack.unpack, entry[2][2])
@@ -59,35 +133,27 @@ local function task_of(entry)
   return readable and type(task.device) == 'number' and task or nil
 end
 
--- The streams that may hold these tasks: the pool's, and those of their devices' owners.
-local function streams_of(tasks)
-  local streams = {[key.tasks] = true}
+-- Where these tasks were sent: each one's stream and entry.
+local function sent_to(tasks)
+  local sent = {}
   for _, id in ipairs(tasks) do
     local trigger = redis.call('HGET', key.open, id)
-    local owner = trigger and redis.call('HGET', key.owners, cmsgpack.unpack(trigger).device)
-    if owner then streams[key.tasks .. ':' .. owner] = true end
+    local about = trigger and cmsgpack.unpack(trigger) or {}
+    if about.entry then sent[id] = {stream_of(about.owner), about.entry} end
   end
-  for stream in pairs(streams) do redis.call('EXISTS', stream) end -- as for undeclared keys
-  return streams
+  for _, place in pairs(sent) do redis.call('EXISTS', place[1]) end -- as for undeclared keys
+  return sent
 end
 
 -- Gives tasks up that were not answered, and takes them away from whoever has them or may take them: a
 -- trainer that is at work on one loses its lease, and stops.
-local function withdraw(tasks, streams, group, why, event)
-  local gone = {}
+local function withdraw(tasks, sent, group, why, event)
   for _, id in ipairs(tasks) do
     -- an admitted answer is in the queue: it counts
-    if redis.call('HEXISTS', key.admitted, id) == 0 then
-      gone[id] = end_task(id, '', 'given_up', why, cmsgpack.unpack(event)) == 1
-    end
-  end
-  for stream in pairs(streams) do
-    for _, entry in ipairs(redis.call('XRANGE', stream, '-', '+')) do
-      local task = task_of(entry)
-      if task and gone[task.task] then
-        redis.pcall('XACK', stream, group, entry[1])
-        redis.call('XDEL', stream, entry[1])
-      end
+    local answered = redis.call('HEXISTS', key.admitted, id) == 1
+    if not answered and end_task(id, '', 'given_up', why, cmsgpack.unpack(event)) == 1 and sent[id] then
+      redis.pcall('XACK', sent[id][1], group, sent[id][2])
+      redis.call('XDEL', sent[id][1], sent[id][2])
     end
   end
 end

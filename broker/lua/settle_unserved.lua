@@ -1,4 +1,5 @@
 -- keys: tasks alive trainers owners open admitted ended events counts
+-- undeclared: head
 -- Where every trainer that is alive owns devices, nobody takes from the pool. A task that lies there
 -- without a lease (idle for ARGV[2] ms) goes to its device's owner; without one it is given up.
 local group, lease, event = ARGV[1], tonumber(ARGV[2]), ARGV[3]
@@ -9,14 +10,16 @@ end
 if #alive == 0 then return 0 end
 guard()
 local given_up = 0
+local newest = tonumber(redis.call('HGET', key.head, 'version') or 0)
 for _, entry in ipairs(redis.call('XRANGE', key.tasks, '-', '+')) do
   local task = task_of(entry)
   local lent = redis.pcall('XPENDING', key.tasks, group, entry[1], entry[1], 1)
   local held = lent[1] and lent[1][3] < lease
   if task and not held then
     local owner = redis.call('HGET', key.owners, task.device)
-    if owner then
-      redis.call('XADD', key.tasks .. ':' .. owner, '*', 'm', entry[2][2])
+    local trigger = redis.call('HGET', key.open, task.task)
+    if owner and trigger then
+      send(task.task, task.device, owner, entry[2][2], trigger, newest)
     else
       given_up = given_up
         + end_task(task.task, '', 'given_up', 'nobody serves this device', cmsgpack.unpack(event))

@@ -1,9 +1,9 @@
--- keys: triggers open admitted tasks owners ended events counts
+-- keys: triggers open admitted tasks ended events counts
 -- Tasks that were open for too long are given up.
 local a = cmsgpack.unpack(ARGV[1])
-local streams = streams_of(a.tasks)
+local sent = sent_to(a.tasks)
 guard()
 if redis.call('XACK', key.triggers, a.group, a.entry) == 0 then return 'repeated' end
 redis.call('XDEL', key.triggers, a.entry)
-withdraw(a.tasks, streams, a.trainers, a.why, ARGV[2])
+withdraw(a.tasks, sent, a.trainers, a.why, ARGV[2])
 return 'withdrawn'

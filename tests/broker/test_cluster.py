@@ -149,20 +149,23 @@ async def test_while_the_slot_moves_each_step_is_done_whole_or_not_at_all(
     slot = Slot(nodes, keys)
     slot.begin()
     assert await client.call("HGET", keys.head, "version") == b"0"  # what is there is there
-    assert await client.call("SET", keys.workspace("new"), "x") == b"OK"  # by ASK
-    assert await client.call("GET", keys.workspace("new")) == b"x"
-    await client.pipeline([("MULTI",), ("SET", keys.workspace("more"), "y"), ("EXEC",)])
+    assert await client.call("SET", keys.workspace("pool", "new"), "x") == b"OK"  # by ASK
+    assert await client.call("GET", keys.workspace("pool", "new")) == b"x"
+    await client.pipeline([("MULTI",), ("SET", keys.workspace("pool", "more"), "y"), ("EXEC",)])
     slot.move(keys.run, keys.head)
     with pytest.raises(Unavailable):  # it only reads those two, and would write others before
         await hand.ledger.admit(entry, upload, size_limit=1 << 20)
-    assert await client.call("XLEN", keys.uploads) == 1
+    assert await client.call("XLEN", keys.inbox("pool")) == 1
     with pytest.raises(Unavailable):
         await client.call("DEL", keys.run, keys.open)  # TRYAGAIN
     slot.move()
     slot.end()
     assert await hand.ledger.admit(entry, upload, size_limit=1 << 20) == ("admitted", "")
     assert client.address == f"127.0.0.1:{slot.at}"
-    assert await client.call("UNLINK", keys.workspace("new"), keys.workspace("more")) == 2
+    assert (
+        await client.call("UNLINK", keys.workspace("pool", "new"), keys.workspace("pool", "more"))
+        == 2
+    )
     await hand.balanced()
 
 
@@ -172,7 +175,7 @@ async def test_an_owners_stream_that_is_moving_leaves_triggers_and_register_as_t
     """Its name is put together inside the script, where Redis can't look at it before."""
     hand = Hand(client, keys, Ledger(client, keys, "test"))
     await hand.create()
-    await hand.ledger.announce("ann", {}, [3])
+    await hand.announce("ann", 3)
     await hand.tasks.ensure()
     for named in (keys.rates, keys.admitted):  # what is declared is there
         await client.call("HSET", named, "somebody", "1")

@@ -17,12 +17,13 @@ import pytest
 
 from broker.client import Client
 from broker.errors import OutOfMemory
-from broker.keys import TRAINERS, Keys
+from broker.keys import POOL, TRAINERS, Keys
 from broker.messages import (
     CloseRound,
     Dead,
     GiveUp,
     Outcome,
+    Presence,
     RoundEnd,
     Task,
     Trigger,
@@ -70,7 +71,7 @@ class Walk:
     async def own_trigger(self) -> None:
         trigger = self.hand.trigger(origin="ann", device=self.hand.devices)
         for _ in range(self.rng.choice((1, 1, 2))):
-            await self.hand.ledger.ask(trigger)
+            await self.hand.outbox.say(trigger)
 
     async def dispatch(self) -> None:
         for entry in await self.hand.triggers.read(count=2, block_ms=0):
@@ -81,7 +82,7 @@ class Walk:
                 elif isinstance(message, Withdraw):
                     await self.hand.ledger.withdraw(entry, message)
                 else:
-                    await self.hand.ledger.dispatch(entry, message, rate=1000, limit=10)
+                    await self.hand.ledger.dispatch(entry, message)
 
     async def take(self) -> None:
         for stream in (self.hand.keys.tasks, self.hand.keys.tasks_of("owner")):
@@ -110,17 +111,21 @@ class Walk:
             said = await self.hand.trained(task, attempt=attempt, **wrong)
         self.said.append(said)
         if self.rng.random() < 0.8:
-            await self.hand.ledger.answer(stream, TRAINERS, entry, said)
+            await self.hand.outbox.answer(stream, entry, said)
         else:
-            await self.hand.client.call("XADD", self.hand.keys.uploads, "*", "m", said.encode())
+            await self.hand.client.call(
+                "XADD", self.hand.keys.inbox("pool"), "*", "m", said.encode()
+            )
 
     async def say_again(self) -> None:
         if self.said:
             said = self.rng.choice(self.said)
-            await self.hand.client.call("XADD", self.hand.keys.uploads, "*", "m", said.encode())
+            await self.hand.client.call(
+                "XADD", self.hand.keys.inbox("pool"), "*", "m", said.encode()
+            )
 
     async def admit(self) -> None:
-        for entry in await self.hand.uploads.read(count=2, block_ms=0):
+        for entry in await self.hand.inbox.read(count=2, block_ms=0):
             self.delivered.append(entry)
             await self._admit(entry)
 
@@ -129,8 +134,16 @@ class Walk:
             await self._admit(self.rng.choice(self.delivered))
 
     async def _admit(self, entry: Entry) -> None:
-        said = decode(entry.data, Upload, GiveUp)
-        await self.hand.ledger.admit(entry, said, size_limit=SIZE_LIMIT)
+        """Whatever the pool said."""
+        said = decode(entry.data, Upload, GiveUp, Trigger, Presence)
+        ledger = self.hand.ledger
+        match said:
+            case Trigger():
+                await ledger.take_up(POOL, entry, said, anarchic=True, rate=1000, limit=10)
+            case Presence():
+                await ledger.hear(POOL, entry, said, most=10)
+            case Upload() | GiveUp():
+                await ledger.admit(entry, said, size_limit=SIZE_LIMIT)
 
     async def commit(self) -> None:
         """The updater takes the next entry that it does not hold."""
@@ -203,7 +216,7 @@ class Walk:
             self.retried += verdict == "sent"
 
     async def join(self) -> None:
-        await self.hand.ledger.announce("owner", {}, [1, 2])
+        await self.hand.outbox.announce("owner", (1, 2))
 
     async def leave(self) -> None:
         if self.rng.random() < 0.1:
@@ -216,7 +229,7 @@ async def test_every_task_has_exactly_one_end(
 ) -> None:
     await hand.create(versions=10**6)
     await hand.triggers.ensure()
-    await hand.uploads.ensure()
+    await hand.inbox.ensure()
     walk = Walk(hand, seed)
     for _ in range(STEPS):
         step = walk.rng.choice(walk.steps())

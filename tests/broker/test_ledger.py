@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from functools import partial
 from typing import Any
 
@@ -267,7 +268,7 @@ async def test_a_trigger_becomes_a_task_of_the_pool(hand: Hand) -> None:
 
 async def test_a_device_that_is_owned_is_served_by_its_owner(hand: Hand, client: Client) -> None:
     await hand.create()
-    await hand.ledger.announce("owner", {}, [3])
+    await hand.announce("owner", 3)
     await hand.open(device=3)
     await hand.open(device=4)
     assert await hand.dispatch() == ["sent", "sent"]
@@ -283,8 +284,8 @@ async def test_dispatching_an_entry_twice_makes_one_task(hand: Hand) -> None:
     await hand.triggers.ensure()
     [entry] = await hand.triggers.read()
     trigger = Trigger.decode(entry.data)
-    assert await hand.ledger.dispatch(entry, trigger, rate=1, limit=1) == "sent"
-    assert await hand.ledger.dispatch(entry, trigger, rate=1, limit=1) == "repeated"
+    assert await hand.ledger.dispatch(entry, trigger) == "sent"
+    assert await hand.ledger.dispatch(entry, trigger) == "repeated"
     assert len(await hand.take()) == 1
 
 
@@ -296,14 +297,8 @@ async def test_a_trigger_whose_task_has_ended_makes_none(hand: Hand) -> None:
     assert await hand.take() == []
 
 
-async def test_a_trainer_cannot_pass_its_trigger_off_as_the_schedulers(hand: Hand) -> None:
-    await hand.create()
-    await hand.ledger.ask(hand.trigger())
-    assert await hand.dispatch() == ["ended"]
-    assert (await hand.ledger.look()).issued == 0
-
-
 async def test_a_device_triggers_itself_within_its_rate(hand: Hand, client: Client) -> None:
+    """A site's, whatever names its trainers give themselves."""
     verdicts: list[bytes] = []
 
     async def in_one_second() -> bool:
@@ -311,65 +306,74 @@ async def test_a_device_triggers_itself_within_its_rate(hand: Hand, client: Clie
         await hand.ledger.purge()
         await hand.create()
         await hand.ledger.prepare()
-        for origin in ("ann", "ann", "ann", "bob"):
-            await hand.ledger.ask(hand.trigger(origin=origin))
-        await hand.triggers.ensure()
+        for origin in ("ann", "ann", "bob"):
+            await hand.outbox.say(hand.trigger(origin=origin))
         decisions = [
-            hand.ledger.dispatch(entry, Trigger.decode(entry.data), rate=2, limit=9).command
-            for entry in await hand.triggers.read(count=4)
+            hand.ledger.take_up(
+                "pool", entry, Trigger.decode(entry.data), anarchic=True, rate=2, limit=9
+            ).command
+            for entry in await hand.heard()
         ]
         began, *told, ended = await client.pipeline([("TIME",), *decisions, ("TIME",)])
         verdicts[:] = told
         return bool(began[0] == ended[0])
 
     await wait_until(in_one_second)
-    assert verdicts == [b"sent", b"sent", b"limited", b"sent"]
+    assert verdicts == [b"sent", b"sent", b"limited"]
     view = await hand.ledger.look()
-    assert (view.issued, len(view.open)) == (3, 3)
+    assert (view.issued, len(view.open)) == (2, 2)
     assert view.reasons("stray") == {"trigger over the limit": 1}
-    assert len(await hand.take()) == 3
+    assert len(await hand.take()) == 2
 
 
-async def test_a_devices_rate_begins_anew_every_second(hand: Hand, client: Client) -> None:
-    await hand.create()
-    await client.call("HSET", hand.keys.rates, "ann", "1234:99")
-    await hand.ledger.ask(hand.trigger(origin="ann"))
-    assert await hand.dispatch(rate=1) == ["sent"]
-
-
-async def test_a_trainer_of_many_names_leaves_none_of_them_behind(
+async def test_a_sites_rate_begins_anew_every_second(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
-    for n in range(20):
-        await hand.ledger.ask(hand.trigger(origin=f"ann-{n}", device=100 + n))
-    assert await hand.dispatch() == ["sent"] * 20
-    await client.call("HSET", keys.rates, "", "1234")  # and in another second
-    await hand.ledger.ask(hand.trigger(origin="bob"))
-    assert await hand.dispatch() == ["sent"]
-    assert set(await client.call("HKEYS", keys.rates)) == {b"", b"bob"}
+    await client.call("HSET", keys.rates, "", "1234", "trigger pool", 99, "trigger other", 1)
+    assert await hand.take_up(hand.trigger(origin="ann"), rate=1) == ["sent"]
+    assert set(await client.call("HKEYS", keys.rates)) == {b"", b"trigger pool"}
 
 
 async def test_devices_trigger_themselves_only_up_to_the_limit(hand: Hand) -> None:
     await hand.create()
     await hand.open(2)
-    for _ in range(2):
-        await hand.ledger.ask(hand.trigger(origin="ann"))
-    assert await hand.dispatch(limit=3) == ["sent", "sent", "sent", "limited"]
+    own = [hand.trigger(origin="ann") for _ in range(2)]
+    assert await hand.take_up(*own, limit=3) == ["sent", "limited"]
+
+
+async def test_devices_trigger_nothing_where_the_scheduler_decides(hand: Hand) -> None:
+    await hand.create()
+    assert await hand.take_up(hand.trigger(origin="ann"), anarchic=False) == ["unasked"]
+    view = await hand.ledger.look()
+    assert (view.issued, view.reasons("stray")) == (0, {"trigger of its own": 1})
+
+
+async def test_a_site_triggers_only_its_own_devices(hand: Hand, client: Client) -> None:
+    await hand.create(devices=10)
+    await hand.announce("edge", 3, site="north")
+    await hand.announce("edge", 4, site="south")
+    for site, device in (("north", 4), ("north", 5), ("north", 10**9), ("pool", 3)):
+        asked = hand.trigger(origin="edge", device=device)
+        assert await hand.take_up(asked, site=site) == ["foreign"]
+    own = [hand.trigger(origin="x", device=device) for device in (3, 5)]
+    assert await hand.take_up(own[0], site="north") == ["sent"]
+    assert await hand.take_up(own[1]) == ["sent"]  # nobody owns it: the pool's
+    assert await client.call("XLEN", hand.keys.tasks_of("north/edge")) == 1
+    view = await hand.ledger.look()
+    assert view.reasons("stray") == {"trigger for another's device": 4}
+    assert view.issued == 2
 
 
 async def test_a_device_that_is_busy_triggers_nothing_more(hand: Hand) -> None:
     """Two tasks of a device would start from the same control variate, and count it twice."""
     await hand.create()
-    trigger = hand.trigger(origin="ann", device=3)
-    await hand.ledger.ask(trigger)
-    await hand.ledger.ask(hand.trigger(origin="bob", device=3))
-    await hand.ledger.ask(hand.trigger(origin="bob", device=4))
-    assert await hand.dispatch() == ["sent", "busy", "sent"]
+    first = hand.trigger(origin="ann", device=3)
+    more = [hand.trigger(origin="bob", device=device) for device in (3, 4)]
+    assert await hand.take_up(first, *more) == ["sent", "busy", "sent"]
     assert (await hand.ledger.look()).reasons("stray") == {"trigger for a busy device": 1}
-    assert await hand.admit(give_up(trigger)) == [("given_up", "dropped out")]
-    await hand.ledger.ask(hand.trigger(origin="bob", device=3))
-    assert await hand.dispatch() == ["sent"]
+    assert await hand.admit(give_up(first)) == [("given_up", "dropped out")]
+    assert await hand.take_up(hand.trigger(origin="bob", device=3)) == ["sent"]
     await hand.balanced()
 
 
@@ -378,20 +382,16 @@ async def test_a_devices_trigger_that_was_said_twice_is_one_task_even_after_its_
 ) -> None:
     await hand.create()
     trigger = hand.trigger(origin="ann")
-    await hand.ledger.ask(trigger)
-    await hand.ledger.ask(trigger)
-    assert await hand.dispatch() == ["sent", "repeated"]
+    assert await hand.take_up(trigger, trigger) == ["sent", "repeated"]
     assert await hand.admit(give_up(trigger)) == [("given_up", "dropped out")]
-    await hand.ledger.ask(trigger)
-    assert await hand.dispatch() == ["repeated"]
+    assert await hand.take_up(trigger) == ["repeated"]
     await hand.balanced()
 
 
 async def test_a_device_triggers_nothing_after_the_run(hand: Hand) -> None:
     await hand.create()
     await hand.ledger.finish("enough")
-    await hand.ledger.ask(hand.trigger(origin="ann"))
-    assert await hand.dispatch() == ["finished"]
+    assert await hand.take_up(hand.trigger(origin="ann")) == ["finished"]
     assert (await hand.ledger.look()).issued == 0
 
 
@@ -405,10 +405,10 @@ async def test_an_answer_is_said_once_and_ends_the_lease(hand: Hand) -> None:
     [(entry, task)] = await hand.take()
     upload = await hand.trained(task)
     keys = hand.keys
-    assert await hand.ledger.answer(keys.tasks, TRAINERS, entry, upload) == "said"
-    assert await hand.ledger.answer(keys.tasks, TRAINERS, entry, upload) == "over"
+    assert await hand.outbox.answer(keys.tasks, entry, upload) == "said"
+    assert await hand.outbox.answer(keys.tasks, entry, upload) == "over"
     view = await hand.ledger.look()
-    assert (view.uploads, len(view.open)) == (1, 1)
+    assert (view.inbox, len(view.open)) == (1, 1)
     assert not await hand.tasks.renew(entry)
 
 
@@ -421,9 +421,9 @@ async def test_an_answer_waits_until_its_update_is_there_and_renews_its_expiry(
     [(entry, task)] = await hand.take()
     upload = await hand.trained(task, write=False)
     update, model = hand.keys.update(upload.blob), model_of(hand.layout, 1.0)
-    answer = partial(hand.ledger.answer, hand.keys.tasks, TRAINERS, entry, upload, expire_s=500)
+    answer = partial(hand.outbox.answer, hand.keys.tasks, entry, upload, expire_s=500)
     assert await answer() == "unwritten"
-    assert (await hand.ledger.look()).uploads == 0
+    assert (await hand.ledger.look()).inbox == 0
     ahead = await blobs.prepare(client, update, model, expire_s=60)
     assert await answer(ahead=ahead) == "said"
     assert await client.call("PTTL", update) > 400_000
@@ -442,7 +442,7 @@ async def test_an_answer_is_admitted_and_its_blob_stays(
     assert queued == upload
     assert await client.call("PTTL", keys.update(upload.blob)) == -1
     view = await hand.ledger.look()
-    assert (view.admitted, view.queue, view.uploads, len(view.open)) == (1, 1, 0, 1)
+    assert (view.admitted, view.queue, view.inbox, len(view.open)) == (1, 1, 0, 1)
 
 
 async def test_the_same_answer_told_again_is_admitted_without_a_second_entry(
@@ -677,7 +677,7 @@ async def test_a_task_that_is_withdrawn_is_given_up_and_its_trainer_loses_its_le
     assert {trigger.task for trigger in view.open} == {answered.task, other.task}
     assert not await hand.tasks.renew(taken[hung.task])
     late = await hand.trained(hung)
-    said = await hand.ledger.answer(hand.keys.tasks, TRAINERS, taken[hung.task], late)
+    said = await hand.outbox.answer(hand.keys.tasks, taken[hung.task], late)
     assert said == "over"
     assert {task.task for _, task in await hand.take()} == {other.task}
     # An answer that was on its way by then comes too late.
@@ -687,7 +687,7 @@ async def test_a_task_that_is_withdrawn_is_given_up_and_its_trainer_loses_its_le
 
 async def test_an_owners_task_is_withdrawn_from_its_own_stream(hand: Hand) -> None:
     await hand.create()
-    await hand.ledger.announce("owner", {}, [3])
+    await hand.announce("owner", 3)
     [trigger] = await hand.open(device=3)
     await hand.dispatch()
     stream = hand.keys.tasks_of("owner")
@@ -884,7 +884,7 @@ async def test_burying_a_second_answer_does_not_end_a_task_whose_first_was_admit
     upload = await hand.admitted()
     [entry] = await hand.said(upload)
     assert await hand.ledger.bury(
-        hand.keys.uploads, COORDINATORS, entry, "crashed", task=upload, deliveries=3
+        hand.keys.inbox("pool"), COORDINATORS, entry, "crashed", task=upload, deliveries=3
     )
     assert [trigger.task for trigger in (await hand.ledger.look()).open] == [upload.task]
     assert await hand.commit(1, upload) == "done"
@@ -909,17 +909,19 @@ async def test_a_task_that_a_trainer_cannot_read_goes_by_way_of_the_coordinator(
     await client.call("XADD", keys.tasks, "*", "m", b"junk")
     [entry] = await hand.tasks.read()
     dead = Dead(stream="tasks", entry=entry.id, reason="not msgpack", time=1.0, data=entry.data)
-    assert await hand.ledger.answer(keys.tasks, TRAINERS, entry, dead) == "said"
+    assert await hand.outbox.answer(keys.tasks, entry, dead) == "said"
     assert await client.call("XLEN", keys.tasks) == 0
-    await hand.uploads.ensure()
-    [said] = await hand.uploads.read()
+    await hand.inbox.ensure()
+    [said] = await hand.inbox.read()
     found = Dead.decode(said.data)
-    assert await hand.ledger.bury(keys.uploads, "coordinators", said, found.reason, found=found)
+    assert await hand.ledger.bury(
+        keys.inbox("pool"), "coordinators", said, found.reason, found=found
+    )
     [row] = await client.call("XRANGE", keys.dead, "-", "+")
     kept = Dead.decode(row[1][1])
     assert kept == dead.model_copy(update={"time": kept.time})
     assert kept.time > dead.time  # the coordinator's clock, as for every letter
-    assert await client.call("XLEN", keys.uploads) == 0
+    assert await client.call("XLEN", keys.inbox("pool")) == 0
 
 
 async def test_dead_letters_are_capped_and_the_losses_counted(
@@ -940,9 +942,10 @@ async def test_dead_letters_are_capped_and_the_losses_counted(
 
 async def test_a_trainer_joins_once_and_says_what_it_likes(hand: Hand) -> None:
     await hand.create()
-    assert await hand.ledger.announce("ann", {"pid": 1}) == {}
-    assert await hand.ledger.announce("ann", {"pid": 2}, [7]) == {}
-    assert await hand.ledger.trainers() == {"ann": {"pid": 2, "owns": [7]}}
+    assert await hand.announce("ann") == ["heard"]
+    assert await hand.announce("ann", 7) == ["heard"]
+    [(name, about)] = (await hand.ledger.trainers()).items()
+    assert (name, about["pid"], about["owns"]) == ("ann", os.getpid(), [7])
     assert await hand.ledger.owners() == {7: "ann"}
     assert (await hand.ledger.look()).trainers == 1
     assert [event.text for event in await hand.events("trainer")] == ["ann joined"]
@@ -950,8 +953,8 @@ async def test_a_trainer_joins_once_and_says_what_it_likes(hand: Hand) -> None:
 
 async def test_a_trainer_leaves_once(hand: Hand) -> None:
     await hand.create()
-    await hand.ledger.announce("ann", {}, [7])
-    await hand.ledger.announce("bob", {}, [8])
+    await hand.announce("ann", 7)
+    await hand.announce("bob", 8)
     assert await hand.ledger.leave(b"ann") == 0
     assert await hand.ledger.leave(b"ann") is None
     assert await hand.ledger.owners() == {8: "bob"}
@@ -961,15 +964,15 @@ async def test_a_trainer_leaves_once(hand: Hand) -> None:
 
 async def test_a_trainer_that_said_goodbye_is_struck_off_unless_it_is_back(hand: Hand) -> None:
     await hand.create()
-    await hand.ledger.goodbye("nobody")  # who never joined
-    await hand.ledger.announce("ann", {})
-    await hand.ledger.goodbye("ann")
+    await hand.goodbye("nobody")  # who never joined
+    await hand.announce("ann")
+    await hand.goodbye("ann")
     assert await hand.ledger.left() == [b"ann"]
     assert await hand.ledger.silent(5) == []  # which would be a loss
-    await hand.ledger.announce("ann", {})
+    await hand.announce("ann")
     assert await hand.ledger.left() == []
     assert await hand.ledger.leave(b"ann", silent_s=30) is None
-    await hand.ledger.goodbye("ann")
+    await hand.goodbye("ann")
     assert await hand.ledger.leave(b"ann", silent_s=30) == 0
     assert await hand.ledger.trainers() == {}
     assert [e.text for e in await hand.events("trainer")] == ["ann joined", "ann left"]
@@ -979,12 +982,12 @@ async def test_a_trainer_is_silent_only_after_a_while(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
-    await hand.ledger.announce("ann", {})
-    await hand.ledger.announce("bob", {})
+    await hand.announce("ann")
+    await hand.announce("bob")
     await client.call("ZINCRBY", keys.alive, -60, "ann")
     assert await hand.ledger.silent(30) == [b"ann"]
     assert await hand.ledger.leave(b"bob", silent_s=30) is None
-    await hand.ledger.announce("ann", {})  # it came back in the last moment
+    await hand.announce("ann")  # it came back in the last moment
     assert await hand.ledger.leave(b"ann", silent_s=30) is None
     await client.call("ZINCRBY", keys.alive, -60, "ann")
     assert await hand.ledger.leave(b"ann", silent_s=30) == 0
@@ -993,7 +996,7 @@ async def test_a_trainer_is_silent_only_after_a_while(
 
 async def test_what_waits_for_an_owner_that_left_is_given_up(hand: Hand, client: Client) -> None:
     await hand.create()
-    await hand.ledger.announce("owner", {}, [3, 4])
+    await hand.announce("owner", 3, 4)
     await hand.open(device=3)
     await hand.open(device=4)
     await hand.open(device=5)
@@ -1013,7 +1016,7 @@ async def test_junk_on_the_register_hides_nobody_else(
 ) -> None:
     """Any trainer's user may write there; coordinators, the scheduler and status read it."""
     await hand.create()
-    await hand.ledger.announce("ann", {"pid": 1}, [7])
+    await hand.announce("ann", 7)
     junk: list[object] = [
         "x", 7, [], {}, {"owns": 7}, {"owns": [b"\xff"]}, {"owns": [], "at": msgpack.Timestamp(1)},
         {"owns": [], "pid": float("nan")},
@@ -1025,7 +1028,7 @@ async def test_junk_on_the_register_hides_nobody_else(
         await client.call("HSET", keys.owners, field, "ann")
     await client.call("HSET", keys.owners, 8, b"\xff")
     await client.call("ZADD", keys.alive, 0, b"\xfe", 1, b"\xff")
-    assert await hand.ledger.trainers() == {"ann": {"pid": 1, "owns": [7]}}
+    assert list(await hand.ledger.trainers()) == ["ann"]
     assert await hand.ledger.owners() == {7: "ann"}
     assert (await hand.ledger.look()).owned == (7, 8)
     assert await hand.ledger.training(60_000) == 0
@@ -1105,34 +1108,34 @@ async def test_opening_waiting_and_looking_are_one_exchange(hand: Hand, client: 
 
 async def test_a_trainer_owns_what_it_announced_last(hand: Hand) -> None:
     await hand.create()
-    await hand.ledger.announce("ann", {}, [1, 2, 3])
-    await hand.ledger.announce("ann", {}, [3, 4])
+    await hand.announce("ann", 1, 2, 3)
+    await hand.announce("ann", 3, 4)
     assert await hand.ledger.owners() == {3: "ann", 4: "ann"}
-    await hand.ledger.announce("ann", {})
+    await hand.announce("ann")
     assert await hand.ledger.owners() == {}
 
 
 async def test_a_device_stays_with_its_first_owner_while_that_lives(hand: Hand) -> None:
     await hand.create()
-    await hand.ledger.announce("ann", {}, [1, 2])
+    await hand.announce("ann", 1, 2)
     for _ in range(3):
-        assert await hand.ledger.announce("bob", {}, [2, 3]) == {2: "ann"}
+        await hand.announce("bob", 2, 3)
     assert await hand.ledger.owners() == {1: "ann", 2: "ann", 3: "bob"}
     refusals = [event for event in await hand.events("trainer") if event.device is not None]
     assert [(event.device, event.text) for event in refusals] == [
         (2, "bob does not get device 2: it is owned by ann")  # told once
     ]
     await hand.ledger.leave(b"ann")
-    assert await hand.ledger.announce("bob", {}, [2, 3]) == {}
+    await hand.announce("bob", 2, 3)
     assert await hand.ledger.owners() == {2: "bob", 3: "bob"}
 
 
 async def test_devices_that_the_run_does_not_have_cannot_be_owned(hand: Hand) -> None:
-    await hand.ledger.announce("ann", {}, [9, 10])  # before the run: nobody knows
+    await hand.announce("ann", 9, 10)  # before the run: nobody knows
     await hand.create(devices=10)
     for _ in range(2):
-        assert await hand.ledger.announce("bob", {}, [0, 11]) == {11: ""}
-    assert await hand.ledger.announce("ann", {}, [9, 10]) == {10: ""}
+        await hand.announce("bob", 0, 11)
+    await hand.announce("ann", 9, 10)
     assert await hand.ledger.owners() == {0: "bob", 9: "ann"}
     [event] = [event for event in await hand.events("trainer") if event.device == 11]
     assert event.text == "bob does not get device 11: the run has 10 devices"
@@ -1142,11 +1145,11 @@ async def test_an_owner_of_one_device_more_takes_up_its_earlier_tasks(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
-    await hand.ledger.announce("ann", {}, [1])
+    await hand.announce("ann", 1)
     [task] = await hand.open(device=2)
     await hand.dispatch()
     assert await client.call("XLEN", keys.tasks) == 1
-    await hand.ledger.announce("ann", {}, [1, 2])
+    await hand.announce("ann", 1, 2)
     assert await client.call("XLEN", keys.tasks) == 0
     [(_, fields)] = await client.call("XRANGE", keys.tasks_of("ann"), "-", "+")
     assert Task.decode(fields[1]).task == task.task
@@ -1163,8 +1166,8 @@ async def test_what_the_pool_holds_is_settled_where_only_owners_are_alive(
     await hand.open(device=3)
     await hand.dispatch()
     assert await hand.ledger.settle_unserved(60_000) == 0  # somebody may come
-    await hand.ledger.announce("ann", {}, [1, 2])
-    await hand.ledger.announce("pool", {})
+    await hand.announce("ann", 1, 2)
+    await hand.announce("pool")
     assert await hand.ledger.settle_unserved(60_000) == 0  # the pool serves anybody
     assert await client.call("XLEN", keys.tasks) == 2
     await hand.ledger.leave(b"pool")
@@ -1198,9 +1201,9 @@ async def test_what_is_no_task_stops_nobody_who_looks_for_one(
             await client.call("XADD", stream, "*", "m", one)
     for said in (b"\xc1", *(msgpack.packb({"owns": one}) for one in ([math.nan], [[1]], "1"))):
         await client.call("HSET", keys.trainers, "ann", said)
-        await hand.ledger.announce("ann", {}, [1])
+        await hand.announce("ann", 1)
     assert await hand.ledger.settle_unserved(60_000) == 1
-    await hand.ledger.announce("ann", {}, [1, 3])
+    await hand.announce("ann", 1, 3)
     assert await hand.ledger.leave(b"ann") == 0
     await client.call("ZADD", keys.alive, 1, "nobody on the register")
     assert await hand.ledger.settle_unserved(60_000) == 0

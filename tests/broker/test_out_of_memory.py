@@ -14,9 +14,10 @@ import pytest
 
 from broker import blobs, scripts
 from broker.client import Client
+from broker.custody import mend
 from broker.errors import OutOfMemory
 from broker.keys import TRAINERS, Keys
-from broker.messages import CloseRound, Event, GiveUp, Trigger, Withdraw
+from broker.messages import CloseRound, Event, GiveUp, Presence, Trigger, Withdraw
 from broker.records import Commit, End
 from tests.support import SIZE_LIMIT, Hand, full, model_of, snapshot
 
@@ -37,22 +38,26 @@ async def dispatch(hand: Hand) -> Step:
 
 async def dispatch_own(hand: Hand) -> Step:
     await hand.create()
-    await hand.ledger.announce("owner", {}, [3])
-    await hand.ledger.ask(hand.trigger(origin="owner", device=3))
-    return await dispatching(hand)
+    await hand.announce("owner", 3)
+    return await taking_up(hand, hand.trigger(origin="owner", device=3))
 
 
 async def dispatch_over_the_limit(hand: Hand) -> Step:
     await hand.create()
-    await hand.ledger.ask(hand.trigger(origin="ann"))
-    return await dispatching(hand, limit=0)
+    return await taking_up(hand, hand.trigger(origin="ann"), limit=0)
 
 
-async def dispatching(hand: Hand, limit: int = 9) -> Step:
+async def taking_up(hand: Hand, trigger: Trigger, limit: int = 9) -> Step:
+    await hand.outbox.say(trigger)
+    [entry] = await hand.heard()
+    return lambda: hand.ledger.take_up("pool", entry, trigger, anarchic=True, rate=9, limit=limit)
+
+
+async def dispatching(hand: Hand) -> Step:
     await hand.triggers.ensure()
     [entry] = await hand.triggers.read()
     asked = Trigger.decode(entry.data)
-    return lambda: hand.ledger.dispatch(entry, asked, rate=9, limit=limit)
+    return lambda: hand.ledger.dispatch(entry, asked)
 
 
 async def close_round(hand: Hand) -> Step:
@@ -81,7 +86,7 @@ async def answer(hand: Hand) -> Step:
     await hand.dispatch()
     [(entry, task)] = await hand.take()
     upload = await hand.trained(task)
-    return lambda: hand.ledger.answer(hand.keys.tasks, TRAINERS, entry, upload)
+    return lambda: hand.outbox.answer(hand.keys.tasks, entry, upload)
 
 
 def admit(**changes: Any) -> Scene:
@@ -163,12 +168,29 @@ async def retry(hand: Hand) -> Step:
 
 async def announce(hand: Hand) -> Step:
     await hand.create()
-    return lambda: hand.ledger.announce("ann", {"pid": 1}, [1, 2])
+    await hand.outbox.announce("ann", (1, 2))
+    [entry] = await hand.heard()
+    return lambda: hand.ledger.hear("pool", entry, Presence.decode(entry.data), most=9)
+
+
+async def relay(hand: Hand) -> Step:
+    await hand.create()
+    event = Event(what="error", service="t", time=1.0)
+    await hand.outbox.say(event)
+    [entry] = await hand.heard()
+    return lambda: hand.ledger.relay("pool", entry, event, most=9, why="event over the limit")
+
+
+async def find_lost(hand: Hand) -> Step:
+    await hand.create()
+    [trigger] = await hand.open()
+    await hand.client.call("DEL", hand.keys.triggers)
+    return lambda: hand.ledger.find_lost({trigger.task: "0-0"})
 
 
 async def leave(hand: Hand) -> Step:
     await hand.create()
-    await hand.ledger.announce("ann", {"pid": 1}, [1])
+    await hand.announce("ann", 1)
     await hand.open(device=1)
     await hand.dispatch()
     return lambda: hand.ledger.leave(b"ann")
@@ -178,7 +200,7 @@ async def settle(hand: Hand) -> Step:
     await hand.create()
     await hand.open(device=1)
     await hand.dispatch()
-    await hand.ledger.announce("ann", {}, [2])
+    await hand.announce("ann", 2)
     return lambda: hand.ledger.settle_unserved(0)
 
 
@@ -212,6 +234,8 @@ SCENES = {
     "bury": bury,
     "retry": retry,
     "announce": announce,
+    "relay": relay,
+    "find_lost": find_lost,
     "leave": leave,
     "settle_unserved": settle,
     "finish_run": finish,
@@ -223,7 +247,9 @@ NEEDS_NONE = {
     "claim",
     "hold",
     "look",
+    "may",
     "measure",
+    "mend",
     "reap",
     "release",
     "renew",
@@ -268,6 +294,10 @@ async def test_what_frees_memory_works_without_any(hand: Hand, client: Client) -
         await hand.tasks.release(entry)
         await hand.scheduler.release()
         assert await hand.scheduler.acquire()
+        keys = hand.keys
+        await client.call("RENAME", keys.triggers, keys.alive)
+        mended = await mend(client, keys, inboxes=(), owners=(), most=9)
+        assert mended == [(keys.alive, "it held a stream, not a zset")]
         await client.call("DEL", hand.keys.leader("updater"))  # it ran out: nobody was quicker
         assert await hand.updater.hold()
     await hand.balanced()

@@ -24,6 +24,7 @@ from broker.messages import (
     Event,
     GiveUp,
     Message,
+    Presence,
     RoundEnd,
     Task,
     Trigger,
@@ -49,6 +50,7 @@ LEAST = {  # only what has no default
         digest=DIGEST, size=16, samples=100, steps=5, lr=0.25,
     ),
     "give_up": GiveUp(task=ID, attempt="a1", device=3, trainer="t", reason="dropped out"),
+    "presence": Presence(trainer="t"),
     "round_end": RoundEnd(version=4),
     "version": Version(version=0, time=1.5, epoch=1, digest=DIGEST, blob="0.1.ab", size=16),
     "event": Event(what="trainer", service="t", time=1.5),
@@ -65,9 +67,14 @@ MOST = {  # everything there is
     "close_round": CloseRound(version=4, tasks=(ID, OTHER), why="round over"),
     "withdraw": Withdraw(tasks=(ID, OTHER), why="deadline passed"),
     "upload": LEAST["upload"].model_copy(
-        update={"loss": 0.5, "seconds": 2.5, "seed": 7, "sends": "delta"}
+        update={
+            "loss": 0.5, "seconds": 2.5, "seed": 7, "sends": "delta", "site": "north", "handed": 3,
+        }
     ),
     "give_up": LEAST["give_up"],
+    "presence": Presence(
+        trainer="t", owns=(3, 4), leaves=True, host="h", pid=12, device=3, answers=9
+    ),
     "round_end": RoundEnd(version=4, why="round over"),
     "version": Version(
         version=5, time=1.5, epoch=1, parent=4, digest=DIGEST, blob="5.1.ab", size=16,
@@ -192,11 +199,7 @@ async def test_scripts_read_what_a_later_scheduler_opened(
     task, data = task_of("trigger-most-1", device=3)
     await client.call("HSET", keys.open, task, data)
     await client.call("HINCRBY", keys.counts, "issued", 1)
-    await hand.triggers.ensure()
-    await hand.ledger.ask(hand.trigger(device=3, origin="ann"))
-    [entry] = await hand.triggers.read()
-    asked = Trigger.decode(entry.data)
-    assert await hand.ledger.dispatch(entry, asked, rate=9, limit=9) == "busy"
+    assert await hand.take_up(hand.trigger(device=3, origin="ann")) == ["busy"]
     [opened] = (await hand.ledger.look()).open
     assert (opened.task, opened.device) == (task, 3)
     await hand.balanced()
@@ -213,10 +216,9 @@ async def test_scripts_read_the_tasks_that_a_later_coordinator_sent(
         await client.call("HSET", keys.open, name, data)
         await client.call("HINCRBY", keys.counts, "issued", 1)
         await client.call("XADD", keys.tasks, "*", "m", data)
-    about = {"pid": 1, "later": {"a": 1}}
-    await hand.ledger.announce("owner", about, [3])
+    await hand.announce("owner", 3)
     assert await client.call("XLEN", keys.tasks_of("owner")) == 1
-    await hand.ledger.announce("owner", about, [3, 4])
+    await hand.announce("owner", 3, 4)
     assert await hand.ledger.settle_unserved(0) == 1
     assert await hand.ledger.leave(b"owner") == 1
     reasons = (await hand.ledger.look()).reasons("given_up")
@@ -231,9 +233,9 @@ async def test_an_upload_of_a_later_trainer_is_admitted_as_it_was_said(
     await hand.create()
     [trigger] = await hand.open()
     upload = await hand.trained(trigger)
-    await hand.uploads.ensure()
-    await client.call("XADD", hand.keys.uploads, "*", "m", newer(upload.encode()))
-    [entry] = await hand.uploads.read()
+    await hand.inbox.ensure()
+    await client.call("XADD", hand.keys.inbox("pool"), "*", "m", newer(upload.encode()))
+    [entry] = await hand.inbox.read()
     answer = Upload.decode(entry.data)
     assert await hand.ledger.admit(entry, answer, size_limit=1 << 20) == ("admitted", "")
     assert [message for _, message in await hand.queue()] == [upload]

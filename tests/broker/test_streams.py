@@ -140,7 +140,7 @@ async def test_a_reader_reads_several_streams_and_goes_on_where_it_was(
 async def test_streams_of_one_group_are_read_in_one_exchange(
     client: Client, keys: Keys, ann: Group
 ) -> None:
-    other = Group(client, keys.uploads, TRAINERS, "ann")
+    other = Group(client, keys.inbox("pool"), TRAINERS, "ann")
     await other.ensure()
     await add(client, ann.stream, "1", "2", "3")
     await add(client, other.stream, "4")

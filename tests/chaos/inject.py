@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from broker import blobs
 from broker.errors import BrokerError, Unavailable
-from broker.keys import Keys
+from broker.keys import POOL, Keys
 from broker.layout import Model
 from broker.ledger import Ledger
 from broker.messages import RoundEnd, Upload, decode
@@ -140,7 +140,7 @@ class Injector:
         again = upload.model_copy(update={"attempt": "again", "digest": model.digest()})
         self.forged.add((again.task, again.attempt))
         await blobs.write(self._server.client, self._keys.update(again.blob), model, expire_s=600.0)
-        await self._server.client.call("XADD", self._keys.uploads, "*", "m", again.encode())
+        await self._server.client.call("XADD", self._keys.inbox(POOL), "*", "m", again.encode())
 
     async def _clock(self, fault: Fault) -> None:
         control = self._controls[await self._name(fault)]
@@ -246,7 +246,7 @@ class Injector:
             view = await self._ledger.look()
         except BrokerError:
             return False
-        return not view.queue and not view.uploads
+        return not view.queue and not view.inbox
 
     # the ways to it
 

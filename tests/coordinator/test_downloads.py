@@ -14,6 +14,7 @@ from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
 import aiohttp
+import msgpack
 import psutil
 import pytest
 import structlog
@@ -258,8 +259,10 @@ def test_pages_hold_everybody_once_and_none_is_long(
 async def test_the_register_comes_in_pages(redis: RedisSettings, hand: Hand) -> None:
     await hand.create()
     for n in range(120):
-        await hand.ledger.announce(f"t{n:03}", {"host": "h" * 100})
-    await hand.ledger.announce("t999", {"host": "h" * 100_000})
+        await hand.announce(f"t{n:03}")
+    await hand.announce("t999")
+    told = msgpack.packb({"owns": [], "host": "h" * 100_000})
+    await hand.client.call("HSET", hand.keys.trainers, "t999", told)
     async with serving(hand, redis) as url, aiohttp.ClientSession(url) as session:
 
         async def asked(query: str) -> tuple[int, Any]:

@@ -25,7 +25,7 @@ def view_of(**changes: Any) -> View:
         "run": Run(layout_of(4), "fedasync", "digits", 10, 100, 0, 1.5),
         "head": Head(version=7, digest="d", blob="7.1", time=99.5, epoch=1),
         "counts": {"issued": 5}, "open": (), "admitted": 0, "queue": 0, "triggers": 0,
-        "uploads": 0, "trainers": 2, "kept": 3, "dead": 1, "owned": (), "now": 100.0,
+        "inbox": 0, "trainers": 2, "kept": 3, "dead": 1, "owned": (), "now": 100.0,
     }  # fmt: skip
     return View(**about | changes)
 
@@ -56,11 +56,11 @@ def test_blobs_are_counted_by_number_and_size() -> None:
     registry = CollectorRegistry()
     metrics = RunMetrics(registry)
     head = Head(version=7, digest="d", blob="7.1", time=99.5, epoch=1, retained=4)
-    view = view_of(head=head, uploads=2, admitted=3)
+    view = view_of(head=head, inbox=2, admitted=3)
     metrics.saw(Seen(100.0, 5000, 0, view))
     value = registry.get_sample_value
     assert value("fedstream_run_blob_bytes", {"kind": "models"}) == 3 * 16
-    assert value("fedstream_run_blob_bytes", {"kind": "updates"}) == (2 + 3 + 4) * 16
+    assert value("fedstream_run_blob_bytes", {"kind": "updates"}) == (3 + 4) * 16
     assert value("fedstream_run_published_timestamp_seconds") == 99.5
     assert value("fedstream_redis_memory_max_bytes") == 0
 
@@ -100,7 +100,7 @@ async def test_a_task_is_in_training_while_its_lease_holds(hand: Hand) -> None:
 
 async def test_an_owners_tasks_count_as_well(hand: Hand) -> None:
     await hand.create()
-    await hand.ledger.announce("ann", {}, [3])
+    await hand.announce("ann", 3)
     await hand.open(device=3)
     await hand.dispatch()
     stream = Group(hand.client, hand.keys.tasks_of("ann"), TRAINERS, "ann")

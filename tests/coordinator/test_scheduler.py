@@ -92,7 +92,7 @@ async def test_it_keeps_n_tasks_open(make: Any, run: Hand) -> None:
         await has_issued(run, 5)
         assert len(await are_open(run, 3)) == 3
         await run.balanced()
-        await run.ledger.announce("ann", {})  # what it opened it counts when its wait is over
+        await run.announce("ann")  # what it opened it counts when its wait is over
         await wait_until(lambda: counted(watched, "fedstream_tasks_triggered_total") == 5)
 
 
@@ -108,7 +108,7 @@ async def test_it_follows_the_trainers_that_are_alive(make: Any, run: Hand) -> N
     async with running(make(InFlight()), context()):
         await are_open(run, 1)
         for name in ("ann", "bob", "cat"):
-            await run.ledger.announce(name, {})
+            await run.announce(name)
         await are_open(run, 3)
 
 
@@ -126,7 +126,7 @@ async def test_it_waits_for_a_run_and_rests_after_it(make: Any, hand: Hand) -> N
 
 
 async def test_owned_devices_alone_are_asked(make: Any, run: Hand) -> None:
-    await run.ledger.announce("owner", {}, [3, 8])
+    await run.announce("owner", 3, 8)
     async with running(make(InFlight(n=5)), context()):
         assert {trigger.device for trigger in await are_open(run, 2)} == {3, 8}
 
@@ -220,7 +220,7 @@ def test_steps_that_nobody_will_ever_have_done_are_refused(steps: str, key: str)
 
 async def test_anarchy_has_no_triggers(make: Any, run: Hand) -> None:
     async with running(make(Anarchic()), context()):
-        await run.ledger.announce("ann", {})  # an event, which it looks at
+        await run.announce("ann")  # an event, which it looks at
         await wait_until(lambda: watched(run))
         assert (await run.ledger.look()).issued == 0
 
@@ -236,7 +236,7 @@ async def test_a_full_queue_holds_it_back(make: Any, run: Hand, client: Client) 
     async with running(make(InFlight(n=3), max_queue=4), context()):
         await are_open(run, 1)
         await client.call("XTRIM", run.keys.queue, "MAXLEN", 1)
-        await run.ledger.announce("ann", {})
+        await run.announce("ann")
         await are_open(run, 3)
 
 
@@ -311,11 +311,11 @@ async def test_a_round_that_times_out_with_arrivals_ends_with_them_and_asks_nobo
         upload = await run.trained(first[0])
         assert await run.admit(upload) == [("admitted", "")]
         clock.ahead_s = 601.0
-        await run.ledger.announce("bob", {})  # an event, which it looks at
+        await run.announce("bob")  # an event, which it looks at
         await wait_until(lambda: asked(run))
         assert await run.dispatch() == ["withdrawn"]
         # The updater is slow: what is in the queue is counted before anything is decided.
-        await run.ledger.announce("ann", {})
+        await run.announce("ann")
         await wait_until(lambda: watched(run))
         assert (await run.ledger.look()).issued == 3
         buffered = End(task=upload.task, attempt=upload.attempt, outcome="buffered")
@@ -327,7 +327,7 @@ async def test_a_round_that_times_out_with_arrivals_ends_with_them_and_asks_nobo
         assert await run.dispatch() == ["closed"]
         [(_, queued), (_, end)] = await run.queue()
         assert (queued, end) == (upload, RoundEnd(version=0, why="round over"))
-        await run.ledger.announce("cat", {})
+        await run.announce("cat")
         await wait_until(lambda: watched(run))
         assert (await run.ledger.look()).issued == 3, "nor until the end of the round is seen"
         entries = [id_ for id_, _ in await run.queue()]
@@ -371,7 +371,7 @@ async def test_a_round_with_too_few_answers_keeps_them_and_asks_others(
         )  # fmt: skip
         assert (await run.ledger.commit(run.updater.token, held)).what == "done"
         clock.ahead_s = 601.0
-        await run.ledger.announce("bob", {})  # an event, which it looks at
+        await run.announce("bob")  # an event, which it looks at
         await wait_until(lambda: asked(run))
         assert await run.dispatch() == ["withdrawn"]
         await has_issued(run, 5)
@@ -395,11 +395,11 @@ async def test_a_task_that_never_ends_loses_its_slot(make: Any, run: Hand, clock
         await run.dispatch()
         assert await run.admit(await run.trained(other)) == [("admitted", "")]
         clock.ahead_s = 899.0
-        await run.ledger.announce("ann", {})  # an event, which it looks at
+        await run.announce("ann")  # an event, which it looks at
         await wait_until(lambda: watched(run))
         assert not await asked(run)
         clock.ahead_s = 901.0
-        await run.ledger.announce("bob", {})
+        await run.announce("bob")
         await wait_until(lambda: asked(run))
         assert await run.dispatch() == ["withdrawn"]
         await has_issued(run, 3)
@@ -408,7 +408,7 @@ async def test_a_task_that_never_ends_loses_its_slot(make: Any, run: Hand, clock
         assert other.task in {t.task for t in opened}, "its answer is in the queue"
         assert (await run.ledger.look()).reasons("given_up") == {"timed out": 1}
         for name in ("cat", "dan"):
-            await run.ledger.announce(name, {})
+            await run.announce(name)
         await wait_until(lambda: watched(run))
         assert "withdrawn" not in await run.dispatch(), "said once"
         await run.balanced()
@@ -490,7 +490,7 @@ async def test_closing_a_round_is_asked_once(make: Any, run: Hand, client: Clien
     async with running(make(Rounds(k=2, timeout_s=0.1)), context()):
         await wait_until(lambda: asked_to_close(run, 1))
         for _ in range(3):  # events, at which it looks again
-            await run.ledger.announce("ann", {})
+            await run.announce("ann")
             await run.ledger.leave(b"ann")
         await wait_until(lambda: watched(run))
         assert await asked_to_close(run, 1)

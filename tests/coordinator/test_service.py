@@ -31,11 +31,11 @@ def make(redis: RedisSettings, keys: Keys) -> Any:
 
     def make(
         *, name: str = "coordinator-0", redis: RedisSettings = redis, lease_s: float = 15.0,
-        **settings: Any,
+        anarchic: bool = False, **settings: Any,
     ) -> Coordinator:  # fmt: skip
         return Coordinator(
             CoordinatorSettings(**settings), LeaseSettings(seconds=lease_s),
-            keys=keys, redis=redis, name=name,
+            keys=keys, redis=redis, name=name, anarchic=anarchic,
         )  # fmt: skip
 
     return make
@@ -102,13 +102,13 @@ async def test_a_trigger_becomes_a_task_and_its_answer_enters_the_queue(
         gone = GiveUp(
             task=two.task, attempt="1", device=two.device, trainer="t", reason="dropped out"
         )
-        assert await run.ledger.answer(run.keys.tasks, TRAINERS, first, upload)
-        assert await run.ledger.answer(run.keys.tasks, TRAINERS, second, gone)
+        assert await run.outbox.answer(run.keys.tasks, first, upload)
+        assert await run.outbox.answer(run.keys.tasks, second, gone)
         assert await queued(run, 1) == [upload]
         await wait_until(lambda: is_open(run, 1))
         view = await run.ledger.look()
         assert view.reasons("given_up") == {"dropped out": 1}
-        assert (view.triggers, view.uploads) == (0, 0)
+        assert (view.triggers, view.inbox) == (0, 0)
         await run.balanced()
         answers, dispatched = "fedstream_answers_total", "fedstream_tasks_dispatched_total"
         for verdict, reason in (("admitted", ""), ("given_up", "dropped out")):
@@ -125,7 +125,7 @@ async def test_what_a_trainer_says_for_a_reason_is_no_label(make: Any, run: Hand
             mood = GiveUp(
                 task=task.task, attempt="1", device=task.device, trainer="t", reason=f"mood {n}"
             )
-            assert await run.ledger.answer(run.keys.tasks, TRAINERS, entry, mood)
+            assert await run.outbox.answer(run.keys.tasks, entry, mood)
         answers = "fedstream_answers_total"
         labels = {"verdict": "given_up", "reason": "another reason"}
         await wait_until(lambda: counted(watched, answers, **labels) == 5)
@@ -146,7 +146,7 @@ async def test_it_may_be_there_before_the_run(make: Any, hand: Hand) -> None:
 
 async def groups(hand: Hand) -> bool:
     """Its consumer groups are there."""
-    names = [hand.keys.triggers, hand.keys.uploads]
+    names = [hand.keys.triggers, hand.keys.inbox("pool")]
     return bool(await hand.client.call("EXISTS", *names) == 2)
 
 
@@ -160,7 +160,7 @@ async def test_replicas_share_the_work_and_do_nothing_twice(make: Any, run: Hand
         assert len({task.task for _, task in found}) == 40
         for entry, task in found:
             upload = await run.trained(task)
-            await run.ledger.answer(run.keys.tasks, TRAINERS, entry, upload)
+            await run.outbox.answer(run.keys.tasks, entry, upload)
         assert len({upload.task for upload in await queued(run, 40)}) == 40
         await run.balanced()
 
@@ -169,15 +169,15 @@ async def test_the_size_limit_is_the_settings(make: Any, run: Hand) -> None:
     async with running(make(max_update_bytes=run.layout.nbytes - 1), context()):
         await run.open()
         [(entry, task)] = await tasks(run, 1)
-        await run.ledger.answer(run.keys.tasks, TRAINERS, entry, await run.trained(task))
+        await run.outbox.answer(run.keys.tasks, entry, await run.trained(task))
         await wait_until(lambda: is_open(run, 0))
         assert (await run.ledger.look()).reasons("refused") == {"too large": 1}
 
 
 async def test_devices_of_their_own_accord_are_let_in_up_to_the_limit(make: Any, run: Hand) -> None:
-    async with running(make(open_limit=2), context()):
+    async with running(make(open_limit=2, anarchic=True), context()):
         for _ in range(4):
-            await run.ledger.ask(run.trigger(origin="ann"))
+            await run.outbox.say(run.trigger(origin="ann"))
         await tasks(run, 2)
         await wait_until(lambda: strays(run, 2))
 
@@ -195,8 +195,8 @@ async def given_to(hand: Hand, name: str) -> tuple[Trigger, Upload]:
     await hand.dispatch()
     upload = await hand.trained(known)
     await hand.client.call("XADD", hand.keys.triggers, "*", "m", new.encode())
-    await hand.client.call("XADD", hand.keys.uploads, "*", "m", upload.encode())
-    for stream in (hand.keys.triggers, hand.keys.uploads):
+    await hand.client.call("XADD", hand.keys.inbox("pool"), "*", "m", upload.encode())
+    for stream in (hand.keys.triggers, hand.keys.inbox("pool")):
         group = Group(hand.client, stream, COORDINATORS, name)
         await group.ensure()
         assert len(await group.read()) == 1
@@ -223,13 +223,13 @@ async def test_an_entry_that_crashes_coordinators_is_buried_and_its_task_ends(
     make: Any, run: Hand
 ) -> None:
     _, upload = await given_to(run, "coordinator-0")
-    crashing = Group(run.client, run.keys.uploads, COORDINATORS, "coordinator-0")
+    crashing = Group(run.client, run.keys.inbox("pool"), COORDINATORS, "coordinator-0")
     for _ in range(2):
         await crashing.claim(idle_ms=0, most=9, own=True)
     async with running(make(name="coordinator-0"), context()):
         [letter] = await dead(run, 1)
     assert (letter.stream, letter.reason, letter.deliveries) == (
-        "uploads", "crashed its coordinators", 3
+        "inbox:pool", "crashed its coordinators", 3
     )  # fmt: skip
     assert Upload.decode(letter.data) == upload
     view = await run.ledger.look()
@@ -248,7 +248,7 @@ async def test_trouble_with_redis_makes_no_entry_a_poison(
     async with Proxy(redis) as proxy, running(make(redis=proxy.settings), watched):
         proxy.refuse = lambda data: admit in data
         upload = await run.trained(trigger)
-        await run.client.call("XADD", run.keys.uploads, "*", "m", upload.encode())
+        await run.client.call("XADD", run.keys.inbox("pool"), "*", "m", upload.encode())
         retries = "fedstream_retries_total"
         await wait_until(lambda: counted(watched, retries, loop="entries") > 4)
         proxy.refuse = None
@@ -266,7 +266,7 @@ async def test_lost_connections_lose_and_repeat_nothing(
             [(entry, task)] = await tasks(run, 1)
             assert task.task == trigger.task
             upload = await run.trained(task)
-            await run.ledger.answer(run.keys.tasks, TRAINERS, entry, upload)
+            await run.outbox.answer(run.keys.tasks, entry, upload)
             assert len(await queued(run, n)) == n
         assert proxy.cut_replies > 5
         view = await run.ledger.look()
@@ -365,7 +365,7 @@ async def test_an_entry_that_crashes_it_again_takes_no_other_with_it(
 
 async def long_ago(client: Client, keys: Keys) -> None:
     """What was given to the coordinator that crashed was given to it long ago."""
-    for stream in (keys.triggers, keys.uploads):
+    for stream in (keys.triggers, keys.inbox("pool")):
         [(id_, *_)] = await client.call("XPENDING", stream, COORDINATORS, "-", "+", 1)
         idle = ("IDLE", 3_600_000, "JUSTID")
         await client.call("XCLAIM", stream, COORDINATORS, "crashed", 0, id_, *idle)
@@ -376,14 +376,14 @@ async def test_nothing_is_taken_over_before_it_knows_what_is_its_own(
 ) -> None:
     _, upload = await given_to(run, "crashed")
     await long_ago(client, run.keys)
-    await run.ledger.announce("ann", {})
+    await run.announce("ann")
     watched = context()
     async with Proxy(redis) as proxy:
         proxy.refuse = lambda data: b"LOAD" in data  # with which it begins to find out
         async with running(make(redis=proxy.settings), watched):
             await wait_until(lambda: counted(watched, "fedstream_run_trainers") == 1)  # a sweep
             [(_, consumer, *_)] = await client.call(
-                "XPENDING", run.keys.uploads, COORDINATORS, "-", "+", 9
+                "XPENDING", run.keys.inbox("pool"), COORDINATORS, "-", "+", 9
             )
             assert consumer == b"crashed"
             proxy.refuse = None
@@ -409,10 +409,10 @@ async def test_a_sweep_that_fails_halfway_leaves_nothing_pending(
 # bad input
 
 
-@pytest.mark.parametrize("stream", ["triggers", "uploads"])
+@pytest.mark.parametrize("stream", ["triggers", "inbox:pool"])
 async def test_junk_goes_to_the_dead_and_holds_up_nobody(make: Any, run: Hand, stream: str) -> None:
-    await run.client.call("XADD", getattr(run.keys, stream), "*", "m", b"junk")
-    await run.client.call("XADD", getattr(run.keys, stream), "*", "other", b"field")
+    await run.client.call("XADD", run.keys.prefix + stream, "*", "m", b"junk")
+    await run.client.call("XADD", run.keys.prefix + stream, "*", "other", b"field")
     async with running(make(), context()):
         letters = await dead(run, 2)
         assert [(letter.stream, letter.data) for letter in letters] == [
@@ -421,7 +421,7 @@ async def test_junk_goes_to_the_dead_and_holds_up_nobody(make: Any, run: Hand, s
         assert all("not m" in letter.reason for letter in letters)
         await run.open()
         [(entry, task)] = await tasks(run, 1)
-        await run.ledger.answer(run.keys.tasks, TRAINERS, entry, await run.trained(task))
+        await run.outbox.answer(run.keys.tasks, entry, await run.trained(task))
         await queued(run, 1)
 
 
@@ -445,7 +445,7 @@ async def test_a_task_that_crashes_its_trainers_is_buried(make: Any, run: Hand) 
 
 
 async def test_a_poisonous_task_of_an_owner_is_buried_too(make: Any, run: Hand) -> None:
-    await run.ledger.announce("owner", {}, [3])
+    await run.announce("owner", 3)
     await run.open(device=3)
     await run.dispatch()
     owner = Group(run.client, run.keys.tasks_of("owner"), TRAINERS, "owner")
@@ -455,7 +455,7 @@ async def test_a_poisonous_task_of_an_owner_is_buried_too(make: Any, run: Hand) 
         await owner.claim(idle_ms=0, most=9, own=True)
     async with running(make(lease_s=0.05), context()):
         [letter] = await dead(run, 1)
-        assert letter.stream == "tasks:owner"
+        assert letter.stream == "tasks:pool/owner"
         await run.balanced()
 
 
@@ -478,7 +478,7 @@ async def test_a_silent_trainer_is_struck_off_and_its_consumer_reaped(
     make: Any, run: Hand, client: Client
 ) -> None:
     for name in ("ann", "bob", "cat"):
-        await run.ledger.announce(name, {})
+        await run.announce(name)
         await client.call("XGROUP", "CREATECONSUMER", run.keys.tasks, TRAINERS, name)
     await run.open()
     await run.dispatch()
@@ -510,7 +510,7 @@ async def test_junk_on_the_register_is_struck_off(make: Any, run: Hand, client: 
 async def test_nobody_is_struck_off_who_had_no_chance_to_be_heard(
     make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await run.ledger.announce("ann", {})
+    await run.announce("ann")
     await silent(run, "ann")
     watched = context()
 
@@ -540,8 +540,8 @@ async def consumers(client: Client, keys: Keys, expected: set[str]) -> bool:
 
 @pytest.mark.usefixtures("long_there")
 async def test_the_tasks_of_an_owner_that_fell_silent_are_given_up(make: Any, run: Hand) -> None:
-    await run.ledger.announce("owner", {}, [3, 4])
-    await run.ledger.announce("ann", {})  # serves the pool: nothing there is given up
+    await run.announce("owner", 3, 4)
+    await run.announce("ann")  # serves the pool: nothing there is given up
     await silent(run, "ann", -3600)
     async with running(make(trainer_silence_s=30.0), context()):
         await run.open(device=3)
@@ -575,7 +575,7 @@ async def test_an_update_written_long_before_it_is_admitted_does_not_expire_afte
         upload = await run.trained(task, write=False)
         key = run.keys.update(upload.blob)
         await blobs.write(client, key, model_of(run.layout, 1.0), expire_s=60)
-        await run.ledger.answer(run.keys.tasks, TRAINERS, entry, upload)
+        await run.outbox.answer(run.keys.tasks, entry, upload)
         await queued(run, 1)
         assert await client.call("PTTL", key) == -1
 
@@ -597,7 +597,7 @@ async def test_owners_alone_serve_a_run_over_a_restart(
         group = Group(client, run.keys.tasks_of(name), TRAINERS, name)
         await group.ensure()
         while True:
-            await run.ledger.announce(name, {}, devices)
+            await run.outbox.announce(name, devices)
             for entry in await group.read(block_ms=50):
                 task = Task.decode(entry.data)
                 served[name].append(task.device)
@@ -608,7 +608,7 @@ async def test_owners_alone_serve_a_run_over_a_restart(
                     trainer=name,
                     reason="dropped out",
                 )
-                await run.ledger.answer(group.stream, TRAINERS, entry, tired)
+                await run.outbox.answer(group.stream, entry, tired)
 
     @asynccontextmanager
     async def serving(name: str, devices: list[int]) -> AsyncIterator[None]:

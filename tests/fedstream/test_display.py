@@ -109,11 +109,11 @@ def test_a_histogram_is_a_row_of_blocks() -> None:
 def test_top_shows_the_run_and_its_trainers(history: History) -> None:
     history.tell(event("trainer", text="trainer-2 joined"))
     trainers = {"trainer-1": {"host": "here", "pid": 7, "device": 3, "answers": 12, "owns": []}}
-    seen = view({"issued": 4, "applied": 4, "stray:late": 1}, uploads=2)
+    seen = view({"issued": 4, "applied": 4, "stray:late": 1}, inbox=2)
     shown = text_of(top.frame(seen, history, trainers, {"trainer-1": 1.25}, CREATED + 3))
     for part in (
         "3/100", "1.0 versions/s", "0.9120 at 3", "mean 1.50, max 3", "4 issued = 4 applied",
-        "2 uploads", "late 1", "trainer-1", "1.2 s ago", "trainer-2 joined",
+        "2 in the inboxes", "late 1", "trainer-1", "1.2 s ago", "trainer-2 joined",
     ):  # fmt: skip
         assert part in shown
     assert "none is alive" in text_of(top.frame(seen, History(), {}, {}, CREATED))

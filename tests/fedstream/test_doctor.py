@@ -17,7 +17,7 @@ import torch
 from broker.client import Client, RedisSettings
 from broker.keys import Keys
 from broker.messages import Dead
-from broker.rights import ROLES, commands, rules
+from broker.rights import ROLES, commands, rights_of, rules
 from coordinator.rounds import Rounds
 from coordinator.scheduling import InFlight, Poisson
 from fedstream import cli, doctor
@@ -217,13 +217,13 @@ async def test_a_user_who_may_not_do_what_the_services_do(
 async def test_what_a_user_may_not_ask_is_not_checked(
     look: Look, change: Change, user: Any, redis: RedisSettings
 ) -> None:
-    login = await user("shy", "~*", "+@all", "-info", "-eval", "-multi", "-time")
+    login = await user("shy", "~*", "+@all", "-info", "-evalsha", "-multi", "-time")
     findings = await look(f"redis.url={redis.url.replace('//', f'//{login}')}")
     skipped = {one.about: one.text for one in findings if one.level == "not checked"}
     assert skipped == {
         "redis server": "may not INFO",
         "clock": "may not TIME",
-        "rights of shy": "needs Redis 7 and EVAL, or MULTI and DISCARD",
+        "rights of shy": "needs Redis 7 and EVALSHA, or MULTI and DISCARD",
         "redis memory": "needs INFO",
     }
     assert doctor.exit_code(findings) == 0
@@ -243,16 +243,17 @@ async def test_the_roles_users_are_looked_at_from_outside_and_by_themselves(
         findings = await look(f"redis.url={redis.url.replace('//', f'//{login}')}")
         assert [one for one in findings if one.level == "problem"] == []
         assert [one.level for one in findings if one.about == f"rights of {role}"] == ["ok"]
-    await user("trainer", "-xadd", "resetkeys", f"~{keys.prefix}tasks*")
+    await user("trainer", "clearselectors")
     findings = await look()
-    assert wrong(findings, "rights of trainer")[0][1].startswith("may not XADD; to use fedstream:{")
+    said = wrong(findings, "rights of trainer")[0][1]
+    assert said.startswith("may not EVALSHA; to use fedstream:{")
     assert wrong(findings, "rights of coordinator") == []
     by_itself = await look(f"redis.url={redis.url.replace('//', '//trainer:secret@')}")
     assert wrong(by_itself, "rights of trainer") == wrong(findings, "rights of trainer")
 
 
 def test_every_command_of_a_role_can_be_asked_about() -> None:
-    needed = {command for role in ROLES for command in commands(role)}
+    needed = {one for role in ROLES for part in rights_of(role) for one in commands(part)}
     assert needed - judged._SAMPLES.keys() == set()
 
 

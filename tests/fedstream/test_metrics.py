@@ -104,7 +104,7 @@ async def pipeline(
         await hand.reaches(12)
         unknown = hand.trigger().task
         stray = GiveUp(task=unknown, attempt="1", device=1, trainer="t", reason="tired")
-        await hand.client.call("XADD", keys.uploads, "*", "m", stray.encode())
+        await hand.client.call("XADD", keys.inbox("pool"), "*", "m", stray.encode())
 
         def settled() -> bool:
             seen = contexts["coordinator"].registry.get_sample_value

@@ -70,7 +70,7 @@ async def test_a_coordinator_says_what_redis_would(
     hand: Hand, command: Command, url: str, path: str
 ) -> None:
     await hand.create(versions=7)
-    await hand.ledger.announce("ann", {"pid": 12})
+    await hand.announce("ann")
     asked = ("--url", url + path, "--run", hand.keys.name)
     code, said, wrong = await command(*asked, "--json")
     assert (code, wrong) == (0, "")

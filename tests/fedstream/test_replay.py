@@ -19,7 +19,6 @@ import pytest
 from broker.client import Client, RedisSettings
 from broker.errors import ConfigError, FedstreamError
 from broker.keys import Keys
-from broker.messages import Trigger, task_id
 from broker.records import Run
 from coordinator.service import Coordinator, CoordinatorSettings
 from fedstream import cli, feed, replay
@@ -382,8 +381,7 @@ async def test_a_task_of_somebody_else_ends_it(
     coordinator, updater = live(scribe, begin)
     async with running(coordinator, context()), running(updater, context()):
         await hand.join()
-        trigger = Trigger(task=task_id(1), device=1, seed=1, steps=1, origin="t")
-        await hand.ledger.ask(trigger)
+        await hand.open(device=1)
         await hand.scheduler.release()
         with pytest.raises(BaseExceptionGroup) as failed:
             await Feeder(redis, keys, tmp_path / "journal", speed=1000).run(context())

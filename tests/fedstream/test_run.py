@@ -215,7 +215,7 @@ async def test_what_is_served_is_not_purged(hand: Hand) -> None:
     from fedstream.presence import purge
 
     await hand.create()
-    await hand.ledger.announce("t", {"pid": 1})
+    await hand.announce("t")
     with pytest.raises(FedstreamError, match="served by scheduler, updater, t: stop them"):
         await purge(hand.client, hand.keys, force=False)
     await hand.scheduler.release()

@@ -19,7 +19,7 @@ from broker.client import RedisSettings
 from broker.errors import ConfigError
 from broker.keys import TRAINERS
 from broker.layout import Floats, Model, vector_of
-from broker.messages import GiveUp, Upload, decode
+from broker.messages import Event, GiveUp, Trigger, Upload
 from broker.records import Commit
 from broker.streams import Group
 from runtime.tasks import LeaseSettings
@@ -152,11 +152,10 @@ async def answers(hand: Hand, count: int = 1) -> list[Upload]:
     """The updates in `uploads`, once there are so many."""
 
     async def there() -> bool:
-        return int(await hand.client.call("XLEN", hand.keys.uploads)) >= count
+        return len(await hand.answered()) >= count
 
     await wait_until(there, what=f"{count} answers")
-    rows = await hand.client.call("XRANGE", hand.keys.uploads, "-", "+")
-    found = [decode(fields[1], Upload, GiveUp) for _, fields in rows]
+    found = await hand.answered()
     assert all(isinstance(one, Upload) for one in found), found
     return [one for one in found if isinstance(one, Upload)]
 
@@ -194,7 +193,7 @@ async def stopped_midway(hand: Hand, task: Steps, trainer: Trainer) -> str:
 
 async def saved(hand: Hand, name: str) -> Workspace | None:
     """What is left of a task."""
-    data = await hand.client.call("GET", hand.keys.workspace(name))
+    data = await hand.client.call("GET", hand.keys.workspace("pool", name))
     return Workspace.decode(data) if data is not None else None
 
 
@@ -217,7 +216,7 @@ async def test_another_trainer_goes_on_from_there_to_the_same_bits(
     workspace = await saved(hand, name)
     assert workspace is not None
     assert (workspace.step, workspace.steps, workspace.version) == (HELD, H, 0)
-    assert await hand.client.call("PTTL", hand.keys.workspace(name)) > 0
+    assert await hand.client.call("PTTL", hand.keys.workspace("pool", name)) > 0
     await newer(hand)
     if isinstance(solver, Scaffold):
         await knows(hand, 0.75)  # what it began with is in the workspace
@@ -318,7 +317,7 @@ async def test_where_redis_is_full_a_workspace_makes_room_for_the_update(
         async with full(hand.client):
             task.gate.set()
             await wait_until(lambda: gone(hand, name))
-            assert await hand.client.call("XLEN", hand.keys.uploads) == 0
+            assert len(await hand.answered()) == 0
         [upload] = await answers(hand)
     assert (upload.task, upload.steps) == (name, H)
 
@@ -350,7 +349,7 @@ async def test_a_workspace_of_no_use_is_left_and_the_task_begun_anew(
             data[:] = workspace.model_copy(update={"minibatches": b"junk"}).encode()
         case "another model":
             data[:] = workspace.model_copy(update={"layout": "0" * 64}).encode()
-    await hand.client.call("SET", hand.keys.workspace(name), bytes(data))
+    await hand.client.call("SET", hand.keys.workspace("pool", name), bytes(data))
     await newer(hand)
     task.begins()
     solver = SGD.model_copy(update={"lr": 0.2}) if damage == "another solver" else SGD
@@ -361,7 +360,7 @@ async def test_a_workspace_of_no_use_is_left_and_the_task_begun_anew(
     assert warning["log_level"] == "warning"
     assert said in warning["reason"]
     assert (upload.task, upload.tau, upload.steps, task.steps) == (name, 1, H, H)
-    assert await hand.events("error") == []  # it was not the task's mistake
+    assert await hand.words(Event) == []  # it was not the task's mistake
 
 
 async def test_a_trainer_that_lost_its_lease_saves_nothing(
@@ -384,7 +383,7 @@ async def test_a_trainer_that_lost_its_lease_saves_nothing(
             end = {"end": "lease lost"}
             await wait_until(lambda: counted(live, "fedstream_trainer_tasks_total", **end))
     assert await saved(hand, name) is None
-    assert await hand.client.call("XLEN", hand.keys.uploads) == 0
+    assert len(await hand.answered()) == 0
 
 
 # a device that becomes ineligible
@@ -429,7 +428,7 @@ async def test_a_device_ineligible_midway_waits_and_finishes_to_the_same_bits(
         await wait_until(lambda: saved(hand, name))
         await newer(hand)
         assert task.steps == HELD
-        assert await hand.client.call("XLEN", hand.keys.uploads) == 1
+        assert len(await hand.answered()) == 1
         course.eligible = True
         _, upload = await answers(hand, 2)
         await wait_until(lambda: gone(hand, name))
@@ -531,13 +530,13 @@ async def test_a_device_that_stays_away_holds_no_trainer_beyond_its_deadline(
         clock.ahead_s = 1202.0
         await wait_until(lambda: said(hand, 2))
         await wait_until(lambda: gone(hand, trigger.task))
-    rows = await hand.client.call("XRANGE", hand.keys.uploads, "-", "+")
-    assert [GiveUp.decode(row[1][1]).reason for row in rows] == ["deadline passed"] * 2
+    said_so = [answer.reason for answer in await hand.words(GiveUp)]
+    assert said_so == ["deadline passed"] * 2
     assert task.steps == HELD
 
 
 async def said(hand: Hand, n: int) -> bool:
-    return int(await hand.client.call("XLEN", hand.keys.uploads)) == n
+    return len(await hand.answered()) == n
 
 
 async def test_a_device_that_is_not_there_asks_for_nothing_by_itself(
@@ -548,9 +547,9 @@ async def test_a_device_that_is_not_there_asks_for_nothing_by_itself(
     settings = TrainerSettings(anarchic=Initiative(rate=500.0))
     async with running(make("t1", settings=settings, devices=BY_TURNS), context()):
         await wait_until(lambda: course.asked > 5)
-        assert await hand.client.call("XLEN", hand.keys.triggers) == 0
+        assert await hand.words(Trigger) == []
         course.eligible = True
-        await wait_until(lambda: hand.client.call("XLEN", hand.keys.triggers))
+        await wait_until(lambda: hand.words(Trigger))
 
 
 # what a device has to know
@@ -598,14 +597,15 @@ async def test_a_trainer_waits_for_a_control_that_is_being_written(
     await begun(hand, task, SCAFFOLD, "delta")
     wanted = await uninterrupted(hand, make, task, SCAFFOLD)
     junk = vector_of(control(hand, 9.0)).buffer.tobytes()
-    await hand.client.call("HSET", hand.keys.device(1), "0", junk)  # its digest is not there yet
+    theirs = hand.keys.control("pool", 1)
+    await hand.client.call("HSET", theirs, "0", junk)  # not what its digest says
     task.begins()
     live = context()
     async with running(make("t1", SCAFFOLD), live):
         await asked(hand)
         await wait_until(lambda: counted(live, "fedstream_retries_total", loop="tasks") > 1)
         assert task.steps == 0
-        await knows(hand, 0.25)
+        await hand.client.call("COPY", hand.keys.device(1), theirs, "REPLACE")
         _, upload = await answers(hand, 2)
     assert upload.digest == wanted.digest
 

@@ -106,10 +106,9 @@ async def test_what_is_trained_there_comes_back_as_the_runs_vector(
         await hand.dispatch()
 
         async def answered() -> Any:
-            return await hand.client.call("XRANGE", hand.keys.uploads, "-", "+")
+            return await hand.words(Upload)
 
-        [(_, fields)] = await wait_until(answered)
-    upload = Upload.decode(fields[1])
+        [upload] = await wait_until(answered)
     update = Model(hand.layout)
     await blobs.read(hand.client, hand.keys.update(upload.blob), update, digest=upload.digest)
 

@@ -19,7 +19,7 @@ from broker.client import RedisSettings
 from broker.errors import FedstreamError, LayoutMismatch
 from broker.keys import TRAINERS
 from broker.layout import Model
-from broker.messages import GiveUp, Upload, decode
+from broker.messages import Event, GiveUp, Presence, Trigger, Upload
 from broker.records import Commit
 from broker.streams import Group
 from runtime.steps import FixedSteps
@@ -117,11 +117,10 @@ async def answers(hand: Hand, count: int = 1) -> list[Upload | GiveUp]:
     """The answers in `uploads`, once there are so many."""
 
     async def there() -> bool:
-        return int(await hand.client.call("XLEN", hand.keys.uploads)) >= count
+        return len(await hand.answered()) >= count
 
     await wait_until(there, what=f"{count} answers")
-    rows = await hand.client.call("XRANGE", hand.keys.uploads, "-", "+")
-    return [decode(fields[1], Upload, GiveUp) for _, fields in rows]
+    return await hand.answered()
 
 
 async def pending(hand: Hand) -> int:
@@ -229,7 +228,7 @@ async def test_a_trainer_that_lost_its_lease_stops_and_says_nothing(
         taken, _ = await other.claim(idle_ms=0, most=9)
         assert len(taken) == 1
         await wait_until(lambda: counted(live, "fedstream_trainer_tasks_total", end="lease lost"))
-    assert await hand.client.call("XLEN", hand.keys.uploads) == 0
+    assert len(await hand.answered()) == 0
     assert await pending(hand) == 1  # the other's
 
 
@@ -248,6 +247,7 @@ async def test_a_stopped_trainer_hands_its_task_back_at_once(
         await asyncio.wait_for(asyncio.shield(service), 60)
         taken, _ = await other.claim(idle_ms=60_000, most=9)
         assert len(taken) == 1
+    await hand.attend()
     assert await hand.ledger.left() == [b"t1"]  # a coordinator strikes it off
 
 
@@ -272,6 +272,7 @@ async def test_an_owner_serves_its_own_devices_and_nobody_elses(hand: Hand, make
     async with running(make("edge", settings=TrainerSettings(owns=(3,))), context()):
 
         async def owned() -> bool:
+            await hand.attend()
             return await hand.ledger.owners() == {3: "edge"}
 
         await wait_until(owned)
@@ -289,6 +290,8 @@ async def test_an_owner_takes_up_what_was_dispatched_before_it_came(hand: Hand, 
     await hand.open(device=4)
     assert await hand.dispatch() == ["sent", "sent"]
     async with running(make("edge", settings=TrainerSettings(owns=(3,))), context()):
+        await wait_until(lambda: hand.words(Presence))
+        await hand.attend()
         [upload] = await answers(hand)
     assert upload.device == 3
     assert await hand.client.call("XLEN", hand.keys.tasks) == 1
@@ -370,11 +373,11 @@ async def test_an_anarchic_trainer_asks_for_nothing_while_it_rests(
     pauses.most_s = 3600.0
 
     async def asked() -> int:
-        return int(await hand.client.call("XLEN", hand.keys.triggers))
+        return len(await hand.words(Trigger))
 
     async with running(trainer, context()):
         await wait_until(asked)
-        await hand.dispatch()
+        await hand.attend()
         await wait_until(lambda: 3600.0 in pauses.asked_s)
         # One that it had begun to ask for may come yet; then it has often thought of it in vain.
         passes = len(pauses.asked_s)
@@ -394,7 +397,7 @@ async def test_training_that_returns_nothing_is_the_tasks_mistake(
         await hand.dispatch()
         [answer] = await answers(hand)
     assert isinstance(answer, GiveUp)
-    [error] = await hand.events("error")
+    [error] = await hand.words(Event)
     assert "train() must return Trained(...), not NoneType" in (error.text or "")
 
 
@@ -405,8 +408,8 @@ async def test_an_anarchic_trainer_asks_for_tasks_of_its_own(hand: Hand, make: M
     async with running(make("edge", settings=settings), context()):
 
         async def served() -> bool:
-            await hand.dispatch()
-            return int(await hand.client.call("XLEN", hand.keys.uploads)) >= 1
+            await hand.attend()
+            return len(await hand.answered()) >= 1
 
         await wait_until(served)
         view = await hand.ledger.look()
@@ -426,7 +429,7 @@ async def test_a_task_that_raises_is_given_up_and_told_with_its_traceback(
     assert isinstance(given_up, GiveUp)
     assert given_up.reason == "raised ValueError"
     assert isinstance(upload, Upload)  # and life goes on
-    [error] = await hand.events("error")
+    [error] = await hand.words(Event)
     assert (error.device, error.version) == (9, 0)
     assert "Traceback" in (error.text or "")
     assert "device 9 is broken" in (error.text or "")
@@ -466,7 +469,7 @@ async def test_a_trainer_stopped_while_its_device_takes_its_time_answers_at_once
         await hand.dispatch()
         trained = {"part": "training"}
         await wait_until(lambda: counted(live, "fedstream_task_seconds_count", **trained))
-        assert await hand.client.call("XLEN", hand.keys.uploads) == 0  # it waits
+        assert len(await hand.answered()) == 0  # it waits
         live.stop.set()
         await asyncio.wait_for(asyncio.shield(service), 60)
     [upload] = await answers(hand)
@@ -490,7 +493,7 @@ async def test_a_trainer_that_loses_its_lease_while_its_device_takes_its_time_sa
         await wait_until(lambda: counted(live, "fedstream_task_seconds_count", **trained))
         assert len((await other.claim(idle_ms=0, most=9))[0]) == 1
         await wait_until(lambda: counted(live, "fedstream_trainer_tasks_total", end="lease lost"))
-    assert await hand.client.call("XLEN", hand.keys.uploads) == 0
+    assert len(await hand.answered()) == 0
 
 
 async def test_a_device_that_drops_out_is_given_back_by_a_trainer_that_is_stopped(
@@ -507,7 +510,7 @@ async def test_a_device_that_drops_out_is_given_back_by_a_trainer_that_is_stoppe
         await wait_until(lambda: trainer._now)
         live.stop.set()
         await asyncio.wait_for(asyncio.shield(service), 60)
-    assert await hand.client.call("XLEN", hand.keys.uploads) == 0
+    assert len(await hand.answered()) == 0
     assert counted(live, "fedstream_trainer_tasks_total", end="handed back") == 1
 
 
@@ -524,29 +527,28 @@ async def test_a_task_of_no_length_or_of_two_is_given_up_and_ends_no_trainer(
     assert isinstance(given_up, GiveUp)
     assert given_up.reason == "raised ConfigError"
     assert isinstance(upload, Upload)
-    [error] = await hand.events("error")
+    [error] = await hand.words(Event)
     assert "exactly one of them is to be given" in (error.text or "")
 
 
-async def test_an_anarchic_trainer_asks_only_for_devices_that_it_got(
+async def test_an_anarchic_trainer_gets_only_tasks_of_devices_that_are_its_own(
     hand: Hand, make: Make
 ) -> None:
     """Others are somebody else's, or the run has none of that number."""
     await hand.create()
-    await hand.ledger.announce("other", {}, [4])
+    await hand.announce("other", 4)
     settings = TrainerSettings(owns=(4, 5, 70), anarchic=Initiative(rate=500.0))
     async with running(make("edge", settings=settings), context()):
 
         async def served() -> bool:
-            await hand.dispatch()
-            return int(await hand.client.call("XLEN", hand.keys.uploads)) >= 1
+            await hand.attend()
+            return len(await hand.answered()) >= 1
 
         await wait_until(served)
-        await hand.admit(*await answers(hand))
         asked = {trigger.device for trigger in (await hand.ledger.look()).open}
-        strays = (await hand.ledger.look()).reasons("stray")
-    assert asked == {5}
-    assert set(strays) <= {"trigger for a busy device"}
+    # Only one that has no task asks: it may have asked for device 4 meanwhile, whose owner has it.
+    assert asked <= {4, 5}
+    assert {answer.device for answer in await hand.answered()} == {5}
 
 
 async def test_a_trainer_may_be_told_to_end_when_redis_is_gone_for_good(
@@ -577,7 +579,7 @@ async def test_a_trainer_that_ends_though_redis_answers_says_what_it_answered(
     await hand.create()
     trainer = make(settings=TrainerSettings(redis_away_s=0.3))
     async with running(trainer, context(), may_fail=True) as service:
-        await wait_until(hand.ledger.trainers)
+        await wait_until(lambda: hand.words(Presence))
         await hand.client.call("CONFIG", "SET", "min-replicas-to-write", 1)
         try:
             await asyncio.wait({service}, timeout=10)
@@ -596,7 +598,7 @@ async def test_a_trainer_waits_for_redis_as_long_as_it_takes(
     async with Proxy(redis) as proxy:
         trainer = make(redis=proxy.settings)
         async with running(trainer, live) as service:
-            await wait_until(hand.ledger.trainers)
+            await wait_until(lambda: hand.words(Presence))
             proxy.refuse = lambda _: True
             proxy.cut()
             trainer._heard -= 1e6

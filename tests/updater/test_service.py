@@ -108,7 +108,7 @@ async def test_a_long_queue_is_applied_in_order_bit_for_bit(make: Any, hand: Han
             arrived = Update(model_of(hand.layout, *values), 0, 0, 1, 1, 0.1)
             state, _ = rule.receive(state, arrived, Model(hand.layout))
             digests.append(state.model.digest())
-        group = hand.uploads
+        group = hand.inbox
         for entry in (await group.claim(idle_ms=0, most=9, own=True, count=100))[0]:
             upload = Upload.decode(entry.data)
             assert await hand.ledger.admit(entry, upload, size_limit=1 << 20) == ("admitted", "")

@@ -1,0 +1,56 @@
+-- keys: tasks triggers open admitted ended events counts
+-- undeclared: run
+-- Open tasks whose entry is gone, and whose answer is not on its way: nobody will end them. An answer and
+-- the end of its entry are one step, as are a trigger and its task; so a task is lost if it has no entry
+-- and everything was read that was said before that was seen. ARGV: the trainers' group, the event's
+-- fields, and of each task that had none when it was looked for before, the newest id of what was said
+-- then. How many were lost, and those seen now, with the ids.
+local group, event = ARGV[1], ARGV[2]
+local seen, now, lost = {}, {}, 0
+for i = 3, #ARGV, 2 do seen[ARGV[i]] = ARGV[i + 1] end
+
+local delivered = {} -- the newest entry of each stream that was given to a trainer
+local function newest_delivered(stream)
+  if not delivered[stream] then
+    delivered[stream] = '0-0'
+    local groups = redis.pcall('XINFO', 'GROUPS', stream)
+    for _, flat in ipairs(groups.err and {} or groups) do
+      local about = pairs_of(flat)
+      if about.name == group then delivered[stream] = about['last-delivered-id'] end
+    end
+  end
+  return delivered[stream]
+end
+
+local function is_gone(stream, entry)
+  if not redis.call('XRANGE', stream, entry, entry)[1] then return true end
+  if not is_up_to(entry, newest_delivered(stream)) then return false end
+  return not redis.call('XPENDING', stream, group, entry, entry, 1)[1] -- acknowledged, and left there
+end
+
+local function oldest(stream)
+  local found = redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
+  return found and found[1]
+end
+
+local function newest(stream)
+  local found = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
+  return found and found[1] or '0-0'
+end
+
+guard()
+for task, trigger in pairs(pairs_of(redis.call('HGETALL', key.open))) do
+  local about = cmsgpack.unpack(trigger)
+  local stream = about.entry and stream_of(about.owner)
+  local gone = redis.call('HEXISTS', key.admitted, task) == 0 and (not stream or is_gone(stream, about.entry))
+  local said = stream and prefix .. 'inbox:' .. about.site or key.triggers
+  local first = gone and oldest(said)
+  if gone and seen[task] and (not first or not is_up_to(first, seen[task])) then
+    if stream then redis.call('XDEL', stream, about.entry) end
+    lost = lost + end_task(task, '', 'given_up', 'entry lost', cmsgpack.unpack(event))
+  elseif gone then
+    now[#now + 1] = task
+    now[#now + 1] = seen[task] or newest(said)
+  end
+end
+return {lost, now}

@@ -1,0 +1,178 @@
+"""What coordinators read, and what each entry comes to: triggers, and what sites say.
+
+A site is known by the inbox that its words came through. What it says of itself, its devices and
+its tasks counts only as far as its own trainers, devices and tasks are concerned.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from prometheus_client import Counter
+
+from broker.errors import BadMessage
+from broker.keys import POOL, member
+from broker.ledger import Decision, Ledger
+from broker.messages import (
+    CloseRound,
+    Dead,
+    Event,
+    GiveUp,
+    Presence,
+    Trigger,
+    Upload,
+    Withdraw,
+    decode,
+    task_id,
+)
+from broker.streams import Entry
+from coordinator.sites import Site
+
+if TYPE_CHECKING:
+    from coordinator.service import CoordinatorSettings
+    from runtime.service import Context
+
+Decided: TypeAlias = "tuple[Decision[Any], Callable[[Any], None]]"
+
+_LARGEST = 1 << 18  # bytes of a message from a site
+_EVENTS = 10  # of a site, a second
+_TEXT = 8000  # characters
+
+
+class Entries:
+    """Decisions about entries, and how what came of them is told."""
+
+    def __init__(
+        self, ledger: Ledger, settings: CoordinatorSettings, context: Context, *, anarchic: bool
+    ) -> None:
+        """``anarchic``: devices decide by themselves when they train."""
+        self._ledger = ledger
+        self._settings = settings
+        self._context = context
+        self._anarchic = anarchic
+        self._answers = Counter(
+            "fedstream_answers", "Answers of trainers by verdict.", ["verdict", "reason"],
+            registry=context.registry,
+        )  # fmt: skip
+        self._dispatched = Counter(
+            "fedstream_tasks_dispatched", "Triggers by what became of them.", ["verdict"],
+            registry=context.registry,
+        )  # fmt: skip
+        self._idle: set[str] = set()  # trainers that could serve no device, and were told of
+
+    def of_triggers(self, entry: Entry) -> Decided:
+        """A trigger becomes a task, a round is closed, or overdue tasks are given up.
+
+        Raises BadMessage.
+        """
+        message = decode(entry.data, Trigger, CloseRound, Withdraw)
+        tell = partial(self._tell_dispatched, message, time.time())
+        if isinstance(message, Withdraw):
+            return self._ledger.withdraw(entry, message), tell
+        if isinstance(message, CloseRound):
+            return self._ledger.close_round(entry, message), tell
+        return self._ledger.dispatch(entry, message), tell
+
+    def of_site(self, site: Site, entry: Entry) -> Decided | Dead:
+        """What a site says; a Dead is to be buried. Raises BadMessage."""
+        if len(entry.data) > _LARGEST:
+            return self._dropped(site, entry, "message too long", bytes=len(entry.data))
+        match decode(entry.data, Upload, GiveUp, Dead, Trigger, Presence, Event):
+            case Upload() | GiveUp() as answer:
+                decision = self._ledger.admit(
+                    entry, answer, size_limit=self._settings.max_update_bytes,
+                    site=site.name, trusted=site.trusted,
+                )  # fmt: skip
+                name = member(site.name, answer.trainer)
+                return decision, partial(self._tell_answered, answer, name, time.time())
+            case Trigger() as trigger:
+                return self._of_own(site, entry, trigger)
+            case Presence() as said:
+                return self._of_presence(site, entry, said)
+            case Event(what="error") as event:
+                told = Event(
+                    what="error", service=member(site.name, event.service), time=time.time(),
+                    task=event.task, device=event.device, version=event.version,
+                    reason=(event.reason or "")[:200], text=(event.text or "")[-_TEXT:],
+                )  # fmt: skip
+                return self._relayed(site, entry, told)
+            case Dead() as dead:
+                return dead
+            case other:
+                raise BadMessage(f"a site has no business to say {other.kind}")
+
+    def _relayed(self, site: Site, entry: Entry, event: Event) -> Decided:
+        decision = self._ledger.relay(
+            site.name, entry, event, most=_EVENTS, why="event over the limit"
+        )
+        return decision, lambda _: None
+
+    def _dropped(self, site: Site, entry: Entry, why: str, **about: object) -> Decided:
+        self._context.log.warning("not taken up", site=site.name, reason=why, **about)
+        return self._ledger.relay(site.name, entry, None, most=0, why=why), lambda _: None
+
+    def _of_own(self, site: Site, entry: Entry, trigger: Trigger) -> Decided:
+        """A device's own trigger. Its task's name, and who asked for it, are ours to say."""
+        most = self._settings
+        asked = ((trigger.steps, most.most_steps), (trigger.epochs, most.most_epochs))
+        if any((n or 0) > limit for n, limit in (*asked, (trigger.seconds, most.most_seconds))):
+            return self._dropped(site, entry, "trigger for too long", device=trigger.device)
+        own = trigger.model_copy(
+            update={
+                "task": task_id(time.time_ns() // 1_000_000), "why": "own initiative",
+                "origin": member(site.name, trigger.origin), "version": None, "deadline": None,
+            }
+        )  # fmt: skip
+        decision = self._ledger.take_up(
+            site.name, entry, own, anarchic=self._anarchic,
+            rate=most.trigger_rate, limit=most.open_limit,
+        )  # fmt: skip
+        return decision, partial(self._tell_dispatched, own, time.time())
+
+    def _of_presence(self, site: Site, entry: Entry, said: Presence) -> Decided:
+        name = member(site.name, said.trainer)
+        if site.name != POOL and not said.owns and not said.leaves:
+            if name not in self._idle and len(self._idle) < self._settings.site_trainers:
+                self._idle.add(name)
+                self._context.log.warning(
+                    "a trainer owns no device, and gets no task: trainer.owns", trainer=name
+                )
+            return self._ledger.relay(
+                site.name, entry, None, most=0, why="trainer without devices"
+            ), lambda _: None
+        decision = self._ledger.hear(
+            site.name, entry, said, denied=site.denied(said.owns), most=self._settings.site_trainers
+        )
+        return decision, lambda _: None
+
+    # what came of it
+
+    def _tell_dispatched(
+        self, message: Trigger | CloseRound | Withdraw, at: float, verdict: str
+    ) -> None:
+        """``at``: when it was decided, in seconds since 1970; a wait came between."""
+        self._dispatched.labels(verdict).inc()
+        if isinstance(message, Trigger):
+            what = "dispatched" if verdict == "sent" else "not dispatched"
+            self._context.trace(
+                what, at=at, task=message.task, device=message.device, verdict=verdict
+            )
+
+    def _tell_answered(
+        self, answer: Upload | GiveUp, trainer: str, at: float, decided: tuple[str, str]
+    ) -> None:
+        verdict, reason = decided
+        self._answers.labels(verdict, reason).inc()
+        if verdict in ("admitted", "given_up"):
+            self._context.trace(
+                verdict.replace("_", " "), at=at, task=answer.task, device=answer.device,
+                trainer=trainer, **({"reason": reason} if reason else {}),
+            )  # fmt: skip
+        if verdict in ("refused", "stray"):
+            self._context.log.warning(
+                "answer not admitted", task=answer.task, device=answer.device,
+                trainer=trainer, verdict=verdict, reason=reason,
+            )  # fmt: skip

@@ -1,0 +1,57 @@
+"""Sites: whose trainers trust each other, and what the others allow them.
+
+A site is a user of Redis, an inbox and a prefix of keys. The operator's own trainers are the site
+``pool``; every other site owns devices and trains for them alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from broker.errors import ConfigError
+from broker.keys import POOL, check_name
+
+_FORM = "'name', or 'name:0-99,200' with the devices that it may own"
+
+
+@dataclass(frozen=True)
+class Site:
+    """One that the coordinators serve."""
+
+    name: str
+    trusted: bool = True  # its trainers' word counts for how stale an update is
+    may_own: tuple[range, ...] | None = None  # devices; None: any that nobody owns
+
+    def denied(self, owns: Iterable[int]) -> list[int]:
+        """Those of these devices that it may not own."""
+        if self.may_own is None:
+            return []
+        return [device for device in owns if not any(device in some for some in self.may_own)]
+
+
+def served(named: Sequence[str], trusted: Sequence[str]) -> Mapping[str, Site]:
+    """The sites of ``coordinator.sites`` by name. Raises ConfigError."""
+    found: dict[str, Site] = {}
+    for text in named:
+        name, colon, devices = text.partition(":")
+        check_name("coordinator.sites", name)
+        if name in found:
+            raise ConfigError(f"coordinator.sites: {name!r} is there twice")
+        may_own = _ranges(text, devices) if colon else None
+        found[name] = Site(name, name in trusted, may_own)
+    if POOL not in found:
+        raise ConfigError(f"coordinator.sites: {POOL!r} is missing: it serves what nobody owns")
+    if unknown := sorted(set(trusted) - found.keys()):
+        raise ConfigError(f"coordinator.trusted_sites: {unknown[0]!r} is not in coordinator.sites")
+    return found
+
+
+def _ranges(text: str, devices: str) -> tuple[range, ...]:
+    found = []
+    for part in devices.split(","):
+        first, dash, last = part.partition("-")
+        if not first.isdecimal() or (dash and not last.isdecimal()):
+            raise ConfigError(f"coordinator.sites: {text!r}: expected {_FORM}")
+        found.append(range(int(first), int(last if dash else first) + 1))
+    return tuple(found)
