@@ -227,7 +227,7 @@ class Walk:
 async def test_every_task_has_exactly_one_end(
     hand: Hand, client: Client, keys: Keys, seed: int
 ) -> None:
-    await hand.create(versions=10**6)
+    await hand.create(versions=10**6, devices=10**6)
     await hand.triggers.ensure()
     await hand.inbox.ensure()
     walk = Walk(hand, seed)
