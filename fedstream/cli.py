@@ -16,7 +16,7 @@ from fedstream.commands import dead, looking, services, training
 from fedstream.terminal import line
 
 app = typer.Typer(
-    help=__doc__, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )  # fmt: skip
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from broker.errors import ConfigError, FedstreamError
-from fedstream.commands.options import TrustRecorded
+from fedstream.commands.options import OUTCOMES, TrustRecorded, one_of
 from fedstream.terminal import line, verbatim
 
 # What a command needs is imported in it: `--help` answers at once.
@@ -39,7 +39,11 @@ def show(
     ] = None,
     outcome: Annotated[
         list[str] | None,
-        typer.Option(metavar="OUTCOME", help="only what ended so; may be repeated"),
+        typer.Option(
+            metavar="OUTCOME",
+            autocompletion=one_of(OUTCOMES),
+            help="only what ended so; may be repeated",
+        ),
     ] = None,
     last: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="only the last N of these lines")
@@ -47,7 +51,6 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="an object in each line")] = False,
 ) -> None:
     """The records in order: what arrived, from whom, how late, and what became of it."""
-    from broker.messages import OUTCOMES
     from fedstream import journal_pages as pages
     from updater.inspection import opened
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import signal
 import sys
+import time
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
@@ -27,16 +28,17 @@ from broker.errors import FedstreamError
 from broker.messages import Version
 from fedstream import __version__, report
 from fedstream.config import Settings
-from fedstream.display import short, two_columns
+from fedstream.display import duration, short, two_columns
 from fedstream.observer import History
 from fedstream.recording import CONFIG
 from fedstream.run import usable
 from fedstream.services import check_used, task_of
 from fedstream.simulation import Outcome, VersionMade, simulate
-from fedstream.terminal import console
+from fedstream.terminal import console, line
 from runtime.config import dump
 from updater.inspection import FOLDER
 
+_LINE_EVERY_S = 3.0
 _CODES = {"finished": 0, "interrupted": 130, "failed": 1}
 
 
@@ -143,10 +145,13 @@ def _interruptible() -> Iterator[Callable[[], bool]]:
 
 @contextmanager
 def _progress(versions: int, *, quiet: bool) -> Iterator[Callable[[VersionMade], None]]:
-    """A bar with accuracy and time left, on a terminal."""
+    """What is measured and the time left: a bar on a terminal, elsewhere a line now and then."""
     here = console(err=True)
-    if quiet or not here.is_terminal:
+    if quiet:
         yield lambda _made: None
+        return
+    if not here.is_terminal:
+        yield _Lines(versions).show
         return
     columns = (
         TextColumn("simulate"), BarColumn(), MofNCompleteColumn(),
@@ -161,6 +166,27 @@ def _progress(versions: int, *, quiet: bool) -> Iterator[Callable[[VersionMade],
                 bar.update(task, measured=_in_words(made.metrics))
 
         yield show
+
+
+class _Lines:
+    """Progress for a file or a pipe."""
+
+    def __init__(self, versions: int) -> None:
+        self._versions = versions
+        self._began = self._shown = time.monotonic()
+        self._measured = ""
+
+    def show(self, made: VersionMade) -> None:
+        """A line, if the last one is a while ago."""
+        if made.metrics:
+            self._measured = f" · {_in_words(made.metrics)}"
+        now = time.monotonic()
+        if now - self._shown < _LINE_EVERY_S or not made.version:
+            return
+        self._shown = now
+        left = (now - self._began) / made.version * (self._versions - made.version)
+        done = f"version {made.version} of {self._versions}"
+        line(f"{done} · {duration(left)} left{self._measured}", err=True)
 
 
 def _in_words(metrics: dict[str, float]) -> str:

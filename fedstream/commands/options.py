@@ -6,7 +6,7 @@ import asyncio
 import atexit
 import os
 import sys
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
@@ -20,6 +20,17 @@ if TYPE_CHECKING:
     from fedstream.config import Settings
 
 T = TypeVar("T")
+
+# Here by name, so that help and completion need not load what they name; tests compare them.
+TASKS = ("digits", "mnist", "cifar10-fedasync", "cifar10-afl", "wikitext2", "shakespeare")
+STRATEGIES = ("fedasync", "fedavg", "fedbuff", "afa-cd", "afa-cs", "scaffold")
+OUTCOMES = ("applied", "buffered", "refused", "given_up", "dead")
+
+
+def one_of(names: Sequence[str]) -> Callable[[str], list[str]]:
+    """Completes a name in the shell."""
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+
 
 Config = Annotated[
     Path | None,
@@ -35,8 +46,9 @@ TaskName = Annotated[
     str | None,
     typer.Option(
         metavar="TASK",
-        help="a built-in one (digits, mnist, cifar10-fedasync, cifar10-afl, wikitext2, "
-        "shakespeare), path/to/file.py:attribute or package.module:attribute",
+        autocompletion=one_of(TASKS),
+        help=f"a built-in one ({', '.join(TASKS)}), path/to/file.py:attribute or "
+        "package.module:attribute",
     ),
 ]
 TrustRecorded = Annotated[
@@ -48,7 +60,7 @@ TrustRecorded = Annotated[
 ]
 StrategyName = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="fedasync, fedavg, fedbuff, afa-cd, afa-cs, scaffold"),
+    typer.Option(metavar="NAME", autocompletion=one_of(STRATEGIES), help=", ".join(STRATEGIES)),
 ]
 Devices = Annotated[
     int | None, typer.Option(metavar="N", help="devices that the data is split over")

@@ -7,13 +7,16 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
+from broker.messages import OUTCOMES
 from fedstream import __version__, display, run, status
 from fedstream.cli import main
-from fedstream.commands import training
+from fedstream.commands import options, training
+from trainer.tasks import BUILT_IN
+from updater.strategies import StrategySettings
 
 NOWHERE = "redis://127.0.0.1:1/0"
 
@@ -174,3 +177,31 @@ def test_what_is_no_text_is_shown_all_the_same(monkeypatch: pytest.MonkeyPatch) 
 def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert fedstream("--version", monkeypatch=monkeypatch) == 0
     assert capsys.readouterr().out == f"fedstream {__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("typed", "completed"),
+    [
+        ("fedstream jou", ["journal"]),
+        ("fedstream journal ve", ["verify"]),
+        ("fedstream run --strategy afa", ["afa-cd", "afa-cs"]),
+        ("fedstream simulate --task cifar", ["cifar10-fedasync", "cifar10-afl"]),
+        ("fedstream journal show --outcome re", ["refused"]),
+        ("fedstream replay --trust", ["--trust-recorded-task"]),
+    ],
+)
+def test_the_shell_completes_what_is_typed(
+    typed: str, completed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setenv("_FEDSTREAM_COMPLETE", "complete_bash")
+    monkeypatch.setenv("COMP_WORDS", typed)
+    monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
+    assert fedstream(monkeypatch=monkeypatch) == 0
+    assert capsys.readouterr().out.split() == completed
+
+
+def test_what_is_completed_is_what_there_is() -> None:
+    assert set(options.TASKS) == set(BUILT_IN)
+    assert set(options.OUTCOMES) == set(OUTCOMES)
+    rules = get_args(get_args(StrategySettings)[0])
+    assert set(options.STRATEGIES) == {rule.model_fields["name"].default for rule in rules}

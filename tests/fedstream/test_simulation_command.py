@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import json
+import re
 import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -217,3 +219,33 @@ def test_a_folder_that_was_there_stays_as_it_was(
     arguments = ("--out", str(tmp_path), "--set", "simulation.staleness.kind=latency")
     assert fedstream("simulate", *arguments, monkeypatch=monkeypatch) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+def test_progress_is_told_without_a_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(simulate, "_LINE_EVERY_S", 0.0)
+    monkeypatch.chdir(tmp_path)
+    assert fedstream("simulate", "--updates", "12", "--out", "out", monkeypatch=monkeypatch) == 0
+    said = capsys.readouterr()
+    told = said.err.splitlines()
+    assert len(told) == 12
+    assert re.fullmatch(r"version 11 of 12 · 0:\d\d left · accuracy 0\.\d{4}, loss .*", told[-2])
+    assert "version 3 of" not in said.out
+    quiet = ("simulate", "--updates", "12", "--out", "quiet", "--json")
+    assert fedstream(*quiet, monkeypatch=monkeypatch) == 0
+    assert capsys.readouterr().err == ""
+
+
+def test_progress_is_a_line_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(simulate, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    lines = simulate._Lines(400)
+    for version in range(1, 11):
+        now[0] += 1.0
+        lines.show(VersionMade(version, (), 1, 1, 1.0, 1, 1.0, None, {}))
+    assert capsys.readouterr().err.splitlines() == [
+        f"version {n} of 400 · {left} left" for n, left in ((3, "6:37"), (6, "6:34"), (9, "6:31"))
+    ]
