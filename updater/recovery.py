@@ -38,7 +38,6 @@ from updater.journal import (
     segments,
 )
 from updater.metrics import Metrics
-from updater.norms import Norms
 from updater.progress import Progress
 from updater.publisher import Publisher
 from updater.rebuild import Recovered, recovered, standing_of
@@ -166,9 +165,7 @@ class Recovery:
             if (until.version, until.digest) == (head.version, head.digest):
                 model = Model(before.state.model.layout)
                 await self.publisher.read(head.blob, model, head.digest)
-                until.progress = Progress(
-                    State(head.version, model), (), head.mean_staleness, before.norms
-                )
+                until.progress = Progress(State(head.version, model), (), head.mean_staleness)
                 return until
         if not self.journal.adopt:
             there = f"has version {head.version}" if head else "has none"
@@ -184,7 +181,7 @@ class Recovery:
         )  # fmt: skip
         found.version, found.digest = found.version + 1, before.state.model.digest()
         found.time, found.made = time.time(), ()
-        found.progress = Progress(State(found.version, before.state.model), norms=before.norms)
+        found.progress = Progress(State(found.version, before.state.model))
         return found
 
     def _check_journal(self, head: SegmentHead, run: Run | None) -> None:
@@ -249,10 +246,7 @@ class Recovery:
         memory = Memory(devices=vectors)
         if head.held and vectors is not None and run.layout.controls:
             memory = without_batch(model, vectors)
-        state, last = State(head.version, model, memory), self.course.progress
-        progress = Progress(
-            state, mean_staleness=head.mean_staleness, norms=last.norms if last else Norms()
-        )
+        progress = Progress(State(head.version, model, memory), mean_staleness=head.mean_staleness)
         before = replace(self.course)
         self.course.run = run
         # How they ended, nobody knows; that they did, is enough not to use them again.

@@ -1,9 +1,10 @@
-"""A pipeline under faults: kills, pauses, a Redis that forgets, a full disk.
+"""A pipeline under faults: kills, partitions, a Redis that forgets, a disk that loses its power.
 
-    python -m tests.chaos [--faults 200] [--seed N] [--at-once N]
+    python -m tests.chaos [--faults 240] [--of 12] [--seed N ...] [--only KIND ...] [--sentinels]
 
-Runs of ten faults each, over four rules and journal.sync always and interval, until there were as
-many as wanted; then a table. With --seed only that seed's run, whose faults are the same each time.
+Runs of twelve faults each, over all rules and journal.sync always and interval, until there were as
+many as wanted; then a table. With --seed only those seeds' runs, whose faults are the same each
+time.
 """
 
 from __future__ import annotations
@@ -15,47 +16,63 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from tests.chaos.driver import Outcome, run
-from tests.chaos.faults import Kind, Plan, plan
+from tests.chaos.driver import STUCK_S, Outcome, run
+from tests.chaos.faults import ALONE, SENTINELED, Kind, Plan, plan
 from tests.chaos.report import table, told
 from tests.chaos.services import Zygote
 
-FAULTS = 10  # of a run
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "chaos.md"
+FAULTS = 12  # of a run
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
-async def play(plans: Sequence[Plan], at_once: int) -> list[Outcome]:
+async def play(
+    plans: Sequence[Plan], at_once: int, *, stuck_s: float = STUCK_S, until_failure: bool = False
+) -> list[Outcome]:
     """Plays plans, some at the same time; says each as it ends."""
-    free = asyncio.Semaphore(at_once)
+    waiting, outcomes = list(reversed(plans)), []
 
-    async def one(plan: Plan) -> Outcome:
-        async with free:
-            outcome = await run(plan, zygote)
-        sys.stdout.write(told(outcome) + "\n")
-        sys.stdout.flush()
-        return outcome
+    async def play_some(zygote: Zygote) -> None:
+        while waiting:
+            outcome = await run(waiting.pop(), zygote, stuck_s=stuck_s)
+            outcomes.append(outcome)
+            sys.stdout.write(told(outcome) + "\n")
+            sys.stdout.flush()
+            if until_failure and outcome.complaints:
+                waiting.clear()
 
-    async with Zygote() as zygote:
-        return await asyncio.gather(*(one(plan) for plan in plans))
+    async with Zygote() as zygote, asyncio.TaskGroup() as group:
+        for _ in range(at_once):
+            group.create_task(play_some(zygote))
+    return sorted(outcomes, key=lambda outcome: outcome.plan.seed)
 
 
 def main() -> int:
-    """Plays, prints, and writes the table unless only one seed was asked for."""
+    """Plays, prints, and writes the table unless only some seeds were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--faults", type=int, default=200)
-    parser.add_argument("--seed", type=int, help="only this seed's run")
+    parser.add_argument("--faults", type=int, default=240)
     parser.add_argument("--of", type=int, default=FAULTS, help="faults of a run")
-    parser.add_argument("--only", nargs="+", type=Kind, default=tuple(Kind), help="kinds")
+    parser.add_argument("--seed", type=int, nargs="+", help="only these seeds' runs")
+    parser.add_argument("--only", nargs="+", type=Kind, help="kinds of fault")
+    parser.add_argument("--sentinels", action="store_true", help="Redis fails over")
+    parser.add_argument("--without", nargs="+", type=Kind, default=(), help="kinds of fault")
     parser.add_argument("--at-once", type=int, default=max(1, (os.cpu_count() or 1) // 2))
+    parser.add_argument("--stuck-s", type=float, default=STUCK_S, help="without what must come")
+    parser.add_argument("--until-failure", action="store_true")
     options = parser.parse_args()
-    runs = range(-(-options.faults // options.of))
-    seeds = runs if options.seed is None else [options.seed]
-    plans = [plan(seed, options.of, options.only) for seed in seeds]
-    outcomes = asyncio.run(play(plans, options.at_once))
+    seeds = options.seed or range(-(-options.faults // options.of))
+    every = SENTINELED if options.sentinels else ALONE
+    kinds = [kind for kind in options.only or every if kind not in options.without]
+    plans = [plan(seed, options.of, kinds, sentinels=options.sentinels) for seed in seeds]
+    outcomes = asyncio.run(
+        play(
+            plans, options.at_once, stuck_s=options.stuck_s, until_failure=options.until_failure
+        )
+    )  # fmt: skip
     text = table(outcomes)
     sys.stdout.write(text)
-    if options.seed is None:
-        RESULTS.write_text(text)
+    if options.seed is None and set(kinds) == set(every):
+        name = "chaos-sentinels.md" if options.sentinels else "chaos.md"
+        (RESULTS / name).write_text(text)
     return int(any(outcome.complaints for outcome in outcomes))
 
 

@@ -38,6 +38,7 @@ class Facts:
     admitted: frozenset[str]  # open tasks whose upload was admitted
     head: tuple[int, str]
     model: str  # digest of the bytes that Redis has as the newest model
+    told: frozenset[tuple[int, str]] = frozenset()  # versions and digests, as a watcher saw them
     handed_out: Mapping[int, str] | None = None  # digests of the c_i in Redis; None: no SCAFFOLD
     findings: tuple[str, ...] = field(default=())  # what went wrong while it ran
 
@@ -197,7 +198,7 @@ def same_vectors(facts: Facts) -> Iterator[str]:
 
 def one_digest(facts: Facts) -> Iterator[str]:
     """A version that was ever told, in whichever life, is the journal's version of that number."""
-    told = {(one.version, one.digest) for life in facts.lives for one in life.told}
+    told = facts.told | {(one.version, one.digest) for life in facts.lives for one in life.told}
     for version, digest in sorted(told):
         if facts.account.made.get(version) != digest:
             made = facts.account.made.get(version)

@@ -122,6 +122,12 @@ def names_of(folder: Path) -> dict[str, int]:
         return {entry.name: entry.inode() for entry in entries if entry.is_file()}
 
 
+def holds(place: Path, number: int, size: int) -> bool:
+    """Whether so much of the file with this inode's number is on disk."""
+    file = place / str(number)
+    return file.exists() and file.stat().st_size >= size
+
+
 def fail(folder: Path, place: Path, rng: random.Random) -> int:
     """The power fails while nobody has the folder open: how many bytes are gone.
 

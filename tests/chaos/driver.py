@@ -19,6 +19,7 @@ from tests.chaos.faults import NAMES, UPDATERS, Plan
 from tests.chaos.history import gathered
 from tests.chaos.inject import Injector
 from tests.chaos.seams import CONTROL, PLATTER, Control
+from tests.chaos.sentinel import Sentineled
 from tests.chaos.server import Server
 from tests.chaos.services import Services, Zygote
 from tests.chaos.task import NOTES
@@ -29,7 +30,7 @@ from tests.support import wait_until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-_STUCK_S = 90.0  # without what is waited for, the run is stuck, however busy the machine is
+STUCK_S = 90.0  # without what is waited for, the run is stuck, however busy the machine is
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Outcome:
     folder: Path | None  # what is left of a run that failed
 
 
-async def run(plan: Plan, zygote: Zygote, *, stuck_s: float = _STUCK_S) -> Outcome:
+async def run(plan: Plan, zygote: Zygote, *, stuck_s: float = STUCK_S) -> Outcome:
     """Plays a plan in a folder of its own, which stays if something does not hold."""
     folder = Path(tempfile.mkdtemp(prefix=f"fedstream-chaos-{plan.seed}-"))
     began = time.monotonic()
@@ -61,10 +62,13 @@ async def run(plan: Plan, zygote: Zygote, *, stuck_s: float = _STUCK_S) -> Outco
 @asynccontextmanager
 async def _chaos(plan: Plan, zygote: Zygote, folder: Path, stuck_s: float) -> AsyncIterator[Chaos]:
     async with AsyncExitStack() as stack:
-        server = Server(folder)
+        server = Sentineled(folder) if plan.sentinels else Server(folder)
         stack.push_async_callback(server.stop)
         await server.start()
-        wires = {name: await stack.enter_async_context(Wire(server.port)) for name in NAMES}
+        wires = {}
+        if isinstance(server, Server):
+            for name in NAMES:
+                wires[name] = await stack.enter_async_context(Wire(server.port))
         yield Chaos(plan, zygote, folder, server, wires, stuck_s)
 
 
@@ -76,7 +80,7 @@ class Chaos:
         plan: Plan,
         zygote: Zygote,
         folder: Path,
-        server: Server,
+        server: Server | Sentineled,
         wires: dict[str, Wire],
         stuck_s: float,
     ) -> None:
@@ -94,7 +98,12 @@ class Chaos:
         common = self._settings()
         own = {
             name: common
-            | {"FEDSTREAM_REDIS__URL": wires[name].url, CONTROL: f"{folder / name}.control"}
+            | {CONTROL: f"{folder / name}.control"}
+            | (
+                {"FEDSTREAM_REDIS__URL": wires[name].url}
+                if isinstance(server, Server)
+                else server.environment
+            )
             | ({PLATTER: str(folder / "platter")} if name in UPDATERS else {})
             for name in NAMES
         }
@@ -175,6 +184,7 @@ class Chaos:
         """What is left behind, once the services have stopped."""
         return await gathered(
             self._server.client, self._keys, self._folder / "journal",
-            notes=self._folder / "notes", files=self._server.files, forged=self._injector.forged,
+            notes=self._folder / "notes", told=self._watcher.published,
+            files=self._server.files, forged=self._injector.forged,
             findings=(*self._findings, *self.services.findings),
         )  # fmt: skip

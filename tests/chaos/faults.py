@@ -40,6 +40,9 @@ class Kind(StrEnum):
     TAKEOVER = "takeover"  # the same, while the successor still reads the journal: both are alive
     MEMORY = "memory"  # it has none left
     ERASE = "erase"  # the newest model is gone from it
+    # with Redis where sentinels watch over it
+    FAILOVER = "failover"  # the master dies, and a replica that may be behind takes its place
+    SPLIT = "split"  # the same, but the master was only asleep, and goes on being one for a moment
     # with the ways to it
     CUT = "cut"  # all connections, with the replies that are under way
     DELAY = "delay"  # requests and replies wait, and then arrive
@@ -53,12 +56,20 @@ class Kind(StrEnum):
     ROT = "rot"  # a byte of the journal is not what it was
 
 
+# With sentinels services talk to whomever these name: there is no file to go back to, and no wire.
+SENTINELED = (
+    Kind.FAILOVER, Kind.SPLIT, Kind.KILL, Kind.FAILOVER, Kind.USURP, Kind.SPLIT, Kind.DOUBLE,
+    Kind.FAILOVER, Kind.DISK, Kind.SPLIT, Kind.CLOCK, Kind.PAUSE, Kind.TWICE, Kind.EIO, Kind.ROT,
+)  # fmt: skip
+ALONE = tuple(kind for kind in Kind if kind not in (Kind.FAILOVER, Kind.SPLIT))
+
 # The longest that each lasts, in seconds: mostly beyond the updater's lease of one.
 _LASTS = {
     Kind.KILL: 0.0, Kind.PAUSE: 2.0, Kind.USURP: 1.0, Kind.DOUBLE: 2.0, Kind.TWICE: 0.0,
     Kind.CLOCK: 2.0, Kind.EMPTY: 0.5, Kind.REWIND: 1.0, Kind.TORN: 0.3, Kind.BACKUP: 0.3,
     Kind.AMNESIA: 1.0, Kind.RELAPSE: 1.0, Kind.TAKEOVER: 1.0, Kind.MEMORY: 1.5, Kind.ERASE: 0.0,
     Kind.CUT: 0.1, Kind.DELAY: 1.5, Kind.PARTITION: 4.0, Kind.LATE: 4.0,
+    Kind.FAILOVER: 0.0, Kind.SPLIT: 0.0,
     Kind.DISK: 1.5, Kind.EIO: 0.7, Kind.POWER: 0.3, Kind.BLACKOUT: 0.3, Kind.ROT: 0.0,
 }  # fmt: skip
 _VICTIMS: dict[Kind, Sequence[str]] = {
@@ -92,12 +103,14 @@ class Plan:
     sync: Sync
     versions: int  # the run ends with this one
     faults: tuple[Fault, ...]
+    sentinels: bool = False  # watch over Redis
 
     def __str__(self) -> str:
-        return f"seed {self.seed}: {self.strategy}, journal.sync {self.sync}"
+        watched = ", sentinels" if self.sentinels else ""
+        return f"seed {self.seed}: {self.strategy}, journal.sync {self.sync}{watched}"
 
 
-def plan(seed: int, faults: int, kinds: Sequence[Kind] = tuple(Kind)) -> Plan:
+def plan(seed: int, faults: int, kinds: Sequence[Kind] = ALONE, *, sentinels: bool = False) -> Plan:
     """The plan of a seed. Seeds that follow each other deal out the kinds evenly between them.
 
     Twelve of them are every rule with every way to sync.
@@ -112,7 +125,7 @@ def plan(seed: int, faults: int, kinds: Sequence[Kind] = tuple(Kind)) -> Plan:
         planned.append(_drawn(rng, _possible(kind, sync), at))
         at += _gap(rng, strategy)
     versions = planned[-1].at + 10 if planned else 10
-    return Plan(seed, strategy, sync, versions, tuple(planned))
+    return Plan(seed, strategy, sync, versions, tuple(planned), sentinels)
 
 
 def _possible(kind: Kind, sync: Sync) -> Kind:

@@ -51,14 +51,15 @@ async def gathered(
     journal: Path,
     *,
     notes: Path | None = None,
+    told: AbstractSet[tuple[int, str]] = frozenset(),
     files: Sequence[Path] = (),
     forged: AbstractSet[tuple[str, str]] = frozenset(),
     findings: tuple[str, ...],
 ) -> Facts:
     """What journal and Redis say, once the services have stopped.
 
-    ``notes``: the trainers' own account; ``files``: Redis's append-only ones. Without them, less
-    can be held against the journal.
+    ``notes``: the trainers' own account; ``told``: versions as a watcher saw them; ``files``:
+    Redis's append-only ones. Without them, less can be held against the journal.
     """
     ledger = Ledger(client, keys, "chaos")
     rows = await client.call("XRANGE", keys.queue, "-", "+")
@@ -70,7 +71,7 @@ async def gathered(
         account=accounted(journal, notes_of(notes) if notes else None),
         production=replayed(journal),
         lives=tuple(lived(file) for file in files),
-        forged=frozenset(forged),
+        forged=frozenset(forged), told=frozenset(told),
         counts={name.decode(): int(n) for name, n in zip(counts[::2], counts[1::2], strict=True)},
         open=await client.call("HLEN", keys.open),
         queued=frozenset(one["task"] for one in waiting if one["k"] == "upload"),

@@ -20,6 +20,7 @@ from broker.messages import RoundEnd, Upload, decode
 from tests.chaos import disk, pages
 from tests.chaos.faults import TRAINERS, UPDATER, UPDATERS, Fault, Kind, Plan
 from tests.chaos.seams import Control
+from tests.chaos.sentinel import Sentineled
 from tests.chaos.server import Server
 from tests.chaos.services import Child, Services
 from tests.chaos.wire import Wire
@@ -41,7 +42,7 @@ class Injector:
         plan: Plan,
         folder: Path,
         *,
-        server: Server,
+        server: Server | Sentineled,
         wires: dict[str, Wire],
         services: Services,
         controls: dict[str, Control],
@@ -49,6 +50,7 @@ class Injector:
         findings: list[str],
     ) -> None:
         self._rng = random.Random(plan.seed)
+        self._sync = plan.sync
         self._journal = folder / "journal"
         self._platter = folder / "platter"
         self._server = server
@@ -68,6 +70,7 @@ class Injector:
             Kind.TAKEOVER: self._takeover, Kind.MEMORY: self._memory, Kind.ERASE: self._erase,
             Kind.CUT: self._cut, Kind.DELAY: self._delay, Kind.PARTITION: self._partition,
             Kind.LATE: self._late, Kind.DISK: self._disk, Kind.EIO: self._eio,
+            Kind.FAILOVER: self._fail_over, Kind.SPLIT: self._fail_over,
             Kind.POWER: self._power, Kind.BLACKOUT: self._blackout, Kind.ROT: self._rot,
         }  # fmt: skip
 
@@ -150,13 +153,23 @@ class Injector:
 
     # Redis
 
+    @property
+    def _redis(self) -> Server:
+        """Where it is one alone."""
+        assert isinstance(self._server, Server)
+        return self._server
+
+    async def _fail_over(self, fault: Fault) -> None:
+        assert isinstance(self._server, Sentineled)
+        await self._server.fail_over(split=fault.kind is Kind.SPLIT)
+
     @asynccontextmanager
     async def _changed(self, size: int) -> AsyncIterator[None]:
         """Redis dies; behind the block it is there again with the first bytes of its file."""
-        await self._server.kill()
-        self._server.remember(size)
+        await self._redis.kill()
+        self._redis.remember(size)
         yield
-        await self._server.start()
+        await self._redis.start()
 
     async def _empty(self, fault: Fault) -> None:
         async with self._server.changing, self._changed(0):
@@ -164,21 +177,21 @@ class Injector:
 
     async def _rewind(self, fault: Fault) -> None:
         async with self._server.changing:
-            size = self._server.written
+            size = self._redis.written
             await asyncio.sleep(fault.seconds)  # what is done now, Redis will not know
             async with self._changed(size):
                 pass
 
     async def _torn(self, fault: Fault) -> None:
         async with self._server.changing:
-            lost = int(fault.share * min(self._server.written, 400_000))
-            async with self._changed(self._server.written - lost):
+            lost = int(fault.share * min(self._redis.written, 400_000))
+            async with self._changed(self._redis.written - lost):
                 await asyncio.sleep(fault.seconds)
 
     async def _backup(self, fault: Fault) -> None:
         async with (
             self._server.changing,
-            self._changed(int(fault.share * self._server.written)),
+            self._changed(int(fault.share * self._redis.written)),
         ):
             await asyncio.sleep(fault.seconds)
 
@@ -186,7 +199,7 @@ class Injector:
         await self._forgotten(fault, lambda: 0)
 
     async def _relapse(self, fault: Fault) -> None:
-        await self._forgotten(fault, lambda: self._server.written)
+        await self._forgotten(fault, lambda: self._redis.written)
 
     async def _forgotten(self, fault: Fault, kept: Callable[[], int]) -> None:
         """Redis comes back without a trace of the successor, and so does the sleeper."""
@@ -202,21 +215,25 @@ class Injector:
     async def _takeover(self, fault: Fault) -> None:
         """The token is forgotten at some step of a take-over; both updaters live, and both work."""
         async with self._server.changing:
-            size = self._server.written if fault.share < 0.5 else 0
+            size = self._redis.written if fault.share < 0.5 else 0
             sleeper = self._services[await self._leader()]
             other = next(name for name in UPDATERS if self._services[name] is not sleeper)
-            slow = self._controls[other]
+            # What it takes long about is either reading the journal, or beginning its own segment.
+            slow, what = (
+                self._controls[other],
+                self._rng.choice(("reads_s", "writes_s", "writes_s")),
+            )
             sleeper.signal(signal.SIGSTOP)
             try:
-                slow["slow_s"] = 0.4
-                await self._holds(other)
+                slow[what] = 0.8
+                await self._holds(other, unless=sleeper)
                 await asyncio.sleep(fault.seconds)
                 async with self._changed(size):
                     sleeper.signal(signal.SIGCONT)
                 await asyncio.sleep(2.0)  # the sleeper leads again, by right, and commits
             finally:
                 sleeper.signal(signal.SIGCONT)
-                slow["slow_s"] = 0.0
+                slow[what] = 0.0
 
     async def _memory(self, fault: Fault) -> None:
         client = self._server.client
@@ -303,17 +320,31 @@ class Injector:
                 await asyncio.sleep(fault.seconds)
 
     async def _power(self, fault: Fault) -> None:
-        async with self._disks:
+        """With `interval`, Redis has what the disk has not yet: meanwhile it forgets nothing."""
+        async with self._disks, self._server.changing:
+            await self._synced()
             await self._services.down(*UPDATERS)
             disk.fail(self._journal, self._platter, self._rng)
             await asyncio.sleep(fault.seconds)
             self._services.up(*UPDATERS)
+            await self._leader()
+            await self._synced()
+
+    async def _synced(self) -> None:
+        """With `interval`: until what the journal has now is on disk."""
+        if self._sync == "always":
+            return
+        newest = max(self._journal.glob(f"*{pages.SUFFIX}")).stat()
+        await wait_until(
+            lambda: disk.holds(self._platter, newest.st_ino, newest.st_size),
+            timeout=_TAKEN_OVER_S, what="what was journalled is on disk",
+        )  # fmt: skip
 
     async def _blackout(self, fault: Fault) -> None:
         async with self._disks, self._server.changing:
             await self._services.down(*UPDATERS)
-            lost = int(fault.share * min(self._server.written, 400_000))
-            async with self._changed(self._server.written - lost):
+            lost = int(fault.share * min(self._redis.written, 400_000))
+            async with self._changed(self._redis.written - lost):
                 disk.fail(self._journal, self._platter, self._rng)
                 await asyncio.sleep(fault.seconds)
             self._services.up(*UPDATERS)
@@ -390,9 +421,11 @@ class Injector:
         await wait_until(leads, timeout=_TAKEN_OVER_S, what="another updater leads")
         return found
 
-    async def _holds(self, name: str) -> None:
+    async def _holds(self, name: str, *, unless: Child) -> None:
+        """Waits until a name has the lease, or another fault has ended a process."""
+
         async def holds() -> bool:
-            return await self._holder() == name
+            return unless.ended or await self._holder() == name
 
         await wait_until(holds, timeout=_TAKEN_OVER_S, what=f"{name} takes over")
 

@@ -14,12 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import msgpack
-import xxhash
 
 SUFFIX = ".journal"
 _PAGE = 4096
 _FILE = struct.Struct("<8sI4xQ")  # magic, format, salt
-_FRAME = struct.Struct("<IIQQQ")  # mark, message, payload, synced, checksum
+_FRAME = struct.Struct("<IIQQQ32s")  # mark, message, payload, synced, its own place, the one before
+_SUM = 32  # bytes of SHA-256, which follow the frame
+_NONE = bytes(_SUM)  # before the first
 _MARK = 0x6C6E726A
 _LONGEST = 16 << 20
 
@@ -40,6 +41,7 @@ class Written:
     ends: int  # of the message's bytes in the file
     begins: int  # of the payload's
     end: int  # of it all, with what fills the last page
+    chain: bytes  # its checksum, which the next one names
 
     def __str__(self) -> str:
         return f"{self.segment} at byte {self.at}"
@@ -72,21 +74,25 @@ def _padded(length: int) -> int:
     return -(-length // _PAGE) * _PAGE
 
 
-def _record(name: str, data: bytes, at: int, salt: int) -> Written | None:
-    """The record at an offset; None where none is whole."""
-    if len(data) < at + _FRAME.size:
+def _record(name: str, data: bytes, at: int, salt: int, before: bytes) -> Written | None:
+    """The record at an offset, behind the one of that checksum; None where none is whole."""
+    if len(data) < at + _FRAME.size + _SUM:
         return None
-    mark, length, payload, synced, checksum = _FRAME.unpack_from(data, at)
-    ends = at + _FRAME.size + length
-    begins = at + _padded(_FRAME.size + length)
+    mark, length, payload, synced, place, follows = _FRAME.unpack_from(data, at)
+    starts = at + _FRAME.size + _SUM
+    ends = starts + length
+    begins = at + _padded(_FRAME.size + _SUM + length)
     end = begins + _padded(payload)
     if mark != _MARK or length > _LONGEST or end > len(data):
         return None
-    covered = data[at : at + _FRAME.size - 8] + data[at + _FRAME.size : ends]
-    if xxhash.xxh3_64_intdigest(covered, salt) != checksum:
+    chain = data[at + _FRAME.size : starts]
+    covered = salt.to_bytes(8, "little") + data[at : at + _FRAME.size] + data[starts:ends]
+    if hashlib.sha256(covered).digest() != chain or (place, follows) != (at, before):
         return None
-    message = msgpack.unpackb(data[at + _FRAME.size : ends], use_list=False)
-    return Written(name, at, message, data[begins : begins + payload], synced, ends, begins, end)
+    message = msgpack.unpackb(data[starts:ends], use_list=False)
+    return Written(
+        name, at, message, data[begins : begins + payload], synced, ends, begins, end, chain
+    )
 
 
 def read(path: Path) -> Pages:
@@ -96,14 +102,14 @@ def read(path: Path) -> Pages:
         raise Unreadable(f"{path.name}: no segment")
     _, _, salt = _FILE.unpack_from(data)
     found: list[Written] = []
-    at = _PAGE
-    while (record := _record(path.name, data, at, salt)) is not None:
+    at, before = _PAGE, _NONE
+    while (record := _record(path.name, data, at, salt, before)) is not None:
         if record.kind == "taken" and record.payload:
             said = record.message["upload"]["digest"]
             if digest_of(record.payload) != said:
                 break  # a page of it never got to the disk
         found.append(record)
-        at = record.end
+        at, before = record.end, record.chain
     if len(found) < 2 or (found[0].kind, found[1].kind) != ("segment", "standing"):
         raise Unreadable(f"{path.name}: does not begin with a head and a standing")
     head, standing, *rest = found
@@ -140,4 +146,9 @@ def counting(segments: Sequence[Pages]) -> Iterator[tuple[Pages, list[Written]]]
                 f"{successor and successor.name}: counts {cut} bytes of {segment.name}, which has "
                 f"{segment.size - segment.torn}"
             )
-        yield segment, [r for r in segment.records if cut is None or r.end <= cut]
+        counts = [r for r in segment.records if cut is None or r.end <= cut]
+        if successor is not None:
+            last = [segment.standing, *segment.vectors, *counts][-1]
+            if (successor.head["cut"], successor.head["follows"]) != (last.end, last.chain.hex()):
+                raise Unreadable(f"{successor.name}: does not follow {last}")
+        yield segment, counts

@@ -25,6 +25,7 @@ def told(outcome: Outcome) -> str:
     if not said:
         return f"{plan}: {len(plan.faults)} faults, {outcome.seconds:.0f} s, held"
     again = f"python -m tests.chaos --seed {plan.seed} --of {len(plan.faults)}"
+    again += " --sentinels" if plan.sentinels else ""
     more = [f"and {len(said) - _TOLD} more"] if len(said) > _TOLD else []
     return "\n".join([
         f"{plan}: FAILED, again by: {again}", f"  left in {outcome.folder}",

@@ -20,15 +20,16 @@ from tests.chaos.disk import Platter
 
 CONTROL = "FEDSTREAM_CHAOS_CONTROL"  # in the environment: the file with the numbers
 PLATTER = "FEDSTREAM_CHAOS_PLATTER"  # and where what is on disk is, of a service with a journal
-_NUMBERS = ("clock_s", "write", "sync", "read", "slow_s", "room")
+_NUMBERS = ("clock_s", "write", "sync", "read", "reads_s", "writes_s", "room")
 _PAGE = 4096
 _NUMBER = struct.Struct("<d")
 
 
 class Control:
     """The numbers. ``clock_s``: how far the clock is wrong. ``write``, ``sync``, ``read``: what the
-    disk says (an errno; 0: done). ``slow_s``: how long, at most, it takes about anything. ``room``:
-    one more than the bytes by which files may still grow; 0: there is no end of it.
+    disk says (an errno; 0: done). ``reads_s``, ``writes_s``: how long, at most, it
+    takes about anything. ``room``: one more than the bytes by which files may still grow; 0: there
+    is no end of it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -109,7 +110,7 @@ class _Disk:
         os.pwritev = bounded  # type: ignore[assignment]  # of what the journal uses of it
 
     def _fails(self, what: str) -> None:
-        if slow_s := self._control["slow_s"]:
+        if slow_s := self._control["reads_s" if what == "read" else "writes_s"]:
             time.sleep(self._rng.uniform(0, slow_s))
         if error := int(self._control[what]):
             raise OSError(error, os.strerror(error))

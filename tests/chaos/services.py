@@ -111,6 +111,11 @@ class Child:
         return '"serving"' in self.text
 
     @property
+    def minds_signals(self) -> bool:
+        """Whether it heard of a signal: not while it begins, nor once it is about to end."""
+        return self.has_begun and (self.code != -signal.SIGTERM or '"stopping"' in self.text)
+
+    @property
     def serves(self) -> bool:
         """Whether it is there and at work."""
         return not self.ended and self.has_begun
@@ -248,7 +253,7 @@ class Services:
             if child.ended_by("Fenced"):
                 self.fenced += 1
             elif not (
-                (self._stopping.is_set() and (code == 0 or not child.has_begun))
+                (self._stopping.is_set() and (code == 0 or not child.minds_signals))
                 or (child.excused and child.ended_by("JournalError", "JournalDamaged", "Fenced"))
             ):
                 self.findings.append(f"{name} exited with {code}:\n{child.last_words}")

@@ -43,7 +43,6 @@ class FedAsync:
     sends: Sends = "model"
     controls = False
     per_step = False
-    rate = 1.0
     devices: int | None = None
 
     def __init__(self, settings: FedAsyncSettings) -> None:

@@ -1,0 +1,255 @@
+"""Faults planted in the code, one at a time: the chaos suite must notice each.
+
+    python -m tests.chaos.mutants [--seeds 6] [--only NAME ...]
+
+Each is planted in a copy of the project, where runs under faults are played, one seed after the
+other, until a check complains. A mutant that none complains of has survived. The table goes to
+`benchmarks/results/chaos-mutants.md` and `.csv`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedstream import machine
+from tests.chaos.checks import CHECKS
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks" / "results" / "chaos-mutants"
+PACKAGES = ("broker", "coordinator", "fedstream", "runtime", "trainer", "updater", "tests")
+FAULTS = 12  # of a run
+_STUCK_S = 45.0
+_COMPLAINT = re.compile(rf"^({'|'.join(check.__name__ for check in CHECKS)}): ", re.MULTILINE)
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """What is planted where. ``before`` stands in the file exactly once."""
+
+    name: str
+    path: str
+    before: str
+    after: str
+
+    def plant(self, root: Path) -> None:
+        """Changes the file. Raises ValueError if what it changes is not there, or several times."""
+        path = root / self.path
+        text = path.read_text()
+        if text.count(self.before) != 1:
+            raise ValueError(f"{self.name}: {self.path} has not exactly one {self.before!r}")
+        path.write_text(text.replace(self.before, self.after))
+
+
+MUTANTS = (
+    Mutant(
+        "applied is counted as refused", "broker/lua/prelude.lua",
+        "  count(outcome)\n", "  count(outcome == 'applied' and 'refused' or outcome)\n",
+    ),
+    Mutant(
+        "no token fences anybody", "broker/lua/prelude.lua",
+        "return now and not same and 'fenced' or 'lost'", "return nil",
+    ),
+    Mutant(
+        "what is synced is not on disk", "updater/journal/writing.py",
+        "            os.fdatasync(self._file)\n", "            pass\n",
+    ),
+    Mutant(
+        "an entry is deleted before its record is on disk", "updater/recorder.py",
+        "return self.appended - self._writer.unsynced", "return self.appended",
+    ),
+    Mutant(
+        "a second answer is admitted", "broker/lua/admit.lua",
+        "if first then return astray('answered twice') end\n", "",
+    ),
+    Mutant(
+        "counts are not restored after Redis was emptied", "broker/lua/create.lua",
+        "if n > counted(name) then", "if name == 'issued' and n > counted(name) then",
+    ),
+    Mutant(
+        "an update weighs half", "updater/strategies/fedasync.py",
+        "return rule.alpha_schedule(", "return 0.5 * rule.alpha_schedule(",
+    ),
+    Mutant(
+        "tasks lost with Redis are counted twice", "broker/lua/create.lua",
+        "  if lost > 0 then\n",
+        "  if lost > 0 then\n    redis.call('HINCRBY', key.counts, 'issued', lost)\n"
+        "    lost = 2 * lost\n",
+    ),
+    Mutant(
+        "the newest model is not published again", "updater/recovery.py",
+        "elif not await self.publisher.keep(", "elif False and not await self.publisher.keep(",
+    ),
+    Mutant(
+        "a successor reads before it fences", "updater/journal/claims.py",
+        r"(-[0-9]{6}\.journal|\.claim)", r"(-[0-9]{6}\.journal)",
+    ),
+    Mutant(
+        "nobody looks for a successor", "updater/journal/claims.py",
+        "        if newer is not None:\n", "        if False:\n",
+    ),
+    Mutant(
+        "a version is committed on any other", "broker/lua/commit.lua",
+        "  if head ~= a.version - 1 then return 'behind:' .. head end\n", "",
+    ),
+    Mutant(
+        "a task that is in the journal is done again", "updater/decider.py",
+        "if message.task in self.course.done:", "if False:",
+    ),
+    Mutant(
+        "a segment's name is not on disk", "updater/journal/writing.py",
+        "            sync_folder(folder)\n", "            pass\n",
+    ),
+    Mutant(
+        "a successor begins before its predecessor is on disk", "updater/recorder.py",
+        "                sync_file(after)\n", "                pass\n",
+    ),
+    Mutant(
+        "damage in a record is not noticed", "updater/journal/reading.py",
+        "if not is_whole(self._salt, data, frame.checksum):", "if False:",
+    ),
+    Mutant(
+        "what a device has to know is not handed out", "updater/service.py",
+        "        if end is None or end.device is None or end.weight is None:\n",
+        "        if end is not None:\n",
+    ),
+    Mutant(
+        "an end is counted and not told", "broker/lua/prelude.lua",
+        "event.what, event.task, event.outcome, event.reason = 'outcome', task, outcome, reason\n"
+        "  tell(event)\n", "",
+    ),
+    Mutant(
+        "a task is opened and not counted", "broker/lua/trigger.lua",
+        "count('issued')", "count('issue')",
+    ),
+    Mutant(
+        "an end that Redis forgot is counted again", "broker/lua/prelude.lua",
+        "if redis.call('HDEL', key.open, task) == 0 then return 0 end",
+        "redis.call('HDEL', key.open, task)",
+    ),
+    Mutant(
+        "a lost lease's token is taken by name alone", "broker/lua/acquire.lua",
+        "if holder and string.match(holder, '^(.*)|') ~= name then", "if false then",
+    ),
+    Mutant(
+        "buffers are added up", "updater/strategies/batches.py",
+        "1.0 / arrivals, into=total.buffers", "1.0, into=total.buffers",
+    ),
+    Mutant(
+        "a device's last gradient stays in the sum", "updater/strategies/afa.py",
+        "np.subtract(latest, last)", "latest",
+    ),
+    Mutant(
+        "an update says another base", "trainer/service.py",
+        "tau=start.version,", "tau=max(0, start.version - 1),",
+    ),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What became of a mutant."""
+
+    mutant: Mutant
+    seeds: tuple[int, ...]  # that were played
+    killed_by: tuple[str, ...]  # the checks that complained; (): it survived
+    first: str  # complaint
+    seconds: float
+
+
+def copied(into: Path) -> None:
+    """The project's code, without what is built or measured."""
+    left = shutil.ignore_patterns("__pycache__", "*.pyc", "node_modules", ".venv*")
+    for package in PACKAGES:
+        shutil.copytree(ROOT / package, into / package, ignore=left)
+
+
+def judged(mutant: Mutant, seeds: Sequence[int], without: Sequence[str] = ()) -> Verdict:
+    """Plays seeds in a copy with the mutant until one fails; ``without`` some kinds of fault."""
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="fedstream-mutant-") as folder:
+        copied(Path(folder))
+        mutant.plant(Path(folder))
+        said = subprocess.run(
+            [
+                sys.executable, "-m", "tests.chaos", "--of", str(FAULTS), "--at-once", "1",
+                "--stuck-s", str(_STUCK_S), "--until-failure", "--seed", *map(str, seeds),
+                *(("--without", *without) if without else ()),
+            ],
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        ).stdout  # fmt: skip
+    played = tuple(
+        int(n) for n in re.findall(r"^seed (\d+): .*(?:held|FAILED)", said, re.MULTILINE)
+    )
+    checks = Counter(_COMPLAINT.findall(said))
+    first = next((line for line in said.splitlines() if _COMPLAINT.match(line)), "")
+    if not played:
+        raise RuntimeError(f"{mutant.name}: nothing was played:\n{said[-2000:]}")
+    return Verdict(mutant, played, tuple(checks), first[:200], time.monotonic() - began)
+
+
+def table(verdicts: Sequence[Verdict], seeds: int) -> str:
+    """The results for people."""
+    about = ", ".join(f"{name} {value}" for name, value in machine.described().items())
+    killed = sum(bool(verdict.killed_by) for verdict in verdicts)
+    rows = [
+        "| planted | in | seeds played | killed by | first complaint |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for one in verdicts:
+        by = ", ".join(one.killed_by) or "**survived**"
+        first = one.first.replace("|", "\\|")
+        rows.append(
+            f"| {one.mutant.name} | {one.mutant.path} | {len(one.seeds)} | {by} | {first} |"
+        )
+    return "\n".join([
+        "# Faults planted in the code", "",
+        "`make chaos-mutants`: each is planted alone in a copy of the project, in which runs of",
+        f"{FAULTS} faults are played, seeds 0 to {seeds - 1}, until a check complains.",
+        "`tests/chaos/mutants.py` says what exactly is planted.", "", about, "",
+        f"{killed} of {len(verdicts)} killed", "", *rows,
+    ]) + "\n"  # fmt: skip
+
+
+def main() -> int:
+    """Judges, prints, and writes the tables unless only some were asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seeds", type=int, default=6, help="that are tried, at most")
+    parser.add_argument("--only", nargs="+", help="words of the mutants' names")
+    parser.add_argument("--without", nargs="+", default=(), help="kinds of fault")
+    options = parser.parse_args()
+    wanted = [m for m in MUTANTS if not options.only or any(w in m.name for w in options.only)]
+    verdicts = []
+    for mutant in wanted:
+        verdict = judged(mutant, range(options.seeds), options.without)
+        verdicts.append(verdict)
+        by = ", ".join(verdict.killed_by) or "SURVIVED"
+        sys.stdout.write(
+            f"{mutant.name}: {by} ({len(verdict.seeds)} seeds, {verdict.seconds:.0f} s)\n"
+        )
+        sys.stdout.flush()
+    text = table(verdicts, options.seeds)
+    sys.stdout.write(text)
+    if not (options.only or options.without):
+        RESULTS.with_suffix(".md").write_text(text)
+        with RESULTS.with_suffix(".csv").open("w", newline="") as file:
+            rows = csv.writer(file)
+            rows.writerow(["planted", "file", "seeds", "killed by", "first complaint", "seconds"])
+            for one in verdicts:
+                about = [one.mutant.name, one.mutant.path, len(one.seeds), " ".join(one.killed_by)]
+                rows.writerow([*about, one.first, round(one.seconds)])
+    return int(any(not verdict.killed_by for verdict in verdicts))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""The planted faults can be planted: what they change is there, once."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.chaos.mutants import MUTANTS, ROOT, Mutant
+
+
+@pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
+def test_a_mutant_is_another_program(mutant: Mutant, tmp_path: Path) -> None:
+    path = tmp_path / mutant.path
+    path.parent.mkdir(parents=True)
+    shutil.copy(ROOT / mutant.path, path)
+    before = path.read_text()
+    mutant.plant(tmp_path)
+    assert path.read_text() != before
+    if path.suffix == ".py":
+        compile(path.read_text(), path, "exec")
+
+
+def test_what_is_not_there_cannot_be_planted(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("a a")
+    for before in ("a", "b"):
+        with pytest.raises(ValueError, match="not exactly one"):
+            Mutant("m", "file", before, "c").plant(tmp_path)
