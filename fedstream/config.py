@@ -29,6 +29,7 @@ from runtime.config import Option, Section, load
 from runtime.http import HttpSettings
 from runtime.logging import LogSettings
 from runtime.tasks import LeaseSettings
+from trainer.choices import SolverGroup, Solvers
 from trainer.devices import DeviceSettings
 from trainer.evaluator import EvaluatorSettings
 from trainer.service import TrainerSettings
@@ -65,6 +66,7 @@ class Settings(Section):
     task: TaskSettings = TaskSettings()
     strategy: StrategySettings = FedAsyncSettings()
     solver: SolverSettings = Sgd()
+    solvers: tuple[SolverGroup, ...] = ()  # of devices that train otherwise
     scheduler: SchedulerSettings = SchedulerSettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
     lease: LeaseSettings = LeaseSettings()
@@ -86,11 +88,18 @@ class Settings(Section):
             )
         if isinstance(policy, Rounds):
             self._check_rounds(policy)
-        if isinstance(strategy, ScaffoldSettings) != isinstance(self.solver, Scaffold):
-            raise ValueError(
-                f"strategy.name = {strategy.name!r} with solver.kind = {self.solver.kind!r}: "
-                "SCAFFOLD's server and its devices go together, set both to 'scaffold' or neither"
-            )
+        for key, solver in [
+            ("solver.kind", self.solver),
+            *(
+                (f"solver of device {device}", solver)
+                for device, solver in Solvers(self.solver, self.solvers).others.items()
+            ),
+        ]:
+            if isinstance(strategy, ScaffoldSettings) != isinstance(solver, Scaffold):
+                raise ValueError(
+                    f"strategy.name = {strategy.name!r} with {key} = {solver.kind!r}: SCAFFOLD's "
+                    "server and its devices go together, set both to 'scaffold' or neither"
+                )
         if isinstance(strategy, AfaCsSettings | ScaffoldSettings):
             remembered, devices = strategy.devices, self.task.devices
             if remembered is not None and devices is not None and remembered != devices:

@@ -15,6 +15,7 @@ from coordinator.scheduling import Anarchic
 from coordinator.service import Coordinator
 from fedstream.config import Settings
 from runtime.service import Service, serve
+from trainer.choices import Solvers
 from trainer.devices import AlwaysAvailable, eligible
 from trainer.evaluator import Evaluator
 from trainer.service import Trainer
@@ -54,6 +55,12 @@ def devices_of(settings: Settings, task: Task) -> int:
         raise ConfigError(
             f"devices.slow_devices = {list(slow)}: there is no device {max(slow)}, the run's "
             f"{devices} (task.devices) are numbered from 0"
+        )
+    others = Solvers(settings.solver, settings.solvers).others
+    if max(others, default=0) >= devices:
+        raise ConfigError(
+            f"solvers: there is no device {max(others)}, the run's {devices} (task.devices) are "
+            "numbered from 0"
         )
     policy = settings.policy
     if isinstance(policy, Rounds) and policy.min_answers > devices:
@@ -162,6 +169,7 @@ def _trainer(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
     service = Trainer(
         settings.trainer, settings.solver, settings.devices, settings.lease,
         keys=keys, redis=settings.redis, name=name, load=lambda: task_of(settings),
+        solvers=settings.solvers,
     )  # fmt: skip
     return service, settings.trainer.drain_s
 

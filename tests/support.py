@@ -252,7 +252,9 @@ class Hand:
         await inbox.ensure()
         return await inbox.read(count=1000, block_ms=0)
 
-    async def announce(self, name: str, *owns: int, site: str = POOL, most: int = 1000) -> list[str]:
+    async def announce(
+        self, name: str, *owns: int, site: str = POOL, most: int = 1000
+    ) -> list[str]:
         """A trainer says that it is there, and a coordinator hears it: what came of that.
 
         Where one is running, it may be that one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,9 +26,12 @@ def as_sent(
 
     if not isinstance(trained, Trained):
         raise TypeError(f"train() must return Trained(...), not {type(trained).__name__}")
-    took = Trained(int(trained.steps), int(trained.samples), float(trained.loss))
+    lr = None if trained.lr is None else float(trained.lr)
+    took = Trained(int(trained.steps), int(trained.samples), float(trained.loss), lr=lr)
     if min(took.steps, took.samples) < 0:
         raise ValueError("train() must return Trained(...) with numbers of at least zero")
+    if lr is not None and not 0.0 < lr < math.inf:
+        raise ValueError(f"train() must return Trained(..., lr=...) above 0 and finite, not {lr}")
     if sends == "delta":
         vector.to_delta(into, base)
     if into.layout.controls:

@@ -52,6 +52,7 @@ from runtime.service import Context, repeat
 from runtime.steps import Epochs, Steps
 from runtime.tasks import LeaseSettings
 from trainer.answer import as_sent
+from trainer.choices import SolverGroup, Solvers, chosen
 from trainer.devices import AlwaysAvailable, DeviceSettings, behaviour, eligible
 from trainer.hanging import returns
 from trainer.placement import Place, Threads, check, placed
@@ -152,9 +153,10 @@ class Trainer:
         redis: RedisSettings,
         name: str,
         load: Callable[[], Learning],
+        solvers: Sequence[SolverGroup] = (),
     ) -> None:
         self._settings = settings
-        self._solver = solver
+        self._solvers = Solvers(solver, solvers)
         self._devices = devices
         self._lease = lease
         self._keys = keys
@@ -256,10 +258,10 @@ class Trainer:
                 f"{run.layout.parameters} in {len(run.layout.tensors)}: give every service the "
                 "same task, or purge the run"
             )
-        if bool(run.layout.controls) != isinstance(self._solver, Scaffold):
+        if bool(run.layout.controls) != isinstance(self._solvers.usual, Scaffold):
             raise ConfigError(
-                f"solver.kind = {self._solver.kind!r}: run {self._keys.name!r} was made with "
-                f"strategy {run.strategy!r}; scaffold takes both"
+                f"solver.kind = {self._solvers.usual.kind!r}: run {self._keys.name!r} was made "
+                f"with strategy {run.strategy!r}; scaffold takes both"
             )
         self._run, self._layout = run, run.layout
         self._out = Model(run.layout)
@@ -470,7 +472,8 @@ class Trainer:
         try:
             work = Work(
                 device=task.device, task=task.task, version=start.version, seed=task.seed,
-                steps=task.steps, epochs=task.epochs, seconds=task.seconds, solver=self._solver,
+                steps=task.steps, epochs=task.epochs, seconds=task.seconds,
+                solver=chosen(self._learning, task.device, self._solvers),
                 cancelled=lambda: cancelled() or not self._is_eligible(task.device),
                 base=start.digest, control=start.model.controls if self._controls else None,
                 device_control=start.device_control, resume=start.saved,
@@ -496,8 +499,9 @@ class Trainer:
             task=task.task, attempt=attempt, device=task.device, trainer=self._name,
             tau=start.version, base=start.digest, layout=done.model.layout.signature,
             digest=done.digest, size=done.model.layout.nbytes, samples=done.trained.samples,
-            steps=done.trained.steps, lr=self._solver.lr, loss=done.trained.loss,
-            seconds=time.monotonic() - started, seed=task.seed, sends=self._sends, site=self._site,
+            steps=done.trained.steps, lr=done.trained.lr or work.solver.lr,
+            loss=done.trained.loss, seconds=time.monotonic() - started, seed=task.seed,
+            sends=self._sends, site=self._site,
         )  # fmt: skip
 
     async def _trained(self, start: _Start, work: Work, cancelled: Callable[[], bool]) -> _Answered:

@@ -150,6 +150,8 @@ class Trained:
     loss: float
     control: Floats | None = None
     """c_i+ of SCAFFOLD, to be kept for the device; as little finite as the model"""
+    lr: float | None = None
+    """gamma, where it was not the solver's: the mean over the steps, if it changed"""
 
 
 def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:

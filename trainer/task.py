@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import Dataset
 
-    from trainer.solvers import Trained, Work
+    from trainer.solvers import SolverSettings, Trained, Work
 
 _EVALUATION_BATCH = 512
 
@@ -82,6 +82,13 @@ class Task(ABC):
                 loss += float(cross_entropy(scores, y, reduction="sum"))
                 answers += y.numel()  # more than samples where y is a sequence
         return {"accuracy": hits / answers, "loss": loss / answers}
+
+    def solver_of(self, device: int, solver: SolverSettings) -> SolverSettings:
+        """What a device trains with: by default ``solver``, as the configuration has it.
+
+        The same at every call, for a task that was interrupted goes on with it.
+        """
+        return solver
 
     def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
         """Train ``model`` in place on one device's data: by default :func:`solvers.solve`."""

@@ -288,8 +288,8 @@ class _Run:
             task=f"task-{arrival.n}", attempt="1", device=arrival.device, trainer="simulation",
             tau=job.version, base=job.digest, layout=update.layout.signature,
             digest=update.digest() if self._journal else "none", size=update.layout.nbytes,
-            samples=trained.samples, steps=trained.steps, lr=self._settings.solver.lr,
-            loss=trained.loss, sends=self._strategy.sends,
+            samples=trained.samples, steps=trained.steps, loss=trained.loss,
+            lr=trained.lr or self._training.solver(arrival.device).lr, sends=self._strategy.sends,
         )  # fmt: skip
         rule, max_norm = self._strategy, self._settings.updater.max_norm
         refusal = refusals.by_word(upload, rule, before.state) or refusals.by_norm(
@@ -345,8 +345,8 @@ class _Run:
         state, updates, run = step.after.state, step.made, self._settings.run
         if self._journal is not None:
             self._digest = state.model.digest()
-        batch = self._settings.solver.batch_size
         for update in updates:
+            batch = self._training.solver(update.device).batch_size
             self._used += 1
             self._gradients += update.steps
             # what a task of its own trained may have been no samples at all

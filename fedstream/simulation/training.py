@@ -15,6 +15,7 @@ from broker.layout import Floats, Model
 from fedstream.simulation import together
 from trainer import vector
 from trainer.answer import as_sent
+from trainer.choices import Solvers, chosen
 from trainer.placement import check, placed
 from trainer.solvers import Cancelled, Trained, Work
 from trainer.task import Task, measured, untrained, words
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from fedstream.config import Settings
     from fedstream.simulation.arrivals import Arrival
     from fedstream.simulation.settings import SimulationSettings
+    from trainer.solvers import SolverSettings
     from updater.strategies import Strategy
 
 
@@ -78,6 +80,7 @@ class Training:
             self.module = untrained(task).to(simulation.device)
         self.together = 0
         self._settings = settings
+        self._solvers = Solvers(settings.solver, settings.solvers)
         self._task = task
         self._strategy = strategy
         self._cancelled = cancelled
@@ -88,7 +91,12 @@ class Training:
             _lay_out(self.module, torch.channels_last)
         elif simulation.batched and _faster_channels_last(task, self.module):
             self._channels_last = True
-        elif simulation.batched and together.suits(task, self.module, settings.solver):
+        elif (
+            simulation.batched
+            and not self._solvers.others
+            and type(task).solver_of is Task.solver_of
+            and together.suits(task, self.module, settings.solver)
+        ):
             rows = together.rows_of(self._given, devices, simulation.device)
             if rows is not None:
                 self._group = together.Together(task, self.module, settings.solver, rows, cancelled)
@@ -112,6 +120,11 @@ class Training:
         self.together += len(jobs)
         return [self._as_sent(job, one) for job, one in zip(jobs, trained, strict=True)]
 
+    def solver(self, device: int) -> SolverSettings:
+        """What a device trains with."""
+        with blamed(f"device {device}"):
+            return chosen(self._task, device, self._solvers)
+
     def data(self, device: int) -> Dataset[Any]:
         """A device's data, where the module is."""
         if device not in self._data:
@@ -128,7 +141,7 @@ class Training:
         work = Work(
             device=arrival.device, task=f"task-{arrival.n}", version=job.version,
             seed=arrival.seed, steps=arrival.steps, epochs=arrival.epochs,
-            solver=self._settings.solver, cancelled=self._cancelled, base=job.digest,
+            solver=self.solver(arrival.device), cancelled=self._cancelled, base=job.digest,
             control=job.base.controls if controls else None, device_control=job.device_control,
         )  # fmt: skip
         try:

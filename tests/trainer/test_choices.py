@@ -1,0 +1,193 @@
+"""Devices that choose how they train, simulated and live."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from broker.client import RedisSettings
+from broker.errors import ConfigError, DataError
+from broker.layout import Model
+from broker.messages import GiveUp, Upload
+from fedstream.config import read
+from fedstream.simulation import simulate
+from runtime.config import dump
+from runtime.tasks import LeaseSettings
+from tests.support import Hand, context, running, wait_until
+from trainer.answer import as_sent
+from trainer.choices import SolverGroup, Solvers
+from trainer.devices import DeviceSettings
+from trainer.service import Trainer, TrainerSettings
+from trainer.solvers import Proximal, Scaffold, Sgd, SolverSettings, Trained, Work
+from trainer.task import Task
+from trainer.vector import layout_of
+
+DEVICES = 6
+
+
+class Small(Task):
+    """Points of two classes."""
+
+    devices = DEVICES
+
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 2)
+
+    def device_data(self, device: int) -> TensorDataset:
+        x = torch.randn(20, 3, generator=torch.Generator().manual_seed(device))
+        return TensorDataset(x, (x[:, 0] > 0).long())
+
+    def test_data(self) -> TensorDataset:
+        return self.device_data(99)
+
+
+class Choosy(Small):
+    """Devices choose their step by themselves."""
+
+    def solver_of(self, device: int, solver: SolverSettings) -> SolverSettings:
+        return solver.model_copy(update={"lr": solver.lr / (1 + device)})
+
+
+class Says(Small):
+    """Training with another step than the solver's, which it says."""
+
+    def train(self, model: nn.Module, data: Any, work: Work) -> Trained:
+        lr = work.solver.lr / (1 + work.device)
+        work = replace(work, solver=work.solver.model_copy(update={"lr": lr}))
+        return replace(super().train(model, data, work), lr=lr)
+
+
+# configuration
+
+
+def test_keys_that_a_group_does_not_give_are_the_usual_ones() -> None:
+    usual = Proximal(lr=0.5, batch_size=7, momentum=0.3, rho=0.2)
+    assert SolverGroup(devices=(1,), lr=0.1).of(usual) == usual.model_copy(update={"lr": 0.1})
+    plain = SolverGroup(devices=(1,), kind="sgd", momentum=0.0).of(usual)
+    assert plain == Sgd(lr=0.5, batch_size=7)
+    solvers = Solvers(Sgd(), [SolverGroup(devices=(2, 4), kind="proximal", rho=0.7)])
+    assert solvers[2] == solvers[4] == Proximal(rho=0.7)
+    assert solvers[0] == solvers[3] == Sgd()
+
+
+def test_groups_are_read_and_written() -> None:
+    sets = ["solvers=[{devices=[0, 1], lr=0.05, batch_size=4}, {devices=[5], kind='proximal'}]"]
+    settings = read(None, sets)
+    assert settings.solvers[0] == SolverGroup(devices=(0, 1), lr=0.05, batch_size=4)
+    assert "[[solvers]]" in dump(settings)
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ("[{devices=[0], lr=-1.0}]", r"solvers\[0\]\.lr: .*greater than 0"),
+        ("[{devices=[0], rho=0.1}]", r"solvers\[0\]\.rho: "),
+        ("[{devices=[1], lr=0.1}, {devices=[0, 1], lr=0.2}]", r"solvers\[1\].*device 1 is .*twice"),
+        ("[{devices=[3], kind='scaffold'}]", "solver of device 3 = 'scaffold'"),
+        ("[{devices=[], lr=0.1}]", r"solvers\[0\]\.devices"),
+        ("[{devices=[0], lrr=0.1}]", r"solvers\[0\]\.lrr.*did you mean solvers\[0\]\.lr"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused(groups: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        read(None, [f"solvers={groups}"])
+
+
+def test_a_device_that_there_is_not_has_no_solver() -> None:
+    with pytest.raises(ConfigError, match="solvers: there is no device 9"):
+        trained("solvers=[{devices=[9], lr=0.1}]")
+
+
+# simulated
+
+
+def trained(*sets: str, task: Task | None = None) -> Model:
+    base = (
+        "strategy.name=afa-cd", "strategy.buffer_size=6", "strategy.server_lr=0.3",
+        "run.versions=8", "simulation.threads=1", "simulation.evaluate_every=0",
+        "solver.lr=0.2", "solver.batch_size=0", "scheduler.steps.n=1",
+    )  # fmt: skip
+    return simulate(read(None, [*base, *sets]), task or Small()).model
+
+
+GROUPS = "solvers=[{devices=[0, 2], lr=0.01}, {devices=[5], lr=0.8, batch_size=20}]"
+
+
+@pytest.mark.parametrize(
+    ("sets", "task"),
+    [((GROUPS,), Small()), ((), Choosy()), ((), Says())],
+    ids=("groups", "chosen", "said"),
+)
+def test_afa_divides_by_the_step_that_each_device_took(sets: tuple[str, ...], task: Task) -> None:
+    """With one step on all data G is the gradient, whatever gamma was."""
+    usual, found = trained().floats, trained(*sets, task=task).floats
+    np.testing.assert_allclose(found, usual, rtol=0, atol=2e-5)
+    mean = ("strategy.name=fedbuff", "strategy.buffer_size=6", "strategy.server_lr=1.0")
+    other = trained(*mean, *sets, task=task).floats
+    assert np.abs(other - trained(*mean).floats).max() > 1e-2, "they did take another step"
+
+
+def test_what_a_task_chooses_has_to_be_a_solver() -> None:
+    class Wrong(Small):
+        def solver_of(self, device: int, solver: SolverSettings) -> Any:
+            return {"lr": 0.1}
+
+    with pytest.raises(DataError, match=r"device \d: TypeError: solver_of\(\) must return"):
+        trained(task=Wrong())
+
+
+@pytest.mark.parametrize("lr", [0.0, -0.1, float("nan"), float("inf")])
+def test_a_step_that_nobody_can_have_taken_is_not_sent(lr: float) -> None:
+    layout = layout_of(nn.Linear(3, 2))
+    with pytest.raises(ValueError, match=r"lr=\.\.\.\) above 0"):
+        as_sent(Trained(1, 1, 0.5, lr=lr), Model(layout), Model(layout), None, "model")
+
+
+# live
+
+
+@pytest.mark.parametrize(
+    ("task", "groups", "wanted"),
+    [
+        (Small(), (SolverGroup(devices=(1,), lr=0.05),), {0: 0.2, 1: 0.05, 2: 0.2}),
+        (Choosy(), (), {0: 0.2, 1: 0.1, 2: 0.2 / 3}),
+        (Says(), (SolverGroup(devices=(1,), lr=0.4),), {0: 0.2, 1: 0.2, 2: 0.2 / 3}),
+    ],
+    ids=("groups", "chosen", "said"),
+)
+async def test_an_upload_says_what_step_its_device_took(
+    hand: Hand, redis: RedisSettings, task: Task, groups: tuple[SolverGroup, ...],
+    wanted: dict[int, float],
+) -> None:  # fmt: skip
+    hand.layout = layout_of(task.model())
+    await hand.create()
+    trainer = Trainer(
+        TrainerSettings(), Sgd(lr=0.2), DeviceSettings(), LeaseSettings(), keys=hand.keys,
+        redis=redis, name="t1", load=lambda: task, solvers=groups,
+    )  # fmt: skip
+    async with running(trainer, context()):
+        for device in wanted:
+            await hand.open(device=device)
+        await hand.dispatch()
+
+        async def all_said() -> list[Upload | GiveUp] | None:
+            said = await hand.answered()
+            return said if len(said) == len(wanted) else None
+
+        said = await wait_until(all_said)
+    assert {one.device: one.lr for one in said if isinstance(one, Upload)} == wanted
+
+
+def test_scaffolds_devices_may_step_differently_each() -> None:
+    groups = "solvers=[{devices=[0, 2], lr=0.02}]"
+    scaffold = ("strategy.name=scaffold", "solver.kind=scaffold", groups)
+    assert isinstance(Solvers(Scaffold(), [SolverGroup(devices=(0,), lr=0.1)])[0], Scaffold)
+    model = trained(*scaffold)
+    assert np.isfinite(model.floats).all()
+    assert np.abs(model.controls).max() > 0
