@@ -2,8 +2,10 @@
 
 A model travels, rests and is mixed as one flat float32 vector. The layout names what lies where:
 parameters first, then floating-point buffers (BatchNorm's statistics), then, for SCAFFOLD, the
-control variate of each parameter, and beside the vector the integer buffers (counters), which are
-never averaged. The bytes of a model are
+control variate of each parameter, and beside the vector the integer buffers, which are never
+averaged: first those that stay as they are in version 0 (position ids, masks), then counters, which
+may grow (BatchNorm's ``num_batches_tracked``), then those that may take any value of their dtype.
+The bytes of a model are
 
     int64[integers] ++ float32[floats]        little-endian, integers first so that both are aligned
 
@@ -24,7 +26,7 @@ import numpy.typing as npt
 from broker.digest import digest_of
 from broker.errors import LayoutMismatch
 
-Kind = Literal["parameter", "buffer", "control", "integer"]
+Kind = Literal["parameter", "buffer", "control", "integer", "counter", "variable"]
 Floats = npt.NDArray[np.float32]
 Integers = npt.NDArray[np.int64]
 
@@ -32,7 +34,10 @@ PAGE = 4096  # bytes
 
 LARGEST = 1 << 40  # bytes of a model; no machine here holds more
 
-_ORDER: tuple[Kind, ...] = ("parameter", "buffer", "control", "integer")
+_ORDER: tuple[Kind, ...] = (
+    "parameter", "buffer", "control", "integer", "counter", "variable"
+)  # fmt: skip
+OF_INTEGERS = _ORDER[3:]
 _FLOATS = {"float16", "bfloat16", "float32", "float64"}
 _DIMENSIONS = 64
 _INTEGERS = {"bool", "uint8", "int8", "int16", "int32", "int64"}
@@ -55,7 +60,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a model, ordered: parameters, floating-point buffers, controls, integers."""
+    """The tensors of a model, ordered: parameters, floating-point buffers, controls, integers that
+    stay, counters, variable integers."""
 
     tensors: tuple[Tensor, ...]
 
@@ -63,7 +69,8 @@ class Layout:
         kinds = [_ORDER.index(tensor.kind) for tensor in self.tensors]
         if kinds != sorted(kinds):
             raise LayoutMismatch(
-                "a layout lists parameters, then buffers, then controls, then integers"
+                "a layout lists parameters, then buffers, then controls, then integers: those that "
+                "stay, counters, and variable ones"
             )
         if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
             raise LayoutMismatch("a layout names every tensor once")
@@ -91,7 +98,25 @@ class Layout:
     @cached_property
     def integers(self) -> int:
         """Elements of the int64 vector beside it."""
-        return self._count("integer")
+        return sum(self._count(kind) for kind in OF_INTEGERS)
+
+    @cached_property
+    def counters(self) -> slice:
+        """The counters' place in the int64 vector, behind the integers that stay."""
+        stay = self._count("integer")
+        return slice(stay, stay + self._count("counter"))
+
+    @cached_property
+    def variables(self) -> tuple[tuple[slice, int, int], ...]:
+        """Place, least and largest value of each integer tensor that may take any of its dtype."""
+        found, at = [], self.counters.stop
+        for tensor in self.tensors:
+            if tensor.kind == "variable":
+                of = np.iinfo(tensor.dtype) if tensor.dtype != "bool" else None
+                place = slice(at, at + tensor.count)
+                found.append((place, int(of.min) if of else 0, int(of.max) if of else 1))
+                at += tensor.count
+        return tuple(found)
 
     @cached_property
     def nbytes(self) -> int:
@@ -142,7 +167,7 @@ def _tensor(name: str, shape: list[int], dtype: str, kind: Kind) -> Tensor:
         raise ValueError(f"{name} has no shape")
     if len(shape) > _DIMENSIONS:
         raise ValueError(f"{name} has {len(shape)} dimensions, numpy knows {_DIMENSIONS}")
-    if kind not in _ORDER or dtype not in (_INTEGERS if kind == "integer" else _FLOATS):
+    if kind not in _ORDER or dtype not in (_INTEGERS if kind in OF_INTEGERS else _FLOATS):
         raise ValueError(f"{name} is {kind!r} of dtype {dtype!r}, which no model has")
     return Tensor(name, tuple(shape), dtype, kind)
 
@@ -214,7 +239,7 @@ class Model:
         at = {"float": 0, "integer": 0}
         for tensor in self.layout.without_controls().tensors:
             vector, which = (
-                (self.integers, "integer") if tensor.kind == "integer" else (self.floats, "float")
+                (self.integers, "integer") if tensor.kind in OF_INTEGERS else (self.floats, "float")
             )
             values = vector[at[which] : at[which] + tensor.count].reshape(tensor.shape)
             at[which] += tensor.count

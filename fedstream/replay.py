@@ -116,6 +116,8 @@ class Outcome:
     made: int = 0  # versions, as recorded
     identical: int = 0
     updates: dict[str, int] = field(default_factory=dict)  # what another rule did with them
+    inherited: int | None = None  # used, from a model with the influence of a left-out device
+    oldest: int = 0  # version in the journal: of the influence of earlier ones nothing is known
     distance: float | None = None  # of its last model from the recorded one
     checkpoints: int = 0
     adopted: list[int] = field(default_factory=list)
@@ -207,6 +209,9 @@ def follow(
     out = Outcome(replayer.changed, begin=replayer.begin, version=replayer.begin)
     if out.changed:
         out.updates = dict.fromkeys(("used", "dropped", "left_out"), 0)
+    influenced, out.oldest = replayer.influenced, replayer.oldest
+    if influenced is not None:
+        out.inherited = 0
     started = time.monotonic()
     last: Moment | None = None
     try:
@@ -214,7 +219,10 @@ def follow(
             last = moment
             out.records += 1
             if out.changed and is_used(moment.message):
-                out.updates[_fate(moment)] += 1
+                fate = _fate(moment)
+                out.updates[fate] += 1
+                if out.inherited is not None and influenced is not None and fate == "used":
+                    out.inherited += moment.message.upload.tau >= influenced
             if moment.message.digest is None:
                 continue
             out.version = moment.message.version
@@ -322,6 +330,12 @@ def _used(out: Outcome) -> str:
         text += f", dropped {dropped} (too stale for it)"
     if left_out := updates["left_out"]:
         text += f", {left_out} left out"
+    if out.inherited is not None:
+        least = "at least " if out.oldest else ""  # an earlier version may have had it as well
+        text += (
+            f"; {least}{out.inherited} of the {updates['used']} were trained from a model with the "
+            "influence of what was left out"
+        )
     return text
 
 

@@ -42,7 +42,12 @@ class Task(ABC):
 
     @abstractmethod
     def model(self) -> nn.Module:
-        """A new, untrained model. Its weights may be random: torch is seeded before the call."""
+        """A new, untrained model. Its weights may be random: torch is seeded before the call.
+
+        Its integer buffers stay as they are, but for batch norms' counters; an update with others
+        is refused. Where training changes some (a quantiser's zero points, a flag), the model names
+        them by patterns: ``model.changing_integers = ("*.zero_point",)``.
+        """
 
     @abstractmethod
     def device_data(self, device: int) -> Dataset[Any]:

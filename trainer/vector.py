@@ -3,10 +3,14 @@
 Names are those of ``state_dict``; what that does not carry (buffers that are not persistent) stays
 with the module. A tensor that appears under several names (tied weights) travels once, under the
 first. What a layout has beside the module's tensors, SCAFFOLD's control variate, is left alone.
+
+An integer tensor stays as it is in version 0, but for batch norms' counters, and for those that the
+module names: ``module.changing_integers = ("*.zero_point",)``, patterns of their names.
 """
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,17 +19,18 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from broker.errors import LayoutMismatch
-from broker.layout import Kind, Layout, Model, Tensor
+from broker.layout import OF_INTEGERS, Kind, Layout, Model, Tensor
 from trainer.task import untrained
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
     from trainer.task import Task
 
 # float16 and bfloat16 are widened, which is exact; float64 is rounded: models are mixed in float32
 _FLOATS = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
 _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
+_COUNTER = "num_batches_tracked"  # of batch norms, torch's own and those that act like them
 
 
 def layout_of(module: nn.Module) -> Layout:
@@ -81,11 +86,16 @@ def _tensors(module: nn.Module) -> list[tuple[Tensor, torch.Tensor]]:
         "parameter": [],
         "buffer": [],
         "integer": [],
+        "counter": [],
+        "variable": [],
     }
+    changing = getattr(module, "changing_integers", ())
+    if isinstance(changing, str):
+        raise LayoutMismatch(f"changing_integers is a tuple of patterns: ({changing!r},)")
     of_float: Kind
     for of_float, named in (("parameter", module.named_parameters()), ("buffer", buffers)):
         for name, tensor in named:
-            kind = of_float if tensor.dtype in _FLOATS else "integer"
+            kind = of_float if tensor.dtype in _FLOATS else _of_integers(name, changing)
             if is_lazy(tensor) or tensor.dtype not in _FLOATS | _INTEGERS:
                 what = "not initialised yet" if is_lazy(tensor) else f"of {tensor.dtype}"
                 raise LayoutMismatch(
@@ -94,6 +104,13 @@ def _tensors(module: nn.Module) -> list[tuple[Tensor, torch.Tensor]]:
             dtype = str(tensor.dtype).removeprefix("torch.")
             groups[kind].append((Tensor(name, tuple(tensor.shape), dtype, kind), tensor.detach()))
     return [pair for group in groups.values() for pair in group]
+
+
+def _of_integers(name: str, changing: Iterable[str]) -> Kind:
+    """What may become of an integer tensor: the module says which ones change."""
+    if any(fnmatchcase(name, pattern) for pattern in changing):
+        return "variable"
+    return "counter" if name.rpartition(".")[2] == _COUNTER else "integer"
 
 
 def _pairs(model: Model, module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -105,7 +122,7 @@ def _pairs(model: Model, module: nn.Module) -> Iterator[tuple[torch.Tensor, torc
     floats = torch.from_numpy(model.floats)
     integers = torch.from_numpy(model.integers)
     for entry, tensor in tensors:
-        if entry.kind == "integer":
+        if entry.kind in OF_INTEGERS:
             vector, integers = integers[: entry.count], integers[entry.count :]
         else:
             vector, floats = floats[: entry.count], floats[entry.count :]

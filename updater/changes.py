@@ -13,6 +13,7 @@ from broker.messages import Outcome, RoundEnd, Upload, Version
 from broker.records import End, Head
 from broker.streams import Entry
 from updater.journal import RoundClosed, Taken
+from updater.journal.messages import Counted
 from updater.progress import Progress, Step
 from updater.rebuild import end_of
 
@@ -80,6 +81,7 @@ def taken(
     finish: str | None,
     counts: dict[str, int],
     used: tuple[Model, ...],
+    sizes: Counted = (),
 ) -> Change:
     """An update that was applied or buffered."""
     decision = step.decision
@@ -91,7 +93,7 @@ def taken(
         weight=decision.weight, version=step.after.state.version,
         digest=version.digest if version else None,
         time=version.time if version else time.time(),
-        received=entry.time, finished=finish, counts=counts,
+        received=entry.time, finished=finish, counts=counts, sizes=sizes,
     )  # fmt: skip
     return Change(
         entry.id, record, payload, step.after, version, end_of(record), upload.blob, finish, used
@@ -120,7 +122,12 @@ def round_closed(
 
 
 def refused(
-    entry: Entry, upload: Upload, before: Progress, reason: str, counts: dict[str, int]
+    entry: Entry,
+    upload: Upload,
+    before: Progress,
+    reason: str,
+    counts: dict[str, int],
+    sizes: Counted = (),
 ) -> Change:
     """An update that never reaches the model."""
     outcome: Outcome = "given_up" if reason == FINISHED else "refused"
@@ -128,7 +135,7 @@ def refused(
     record = Taken(
         entry=entry.id, upload=upload, outcome=outcome, reason=reason,
         staleness=max(0, version - upload.since), version=version, time=time.time(),
-        received=entry.time, counts=counts,
+        received=entry.time, counts=counts, sizes=sizes,
     )  # fmt: skip
     return Change(entry.id, record, (), before, end=end_of(record), blob=upload.blob)
 

@@ -19,8 +19,8 @@ from updater import changes, refusals
 from updater.changes import Change
 from updater.course import Course
 from updater.intake import Intake
+from updater.journal.messages import Counted
 from updater.metrics import Metrics
-from updater.mixing import norm
 from updater.progress import Progress, Step, close_round, take
 from updater.strategies import State
 
@@ -41,6 +41,7 @@ class Decider:
     ledger: Ledger
     lease: Lease
     max_norm: float | None
+    norm_factor: float
     weights: bool  # the journal keeps the updates' bytes
 
     async def change(self, entry: Entry, before: Progress) -> Change | None:
@@ -57,7 +58,8 @@ class Decider:
         if message.task in self.course.done:
             await self.intake.unfetch(entry)
             return self._found_again(entry, message, before)
-        refusal, update = await self._checked(entry, message, before.state)
+        refusal, update, sizes = await self._checked(entry, message, before)
+        before = before.with_sizes(sizes)
         if refusal == "blob missing" and not await self.ledger.awaits(message):
             # Redis went back to before it was admitted, where it may come again; or a successor of
             # ours has done it.
@@ -66,7 +68,7 @@ class Decider:
             )
             return None
         if update is None:
-            return self._refused(entry, message, before, refusal)
+            return self._refused(entry, message, before, refusal, sizes)
         spare = self.intake.spare(update.layout)
         with self.metrics.seconds.labels("mix").time():
             step = await self._off_loop(
@@ -74,31 +76,36 @@ class Decider:
             )
         used = (before.state.model, update, spare)
         if step.decision is None or step.decision.outcome == "dropped":
-            return replace(self._refused(entry, message, before, "too stale"), used=(update, spare))
-        return await self._taken(entry, message, step, update, used)
+            stale = self._refused(entry, message, before, "too stale", sizes)
+            return replace(stale, used=(update, spare))
+        return await self._taken(entry, message, step, update, used, sizes)
 
     async def _checked(
-        self, entry: Entry, upload: Upload, state: State
-    ) -> tuple[str, Model | None]:
-        """The update's content, or why it is refused."""
-        refusal = self._refusal(upload, state)
+        self, entry: Entry, upload: Upload, before: Progress
+    ) -> tuple[str, Model | None, Counted]:
+        """The update's content, or why it is refused; and its sizes, as they count."""
+        refusal = self._refusal(upload, before.state)
         if refusal:
             await self.intake.unfetch(entry)
-            return refusal, None
+            return refusal, None, ()
         try:
             with self.metrics.seconds.labels("fetch").time():
-                model = await self.intake.fetched(entry, upload, state.model.layout)
+                model = await self.intake.fetched(entry, upload, before.state.model.layout)
         except BlobMissing:
-            return "blob missing", None
+            return "blob missing", None, ()
         except BlobDamaged:
-            return "digest", None
+            return "digest", None, ()
         with self.metrics.seconds.labels("check").time():
-            size = await self._off_loop(lambda: norm(model.floats))
-        refusal = refusals.by_norm(upload, self.course.strategy, size, self.max_norm)
+            refusal, sizes = await self._off_loop(
+                lambda: refusals.by_content(
+                    upload, self.course.strategy, model, before,
+                    max_norm=self.max_norm, norm_factor=self.norm_factor,
+                )
+            )  # fmt: skip
         if refusal:
             self.intake.free.append(model)
-            return refusal, None
-        return "", model
+            return refusal, None, sizes
+        return "", model, sizes
 
     def _refusal(self, upload: Upload, state: State) -> str:
         """Why an update is refused for what it says of itself; '' if it is not."""
@@ -111,13 +118,20 @@ class Decider:
     # what it comes to
 
     async def _taken(
-        self, entry: Entry, upload: Upload, step: Step, update: Model, used: tuple[Model, ...]
+        self,
+        entry: Entry,
+        upload: Upload,
+        step: Step,
+        update: Model,
+        used: tuple[Model, ...],
+        sizes: Counted,
     ) -> Change:
         """An update that was applied or buffered."""
         payload = (update,) if self.weights else ()
         return changes.taken(
             entry, upload, step, payload, version=await self._version(step),
             finish=self._end_of_run(step), counts=self.course.counts, used=used,
+            sizes=sizes,
         )  # fmt: skip
 
     async def _round_end(self, entry: Entry, message: RoundEnd, before: Progress) -> Change:
@@ -130,12 +144,14 @@ class Decider:
             counts=self.course.counts, used=(before.state.model,) if version is not None else (),
         )  # fmt: skip
 
-    def _refused(self, entry: Entry, upload: Upload, before: Progress, reason: str) -> Change:
+    def _refused(
+        self, entry: Entry, upload: Upload, before: Progress, reason: str, sizes: Counted
+    ) -> Change:
         """An update that never reaches the model."""
         self.context.log.warning(
             "update refused", task=upload.task, device=upload.device, reason=reason
         )
-        return changes.refused(entry, upload, before, reason, self.course.counts)
+        return changes.refused(entry, upload, before, reason, self.course.counts, sizes)
 
     def _found_again(self, entry: Entry, upload: Upload, before: Progress) -> Change:
         """A task that is in the journal, but Redis does not know it."""

@@ -17,10 +17,21 @@ BLOCK = 1 << 15  # floats: three arrays of 128 KiB stay in the second-level cach
 def mix(x: Model, new: Model, weight: float, into: Model) -> None:
     """into = x + weight (new - x), which is (1 - weight) x + weight new; ``into`` may be either.
 
-    Floating-point buffers mix like parameters. Integers take the newer value.
+    Floating-point buffers mix like parameters; integers as :func:`count` says.
     """
     toward(x.floats, new.floats, weight, into=into.floats)
+    count(x, new, into)
+
+
+def count(x: Model, new: Model, into: Model) -> None:
+    """The integers of ``new`` on top of ``x``: the newer value, but a counter never goes back.
+
+    Only ``into.integers`` is written; it may be either's.
+    """
+    at = x.layout.counters
+    counted = np.maximum(x.integers[at], new.integers[at])
     into.integers[:] = new.integers
+    into.integers[at] = counted
 
 
 def toward(x: Floats, new: Floats, weight: float, into: Floats) -> None:
@@ -42,6 +53,16 @@ def add(x: Floats, direction: Floats, weight: float, into: Floats) -> None:
         np.add(x[part], step, out=into[part])
 
 
+def distance(a: Floats, b: Floats) -> float:
+    """The Euclidean norm of a - b; see :func:`norm`."""
+    total = 0.0
+    with np.errstate(over="ignore", invalid="ignore"):
+        for start in range(0, a.size, BLOCK):
+            part = slice(start, start + BLOCK)
+            total += _squares(np.subtract(a[part], b[part]))
+    return float(np.sqrt(total))
+
+
 def norm(vector: Floats) -> float:
     """The Euclidean norm; not finite exactly if an element is not finite.
 
@@ -50,10 +71,13 @@ def norm(vector: Floats) -> float:
     total = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
         for start in range(0, vector.size, BLOCK):
-            block = vector[start : start + BLOCK]
-            squares = float(np.dot(block, block))
-            if not np.isfinite(squares):  # float32 overflows from 1e19 on: look again, wider
-                wide = block.astype(np.float64)
-                squares = float(np.dot(wide, wide))
-            total += squares
+            total += _squares(vector[start : start + BLOCK])
     return float(np.sqrt(total))
+
+
+def _squares(block: Floats) -> float:
+    squares = float(np.dot(block, block))
+    if np.isfinite(squares):
+        return squares
+    wide = block.astype(np.float64)  # float32 overflows from 1e19 on: look again, wider
+    return float(np.dot(wide, wide))

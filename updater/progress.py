@@ -6,10 +6,12 @@ was recorded once comes out again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from broker.layout import Model
 from broker.messages import Contribution, Upload
+from updater.journal.messages import Counted
+from updater.norms import Norms
 from updater.strategies import Decision, State, Strategy, Update
 
 _STALENESS_MEMORY = 0.9  # of the moving average that the scheduler steers by
@@ -17,11 +19,18 @@ _STALENESS_MEMORY = 0.9  # of the moving average that the scheduler steers by
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Version, model and memory; which updates are in the memory; how stale updates are lately."""
+    """Version, model and memory; which updates are in the memory; how stale, and how large, updates
+    are lately.
+    """
 
     state: State
     held: tuple[Contribution, ...] = ()
     mean_staleness: float = 0.0
+    norms: Norms = field(default_factory=Norms)
+
+    def with_sizes(self, counted: Counted) -> Progress:
+        """With an update more in what is usual; () is of none."""
+        return replace(self, norms=self.norms.grown(counted)) if counted else self
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +70,8 @@ def take(
     held = (*before.held, contribution)
     mean = _STALENESS_MEMORY * before.mean_staleness + (1 - _STALENESS_MEMORY) * decision.staleness
     if state.version == before.state.version:
-        return Step(Progress(state, held, mean), decision)
-    return Step(Progress(state, (), mean), decision, held)
+        return Step(Progress(state, held, mean, before.norms), decision)
+    return Step(Progress(state, (), mean, before.norms), decision, held)
 
 
 def close_round(strategy: Strategy, before: Progress, version: int) -> Step:
@@ -72,4 +81,4 @@ def close_round(strategy: Strategy, before: Progress, version: int) -> Step:
     state = strategy.end_round(before.state)
     if state.version == version:
         return Step(before)
-    return Step(Progress(state, (), before.mean_staleness), made=before.held)
+    return Step(Progress(state, (), before.mean_staleness, before.norms), made=before.held)

@@ -25,6 +25,7 @@ from updater.journal import (
     Taken,
     Tear,
 )
+from updater.norms import Norms
 from updater.progress import Progress, Step, close_round, take
 from updater.strategies import DeviceVectors, Memory, State, Strategy, strategy_of
 
@@ -53,7 +54,8 @@ def standing_of(
             "why": why, "version": state.version, "digest": digest, "time": time,
             "arrivals": memory.arrivals, "weight": memory.weight,
             "memory": memory.model.digest() if memory.model else None,
-            "held": progress.held, "mean_staleness": progress.mean_staleness, **more,
+            "held": progress.held, "mean_staleness": progress.mean_staleness,
+            "sizes": progress.norms.last, **more,
         }
     )  # fmt: skip
     return standing, tuple(state.models())
@@ -78,7 +80,7 @@ class Rebuild:
             )
         vectors = _vectors(segment, strategy)
         state = State(said.version, model, Memory(memory, said.arrivals, said.weight, vectors))
-        self.progress = Progress(state, said.held, said.mean_staleness)
+        self.progress = Progress(state, said.held, said.mean_staleness, Norms(said.sizes))
         self.strategy = strategy
         self.digest = said.digest  # of the newest version
         self.time = said.time
@@ -109,6 +111,8 @@ class Rebuild:
     def take(self, record: Record, update: Model | None) -> Step:
         """The first half of :meth:`follow`, behind which ``update`` is the caller's again."""
         message, before = record.message, self.progress
+        if isinstance(message, Taken):
+            before = before.with_sizes(message.sizes)
         used: tuple[Model, ...] = (before.state.model,)
         if isinstance(message, RoundClosed) and not message.late:
             step = close_round(self.strategy, before, message.round)
@@ -121,7 +125,7 @@ class Rebuild:
                 weight=message.weight,
             )  # fmt: skip
         else:
-            return Step(before)
+            step = Step(before)
         self.progress = step.after
         self.free(*used)
         return step
@@ -172,8 +176,8 @@ class Rebuild:
     def _weighed(self, message: Taken) -> float:
         """The weight that the rule gives a recorded update, on this machine."""
         upload = message.upload
-        version = upload.tau + message.staleness  # the newest one when it arrived
-        return self.strategy.weigh(version, upload.tau, upload.samples)
+        version = upload.since + message.staleness  # the newest one when it arrived
+        return self.strategy.weigh(version, upload.since, upload.samples)
 
 
 def rule_of(segment: Segment) -> Strategy:

@@ -38,6 +38,7 @@ from updater.journal import (
     segments,
 )
 from updater.metrics import Metrics
+from updater.norms import Norms
 from updater.progress import Progress
 from updater.publisher import Publisher
 from updater.rebuild import Recovered, recovered, standing_of
@@ -165,7 +166,9 @@ class Recovery:
             if (until.version, until.digest) == (head.version, head.digest):
                 model = Model(before.state.model.layout)
                 await self.publisher.read(head.blob, model, head.digest)
-                until.progress = Progress(State(head.version, model), (), head.mean_staleness)
+                until.progress = Progress(
+                    State(head.version, model), (), head.mean_staleness, before.norms
+                )
                 return until
         if not self.journal.adopt:
             there = f"has version {head.version}" if head else "has none"
@@ -181,7 +184,7 @@ class Recovery:
         )  # fmt: skip
         found.version, found.digest = found.version + 1, before.state.model.digest()
         found.time, found.made = time.time(), ()
-        found.progress = Progress(State(found.version, before.state.model))
+        found.progress = Progress(State(found.version, before.state.model), norms=before.norms)
         return found
 
     def _check_journal(self, head: SegmentHead, run: Run | None) -> None:
@@ -246,7 +249,10 @@ class Recovery:
         memory = Memory(devices=vectors)
         if head.held and vectors is not None and run.layout.controls:
             memory = without_batch(model, vectors)
-        progress = Progress(State(head.version, model, memory), mean_staleness=head.mean_staleness)
+        state, last = State(head.version, model, memory), self.course.progress
+        progress = Progress(
+            state, mean_staleness=head.mean_staleness, norms=last.norms if last else Norms()
+        )
         before = replace(self.course)
         self.course.run = run
         # How they ended, nobody knows; that they did, is enough not to use them again.

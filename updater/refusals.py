@@ -8,10 +8,18 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
+
+from broker.layout import Model
 from broker.messages import Upload
+from updater.journal.messages import Counted
+from updater.mixing import norm
+from updater.norms import sizes
+from updater.progress import Progress
 from updater.rebuild import unfit
 from updater.strategies import State, Strategy
 
+MOST_COUNTED = 1_000_000  # minibatches that a batch norm's counter may be ahead of the model's
 LARGEST = 1e37  # norm; between models of at most this, no difference overflows float32,
 LARGEST_DELTA = 1e30  # and of deltas of at most this, no batch's sum times its rate
 
@@ -30,12 +38,49 @@ def by_word(upload: Upload, rule: Strategy, state: State) -> str:
     return "" if upload.layout == state.model.layout.signature else "layout"
 
 
-def by_norm(upload: Upload, rule: Strategy, norm: float, max_norm: float | None) -> str:
+def by_content(
+    upload: Upload,
+    rule: Strategy,
+    update: Model,
+    before: Progress,
+    *,
+    max_norm: float | None,
+    norm_factor: float,
+) -> tuple[str, Counted]:
+    """Why one that :func:`by_word` let pass is refused for what is in it; '' if it is not.
+
+    Also its sizes, as they count for what is usual: () if they don't.
+    """
+    x = before.state.model
+    refusal = by_norm(upload, rule, norm(update.floats), max_norm) or by_integers(update, x)
+    if refusal or not norm_factor:
+        return refusal, ()
+    usual, counted = before.norms.judged(sizes(upload, rule, update, x), norm_factor, x)
+    return "" if usual else "norm too large", counted
+
+
+def by_integers(update: Model, x: Model) -> str:
+    """Why it is refused for its integers, next to those of the model ``x``."""
+    layout, new, old = x.layout, update.integers, x.integers
+    stay, counters = slice(layout.counters.start), layout.counters
+    allowed = not layout.integers or (
+        np.array_equal(new[stay], old[stay])
+        and np.all(new[counters] >= 0)
+        and np.all(new[counters] - old[counters] <= MOST_COUNTED)
+        and all(
+            np.all((least <= new[at]) & (new[at] <= largest))
+            for at, least, largest in layout.variables
+        )
+    )
+    return "" if allowed else "integers"
+
+
+def by_norm(upload: Upload, rule: Strategy, size: float, max_norm: float | None) -> str:
     """Why one that :func:`by_word` let pass is refused for its vector's norm; '' if it is not."""
-    if not math.isfinite(norm):
+    if not math.isfinite(size):
         return "not finite"
     largest = LARGEST if rule.sends == "model" else LARGEST_DELTA
-    scaled = norm / (upload.lr * upload.steps) if rule.per_step else norm
-    if norm > (max_norm or largest) or max(norm, scaled) > largest:
+    scaled = size / (upload.lr * upload.steps) if rule.per_step else size
+    if size > (max_norm or largest) or max(size, scaled) > largest:
         return "norm too large"
     return ""

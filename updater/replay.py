@@ -198,6 +198,27 @@ class Replayer:
             pass  # it is told where the replay gets there, if it does
         return version
 
+    @cached_property
+    def influenced(self) -> int | None:
+        """The first version in the journal with an update of a device that is left out in it.
+
+        Every later version has that update's influence, and so has what was trained from one. None:
+        no version has. Of versions that were not kept nobody knows.
+        """
+        held = False
+        try:
+            for segment, cut in self._chain if self._without else ():
+                for record in segment.records(cut):
+                    message = record.message
+                    held = held or (is_used(message) and message.upload.device in self._without)
+                    if not held or not isinstance(message, Taken | RoundClosed):
+                        continue
+                    if message.digest is not None:
+                        return message.version
+        except JournalDamaged:
+            pass  # it is told where the replay gets there
+        return None
+
     def _check_version(self, version: int) -> None:
         """Raises JournalError for a version that is not in the journal."""
         if version < self.oldest:

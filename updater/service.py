@@ -54,6 +54,7 @@ class UpdaterSettings(Section):
     keep_versions: Annotated[int, Field(ge=2)] = 16
     keep_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # the newest two are kept at any size
     max_norm: Annotated[float, Field(gt=0)] | None = None  # of an update's vector, Euclidean
+    norm_factor: Annotated[float, Field(ge=0)] = 30.0  # over what is usual; 0: whatever it is
     lease_s: Annotated[float, Field(gt=0)] = 5.0
     drain_s: Annotated[float, Field(gt=0)] = 20.0
 
@@ -117,7 +118,8 @@ class Updater:
         self._decider = Decider(
             context=context, metrics=self._metrics, course=self._course, intake=self._intake,
             keys=self._keys, ledger=self._ledger, lease=self._lease,
-            max_norm=self._settings.max_norm, weights=self._journal.weights,
+            max_norm=self._settings.max_norm, norm_factor=self._settings.norm_factor,
+            weights=self._journal.weights,
         )  # fmt: skip
         try:
             await lead(context, self._lease, self._work)

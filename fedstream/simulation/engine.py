@@ -22,7 +22,7 @@ from fedstream.simulation.arrivals import Arrival, Event, RoundOver, plan
 from fedstream.simulation.record import Happened, Recorder
 from trainer.solvers import Cancelled
 from updater import refusals
-from updater.mixing import norm
+from updater.journal.messages import Counted
 from updater.progress import Progress, Step, close_round, take
 from updater.strategies import State
 
@@ -291,12 +291,17 @@ class _Run:
             samples=trained.samples, steps=trained.steps, loss=trained.loss,
             lr=trained.lr or self._training.solver(arrival.device).lr, sends=self._strategy.sends,
         )  # fmt: skip
-        rule, max_norm = self._strategy, self._settings.updater.max_norm
-        refusal = refusals.by_word(upload, rule, before.state) or refusals.by_norm(
-            upload, rule, norm(update.floats), max_norm
-        )
+        rule, limits = self._strategy, self._settings.updater
+        sizes: Counted = ()
+        refusal = refusals.by_word(upload, rule, before.state)
+        if not refusal:
+            refusal, sizes = refusals.by_content(
+                upload, rule, update, before,
+                max_norm=limits.max_norm, norm_factor=limits.norm_factor,
+            )  # fmt: skip
+        before = self._progress = before.with_sizes(sizes)
         if refusal:
-            self._refuse(upload, refusal, arrival.time)
+            self._refuse(upload, refusal, arrival.time, sizes)
             self._release(update)
             return
         spare = self._spare()
@@ -305,16 +310,17 @@ class _Run:
         self._progress = step.after
         made = self._made(step, arrival.time)
         if self._journal is not None:
-            self._journal.taken(upload, update, step, self._happened(step, arrival.time))
+            about = self._happened(step, arrival.time)
+            self._journal.taken(upload, update, step, about, sizes)
         self._tell(made)
         self._release(before.state.model, update, spare)
 
-    def _refuse(self, upload: Upload, reason: str, at: float) -> None:
+    def _refuse(self, upload: Upload, reason: str, at: float, sizes: Counted) -> None:
         self._refused[reason] += 1
         self._streak += 1
         if self._journal is not None:
             version = self._progress.state.version
-            self._journal.refused(upload, reason, version, self._happened(None, at))
+            self._journal.refused(upload, reason, version, self._happened(None, at), sizes)
         if self._streak >= _MOST_REFUSED:
             self._ending = "failed", f"{self._streak} updates in a row were refused ({reason})"
 

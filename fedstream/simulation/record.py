@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from broker.layout import Model
     from fedstream.config import Settings
     from fedstream.simulation.arrivals import RoundOver
+    from updater.journal.messages import Counted
     from updater.progress import Progress, Step
 
 
@@ -52,7 +53,9 @@ class Recorder:
         standing, models = standing_of(progress, "begun", digest=digest, time=0.0)
         self._writer = Writer(folder, head, standing, *models)
 
-    def taken(self, upload: Upload, model: Model, step: Step, about: Happened) -> None:
+    def taken(
+        self, upload: Upload, model: Model, step: Step, about: Happened, sizes: Counted
+    ) -> None:
         """An update that was used."""
         decision = step.decision
         if decision is None or decision.outcome == "dropped":
@@ -60,11 +63,15 @@ class Recorder:
         self._add(
             upload, about, decision.outcome, decision.staleness, step.after.state.version,
             weight=decision.weight, payload=(model,) if self._settings.weights else (),
+            sizes=sizes,
         )  # fmt: skip
 
-    def refused(self, upload: Upload, reason: str, version: int, about: Happened) -> None:
+    def refused(
+        self, upload: Upload, reason: str, version: int, about: Happened, sizes: Counted
+    ) -> None:
         """An update that was not."""
-        self._add(upload, about, "refused", version - upload.tau, version, reason=reason)
+        late = version - upload.tau
+        self._add(upload, about, "refused", late, version, reason=reason, sizes=sizes)
 
     def _add(
         self,
@@ -77,11 +84,13 @@ class Recorder:
         reason: str = "",
         weight: float = 0.0,
         payload: tuple[Model, ...] = (),
+        sizes: Counted = (),
     ) -> None:
         record = Taken(
             entry=f"{about.n}-0", upload=upload, outcome=outcome, reason=reason,
             staleness=staleness, weight=weight, version=version, digest=about.digest,
             time=about.time, received=about.time, finished=about.finished, counts=self._counts,
+            sizes=sizes,
         )  # fmt: skip
         self._writer.append(record, *payload)
         self._counts = counted(self._counts, end_of(record))

@@ -32,7 +32,7 @@ from trainer.task import TaskSettings, load_task
 from trainer.vector import initial
 from updater.journal import JournalSettings, Segment
 from updater.service import Updater, UpdaterSettings
-from updater.strategies import FedAsyncSettings, FedAvgSettings
+from updater.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings
 
 
 def fedstream(*arguments: object, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -109,7 +109,11 @@ def test_another_rule_is_compared_with_the_recorded_one(
     assert fedstream(out, *change, monkeypatch=monkeypatch) == 0
     said = capsys.readouterr().out
     assert "accuracy 0." in said
-    assert "the changed rule used 18 of 20 updates, 2 left out" in said
+    inherited = sum(n - n % 3 >= 4 for n in range(20) if n % 10 != 3)  # by device 3's in version 4
+    assert (
+        "the changed rule used 18 of 20 updates, 2 left out; "
+        f"{inherited} of the 18 were trained from a model with the influence of what was left out"
+    ) in said
     assert "the original: 20 of 20 versions identical" in said
     with (out / "replay-1" / "replay.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -119,6 +123,25 @@ def test_another_rule_is_compared_with_the_recorded_one(
     assert (out / "replay-1" / "replay.png").read_bytes().startswith(b"\x89PNG")
     assert fedstream(out, *change, monkeypatch=monkeypatch) == 0
     assert (out / "replay-2" / "replay.csv").is_file()
+
+
+def test_what_kept_updates_inherited_is_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def inherited(*arguments: object) -> object:
+        options = ("--evaluate-every", 0, "--json", *arguments)
+        assert fedstream(tmp_path, *options, monkeypatch=monkeypatch) == 0
+        return json.loads(capsys.readouterr().out)["inherited"]
+
+    scribe = Scribe(tmp_path, FedBuffSettings(buffer_size=2))
+    # Device 1's update is in version 2, which only the last two were trained from.
+    for device, late in ((0, 0), (2, 0), (1, 1), (3, 1), (4, 1), (5, 0), (6, 1)):
+        scribe.update(device, late=late)
+    scribe.close()
+    assert inherited("--without", "device=1") == 2
+    assert inherited("--without", "device=6") is None  # it is in no version
+    assert inherited("--without", "device=1", "--from", 2) == 2
+    assert inherited("--set", "strategy.server_lr=0.5") is None
 
 
 @pytest.mark.parametrize(

@@ -58,7 +58,7 @@ def test_the_layout_lists_parameters_then_buffers_then_integers_each_tensor_once
         ("norm.running_mean", (3,), "float32", "buffer"),
         ("norm.running_var", (3,), "float32", "buffer"),
         ("mask", (2,), "bool", "integer"),
-        ("norm.num_batches_tracked", (), "int64", "integer"),
+        ("norm.num_batches_tracked", (), "int64", "counter"),
     ]
 
 

@@ -156,7 +156,7 @@ async def test_the_largest_that_is_taken_overflows_nothing(
     make: Any, hand: Hand, rule: Rule
 ) -> None:
     largest = LARGEST_DELTA / 4
-    async with running(make(rule), context()):
+    async with running(make(rule, norm_factor=0), context()):
         await hand.join()
         for number, sign in enumerate((1, 1, -1), 1):
             many = filled(hand, sign * largest / 2, 1.0, sign * largest / 2 * (rule is SCAFFOLD))

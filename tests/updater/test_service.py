@@ -176,7 +176,7 @@ async def test_bad_updates_are_refused_counted_and_never_reach_the_model(
 async def test_what_might_overflow_the_next_difference_is_refused_without_any_limit_set(
     make: Any, hand: Hand
 ) -> None:
-    async with running(make(), context()):
+    async with running(make(norm_factor=0), context()):
         await hand.join()
         await hand.admitted(1e36, -1e36, 0.0, 0.0)
         await hand.reaches(1)

@@ -25,6 +25,12 @@ Chain = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # SHA-256, in hexadeci
 Counts: TypeAlias = dict[str, Count]
 
 
+Size = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Sizes: TypeAlias = tuple[Size, Size, Size]
+"""How far an update alone would move parameters, buffers and controls."""
+Counted: TypeAlias = Sizes | tuple[()]  # (): it does not count for what is usual
+
+
 class SegmentHead(Message):
     """The first record of a segment: what it belongs to."""
 
@@ -61,6 +67,7 @@ class Standing(Message):
     memory: Name | None = None  # digest of its model
     held: tuple[Contribution, ...] = ()
     mean_staleness: Mean = 0.0
+    sizes: tuple[Sizes, ...] = ()  # of the newest updates, oldest first
     counts: Counts = Field(default_factory=dict)  # of the run, as Redis had them last
     done: tuple[tuple[Any, ...], ...] = ()  # the fields of `End`s, lately, oldest first
     forgotten: Count = 0  # the version at which a task may have ended that `done` has no more
@@ -96,6 +103,7 @@ class Taken(Message):
     received: Time  # when it was admitted: the queue's clock
     finished: str | None = None  # why the run is over with this
     counts: Counts = Field(default_factory=dict)  # of the run, before this
+    sizes: Counted = ()  # as they count for what is usual (updater/norms.py)
 
 
 class RoundClosed(Message):

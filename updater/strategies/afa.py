@@ -14,7 +14,7 @@ from pydantic import Field
 
 from broker.layout import Model
 from runtime.config import Section
-from updater.mixing import add
+from updater.mixing import add, count
 from updater.strategies.batches import Batch
 from updater.strategies.strategy import Memory, State, Update
 from updater.strategies.vectors import DeviceVectors
@@ -103,8 +103,8 @@ class AfaCs(AfaCd):
         """The step along the mean of all devices; the sum stays."""
         x, total = state.model, self.total(state)
         made = spare or Model(x.layout)
-        rate = self._server_lr / (self.devices or 1)
+        rate = self.rate / (self.devices or 1)
         add(x.parameters, total.parameters, rate, into=made.parameters)
         made.buffers[:] = total.buffers
-        made.integers[:] = total.integers
+        count(x, total, into=made)
         return State(state.version + 1, made, Memory(total, devices=state.memory.devices))

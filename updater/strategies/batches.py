@@ -5,8 +5,8 @@ Devices send deltas x_new - x_tau. With f_i the factor that a rule gives an upda
     x_{t+1} = x_t + (server_lr / K) sum_i f_i (x_new_i - x_tau_i)
 
 Floating-point buffers become the mean of the batch's own values, never an extrapolation (a running
-variance would turn negative); integers take the newest value. A batch that ends early, because a
-round's time is over, is of as many as came.
+variance would turn negative); integers take the newest value, counters the largest. A batch that
+ends early, because a round's time is over, is of as many as came.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from abc import ABC, abstractmethod
 
 from broker.layout import Model
 from broker.messages import Sends
-from updater.mixing import add, toward
+from updater.mixing import add, count, toward
 from updater.strategies.strategy import Decision, Memory, State, Update
 from updater.strategies.vectors import DeviceVectors
 
@@ -31,7 +31,7 @@ class Batch(ABC):
     def __init__(self, size: int, server_lr: float, max_staleness: int | None) -> None:
         self.max_staleness = max_staleness
         self._size = size
-        self._server_lr = server_lr
+        self.rate = server_lr
 
     def weigh(self, version: int, tau: int, samples: int) -> float:
         """Every update counts alike."""
@@ -69,12 +69,13 @@ class Batch(ABC):
             self.begin(total, memory.devices)
         vectors = self.add(update, factor, total, memory.devices)
         toward(total.buffers, new.buffers, 1.0 / arrivals, into=total.buffers)
-        total.integers[:] = new.integers
+        count(total, new, into=total)
         return Memory(total, arrivals, devices=vectors)
 
     def begin(self, total: Model, _vectors: DeviceVectors | None) -> None:
         """A sum begins with zero."""
         total.floats[:] = 0.0
+        total.integers[:] = 0
 
     def add(
         self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
@@ -86,8 +87,9 @@ class Batch(ABC):
     def step(self, state: State, spare: Model | None) -> State:
         """The version that a batch makes: here it takes the place of the sum."""
         made, memory = self.total(state), state.memory
-        rate = self._server_lr / memory.arrivals
+        rate = self.rate / memory.arrivals
         add(state.model.parameters, made.parameters, rate, into=made.parameters)
+        count(state.model, made, into=made)
         return State(state.version + 1, made, Memory(devices=memory.devices))
 
     @staticmethod

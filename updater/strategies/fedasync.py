@@ -43,6 +43,7 @@ class FedAsync:
     sends: Sends = "model"
     controls = False
     per_step = False
+    rate = 1.0
     devices: int | None = None
 
     def __init__(self, settings: FedAsyncSettings) -> None:

@@ -9,7 +9,7 @@ from pydantic import Field
 from broker.layout import Model
 from broker.messages import Sends
 from runtime.config import Section
-from updater.mixing import mix
+from updater.mixing import count, mix
 from updater.strategies.strategy import Decision, Memory, State, Update
 
 
@@ -43,6 +43,7 @@ class FedAvg:
     controls = False
     max_staleness: int | None = 0
     per_step = False
+    rate = 1.0
     devices: int | None = None
 
     def __init__(self, settings: FedAvgSettings) -> None:
@@ -72,10 +73,15 @@ class FedAvg:
         grown = Memory(mean, memory.arrivals + 1, total)
         if grown.arrivals < self._k:
             return State(state.version, state.model, grown), Decision("buffered", weight, d)
-        return State(state.version + 1, mean), Decision("applied", weight, d)
+        return self._made(state, mean), Decision("applied", weight, d)
 
     def end_round(self, state: State) -> State:
         """The mean of those that came, if any did."""
         if state.memory.model is None:
             return state
-        return State(state.version + 1, state.memory.model)
+        return self._made(state, state.memory.model)
+
+    @staticmethod
+    def _made(state: State, mean: Model) -> State:
+        count(state.model, mean, into=mean)
+        return State(state.version + 1, mean)

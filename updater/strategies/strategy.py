@@ -93,6 +93,7 @@ class Strategy(Protocol):
     sends: Sends  # what it wants of devices
     controls: bool  # the layout has a control variate (SCAFFOLD)
     per_step: bool  # it divides by gamma H: an update without steps is of no use
+    rate: float  # by which a delta that comes alone would move the model; 1 where models are sent
     devices: int | None  # M, where it keeps something of each
     max_staleness: int | None  # an older update is dropped
 

@@ -1,0 +1,298 @@
+"""Two updaters alive, and a Redis that forgets the second one at every step of its take-over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.client import Client, RedisSettings
+from broker.errors import Fenced
+from tests.support import Hand, Proxy, context, running, wait_until
+from tests.updater.journalled import backed_up, go_back, records
+from updater.journal import Claim, JournalError, newest_epoch, segments, writing
+from updater.rebuild import recovered
+from updater.service import Updater
+
+STEPS = ("leads", "claimed", "listed", "read", "linking", "begun", "looking", "looked")
+
+
+class Gate:
+    """Where somebody waits until the test lets them go on."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.reached = asyncio.Event()
+        self._go_on = threading.Event()
+
+    def open(self) -> None:
+        """From now on nobody waits here."""
+        self._go_on.set()
+
+    def wait(self) -> None:
+        """In a thread."""
+        self._loop.call_soon_threadsafe(self.reached.set)
+        assert self._go_on.wait(60)
+
+    async def waited(self) -> None:
+        """In the event loop, which goes on."""
+        await asyncio.to_thread(self.wait)
+
+
+def stops_at(step: str, updater: Updater, monkeypatch: pytest.MonkeyPatch) -> Gate:
+    """The updater, which has not begun, will stop at a step of its take-over."""
+    gate, recorder = Gate(), updater._recorder
+
+    def behind(real: Callable[..., Any]) -> Callable[..., Any]:
+        def stopped(*given: Any, **named: Any) -> Any:
+            done = real(*given, **named)
+            gate.wait()
+            return done
+
+        return stopped
+
+    def before(real: Callable[..., Any]) -> Callable[..., Any]:
+        def stopped(*given: Any, **named: Any) -> Any:
+            gate.wait()
+            return real(*given, **named)
+
+        return stopped
+
+    def around(name: str, *, first: bool) -> None:
+        real = getattr(recorder, name)
+
+        async def stopped(*given: Any, **named: Any) -> Any:
+            if first:
+                await gate.waited()
+            done = await real(*given, **named)
+            if not first:
+                await gate.waited()
+            return done
+
+        monkeypatch.setattr(recorder, name, stopped)
+
+    match step:
+        case "leads":
+            around("newest_epoch", first=True)
+        case "claimed":
+            around("claim", first=False)
+        case "listed":
+            monkeypatch.setattr("updater.recovery.segments", behind(segments))
+        case "read":
+            monkeypatch.setattr("updater.recovery.recovered", behind(recovered))
+        case "linking":
+            monkeypatch.setattr(writing, "_named", before(writing._named))
+        case "begun":
+            around("begin", first=False)
+        case "looking":
+            around("check_last", first=True)
+        case "looked":
+            around("check_last", first=False)
+    return gate
+
+
+class Watched:
+    """Every version that was ever told, whatever Redis forgets."""
+
+    def __init__(self, hand: Hand) -> None:
+        self._hand = hand
+        self.told: dict[int, set[str]] = {}
+
+    async def look(self) -> None:
+        """Takes in what is there; called before anything is forgotten."""
+        for version in await self._hand.published():
+            self.told.setdefault(version.version, set()).add(version.digest)
+
+
+def cut_off(proxy: Proxy) -> None:
+    """Nothing gets through any more."""
+    proxy.reading.clear()
+    proxy.cut()
+
+
+@pytest.mark.parametrize("forgets", ["emptied", "fallen-back"])
+@pytest.mark.parametrize("step", STEPS)
+async def test_no_version_is_taken_back_whatever_redis_forgets_during_a_take_over(
+    make: Any, hand: Hand, client: Client, redis: RedisSettings, folder: Path,
+    monkeypatch: pytest.MonkeyPatch, step: str, forgets: str,
+) -> None:  # fmt: skip
+    watched = Watched(hand)
+    async with Proxy(redis) as way, Proxy(redis) as other_way:
+        first = make(name="first", redis=way.settings, lease_s=1.0)
+        async with running(first, context(), may_fail=True) as leading:
+            await hand.join()
+            await hand.admitted(4.0)
+            await hand.reaches(1)
+            backup = await backed_up(client)
+            await watched.look()
+
+            # The first one sleeps, and the second takes over, as far as it gets.
+            cut_off(way)
+            await client.call("DEL", hand.keys.leader("updater"))
+            second = make(name="second", redis=other_way.settings, lease_s=1.0)
+            gate = stops_at(step, second, monkeypatch)
+            async with running(second, context(), may_fail=True) as following:
+                await gate.reached.wait()
+
+                # Redis forgets that, and the first one wakes up.
+                cut_off(other_way)
+                await watched.look()
+                if forgets == "emptied":
+                    await client.call("FLUSHALL")
+                else:
+                    await go_back(client, backup)
+                way.reading.set()
+                if step == "leads":  # nobody has claimed anything: it goes on, rightfully
+                    await hand.reaches(1)
+                    if forgets == "emptied":
+                        await hand.join()
+                    await hand.admitted(8.0)
+                    await hand.reaches(2)
+                    assert not leading.done()
+                else:
+                    if forgets == "fallen-back":
+                        await hand.admitted(8.0)
+                    await wait_until(leading.done, what="it ends")
+                    assert fenced(leading)
+                await watched.look()
+
+                # The second one finds its way.
+                gate.open()
+                other_way.reading.set()
+
+                async def settled() -> bool:
+                    return following.done() or (
+                        second._recorder.head is not None
+                        and second._course.epoch == second._lease.number > 0
+                    )
+
+                await wait_until(settled, what="the take-over comes to an end")
+                await watched.look()
+    await client.call("DEL", hand.keys.leader("updater"))
+    async with running(make(name="third"), context()):
+        await hand.join()
+        version = await hand.version()
+        await hand.admitted(1.0)
+        await wait_until(hand.queue_is_empty)
+        assert await hand.version() > version
+        await watched.look()
+        await hand.balanced()
+    journalled = {r.version: r.digest for r in records(folder) if r.digest}
+    assert {n: digests for n, digests in watched.told.items() if n} == {
+        n: {digest} for n, digest in journalled.items()
+    }
+    assert all(name.endswith(".journal") for name in listed(folder))
+
+
+def listed(folder: Path) -> list[str]:
+    """The names in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+def fenced(work: asyncio.Task[None]) -> bool:
+    """Whether it ended because it was fenced, and for nothing else."""
+    error = work.exception()
+    assert isinstance(error, BaseExceptionGroup)
+    assert error.split(Fenced)[1] is None
+    return True
+
+
+async def test_a_claim_whose_maker_crashed_is_outbid_and_goes(
+    make: Any, hand: Hand, folder: Path
+) -> None:
+    async with running(make(), context()):
+        await hand.join()
+    Claim(folder, 7)  # and then its machine died
+    async with running(make(name="next"), context()):
+        await hand.admitted(4.0)
+        await hand.reaches(1)
+    assert newest_epoch(folder) == 8
+    assert listed(folder) == ["00000001-000000.journal", "00000008-000000.journal"]
+
+
+async def test_who_gives_up_leaves_no_claim(make: Any, hand: Hand, folder: Path) -> None:
+    async with running(make(), context()):
+        await hand.join()
+    for name in listed(folder):
+        (folder / name).unlink()
+    refused = make(name="other")
+    with pytest.raises(BaseExceptionGroup) as raised:
+        await asyncio.wait_for(refused.run(context()), 60)
+    assert raised.group_contains(Exception, match="there is no journal in")
+    assert not listed(folder)
+
+
+def test_a_claim_is_made_once_and_the_newest_wins(tmp_path: Path) -> None:
+    folder = tmp_path / "journal"
+    mine = Claim(folder, 3)
+    with pytest.raises(Fenced, match="another updater has claimed the journal"):
+        Claim(folder, 3)
+    mine.check()
+    with pytest.raises(Fenced, match="for epoch 3"):
+        Claim(folder, 2)  # it slept on its way: somebody was quicker
+    assert [path.name for path in folder.iterdir()] == ["00000003.claim"]
+    later = Claim(folder, 4)
+    with pytest.raises(Fenced, match=r"another updater has taken over: .*00000004.claim"):
+        mine.check()
+    later.check()
+    later.withdraw()
+    mine.check()
+    assert newest_epoch(folder) == 3
+    assert newest_epoch(folder, besides=mine) == -1
+    assert newest_epoch(tmp_path / "elsewhere") == -1
+
+
+def test_a_claim_sees_a_change_that_the_folder_s_time_hides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A file system's clock has steps: two changes may have the same time."""
+    mine = Claim(tmp_path, 3)
+    mine.check()
+    about = tmp_path.stat()
+    Claim(tmp_path, 4)
+    real = Path.stat
+
+    def stat(path: Path, **named: Any) -> Any:
+        return about if path == tmp_path else real(path, **named)
+
+    monkeypatch.setattr(Path, "stat", stat)
+    with pytest.raises(Fenced):
+        mine.check()
+
+
+def test_a_claim_is_on_disk_before_anything_else_happens(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    real = os.fsync
+
+    def fsync(file: int) -> None:
+        synced.append(Path(f"/proc/self/fd/{file}").readlink().name)
+        real(file)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    Claim(tmp_path / "journal", 3)
+    assert synced == [tmp_path.name, "00000003.claim", "journal"]
+
+
+async def test_a_segment_that_is_deleted_while_it_is_written_ends_its_writer(
+    make: Any, hand: Hand, folder: Path
+) -> None:
+    async with running(make(), context(), may_fail=True) as work:
+        await hand.join()
+        [segment] = segments(folder)
+        segment.close()
+        segment.path.unlink()
+        await hand.admitted(4.0)
+        await wait_until(work.done)
+        error = work.exception()
+        assert isinstance(error, BaseExceptionGroup)
+        found = error.subgroup(JournalError)
+        assert found is not None
+        assert "was deleted while it was written" in str(found.exceptions[0])
+    assert await hand.version() == 0

@@ -1,0 +1,286 @@
+"""What an update may not do to a model by default: be larger than is usual, or change integers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from broker import blobs
+from broker.layout import Layout, Model, Tensor
+from broker.messages import Upload
+from tests.support import Hand, context, model_of, running, wait_until
+from tests.updater.journalled import HALF, records
+from updater import refusals
+from updater.journal import Taken
+from updater.mixing import count, distance, norm
+from updater.norms import Norms, sizes
+from updater.progress import Progress
+from updater.strategies import (
+    AfaCdSettings,
+    FedAsyncSettings,
+    FedAvgSettings,
+    FedBuffSettings,
+    Rule,
+    ScaffoldSettings,
+    State,
+    Update,
+)
+
+UPLOAD = Upload(
+    task="t", attempt="1", device=1, trainer="t1", tau=0, base="b", layout="l", digest="d",
+    size=1, samples=1, steps=2, lr=0.1,
+)  # fmt: skip
+LAYOUT = Layout(
+    (
+        Tensor("weight", (4,), "float32", "parameter"),
+        Tensor("mean", (2,), "float32", "buffer"),
+    )
+)
+
+
+async def refused(hand: Hand, reason: str, n: int = 1) -> None:
+    async def are() -> bool:
+        return (await hand.ledger.look()).reasons("refused").get(reason) == n
+
+    await wait_until(are, what=f"{n} refused: {reason}")
+
+
+# sizes
+
+
+@pytest.mark.parametrize(
+    ("rule", "expected"),
+    [
+        (FedAsyncSettings(), (4.0, 0.0, 0.0)),  # 3 - 1, four times
+        (FedBuffSettings(server_lr=0.5), (3.0, 0.0, 0.0)),  # half of 3, four times
+        (AfaCdSettings(server_lr=0.1), (3.0, 0.0, 0.0)),  # of 6 / (gamma H)
+    ],
+)
+def test_a_size_is_how_far_an_update_alone_would_move_the_model(
+    rule: Rule, expected: tuple[float, ...]
+) -> None:
+    x, update = model_of(LAYOUT, 1.0), model_of(LAYOUT, 3.0, 3.0, 3.0, 3.0, 1.0, 1.0)
+    assert sizes(UPLOAD, rule.build(10), update, x) == pytest.approx(expected)
+
+
+def test_buffers_are_measured_from_the_model_s_and_controls_by_themselves() -> None:
+    layout = LAYOUT.with_controls()
+    x, update = model_of(layout, 1.0), model_of(layout, 0.0)
+    update.buffers[:] = (4.0, 5.0)
+    update.controls[:] = 2.0
+    found = sizes(UPLOAD, ScaffoldSettings().build(10), update, x)
+    assert found == pytest.approx((0.0, 5.0, 4.0))
+
+
+@given(st.lists(st.floats(-1e15, 1e15), max_size=9), st.floats(0, 1e15))
+def test_a_distance_is_the_norm_of_the_difference(values: list[float], shift: float) -> None:
+    a = np.asarray(values, np.float32)
+    b = a - np.float32(shift)
+    assert distance(a, b) == pytest.approx(norm(a - b))
+
+
+# what is usual
+
+
+def usual_of(*last: float) -> Norms:
+    return Norms(tuple((size, 0.0, 0.0) for size in last))
+
+
+def judged(norms: Norms, size: float, own: float = 0.0) -> tuple[bool, float]:
+    layout = Layout((Tensor("weight", (4,), "float32", "parameter"),))
+    usual, counted = norms.judged((size, 0.0, 0.0), 30.0, model_of(layout, own))
+    return usual, counted[0]
+
+
+def test_up_to_30_times_the_median_is_usual() -> None:
+    norms = usual_of(*[1.0] * 40, *[1000.0] * 39)
+    assert judged(norms, 30.0) == (True, 30.0)
+    assert judged(norms, 30.1) == (False, 30.0)
+
+
+def test_so_is_a_third_of_the_model_itself() -> None:
+    assert judged(usual_of(*[1e-6] * 50), 1.2, own=2.0) == (True, 1.2)
+    assert judged(usual_of(*[1e-6] * 50), 1.3, own=2.0)[0] is False
+
+
+def test_the_first_updates_have_a_wide_limit_and_never_none() -> None:
+    assert judged(usual_of(), 1999.0) == (True, 1999.0)
+    assert judged(usual_of(), 9e36) == (False, 2000.0)
+    assert judged(usual_of(*[1.0] * 19), 1999.0) == (True, 1999.0)
+    assert judged(usual_of(*[1.0] * 20), 1999.0) == (False, 30.0)
+
+
+def test_updates_that_move_nothing_leave_room_for_one_that_does() -> None:
+    assert judged(usual_of(*[0.0] * 50), 5.0) == (True, 5.0)
+
+
+def test_what_most_devices_share_becomes_usual() -> None:
+    """A learning rate that was raised a hundredfold: the run goes on after a while."""
+    norms, verdicts = usual_of(*[1.0] * 101), []
+    for _ in range(60):
+        usual, counted = norms.judged((100.0, 0.0, 0.0), 30.0, model_of(LAYOUT))
+        norms = norms.grown(counted)
+        verdicts.append(usual)
+    assert not verdicts[0]
+    assert verdicts[-1]
+    assert len(norms.last) == 101
+
+
+@given(st.lists(st.floats(0, 1e30), min_size=1, max_size=60), st.integers(0, 10))
+def test_fewer_than_half_of_the_devices_raise_no_limit_for_long(
+    attacks: list[float], seed: int
+) -> None:
+    """Whatever they send: what is let through stays below the limit that honest ones set."""
+    rng, norms = np.random.default_rng(seed), usual_of(*[1.0] * 101)
+    for attack in attacks:
+        for size in (attack, 1.0, float(rng.uniform(0.5, 2.0))):
+            usual, counted = norms.judged((size, 0.0, 0.0), 30.0, model_of(LAYOUT))
+            norms = norms.grown(counted)
+            assert usual == (size <= 60.0) or 15.0 <= size <= 60.0
+
+
+def test_each_part_has_a_limit_of_its_own() -> None:
+    norms = Norms(((1.0, 100.0, 0.0),) * 50)
+    assert norms.judged((1.0, 3000.0, 0.0), 30.0, model_of(LAYOUT))[0]
+    assert not norms.judged((3000.0, 100.0, 0.0), 30.0, model_of(LAYOUT))[0]
+    assert not norms.judged((1.0, 3001.0, 0.0), 30.0, model_of(LAYOUT))[0]
+
+
+# in the updater
+
+
+async def test_a_huge_update_is_refused_by_default_from_the_first_on(make: Any, hand: Hand) -> None:
+    async with running(make(), context()):
+        await hand.join()
+        await hand.admitted(9e36)
+        await refused(hand, "norm too large")
+        await hand.admitted(4.0)
+        await hand.reaches(1)
+        assert (await hand.model((await hand.published())[-1])).floats.tolist() == [2.0] * 4
+        await hand.balanced()
+
+
+async def test_what_is_usual_is_known_after_a_restart(make: Any, hand: Hand, folder: Path) -> None:
+    """Also of updates behind the checkpoint, and of one that was refused."""
+    updater = make(segment_versions=10)
+    async with running(updater, context()):
+        await hand.join()
+        for n in range(25):
+            await hand.admitted(1.0)
+            await hand.reaches(n + 1)
+        await hand.admitted(1e6)
+        await refused(hand, "norm too large")
+        before = updater._course.progress.norms
+    assert len(before.last) == 26
+    assert len(records(folder)) == 26
+    again = make()
+    async with running(again, context()):
+        await wait_until(lambda: again._course.progress)
+        assert again._course.progress.norms == before
+        await hand.join()
+        await hand.admitted(1e5)
+        await refused(hand, "norm too large", 2)
+
+
+async def test_it_can_be_switched_off(make: Any, hand: Hand, folder: Path) -> None:
+    async with running(make(norm_factor=0), context()):
+        await hand.join()
+        await hand.admitted(1e36)
+        await hand.reaches(1)
+    [record] = records(folder)
+    assert isinstance(record, Taken)
+    assert record.sizes == ()
+
+
+# integers
+
+INTEGERS = Layout(
+    (
+        Tensor("weight", (2,), "float32", "parameter"),
+        Tensor("position_ids", (3,), "int64", "integer"),
+        Tensor("norm.num_batches_tracked", (), "int64", "counter"),
+        Tensor("zero_point", (2,), "int8", "variable"),
+        Tensor("ready", (), "bool", "variable"),
+    )
+)
+X = (0, 1, 2, 50, 3, -3, 0)
+
+
+@pytest.mark.parametrize(
+    ("integers", "reason"),
+    [
+        (X, ""),
+        ((0, 1, 2, 60, 127, -128, 1), ""),
+        ((0, 1, 2, 40, 3, -3, 0), ""),  # stale: it began when fewer were counted
+        ((0, 1, 2**40, 50, 3, -3, 0), "integers"),
+        ((0, 1, 3, 50, 3, -3, 0), "integers"),
+        ((0, 1, 2, -1, 3, -3, 0), "integers"),
+        ((0, 1, 2, 50 + 1_000_000, 3, -3, 0), ""),
+        ((0, 1, 2, 51 + 1_000_000, 3, -3, 0), "integers"),
+        ((0, 1, 2, 2**63 - 1, 3, -3, 0), "integers"),
+        ((0, 1, 2, 50, 128, -3, 0), "integers"),
+        ((0, 1, 2, 50, 3, -129, 0), "integers"),
+        ((0, 1, 2, 50, 3, -3, 2), "integers"),
+        ((0, 1, 2, 50, 3, -3, -1), "integers"),
+    ],
+)
+def test_integers_change_as_the_layout_says(integers: tuple[int, ...], reason: str) -> None:
+    x, update = model_of(INTEGERS, integers=X), model_of(INTEGERS, integers=integers)
+    assert refusals.by_integers(update, x) == reason
+    found, _ = refusals.by_content(
+        UPLOAD, HALF.build(), update, Progress(State(0, x)), max_norm=None, norm_factor=0
+    )
+    assert found == reason
+
+
+RULES: tuple[Rule, ...] = (
+    FedAsyncSettings(),
+    FedAvgSettings(clients_per_round=2),
+    FedBuffSettings(buffer_size=2),
+    AfaCdSettings(buffer_size=2),
+)
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
+def test_a_counter_never_goes_back(rule: Rule) -> None:
+    """A stale device counted fewer batches: what comes next would seem to have counted too many."""
+    strategy, state = rule.build(10), State(0, model_of(INTEGERS, integers=X))
+    for counter in (70, 60, 40, 45):
+        sent = model_of(INTEGERS, integers=(0, 1, 2, counter, counter % 7, 1, 1))
+        update = Update(sent, state.version, 1, 1, 1, 0.1)
+        state, _ = strategy.receive(state, update, Model(INTEGERS))
+    assert state.version >= 2
+    assert state.model.integers.tolist() == [0, 1, 2, 70, 45 % 7, 1, 1]
+
+
+def test_counting_may_write_into_either_model() -> None:
+    for into in (0, 1):
+        x = model_of(INTEGERS, integers=X)
+        new = model_of(INTEGERS, integers=(0, 1, 2, 49, 5, 5, 1))
+        count(x, new, into=(x, new)[into])
+        assert (x, new)[into].integers.tolist() == [0, 1, 2, 50, 5, 5, 1]
+
+
+async def test_an_integer_that_nobody_may_change_is_refused_and_counted(
+    make: Any, hand: Hand
+) -> None:
+    hand.layout = INTEGERS
+    async with running(make(), context()):
+        await hand.join()
+        before = await hand.model((await hand.published())[-1])
+        [task] = await hand.open()
+        bad = model_of(INTEGERS, 1.0, integers=(0, 0, 2**40, 0, 0, 0, 0))
+        upload = await hand.trained(task, digest=bad.digest(), write=False)
+        await blobs.write(hand.client, hand.keys.update(upload.blob), bad, expire_s=60)
+        assert await hand.admit(upload) == [("admitted", "")]
+        await refused(hand, "integers")
+        assert await hand.version() == 0
+        assert before.integers.tolist() == [0] * 7
+        await hand.admitted(2.0)
+        await hand.reaches(1)
+        await hand.balanced()
