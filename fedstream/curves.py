@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, nan
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from fedstream.observer import History
+from fedstream.terminal import number
+from runtime.visible import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 _TEST, _TRAIN, _FAINT = "#1f5fa8", "#d9772b", "#eec39c"
-_MOST_BARS = 40  # devices shown one by one
+_MOST_BARS = 40  # of devices, one by one, and of staleness
 STYLE: Any = {  # matplotlib names every key in its type
     "font.size": 9.0,
     "axes.spines.top": False,
@@ -30,36 +37,98 @@ STYLE: Any = {  # matplotlib names every key in its type
 }
 
 
-def smooth(values: Sequence[float], window: int) -> list[float]:
-    """The mean of each value and up to ``window - 1`` before it."""
-    return [fmean(values[max(0, n - window + 1) : n + 1]) for n in range(len(values))]
+@dataclass(frozen=True)
+class Scale:
+    """How far an axis goes, and how."""
+
+    top: float
+    left_out: int = 0  # values above it, or that are no numbers
+    log: bool = False
+
+
+def scale(values: Sequence[float]) -> Scale:
+    """An axis from zero that shows what is usual: a few values out of all proportion are left out.
+
+    Those are values of more than 10 times the 98th percentile. Where the values grew 100 times as
+    large as they usually are, the run diverged, which a logarithmic axis shows.
+    """
+    known = np.array([value for value in values if isfinite(value)])
+    lost = len(values) - len(known)
+    if not len(known):
+        return Scale(1.0, lost)
+    usual, high, most = (float(np.percentile(known, share)) for share in (50, 98, 100))
+    if usual > 0 and float(known.min()) > 0 and high > 100 * usual:
+        return Scale(2 * most, lost, log=True)
+    if most > 10 * high > 0:
+        return Scale(1.5 * high, lost + int((known > 1.5 * high).sum()))
+    return Scale(1.05 * most if most > 0 else 1.0, lost)
+
+
+def smooth(values: Sequence[float], window: int) -> tuple[list[int], list[float]]:
+    """The median of a value and up to ``window - 1`` before it, at up to 1000 places, and these.
+
+    The median, because a single value may be out of all proportion.
+    """
+    array = np.array(values, float)
+    array[~np.isfinite(array)] = np.nan
+    places = list(range(0, len(values), max(1, len(values) // 1000)))
+    windows = (array[max(0, n - window + 1) : n + 1] for n in places)
+    return places, [float(np.nanmedian(w)) if np.isfinite(w).any() else nan for w in windows]
+
+
+def bars(late: Mapping[int, int]) -> tuple[list[int], list[int], int]:
+    """Staleness as bars: where each begins, how many updates are in it, and how wide it is.
+
+    What only one update in a hundred exceeds is in the last bar, if it reaches far.
+    """
+    most, total, seen = max(late), sum(late.values()), 0
+    last = most
+    if most > _MOST_BARS:
+        for last in sorted(late):
+            seen += late[last]
+            if seen >= 0.99 * total:
+                break
+        last = min(last + 1, most)  # with the last bar
+    width = -(-(last + 1) // _MOST_BARS)
+    begins = list(range(0, last + 1, width))
+    counts = [0] * len(begins)
+    for staleness, count in late.items():
+        counts[min(staleness // width, len(begins) - 1)] += count
+    return begins, counts, width
 
 
 def draw(path: Path, title: str, history: History, *, created: float, devices: int) -> None:
     """Writes the picture as PNG; seconds count from ``created``."""
-    # Figure rather than pyplot: no global state, no display, half the import.
     from matplotlib import rc_context
-    from matplotlib.figure import Figure
 
     with rc_context(STYLE):
-        figure = Figure(figsize=(12.5, 6.6), layout="constrained")
-        panels = figure.subplots(2, 3, width_ratios=(1.15, 1.15, 1))
-        figure.suptitle(title, x=0.01, ha="left", fontsize=11)
-        seconds = {n: max(0.0, v.time - created) for n, v in history.versions.items()}
-        of_version = {n: float(n) for n in history.versions}
-        for column, (at, name) in enumerate(((of_version, "versions"), (seconds, "seconds"))):
-            _accuracy(panels[0][column], history, at, name)
-            _loss(panels[1][column], history, at, name)
-        _staleness(panels[0][2], history)
-        _devices(panels[1][2], history, devices)
-        figure.savefig(path, dpi=110)
+        picture(title, history, created=created, devices=devices).savefig(path, dpi=110)
+
+
+def picture(title: str, history: History, *, created: float, devices: int) -> Figure:
+    """The picture itself."""
+    # Figure rather than pyplot: no global state, no display, half the import.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.5, 6.6), layout="constrained")
+    panels = figure.subplots(2, 3, width_ratios=(1.15, 1.15, 1))
+    # A task's name may be anything: it is no formula, and nothing that can't be printed.
+    figure.suptitle(visible(title), x=0.01, ha="left", fontsize=11, parse_math=False)
+    seconds = {n: max(0.0, v.time - created) for n, v in history.versions.items()}
+    of_version = {n: float(n) for n in history.versions}
+    for column, (at, name) in enumerate(((of_version, "versions"), (seconds, "seconds"))):
+        _accuracy(panels[0][column], history, at, name)
+        _loss(panels[1][column], history, at, name)
+    _staleness(panels[0][2], history)
+    _devices(panels[1][2], history, devices)
+    return figure
 
 
 def _accuracy(axes: Axes, history: History, at: dict[int, float], name: str) -> None:
     points = [
         (at[v], m["accuracy"])
         for v, m in sorted(history.evaluations.items())
-        if v in at and "accuracy" in m
+        if v in at and isfinite(m.get("accuracy", nan))
     ]
     axes.set(title=f"Test accuracy over {name}", xlabel=name)
     if not points:
@@ -67,7 +136,7 @@ def _accuracy(axes: Axes, history: History, at: dict[int, float], name: str) -> 
         return
     x, y = zip(*points, strict=True)
     axes.plot(x, y, color=_TEST, marker="o", markersize=2.5)
-    axes.set_ylim(min(0.0, *y), 1.02)
+    axes.set_ylim(min(0.0, *y), 1.02 if max(y) <= 1 else 1.05 * max(y))
     axes.set_xlim(left=0)
     axes.set_title(f"Test accuracy over {name}: {y[-1]:.3f} at the end")
 
@@ -87,16 +156,28 @@ def _loss(axes: Axes, history: History, at: dict[int, float], name: str) -> None
     if not trained and not tested:
         _nothing(axes, "not measured")
         return
+    curves = [loss for _, loss in (*trained, *tested)]
+    shown = scale(curves)
     if trained:
         x, y = zip(*trained, strict=True)
         window = max(1, len(y) // 20)
+        places, middle = smooth(y, window)
         axes.plot(x, y, color=_FAINT, linewidth=0.6)
-        axes.plot(x, smooth(y, window), color=_TRAIN, label=f"training, mean of {window}")
+        axes.plot(
+            [x[place] for place in places], middle, color=_TRAIN,
+            label=f"training, median of {window}",
+        )  # fmt: skip
     if tested:
         x, y = zip(*tested, strict=True)
         axes.plot(x, y, color=_TEST, marker="o", markersize=2.5, label="test")
     axes.set_xlim(left=0)
-    axes.set_ylim(bottom=0)
+    if shown.log:
+        axes.set_yscale("log")
+        axes.set_ylim(top=shown.top)
+    else:
+        axes.set_ylim(0, shown.top)
+    if shown.left_out:
+        axes.set_title(f"Loss over {name}: {shown.left_out} of {len(curves)} beyond this axis")
     axes.legend(loc="upper right")
 
 
@@ -106,10 +187,14 @@ def _staleness(axes: Axes, history: History) -> None:
     if not late:
         _nothing(axes, "no updates")
         return
-    axes.bar(list(late), list(late.values()), color=_TEST, width=0.8)
-    axes.locator_params("x", integer=True)
+    begins, counts, width = bars(late)
+    axes.bar(begins, counts, color=_TEST, width=0.8 * width, align="center")
+    axes.locator_params("x", integer=True, nbins=8)
+    if max(late) >= begins[-1] + width:
+        axes.set_xlabel(f"versions late; the last bar: {begins[-1]} and more")
     mean = history.mean_staleness
-    axes.axvline(mean, color=_TRAIN)
+    if mean <= begins[-1]:
+        axes.axvline(mean, color=_TRAIN)
     axes.set_title(f"Staleness of updates: mean {mean:.2f}, max {max(late)}")
     axes.grid(visible=False, axis="x")
 
@@ -120,12 +205,16 @@ def _devices(axes: Axes, history: History, devices: int) -> None:
     if not made:
         _nothing(axes, "no updates")
         return
-    if devices <= _MOST_BARS:  # one that made none has its place too
-        axes.bar(range(devices), [made[device] for device in range(devices)], color=_TEST)
-        axes.set_xticks(range(0, devices, 1 if devices <= 20 else 5))
+    counts = [made[device] for device in range(devices)]  # one that made none has its place too
+    if devices <= _MOST_BARS:
+        axes.bar(range(devices), counts, color=_TEST)
+        axes.locator_params("x", integer=True, nbins=10)
     else:
-        axes.plot(sorted((made[d] for d in range(devices)), reverse=True), color=_TEST)
-        axes.set(xlabel="devices, the busiest first", ylim=(0, None))
+        counts.sort(reverse=True)
+        axes.fill_between(range(1, devices + 1), counts, color=_TEST, step="mid", linewidth=0)
+        axes.set(xlabel="devices, the busiest first", xlim=(0, devices), ylim=(0, None))
+    middle = number(float(median(counts)))
+    axes.set_title(f"Updates per device: {min(counts)} to {max(counts)}, median {middle}")
     axes.grid(visible=False, axis="x")
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from dataclasses import replace
+from itertools import combinations, pairwise
 from pathlib import Path
 
-import numpy as np
 import pytest
+from matplotlib import rc_context
 
 from broker.layout import Model
 from fedstream import curves, report
@@ -153,6 +155,53 @@ def test_the_picture_is_drawn(history: History, tmp_path: Path, devices: int) ->
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_smoothing_looks_back() -> None:
-    assert curves.smooth([1.0, 3.0, 5.0], 2) == [1.0, 2.0, 4.0]
-    assert np.allclose(curves.smooth([2.0] * 5, 3), 2.0)
+def test_smoothing_looks_back_and_is_not_moved_by_one_value() -> None:
+    assert curves.smooth([1.0, 3.0, 5.0], 2) == ([0, 1, 2], [1.0, 2.0, 4.0])
+    assert curves.smooth([2.0, 1e30, 2.0, math.inf, 4.0], 3)[1][2:] == [2.0, 5e29 + 1, 3.0]
+    assert math.isnan(curves.smooth([math.nan], 3)[1][0])
+    places, middle = curves.smooth([2.0] * 5000, 250)
+    assert len(places) == len(middle) == 1000
+    assert set(middle) == {2.0}
+
+
+def test_an_axis_shows_what_is_usual() -> None:
+    falling = [2.3 - n / 500 for n in range(1000)]
+    assert curves.scale(falling) == curves.Scale(1.05 * 2.3)
+    wild = curves.scale([*falling, 3e7, math.inf, math.nan])
+    assert (wild.left_out, wild.log) == (3, False)
+    assert 2.3 < wild.top < 4
+    assert curves.scale([0.1] * 995 + [0.9] * 5) == curves.Scale(1.05 * 0.9)  # its beginning
+    diverged = curves.scale([10.0 ** (n / 50) for n in range(1000)])
+    assert (diverged.log, diverged.left_out) == (True, 0)
+    assert curves.scale([]) == curves.Scale(1.0)
+    assert curves.scale([math.nan]) == curves.Scale(1.0, 1)
+    assert curves.scale([0.0, 0.0]) == curves.Scale(1.0)
+
+
+def test_staleness_out_of_all_proportion_does_not_hide_the_rest() -> None:
+    assert curves.bars({0: 5, 3: 1}) == ([0, 1, 2, 3], [5, 0, 0, 1], 1)
+    assert curves.bars({0: 500, 1: 499, 5000: 1}) == ([0, 1, 2], [500, 499, 1], 1)
+    begins, counts, width = curves.bars(dict.fromkeys(range(1000), 1))
+    assert (len(begins), width, sum(counts)) == (40, 25, 1000)
+
+
+@pytest.mark.parametrize("devices", [10, 20, 40, 200])
+def test_the_pictures_labels_do_not_overlap(devices: int) -> None:
+    history = History()
+    for number in range(120):
+        made = update("t", device=number % devices, staleness=5000 if number == 7 else number % 3)
+        history.publish(version(number, made))
+        history.tell(event("evaluation", version=number, metrics={"accuracy": 0.5, "loss": 1e9}))
+    with rc_context(curves.STYLE):
+        figure = curves.picture("a $run$ \x1b", history, created=CREATED, devices=devices)
+        figure.draw_without_rendering()
+        for axes in figure.axes:
+            for axis in (axes.xaxis, axes.yaxis):
+                boxes = [label.get_window_extent() for label in axis.get_ticklabels()]
+                shown = [box for box in boxes if box.width > 0]
+                for one, other in pairwise(shown):
+                    assert not one.overlaps(other)
+        titles = [axes.title.get_window_extent() for axes in figure.axes]
+        for one, other in combinations(titles, 2):
+            assert not one.overlaps(other)
+        assert all(box.x1 <= figure.bbox.x1 for box in titles)
