@@ -7,9 +7,10 @@ and of a script's declared keys Redis asks for both rights. Nobody has EVAL: wha
 is what is in ``broker/lua``.
 
 Trainers have a user for each site, whose trainers trust each other. It can append to the site's own
-inbox, read the site's own tasks, and write and read its own updates and workspaces; of the rest it
-sees the run's record, the newest version and the models. It can load no script: services do. Of an
-inbox it can't read, claim or delete anything, what it wrote itself included.
+inbox, take the site's own tasks, write its own updates, and write and read its own workspaces; of
+the rest it sees the run's record, the newest version, the models, and what a strategy remembers of
+the devices that it was given tasks of. It can load no script: services do. Neither an inbox nor an
+update can it read, claim or delete, what it wrote itself included.
 """
 
 from __future__ import annotations
@@ -108,7 +109,7 @@ RIGHTS = {
                     "xgroup|create", "xreadgroup", "xpending", "xclaim", "xrange", "xack", "xdel",
                 ),
             ),
-            Rights(both=("update:{site}/*",), commands=("hget", "hset", "pexpire")),
+            Rights(writes=("update:{site}/*",), commands=("hset", "hexists", "pexpire")),
             Rights(both=("workspace:{site}/*",), commands=("get", "set", "unlink")),
             Rights(writes=("inbox:{site}",), commands=("xadd", "xlen", "exists")),
         ),

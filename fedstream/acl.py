@@ -3,24 +3,46 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
 from broker.errors import ConfigError
+from broker.keys import POOL, check_name
 from broker.rights import PARTS, ROLES, acl
 
 _PREFIX = "FEDSTREAM_PASSWORD_"
 
 
-def file_of(run: str, environ: Mapping[str, str]) -> str:
-    """The file's text, with passwords from the environment. Raises ConfigError."""
+def file_of(run: str, environ: Mapping[str, str], sites: Sequence[str] = ()) -> str:
+    """The file's text, with passwords from the environment. Raises ConfigError.
+
+    ``sites``: those that have users besides the pool, whose user is that of the role trainer.
+    """
     given = {role: environ.get(_PREFIX + role.upper(), "") for role in (*ROLES, *PARTS)}
-    if missing := [_PREFIX + role.upper() for role in ROLES if not given[role]]:
+    named: dict[str, str] = {}
+    for site in sites:
+        check_name("--site", site)
+        if site == POOL:
+            raise ConfigError(f"--site {POOL}: its user is that of the role trainer")
+        variable = _variable(site)
+        if twin := next((one for one in named if _variable(one) == variable), None):
+            raise ConfigError(f"--site {site}: its password would be in {variable}, as {twin}'s is")
+        named[site] = environ.get(variable, "")
+    missing = [_PREFIX + role.upper() for role in ROLES if not given[role]]
+    missing += [_variable(site) for site, password in named.items() if not password]
+    if missing:
         raise ConfigError(
-            f"{', '.join(missing)}: not set in the environment: every role needs a password"
+            f"{', '.join(missing)}: not set in the environment: every role and every site needs a "
+            "password"
         )
-    return acl(run, {role: password for role, password in given.items() if password})
+    return acl(run, {role: password for role, password in given.items() if password}, named)
+
+
+def _variable(site: str) -> str:
+    """Where a site's password is: FEDSTREAM_PASSWORD_SITE_HOSPITAL_A for hospital-a."""
+    return f"{_PREFIX}SITE_{re.sub('[.-]', '_', site).upper()}"
 
 
 def write(path: Path, text: str) -> None:

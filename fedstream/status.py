@@ -57,7 +57,7 @@ class _Answer(BaseModel):
     dead: dict[str, int]
     strays: dict[str, int]
     triggers: int
-    uploads: int
+    inbox: int
     queue: int
     buffered_now: int
     kept_versions: int

@@ -6,7 +6,7 @@ local group, entry, answer, size, expire_ms, inbox = unpack(ARGV)
 redis.call('EXISTS', inbox) -- as for undeclared keys: fails here where a cluster is moving it
 local row = redis.pcall('XPENDING', key.tasks, group, entry, entry, 1)
 if row.err or not row[1] then return 'over' end
-if size ~= '0' and redis.call('HGET', key.update, 'size') ~= size then return 'unwritten' end
+if size ~= '0' and redis.call('HEXISTS', key.update, 'size') == 0 then return 'unwritten' end
 redis.call('XADD', inbox, '*', 'm', answer)
 redis.call('PEXPIRE', key.update, expire_ms)
 redis.call('XACK', key.tasks, group, entry)

@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from broker.errors import ConfigError
-from broker.keys import check_name
+from broker.keys import POOL, check_name
 from fedstream.commands.options import (
     AsJson,
     Config,
@@ -208,17 +208,28 @@ def purge(
 def acl(
     config: Config = None,
     run: RunName = None,
+    site: Annotated[
+        list[str] | None,
+        typer.Option(metavar="NAME", help="a site besides the pool; repeat it for more"),
+    ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="instead of printing it")] = None,
 ) -> None:
     """Make Redis's ACL file: a user for every role, with only the keys and commands it needs.
 
     Passwords come from the environment: FEDSTREAM_PASSWORD_COORDINATOR, and so on for SCHEDULER,
     UPDATER, EVALUATOR, TRAINER and OPERATOR; the file holds their hashes. Redis 7 or later.
+
+    Without --site the users are those of the sites in coordinator.sites. The trainers of site
+    hospital-a are the user trainer-hospital-a, with FEDSTREAM_PASSWORD_SITE_HOSPITAL_A.
     """
+    from coordinator.sites import served
     from fedstream import acl as page
 
-    name = check_name("--run", run) if run else settings_of(config).run.name
-    text = page.file_of(name, os.environ)
+    settings = settings_of(config)
+    name = check_name("--run", run) if run else settings.run.name
+    known = served(settings.coordinator.sites, settings.coordinator.trusted_sites)
+    sites = site or [one for one in known if one != POOL]
+    text = page.file_of(name, os.environ, sites)
     if out is None:
         verbatim(text)
     else:

@@ -87,10 +87,10 @@ class Pipeline:
         ]  # fmt: skip
         self._running: dict[str, tuple[Context, asyncio.Task[None]]] = {}
 
-    async def start(self, role: str, name: str = "", *sets: str) -> None:
-        """Starts a service in the role."""
+    async def start(self, role: str, name: str = "", *sets: str, user: str = "") -> None:
+        """Starts a service in the role, as the user of that name if it is another."""
         settings = load(Settings, path=None, environ={}, sets=[*self._sets, *sets])
-        settings = settings.model_copy(update={"redis": self._redis(role)})
+        settings = settings.model_copy(update={"redis": self._redis(user or role)})
         service, _ = services._BUILDERS[role](settings, self.keys, name or role)
         live = context()
         task = await self._stack.enter_async_context(running(service, live))

@@ -7,10 +7,11 @@ of `fedstream acl`. Redis logs what it denied, so that a refusal that a service 
 from __future__ import annotations
 
 import asyncio
+import re
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -23,46 +24,9 @@ from broker.ledger import Ledger
 from broker.messages import Dead
 from broker.scripts import Script
 from fedstream import acl, presence, status
+from tests.broker.guarded import KEYS, OF_SITES, PASSWORDS, RUN, SITES, Guarded, guarded, needs_7
 from tests.broker.pipeline import Pipeline, finished, lines, pipeline, reached
-from tests.broker.servers import redis, redis_7
 from tests.support import wait_until
-
-RUN = "guarded"
-KEYS = Keys(RUN)
-PASSWORDS = {f"FEDSTREAM_PASSWORD_{role.upper()}": f"of-{role}" for role in rights.ROLES}
-
-needs_7 = pytest.mark.skipif(redis_7() is None, reason="%R~ and %W~ came with Redis 7")
-
-
-class Guarded:
-    """A Redis with the users of one run."""
-
-    def __init__(self, port: int) -> None:
-        self.port = port
-
-    def settings(self, role: str) -> RedisSettings:
-        """As the configuration of a role has it."""
-        return RedisSettings.model_validate_json(
-            f'{{"url": "redis://127.0.0.1:{self.port}/0", "username": "{role}", '
-            f'"password": "of-{role}"}}'
-        )
-
-    @asynccontextmanager
-    async def client(self, role: str) -> AsyncIterator[Client]:
-        """A connection as this role."""
-        client = Client(self.settings(role))
-        try:
-            yield client
-        finally:
-            await client.close()
-
-
-@contextmanager
-def guarded(folder: Path) -> Iterator[Guarded]:
-    file = folder / "users.acl"
-    acl.write(file, acl.file_of(RUN, PASSWORDS) + "user admin on >of-admin ~* &* +@all\n")
-    with redis(folder / "redis", "--aclfile", str(file)) as server:
-        yield Guarded(server.port)
 
 
 @pytest.fixture
@@ -305,6 +269,51 @@ def test_a_missing_password_is_named(left: Sequence[str]) -> None:
         acl.file_of(RUN, given | {"FEDSTREAM_PASSWORD_TRAINER": ""})
     assert all(f"FEDSTREAM_PASSWORD_{role}" in str(raised.value) for role in left)
     assert "\n" not in str(raised.value)
+
+
+def test_each_site_gets_a_user_with_rights_of_its_own() -> None:
+    lines = acl.file_of(RUN, PASSWORDS | OF_SITES, SITES).splitlines()
+    users = {line.split()[1]: line for line in lines}
+    assert list(users)[-3:] == ["trainer-north", "trainer-south", "health"]
+    assert "inbox:north" in users["trainer-north"]
+    assert "south" not in users["trainer-north"]
+    assert (
+        users["trainer-north"].replace("north", "south").split()[4:]
+        == (users["trainer-south"].split()[4:])
+    )
+    for name, line in users.items():
+        assert ("+eval " in line, "+script|load" in line) == (
+            False, name in rights.ROLES and name != "trainer"
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("sites", "said"),
+    [
+        (["pool"], "its user is that of the role trainer"),
+        (["a b"], "--site: 'a b' is no name"),
+        (["west"], "FEDSTREAM_PASSWORD_SITE_WEST: not set in the environment"),
+        (["a-b", "a.b"], "its password would be in FEDSTREAM_PASSWORD_SITE_A_B, as a-b's is"),
+    ],
+)
+def test_a_site_without_a_user_of_its_own_is_named(sites: list[str], said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)) as raised:
+        acl.file_of(RUN, PASSWORDS, sites)
+    assert "\n" not in str(raised.value)
+
+
+def test_the_commands_sites_are_those_that_the_coordinators_serve(tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text('[coordinator]\nsites = ["pool", "north:0-4", "south"]\n')
+    asked = [sys.executable, "-m", "fedstream", "acl", "--config", str(config)]
+    environ = PASSWORDS | OF_SITES
+    done = subprocess.run(asked, capture_output=True, text=True, check=True, env=environ)
+    assert [line.split()[1] for line in done.stdout.splitlines()][-3:-1] == [
+        "trainer-north", "trainer-south"
+    ]  # fmt: skip
+    asked += ["--site", "north"]
+    done = subprocess.run(asked, capture_output=True, text=True, check=True, env=environ)
+    assert "trainer-south" not in done.stdout
 
 
 def test_the_command_exits_with_2_and_one_line(tmp_path: Path) -> None:

@@ -1,0 +1,326 @@
+"""Sites that do not trust each other: what one can do to another and to the run, namely nothing.
+
+Under the users of `fedstream acl`, on a real Redis: each attack as it would be made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker import scripts
+from broker.client import Client, Command
+from broker.errors import BrokerError, NoScript
+from broker.keys import COORDINATORS, TRAINERS, Keys
+from broker.ledger import Ledger
+from broker.messages import Dead, GiveUp, Presence, Task, Trigger, Upload, Version
+from broker.outbox import Outbox
+from broker.scripts import Script
+from broker.streams import Entry, Group
+from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
+from tests.broker.pipeline import finished, pipeline
+from tests.support import Hand
+
+pytestmark = needs_7
+
+NORTH, SOUTH = "trainer-north", "trainer-south"
+OWN, THEIRS = KEYS.inbox("north"), KEYS.inbox("south")
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    with guarded(tmp_path_factory.mktemp("sites")) as server:
+        yield server
+
+
+@pytest.fixture
+async def hand(there: Guarded) -> AsyncIterator[Hand]:
+    """A run in which north/edge owns device 3 and south/edge device 4, played by an admin."""
+    async with there.client("admin") as admin:
+        hand = Hand(admin, KEYS, Ledger(admin, KEYS, "test"))
+        await hand.create()
+        for site, device in (("north", 3), ("south", 4)):
+            assert await hand.announce("edge", device, site=site) == ["heard"]
+        yield hand
+        await hand.ledger.purge()
+
+
+async def given(hand: Hand, site: str, device: int) -> tuple[Entry, Task]:
+    """A site's trainer has taken the task of its device."""
+    await hand.open(device=device)
+    assert await hand.dispatch() == ["sent"]
+    group = Group(hand.client, KEYS.tasks_of(f"{site}/edge"), TRAINERS, "edge")
+    await group.ensure()
+    [entry] = await group.read(block_ms=0)
+    return entry, Task.decode(entry.data)
+
+
+# a run of sites
+
+
+async def test_a_run_of_sites_ends_and_nothing_was_denied_to_anyone(
+    tmp_path: Path, there: Guarded
+) -> None:
+    """With controls, which each site reads as copies of its own; tau counts for neither."""
+    sets = (
+        "run.versions=8", "strategy.name=scaffold", "strategy.buffer_size=3",
+        "solver.kind=scaffold", 'coordinator.sites=["pool", "north:0-2", "south:3-5"]',
+    )  # fmt: skip
+    async with there.client("admin") as admin:
+        await admin.call("ACL", "LOG", "RESET")
+        async with pipeline(KEYS, there.settings, tmp_path, *sets) as services:
+            for site, owns in (("north", [0, 1, 2]), ("south", [3, 4, 5])):
+                about = (f"trainer.site={site}", f"trainer.owns={owns}")
+                await services.start("trainer", f"edge-{site}", *about, user=f"trainer-{site}")
+            async with there.client("operator") as operator:
+                view = await finished(operator, KEYS)
+            rows = await admin.call("XRANGE", KEYS.models, "-", "+")
+            made = [one for _, fields in rows for one in Version.decode(fields[1]).updates]
+            assert {one.device for one in made} == set(range(6))
+            names = {name.decode() for name in await admin.call("KEYS", KEYS.prefix + "*")}
+            assert {KEYS.control("north", 0), KEYS.control("south", 3)} <= names
+            assert not names & {KEYS.control("north", 3), KEYS.control("south", 0)}
+            assert view.reasons("refused") == {}
+        denied = await admin.call("ACL", "LOG")
+        await Ledger(admin, KEYS, "test").purge()
+    assert denied == []
+
+
+# what Redis itself denies
+
+FORBIDDEN: list[tuple[str | int, ...]] = [
+    # another site's update, workspace, control, tasks and words
+    ("HGET", KEYS.update("south/t.a"), "0"), ("HMGET", KEYS.update("south/t.a"), "0", "size"),
+    ("HGETALL", KEYS.update("south/t.a")), ("HSET", KEYS.update("south/t.a"), "0", "x"),
+    ("PEXPIRE", KEYS.update("south/t.a"), 1), ("HSET", KEYS.update("pool/t.a"), "0", "x"),
+    ("HEXISTS", KEYS.update("south/t.a"), "size"),
+    ("GET", KEYS.workspace("south", "t")), ("SET", KEYS.workspace("south", "t"), "x"),
+    ("UNLINK", KEYS.workspace("south", "t")), ("HGET", KEYS.control("south", 4), "0"),
+    ("HGET", KEYS.device(3), "0"),
+    *(
+        command
+        for tasks in (KEYS.tasks, KEYS.tasks_of("south/edge"), KEYS.tasks_of("owner-0"))
+        for command in (
+            ("XREADGROUP", "GROUP", TRAINERS, "x", "STREAMS", tasks, ">"),
+            ("XCLAIM", tasks, TRAINERS, "x", 0, "1-1"), ("XPENDING", tasks, TRAINERS),
+            ("XRANGE", tasks, "-", "+"), ("XACK", tasks, TRAINERS, "1-1"), ("XDEL", tasks, "1-1"),
+            ("XADD", tasks, "*", "m", "x"), ("XGROUP", "CREATE", tasks, "g", "0", "MKSTREAM"),
+        )
+    ),
+    ("XADD", THEIRS, "*", "m", "x"), ("XADD", KEYS.inbox("pool"), "*", "m", "x"),
+    # its own update and inbox: it can write them, and that is all
+    ("HGET", KEYS.update("north/t.a"), "0"), ("HMGET", KEYS.update("north/t.a"), "0", "size"),
+    ("UNLINK", KEYS.update("north/t.a")), ("SET", KEYS.update("north/t.a"), "x"),
+    *((name, OWN) for name in ("DEL", "UNLINK", "GET", "TYPE")),
+    ("XREADGROUP", "GROUP", COORDINATORS, "x", "STREAMS", OWN, ">"),
+    ("XCLAIM", OWN, COORDINATORS, "x", 0, "1-1"), ("XPENDING", OWN, COORDINATORS),
+    ("XAUTOCLAIM", OWN, COORDINATORS, "x", 0, "0"), ("XRANGE", OWN, "-", "+"),
+    ("XREAD", "STREAMS", OWN, "0"), ("XACK", OWN, COORDINATORS, "1-1"), ("XDEL", OWN, "1-1"),
+    ("XTRIM", OWN, "MAXLEN", 0), ("XSETID", OWN, "9-9"), ("SET", OWN, "x"),
+    ("XGROUP", "DESTROY", OWN, COORDINATORS), ("RENAME", OWN, KEYS.update("north/t.a")),
+    ("XINFO", "STREAM", OWN),
+    # what is the services' own
+    *(
+        (name, key, *more)
+        for key in (
+            KEYS.events, KEYS.triggers, KEYS.queue, KEYS.dead, KEYS.models, KEYS.alive,
+            KEYS.trainers, KEYS.owners, KEYS.rates, KEYS.open, KEYS.admitted, KEYS.ended,
+            KEYS.counts, KEYS.run, KEYS.head, KEYS.sites, KEYS.tokens, KEYS.tasks_of("evil"),
+        )
+        for name, *more in (
+            ("SET", "x"), ("DEL",), ("XADD", "18446744073709551615-18446744073709551615", "m", "x"),
+            ("HSET", 99999, "ghost"), ("ZADD", 1, "ghost"), ("SADD", "ghost"),
+        )
+    ),
+    ("HGETALL", KEYS.open), ("HGETALL", KEYS.owners), ("HGETALL", KEYS.trainers),
+    ("XREAD", "STREAMS", KEYS.events, "0"), ("XRANGE", KEYS.models, "-", "+"),
+    ("XRANGE", KEYS.queue, "-", "+"),
+    # scripts of its own, and what would keep Redis from others
+    ("EVAL", "return 1", 0), ("EVAL_RO", "return 1", 0), ("SCRIPT", "LOAD", "return 1"),
+    ("SCRIPT", "FLUSH"), ("SCRIPT", "KILL"), ("FUNCTION", "LOAD", "#!lua name=a\n"),
+    ("FCALL", "f", 0), ("CLIENT", "KILL", "ID", 1), ("CLIENT", "LIST"), ("MONITOR",),
+    ("CONFIG", "GET", "*"), ("KEYS", "*"), ("SCAN", 0), ("FLUSHALL",),
+    ("SUBSCRIBE", "x"), ("ACL", "LIST"), ("SLOWLOG", "GET"),
+]  # fmt: skip
+
+
+async def is_denied(client: Client, command: Command) -> bool:
+    try:
+        await client.pipeline([command])
+    except BrokerError as error:
+        return "refuses: " in str(error)
+    return False
+
+
+async def test_redis_denies_a_site_all_that_is_not_its_own(there: Guarded) -> None:
+    async with there.client(NORTH) as north:
+        assert [command for command in FORBIDDEN if not await is_denied(north, command)] == []
+
+
+async def test_of_our_scripts_a_site_can_use_those_of_trainers_and_only_on_its_own(
+    there: Guarded, hand: Hand
+) -> None:
+    """All are loaded: a service's would do its work for whoever may send its commands."""
+    names = {path.name.removesuffix(".lua") for path in scripts._LUA.iterdir()} - {"prelude"}
+    keys = {**KEYS.__dict__, "leader": KEYS.leader("updater"), "blob": KEYS.model("1.1")}
+    theirs = {"stream": KEYS.tasks_of("south/edge"), "tasks": KEYS.tasks_of("south/edge")}
+    async with there.client(NORTH) as north:
+        for name in sorted(names - {"may"}):
+            script = Script(name)
+            named = keys | theirs | {key: KEYS.update("south/t.a") for key in script.keys}
+            named |= {key: value for key, value in (keys | theirs).items() if key in script.keys}
+            rest = [KEYS.alive, KEYS.quarantine(KEYS.alive)] if name == "mend" else []
+            assert await is_denied(north, script.command(named, *["x"] * 6, rest=rest)), name
+
+
+async def test_a_site_that_finds_no_script_waits_until_a_service_has_loaded_it(
+    there: Guarded, hand: Hand
+) -> None:
+    entry, _ = await given(hand, "north", 3)
+    own = KEYS.tasks_of("north/edge")
+    await hand.client.call("SCRIPT", "FLUSH")
+    await hand.client.call("ACL", "LOG", "RESET")
+    north = Client(there.settings(NORTH), loads_scripts=False)
+    edge = Group(north, own, TRAINERS, "edge")
+    with pytest.raises(NoScript, match="a coordinator loads them") as missing:
+        await edge.renew(entry)
+    assert missing.value.retriable
+    await hand.ledger.look()  # whatever script a service needs first, it loads them all
+    assert await edge.renew(entry)
+    assert await hand.client.call("ACL", "LOG") == []
+    await north.close()
+
+
+# what admission does not take
+
+
+def uploaded(task: Task | Trigger, site: str, **changes: Any) -> Upload:
+    """An answer without an update."""
+    about: dict[str, Any] = {
+        "task": task.task, "attempt": "a1", "device": task.device, "trainer": "edge", "tau": 0,
+        "base": "b", "layout": "l", "digest": "d", "size": 16, "samples": 1, "steps": 1, "lr": 0.1,
+        "site": site,
+    }  # fmt: skip
+    return Upload(**about | changes)
+
+
+async def test_a_site_answers_no_other_sites_task(there: Guarded, hand: Hand) -> None:
+    _, task = await given(hand, "south", 4)
+    verdict = [("stray", "another site's task")]
+    # whatever it says of itself: who says it is the inbox that it came through
+    for liar in (uploaded(task, "south"), uploaded(task, "north")):
+        assert await hand.admit(liar, site="north", trusted=False) == verdict
+    tired = GiveUp(task=task.task, attempt="a1", device=4, trainer="edge", reason="dropped out")
+    assert await hand.admit(tired, site="north", trusted=False) == verdict
+    assert await hand.admit(tired) == verdict  # nor does the pool
+    assert [trigger.task for trigger in (await hand.ledger.look()).open] == [task.task]
+    honest = await hand.trained(task, site="south")
+    assert await hand.admit(honest, site="south", trusted=False) == [("admitted", "")]
+    [(_, queued)] = await hand.queue()
+    assert isinstance(queued, Upload)
+    assert (queued.site, queued.trainer, queued.handed) == ("south", "south/t", 0)
+    assert queued.blob == f"south/{task.task}.a1"
+    await hand.balanced()
+
+
+async def test_a_site_declares_no_other_sites_task_dead(hand: Hand) -> None:
+    _, task = await given(hand, "south", 4)
+    for site, ended in (("north", 0), ("south", 1)):
+        dead = Dead(stream="tasks", entry="1-1", reason="junk", time=1.0, data=task.encode())
+        await hand.client.call("XADD", KEYS.inbox(site), "*", "m", dead.encode())
+        [entry] = await hand.heard(site)
+        assert await hand.ledger.bury(
+            KEYS.inbox(site), COORDINATORS, entry, "junk", task=task, found=dead, site=site
+        )
+        assert (await hand.ledger.look()).outcomes["dead"] == ended
+    await hand.balanced()
+
+
+async def makes(hand: Hand, version: int) -> None:
+    """The pool makes a version."""
+    [trigger] = await hand.open(device=0)
+    await hand.dispatch()
+    upload = await hand.trained(trigger)
+    assert await hand.admit(upload) == [("admitted", "")]
+    assert await hand.commit(version, upload) == "done"
+
+
+async def test_a_device_is_as_stale_as_its_task_where_its_site_is_not_trusted(hand: Hand) -> None:
+    """It says that it began with the newest version, whose digest everybody can read."""
+    await hand.create(max_staleness=1)
+    _, first = await given(hand, "south", 4)
+    for number in (1, 2):
+        await makes(hand, number)
+    lie = await hand.trained(first, site="south")  # of the newest version
+    assert lie.tau == 2
+    assert await hand.admit(lie, site="south", trusted=False) == [("refused", "too stale")]
+    _, second = await given(hand, "south", 4)
+    late = await hand.trained(second, site="south", tau=1, base=await hand.ledger.digest(1))
+    assert await hand.admit(late, site="south", trusted=False) == [("refused", "unknown base")]
+    _, third = await given(hand, "south", 4)
+    await makes(hand, 3)
+    fresh = await hand.trained(third, site="south")
+    assert await hand.admit(fresh, site="south", trusted=False) == [("admitted", "")]
+    [(_, queued)] = await hand.queue()
+    assert isinstance(queued, Upload)
+    assert (queued.tau, queued.handed, queued.since) == (3, 2, 2)
+    assert Upload.decode(queued.encode()) == queued
+
+
+async def test_what_dispatch_adds_to_a_trigger_leaves_its_largest_numbers_as_they_are(
+    hand: Hand,
+) -> None:
+    """Lua would round them."""
+    [trigger] = await hand.open(device=4, seed=2**63 - 1, deadline=1e9 + 0.1, why="x" * 70_000)
+    assert await hand.dispatch() == ["sent"]
+    [opened] = (await hand.ledger.look()).open
+    assert opened == trigger
+    data = await hand.client.call("HGET", KEYS.open, trigger.task)
+    assert data.startswith(b"\xde")  # a longer map
+
+
+# an inbox that somebody fills with what nobody wants
+
+
+async def test_an_inbox_that_nobody_reads_takes_no_more_announcements(hand: Hand) -> None:
+    outbox = Outbox(hand.client, KEYS, "north")
+    add = ("XADD", OWN, "*", "m", "x")
+    await hand.client.pipeline([add] * 10_001)
+    assert not await outbox.announce("edge", (3,))
+    assert await hand.client.call("XLEN", OWN) == 10_001
+
+
+async def test_a_site_of_many_names_does_not_fill_the_register(hand: Hand) -> None:
+    verdicts = [await hand.announce(f"t{n}", 5 + n, site="north", most=2) for n in range(3)]
+    assert verdicts == [["heard"], ["over"], ["over"]]  # edge is there already
+    assert await hand.announce("more", 7, site="south", most=2) == ["heard"]
+    assert await hand.announce("t0", 5, site="north", most=2) == ["heard"]  # who is there stays
+
+
+async def test_a_device_stays_with_its_site_while_its_owner_lives(hand: Hand) -> None:
+    await hand.announce("thief", 4, 9, site="north")
+    assert await hand.ledger.owners() == {3: "north/edge", 4: "south/edge", 9: "north/thief"}
+    await hand.ledger.leave(b"south/edge")
+    await hand.announce("thief", 4, 9, site="north")
+    assert (await hand.ledger.owners())[4] == "north/thief"
+
+
+async def test_what_a_site_may_not_own_it_does_not_get(hand: Hand) -> None:
+    await hand.outbox.announce("t")  # of the pool
+    outbox = Outbox(hand.client, KEYS, "north")
+    await outbox.announce("new", (8, 9))
+    [entry] = await hand.heard("north")
+    said = Presence.decode(entry.data)
+    assert await hand.ledger.hear("north", entry, said, denied=(8,), most=9) == "heard"
+    assert {device for device, who in (await hand.ledger.owners()).items() if "new" in who} == {9}
+    told = [event.text for event in await hand.events("trainer") if event.device == 8]
+    assert told == ["north/new does not get device 8: site north may not own it"]
+
+
+def test_names_of_keys_tell_sites_apart() -> None:
+    keys = Keys("a")
+    assert keys.tasks_of("edge") == "fedstream:{a}:tasks:pool/edge"
+    assert keys.tasks_of("north/edge") == "fedstream:{a}:tasks:north/edge"

@@ -1,0 +1,247 @@
+"""What has no business in Redis, and what is missing there: coordinators say so and work on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from broker.client import Client, RedisSettings
+from broker.errors import Foreign
+from broker.keys import COORDINATORS, TRAINERS, Keys
+from broker.streams import Group
+from coordinator import service
+from coordinator.service import Coordinator, CoordinatorSettings
+from runtime.tasks import LeaseSettings
+from tests.support import Hand, context, running, wait_until
+
+LARGEST = f"{2**64 - 1}-{2**64 - 1}"
+
+
+@pytest.fixture
+async def run(hand: Hand, monkeypatch: pytest.MonkeyPatch) -> Hand:
+    """A run that was created; what is missing is looked for at every sweep."""
+    monkeypatch.setattr(service, "_SEARCH_S", 0.0)
+    monkeypatch.setattr(service, "_SWEEP_S", 0.02)
+    await hand.create()
+    await hand.tasks.ensure()
+    return hand
+
+
+def make(redis: RedisSettings, keys: Keys, **settings: Any) -> Coordinator:
+    """A coordinator that serves the pool and a site."""
+    return Coordinator(
+        CoordinatorSettings(sites=("pool", "north"), **settings), LeaseSettings(),
+        keys=keys, redis=redis, name="coordinator-0",
+    )  # fmt: skip
+
+
+async def works(run: Hand) -> None:
+    """A task goes its way, from its trigger into the queue."""
+    done = len(await run.queue())
+    await run.tasks.ensure()
+    await run.open()
+
+    async def taken() -> Any:
+        return await run.take()
+
+    [(entry, task)] = await wait_until(taken)
+    upload = await run.trained(task)
+    assert await run.outbox.answer(run.keys.tasks, entry, upload) == "said"
+
+    async def admitted() -> bool:
+        return len(await run.queue()) == done + 1
+
+    await wait_until(admitted)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "events", "inbox:pool", "inbox:north", "triggers", "tasks", "alive", "trainers", "owners",
+        "rates", "sites",
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("when", ["before", "while it runs"])
+async def test_what_stands_in_a_keys_place_is_put_aside_and_the_run_goes_on(
+    run: Hand, redis: RedisSettings, client: Client, keys: Keys, name: str, when: str
+) -> None:
+    key, aside = keys.prefix + name, keys.prefix + "quarantine:" + name
+
+    async def strike() -> None:
+        await client.call("SET", key, "x")
+
+    if when == "before":
+        await strike()
+    with capture_logs() as logs:
+        async with running(make(redis, keys), context()):
+            if when != "before":
+                await works(run)
+                await strike()
+
+            async def is_aside() -> bool:
+                return bool(await client.call("EXISTS", aside))
+
+            await wait_until(is_aside)
+            await works(run)
+    [told] = [line for line in logs if line["event"] == "something foreign put aside"]
+    assert (told["key"], told["aside"]) == (key, aside)
+    assert told["why"].startswith("it held a string, not a ")
+    assert await client.call("GET", aside) == b"x"
+    assert await client.call("PTTL", aside) > 0
+    await run.balanced()
+
+
+@pytest.mark.parametrize("name", ["inbox:north", "events"])
+async def test_a_stream_at_its_last_id_is_put_aside(
+    run: Hand, redis: RedisSettings, client: Client, keys: Keys, name: str
+) -> None:
+    """Nothing can be added to it: what a site does so to its own inbox harms nobody else."""
+    key = keys.prefix + name
+    await client.call("XADD", key, LARGEST, "m", "x")
+    with pytest.raises(Foreign) as raised:
+        await client.call("XADD", key, "*", "m", "x")
+    assert raised.value.retriable
+    with capture_logs() as logs:
+        async with running(make(redis, keys), context()):
+            await works(run)
+
+            async def can_be_written() -> bool:
+                try:
+                    await client.call("XADD", key, "*", "m", "x")
+                except Foreign:
+                    return False
+                return True
+
+            await wait_until(can_be_written)
+    [told] = [line for line in logs if line["event"] == "something foreign put aside"]
+    assert told["why"] == f"an entry had the id {LARGEST}"
+
+
+async def test_an_inbox_beyond_its_limit_is_deleted(
+    run: Hand, redis: RedisSettings, client: Client, keys: Keys
+) -> None:
+    inbox = keys.inbox("north")
+    await client.pipeline([("XADD", inbox, "*", "m", "x")] * 200)
+    with capture_logs() as logs:
+        async with running(make(redis, keys, inbox_limit=50), context()):
+
+            async def is_gone() -> bool:
+                return int(await client.call("XLEN", inbox)) == 0
+
+            await wait_until(is_gone)
+            await works(run)
+    whys = [line["why"] for line in logs if line["event"] == "something foreign put aside"]
+    assert "it had more than 50 entries" in whys
+    assert not await client.call("EXISTS", keys.quarantine(inbox))
+
+
+async def test_a_key_of_the_runs_state_is_named_once_and_left(
+    run: Hand, redis: RedisSettings, client: Client, keys: Keys
+) -> None:
+    await client.call("SET", keys.queue, "x")
+    with capture_logs() as logs:
+        async with running(make(redis, keys), context()) as working:
+            await wait_until(lambda: [one for one in logs if one["event"].startswith("a key of")])
+            assert not working.done()
+            await client.call("DEL", keys.queue)
+            await works(run)
+    assert [line["key"] for line in logs if line["event"].startswith("a key of")] == [keys.queue]
+
+
+async def test_devices_of_nobody_are_free_again(
+    run: Hand, redis: RedisSettings, client: Client, keys: Keys
+) -> None:
+    await client.call("HSET", keys.owners, "3", "ghost", "99999", "ghost", "junk", b"\xff")
+    assert (await run.ledger.look()).owned == (3,)  # the run has ten
+    await run.open(device=3)
+    await run.dispatch()
+    assert await client.call("XLEN", keys.tasks_of("ghost")) == 1
+    async with running(make(redis, keys), context()):
+
+        async def are_free() -> bool:
+            return (await run.ledger.look()).owned == ()
+
+        await wait_until(are_free)
+        await works(run)
+    assert (await run.ledger.look()).reasons("given_up") == {"owner gone": 1}
+    await run.balanced()
+
+
+# tasks that nobody has
+
+
+@pytest.mark.parametrize("how", ["deleted", "acknowledged", "trigger", "stream"])
+async def test_an_open_task_without_an_entry_is_given_up(
+    run: Hand, redis: RedisSettings, client: Client, keys: Keys, how: str
+) -> None:
+    """By a member of the pool that deletes what it should do, or acknowledges it and leaves it."""
+    lost, kept = await run.open(2)
+    if how == "trigger":
+        await client.call("DEL", keys.triggers)
+        gone = {lost.task, kept.task}
+    else:
+        await run.dispatch()
+        (entry, task), _ = await run.take()
+        assert task.task == lost.task
+        if how == "stream":
+            await client.call("DEL", keys.tasks)
+        else:
+            assert await client.call("XACK", keys.tasks, TRAINERS, entry.id) == 1
+        if how == "deleted":
+            assert await client.call("XDEL", keys.tasks, entry.id) == 1
+        gone = {lost.task, kept.task} if how == "stream" else {lost.task}
+    async with running(make(redis, keys), context()):
+
+        async def given_up() -> bool:
+            return (await run.ledger.look()).outcomes["given_up"] == len(gone)
+
+        await wait_until(given_up)
+        await works(run)
+    view = await run.ledger.look()
+    assert view.reasons("given_up") == {"entry lost": len(gone)}
+    assert {one.task for one in view.open} & {lost.task, kept.task} == {lost.task, kept.task} - gone
+    if how == "acknowledged":
+        assert len(await client.call("XRANGE", keys.tasks, entry.id, entry.id)) == 0
+    await run.balanced()
+
+
+async def test_a_task_whose_answer_is_on_its_way_is_not_lost(run: Hand, keys: Keys) -> None:
+    """Not before everything was read that was said by then, however long that takes."""
+    await run.open(device=1)
+    await run.dispatch()
+    [(entry, task)] = await run.take()
+    assert (await run.ledger.find_lost({})) == (0, {})
+    upload = await run.trained(task)
+    assert await run.outbox.answer(keys.tasks, entry, upload) == "said"
+    seen: dict[str, str] = {}
+    for _ in range(3):
+        lost, seen = await run.ledger.find_lost(seen)
+        assert (lost, list(seen)) == (0, [task.task])
+    inbox = Group(run.client, keys.inbox("pool"), COORDINATORS, "c")
+    await inbox.ensure()
+    [said] = await inbox.read(block_ms=0)
+    await run.outbox.say(run.trigger(origin="t"))  # more is said meanwhile: it makes no difference
+    assert (await run.ledger.find_lost(seen))[0] == 0
+    assert await run.ledger.admit(said, upload, size_limit=1 << 20) == ("admitted", "")
+    assert await run.ledger.find_lost(seen) == (0, {})
+    await run.balanced()
+
+
+async def test_what_was_said_before_a_task_was_missed_is_waited_for_and_nothing_after(
+    run: Hand, client: Client, keys: Keys
+) -> None:
+    await run.open(device=1)
+    await run.dispatch()
+    [(entry, task)] = await run.take()
+    await run.outbox.say(run.trigger(origin="before"))
+    await client.call("XACK", keys.tasks, TRAINERS, entry.id)
+    await client.call("XDEL", keys.tasks, entry.id)
+    _, seen = await run.ledger.find_lost({})
+    await run.outbox.say(run.trigger(origin="after"))
+    lost, seen = await run.ledger.find_lost(seen)
+    assert (lost, list(seen)) == (0, [task.task])
+    [before, _] = await client.call("XRANGE", keys.inbox("pool"), "-", "+")
+    await client.call("XDEL", keys.inbox("pool"), before[0])
+    assert await run.ledger.find_lost(seen) == (1, {})

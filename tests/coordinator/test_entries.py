@@ -1,0 +1,224 @@
+"""What a site says goes no further than it may: events, triggers, announcements."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from structlog.testing import capture_logs
+
+from broker.client import RedisSettings
+from broker.errors import ConfigError
+from broker.keys import Keys
+from broker.messages import Dead, Event, Presence, Task, Trigger
+from broker.outbox import Outbox
+from coordinator.service import Coordinator, CoordinatorSettings
+from coordinator.sites import served
+from runtime.tasks import LeaseSettings
+from tests.support import Hand, context, running, wait_until
+
+NORTH = "north"
+
+
+@pytest.fixture
+async def run(hand: Hand) -> Hand:
+    """A run of ten devices, of which north owns one."""
+    await hand.create()
+    await hand.announce("edge", 3, site=NORTH)
+    return hand
+
+
+def make(
+    redis: RedisSettings, keys: Keys, *, anarchic: bool = True, **settings: Any
+) -> Coordinator:
+    return Coordinator(
+        CoordinatorSettings(sites=("pool", "north:3-4,7"), **settings), LeaseSettings(),
+        keys=keys, redis=redis, name="coordinator-0", anarchic=anarchic,
+    )  # fmt: skip
+
+
+async def heard(run: Hand, n: int) -> None:
+    """Waits until so many more entries of north's were dealt with."""
+    outbox = Outbox(run.client, run.keys, NORTH)
+    await outbox.announce("edge", (3,), answers=n)
+
+    async def told() -> bool:
+        return (await run.ledger.trainers())["north/edge"].get("answers") == n
+
+    await wait_until(told)
+
+
+async def strays(run: Hand) -> dict[str, int]:
+    return (await run.ledger.look()).reasons("stray")
+
+
+async def test_a_sites_own_trigger_gets_its_name_and_its_task_from_the_coordinator(
+    run: Hand, redis: RedisSettings, keys: Keys
+) -> None:
+    said = run.trigger(device=3, origin="scheduler", task="0", why="round", version=0, deadline=1.0)
+    async with running(make(redis, keys), context()):
+        await Outbox(run.client, keys, NORTH).say(said)
+        await heard(run, 1)
+    [opened] = (await run.ledger.look()).open
+    assert len(opened.task) == 36
+    assert opened == said.model_copy(
+        update={
+            "task": opened.task, "origin": "north/scheduler", "why": "own initiative",
+            "version": None, "deadline": None,
+        }
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "length",
+    [
+        {"steps": 1_000_001, "epochs": None}, {"epochs": 1001}, {"seconds": 1e9, "epochs": None},
+        {"seconds": float("inf"), "epochs": None},
+    ],
+)  # fmt: skip
+async def test_a_trigger_for_too_long_is_not_taken_up(
+    run: Hand, redis: RedisSettings, keys: Keys, length: dict[str, Any]
+) -> None:
+    async with running(make(redis, keys), context()):
+        await Outbox(run.client, keys, NORTH).say(run.trigger(device=3, origin="edge", **length))
+        await heard(run, 1)
+    assert await strays(run) == {"trigger for too long": 1}
+    assert (await run.ledger.look()).issued == 0
+
+
+async def test_10_000_triggers_open_as_many_tasks_as_the_site_has_devices(
+    run: Hand, redis: RedisSettings, keys: Keys
+) -> None:
+    """From rotating names, for devices of anybody and of nobody."""
+    data = [
+        Trigger(task=str(n), device=n % 12, seed=0, steps=1, origin=f"t{n}").encode()
+        for n in range(10_000)
+    ]
+    await run.client.pipeline([("XADD", keys.inbox(NORTH), "*", "m", one) for one in data])
+    async with running(make(redis, keys, trigger_rate=50), context()):
+        await heard(run, 1)
+    view = await run.ledger.look()
+    assert (view.issued, [one.device for one in view.open]) == (1, [3])
+    assert sum(view.reasons("stray").values()) == 9999
+    assert view.reasons("stray")["trigger over the limit"] > 5000
+    await run.balanced()
+
+
+async def test_where_the_scheduler_decides_devices_do_not(
+    run: Hand, redis: RedisSettings, keys: Keys
+) -> None:
+    async with running(make(redis, keys, anarchic=False), context()):
+        await Outbox(run.client, keys, NORTH).say(run.trigger(device=3, origin="edge"))
+        await heard(run, 1)
+    assert await strays(run) == {"trigger of its own": 1}
+
+
+async def test_of_a_sites_events_only_errors_go_on_as_its_own_and_not_too_often(
+    run: Hand, redis: RedisSettings, keys: Keys
+) -> None:
+    outbox = Outbox(run.client, keys, NORTH)
+    forged = Event(what="evaluation", service="evaluator", time=1.0, metrics={"accuracy": 1.0})
+    error = Event(
+        what="error", service="edge", time=float("inf"), task="t", device=3, reason="r" * 999,
+        text="x" * 20_000, metrics={"accuracy": 1.0}, outcome="applied",
+    )  # fmt: skip
+    async with running(make(redis, keys), context()):
+        await outbox.say(forged)
+        for _ in range(40):
+            await outbox.say(error)
+        await heard(run, 1)
+    assert await run.events("evaluation") == []
+    told = await run.events("error")
+    assert 10 <= len(told) <= 30  # 10 a second
+    assert {(one.service, one.metrics, one.outcome) for one in told} == {("north/edge", None, None)}
+    assert all(0 < one.time < 1e11 and len(one.text or "") == 8000 for one in told)
+    assert (await strays(run))["event over the limit"] == 40 - len(told)
+    [row] = await run.client.call("XRANGE", keys.dead, "-", "+")
+    assert "no business to say event" in Dead.decode(row[1][1]).reason
+
+
+async def test_what_is_too_long_is_not_even_read(
+    run: Hand, redis: RedisSettings, keys: Keys
+) -> None:
+    async with running(make(redis, keys), context()):
+        await run.client.call("XADD", keys.inbox(NORTH), "*", "m", b"\xc1" * 300_000)
+        await heard(run, 1)
+    assert await strays(run) == {"message too long": 1}
+    assert (await run.ledger.look()).dead == 0
+
+
+async def test_a_sites_trainer_must_own_devices_and_may_own_only_its_sites(
+    run: Hand, redis: RedisSettings, keys: Keys
+) -> None:
+    outbox = Outbox(run.client, keys, NORTH)
+    with capture_logs() as logs:
+        async with running(make(redis, keys), context()):
+            for _ in range(3):
+                await outbox.say(Presence(trainer="idle"))
+            await outbox.say(Presence(trainer="greedy", owns=(4, 5)))
+            await heard(run, 1)
+    assert "north/idle" not in await run.ledger.trainers()
+    assert [one["trainer"] for one in logs if "owns no device" in one["event"]] == ["north/idle"]
+    assert await run.ledger.owners() == {3: "north/edge", 4: "north/greedy"}
+    assert await strays(run) == {"trainer without devices": 3}
+
+
+async def test_a_site_that_is_not_served_is_not_heard(
+    run: Hand, redis: RedisSettings, keys: Keys
+) -> None:
+    await Outbox(run.client, keys, "elsewhere").say(Presence(trainer="t", owns=(5,)))
+    async with running(make(redis, keys), context()):
+        await heard(run, 1)
+    assert list(await run.ledger.trainers()) == ["north/edge"]
+
+
+async def test_a_site_that_is_trusted_says_itself_how_stale_it_is(
+    run: Hand, redis: RedisSettings, keys: Keys
+) -> None:
+    await run.open(device=3)
+    assert await run.dispatch() == ["sent"]
+    [row] = await run.client.call("XRANGE", keys.tasks_of("north/edge"), "-", "+")
+    assert await run.commit(1) == "done"
+    upload = await run.trained(Task.decode(row[1][1]), site=NORTH)
+    async with running(make(redis, keys, trusted_sites=("pool", NORTH)), context()):
+        await run.client.call("XADD", keys.inbox(NORTH), "*", "m", upload.encode())
+
+        async def queued() -> Any:
+            return await run.queue()
+
+        [(_, found)] = await wait_until(queued)
+    assert (upload.tau, found) == (1, upload.model_copy(update={"trainer": "north/t"}))
+
+
+# which sites there are
+
+
+def test_sites_are_named_with_the_devices_that_they_may_own() -> None:
+    sites = served(("pool", "north", "south:0-2,9"), ("pool", "north"))
+    assert [(one.name, one.trusted) for one in sites.values()] == [
+        ("pool", True), ("north", True), ("south", False)
+    ]  # fmt: skip
+    assert sites["south"].denied(range(10)) == [3, 4, 5, 6, 7, 8]
+    assert sites["north"].denied(range(10)) == []
+
+
+@pytest.mark.parametrize(
+    ("named", "trusted", "said"),
+    [
+        (("north",), (), "'pool' is missing"),
+        (("pool", "no/rth"), (), "'no/rth' is no name"),
+        (("pool", "north*"), (), "is no name"),
+        (("pool", "north", "north:1"), (), "'north' is there twice"),
+        (("pool", "north:1-"), (), "expected 'name', or 'name:0-99,200'"),
+        (("pool", "north:"), (), "expected 'name'"),
+        (("pool",), ("south",), "trusted_sites: 'south' is not in coordinator.sites"),
+    ],
+)
+def test_what_is_no_site_is_said_in_a_line(
+    named: tuple[str, ...], trusted: tuple[str, ...], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said.replace("*", r"\*")) as raised:
+        served(named, trusted)
+    assert "\n" not in str(raised.value)
+    with pytest.raises(ValueError, match="coordinator"):
+        CoordinatorSettings(sites=named, trusted_sites=trusted)
