@@ -15,6 +15,8 @@ from fedstream import __version__, journal
 from fedstream.commands import dead, looking, services, training
 from fedstream.terminal import line
 
+_NOBODY_ELSE = 0o077  # of a file's mode: rights of group and others
+
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -57,6 +59,8 @@ def _main(
 
 def main() -> None:
     """The entry point. Exit codes: 0 done, 1 failed, 2 a wrong configuration or command line."""
+    # Updates and models tell of people's data: what a command writes is its own user's alone.
+    os.umask(os.umask(_NOBODY_ELSE) | _NOBODY_ELSE)
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # it was closed: nobody wants to hear it
             setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115  (as long as we live)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, get_args
 
@@ -19,6 +21,14 @@ from trainer.tasks import BUILT_IN
 from updater.strategies import StrategySettings
 
 NOWHERE = "redis://127.0.0.1:1/0"
+
+
+@pytest.fixture(autouse=True)
+def umask() -> Iterator[None]:
+    """Commands set it for their process, which is the tests' here."""
+    before = os.umask(0o022)
+    yield
+    os.umask(before)
 
 
 def fedstream(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -205,3 +215,18 @@ def test_what_is_completed_is_what_there_is() -> None:
     assert set(options.OUTCOMES) == set(OUTCOMES)
     rules = get_args(get_args(StrategySettings)[0])
     assert set(options.STRATEGIES) == {rule.model_fields["name"].default for rule in rules}
+
+
+def test_what_a_command_writes_is_its_user_s_alone(tmp_path: Path) -> None:
+    """Folders 0700, files 0600: the journal's, and all that lies beside it."""
+    out, exported = tmp_path / "out", tmp_path / "model.safetensors"
+    for arguments in (
+        ["simulate", "--updates", "3", "--devices", "10", "--out", str(out)],
+        ["journal", "export", str(out), "--out", str(exported)],
+    ):
+        command = [sys.executable, "-m", "fedstream", *arguments]
+        subprocess.run(command, check=True, capture_output=True, umask=0o022)
+    found = {path: path.stat().st_mode & 0o777 for path in [out, *out.rglob("*"), exported]}
+    assert out / "journal" in found
+    assert len(found) > 4
+    assert found == {path: 0o700 if path.is_dir() else 0o600 for path in found}

@@ -16,6 +16,7 @@ from tests.journals import Scribe
 from tests.support import layout_of
 from updater.inspection import verify
 from updater.journal import (
+    Claim,
     JournalDamaged,
     JournalError,
     Record,
@@ -240,3 +241,17 @@ def test_a_journal_of_the_release_before_is_refused_in_a_line(tmp_path: Path) ->
     assert str(said.value) == (
         f"{path}: is of journal format 1, and this release reads 2: use 0.1.0 to read it"
     )
+
+
+def test_a_journal_is_its_owner_s_alone_whatever_the_umask(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "journal"
+    before = os.umask(0)
+    try:
+        Claim(folder, 1)
+        written(folder, updates=1)
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
+        "00000001-000000.journal": 0o600, "00000001.claim": 0o600,
+    }  # fmt: skip
