@@ -1,5 +1,28 @@
-"""`python -m fedstream`: the command line."""
+"""`fedstream`, and `python -m fedstream`: signals first, which takes no time; then the rest."""
 
-from fedstream.cli import main
+from __future__ import annotations
 
-main()
+import sys
+
+from runtime import signals
+
+SERVICES = ("coordinator", "scheduler", "updater", "trainer", "evaluator")
+
+
+def main() -> None:
+    """The entry point; exit codes are those of :func:`fedstream.cli.main`.
+
+    A service that is told to stop before it has begun has stopped cleanly: 0. Any other command was
+    interrupted: 130.
+    """
+    is_service = sys.argv[1:2] in [[name] for name in SERVICES]
+    signals.leave_at_once(0 if is_service else signals.INTERRUPTED)
+    from fedstream.cli import main as command
+
+    if not is_service:
+        signals.interrupt()
+    command()
+
+
+if __name__ == "__main__":
+    main()

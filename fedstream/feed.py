@@ -9,7 +9,6 @@ then: only the way of an answer takes time.
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -39,6 +38,7 @@ from runtime.health import Health
 from runtime.leading import lead
 from runtime.logging import configure
 from runtime.service import Context, repeat
+from runtime.signals import Stop
 from updater.journal import JournalError, Record, RoundClosed, Segment, Taken, cuts, segments
 from updater.rebuild import is_used, recorded
 
@@ -303,19 +303,27 @@ def _loaded(segment: Segment, record: Record) -> Model:
     return model
 
 
-def feed(settings: Settings, folder: Path, speed: float) -> Feeder:
-    """Feeds until the end or Ctrl-C: the feeder, with what came of it. Raises FedstreamError."""
+def feed(settings: Settings, folder: Path, speed: float) -> tuple[Feeder, bool]:
+    """Feeds until the end or a signal: the feeder, and whether it was the end.
+
+    Raises FedstreamError.
+    """
     configure(settings.log, run=settings.run.name, service="replay")
 
-    async def fed() -> Feeder:
+    async def fed(stop: Stop) -> Feeder:
         feeder = Feeder(settings.redis, Keys(settings.run.name), folder, speed)
         context = Context(asyncio.Event(), Health(), CollectorRegistry(), structlog.get_logger())
-        asyncio.get_running_loop().add_signal_handler(signal.SIGINT, context.stop.set)
-        await feeder.run(context)
+        loop = asyncio.get_running_loop()
+        stop.listen(lambda _name: loop.call_soon_threadsafe(context.stop.set))
+        try:
+            await feeder.run(context)
+        finally:
+            stop.listen(None)
         return feeder
 
     try:
-        return asyncio.run(fed())
+        with Stop() as stop:
+            return asyncio.run(fed(stop)), stop.name is None
     except BaseExceptionGroup as group:
         error: BaseException = group
         while isinstance(error, BaseExceptionGroup):

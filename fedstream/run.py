@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import signal
 import socket
 import sys
 import time
@@ -45,6 +44,7 @@ from fedstream.services import check_used, devices_of, look_over, task_of
 from fedstream.supervisor import Program, Supervisor
 from runtime.backoff import pause
 from runtime.config import dump
+from runtime.signals import INTERRUPTED, Stop
 from trainer.task import words
 from updater.inspection import FOLDER, entries
 from updater.journal import JournalError, segments
@@ -58,7 +58,6 @@ _REDIS_WITHIN_S = 10.0
 _MEASURED_WITHIN_S = 120.0  # the evaluator may take so long for the last version
 _MOST_FAILED = 10  # tasks that raised or killed their trainer, with no update in between
 _MOST_REFUSED = 100  # updates, with none that was taken in between: the model stays as it is
-_INTERRUPTED = 130
 _OWN_REDIS = "# redis.url is of a Redis that ends with this run\n"
 _GONE_S = 30.0  # an own Redis that was away for so long does not come back
 _OURS = ("FEDSTREAM_CONFIG", "FEDSTREAM_NAME")
@@ -100,7 +99,7 @@ class Ending:
     @property
     def code(self) -> int:
         """The exit code that says so."""
-        return {"finished": 0, "interrupted": _INTERRUPTED, "failed": 1}[self.state]
+        return {"finished": 0, "interrupted": INTERRUPTED, "failed": 1}[self.state]
 
 
 def without_lost_redis(settings: Settings, config: Path | None) -> Settings:
@@ -185,16 +184,22 @@ def run(plan: Plan, display: Display) -> tuple[int, dict[str, Any]]:
         if not plan.own_redis:
             asyncio.run(_check_redis(plan, display))
         subject = examine(plan.settings)
+        stop = stack.enter_context(Stop())  # from here on there is something to undo
         server: RedisServer | None = None
         url = plan.settings.redis.url
         if plan.own_redis:
-            server = stack.enter_context(RedisServer())
+            server = RedisServer()
+            stop.at_once = server.kill
+            stack.enter_context(server)
             url = server.url
+        if stop.name is not None:
+            raise KeyboardInterrupt  # nothing was written yet
         with usable(plan.out):
             (plan.out / LOGS).mkdir(parents=True, exist_ok=True)
             _write_config(plan, url)
         try:
-            return asyncio.run(LocalRun(plan, subject, display, url, server, port.number).live())
+            live = LocalRun(plan, subject, display, url, server, port.number)
+            return asyncio.run(live.live(stop))
         finally:
             display.close()
             if plan.own_redis:
@@ -425,11 +430,17 @@ class LocalRun:
         self._finished_since: float | None = None
         self._lost_since: float | None = None  # Redis
 
-    async def live(self) -> tuple[int, dict[str, Any]]:
+    async def live(self, stop: Stop) -> tuple[int, dict[str, Any]]:
         """From the start of the services to the last file: the exit code and the summary."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._signalled, signal.Signals(number).name)
+        stop.at_once = self._kill
+        stop.listen(lambda name: loop.call_soon_threadsafe(self._signalled, name))
+        try:
+            return await self._live()
+        finally:
+            stop.listen(None)
+
+    async def _live(self) -> tuple[int, dict[str, Any]]:
         self._display.header(self._header())
         if self._plan.resume:
             history = self._observer.history
@@ -440,7 +451,9 @@ class LocalRun:
             with suppress(NoRun):  # a new Redis: it goes on from its journal
                 await self._observer.catch_up()
             history.forget_failures()
-        self._supervisor.start()
+        await asyncio.sleep(0)  # a signal that came meanwhile is told
+        if not self._over.is_set():
+            self._supervisor.start()
         try:
             while not self._over.is_set():
                 await self._step(self._over)
@@ -477,15 +490,15 @@ class LocalRun:
             self._over.set()
 
     def _signalled(self, name: str) -> None:
-        if "interrupted" in self._told:
-            self._supervisor.kill()
-            self._display.close()
-            if self._server is not None:
-                self._server.kill()
-            os._exit(_INTERRUPTED)
-        self._told.add("interrupted")
         self._display.say(f"{name}: stopping the services; once more ends them at once")
         self._end(Ending("interrupted", f"by {name}"))
+
+    def _kill(self) -> None:
+        """Ends everything that is ours at once."""
+        self._supervisor.kill()
+        self._display.close()
+        if self._server is not None:
+            self._server.kill()
 
     async def _stopped(self) -> None:
         """Stops the services, and reads on meanwhile: what they still do is part of the run."""

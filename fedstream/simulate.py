@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import platform
-import signal
 import sys
 import time
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout, suppress
+from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from signal import SIGINT, SIGTERM
-from threading import Event as Flag
 from typing import Any
 
 import tomli_w
@@ -36,10 +34,11 @@ from fedstream.services import check_used, task_of
 from fedstream.simulation import Outcome, VersionMade, simulate
 from fedstream.terminal import console, line
 from runtime.config import dump
+from runtime.signals import INTERRUPTED, Stop
 from updater.inspection import FOLDER
 
 _LINE_EVERY_S = 3.0
-_CODES = {"finished": 0, "interrupted": 130, "failed": 1}
+_CODES = {"finished": 0, "interrupted": INTERRUPTED, "failed": 1}
 
 
 def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[int, dict[str, Any]]:
@@ -50,28 +49,31 @@ def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[i
     with redirect_stdout(sys.stderr):  # stdout may be a program's
         task = task_of(settings)
     history = History()
-    with (
-        _folder(out, settings, begun=lambda: len(history.versions) > 1),
-        _progress(settings.run.versions, quiet=quiet) as show,
-        _interruptible() as interrupted,
-    ):
+    # Ctrl-C or SIGTERM ends the run with what there is. Both are taken: the first process of a
+    # container is not ended by a signal that it doesn't take.
+    with Stop() as stop:
+        stop.at_once = partial(console(err=True).show_cursor, True)
+        with (
+            _folder(out, settings, begun=lambda: len(history.versions) > 1),
+            _progress(settings.run.versions, quiet=quiet) as show,
+        ):
 
-        def heard(made: VersionMade, _model: object) -> None:
-            history.publish(
-                Version(
-                    version=made.version, time=made.time, epoch=1, digest="none", blob="none",
-                    size=0, updates=made.updates,
-                )
+            def heard(made: VersionMade, _model: object) -> None:
+                history.publish(
+                    Version(
+                        version=made.version, time=made.time, epoch=1, digest="none", blob="none",
+                        size=0, updates=made.updates,
+                    )
+                )  # fmt: skip
+                history.measure(made.version, made.metrics)
+                show(made)
+
+            outcome = simulate(
+                settings, task, journal=out / FOLDER if journal else None, on_version=heard,
+                cancelled=lambda: stop.name is not None,
             )  # fmt: skip
-            history.measure(made.version, made.metrics)
-            show(made)
-
-        outcome = simulate(
-            settings, task, journal=out / FOLDER if journal else None, on_version=heard,
-            cancelled=interrupted,
-        )  # fmt: skip
-    numbers = summary(settings, outcome, history)
-    files = _write(settings, out, outcome, history, numbers)
+        numbers = summary(settings, outcome, history)
+        files = _write(settings, out, outcome, history, numbers)
     files += [FOLDER] if journal else []
     if not quiet:
         _show(outcome, numbers, [str(out / name) for name in (*files, CONFIG)])
@@ -121,26 +123,6 @@ def _as_toml(settings: Settings) -> str:
     if "url" not in settings.redis.model_fields_set:
         del tables["redis"]["url"]
     return tomli_w.dumps(tables)
-
-
-@contextmanager
-def _interruptible() -> Iterator[Callable[[], bool]]:
-    """Ctrl-C or SIGTERM ends the run with what there is; once more ends the program.
-
-    Both are taken: the first process of a container is not ended by a signal that it doesn't take.
-    """
-    flag = Flag()
-
-    def interrupt(number: int, _frame: object) -> None:
-        flag.set()
-        signal.signal(number, before[signal.Signals(number)])
-
-    before = {number: signal.signal(number, interrupt) for number in (SIGINT, SIGTERM)}
-    try:
-        yield flag.is_set
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextmanager

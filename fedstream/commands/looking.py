@@ -23,6 +23,7 @@ from fedstream.commands.options import (
     settings_of,
 )
 from fedstream.terminal import confirm, line, verbatim
+from runtime.signals import INTERRUPTED
 
 
 def status(
@@ -130,7 +131,7 @@ def replay(
     With --redis: the recorded updates go through live services, which have no scheduler and no
     trainers.
 
-    Exit codes: 0 identical, 1 not identical or damaged, 2 a wrong command line.
+    Exit codes: 0 identical, 130 interrupted, 1 not identical or damaged, 2 a wrong command line.
     """
     from fedstream import replay as page
     from fedstream import report
@@ -148,12 +149,12 @@ def replay(
                 f"--redis feeds all updates as they were, to live services: without {given[0]}"
             )
         settings = settings_of(config, redis=redis, run=run)
-        fed = feed.feed(settings, journal_of(folder), 1.0 if speed is None else speed)
+        fed, to_the_end = feed.feed(settings, journal_of(folder), 1.0 if speed is None else speed)
         if as_json:
             verbatim(report.as_json(feed.numbers(fed)) + "\n")
         else:
             feed.show(fed)
-        return
+        leave(0 if to_the_end else INTERRUPTED)
     for option, value in (("--run", run), ("--speed", speed)):
         if value is not None:
             raise ConfigError(f"{option} is for --redis URL, which is not given")

@@ -26,6 +26,7 @@ from fedstream.commands.options import (
     settings_of,
 )
 from fedstream.terminal import line, verbatim
+from runtime.signals import INTERRUPTED
 
 
 def run(
@@ -167,4 +168,4 @@ def reproduce(
             out=out, again=again, command=shlex.join(["fedstream", *sys.argv[1:]]), say=line,
         )  # fmt: skip
     except KeyboardInterrupt:
-        leave(130)
+        leave(INTERRUPTED)

@@ -25,6 +25,7 @@ from fedstream.config import Settings, options, read
 from fedstream.display import Quiet
 from fedstream.recording import CONFIG
 from runtime.config import load
+from runtime.signals import Stop
 from tests.fedstream.views import event, view
 from tests.journals import Scribe
 from tests.support import Hand
@@ -280,7 +281,7 @@ async def test_files_that_cannot_be_written_do_not_hide_the_result(
 
     monkeypatch.setattr(report, "write_table", full)
     running._end(local.Ending("finished", "version 3 reached"))
-    code, numbers = await asyncio.wait_for(running.live(), 30)
+    code, numbers = await asyncio.wait_for(running.live(Stop()), 30)
     assert (code, numbers["state"]) == (1, "finished")
     assert shown == [[str(plan.out / "summary.json")]]
     assert f"{plan.out}: cannot be written: No space left on device" in capsys.readouterr().err
@@ -312,7 +313,7 @@ async def test_a_redis_that_refuses_ends_the_run_with_a_report(
         raise BrokerError("Redis at h:1 refuses: NOAUTH Authentication required.")
 
     monkeypatch.setattr(running._observer, "step", refused)
-    code, numbers = await asyncio.wait_for(running.live(), 30)
+    code, numbers = await asyncio.wait_for(running.live(Stop()), 30)
     assert (code, numbers["state"]) == (1, "failed")
     assert numbers["why"] == "Redis at h:1 refuses: NOAUTH Authentication required."
     assert (plan.out / "summary.json").exists()
@@ -334,7 +335,7 @@ async def test_the_services_are_stopped_though_the_screen_fails(
     monkeypatch.setattr(running._supervisor, "stop", stop)
     monkeypatch.setattr(running._display, "show", broken)
     with pytest.raises(BrokenPipeError):
-        await asyncio.wait_for(running.live(), 30)
+        await asyncio.wait_for(running.live(Stop()), 30)
     assert stopped == ["in order"]
 
 

@@ -1,0 +1,238 @@
+"""A clean stop at any moment: real processes and real signals, from the first import to the end.
+
+Clean: the exit code that is documented, no traceback, no process and no folder left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+import tomllib
+from pathlib import Path
+
+import psutil
+import pytest
+
+from fedstream.__main__ import SERVICES
+from fedstream.services import ROLES
+from runtime.signals import Stop
+from tests.integration.command import GUARD_S, TEST_GUARD_S, is_alive, wait_until
+
+AT = Path(__file__).with_name("at_moment.py")
+ROOT = Path(__file__).parents[2]
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+
+pytestmark = pytest.mark.timeout(TEST_GUARD_S)
+
+
+def environ(tmp_path: Path) -> dict[str, str]:
+    """Temporary files go to a folder in which nothing may be left."""
+    (tmp_path / "tmp").mkdir(exist_ok=True)
+    ours = {n: v for n, v in os.environ.items() if not n.startswith("FEDSTREAM_")}
+    return ours | {"TMPDIR": str(tmp_path / "tmp"), "PYTHONPATH": str(ROOT)}
+
+
+def left(tmp_path: Path) -> list[str]:
+    """What is left in that folder."""
+    return [file.name for file in (tmp_path / "tmp").iterdir() if "fedstream" in file.name]
+
+
+def at(
+    tmp_path: Path, number: str, event: str, about: str, passes: int, *arguments: str
+) -> subprocess.CompletedProcess[str]:
+    """`fedstream` with a signal at a moment, to its end."""
+    command = [sys.executable, str(AT), number, event, about, str(passes), *arguments]
+    return subprocess.run(
+        command, capture_output=True, text=True, cwd=tmp_path, env=environ(tmp_path),
+        timeout=GUARD_S, check=False,
+    )  # fmt: skip
+
+
+def test_the_entry_knows_the_services() -> None:
+    assert SERVICES == ROLES
+    assert PYPROJECT["project"]["scripts"]["fedstream"] == "fedstream.__main__:main"
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    ("role", "event", "about"),
+    [
+        ("scheduler", "import", "fedstream.cli"),
+        ("scheduler", "import", "pydantic"),
+        ("coordinator", "import", "uvloop"),
+        ("trainer", "open", "run.toml"),
+    ],
+)
+def test_a_service_that_is_stopped_before_it_has_begun_has_stopped_cleanly(
+    tmp_path: Path, number: str, role: str, event: str, about: str
+) -> None:
+    (tmp_path / "run.toml").write_text("")
+    done = at(tmp_path, number, event, about, 0, role, "--config", "run.toml")
+    assert (done.returncode, done.stdout) == (0, "")
+    assert done.stderr == f"fedstream: {number} before it began\n"
+
+
+def test_a_service_that_is_stopped_while_it_loads_its_task_says_that_it_has_stopped(
+    tmp_path: Path,
+) -> None:
+    where = ("--set", "redis.url=redis://127.0.0.1:1")
+    done = at(tmp_path, "SIGTERM", "import", "torch", 0, "evaluator", *where)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stderr.splitlines()[-1])["event"] == "stopped"
+
+
+COMMANDS = {
+    "run": ["run", "--out", "out"],
+    "simulate": ["simulate", "--out", "out"],
+    "replay": ["replay", "nowhere"],
+    "status": ["status"],
+}
+
+
+@pytest.mark.parametrize("number", ["SIGTERM", "SIGINT"])
+@pytest.mark.parametrize(
+    ("command", "about"),
+    [
+        ("run", "fedstream.cli"), ("run", "torch"), ("simulate", "typer"), ("simulate", "torch"),
+        ("replay", "fedstream.replay"), ("status", "broker.client"),
+    ],
+)  # fmt: skip
+def test_a_command_that_is_interrupted_while_it_loads_leaves_nothing(
+    tmp_path: Path, number: str, command: str, about: str
+) -> None:
+    done = at(tmp_path, number, "import", about, 0, *COMMANDS[command])
+    assert (done.returncode, done.stdout) == (130, "")
+    assert "Traceback" not in done.stderr
+    assert not (tmp_path / "out").exists()
+    assert left(tmp_path) == []
+
+
+# from where there is something to undo
+
+
+@pytest.mark.parametrize(
+    ("event", "about"),
+    [
+        ("tempfile.mkdtemp", "fedstream-redis-"),  # its own Redis's folder
+        ("subprocess.Popen", ", '-']"),  # its own Redis
+        ("socket.connect", "redis.sock"),  # which is asked whether it answers
+    ],
+)
+def test_a_run_that_is_interrupted_before_anything_is_written_leaves_nothing(
+    tmp_path: Path, event: str, about: str
+) -> None:
+    done = at(tmp_path, "SIGTERM", event, about, 0, *COMMANDS["run"])
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+    assert not (tmp_path / "out").exists()
+    assert left(tmp_path) == []
+
+
+@pytest.mark.parametrize(
+    ("event", "about"), [("open", ".run.toml"), ("subprocess.Popen", "'evaluator'")]
+)
+def test_a_run_that_is_interrupted_as_it_starts_its_services_stops_them(
+    tmp_path: Path, event: str, about: str
+) -> None:
+    done = at(tmp_path, "SIGTERM", event, about, 0, *COMMANDS["run"])
+    assert done.returncode == 130, done.stderr
+    assert done.stderr == ""
+    assert "SIGTERM: stopping the services" in done.stdout
+    assert json.loads((tmp_path / "out" / "summary.json").read_text())["state"] == "interrupted"
+    assert "unix://" not in (tmp_path / "out" / "run.toml").read_text()
+    assert left(tmp_path) == []
+
+
+def test_a_second_signal_ends_a_run_at_once_and_with_it_its_redis(tmp_path: Path) -> None:
+    process = begun(tmp_path, "run", "--out", "out")
+    redis = wait_until(lambda: server_of(process), "its Redis")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(GUARD_S) == 130
+    wait_until(lambda: not is_alive(redis), "the end of its Redis")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads what a process catches in /proc")
+@pytest.mark.parametrize("seed", range(2))
+def test_a_run_that_is_interrupted_at_any_time_ends_cleanly(tmp_path: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    process = begun(tmp_path, "run", "--out", "out", "--trainers", "1")
+    wait_until(lambda: catches(process.pid, signal.SIGTERM), "a handler")
+    time.sleep(rng.uniform(0, 6))
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(rng.choice([signal.SIGTERM, signal.SIGINT]))
+    assert process.wait(GUARD_S) == 130
+    wait_until(lambda: not any(map(is_alive, children)), "the end of all of its processes")
+    said = (tmp_path / "said").read_text()
+    assert "Traceback" not in said
+    assert left(tmp_path) == []
+
+
+def begun(tmp_path: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """`fedstream`, which says what it says in a file."""
+    with (tmp_path / "said").open("w") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", "fedstream", *arguments],
+            stdin=subprocess.DEVNULL, stdout=said, stderr=said, cwd=tmp_path,
+            env=environ(tmp_path),
+        )  # fmt: skip
+
+
+def server_of(process: subprocess.Popen[bytes]) -> psutil.Process | None:
+    """Its Redis, once it runs."""
+    for child in psutil.Process(process.pid).children():
+        if "redis-server" in child.name() and "unixsocket" in " ".join(child.cmdline()):
+            return child
+    return None
+
+
+def catches(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal."""
+    text = Path(f"/proc/{pid}/status").read_text()
+    caught = next(line for line in text.splitlines() if line.startswith("SigCgt:"))
+    return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
+
+
+def test_a_simulation_that_is_interrupted_writes_what_there_is(tmp_path: Path) -> None:
+    """Also where the signal comes while the files are written."""
+    for event, about, state in (
+        ("open", "run.toml", "interrupted"), ("open", "summary.json", "finished")
+    ):  # fmt: skip
+        out = tmp_path / state
+        command = ("simulate", "--out", str(out), "--updates", "5")
+        done = at(tmp_path, "SIGTERM", event, about, 0, *command)
+        assert done.returncode == {"interrupted": 130, "finished": 0}[state], done.stderr
+        assert "Traceback" not in done.stderr
+        assert json.loads((out / "summary.json").read_text())["state"] == state
+        assert (out / "model.safetensors").exists()
+
+
+# the pieces, in this process
+
+
+def test_whoever_listens_late_is_told_of_the_signal_that_came() -> None:
+    told: list[str] = []
+    with Stop() as stop:
+        signal.raise_signal(signal.SIGINT)
+        assert stop.name == "SIGINT"
+        stop.listen(told.append)
+        assert told == ["SIGINT"]
+    with Stop() as stop:
+        stop.listen(told.append)
+        signal.raise_signal(signal.SIGTERM)
+    assert told == ["SIGINT", "SIGTERM"]
+
+
+def test_whoever_does_not_listen_any_more_is_not_told() -> None:
+    told: list[str] = []
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with Stop() as stop:
+        stop.listen(told.append)
+        stop.listen(None)
+        signal.raise_signal(signal.SIGTERM)
+    assert (told, stop.name) == ([], "SIGTERM")
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
