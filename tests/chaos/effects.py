@@ -39,6 +39,7 @@ class Life:
     ``wrong`` are moments at which something did not hold that must hold at any.
     """
 
+    fell_back: bool = False  # it began with an older state
     counts: Counter[str] = field(default_factory=Counter)
     counted: Counter[str] = field(default_factory=Counter)  # one by one: what was not restored
     ended: list[dict[str, Any]] = field(default_factory=list)  # events that say how a task ended
@@ -178,9 +179,9 @@ def steps(data: bytes) -> Iterator[list[Command]]:
                 yield [command]
 
 
-def lived(file: Path) -> Life:
+def lived(file: Path, *, fell_back: bool = False) -> Life:
     """What an append-only file says."""
-    life = Life()
+    life = Life(fell_back)
     for done in steps(file.read_bytes()):
         life.step(done)
     return life

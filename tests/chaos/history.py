@@ -70,7 +70,7 @@ async def gathered(
     return Facts(
         account=accounted(journal, notes_of(notes) if notes else None),
         production=replayed(journal),
-        lives=tuple(lived(file) for file in files),
+        lives=tuple(lived(file, fell_back=number > 0) for number, file in enumerate(files)),
         forged=frozenset(forged), told=frozenset(told),
         counts={name.decode(): int(n) for name, n in zip(counts[::2], counts[1::2], strict=True)},
         open=await client.call("HLEN", keys.open),

@@ -136,6 +136,25 @@ def test_a_task_that_was_told_as_another_outcome_is_found(right: Facts) -> None:
     assert failed(told) == {"told_as_counted"}
 
 
+def test_a_task_may_end_otherwise_only_where_redis_fell_back(right: Facts) -> None:
+    """It is open there again, and a coordinator may give it up before the updater is there."""
+    task = right.account.taken[0]["upload"]["task"]
+    given_up = {"task": task, "outcome": "given_up", "service": "coordinator"}
+    counts = counting_as(
+        right, issued=6, given_up=1, **{"given_up:round over": 1}
+    )  # the same task, counted as both
+    ended = [*right.lives[0].ended[1:], given_up]
+    counted = right.lives[0].counted - Counter(applied=1) + Counter(given_up=1)
+    after = replace(right.lives[0], ended=ended, counted=counted)
+    fell_back = replace(counts, lives=(right.lives[0], replace(after, fell_back=True)))
+    assert failed(fell_back) == set()
+    assert fell_back.ended_twice == {task}
+    assert "told_as_counted" in failed(replace(counts, lives=(right.lives[0], after)))
+    by_updater = [*ended[:-1], {**given_up, "service": "updater-1"}]
+    said = replace(after, ended=by_updater, fell_back=True)
+    assert "told_as_counted" in failed(replace(counts, lives=(right.lives[0], said)))
+
+
 def test_a_task_that_ended_twice_is_found(right: Facts) -> None:
     ended = [*right.lives[0].ended, right.lives[0].ended[0]]
     counted = right.lives[0].counted + Counter(applied=1)
