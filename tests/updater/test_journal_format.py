@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import math
 import os
+import tracemalloc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,10 @@ from updater.journal import (
     Claim,
     JournalDamaged,
     JournalError,
+    Place,
     Record,
     Segment,
+    Taken,
     Tear,
     cuts,
     segments,
@@ -28,6 +33,7 @@ from updater.journal import (
 from updater.journal.frames import FRAME_BYTES, file_parts, frame_of, packed
 from updater.rebuild import recovered
 from updater.replay import Replayer
+from updater.strategies import AfaCsSettings
 
 
 def written(folder: Path, updates: int = 6, **options: Any) -> Path:
@@ -55,7 +61,7 @@ def exchange(path: Path, at: int, other: int, size: int) -> None:
     path.write_bytes(data)
 
 
-def rewrite(path: Path, record: Record, *, follows: bytes | None = None, **fields: Any) -> None:
+def rewrite(path: Path, record: Record, *, follows: bytes | None = None, **fields: Any) -> bytes:
     """Forges a record: other fields, and a checksum to match. Its length stays within its page."""
     data = bytearray(path.read_bytes())
     parts = file_parts(bytes(data))
@@ -64,13 +70,14 @@ def rewrite(path: Path, record: Record, *, follows: bytes | None = None, **field
     frame = frame_of(bytes(data[at:]))
     assert frame
     message = msgpack.unpackb(bytes(data[at + FRAME_BYTES : at + FRAME_BYTES + frame.length]))
-    begin, _ = packed(
+    begin, checksum = packed(
         msgpack.packb(message | fields), payload=frame.payload, synced=frame.synced, offset=at,
         follows=frame.follows if follows is None else follows, salt=parts[1],
     )  # fmt: skip
     assert len(begin) <= PAGE
     data[at : at + PAGE] = begin + bytes(PAGE - len(begin))
     path.write_bytes(data)
+    return checksum
 
 
 def everyone_says(folder: Path, damage: str) -> None:
@@ -255,3 +262,88 @@ def test_a_journal_is_its_owner_s_alone_whatever_the_umask(tmp_path: Path) -> No
     assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
         "00000001-000000.journal": 0o600, "00000001.claim": 0o600,
     }  # fmt: skip
+
+
+def test_a_journal_of_very_many_devices_takes_no_more_memory_than_it_has_bytes(
+    tmp_path: Path,
+) -> None:
+    scribe = Scribe(tmp_path, AfaCsSettings(buffer_size=2), devices=10**12)
+    for n in range(4):
+        scribe.update(device=10**11 * n)
+    scribe.segment()
+    scribe.close()
+    chain = segments(tmp_path)
+    assert [verdict.damage for verdict in verify(chain)] == [None, None]
+    assert recovered(chain[-1]).version == 2
+    for segment in chain:
+        segment.close()
+
+
+def test_a_device_that_the_run_does_not_have_is_told(tmp_path: Path) -> None:
+    path = written(tmp_path, strategy=AfaCsSettings(buffer_size=2))
+    second = found(path)[1]
+    message = second.message
+    assert isinstance(message, Taken)
+    rewrite(path, second, upload=message.upload.model_dump() | {"device": 10})
+    with Segment(path) as segment:
+        [verdict] = verify([segment])
+    assert verdict.damage == (
+        f"{second.place.where}: an update was used that cannot be: unknown device"
+    )
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"tau": 9}, "an update was used that cannot be: trained from version 9, but the newest"),
+        ({"layout": "another"}, "an update was used that cannot be: of another layout"),
+        ({"sends": "delta"}, "an update was used that cannot be: sends a delta"),
+    ],
+)
+def test_an_update_that_no_updater_uses_is_told(
+    tmp_path: Path, about: dict[str, Any], said: str
+) -> None:
+    path = written(tmp_path)
+    second = found(path)[1]
+    message = second.message
+    assert isinstance(message, Taken)
+    rewrite(path, second, upload=message.upload.model_dump() | about)
+    with Segment(path) as segment, pytest.raises(JournalDamaged, match=said):
+        recovered(segment)
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"staleness": -1}, {"weight": -0.5}, {"weight": math.inf}, {"weight": math.nan},
+        {"time": math.inf}, {"time": -1.0}, {"time": 1e300}, {"received": math.nan},
+        {"version": -1}, {"outcome": "eaten"}, {"counts": {"applied": -1}}, {"digest": ""},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_field_out_of_bounds_is_told(tmp_path: Path, about: dict[str, Any]) -> None:
+    path = written(tmp_path)
+    second = found(path)[1]
+    rewrite(path, second, **about)
+    [name] = about
+    with pytest.raises(JournalDamaged, match=rf"at byte {second.place.offset}: taken: {name}"):
+        found(path)
+
+
+def test_a_layout_that_says_more_than_the_file_has_takes_no_memory(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path)
+    scribe.close()
+    path = scribe.writer.path
+    with Segment(path) as segment:
+        standing = segment.standing_record
+        head = replace(standing, place=Place(path, PAGE))
+    follows = rewrite(path, head, layout=layout_of(10**8).encode())
+    rewrite(path, standing, follows=follows)
+    said = f"at byte {standing.place.offset}: a payload of 16 bytes, which is not the layout's"
+    tracemalloc.start()
+    try:
+        with pytest.raises(JournalDamaged, match=said):
+            Segment(path)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()

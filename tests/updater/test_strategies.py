@@ -327,7 +327,9 @@ def test_a_file_of_vectors_has_its_room_from_the_beginning(
         reserved.append(os.fstat(file).st_blocks * 512)
 
     monkeypatch.setattr(os, "posix_fallocate", reserve)
-    assert DeviceVectors(300, 1000, in_memory=0)[299].tolist() == [0.0] * 1000
+    vectors = DeviceVectors(300, 1000, in_memory=0)
+    vectors.write(0)[:] = 1.0
+    assert vectors[299].tolist() == vectors.write(299).tolist() == [0.0] * 1000
     assert [room >= 1_200_000 for room in reserved] == [True]
 
     def full(_file: int, _begin: int, _size: int) -> None:
@@ -335,8 +337,21 @@ def test_a_file_of_vectors_has_its_room_from_the_beginning(
 
     monkeypatch.setattr(os, "posix_fallocate", full)
     with pytest.raises(FedstreamError, match=r"1200000 bytes: No space left .*TMPDIR") as said:
-        DeviceVectors(300, 1000, in_memory=0)
+        DeviceVectors(300, 1000, in_memory=0).write(0)
     assert "\n" not in str(said.value)
+
+
+def test_room_is_made_for_the_vectors_that_were_written_alone() -> None:
+    """M is what somebody says; an update of each that is heard is there."""
+    vectors = DeviceVectors(10**12, 1000)
+    vectors.write(10**12 - 1)[:] = 1.0
+    assert vectors._bytes <= 64 << 20
+    assert (vectors[10**12 - 1][0], vectors[5][0], len(vectors)) == (1.0, 0.0, 10**12)
+    for nobody in (-1, 10**12):
+        with pytest.raises(IndexError):
+            vectors[nobody]
+        with pytest.raises(IndexError):
+            vectors.write(nobody)
 
 
 # purity

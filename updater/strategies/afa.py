@@ -84,7 +84,7 @@ class AfaCs(AfaCd):
         super().begin(total, vectors)
         if vectors is None:
             return
-        for device in range(len(vectors)):
+        for device in sorted(vectors.heard):
             add(total.parameters, vectors[device], 1.0, into=total.parameters)
 
     def add(
