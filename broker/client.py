@@ -189,7 +189,7 @@ class Client:
                 if once is not None:
                     connection = await self._connected(once.place)
                 else:
-                    connection = self._idle.pop() if self._idle else await self._connected()
+                    connection = await self._rested() or await self._connected()
                 transport = _transport(connection)
                 await connection.send_packed_command(_pack(sent), check_health=False)  # type: ignore[arg-type]
                 # One at a time and to the end: an error reply leaves the rest in order.
@@ -210,6 +210,15 @@ class Client:
             self._idle.append(connection)
         kept = zip(sent, replies, strict=True)
         return [reply for command, reply in kept if command is not _ASKING]
+
+    async def _rested(self) -> Connection | None:
+        """One that was used before, and that Redis has not closed since: its ``timeout``."""
+        while self._idle:
+            connection = self._idle.pop()
+            if not connection._reader.at_eof():  # type: ignore[union-attr]  # noqa: SLF001
+                return connection
+            await self._drop(connection)
+        return None
 
     async def _connected(self, place: Address | None = None) -> Connection:
         """A new connection: to a node, or to the one that is to be talked to now."""

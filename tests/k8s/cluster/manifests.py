@@ -73,6 +73,10 @@ class Manifests:
         """Adds an object, or replaces the one of the same name."""
         self._by[one["kind"], one["metadata"]["name"]] = one
 
+    def drop(self, kind: str, name: str) -> None:
+        """Takes an object out. Raises KeyError if it is not there."""
+        del self._by[kind, name]
+
     @property
     def namespace(self) -> str:
         """Where the objects live: the one that most are in."""

@@ -41,10 +41,17 @@ _METADATA = Place("the cloud's metadata service", {}, {}, "169.254.169.254")
 
 
 def networks(manifests: Manifests) -> Iterator[str]:
-    """Where there is a default deny: what is needed passes, what is not does not."""
+    """By default nothing passes; what is needed does, what is not does not."""
     policies = manifests.of("NetworkPolicy")
-    if not any(policy["spec"]["podSelector"] == {} for policy in policies):
-        return
+    closed = {
+        direction
+        for policy in policies
+        if policy["spec"]["podSelector"] == {}
+        for direction in policy["spec"]["policyTypes"]
+        if direction.lower() not in policy["spec"]
+    }
+    for direction in sorted({"Ingress", "Egress"} - closed):
+        yield f"no NetworkPolicy denies {direction} by default"
     places = [Place(one.name, one.labels) for one in workloads(manifests)]
     ours = [place for place in places if _name(place) == "fedstream"]
     servers = [place for place in places if _name(place) == "redis"]
@@ -61,8 +68,10 @@ def networks(manifests: Manifests) -> Iterator[str]:
         needed.append((_PROMETHEUS, place, 8081, "TCP"))
         barred += [(who, place, 8081, "TCP") for who in (_KEDA, _INGRESS, *ours)]
         barred += [(place, other, 8080, "TCP") for other in ours]
-        asked = place.labels["app.kubernetes.io/component"] == "coordinator"
-        (needed if asked else barred).extend((who, place, 8080, "TCP") for who in (_KEDA, _INGRESS))
+        is_asked = place.labels["app.kubernetes.io/component"] == "coordinator"
+        for who, kind in ((_KEDA, "ScaledObject"), (_INGRESS, "Ingress")):
+            asks = is_asked and manifests.of(kind)
+            (needed if asks else barred).append((who, place, 8080, "TCP"))
     watched = [*servers, *sentinels] if sentinels else []
     for place in watched:
         needed += [(place, server, 6379, "TCP") for server in servers]

@@ -19,6 +19,7 @@ _VOLUMES = {
 }
 _LEAST_STARTUP_S = {"updater": 600.0, "redis": 60.0}  # outlasts recovery; taking over
 _LEAST_STARTUP_OTHERS_S = 60.0
+_LOGS = 50 << 20  # of a container, as the kubelet rotates them by default: five of 10 MiB
 _UNITS = {"": 1, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "kb": 2**10, "mb": 2**20, "gb": 2**30}
 
 
@@ -52,6 +53,26 @@ def restricted(manifests: Manifests) -> Iterator[str]:
                 yield f"{name}: emptyDir {volume['name']!r} has no sizeLimit"
         for container in workload.all_containers:
             yield from _container(f"{name}, container {container['name']}", container)
+        yield from _disk(workload)
+
+
+def _disk(workload: Workload) -> Iterator[str]:
+    """A pod is evicted above its containers' limits together, what its volumes hold included."""
+    limits = [
+        amount(container.get("resources", {}).get("limits", {}).get("ephemeral-storage", "0"))
+        for container in workload.containers
+    ]
+    volumes = [
+        amount(volume["emptyDir"].get("sizeLimit", "0"))
+        for volume in workload.pod.get("volumes", ())
+        if volume.get("emptyDir", {}).get("medium") != "Memory" and "emptyDir" in volume
+    ]
+    wanted = sum(volumes) + _LOGS * len(limits)
+    if all(limits) and sum(limits) < wanted:
+        yield (
+            f"{workload.name}: limits.ephemeral-storage are {sum(limits) >> 20} MiB, its volumes "
+            f"and logs {wanted >> 20} MiB"
+        )
 
 
 def _container(name: str, container: Manifest) -> Iterator[str]:
@@ -66,7 +87,7 @@ def _container(name: str, container: Manifest) -> Iterator[str]:
         if key in security:
             yield f"{name}: {key} belongs to the pod, or nowhere"
     for key in ("requests", "limits"):
-        for resource in ("cpu", "memory"):
+        for resource in ("cpu", "memory", "ephemeral-storage"):
             if resource not in container.get("resources", {}).get(key, {}):
                 yield f"{name}: no {key}.{resource}"
 
@@ -87,6 +108,8 @@ def probes(manifests: Manifests) -> Iterator[str]:
                     yield f"{name}: {probe} asks {path}, not {wanted}"
                 if ours and container[probe].get("httpGet", {}).get("port") != "health":
                     yield f"{name}: {probe} does not ask the port of probes alone, 'health'"
+                if not ours and "exec" not in container[probe]:
+                    yield f"{name}: {probe} is no command: a busy Redis still takes connections"
                 ask = container[probe].get("httpGet") or container[probe].get("tcpSocket")
                 if ask is not None and ask["port"] not in workload.ports:
                     yield f"{name}: {probe} asks port {ask['port']!r}, which it does not have"
@@ -143,6 +166,9 @@ def redis(manifests: Manifests) -> Iterator[str]:
             conf = _redis_conf(manifests, workload)
             if conf.get("maxmemory-policy") != "noeviction":
                 yield f"{workload.name}: maxmemory-policy is not noeviction"
+            for key in ("timeout", "tcp-keepalive", "maxclients"):
+                if int(conf.get(key, "0")) == 0:
+                    yield f"{workload.name}: no {key}: connections of nobody stay for ever"
             most = amount(conf.get("maxmemory", "0"))
             limit = amount(container["resources"]["limits"]["memory"])
             forks = "--appendonly" in container.get("args", ()) or workload.spec["replicas"] > 1

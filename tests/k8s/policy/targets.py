@@ -32,16 +32,8 @@ def _folders(where: Path) -> list[str]:
 
 
 def combinations() -> dict[str, tuple[str, ...]]:
-    """Components as they are put on the base, by the name of the combination.
-
-    Each alone, and with the network policies that it may have to add to.
-    """
-    found: dict[str, tuple[str, ...]] = {}
-    for name in components():
-        found[name] = (name,)
-        if name != "network-policies":
-            found[f"network-policies, {name}"] = ("network-policies", name)
-    return found
+    """Components as they are put on the base, by the name of the combination: each alone."""
+    return {name: (name,) for name in components()}
 
 
 def render_all() -> Iterator[tuple[str, Manifests]]:
