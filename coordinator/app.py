@@ -6,16 +6,18 @@ No answer grows with what a run holds: the register comes in pages, models from 
 from __future__ import annotations
 
 import json
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from aiohttp import web
+from pydantic import SecretStr
 
 from broker.client import Client
 from broker.errors import BlobMissing, FedstreamError, NoRun
 from broker.keys import Keys
 from broker.ledger import Ledger
 from broker.records import View
+from coordinator.access import Handler, guarded
 from coordinator.downloads import Downloads, send
 from runtime.http import problem
 
@@ -23,8 +25,6 @@ _DIGITS = 18  # no version has as many
 _PAGE = 100  # trainers of the register in one answer
 _PAGE_BYTES = 1 << 16  # and what they say of themselves, which is theirs to choose
 _RETRY_S = 2
-
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def status(name: str, view: View) -> dict[str, Any]:
@@ -88,19 +88,27 @@ def page(
 
 
 class App:
-    """The routes of the coordinator. ``downloads``: of models, at a time."""
+    """The routes of the coordinator. ``downloads``: of models, at a time.
 
-    def __init__(self, client: Client, ledger: Ledger, keys: Keys, downloads: int) -> None:
+    With a token, status and models are for those who say it.
+    """
+
+    def __init__(
+        self, client: Client, ledger: Ledger, keys: Keys, downloads: int,
+        token: SecretStr | None = None,
+    ) -> None:  # fmt: skip
         self._ledger = ledger
         self._keys = keys
         self._downloads = Downloads(client, keys, downloads)
+        self._token = token
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """GET routes under /v1."""
         return (
-            web.get("/v1/runs/{run}", self._answering(self._status)),
+            web.get("/v1/runs/{run}", guarded(self._answering(self._status), self._token)),
+            # For autoscalers, which have no token: no more than how many tasks are open.
             web.get("/v1/runs/{run}/scaling", self._answering(self._scaling)),
-            web.get("/v1/models/{version}", self._answering(self._model)),
+            web.get("/v1/models/{version}", guarded(self._answering(self._model), self._token)),
         )
 
     def _answering(self, handler: Handler) -> Handler:

@@ -15,7 +15,7 @@ from typing import Annotated
 
 from aiohttp import web
 from prometheus_client import Counter
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from broker.client import Client, RedisSettings
 from broker.custody import foreign, mend
@@ -91,6 +91,7 @@ class Coordinator:
         redis: RedisSettings,
         name: str,
         anarchic: bool = False,
+        token: SecretStr | None = None,
     ) -> None:
         """``anarchic``: devices decide by themselves when they train."""
         self._settings = settings
@@ -99,7 +100,7 @@ class Coordinator:
         self._keys = keys
         self._client = Client(redis, name)
         self._ledger = Ledger(self._client, keys, name)
-        self._app = App(self._client, self._ledger, keys, settings.downloads)
+        self._app = App(self._client, self._ledger, keys, settings.downloads, token)
         self._triggers = Group(self._client, keys.triggers, COORDINATORS, name)
         self._sites = {
             Group(self._client, keys.inbox(site.name), COORDINATORS, name): site

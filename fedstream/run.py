@@ -50,6 +50,7 @@ from updater.inspection import FOLDER, entries
 from updater.journal import JournalError, segments
 
 if TYPE_CHECKING:
+    from pydantic import SecretStr
     from torch import nn
 
 LOGS = "logs"
@@ -130,18 +131,25 @@ def default_out(name: str, now: datetime) -> Path:
 
 
 def environment(
-    environ: Mapping[str, str], redis: RedisSettings, redis_url: str, pid: int
+    environ: Mapping[str, str],
+    redis: RedisSettings,
+    redis_url: str,
+    pid: int,
+    token: SecretStr | None = None,
 ) -> dict[str, str]:
     """What services inherit: not the overrides, which are in the resolved configuration already.
 
-    URL and passwords travel here: `ps` must not show them, and passwords are in no file.
+    URL, passwords and token travel here: `ps` must not show them, and passwords are in no file.
     """
     kept = {
         name: value
         for name, value in environ.items()
         if name not in _OURS and not (name.startswith("FEDSTREAM_") and "__" in name)
     }
-    secrets = {"FEDSTREAM_REDIS__PASSWORD": redis.password}
+    secrets = {
+        "FEDSTREAM_REDIS__PASSWORD": redis.password,
+        "FEDSTREAM_HTTP__TOKEN": token,
+    }
     if redis.sentinel is not None:
         secrets["FEDSTREAM_REDIS__SENTINEL__PASSWORD"] = redis.sentinel.password
     known = {
@@ -418,7 +426,9 @@ class LocalRun:
         self._supervisor = Supervisor(
             programs(self._settings, plan.trainers, plan.out / CONFIG, port),
             logs=plan.out / LOGS,
-            environment=environment(os.environ, self._settings.redis, redis_url, os.getpid()),
+            environment=environment(
+                os.environ, self._settings.redis, redis_url, os.getpid(), self._settings.http.token
+            ),
             say=display.say,
             failed=lambda why: self._end(Ending("failed", why)),
             worked=self._worked,

@@ -139,6 +139,7 @@ def _coordinator(settings: Settings, keys: Keys, name: str) -> tuple[Service, fl
     service = Coordinator(
         settings.coordinator, settings.lease, keys=keys, redis=settings.redis, name=name,
         anarchic=isinstance(settings.policy, Anarchic),
+        token=settings.http.token,
     )  # fmt: skip
     return service, settings.coordinator.drain_s
 

@@ -9,9 +9,9 @@ from http.client import HTTPException
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import quote, urlsplit
-from urllib.request import urlopen
+from urllib.request import Request, urlopen
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from rich.console import Group, RenderableType
 from rich.table import Table
 
@@ -73,7 +73,7 @@ async def read(client: Client, keys: Keys) -> dict[str, Any]:
     return status(keys.name, view) | {"register": await ledger.trainers(), "register_more": 0}
 
 
-def fetch(url: str, run: str) -> dict[str, Any]:
+def fetch(url: str, run: str, token: SecretStr | None = None) -> dict[str, Any]:
     """The same from a coordinator, for whoever may not ask Redis.
 
     ``url`` is its address, with or without a path before ``/v1``. Raises FedstreamError.
@@ -84,7 +84,7 @@ def fetch(url: str, run: str) -> dict[str, Any]:
     base = url.partition("/v1/")[0].rstrip("/")
     asked = f"{base}/v1/runs/{quote(run, safe='')}"
     try:
-        with urlopen(asked, timeout=_ANSWER_S) as answer:  # noqa: S310  (http or https)
+        with urlopen(_request(asked, token), timeout=_ANSWER_S) as answer:  # noqa: S310  (http or https)
             body = answer.read(_MOST_BYTES)
     except HTTPError as error:
         text = _problem(error.read()) or error.reason
@@ -101,6 +101,13 @@ def fetch(url: str, run: str) -> dict[str, Any]:
             f"{asked} does not answer as a coordinator does: {first_wrong(error)}"
         ) from error
     return about
+
+
+def _request(url: str, token: SecretStr | None) -> Request:
+    request = Request(url)  # noqa: S310  (http or https)
+    if token is not None:  # not for where a redirection leads
+        request.add_unredirected_header("Authorization", f"Bearer {token.get_secret_value()}")
+    return request
 
 
 def _is_address(url: str) -> bool:

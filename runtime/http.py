@@ -16,7 +16,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 from aiohttp import web
-from pydantic import Field
+from pydantic import Field, SecretStr
 
 from broker.errors import FedstreamError
 from runtime.config import Section
@@ -45,6 +45,7 @@ class HttpSettings(Section):
     host: str = "127.0.0.1"
     port: int = Field(default=0, ge=0, le=65535)  # of its own routes; 0: any that is free
     health_port: int = Field(default=0, ge=0, le=65535)  # of probes and metrics; likewise
+    token: Annotated[Annotated[SecretStr, Field(min_length=16)] | None, Field(exclude=True)] = None
     connections: Annotated[int, Field(ge=1)] = 256  # at a time, on ``port``
     idle_s: Annotated[float, Field(gt=0)] = 15.0  # without a whole request: then it is closed
     write_s: Annotated[float, Field(gt=0)] = 15.0  # a reader that takes nothing is cut

@@ -45,7 +45,8 @@ def status(
     elif redis is not None:
         raise ConfigError("--url asks a coordinator, --redis asks Redis: one of the two")
     else:
-        about = page.fetch(url, run or settings_of(config).run.name)
+        settings = settings_of(config)
+        about = page.fetch(url, run or settings.run.name, settings.http.token)
     if as_json:
         verbatim(report.as_json(about) + "\n")
     else:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestClient, TestServer
+from pydantic import SecretStr
 from safetensors.numpy import load
 
 from broker.client import RedisSettings
@@ -260,3 +261,28 @@ async def test_a_coordinator_that_stops_keeps_no_connection(
 )
 def test_versions_in_few_words(versions: list[int], text: str) -> None:
     assert _ranges(versions) == text
+
+
+async def test_a_token_is_wanted_where_there_is_one(redis: RedisSettings, keys: Keys) -> None:
+    """Of status and models, in no other form than it is; an autoscaler has none."""
+    right = "0123456789abcdef-é"
+    coordinator = Coordinator(
+        CoordinatorSettings(), LeaseSettings(), keys=keys, redis=redis, name="coordinator-0",
+        token=SecretStr(right),
+    )  # fmt: skip
+    http = await serving(coordinator)
+    try:
+        for path in (f"/v1/runs/{keys.name}", "/v1/models/latest", "/v1/models/0"):
+            for said in (
+                None, "", "Bearer", "Bearer ", f"Bearer {right[:-1]}",
+                f"bearer {right}", f"Basic {right}", right, "Bearer \udcff",
+            ):  # fmt: skip
+                answer = await http.get(path, headers={"Authorization": said} if said else {})
+                assert answer.status == 401, said
+                assert answer.headers["WWW-Authenticate"].startswith("Bearer")
+                assert "token" in (await answer.json())["error"]
+            answer = await http.get(path, headers={"Authorization": f"Bearer {right}"})
+            assert answer.status == 404, "there is no run"
+        assert (await http.get(f"/v1/runs/{keys.name}/scaling")).status == 200
+    finally:
+        await http.close()

@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from pydantic import SecretStr
 
 from broker import rights
 from broker.client import Client, RedisSettings
@@ -185,3 +186,27 @@ async def test_a_wrong_password_is_one_line(
         assert (code, said, wrong.count("\n")) == (1, "", 1)
         assert "refuses: " in wrong
         assert "a guess" not in wrong
+
+
+async def test_a_coordinators_token_comes_from_the_environment(
+    hand: Hand, command: Command, client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = "0123456789abcdef"
+    app = web.Application()
+    guarded = App(client, Ledger(client, keys, "c"), keys, 4, SecretStr(right))
+    app.add_routes(guarded.routes())
+    server = TestServer(app)
+    await server.start_server()
+    address = str(server.make_url("")).rstrip("/")
+    await hand.create()
+    try:
+        code, _, said = await command("--url", address, "--run", keys.name)
+        assert code == 1
+        assert "401" in said
+        assert "token" in said
+        monkeypatch.setenv("FEDSTREAM_HTTP__TOKEN", right)
+        code, shown, _ = await command("--url", address, "--run", keys.name)
+        assert code == 0
+        assert keys.name in shown
+    finally:
+        await server.close()

@@ -1,0 +1,30 @@
+"""Who may ask the coordinator over HTTP: everybody, or who says the token (``http.token``)."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+from pydantic import SecretStr
+
+from runtime.http import problem
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def guarded(handler: Handler, token: SecretStr | None) -> Handler:
+    """The handler for those who say ``Authorization: Bearer TOKEN``, 401 for others (RFC 6750)."""
+    if token is None:
+        return handler
+    wanted = f"Bearer {token.get_secret_value()}".encode()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        said = request.headers.get("Authorization", "").encode(errors="surrogateescape")
+        if hmac.compare_digest(said, wanted):
+            return await handler(request)
+        refusal = problem(401, "this coordinator wants its token: Authorization: Bearer TOKEN")
+        refusal.headers["WWW-Authenticate"] = 'Bearer realm="fedstream"'
+        return refusal
+
+    return answer
