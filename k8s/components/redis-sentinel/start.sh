@@ -9,13 +9,17 @@ set -eu
 
 master_name=fedstream
 
+# Component redis-tls: Redis speaks TLS alone, and so do the Sentinels.
+tls=
+[ ! -f /etc/redis/tls.inc ] || tls='--tls --cacert /etc/redis-tls/ca.crt'
+
 hash() { printf %s "$1" | sha256sum | cut -d ' ' -f 1; }
 
 # ask HOST PORT COMMAND...: the reply as user sentinel; nothing if there is none within 3 s
 ask() {
   host=$1 port=$2
   shift 2
-  REDISCLI_AUTH=$SENTINEL_PASSWORD timeout 3 redis-cli -h "$host" -p "$port" --user sentinel \
+  REDISCLI_AUTH=$SENTINEL_PASSWORD timeout 3 redis-cli -h "$host" -p "$port" $tls --user sentinel \
     --no-auth-warning "$@" 2>/dev/null || true
 }
 
@@ -100,7 +104,7 @@ EOF
     # Its id is its name's: one that restarts is the same one, and not a fourth that has a vote.
     cat > $conf <<EOF
 bind $POD_IP
-port 26379
+$([ -z "$tls" ] && echo port 26379 || sed 's/^tls-port .*/tls-port 26379/' /etc/redis/tls.inc)
 dir /run/redis
 sentinel myid $(printf %s "$ADDRESS" | sha1sum | cut -d ' ' -f 1)
 sentinel resolve-hostnames yes

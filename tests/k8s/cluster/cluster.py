@@ -117,6 +117,11 @@ class Cluster:
         """What there is, and the last words of everybody."""
         return "\n".join(pod.story for each in self._workloads.values() for pod in each.pods)
 
+    @property
+    def addresses(self) -> list[str]:
+        """Of all pods and Services that there may ever be."""
+        return self._addresses.every
+
     def here(self, text: str) -> str:
         """A text with addresses in place of the names of hosts, as pods get it."""
         services = {name: each.address for name, each in self._services.items()}

@@ -52,6 +52,11 @@ class Addresses:
             self._known[name] = self.new()
         return self._known[name]
 
+    @property
+    def every(self) -> list[str]:
+        """All addresses that there may ever be: a certificate is for them."""
+        return [f"{self._network}.{number}" for number in range(1, 255)]
+
     def close(self) -> None:
         """Gives the network back."""
         self._lock.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 
 from tests.k8s.cluster.manifests import Manifests
+from tests.k8s.policy.exposure import exposure
 from tests.k8s.policy.networks import networks
 from tests.k8s.policy.pods import images, probes, redis, repairable, restricted, spread
 from tests.k8s.policy.references import references
@@ -23,6 +24,7 @@ CHECKS: Mapping[str, Check] = {
     "repairable": repairable,
     "redis": redis,
     "networks": networks,
+    "exposure": exposure,
     "images": images,
 }
 

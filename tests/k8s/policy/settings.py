@@ -12,7 +12,7 @@ from coordinator.scheduling import Anarchic, InFlight
 from fedstream.config import Settings
 from fedstream.services import ROLES
 from runtime.config import load
-from tests.k8s.cluster.manifests import Manifest, Manifests
+from tests.k8s.cluster.manifests import Manifest, Manifests, texts
 from tests.k8s.policy.workloads import (
     Workload,
     environment,
@@ -128,16 +128,21 @@ def _task(
 
 
 def _redis(manifests: Manifests, found: Settings) -> Iterator[str]:
+    url = urlsplit(found.redis.url)
+    for one in manifests.of("ConfigMap"):
+        if one["metadata"]["name"].startswith("redis-config"):
+            speaks = "rediss" if "tls.inc" in texts(one) else "redis"
+            if url.scheme != speaks:
+                yield f"redis.url = {found.redis.url!r}, and Redis speaks {speaks}://"
     if found.redis.sentinel is not None:
         for node in found.redis.sentinel.nodes:
             host, _, port = node.partition(":")
             if not _leads_to_pod(manifests, host, int(port)):
                 yield f"redis.sentinel.nodes: {node} is no pod of a headless Service here"
         return
-    url = urlsplit(found.redis.url)
-    if url.scheme == "rediss":
-        return  # elsewhere
     service = manifests.find("Service", url.hostname or "")
+    if manifests.find("StatefulSet", "redis") is None:
+        return  # component external-redis: elsewhere
     ports = [port["port"] for port in service["spec"]["ports"]] if service else []
     if url.port not in ports:
         yield f"redis.url = {found.redis.url!r} is no Service here"

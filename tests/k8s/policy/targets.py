@@ -14,6 +14,7 @@ K8S = ROOT / "k8s"
 
 # What an overlay of one's own may put on top of production (device-owners takes the place of what
 # KEDA scales).
+_WITH = {"ingress": ("redis-tls",)}
 ADDITIONS = ("redis-aof", "redis-sentinel", "external-redis", "gpu", "no-data")
 
 
@@ -32,8 +33,11 @@ def _folders(where: Path) -> list[str]:
 
 
 def combinations() -> dict[str, tuple[str, ...]]:
-    """Components as they are put on the base, by the name of the combination: each alone."""
-    return {name: (name,) for name in components()}
+    """Components as they are put on the base, by the name of the combination.
+
+    Each alone, but for what it is refused without.
+    """
+    return {name: (*_WITH.get(name, ()), name) for name in components()}
 
 
 def render_all() -> Iterator[tuple[str, Manifests]]:

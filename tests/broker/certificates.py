@@ -1,0 +1,39 @@
+"""Certificates for servers that a test starts, made by openssl."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+_KEY = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes")
+
+
+def openssl(*arguments: str, cwd: Path) -> None:
+    """Raises CalledProcessError."""
+    subprocess.run(["openssl", *arguments], cwd=cwd, check=True, capture_output=True)
+
+
+def authority(folder: Path, name: str) -> None:
+    """NAME.crt and NAME.key, signed by itself. Python 3.13 asks what an authority's key is for."""
+    openssl(
+        "req", "-x509", *_KEY, "-keyout", f"{name}.key", "-out", f"{name}.crt",
+        "-subj", f"/CN={name}", "-days", "2", "-addext", "keyUsage=critical,keyCertSign,cRLSign",
+        cwd=folder,
+    )  # fmt: skip
+
+
+def signed(folder: Path, name: str, by: str, *addresses: str) -> None:
+    """NAME.crt and NAME.key for IP addresses."""
+    openssl(
+        "req", *_KEY, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}",
+        cwd=folder,
+    )  # fmt: skip
+    names = ",".join(f"IP:{address}" for address in addresses)
+    (folder / f"{name}.ext").write_text(
+        f"subjectAltName={names}\nsubjectKeyIdentifier=hash\nauthorityKeyIdentifier=keyid\n"
+    )
+    openssl(
+        "x509", "-req", "-in", f"{name}.csr", "-CA", f"{by}.crt", "-CAkey", f"{by}.key",
+        "-CAcreateserial", "-out", f"{name}.crt", "-days", "2", "-extfile", f"{name}.ext",
+        cwd=folder,
+    )  # fmt: skip
