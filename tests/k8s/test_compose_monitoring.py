@@ -1,0 +1,95 @@
+"""Compose's profile `monitoring`: what Prometheus scrapes is what the dashboard asks for."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from fedstream.config import Settings
+from fedstream.services import ROLES
+from runtime.config import load
+from tests.k8s.policy.targets import K8S, ROOT
+
+COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
+WATCHING = {name: one for name, one in COMPOSE["services"].items() if "profiles" in one}
+CONFIG = ROOT / "compose" / "prometheus.yaml"
+[JOB] = yaml.safe_load(CONFIG.read_text())["scrape_configs"]
+DASHBOARD = K8S / "components" / "monitoring" / "dashboard.json"
+
+
+def mounts(service: str) -> dict[str, str]:
+    """Paths in the container, by what they are here."""
+    pairs = [volume.split(":")[:2] for volume in WATCHING[service]["volumes"]]
+    return {here: there for here, there in pairs if here.startswith("./")}
+
+
+def test_it_is_there_only_when_it_is_asked_for() -> None:
+    assert set(WATCHING) == {"prometheus", "grafana"}
+    for service in WATCHING.values():
+        assert service["profiles"] == ["monitoring"]
+        assert re.fullmatch(r"[a-z]+/[a-z]+:v?\d+\.\d+\.\d+", service["image"])
+        assert service["read_only"]
+        assert service["cap_drop"] == ["ALL"]
+        assert all(port.startswith("127.0.0.1:") for port in service["ports"])
+
+
+def test_every_container_of_every_service_is_scraped() -> None:
+    found = load(Settings, path=K8S / "base" / "run.toml", environ={})
+    [names] = JOB["dns_sd_configs"]
+    assert set(names["names"]) == set(ROLES)
+    assert set(names["names"]) < set(COMPOSE["services"])
+    assert names["port"] == found.http.health_port
+
+
+def test_series_have_the_labels_that_the_dashboard_asks_for() -> None:
+    """As Kubernetes' ServiceMonitor gives them; the metrics' names: test_monitoring.py."""
+    given = {"job", "instance"} | {one["target_label"] for one in JOB["relabel_configs"]}
+    expressions = [
+        target["expr"]
+        for panel in json.loads(DASHBOARD.read_text())["panels"]
+        for target in panel["targets"]
+        if "kubelet" not in target["expr"]  # what only a cluster has
+    ]
+    about = {"namespace", "component", "pod", "container", "job", "instance"}
+    asked = {word for text in expressions for word in re.findall(r"\w+", text)} & about
+    assert "namespace" in asked
+    assert asked <= given
+    assert JOB["job_name"] == "fedstream", "as the alerts say"
+
+
+def test_grafana_finds_the_source_and_the_dashboard() -> None:
+    inside = mounts("grafana")
+    for here in (*inside, *mounts("prometheus")):
+        assert (ROOT / here).is_file(), here
+    [source] = yaml.safe_load((ROOT / "compose/grafana/datasources.yaml").read_text())[
+        "datasources"
+    ]
+    [provider] = yaml.safe_load((ROOT / "compose/grafana/dashboards.yaml").read_text())["providers"]
+    assert source["type"] == "prometheus"
+    assert source["isDefault"], "the dashboard asks for whichever is the default"
+    assert source["url"] == "http://prometheus:9090"
+    dashboard = inside[f"./{DASHBOARD.relative_to(ROOT)}"]
+    assert Path(dashboard).parent == Path(provider["options"]["path"])
+    for kind in ("datasources", "dashboards"):
+        assert inside[f"./compose/grafana/{kind}.yaml"].startswith(
+            f"/etc/grafana/provisioning/{kind}/"
+        )
+    [config] = [one for one in WATCHING["prometheus"]["command"] if "config.file" in one]
+    assert config.partition("=")[2] == mounts("prometheus")["./compose/prometheus.yaml"]
+
+
+def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed")
+    for text, code in ((CONFIG.read_text(), 0), (CONFIG.read_text() + "scrape: {}\n", 1)):
+        (tmp_path / "prometheus.yaml").write_text(text)
+        command = [promtool, "check", "config", "prometheus.yaml"]
+        said = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+        assert said.returncode == code, said.stdout + said.stderr
