@@ -155,6 +155,8 @@ class Row:
     last: float
     seconds: float
     """of the machine, without the loading of data"""
+    commit: str = ""
+    """of the program, ``+`` if there was more in it than that; nothing where it is not known"""
 
 
 Points: TypeAlias = dict[str, Vector]
@@ -234,6 +236,22 @@ def falling(results: Results, cell: str) -> float:
     """
     _, accuracy, _ = results.curve(cell, "version", "accuracy")
     return mean(max(0.0, float(a - b)) for a, b in pairwise(accuracy))
+
+
+def judged(
+    judge: Callable[[Callable[[str], float]], bool],
+    over: Callable[[str], float],
+    end: Callable[[str], float],
+) -> tuple[bool, str]:
+    """(whether a claim holds both over the run and at the end, where it does if only in one).
+
+    ``over`` and ``end`` give a cell's number, ``judge`` decides by either.
+    """
+    held = {"over the run": judge(over), "at the end": judge(end)}
+    if len(set(held.values())) == 1:
+        return held["at the end"], ""
+    there, elsewhere = sorted(held, key=lambda where: not held[where])
+    return False, f"It holds {there}, and not {elsewhere}. "
 
 
 def no_claims(_results: Results) -> list[Claim]:

@@ -7,6 +7,7 @@ whole. So a command that was interrupted, however it ended, goes on where it was
 from __future__ import annotations
 
 import csv
+import fnmatch
 import hashlib
 import json
 import math
@@ -15,10 +16,11 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
+from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
@@ -28,6 +30,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from broker.errors import ConfigError
+from experiments.program import commit
 from experiments.reproduction import Cell, Experiment, Points, Results, Row, settings_of
 from fedstream import machine
 from fedstream.display import duration
@@ -80,15 +83,23 @@ def job_of(
 
 
 def jobs_of(
-    experiment: Experiment, *, repeats: int | None, scale: float, data_root: str | None
+    experiment: Experiment,
+    *,
+    repeats: int | None,
+    scale: float,
+    data_root: str | None,
+    cells: Sequence[str] = (),
+    seed: int = 0,
 ) -> list[Job]:
-    """All runs of an experiment; ``repeats`` of each cell, else as many as it says.
+    """The runs of an experiment; ``repeats`` of each cell, else as many as it says.
 
-    Those with the same data come one after the other: a process keeps the last data it read.
+    ``cells``: labels, or patterns of them; all where there are none. ``seed``: of the first repeat,
+    which is its number. Those with the same data come one after the other: a process keeps the last
+    data it read. Raises ConfigError for a pattern that no cell has.
     """
     jobs = [
-        job_of(experiment, cell, repeat, scale, data_root)
-        for cell in experiment.cells
+        job_of(experiment, cell, seed + repeat, scale, data_root)
+        for cell in chosen(experiment, cells)
         for repeat in range(repeats or experiment.repeats_of(cell))
     ]
     data = [
@@ -96,6 +107,20 @@ def jobs_of(
     ]
     first = {of: n for n, of in reversed(list(enumerate(data)))}
     return [job for _, job in sorted(zip(data, jobs, strict=True), key=lambda x: first[x[0]])]
+
+
+def chosen(experiment: Experiment, patterns: Sequence[str]) -> list[Cell]:
+    """The cells that these name, in the experiment's order. Raises ConfigError."""
+    labels = [cell.label for cell in experiment.cells]
+    for pattern in patterns:
+        if pattern not in labels and not fnmatch.filter(labels, pattern):
+            near = get_close_matches(pattern, labels, n=1) or labels[:1]
+            raise ConfigError(f"{experiment.name} has no cell {pattern!r}; there is {near[0]!r}")
+    return [
+        cell for cell in experiment.cells
+        if not patterns
+        or any(cell.label == one or fnmatch.fnmatchcase(cell.label, one) for one in patterns)
+    ]  # fmt: skip
 
 
 def run_job(job: Job) -> tuple[Row, Points]:
@@ -203,6 +228,7 @@ class Call:
     threads: int
     seconds: float
     """from its start to its end"""
+    commit: str = ""
 
 
 class Store:
@@ -215,14 +241,21 @@ class Store:
         """That of the results that are there; None: there are none."""
         return next((row.scale for row in self._rows()), None)
 
-    def begin(self, experiment: Experiment, scale: float, *, again: bool) -> set[tuple[str, int]]:
+    def begin(
+        self,
+        experiment: Experiment,
+        scale: float,
+        *,
+        again: bool,
+        some: Container[tuple[str, int]] | None = None,
+    ) -> set[tuple[str, int]]:
         """The runs that are there, by cell and repeat. Those of cells that are no more, or were
-        configured otherwise, are dropped from the files; ``again``: all.
+        configured otherwise, are dropped from the files; ``again``: all, or ``some``.
 
         Raises ConfigError if there are results of another scale.
         """
         there = self.scale()
-        if there is not None and there != scale and not again:
+        if there is not None and there != scale and not (again and some is None):
             raise ConfigError(
                 f"{self.folder} holds results at scale {there:g}, not {scale:g}: give --scale "
                 f"{there:g}, another folder with --out, or --again to replace them"
@@ -232,7 +265,8 @@ class Store:
         found = self.results()
         kept = [
             row for row in found.rows
-            if not again and row.cell in cells
+            if not (again and (some is None or (row.cell, row.repeat) in some))
+            and row.cell in cells
             and job_of(experiment, cells[row.cell], row.repeat, scale).configuration
             == row.configuration
         ]  # fmt: skip
@@ -306,7 +340,8 @@ class Store:
     def _rows(self) -> list[Row]:
         found = {}
         for line in self._lines(ROWS):
-            row = Row(**{f.name: _TYPES[str(f.type)](line[f.name]) for f in fields(Row)})
+            # `commit` came later than some of the results
+            row = Row(**{f.name: _TYPES[str(f.type)](line.get(f.name, "")) for f in fields(Row)})
             found[row.cell, row.repeat] = row
         return list(found.values())
 
@@ -347,6 +382,8 @@ def run(
     repeats: int | None = None,
     scale: float = 1.0,
     data_root: str | None = None,
+    cells: Sequence[str] = (),
+    seed: int = 0,
     processes: int = 1,
     again: bool = False,
     command: str = "",
@@ -357,19 +394,24 @@ def run(
     Raises ConfigError, DataError: what was finished before is kept.
     """
     store, began = Store(folder), time.perf_counter()
-    wanted = jobs_of(experiment, repeats=repeats, scale=scale, data_root=data_root)
+    wanted = jobs_of(
+        experiment, repeats=repeats, scale=scale, data_root=data_root, cells=cells, seed=seed
+    )
     settings_of(wanted[0].sets)
-    there = store.begin(experiment, scale, again=again)
+    some = {(job.cell, job.repeat) for job in wanted} if cells or seed else None
+    there = store.begin(experiment, scale, again=again, some=some)
     missing = [job for job in wanted if (job.cell, job.repeat) not in there]
     processes = max(1, min(processes, len(missing)))
     threads = max(1, cores() // processes)
     say(f"{experiment.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them are there")
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+    program = commit()  # before there are results, which may be in the checkout
     waiting, done = Counter(job.cell for job in missing), list[Row]()
     for n, (row, curve) in enumerate(results(missing, processes, threads), start=1):
+        row = replace(row, commit=program)
         store.add(row, curve)
         seconds = time.perf_counter() - began
-        call = Call(command, date, n, processes, threads, round(seconds, 1))
+        call = Call(command, date, n, processes, threads, round(seconds, 1), program)
         store.tell(experiment, scale, call)
         waiting[row.cell] -= 1
         done.append(row)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,8 +66,8 @@ def table(experiment: Experiment, results: Results) -> str:
     """Markdown: every cell, then every claim."""
     of = experiment.metric
     about = (
-        f"{experiment.source}. Here: {length(experiment, results)}; `{results.command}`; machine, "
-        "date and configurations are in about.json."
+        f"{experiment.source}. Here: {length(experiment, results)}; `{results.command}`; "
+        f"{_program(results)}; machine, date and configurations are in about.json."
     )
     how = (
         f"{of[0].upper()}{of[1:]}, mean ± standard deviation over the repeats. The best is that of "
@@ -97,6 +98,20 @@ def table(experiment: Experiment, results: Results) -> str:
         )
     lines += ["", *_agreement(experiment, results, far), *_claims(experiment, results)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _program(results: Results) -> str:
+    """Which commits the runs were made with."""
+    runs = Counter(row.commit for row in results.rows)
+    named = [
+        commit.removesuffix("+") + " with changes" * commit.endswith("+")
+        + f" ({n} {'run' if n == 1 else 'runs'})" * (len(runs) > 1)
+        for commit, n in runs.most_common() if commit
+    ]  # fmt: skip
+    told = [f"commit {', '.join(named)}"] if named else []
+    if runs[""]:
+        told.append(f"{runs['']} runs of a commit that was not recorded")
+    return " and ".join(told) or "no runs"
 
 
 def _agreement(experiment: Experiment, results: Results, far: set[str]) -> list[str]:

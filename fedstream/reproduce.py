@@ -27,6 +27,8 @@ def reproduce(
     repeats: int | None,
     scale: float,
     data_root: str | None,
+    cells: Sequence[str] = (),
+    seed: int = 0,
     processes: int | None,
     out: Path | None,
     again: bool,
@@ -51,7 +53,8 @@ def reproduce(
         folder = out or RESULTS / name
         results = run(
             known[name], folder, repeats=repeats, scale=scale, data_root=data_root,
-            processes=processes or cores(), again=again, command=command, say=say,
+            cells=cells, seed=seed, processes=processes or cores(), again=again, command=command,
+            say=say,
         )  # fmt: skip
         show(known[name], results, folder)
         say(f"{name}: {folder / TABLE}")

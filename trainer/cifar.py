@@ -52,7 +52,7 @@ def cifar10_afl(settings: TaskSettings) -> InMemory:
 
 
 def fedasync_network() -> nn.Module:
-    """FedAsync's network (2019, appendix): 2,625,866 parameters.
+    """FedAsync's network (2019, section 9, table 2): 2,625,866 parameters.
 
     Bytes of shape (batch, 3, 32, 32) to scores of shape (batch, 10).
     """

@@ -1,6 +1,6 @@
 """How much an update weighs: staleness functions s(d) and schedules of the mixing weight alpha(t).
 
-Asynchronous Federated Optimization (Xie, Koyejo, Gupta), section 5.2 of the 2019 edition. Staleness
+Asynchronous Federated Optimization (Xie, Koyejo, Gupta), section 4 of the 2019 edition. Staleness
 here is d = t - tau, t being the version current when the update is applied, so that an update that
 started from the current version has d = 0, and s(0) = 1 for every function.
 """

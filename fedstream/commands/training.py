@@ -136,6 +136,13 @@ def reproduce(
         int | None,
         typer.Option(min=1, metavar="R", help="of every cell; as many as it says if not given"),
     ] = None,
+    cell: Annotated[
+        list[str] | None,
+        typer.Option(metavar="LABEL", help="this cell alone, or those like 'p = 1, *'; repeatable"),
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(min=0, metavar="N", help="of the first repeat; the next has N + 1")
+    ] = 0,
     scale: Annotated[
         float, typer.Option(min=1.0, metavar="S", help="divide the number of versions by it")
     ] = 1.0,
@@ -164,8 +171,9 @@ def reproduce(
         return
     try:
         page.reproduce(
-            names or (), repeats=repeats, scale=scale, data_root=data_root, processes=jobs,
-            out=out, again=again, command=shlex.join(["fedstream", *sys.argv[1:]]), say=line,
+            names or (), repeats=repeats, cells=cell or (), seed=seed, scale=scale,
+            data_root=data_root, processes=jobs, out=out, again=again,
+            command=shlex.join(["fedstream", *sys.argv[1:]]), say=line,
         )  # fmt: skip
     except KeyboardInterrupt:
         leave(INTERRUPTED)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import re
+import subprocess
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +15,7 @@ import pytest
 
 from broker.errors import ConfigError, DataError
 from experiments import reproduction, running
+from experiments.program import commit
 from experiments.reproduction import (
     Cell,
     Claim,
@@ -22,6 +26,7 @@ from experiments.reproduction import (
     Row,
     Sweep,
     catalogue,
+    judged,
     settings_of,
 )
 from experiments.running import Job, Store, jobs_of, left_s, run, thinned
@@ -281,6 +286,106 @@ def test_a_curve_keeps_some_versions_and_the_losses_between_them() -> None:
     assert curve["version"].tolist() == [0, 4, 8]
     assert np.isnan(curve["training_loss"][0])
     assert curve["training_loss"][1:].tolist() == [2.5, 6.5]
+
+
+def test_a_verdict_holds_over_the_run_and_at_the_end() -> None:
+    def over(cell: str) -> float:
+        return {"a": 0.5, "b": 0.4, "c": 0.3}[cell]
+
+    def end(cell: str) -> float:
+        return {"a": 0.5, "b": 0.6, "c": 0.3}[cell]
+
+    assert judged(lambda of: of("a") > of("c"), over, end) == (True, "")
+    assert judged(lambda of: of("c") > of("a"), over, end) == (False, "")
+    where = "It holds over the run, and not at the end. "
+    assert judged(lambda of: of("a") > of("b"), over, end) == (False, where)
+    where = "It holds at the end, and not over the run. "
+    assert judged(lambda of: of("b") > of("a"), over, end) == (False, where)
+
+
+@pytest.mark.parametrize("name", catalogue())
+def test_the_tables_that_are_kept_are_those_of_their_results(name: str) -> None:
+    """Verdicts are computed, and the program that computes them is this one."""
+    folder = command.RESULTS / name
+    results = Store(folder).results()
+    assert (folder / TABLE).read_text() == table(catalogue()[name], results)
+
+
+# some of it, and by which program
+
+
+def test_a_cell_alone_and_the_seed_of_its_first_repeat(tiny: Experiment, tmp_path: Path) -> None:
+    def wanted(*cells: str, seed: int = 0) -> list[tuple[str, int]]:
+        jobs = jobs_of(tiny, repeats=2, scale=1.0, data_root=None, cells=cells, seed=seed)
+        assert all(job.sets["run.seed"] == job.sets["task.seed"] == job.repeat for job in jobs)
+        return sorted((job.cell, job.repeat) for job in jobs)
+
+    assert wanted("slow", seed=7) == [("slow", 7), ("slow", 8)]
+    assert wanted("s*", "fast") == wanted("*") == wanted()
+    with pytest.raises(ConfigError, match="tiny has no cell 'slwo'; there is 'slow'"):
+        wanted("slwo")
+    run(tiny, tmp_path, repeats=1, scale=10)
+    results = run(tiny, tmp_path, repeats=1, scale=10, cells=["slow"], seed=5)
+    assert [(row.cell, row.repeat) for row in results.rows] == [
+        ("fast", 0), ("slow", 0), ("slow", 5)
+    ]  # fmt: skip
+    before = {(row.cell, row.repeat): row for row in results.rows}
+    again = run(tiny, tmp_path, repeats=1, scale=10, cells=["slow"], seed=5, again=True)
+    after = {(row.cell, row.repeat): row for row in again.rows}
+    assert after.keys() == before.keys()
+    assert after["fast", 0] == before["fast", 0], "--again is about what is named"
+    with pytest.raises(ConfigError, match="results at scale 10, not 5"):
+        run(tiny, tmp_path, repeats=1, scale=5, cells=["slow"], again=True)
+
+
+def checkout(folder: Path) -> Path:
+    """A repository with a program in it."""
+    (folder / "program.py").write_text("1\n")
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "one"]):
+        subprocess.run(
+            ["git", "-c", "user.name=n", "-c", "user.email=e", *words],
+            cwd=folder, check=True, env={"PATH": os.environ["PATH"], "HOME": str(folder)},
+        )  # fmt: skip
+    return folder
+
+
+def test_the_commit_is_named_and_whether_the_program_was_changed(tmp_path: Path) -> None:
+    there = checkout(tmp_path)
+    clean = commit(there)
+    assert re.fullmatch("[0-9a-f]{12}", clean)
+    (there / "results.csv").write_text("not the program")
+    assert commit(there) == clean
+    (there / "more.py").write_text("2\n")
+    assert commit(there) == clean + "+"
+    (there / "more.py").unlink()
+    (there / "program.py").write_text("3\n")
+    assert commit(there) == clean + "+"
+    assert commit(there / "nowhere") == ""
+
+
+def test_results_say_which_commits_made_them(
+    tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(running, "commit", lambda: "0123456789ab")
+    results = run(tiny, tmp_path, repeats=1, scale=10)
+    assert {row.commit for row in results.rows} == {"0123456789ab"}
+    assert "; commit 0123456789ab; machine" in table(tiny, results)
+    assert json.loads((tmp_path / "about.json").read_text())["calls"][0]["commit"] == "0123456789ab"
+    monkeypatch.setattr(running, "commit", lambda: "ba9876543210+")
+    results = run(tiny, tmp_path, repeats=2, scale=10, cells=["slow"])
+    told = "; commit 0123456789ab (2 runs), ba9876543210 with changes (1 run); machine"
+    assert told in table(tiny, results)
+
+
+def test_results_from_before_commits_were_recorded_are_read(
+    tiny: Experiment, tmp_path: Path
+) -> None:
+    run(tiny, tmp_path, repeats=1, scale=10)
+    rows = (tmp_path / "results.csv").read_text().splitlines()
+    (tmp_path / "results.csv").write_text("".join(line.rpartition(",")[0] + "\n" for line in rows))
+    results = run(tiny, tmp_path, repeats=1, scale=10)
+    assert [row.commit for row in results.rows] == ["", ""]
+    assert "; 2 runs of a commit that was not recorded; machine" in table(tiny, results)
 
 
 # what is refused

@@ -1,4 +1,4 @@
-"""Staleness functions and schedules, by the formulas of the paper (FedAsync 2019, section 5.2)."""
+"""Staleness functions and schedules, by the formulas of the paper (FedAsync 2019, section 4)."""
 
 from __future__ import annotations
 

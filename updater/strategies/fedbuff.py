@@ -38,8 +38,8 @@ class FedBuffSettings(Section):
 class FedBuff(Batch):
     """x_{t+1} = x_t - (server_lr / K) sum s(d) (x_tau - x_new), every K arrivals.
 
-    Federated Learning with Buffered Asynchronous Aggregation, as in FedBuff's analysis without
-    bounded gradients (``papers/fedbuff-unbounded-gradients``), algorithm 1.
+    Unbounded Gradients in Federated Learning with Buffered Asynchronous Aggregation (Toghani,
+    Uribe), algorithm 2; its devices' part is algorithm 1.
     """
 
     def __init__(self, settings: FedBuffSettings) -> None:
