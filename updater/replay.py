@@ -110,7 +110,7 @@ class WhatIf:
             used.append(spare)
             # Its staleness is the fact: this rule may have made fewer versions by now.
             tau = max(0, before.state.version - message.staleness)
-            upload = message.upload.model_copy(update={"tau": tau})
+            upload = message.upload.model_copy(update={"tau": tau, "handed": None})
             step = take(self.rule, before, upload, recorded(record, update), spare)
         if self._ends_round(record) and step.made is None:
             closed = close_round(self.rule, step.after, step.after.state.version)

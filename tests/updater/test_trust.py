@@ -1,0 +1,83 @@
+"""Staleness counts from what was handed out where a device's word does not count."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.messages import Upload
+from tests.support import Hand, context, layout_of, model_of, running, wait_until
+from updater.refusals import by_word
+from updater.replay import Replayer
+from updater.rules import Constant, Polynomial
+from updater.strategies import FedAsyncSettings, State
+
+FADING = FedAsyncSettings(alpha=0.5, staleness=Polynomial(a=1.0))
+
+
+async def two_versions_later(hand: Hand, **said: Any) -> Upload:
+    """An update that says that it began with version 2, of a task that is as old as version 0."""
+    for number in (1, 2):
+        await hand.admitted(1.0)
+        await hand.reaches(number)
+    [trigger] = await hand.open()
+    upload = await hand.trained(trigger, 3.0, **said)
+    assert upload.tau == 2
+    await hand.slip_in(upload)
+    return upload
+
+
+async def test_an_update_of_a_site_that_is_not_trusted_weighs_as_its_task(
+    make: Any, hand: Hand, folder: Path
+) -> None:
+    """Live, and out of the journal again: by the same rule, and by another."""
+    async with running(make(FADING), context()):
+        await hand.join()
+        await two_versions_later(hand, site="north", handed=0)
+        await hand.reaches(3)
+    last = (await hand.published())[-1]
+    [made] = last.updates
+    assert (made.tau, made.staleness, made.weight) == (2, 2, 0.5 / 3)
+    with Replayer(folder) as again:
+        found = [(m.version, m.model.digest(), m.step.decision) for m in again if m.step.made]
+    assert found[-1][:2] == (3, last.digest)
+    other = FedAsyncSettings(alpha=0.5, staleness=Polynomial(a=2.0))
+    with Replayer(folder, strategy=other) as under_another:
+        weights = [m.step.decision.weight for m in under_another if m.step.decision]
+    assert weights[-1] == 0.5 / 9
+
+
+async def test_it_may_be_too_stale_though_it_says_that_it_is_fresh(make: Any, hand: Hand) -> None:
+    strategy = FedAsyncSettings(alpha=0.5, staleness=Constant(), max_staleness=1)
+    async with running(make(strategy), context()):
+        await hand.join()
+        upload = await two_versions_later(hand, site="north", handed=0)
+
+        async def is_refused() -> bool:
+            return (await hand.ledger.look()).reasons("refused") == {"too stale": 1}
+
+        await wait_until(is_refused)
+        [event] = [one for one in await hand.events() if one.task == upload.task]
+        assert event.staleness == 2
+
+
+@pytest.mark.parametrize(
+    ("tau", "handed", "since", "why"),
+    [
+        (5, None, 5, ""), (3, None, 3, "too stale"), (5, 4, 4, ""), (5, 3, 3, "too stale"),
+        (6, 4, 4, "unknown base"), (3, 4, 3, "too stale"),
+    ],
+)  # fmt: skip
+def test_staleness_counts_from_the_older_of_both(
+    tau: int, handed: int | None, since: int, why: str
+) -> None:
+    model = model_of(layout_of())
+    upload = Upload(
+        task="t", attempt="a", device=1, trainer="t", tau=tau, base="b", digest="d",
+        layout=model.layout.signature, size=16, samples=1, steps=1, lr=0.1, handed=handed,
+    )  # fmt: skip
+    rule = FedAsyncSettings(max_staleness=1).build()
+    assert upload.since == since
+    assert by_word(upload, rule, State(5, model)) == why
