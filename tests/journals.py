@@ -205,7 +205,7 @@ class Scribe:
         before = about["version"] - ("digest" in about)  # a version more is this record's own
         record = Taken(
             entry=self._entry(), upload=upload, time=self._time, received=self._time - 0.5,
-            staleness=before - upload.tau, **about,
+            staleness=before - upload.since, **about,
         )  # fmt: skip
         self.writer.append(record, *([model] if self.weights else []))
         return record

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from broker.messages import Upload
+from tests.journals import Scribe
 from tests.support import Hand, context, layout_of, model_of, running, wait_until
 from updater.refusals import by_word
 from updater.replay import Replayer
 from updater.rules import Constant, Polynomial
-from updater.strategies import FedAsyncSettings, State
+from updater.strategies import FedAsyncSettings, FedBuffSettings, State
 
 FADING = FedAsyncSettings(alpha=0.5, staleness=Polynomial(a=1.0))
 
@@ -47,6 +48,19 @@ async def test_an_update_of_a_site_that_is_not_trusted_weighs_as_its_task(
     with Replayer(folder, strategy=other) as under_another:
         weights = [m.step.decision.weight for m in under_another if m.step.decision]
     assert weights[-1] == 0.5 / 9
+
+
+def test_a_rule_that_makes_more_versions_counts_it_as_it_was(tmp_path: Path) -> None:
+    """Three updates are one version by the one rule, and three by the other."""
+    scribe = Scribe(tmp_path, FedBuffSettings(buffer_size=3))
+    for _ in range(3):
+        scribe.update()
+    taken = scribe.update(site="north", handed=0)
+    scribe.close()
+    assert (taken.upload.tau, taken.staleness) == (1, 1)
+    with Replayer(tmp_path, strategy=FedBuffSettings(buffer_size=1)) as under_another:
+        told = [m.step.decision.staleness for m in under_another if m.step.decision]
+    assert told == [0, 0, 0, 1]
 
 
 async def test_it_may_be_too_stale_though_it_says_that_it_is_fresh(make: Any, hand: Hand) -> None:
