@@ -7,10 +7,13 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Literal
 
+from broker.errors import BrokerError
 from broker.layout import Layout
 from broker.messages import OUTCOMES, Outcome, Sends, Trigger, Version
 
 State = Literal["running", "finished"]
+
+_KEYS = b"2"  # what the keys of a run are called and hold; 1: that of release 0.1
 
 
 def flattened(values: Mapping[str, object]) -> list[str | bytes]:
@@ -53,6 +56,7 @@ class Run:
         return flattened(
             {name: value for name, value in self.__dict__.items() if name != "layout"}
             | {
+                "keys": _KEYS,
                 "layout": self.layout.signature,
                 "size": self.layout.nbytes,
                 "tensors": self.layout.encode(),
@@ -63,6 +67,12 @@ class Run:
     @lru_cache(16)  # it is in every view, and changes once: when the run ends
     def parsed(cls, flat: tuple[bytes, ...]) -> Run:
         record = mapping(flat)
+        if (keys := record.get("keys", b"1")) != _KEYS:
+            raise BrokerError(
+                f"the run in Redis was made by another release of fedstream (its keys are of kind "
+                f"{keys.decode()}, ours of {_KEYS.decode()}): finish it with that release, or take "
+                "another run.name or Redis"
+            )
         number = record.get("max_staleness")
         finished = record.get("finished")
         return cls(

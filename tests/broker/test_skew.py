@@ -16,6 +16,7 @@ from pydantic import BaseModel
 
 from broker import messages
 from broker.client import Client
+from broker.errors import BrokerError
 from broker.keys import Keys
 from broker.messages import (
     CloseRound,
@@ -249,6 +250,19 @@ async def test_the_records_of_a_later_updater_are_read(
         await client.call("HSET", key, "later", 1)
     view = await hand.ledger.look()
     assert (view.run, view.head.version) == (hand.run(), 0)
+
+
+async def test_a_run_of_the_release_before_is_refused_in_one_line(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    """Its services and ours would not see each other's streams."""
+    await hand.create()
+    await client.call("HDEL", keys.run, "keys")
+    for read in (hand.ledger.run, hand.ledger.look):
+        with pytest.raises(BrokerError, match="made by another release of fedstream") as raised:
+            await read()
+        assert not raised.value.retriable
+        assert "\n" not in str(raised.value)
 
 
 if __name__ == "__main__":

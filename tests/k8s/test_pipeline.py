@@ -239,7 +239,7 @@ async def test_a_run_outlives_all_that_is_done_to_its_pods(
 
         async def nothing_waits() -> bool:
             about = await it.get()
-            return not (about["queue"] or about["uploads"] or about["admitted"])
+            return not (about["queue"] or about["inbox"] or about["admitted"])
 
         await cluster.until(nothing_waits, what="what was uploaded is applied")
         about = await it.get()
