@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from math import isnan
 from pathlib import Path
@@ -12,7 +14,7 @@ import typer
 
 from broker.errors import ConfigError, FedstreamError
 from fedstream.commands.options import OUTCOMES, TrustRecorded, one_of
-from fedstream.terminal import line, verbatim
+from fedstream.terminal import Step, adding, line, progress, verbatim
 
 # What a command needs is imported in it: `--help` answers at once.
 if TYPE_CHECKING:
@@ -26,6 +28,19 @@ Dir = Annotated[
     Path, typer.Argument(metavar="DIR", help="a run's folder, its journal's, or one segment's file")
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
+
+
+@contextmanager
+def _bar(what: str, total: int, *, quiet: bool) -> Iterator[Step]:
+    """A bar over the bytes of a journal."""
+    with progress(what, total, quiet=quiet, parts=False) as step:
+        yield adding(step, total)
+
+
+def _columns(incomplete: str) -> list[str]:
+    from fedstream.journal_pages import NAMES
+
+    return one_of(NAMES)(incomplete)
 
 
 @app.command()
@@ -48,6 +63,17 @@ def show(
     last: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="only the last N of these lines")
     ] = None,
+    norms: Annotated[
+        bool,
+        typer.Option(
+            "--norms",
+            help="also the norm of what was sent, and the distance of x_new from x, which it was "
+            "mixed into: makes every model again",
+        ),
+    ] = False,
+    table: Annotated[
+        Path | None, typer.Option("--csv", metavar="FILE", help="write them there instead")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="an object in each line")] = False,
 ) -> None:
     """The records in order: what arrived, from whom, how late, and what became of it."""
@@ -62,10 +88,13 @@ def show(
     with opened(path) as chain:
         if first is not None:
             chain = _from(chain, first)
-        found = pages.lines(chain, wanted)
+        found = pages.lines(chain, wanted, norms=norms)
         chosen = found if last is None else iter(deque(found, maxlen=last))
+        if table is not None:
+            line(f"{pages.write_lines(table, chosen)} records are in {table}")
+            return
         if not as_json:
-            pages.show(chosen)
+            pages.show(chosen, norms=norms)
             return
         for found_line in chosen:
             verbatim(_in_one_line(pages.facts(*found_line)) + "\n")
@@ -129,10 +158,11 @@ def verify(
 
     verdicts = []
     with inspection.opened(path) as chain:
-        for verdict in inspection.verify(chain, models=models):
-            verdicts.append(verdict)
-            if not as_json:
-                line(pages.verdict(verdict))
+        with _bar("verify", inspection.counting(chain), quiet=as_json) as read:
+            for verdict in inspection.verify(chain, models=models, read=read):
+                verdicts.append(verdict)
+                if not as_json:
+                    line(pages.verdict(verdict))
         others = [] if path.is_file() else inspection.uncounted(chain)
     records, versions = sum(v.records for v in verdicts), sum(v.versions for v in verdicts)
     damaged = [verdict for verdict in verdicts if verdict.damage is not None]
@@ -298,7 +328,7 @@ def export(
     Names, shapes and dtypes are those of the task's state_dict, for which the task itself is not
     needed; a tensor that is tied has the first of its names only.
     """
-    from updater.inspection import model_at, newest, opened
+    from updater.inspection import counting, model_at, newest, opened, since
     from updater.journal import SUFFIX
 
     if out.suffix == SUFFIX:
@@ -307,7 +337,9 @@ def export(
         raise ConfigError(f"--out {out}: is there already: name another file, or --force")
     with opened(path) as chain:
         number = newest(chain) if version is None else version
-        model, digest = model_at(chain, number)
+        from_there = since(chain, number)[:1]
+        with _bar("export", counting(from_there), quiet=False) as read:
+            model, digest = model_at(chain, number, read)
         head = chain[-1].head
     about = {"version": str(number), "digest": digest, "run": head.run, "task": head.task}
     _write(out, model, about)
@@ -342,8 +374,19 @@ def stats(
         int, typer.Option(min=1, metavar="K", help="versions that the cosine looks ahead")
     ] = 10,
     sort: Annotated[
-        str, typer.Option(metavar="COLUMN", help="by this one, such as mean_distance")
+        str,
+        typer.Option(
+            metavar="COLUMN",
+            autocompletion=_columns,
+            help="by this one, such as max_distance: --json names them all",
+        ),
     ] = "device",
+    ascending: Annotated[
+        bool | None,
+        typer.Option(
+            "--ascending/--descending", help="devices ascend, numbers descend if not given"
+        ),
+    ] = None,
     table: Annotated[
         Path | None, typer.Option("--csv", metavar="FILE", help="write the table there")
     ] = None,
@@ -351,7 +394,9 @@ def stats(
 ) -> None:
     """What each device brought: outcomes, staleness, weight, loss, and where its updates point.
 
-    mean norm is of x_new, mean distance of x_new - x, x being the model that it was mixed into.
+    Of each number there are mean, median, 90th percentile and maximum; a terminal shows as many
+    columns as it has room for, the one that is sorted by among them. The norm is that of x_new, the
+    distance that of x_new - x, x being the model that it was mixed into.
     mean cosine is the one between x_new - x and the way the model went in the K versions after the
     one with the update in it: about 0 or less says that the others undid it. Updates that fewer
     than K versions followed are left out of it; of a model of more than 65,536 numbers so many,
@@ -359,13 +404,13 @@ def stats(
     """
     from fedstream import journal_pages as pages
     from fedstream.report import as_json as text
-    from updater.inspection import opened
-    from updater.inspection import stats as measured
+    from updater.inspection import counting, opened
+    from updater.shares import stats as measured
 
     pages.check_column(sort)
-    with opened(path) as chain:
-        shares = measured(chain, ahead)
-    rows = pages.rows(shares, sort)
+    with opened(path) as chain, _bar("stats", counting(chain), quiet=as_json) as read:
+        shares = measured(chain, ahead, read)
+    rows = pages.rows(shares, sort, ascending=ascending)
     used = sum(share.staleness.count for share in shares.values())
     weighted = sum(share.norm.count for share in shares.values())
     if table is not None:
@@ -374,7 +419,7 @@ def stats(
         about = {"ahead": ahead, "updates": used, "with_weights": weighted, "devices": rows}
         verbatim(text(about) + "\n")
         return
-    pages.show_rows(rows)
+    pages.show_rows(rows, sort)
     if weighted < used:
         line(
             f"{used - weighted} of {used} updates were recorded without their weights: norms, "

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from broker.errors import DataError, FedstreamError, LayoutMismatch
 from broker.layout import Model
 from trainer.task import load_task, measured, untrained
-from updater.inspection import Move, direction, history, newest, since
+from updater.inspection import Move, history, newest, since
 from updater.journal import Segment, Standing, Taken
 from updater.mixing import norm
 from updater.rebuild import NotRecorded, is_used
+from updater.shares import direction
 
 if TYPE_CHECKING:
     from fedstream.config import Settings

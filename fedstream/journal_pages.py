@@ -7,30 +7,41 @@ from __future__ import annotations
 
 import csv
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO, TypeAlias
 
-from rich.console import Console
 from rich.table import Table
 
 from broker.errors import ConfigError
 from broker.messages import OUTCOMES
+from fedstream.columns import GAP, fitting
 from fedstream.journal_bisect import Cause
-from fedstream.terminal import cell, clock, console, number
-from updater.inspection import Share, Verdict, entries
-from updater.journal import Entry, JournalError, Record, Segment, Standing, Taken, cuts
+from fedstream.terminal import cell, clock, console, line, number, room
+from runtime.visible import visible
+from updater.inspection import Move, Verdict, entries, moves
+from updater.journal import Cut, Entry, JournalError, Record, Segment, Standing, Taken, cuts
+from updater.mixing import norm
+from updater.rebuild import is_used
+from updater.shares import Share, Spread, direction
 
 _PAGE = 1000  # records in a table, so that the next can be read
-_COLUMNS = {
+_WIDTHS = {
     "version": 8, "time": 12, "device": 6, "task": 12, "tau": 8, "late": 5, "weight": 9,
-    "outcome": 9, "samples": 7, "steps": 6, "loss": 9, "digest": 8, "reason": 24,
+    "outcome": 9, "samples": 7, "steps": 6, "loss": 9, "norm": 9, "distance": 9, "digest": 8,
+    "reason": 20,
 }  # fmt: skip
+_NORMS = ("norm", "distance")
 _TEXT = ("time", "task", "outcome", "digest", "reason")
-_WIDTH = sum(_COLUMNS.values()) + 2 * len(_COLUMNS)
+_IMPORTANT = (
+    "version", "device", "outcome", "late", "weight", "norm", "distance", "loss", "reason", "time",
+    "task", "tau", "digest", "steps", "samples",
+)  # fmt: skip
 
-Line = tuple[Segment, Record, Standing | Entry]
+Norms: TypeAlias = tuple[float | None, float | None]  # of what was sent; of x_new from x
+Line: TypeAlias = tuple[Segment, Record, Standing | Entry, Norms]
 
 
 # records
@@ -61,24 +72,25 @@ class Filter:
         return not (self.devices or self.outcomes)
 
 
-def lines(chain: Sequence[Segment], wanted: Filter) -> Iterator[Line]:
-    """Standings and records in order, as far as they are wanted; no payload is read.
+def lines(chain: Sequence[Segment], wanted: Filter, *, norms: bool = False) -> Iterator[Line]:
+    """Standings and records in order, as far as they are wanted.
 
-    Raises JournalError, at the end also for a device that never took part in what was read.
+    ``norms``: of each update, for which the models are made again; else no payload is read. Raises
+    JournalError, at the end also for a device that never took part in what was read.
     """
     missing = set(wanted.devices)
     for segment, cut in cuts(chain):
         if wanted.is_past(segment.standing):
             continue  # and not the end: an adopted model may be of an earlier version
         if wanted.takes(segment.standing):
-            yield segment, segment.standing_record, segment.standing
-        for record, entry in entries(segment, cut):
+            yield segment, segment.standing_record, segment.standing, (None, None)
+        for record, entry, move in _read(segment, cut, norms=norms):
             if wanted.is_past(entry):
                 break
             if isinstance(entry, Taken):
                 missing.discard(entry.upload.device)
             if wanted.takes(entry):
-                yield segment, record, entry
+                yield segment, record, entry, (None, None) if move is None else _norms(move)
     if missing:
         when = "" if wanted.first is None else " in these versions"
         raise JournalError(
@@ -87,35 +99,67 @@ def lines(chain: Sequence[Segment], wanted: Filter) -> Iterator[Line]:
         )
 
 
-def show(found: Iterable[Line]) -> None:
+def _read(
+    segment: Segment, cut: Cut | None, *, norms: bool
+) -> Iterator[tuple[Record, Entry, Move | None]]:
+    if not norms:
+        for record, entry in entries(segment, cut):
+            yield record, entry, None
+        return
+    for move in moves(segment, cut):
+        if not isinstance(move.message, Standing):
+            yield move.record, move.message, move
+
+
+def _norms(move: Move) -> Norms:
+    """None where there is no update, or nobody knows the model that it met."""
+    if move.update is None or not isinstance(move.message, Taken):
+        return None, None
+    sent = norm(move.update.floats)
+    if move.before is None or not is_used(move.message):
+        return sent, None
+    return sent, norm(direction(move.message.upload, move.update, move.before))
+
+
+def show(found: Iterable[Line], *, norms: bool = False) -> None:
     """Prints records as tables, each segment under a line of its own."""
-    here = _console()
-    table = _table(header=True)
-    for segment, _, message in found:
+    widths = {name: width for name, width in _WIDTHS.items() if norms or name not in _NORMS}
+    important = [name for name in _IMPORTANT if name in widths]
+    names = fitting(widths, important, room())
+    here = console(width=_side_by_side(widths, names))
+    table = _table(names, header=True)
+    for segment, _, message, measured in found:
         if isinstance(message, Standing):
             if table.row_count:
                 here.print(table)
             here.print(cell(_boundary(segment), style="cyan"), soft_wrap=True)
-            table = _table(header=True)
+            table = _table(names, header=True)
             continue
-        table.add_row(*(cell(text) for text in _cells(message)))
+        shown = _cells(message, measured)
+        table.add_row(*(cell(shown[name]) for name in names))
         if table.row_count == _PAGE:
             here.print(table)
-            table = _table(header=False)
+            table = _table(names, header=False)
     if table.row_count:
         here.print(table)
+    _tell_hidden(widths, names)
 
 
-def _console() -> Console:
-    """A line that is too long for the terminal is better than numbers cut short."""
-    return console(width=max(console().width, _WIDTH))
+def _side_by_side(widths: Mapping[str, int], names: Sequence[str]) -> int:
+    return sum(widths[name] + GAP for name in names)
 
 
-def _table(*, header: bool) -> Table:
+def _tell_hidden(all_names: Iterable[str], names: Sequence[str]) -> None:
+    """Says which columns there is no room for."""
+    if hidden := [name.replace("_", " ") for name in all_names if name not in names]:
+        line(f"no room for {', '.join(hidden)}: widen the terminal, or take --csv or --json")
+
+
+def _table(names: Sequence[str], *, header: bool) -> Table:
     table = Table(box=None, pad_edge=False, show_header=header, header_style="dim")
-    for name, width in _COLUMNS.items():
+    for name in names:
         side = "left" if name in _TEXT else "right"
-        table.add_column(name, width=width, no_wrap=True, justify=side)  # type: ignore[arg-type]
+        table.add_column(name, width=_WIDTHS[name], no_wrap=True, justify=side)  # type: ignore[arg-type]
     return table
 
 
@@ -139,22 +183,73 @@ def _words(value: object) -> str:
     return f"{first} ({', '.join(more)})" if more else first
 
 
-def _cells(entry: Entry) -> list[str]:
+def _cells(entry: Entry, measured: Norms) -> dict[str, str]:
     """A row. A task's id ends with what tells it from others; its beginning is the time."""
-    at = clock(entry.time, "%H:%M:%S.%f")[: _COLUMNS["time"]]
-    digest = (entry.digest or "")[:8]
+    about = {
+        "version": str(entry.version),
+        "time": clock(entry.time, "%H:%M:%S.%f")[: _WIDTHS["time"]],
+        "digest": (entry.digest or "")[:8],
+    }
     if not isinstance(entry, Taken):
         why = entry.why or f"of version {entry.round}"
-        return [str(entry.version), at, *[""] * 5, "round end", "", "", "", digest, why]
-    upload = entry.upload
-    return [
-        str(entry.version), at, str(upload.device), upload.task[-_COLUMNS["task"] :],
-        str(upload.tau), str(entry.staleness), f"{entry.weight:.4g}", entry.outcome,
-        str(upload.samples), str(upload.steps), number(upload.loss), digest, entry.reason,
-    ]  # fmt: skip
+        return dict.fromkeys(_WIDTHS, "") | about | {"outcome": "round end", "reason": why}
+    upload, (sent, distance) = entry.upload, measured
+    return about | {
+        "device": str(upload.device), "task": upload.task[-_WIDTHS["task"] :],
+        "tau": str(upload.tau), "late": str(entry.staleness), "weight": number(entry.weight),
+        "outcome": entry.outcome, "samples": str(upload.samples), "steps": str(upload.steps),
+        "loss": number(upload.loss), "norm": number(sent), "distance": number(distance),
+        "reason": entry.reason,
+    }  # fmt: skip
 
 
-def facts(segment: Segment, record: Record, message: Standing | Entry) -> dict[str, Any]:
+def write_lines(path: Path, found: Iterable[Line]) -> int:
+    """Records as a new CSV file, one a row: how many. Raises ConfigError if it can't be made."""
+    count = 0
+    with _new(path) as file:
+        writer = csv.writer(file)
+        writer.writerow(_WIDTHS)
+        for _, _, message, (sent, distance) in found:
+            if isinstance(message, Standing):
+                continue
+            count += 1
+            row: dict[str, object] = {
+                "version": message.version, "digest": message.digest,
+                "time": clock(message.time, "%Y-%m-%dT%H:%M:%S.%f%z"),
+                "norm": sent, "distance": distance,
+            }  # fmt: skip
+            if isinstance(message, Taken):
+                upload = message.upload
+                row |= {
+                    "device": upload.device, "task": upload.task, "tau": upload.tau,
+                    "late": message.staleness, "weight": message.weight,
+                    "outcome": message.outcome, "samples": upload.samples, "steps": upload.steps,
+                    "loss": upload.loss, "reason": message.reason,
+                }  # fmt: skip
+            else:
+                row |= {"outcome": "round end", "reason": message.why}
+            writer.writerow(_in_csv(row.get(name)) for name in _WIDTHS)
+    return count
+
+
+def _in_csv(value: object) -> object:
+    """A value for a file that may be looked at in a terminal."""
+    return visible(value) if isinstance(value, str) else value
+
+
+@contextmanager
+def _new(path: Path) -> Iterator[TextIO]:
+    """A CSV file that was not there. Raises ConfigError if it can't be made."""
+    try:
+        with path.open("x", newline="", encoding="utf-8") as file:
+            yield file
+    except OSError as error:
+        raise ConfigError(f"--csv {path}: {error.strerror}: name another file") from error
+
+
+def facts(
+    segment: Segment, record: Record, message: Standing | Entry, measured: Norms
+) -> dict[str, Any]:
     """A record as plain values; of a standing, where its segment belongs too."""
     about: dict[str, Any] = {
         "kind": message.kind, "segment": segment.path.name, "offset": record.place.offset,
@@ -167,14 +262,24 @@ def facts(segment: Segment, record: Record, message: Standing | Entry) -> dict[s
         return about | message.model_dump(exclude={"counts"})
     upload = message.upload.model_dump(exclude={"layout"})
     upload["update_digest"] = upload.pop("digest")
+    sent, distance = measured
+    if sent is not None:
+        about |= {"norm": sent, "distance": distance}
     return about | message.model_dump(exclude={"upload", "counts"}) | upload
 
 
 # devices
 
+_SPREAD = ("mean", "median", "p90", "max")
 NAMES = (
-    "device", *OUTCOMES, "mean_staleness", "max_staleness", "mean_weight", "mean_loss",
-    "mean_norm", "mean_distance", "mean_cosine",
+    "device", *OUTCOMES,
+    *(f"{how}_{what}" for what in ("staleness", "weight", "loss", "norm", "distance")
+      for how in _SPREAD),
+    "mean_cosine",
+)  # fmt: skip
+_IMPORTANT_OF_DEVICES = (
+    "device", "applied", "buffered", "refused", "mean_distance", "max_distance", "mean_cosine",
+    "mean_staleness", "mean_loss", "mean_norm", "mean_weight", "max_staleness", "p90_distance",
 )  # fmt: skip
 
 
@@ -184,51 +289,60 @@ def check_column(name: str) -> None:
         raise ConfigError(f"--sort {name}: must be one of {', '.join(NAMES)}")
 
 
-def rows(shares: Mapping[int, Share], by: str) -> list[dict[str, float | None]]:
-    """A row for each device, sorted by a column: devices from the first, else the largest first."""
+def rows(
+    shares: Mapping[int, Share], by: str, *, ascending: bool | None = None
+) -> list[dict[str, float | None]]:
+    """A row for each device, sorted by a column: devices from the first, else the largest first,
+    unless ``ascending`` says otherwise. What is no number comes last in any case."""
     found = [_row(device, share) for device, share in shares.items()]
-    if by == "device":
-        return found
-    return sorted(found, key=lambda row: _or_least(row[by]), reverse=True)
+    up = by == "device" if ascending is None else ascending
 
+    def place(row: Mapping[str, float | None]) -> tuple[bool, float]:
+        value = row[by]
+        if value is None or not isfinite(value):
+            return True, 0.0
+        return False, value if up else -value
 
-def _or_least(value: float | None) -> float:
-    return value if value is not None and isfinite(value) else float("-inf")
+    return sorted(found, key=place)
 
 
 def _row(device: int, share: Share) -> dict[str, float | None]:
-    return {
-        "device": device,
-        **{outcome: share.outcomes[outcome] for outcome in OUTCOMES},
-        "mean_staleness": share.staleness.value,
-        "max_staleness": share.staleness.most if share.staleness.count else None,
-        "mean_weight": share.weight.value,
-        "mean_loss": share.loss.value,
-        "mean_norm": share.norm.value,
-        "mean_distance": share.distance.value,
-        "mean_cosine": share.cosine.value,
+    row: dict[str, float | None] = {"device": device}
+    row |= {outcome: share.outcomes[outcome] for outcome in OUTCOMES}
+    for what in ("staleness", "weight", "loss", "norm", "distance"):
+        numbers: Spread = getattr(share, what)
+        spread = numbers.mean, numbers.percentile(50), numbers.percentile(90), numbers.most
+        row |= {f"{how}_{what}": value for how, value in zip(_SPREAD, spread, strict=True)}
+    return row | {"mean_cosine": share.cosine.mean}
+
+
+def show_rows(found: Sequence[Mapping[str, float | None]], by: str) -> None:
+    """Prints the devices as a table, sorted ``by`` a column, which is among those shown."""
+    space = room()
+    ends = " " if space is None else "\n"  # a terminal's headers stand in two lines
+    headers = {name: name.replace("_", ends) for name in NAMES}
+    cells = [{name: number(row[name]) for name in NAMES} for row in found]
+    widths = {
+        name: max(len(text) for text in (*header.split("\n"), *(row[name] for row in cells)))
+        for name, header in headers.items()
     }
-
-
-def show_rows(found: Sequence[Mapping[str, float | None]]) -> None:
-    """Prints the devices as a table."""
+    important = dict.fromkeys(("device", by, *_IMPORTANT_OF_DEVICES, *NAMES))
+    names = fitting(widths, list(important), space)
     table = Table(box=None, pad_edge=False, header_style="dim")
-    for name in NAMES:
-        table.add_column(name.replace("_", " "), justify="right")
-    for row in found:
-        table.add_row(*(number(row[name]) for name in NAMES))
-    _console().print(table)
+    for name in names:
+        table.add_column(headers[name], justify="right", no_wrap=True)
+    for row in cells:
+        table.add_row(*(row[name] for name in names))
+    console(width=_side_by_side(widths, names)).print(table)
+    _tell_hidden(NAMES, names)
 
 
 def write_rows(path: Path, found: Sequence[Mapping[str, float | None]]) -> None:
     """The devices as a new CSV file. Raises ConfigError if it can't be made, or is there."""
-    try:
-        with path.open("x", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, NAMES)
-            writer.writeheader()
-            writer.writerows(found)
-    except OSError as error:
-        raise ConfigError(f"--csv {path}: {error.strerror}: name another file") from error
+    with _new(path) as file:
+        writer = csv.DictWriter(file, NAMES)
+        writer.writeheader()
+        writer.writerows(found)
 
 
 # findings

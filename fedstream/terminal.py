@@ -58,6 +58,26 @@ def console(*, err: bool = False, width: int | None = None) -> Console:
     return Console(stderr=err, width=width)
 
 
+def room() -> int | None:
+    """The width of the terminal that stdout is; None: it is none."""
+    here = console()
+    return here.width if here.is_terminal else None
+
+
+def adding(step: Step, total: int) -> Step:
+    """Takes parts where ``step`` takes how much is done, and tells of them now and then."""
+    done = told = 0
+
+    def add(part: int) -> None:
+        nonlocal done, told
+        done += part
+        if done - told >= total // 500:
+            told = done
+            step(done)
+
+    return add
+
+
 @contextmanager
 def pressed(key: str) -> Iterator[asyncio.Event]:
     """An event that is set once the key is pressed, if stdin is a terminal."""

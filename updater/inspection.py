@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import math
-from collections import Counter, deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeAlias
 
-import numpy as np
-
-from broker.layout import Floats, Model
-from broker.messages import Upload
+from broker.layout import Model
 from updater.journal import (
     SUFFIX,
     Cut,
@@ -29,12 +24,17 @@ from updater.journal import (
     cuts,
     segments,
 )
-from updater.mixing import norm
 from updater.rebuild import Diverged, NotRecorded, Rebuild, is_used
 
 FOLDER = "journal"  # in a run's output folder
 _LATER = 100  # versions in which an update is looked for that the other run took now
-_SAMPLE = 1 << 16  # numbers of a model that its direction is told by
+
+
+Read: TypeAlias = Callable[[int], object]  # hears of bytes that were read
+
+
+def _unheard(_bytes: int) -> None:
+    """Nobody wants to hear of it."""
 
 
 @contextmanager
@@ -97,15 +97,20 @@ class Move:
         return self.message.digest is not None
 
 
-def moves(segment: Segment, cut: Cut | None, *, models: bool = True) -> Iterator[Move]:
+def moves(
+    segment: Segment, cut: Cut | None, *, models: bool = True, read: Read = _unheard
+) -> Iterator[Move]:
     """A segment's standing and its records, each with its models rebuilt and compared.
 
     ``models=False`` compares the payloads with their digests, and rebuilds nothing. From the first
-    update without weights on nothing can be rebuilt either. Raises JournalError.
+    update without weights on nothing can be rebuilt either. ``read`` hears of the bytes that were
+    read, one record after the other. Raises JournalError.
     """
     rebuild = Rebuild(segment)
     room = Model(segment.layout)  # for the updates, one after the other
     model: Model | None = rebuild.progress.state.model
+    end = segment.standing_record.end
+    read(end)
     yield Move(segment.standing_record, segment.standing, None, None, model)
     for record, entry in entries(segment, cut):
         before, update = model, None
@@ -121,15 +126,22 @@ def moves(segment: Segment, cut: Cut | None, *, models: bool = True) -> Iterator
             step = rebuild.take(record, update)
             rebuild.check(record, step)
             model = step.after.state.model
+        read(record.end - end)
+        end = record.end
         yield Move(record, entry, before, update, model, rebuild.reweighed > reweighed)
 
 
-def history(chain: Sequence[Segment]) -> Iterator[Move]:
+def counting(chain: Sequence[Segment]) -> int:
+    """The bytes of the journal that count."""
+    return sum(segment.size if cut is None else cut.at for segment, cut in cuts(chain))
+
+
+def history(chain: Sequence[Segment], read: Read = _unheard) -> Iterator[Move]:
     """All moves. A standing that goes on from the segment before is left out, once compared."""
     ended: tuple[int, str] | None = None
     for segment, cut in cuts(chain):
         check_joint(segment, ended)
-        for move in moves(segment, cut):
+        for move in moves(segment, cut, read=read):
             message = move.message
             if isinstance(message, Standing) and message.why == "continued" and ended is not None:
                 continue
@@ -164,11 +176,11 @@ def since(chain: Sequence[Segment], version: int) -> Sequence[Segment]:
     )
 
 
-def model_at(chain: Sequence[Segment], version: int) -> tuple[Model, str]:
+def model_at(chain: Sequence[Segment], version: int, read: Read = _unheard) -> tuple[Model, str]:
     """A version's model and digest, rebuilt from the nearest checkpoint. Raises JournalError."""
     first = since(chain, version)[0]
     limits = {segment.path: cut for segment, cut in cuts(chain)}
-    for move in moves(first, limits[first.path]):
+    for move in moves(first, limits[first.path], read=read):
         if move.message.version != version:
             continue
         if move.after is None:
@@ -204,7 +216,9 @@ class Verdict:
     damage: str | None = None
 
 
-def verify(chain: Sequence[Segment], *, models: bool = True) -> Iterator[Verdict]:
+def verify(
+    chain: Sequence[Segment], *, models: bool = True, read: Read = _unheard
+) -> Iterator[Verdict]:
     """Reads what counts; a segment's damage does not keep the next from being read."""
     ended: tuple[int, str] | None = None
     for segment, cut in cuts(chain):
@@ -214,7 +228,7 @@ def verify(chain: Sequence[Segment], *, models: bool = True) -> Iterator[Verdict
         try:
             check_joint(segment, ended)
             ended = None  # if there is damage, nobody knows
-            digest = _verified(segment, cut, verdict, models=models)
+            digest = _verified(segment, cut, verdict, models, read)
             ended = (verdict.last, digest)
         except JournalError as error:
             verdict.damage = str(error)
@@ -227,10 +241,10 @@ def verify(chain: Sequence[Segment], *, models: bool = True) -> Iterator[Verdict
         yield verdict
 
 
-def _verified(segment: Segment, cut: Cut | None, verdict: Verdict, *, models: bool) -> str:
+def _verified(segment: Segment, cut: Cut | None, verdict: Verdict, models: bool, read: Read) -> str:
     """Fills in the verdict: the digest that the segment ends with. Raises JournalError."""
     digest = segment.standing.digest
-    for move in moves(segment, cut, models=models):
+    for move in moves(segment, cut, models=models, read=read):
         message = move.message
         verdict.bytes = move.record.end
         if isinstance(message, Standing):
@@ -389,116 +403,3 @@ def _named(version: Made) -> str:
     ]
     more = len(version.updates) - len(names)
     return ", ".join(names) + (f" and {more} more" if more else "") if names else "no update"
-
-
-# devices
-
-
-@dataclass
-class Mean:
-    """A mean and a maximum that grow."""
-
-    count: int = 0
-    total: float = 0.0
-    most: float = -math.inf
-
-    def add(self, value: float) -> None:
-        """One more."""
-        self.count += 1
-        self.total += value
-        self.most = max(self.most, value)
-
-    @property
-    def value(self) -> float | None:
-        """None: there was nothing."""
-        return self.total / self.count if self.count else None
-
-
-@dataclass
-class Share:
-    """A device's part in a run: how its updates ended; the rest is of those that were used."""
-
-    outcomes: Counter[str] = field(default_factory=Counter)
-    staleness: Mean = field(default_factory=Mean)
-    weight: Mean = field(default_factory=Mean)
-    loss: Mean = field(default_factory=Mean)
-    norm: Mean = field(default_factory=Mean)  # of what was sent, x_new or a delta
-    distance: Mean = field(default_factory=Mean)  # of x_new from x, which it was mixed into
-    cosine: Mean = field(default_factory=Mean)  # between that direction and the model's way from x
-
-
-@dataclass(frozen=True, slots=True)
-class _Course:
-    """A version's model, and by device the directions of the updates in it."""
-
-    model: Floats
-    directions: list[tuple[int, Floats]]
-
-
-def direction(upload: Upload, sent: Model, x: Model) -> Floats:
-    """Where an update wants the parameters to go: x_new - x, x being the model that it was mixed
-    into; of a device that sends it x_new - x_tau."""
-    if upload.sends == "delta":
-        return sent.parameters
-    return np.subtract(sent.parameters, x.parameters)
-
-
-def stats(chain: Sequence[Segment], ahead: int) -> dict[int, Share]:
-    """What each device brought, by its number.
-
-    ``cosine`` compares an update's direction with the way the model went in the ``ahead`` versions
-    after the one with the update in it. Updates that fewer versions followed are left out of it. Of
-    large models 65,536 numbers, evenly spaced, stand for the whole, so that memory holds ``ahead``
-    versions' directions whatever their size.
-    """
-    shares: dict[int, Share] = {}
-    courses: deque[_Course] = deque()
-    arriving: list[tuple[int, Floats]] = []
-    for move in history(chain):
-        message = move.message
-        if isinstance(message, Taken):
-            share = shares.setdefault(message.upload.device, Share())
-            wanted = _count(share, message, move)
-            if wanted is not None:
-                arriving.append((message.upload.device, wanted))
-        if isinstance(message, Standing) or move.after is None:  # the course breaks off here
-            courses.clear()
-            arriving.clear()
-        elif move.is_made:
-            courses.append(_Course(_sampled(move.after.parameters).copy(), arriving))
-            arriving = []
-            if len(courses) > ahead:
-                _compare(courses.popleft(), courses[-1].model, shares)
-    return dict(sorted(shares.items()))
-
-
-def _count(share: Share, message: Taken, move: Move) -> Floats | None:
-    """Adds an update: its direction, where there are weights."""
-    share.outcomes[message.outcome] += 1
-    if not is_used(message):
-        return None
-    share.staleness.add(message.staleness)
-    share.weight.add(message.weight)
-    if message.upload.loss is not None:
-        share.loss.add(message.upload.loss)
-    if move.update is None:
-        return None
-    share.norm.add(norm(move.update.floats))
-    if move.before is None:
-        return None
-    wanted = direction(message.upload, move.update, move.before)
-    share.distance.add(norm(wanted))
-    return _sampled(wanted).copy()
-
-
-def _sampled(parameters: Floats) -> Floats:
-    return parameters[:: -(-parameters.size // _SAMPLE) or 1]
-
-
-def _compare(course: _Course, later: Floats, shares: Mapping[int, Share]) -> None:
-    way = later - course.model
-    length = norm(way)
-    for device, wanted in course.directions:
-        both = length * norm(wanted)
-        if both > 0:  # what does not move has no direction
-            shares[device].cosine.add(float(np.dot(way, wanted)) / both)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import csv
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,14 +15,18 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from broker.layout import Layout, Model, Tensor
+from fedstream import journal as journal_commands
+from fedstream import journal_pages
+from fedstream.columns import fitting
 from fedstream.journal_bisect import search
 from tests.journals import LAYOUT, Scribe
 from tests.support import model_of
 from trainer import vector
 from trainer.solvers import Sgd, Work, solve
 from trainer.task import Iid, TaskSettings, load_task
-from updater.inspection import made, model_at, opened, stats
+from updater.inspection import made, model_at, opened
 from updater.journal import Segment
+from updater.shares import stats
 from updater.strategies import FedAsyncSettings, FedAvgSettings
 
 Command = Callable[..., tuple[int, str, str]]
@@ -643,13 +648,13 @@ def test_stats_by_hand(tmp_path: Path) -> None:
     with opened(tmp_path) as chain:
         shares = stats(chain, 1)
     one, two, three = shares[1], shares[2], shares[3]
-    assert (one.norm.value, one.distance.value, one.loss.value) == (2.0, 2.0, 0.25)
-    assert one.cosine.value == pytest.approx(0.0)
-    assert (two.staleness.value, two.staleness.most) == (1.0, 1)
-    assert two.distance.value == 4.0
-    assert two.cosine.value == pytest.approx(-1.0)
+    assert (one.norm.mean, one.distance.mean, one.loss.mean) == (2.0, 2.0, 0.25)
+    assert one.cosine.mean == pytest.approx(0.0)
+    assert (two.staleness.mean, two.staleness.most) == (1.0, 1)
+    assert two.distance.mean == 4.0
+    assert two.cosine.mean == pytest.approx(-1.0)
     assert three.outcomes == {"applied": 1, "refused": 1}
-    assert three.cosine.value is None  # no version followed
+    assert three.cosine.mean is None  # no version followed
 
 
 def test_stats_of_rounds_compare_with_what_came_after_the_round(tmp_path: Path) -> None:
@@ -663,8 +668,8 @@ def test_stats_of_rounds_compare_with_what_came_after_the_round(tmp_path: Path) 
     with opened(tmp_path) as chain:
         shares = stats(chain, 1)
     assert shares[1].outcomes == {"buffered": 2}
-    assert shares[1].cosine.value == pytest.approx(1.0)
-    assert shares[2].cosine.value == pytest.approx(0.0)
+    assert shares[1].cosine.mean == pytest.approx(1.0)
+    assert shares[2].cosine.mean == pytest.approx(0.0)
 
 
 def test_stats_as_table_json_and_csv(journal: Command, poisoned: Path, tmp_path: Path) -> None:
@@ -683,6 +688,112 @@ def test_stats_as_table_json_and_csv(journal: Command, poisoned: Path, tmp_path:
     assert code == 2
     assert "File exists" in said
     assert journal("stats", poisoned, "--sort", "name")[0] == 2
+
+
+def test_stats_are_sorted_both_ways_and_know_the_spread(journal: Command, tmp_path: Path) -> None:
+    layout = Layout((Tensor("w", (2,), "float32", "parameter"),))
+    scribe = By(tmp_path, model_of(layout, 0.0), strategy=FedAsyncSettings(alpha=0.5))
+    for n in range(1, 11):
+        scribe.brings(0, float(n), 0.0)
+    scribe.brings(1, 100.0, 0.0)
+    scribe.brings(2, 3.0, 4.0)
+    scribe.refuse(4)
+    scribe.close()
+
+    def devices(*options: object) -> list[dict[str, float]]:
+        told = json.loads(journal("stats", tmp_path, "--json", *options)[1])
+        return list(told["devices"])
+
+    order = [row["device"] for row in devices("--sort", "max_norm")]
+    assert order == [1, 0, 2, 4]
+    order = [row["device"] for row in devices("--sort", "max_norm", "--ascending")]
+    assert order == [2, 0, 1, 4]  # what has no norm comes last in any case
+    assert [row["device"] for row in devices("--descending")] == [4, 2, 1, 0]
+    spread = devices()[0]
+    assert [spread[f"{how}_norm"] for how in ("mean", "median", "p90", "max")] == [5.5, 5, 9, 10]
+    assert devices()[3]["p90_norm"] is None
+
+
+def test_show_has_norms_and_distances_and_writes_csv(journal: Command, tmp_path: Path) -> None:
+    layout = Layout((Tensor("w", (2,), "float32", "parameter"),))
+    scribe = By(tmp_path / "journal", model_of(layout, 0.0), strategy=FedAsyncSettings(alpha=0.5))
+    scribe.brings(1, 2.0, 0.0)  # x: (1, 0)
+    scribe.segment()
+    scribe.brings(2, 1.0, 4.0, loss=0.25)
+    scribe.refuse(3, reason="\x1b[2J")
+    scribe.close()
+
+    def told(*options: str) -> list[tuple[object, object]]:
+        lines = map(json.loads, journal("show", tmp_path, "--json", *options)[1].splitlines())
+        return [(x.get("norm"), x.get("distance")) for x in lines if x["kind"] == "taken"]
+
+    long = pytest.approx(17**0.5)
+    assert told("--norms") == [(2.0, 2.0), (long, 4.0), (long, None)]
+    assert told() == [(None, None)] * 3
+    code, out, _ = journal("show", tmp_path, "--norms")
+    assert code == 0
+    assert "norm" in out.splitlines()[1].split()
+    assert "4.123" in out
+    file = tmp_path / "records.csv"
+    assert journal("show", tmp_path, "--norms", "--csv", file)[1] == f"3 records are in {file}\n"
+    with file.open() as text:
+        rows = list(csv.DictReader(text))
+    assert [row["distance"] for row in rows] == ["2.0", "4.0", ""]
+    assert (rows[1]["device"], rows[1]["loss"], rows[1]["outcome"]) == ("2", "0.25", "applied")
+    assert rows[2]["reason"] == "\\x1b[2J"
+    assert journal("show", tmp_path, "--csv", file)[0] == 2
+
+
+@pytest.mark.parametrize("width", [40, 80, 120, 400])
+@pytest.mark.parametrize(
+    "arguments", [("show",), ("show", "--norms"), ("stats", "--sort", "p90_loss")]
+)
+def test_a_table_fits_the_terminal(
+    width: int,
+    arguments: tuple[str, ...],
+    journal: Command,
+    poisoned: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(journal_pages, "room", lambda: width)
+    what, *options = arguments
+    code, out, _ = journal(what, poisoned, *options)
+    assert code == 0
+    *table, hidden = out.splitlines()
+    assert max(len(line.rstrip()) for line in table if ".journal:" not in line) <= width
+    assert hidden.startswith("no room for ") == (width < 400)
+    shown = " ".join(" ".join(table[:3]).split())
+    for column in ("device", "p90 loss") if what == "stats" else ("device", "outcome"):
+        assert all(word in shown for word in column.split())
+
+
+def test_the_most_important_columns_are_shown_first() -> None:
+    widths = {"a": 5, "b": 10, "c": 3, "d": 4}
+    assert fitting(widths, ["b", "d", "a", "c"], None) == ["a", "b", "c", "d"]
+    assert fitting(widths, ["b", "d", "a", "c"], 16) == ["b", "d"]
+    assert fitting(widths, ["b", "d", "a", "c"], 15) == ["b", "c"]
+    assert fitting(widths, ["b", "d", "a", "c"], 3) == ["b"]
+
+
+def test_a_long_command_has_a_bar_over_the_journals_bytes(
+    journal: Command, poisoned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[tuple[str, int, list[int]]] = []
+
+    @contextmanager
+    def progress(what: str, total: int, **_: object) -> Iterator[Callable[[int], None]]:
+        told.append((what, total, []))
+        yield told[-1][2].append
+
+    monkeypatch.setattr(journal_commands, "progress", progress)
+    journal("verify", poisoned)
+    journal("stats", poisoned)
+    journal("export", poisoned, "--out", tmp_path / "model.safetensors")
+    assert [what for what, _, _ in told] == ["verify", "stats", "export"]
+    for _, total, done in told:
+        assert done == sorted(done)
+        assert len(done) > 10
+        assert 0.99 * total <= done[-1] <= total
 
 
 def test_stats_without_weights(journal: Command, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import msgpack
 from broker.errors import FedstreamError
 from broker.layout import PAGE
 from tests.fuzz.mutation import packed
-from updater import inspection
+from updater import inspection, shares
 from updater.journal import name_of
 from updater.journal.frames import FRAME_BYTES, file_page, filled, frame_of
 from updater.journal.frames import packed as framed
@@ -64,7 +64,7 @@ def read(data: bytes) -> None:
 def _looked_at(folder: Path) -> None:
     with inspection.opened(folder) as chain:
         refusals = [verdict.damage for verdict in inspection.verify(chain) if verdict.damage]
-        inspection.stats(chain, 2)
+        shares.stats(chain, 2)
         inspection.uncounted(chain)
         inspection.parting(chain, chain)
         recovered(chain[-1])

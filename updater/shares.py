@@ -1,0 +1,145 @@
+"""What each device brought to a run: numbers of its updates, and where they pointed."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from broker.layout import Floats, Model
+from broker.messages import Upload
+from updater.inspection import Move, Read, history
+from updater.journal import Segment, Standing, Taken
+from updater.mixing import norm
+from updater.rebuild import is_used
+
+_SAMPLE = 1 << 16  # numbers of a model that its direction is told by
+
+
+@dataclass
+class Spread:
+    """Numbers, and how they are spread; None where there are none."""
+
+    values: array[float] = field(default_factory=lambda: array("d"))
+    total: float = 0.0
+
+    def add(self, value: float) -> None:
+        """One more."""
+        self.values.append(value)
+        self.total += value
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return len(self.values)
+
+    @property
+    def mean(self) -> float | None:
+        """Their mean."""
+        return self.total / self.count if self.count else None
+
+    @property
+    def most(self) -> float | None:
+        """The largest."""
+        return max(self.values, default=None)
+
+    def percentile(self, share: float) -> float | None:
+        """The smallest number that so many of a hundred do not exceed."""
+        if not self.count:
+            return None
+        return float(np.percentile(self.values, share, method="inverted_cdf"))
+
+
+@dataclass
+class Share:
+    """A device's part in a run: how its updates ended; the rest is of those that were used."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    staleness: Spread = field(default_factory=Spread)
+    weight: Spread = field(default_factory=Spread)
+    loss: Spread = field(default_factory=Spread)
+    norm: Spread = field(default_factory=Spread)  # of what was sent, x_new or a delta
+    distance: Spread = field(default_factory=Spread)  # of x_new from x, which it was mixed into
+    cosine: Spread = field(default_factory=Spread)  # between that and the model's way from x
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """A version's model, and by device the directions of the updates in it."""
+
+    model: Floats
+    directions: list[tuple[int, Floats]]
+
+
+def direction(upload: Upload, sent: Model, x: Model) -> Floats:
+    """Where an update wants the parameters to go: x_new - x, x being the model that it was mixed
+    into; of a device that sends it x_new - x_tau."""
+    if upload.sends == "delta":
+        return sent.parameters
+    return np.subtract(sent.parameters, x.parameters)
+
+
+def stats(
+    chain: Sequence[Segment], ahead: int, read: Read = lambda _bytes: None
+) -> dict[int, Share]:
+    """What each device brought, by its number.
+
+    ``cosine`` compares an update's direction with the way the model went in the ``ahead`` versions
+    after the one with the update in it. Updates that fewer versions followed are left out of it. Of
+    large models 65,536 numbers, evenly spaced, stand for the whole, so that memory holds ``ahead``
+    versions' directions whatever their size; beside them it holds six numbers an update.
+    """
+    shares: dict[int, Share] = {}
+    courses: deque[_Course] = deque()
+    arriving: list[tuple[int, Floats]] = []
+    for move in history(chain, read):
+        message = move.message
+        if isinstance(message, Taken):
+            share = shares.setdefault(message.upload.device, Share())
+            wanted = _count(share, message, move)
+            if wanted is not None:
+                arriving.append((message.upload.device, wanted))
+        if isinstance(message, Standing) or move.after is None:  # the course breaks off here
+            courses.clear()
+            arriving.clear()
+        elif move.is_made:
+            courses.append(_Course(_sampled(move.after.parameters).copy(), arriving))
+            arriving = []
+            if len(courses) > ahead:
+                _compare(courses.popleft(), courses[-1].model, shares)
+    return dict(sorted(shares.items()))
+
+
+def _count(share: Share, message: Taken, move: Move) -> Floats | None:
+    """Adds an update: its direction, where there are weights."""
+    share.outcomes[message.outcome] += 1
+    if not is_used(message):
+        return None
+    share.staleness.add(message.staleness)
+    share.weight.add(message.weight)
+    if message.upload.loss is not None:
+        share.loss.add(message.upload.loss)
+    if move.update is None:
+        return None
+    share.norm.add(norm(move.update.floats))
+    if move.before is None:
+        return None
+    wanted = direction(message.upload, move.update, move.before)
+    share.distance.add(norm(wanted))
+    return _sampled(wanted).copy()
+
+
+def _sampled(parameters: Floats) -> Floats:
+    return parameters[:: -(-parameters.size // _SAMPLE) or 1]
+
+
+def _compare(course: _Course, later: Floats, shares: Mapping[int, Share]) -> None:
+    way = later - course.model
+    length = norm(way)
+    for device, wanted in course.directions:
+        both = length * norm(wanted)
+        if both > 0:  # what does not move has no direction
+            shares[device].cosine.add(float(np.dot(way, wanted)) / both)
