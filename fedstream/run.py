@@ -31,7 +31,7 @@ from broker.keys import Keys
 from broker.layout import Model
 from broker.messages import Event
 from broker.records import View
-from fedstream import parent, report
+from fedstream import guests, own_redis, parent, report
 from fedstream.config import Settings
 from fedstream.display import Display, short
 from fedstream.observer import Observer
@@ -59,8 +59,7 @@ _REDIS_WITHIN_S = 10.0
 _MEASURED_WITHIN_S = 120.0  # the evaluator may take so long for the last version
 _MOST_FAILED = 10  # tasks that raised or killed their trainer, with no update in between
 _MOST_REFUSED = 100  # updates, with none that was taken in between: the model stays as it is
-_OWN_REDIS = "# redis.url is of a Redis that ends with this run\n"
-_GONE_S = 30.0  # an own Redis that was away for so long does not come back
+_GUESTS_S = 6.0  # for trainers that joined: a few heartbeats
 _OURS = ("FEDSTREAM_CONFIG", "FEDSTREAM_NAME")
 
 
@@ -101,28 +100,6 @@ class Ending:
     def code(self) -> int:
         """The exit code that says so."""
         return {"finished": 0, "interrupted": INTERRUPTED, "failed": 1}[self.state]
-
-
-def without_lost_redis(settings: Settings, config: Path | None) -> Settings:
-    """The configuration without the URL of an own Redis, which a run that was killed left in it."""
-    if not _is_of_own_redis(settings, config):
-        return settings
-    kept = {name: getattr(settings.redis, name) for name in settings.redis.model_fields_set}
-    del kept["url"]
-    return settings.model_copy(update={"redis": RedisSettings(**kept)})
-
-
-def joining(settings: Settings, config: Path | None) -> Settings:
-    """The configuration of a trainer that joins a run here: it ends some time after its Redis."""
-    if settings.trainer.redis_away_s is not None or not _is_of_own_redis(settings, config):
-        return settings
-    trainer = settings.trainer.model_copy(update={"redis_away_s": _GONE_S})
-    return settings.model_copy(update={"trainer": trainer})
-
-
-def _is_of_own_redis(settings: Settings, config: Path | None) -> bool:
-    text = config.read_text(encoding="utf-8") if config is not None else ""
-    return text.startswith(_OWN_REDIS) and tomllib.loads(text)["redis"]["url"] == settings.redis.url
 
 
 def default_out(name: str, now: datetime) -> Path:
@@ -390,7 +367,7 @@ def _write_config(plan: Plan, url: str | None) -> None:
         del tables["redis"]["url"]
         text = tomli_w.dumps(tables)
     elif plan.own_redis:
-        text = _OWN_REDIS + text
+        text = own_redis.MARK + text
     aside = plan.out / f".{CONFIG}"  # whole or not at all, though the disk be full
     aside.unlink(missing_ok=True)
     try:
@@ -468,6 +445,9 @@ class LocalRun:
             while not self._over.is_set():
                 await self._step(self._over)
                 self._judge()
+            if self._server is not None and self._ending and self._ending.state == "finished":
+                ours = self._supervisor.restarts
+                await guests.gone(self._observer.ledger, ours, _GUESTS_S)
         finally:
             await self._stopped()
         return await self._reported()

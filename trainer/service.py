@@ -15,7 +15,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Annotated
@@ -55,13 +55,14 @@ from trainer.answer import as_sent
 from trainer.choices import SolverGroup, Solvers, chosen
 from trainer.devices import AlwaysAvailable, DeviceSettings, behaviour, eligible
 from trainer.hanging import returns
+from trainer.patience import Patience
 from trainer.placement import Place, Threads, check, placed
 from trainer.solvers import Cancelled, Scaffold, SolverSettings, Trained, Work
 from trainer.task import untrained
 from trainer.workspace import Workspace
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator, Iterator
+    from collections.abc import AsyncIterator
 
     from trainer.task import Task as Learning
 
@@ -101,6 +102,7 @@ class TrainerSettings(Section):
     workspace_bytes: Annotated[int, Field(ge=0)] = 64 << 20  # a larger one is not saved
     workspace_expiry_s: Annotated[float, Field(gt=0)] = 3600.0
     redis_away_s: Annotated[float, Field(gt=0)] | None = None  # then it ends; None: it waits
+    ends_with_run: bool | None = None  # when that is finished; else it idles
     drain_s: Annotated[float, Field(gt=0)] = 20.0
 
     @model_validator(mode="after")
@@ -175,7 +177,7 @@ class Trainer:
         self._out: Model | None = None
         self._now: Task | None = None
         self._saved_for = ""  # the task of which a workspace is in Redis
-        self._heard = 0.0  # Redis, the last time
+        self._patience = Patience(settings.redis_away_s)
         self._raised: set[str] = set()
         self._answers = 0
         self._rng = random.Random()  # of back-off and initiative; training is seeded by its task
@@ -203,7 +205,7 @@ class Trainer:
         context.health.ready_when("task loaded", lambda: loaded)
         await asyncio.get_running_loop().run_in_executor(self._thread, self._prepare)
         loaded = True
-        self._heard = time.monotonic()
+        self._patience.heard = time.monotonic()
         try:
             await repeat(context, "run", self._joined)
             if context.stop.is_set():
@@ -246,7 +248,7 @@ class Trainer:
     async def _joined(self) -> bool:
         """Whether the run is there and this trainer's model is the run's."""
         try:
-            with self._patience():
+            with self._patience.asking():
                 run = await self._ledger.run()
         except NoRun:
             await pause(self._context.stop, 0.2)
@@ -280,33 +282,16 @@ class Trainer:
 
     async def _announce(self) -> None:
         device = self._now.device if self._now else None
-        with self._patience():
+        with self._patience.asking():
             await self._outbox.announce(
                 self._name, self._settings.owns, device=device, answers=self._answers
             )
+            if self._settings.ends_with_run:
+                with suppress(NoRun):  # the updater makes it again
+                    if (await self._ledger.run()).state == "finished":
+                        self._context.log.info("the run is finished")
+                        self._context.stop.set()
         await pause(self._context.stop, _HEARTBEAT_S)
-
-    @contextmanager
-    def _patience(self) -> Iterator[None]:
-        """Where Redis is asked at regular times. Raises FedstreamError if it is away too long.
-
-        Away is also a Redis that answers but cannot serve now: it loads, fails over, or may not
-        write.
-        """
-        try:
-            yield
-        except FedstreamError as error:
-            now, most_s = time.monotonic(), self._settings.redis_away_s
-            if not error.retriable or isinstance(error, OutOfMemory):  # it answers
-                self._heard = now
-            elif most_s is not None and now - self._heard > most_s:
-                raise FedstreamError(
-                    f"for {most_s:g} s (trainer.redis_away_s) Redis has not served this trainer, "
-                    f"at last: {error}: the run that it was for is over, or start this trainer "
-                    "again when Redis serves"
-                ) from error
-            raise
-        self._heard = time.monotonic()
 
     async def _take_initiative(self, initiative: Initiative) -> None:
         """Anarchic: triggers a task for one of its devices, when it is free for one."""

@@ -20,7 +20,7 @@ def _serve(role: str, path: Path | None, sets: list[str] | None, name: str | Non
     end_with_parent()
     settings = settings_of(path, sets)
     if role == "trainer" and path is not None and VARIABLE not in os.environ:
-        from fedstream.run import joining
+        from fedstream.own_redis import joining
 
         settings = joining(settings, path)
     leave(serve_role(role, settings, check_name("--name", name or socket.gethostname())))

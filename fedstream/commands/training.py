@@ -61,7 +61,7 @@ def run(
 
     Exit codes: 0 finished, 130 interrupted, 1 failed, 2 a wrong configuration.
     """
-    from fedstream import display, recording, report
+    from fedstream import display, own_redis, recording, report
     from fedstream import run as local
 
     recorded: Path | None = None
@@ -80,7 +80,7 @@ def run(
     if recorded is not None and not trust:
         recording.check_task(settings, recorded, sets or (), task)
     plan = local.Plan(
-        local.without_lost_redis(settings, config),
+        own_redis.without_lost(settings, config),
         out=out or local.default_out(settings.run.name, datetime.now().astimezone()),
         trainers=trainers,
         port=port,

@@ -19,7 +19,7 @@ from torch import nn
 from broker.client import RedisSettings
 from broker.errors import BrokerError, ConfigError, DataError, FedstreamError, Unavailable
 from broker.messages import Event
-from fedstream import report
+from fedstream import own_redis, report
 from fedstream import run as local
 from fedstream.config import Settings, options, read
 from fedstream.display import Quiet
@@ -357,19 +357,20 @@ def test_an_own_redis_that_is_gone_is_not_asked_for(tmp_path: Path) -> None:
     file = tmp_path / CONFIG
     settings = read(file)
     assert settings.redis.url == OWN  # for those who look at the run
-    assert local.Plan(local.without_lost_redis(settings, file), tmp_path).own_redis
+    assert local.Plan(own_redis.without_lost(settings, file), tmp_path).own_redis
     named = read(file, ["redis.url=redis://127.0.0.1:8/0"])
-    assert local.without_lost_redis(named, file) is named
-    assert local.without_lost_redis(named, None) is named
+    assert own_redis.without_lost(named, file) is named
+    assert own_redis.without_lost(named, None) is named
 
 
-def test_a_trainer_that_joins_a_run_ends_when_the_runs_own_redis_is_gone(tmp_path: Path) -> None:
+def test_a_trainer_that_joins_a_run_ends_with_it_or_when_its_redis_is_gone(tmp_path: Path) -> None:
     plan = local.Plan(Settings(), tmp_path)
     local._write_config(plan, OWN)
     file = tmp_path / CONFIG
-    assert read(file).trainer.redis_away_s is None
-    assert local.joining(read(file), file).trainer.redis_away_s == 30.0
-    patient = read(file, ["trainer.redis_away_s=600"])
-    assert local.joining(patient, file) is patient
+    assert (read(file).trainer.redis_away_s, read(file).trainer.ends_with_run) == (None, None)
+    joined = own_redis.joining(read(file), file).trainer
+    assert (joined.redis_away_s, joined.ends_with_run) == (30.0, True)
+    patient = read(file, ["trainer.redis_away_s=600", "trainer.ends_with_run=false"])
+    assert own_redis.joining(patient, file) == patient
     served = read(file, ["redis.url=redis://127.0.0.1:8/0"])  # which outlives the run
-    assert local.joining(served, file) is served
+    assert own_redis.joining(served, file) is served

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import stat
 import subprocess
 from collections.abc import Iterator
 from contextlib import suppress
@@ -21,6 +22,7 @@ from fedstream.recording import TRUST
 from fedstream.redis_server import RedisServer
 from tests.integration.command import (
     BLOBS,
+    GUARD_S,
     ROLES,
     SCRIPT,
     TEST_GUARD_S,
@@ -320,6 +322,34 @@ def test_a_run_goes_on_from_its_journal_when_its_own_redis_is_gone(
     assert finished.stderr == (
         f"fedstream: --resume: the run in {command.out} is finished (version 60 reached)\n"
     )
+
+
+def test_a_trainer_that_joined_leaves_with_the_run_that_is_finished(
+    tmp_path: Path, folders: list[Command]
+) -> None:
+    (tmp_path / "blobs.py").write_text(held(BLOBS, 3))
+    command = Command(tmp_path, "--task", "blobs.py:task", "--updates", "20", "--trainers", "1")
+    folders.append(command)
+    command.reaches(1)
+    config = command.out / "run.toml"
+    assert stat.S_IMODE(config.stat().st_mode) == 0o600  # it has the password of its Redis
+    guest = subprocess.Popen(
+        [SCRIPT, "trainer", "--config", config, "--name", "guest"], cwd=tmp_path,
+        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    try:
+        wait_until(lambda: (view := command.view()) and view.trainers == 2, "both trainers")
+        command.go()
+        assert command.ended() == 0, command.stdout + command.stderr
+        assert guest.wait(GUARD_S) == 0
+        assert guest.stderr
+        told = [json.loads(line)["event"] for line in guest.stderr]
+        assert "the run is finished" in told
+        assert "retrying" not in told  # its Redis waited for it
+        assert told[-1] == "stopped"
+    finally:
+        guest.kill()
+        guest.communicate()
 
 
 def fedstream(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:

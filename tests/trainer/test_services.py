@@ -573,6 +573,20 @@ async def test_a_trainer_may_be_told_to_end_when_redis_is_gone_for_good(
     )
 
 
+async def test_a_trainer_may_be_told_to_end_with_the_run(hand: Hand, make: Make) -> None:
+    """As one that joined a run on this machine is: it did all that there was to do."""
+    await hand.create()
+    live = context()
+    trainer = make(settings=TrainerSettings(ends_with_run=True))
+    async with running(trainer, live) as service:
+        await wait_until(lambda: hand.words(Presence))
+        assert not live.stop.is_set()
+        await hand.ledger.finish("by hand")
+        await asyncio.wait({service}, timeout=30)
+        assert service.done()
+    assert live.stop.is_set()
+
+
 async def test_a_trainer_that_ends_though_redis_answers_says_what_it_answered(
     hand: Hand, make: Make
 ) -> None:
@@ -601,7 +615,7 @@ async def test_a_trainer_waits_for_redis_as_long_as_it_takes(
             await wait_until(lambda: hand.words(Presence))
             proxy.refuse = lambda _: True
             proxy.cut()
-            trainer._heard -= 1e6
+            trainer._patience.heard -= 1e6
             retries = "fedstream_retries_total"
             await wait_until(lambda: counted(live, retries, loop="heartbeat") > 2)
             assert not service.done()
