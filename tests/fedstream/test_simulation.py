@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -282,6 +283,26 @@ def test_rounds_that_time_out_are_replayed_too(tmp_path: Path) -> None:
         "devices.latency.high_s=1.5", journal=tmp_path / "journal",
     )  # fmt: skip
     assert any(len(made.updates) < 4 for made in found.versions[1:])
+    with Replayer(tmp_path / "journal") as replayer:
+        assert sum(moment.identical is True for moment in replayer) == 12
+
+
+@pytest.mark.parametrize("rule", ["fedavg", "afa-cs", "scaffold"])
+def test_rounds_that_go_on_for_lack_of_answers_are_replayed_too(rule: str, tmp_path: Path) -> None:
+    """What was answered before the time-out is in the version that is made after it."""
+    slow = (
+        "scheduler.policy.kind=rounds", "scheduler.policy.timeout_s=2.0",
+        "scheduler.policy.min_answers=3", "simulation.staleness.kind=latency",
+        "devices.latency.kind=uniform", "devices.latency.low_s=0.5", "devices.latency.high_s=1.5",
+        "devices.slow_devices=[0, 1, 2]", "devices.slow_factor=100.0",
+    )  # fmt: skip
+    found = run(*RULES[rule], *slow, journal=tmp_path / "journal")
+    assert found.state == "finished"
+    assert {len(made.updates) for made in found.versions[1:]} == {3}
+    assert {update.device for made in found.versions[1:] for update in made.updates} == {3, 4, 5}
+    waited = [later.time - made.time for made, later in pairwise(found.versions)]
+    assert max(waited) > 4.0, "more than one time-out"
+    assert all(update.staleness == 0 for made in found.versions for update in made.updates)
     with Replayer(tmp_path / "journal") as replayer:
         assert sum(moment.identical is True for moment in replayer) == 12
 
