@@ -92,7 +92,7 @@ class Entries:
                 return self._of_own(site, entry, trigger)
             case Presence() as said:
                 return self._of_presence(site, entry, said)
-            case Event(what="error") as event:
+            case Event(what="error", device=int()) as event:  # without one: the evaluator's
                 told = Event(
                     what="error", service=member(site.name, event.service), time=time.time(),
                     task=event.task, device=event.device, version=event.version,

@@ -19,7 +19,7 @@ from broker.errors import ConfigError
 from broker.messages import OUTCOMES
 from fedstream.columns import GAP, fitting
 from fedstream.journal_bisect import Cause
-from fedstream.terminal import cell, clock, console, line, number, room
+from fedstream.terminal import cell, clock, console, number, room
 from runtime.visible import visible
 from updater.inspection import Move, Verdict, entries, moves
 from updater.journal import Cut, Entry, JournalError, Record, Segment, Standing, Taken, cuts
@@ -152,7 +152,8 @@ def _side_by_side(widths: Mapping[str, int], names: Sequence[str]) -> int:
 def _tell_hidden(all_names: Iterable[str], names: Sequence[str]) -> None:
     """Says which columns there is no room for."""
     if hidden := [name.replace("_", " ") for name in all_names if name not in names]:
-        line(f"no room for {', '.join(hidden)}: widen the terminal, or take --csv or --json")
+        text = f"no room for {', '.join(hidden)}: widen the terminal, or take --csv or --json"
+        console().print(cell(text, style="dim"))
 
 
 def _table(names: Sequence[str], *, header: bool) -> Table:
@@ -278,8 +279,8 @@ NAMES = (
     "mean_cosine",
 )  # fmt: skip
 _IMPORTANT_OF_DEVICES = (
-    "device", "applied", "buffered", "refused", "mean_distance", "max_distance", "mean_cosine",
-    "mean_staleness", "mean_loss", "mean_norm", "mean_weight", "max_staleness", "p90_distance",
+    "mean_distance", "max_distance", "mean_cosine", "mean_staleness", "max_staleness", "mean_loss",
+    "mean_norm", "mean_weight", "p90_distance",
 )  # fmt: skip
 
 
@@ -326,7 +327,8 @@ def show_rows(found: Sequence[Mapping[str, float | None]], by: str) -> None:
         name: max(len(text) for text in (*header.split("\n"), *(row[name] for row in cells)))
         for name, header in headers.items()
     }
-    important = dict.fromkeys(("device", by, *_IMPORTANT_OF_DEVICES, *NAMES))
+    ended = [outcome for outcome in OUTCOMES if any(row[outcome] for row in found)]
+    important = dict.fromkeys(("device", by, *ended, *_IMPORTANT_OF_DEVICES, *NAMES))
     names = fitting(widths, list(important), space)
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in names:
