@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -26,13 +28,19 @@ RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 async def play(
-    plans: Sequence[Plan], at_once: int, *, stuck_s: float = STUCK_S, until_failure: bool = False
+    plans: Sequence[Plan],
+    at_once: int,
+    *,
+    stuck_s: float = STUCK_S,
+    within_s: float = math.inf,
+    until_failure: bool = False,
 ) -> list[Outcome]:
-    """Plays plans, some at the same time; says each as it ends."""
+    """Plays plans, some at the same time; says each as it ends. None begins after ``within_s``."""
     waiting, outcomes = list(reversed(plans)), []
+    until = time.monotonic() + within_s
 
     async def play_some(zygote: Zygote) -> None:
-        while waiting:
+        while waiting and time.monotonic() < until:
             outcome = await run(waiting.pop(), zygote, stuck_s=stuck_s)
             outcomes.append(outcome)
             sys.stdout.write(told(outcome) + "\n")
@@ -57,6 +65,7 @@ def main() -> int:
     parser.add_argument("--without", nargs="+", type=Kind, default=(), help="kinds of fault")
     parser.add_argument("--at-once", type=int, default=max(1, (os.cpu_count() or 1) // 2))
     parser.add_argument("--stuck-s", type=float, default=STUCK_S, help="without what must come")
+    parser.add_argument("--minutes", type=float, default=math.inf, help="none begins after these")
     parser.add_argument("--until-failure", action="store_true")
     options = parser.parse_args()
     seeds = options.seed or range(-(-options.faults // options.of))
@@ -65,7 +74,8 @@ def main() -> int:
     plans = [plan(seed, options.of, kinds, sentinels=options.sentinels) for seed in seeds]
     outcomes = asyncio.run(
         play(
-            plans, options.at_once, stuck_s=options.stuck_s, until_failure=options.until_failure
+            plans, options.at_once, stuck_s=options.stuck_s, within_s=60 * options.minutes,
+            until_failure=options.until_failure,
         )
     )  # fmt: skip
     text = table(outcomes)

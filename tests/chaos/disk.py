@@ -129,7 +129,7 @@ def holds(place: Path, number: int, size: int) -> bool:
 
 
 def fail(folder: Path, place: Path, rng: random.Random) -> int:
-    """The power fails while nobody has the folder open: how many bytes are gone.
+    """The power fails while nobody has the folder open: how many pages are not what they were.
 
     The disk is then as the folder is.
     """
@@ -182,4 +182,4 @@ def _survived(before: bytes, latest: bytes, survives: float, rng: random.Random)
 
 def _different(one: bytes, other: bytes) -> int:
     pages = range(0, max(len(one), len(other)), _PAGE)
-    return _PAGE * sum(one[at : at + _PAGE] != other[at : at + _PAGE] for at in pages)
+    return sum(one[at : at + _PAGE] != other[at : at + _PAGE] for at in pages)

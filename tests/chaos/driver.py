@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import tempfile
 import time
+from collections.abc import Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -42,6 +43,7 @@ class Outcome:
     complaints: tuple[str, ...]  # what should have held and did not
     seconds: float
     fenced: int  # updaters that found another in their place
+    did: Mapping[str, int]  # what faults came to that may come to nothing
     folder: Path | None  # what is left of a run that failed
 
 
@@ -56,7 +58,9 @@ async def run(plan: Plan, zygote: Zygote, *, stuck_s: float = STUCK_S) -> Outcom
     if not said:
         shutil.rmtree(folder)
     seconds = time.monotonic() - began
-    return Outcome(plan, facts, said, seconds, chaos.services.fenced, folder if said else None)
+    return Outcome(
+        plan, facts, said, seconds, chaos.services.fenced, chaos.did, folder if said else None
+    )
 
 
 @asynccontextmanager
@@ -112,6 +116,11 @@ class Chaos:
             plan, folder, server=server, wires=wires, services=self.services,
             controls=self._controls, keys=self._keys, findings=self._findings,
         )  # fmt: skip
+
+    @property
+    def did(self) -> Mapping[str, int]:
+        """What faults came to that may come to nothing."""
+        return self._injector.did
 
     def _settings(self) -> dict[str, str]:
         plan = self._plan

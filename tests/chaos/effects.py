@@ -140,8 +140,8 @@ def _added(command: Command) -> tuple[str, dict[str, Any]]:
     return command[at].decode(), msgpack.unpackb(command[at + 2], use_list=False)
 
 
-def commands(data: bytes) -> Iterator[Command]:
-    """The commands of an append-only file; a torn end is left."""
+def commands(data: bytes) -> Iterator[tuple[int, Command]]:
+    """The commands of an append-only file, each with the offset behind it; a torn end is left."""
     at = 0
     while at < len(data):
         if data[at : at + 1] == b"#":  # a remark, such as a time
@@ -160,28 +160,33 @@ def commands(data: bytes) -> Iterator[Command]:
                 return
             command.append(data[at : at + size])
             at += size + 2
-        yield command
+        yield at, command
 
 
-def steps(data: bytes) -> Iterator[list[Command]]:
-    """What was done at once: a command, or all of a transaction that came to its end."""
+def steps(data: bytes) -> Iterator[tuple[int, list[Command]]]:
+    """What was done at once, a command or a transaction, each with the offset behind it."""
     inside: list[Command] | None = None
-    for command in commands(data):
+    for end, command in commands(data):
         match command[0].upper():
             case b"MULTI":
                 inside = []
             case b"EXEC" if inside is not None:
-                yield inside
+                yield end, inside
                 inside = None
             case _ if inside is not None:
                 inside.append(command)
             case _:
-                yield [command]
+                yield end, [command]
+
+
+def whole(data: bytes) -> int:
+    """The bytes up to the end of the last whole step."""
+    return max((end for end, _ in steps(data)), default=0)
 
 
 def lived(file: Path, *, fell_back: bool = False) -> Life:
     """What an append-only file says."""
     life = Life(fell_back)
-    for done in steps(file.read_bytes()):
+    for _, done in steps(file.read_bytes()):
         life.step(done)
     return life

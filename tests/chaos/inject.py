@@ -6,13 +6,14 @@ import asyncio
 import errno
 import random
 import signal
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from broker import blobs
-from broker.errors import BrokerError, Unavailable
+from broker.errors import BrokerError, OutOfMemory, Unavailable
 from broker.keys import POOL, Keys
 from broker.layout import Model
 from broker.ledger import Ledger
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
 _TAKEN_OVER_S = 60.0
+_TWICE_S = 10.0
 _TOLD_S = 60.0  # within which damage must be told
 _ERRNO = (("write", errno.EIO), ("sync", errno.EIO), ("read", errno.EIO))
 
@@ -62,6 +64,7 @@ class Injector:
         self._findings = findings
         self._disks = asyncio.Lock()  # one trouble with disks at a time
         self.forged: set[tuple[str, str]] = set()  # second answers: task and attempt
+        self.did: Counter[str] = Counter()  # what faults came to that may come to nothing
         self._done: dict[Kind, Callable[[Fault], Awaitable[None]]] = {
             Kind.KILL: self._kill, Kind.PAUSE: self._pause, Kind.USURP: self._usurp,
             Kind.DOUBLE: self._double, Kind.TWICE: self._twice, Kind.CLOCK: self._clock,
@@ -119,23 +122,28 @@ class Injector:
         ):
             self._findings.append(f"{fault}: a second one ended:\n{twin.last_words}")
 
-    async def _twice(self, fault: Fault) -> None:
-        """The next uploads are answered once more, with other bytes."""
-        client = self._server.client
-        answered = 0
-        for _ in range(2000):
-            try:
-                rows = await client.call("XRANGE", self._keys.queue, "-", "+")
-                waiting = [decode(fields[1], Upload, RoundEnd) for _, fields in rows]
-                for one in waiting:
-                    if isinstance(one, Upload) and (one.task, "again") not in self.forged:
-                        await self._forge(one)
-                        answered += 1
-            except BrokerError:
-                pass  # Redis is away, or full: an answer less
-            if answered >= 3:
-                return
-            await asyncio.sleep(0.005)
+    async def _twice(self, _fault: Fault) -> None:
+        """What waits in the queue is answered once more, with other bytes."""
+        leader = self._services[await self._leader()]
+        leader.signal(signal.SIGSTOP)  # so that something waits
+        try:
+            for upload in await wait_until(self._waiting, timeout=_TWICE_S):
+                await self._forge(upload)
+        except (AssertionError, Unavailable, OutOfMemory):
+            pass  # nobody answers now, or another fault took Redis away, or its memory
+        finally:
+            leader.signal(signal.SIGCONT)
+
+    async def _waiting(self) -> list[Upload]:
+        try:
+            rows = await self._server.client.call("XRANGE", self._keys.queue, "-", "+")
+        except Unavailable:
+            return []
+        waiting = [decode(fields[1], Upload, RoundEnd) for _, fields in rows]
+        return [
+            one for one in waiting
+            if isinstance(one, Upload) and (one.task, "again") not in self.forged
+        ]  # fmt: skip
 
     async def _forge(self, upload: Upload) -> None:
         model = Model((await self._ledger.run()).layout)
@@ -230,6 +238,7 @@ class Injector:
                 await asyncio.sleep(fault.seconds)
                 async with self._changed(size):
                     sleeper.signal(signal.SIGCONT)
+                self.did["tokens forgotten while one took over"] += not sleeper.ended
                 await asyncio.sleep(2.0)  # the sleeper leads again, by right, and commits
             finally:
                 sleeper.signal(signal.SIGCONT)
@@ -254,6 +263,7 @@ class Injector:
                 head = await self._ledger.head()
                 if head is not None:
                     await self._server.client.call("DEL", self._keys.model(head.blob))
+                    self.did["newest models erased"] += 1
             finally:
                 self._services.up(*TRAINERS)
 
@@ -281,8 +291,12 @@ class Injector:
             await asyncio.sleep(fault.seconds)
 
     async def _late(self, fault: Fault) -> None:
-        async with self._wires[await self._name(fault)].late():
+        wire = self._wires[await self._name(fault)]
+        before = wire.delivered
+        async with wire.late():
             await asyncio.sleep(fault.seconds)
+        await asyncio.sleep(0.1)
+        self.did["requests that came too late"] += wire.delivered - before
 
     # disks
 
@@ -324,11 +338,14 @@ class Injector:
         async with self._disks, self._server.changing:
             await self._synced()
             await self._services.down(*UPDATERS)
-            disk.fail(self._journal, self._platter, self._rng)
+            self._lose_power()
             await asyncio.sleep(fault.seconds)
             self._services.up(*UPDATERS)
             await self._leader()
             await self._synced()
+
+    def _lose_power(self) -> None:
+        self.did["pages lost with the power"] += disk.fail(self._journal, self._platter, self._rng)
 
     async def _synced(self) -> None:
         """With `interval`: until what the journal has now is on disk."""
@@ -345,7 +362,7 @@ class Injector:
             await self._services.down(*UPDATERS)
             lost = int(fault.share * min(self._redis.written, 400_000))
             async with self._changed(self._redis.written - lost):
-                disk.fail(self._journal, self._platter, self._rng)
+                self._lose_power()
                 await asyncio.sleep(fault.seconds)
             self._services.up(*UPDATERS)
 
@@ -374,6 +391,7 @@ class Injector:
                 what = f"an updater tells of damage in {record}, where byte {at} is wrong"
                 try:
                     await wait_until(told, timeout=_TOLD_S, what=what)
+                    self.did["rotten bytes that were told"] += 1
                 finally:
                     await self._services.down(*UPDATERS)
                     if path.exists():

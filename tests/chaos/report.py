@@ -40,13 +40,21 @@ def table(outcomes: Sequence[Outcome]) -> str:
     faults = sum(len(outcome.plan.faults) for outcome in outcomes)
     failed = [str(outcome.plan.seed) for outcome in outcomes if outcome.complaints]
     verdict = f"NOT held: seeds {', '.join(failed)}" if failed else "all checks held"
+    kinds: Counter[str] = Counter(
+        str(fault.kind) for outcome in outcomes for fault in outcome.plan.faults
+    )
+    did: Counter[str] = Counter()
+    for outcome in outcomes:
+        did.update(outcome.did)
     rows = [_COLUMNS, ["---"] * len(_COLUMNS), *(_row(outcome) for outcome in outcomes)]
     return "\n".join([
         "# Faults", "",
-        "`make chaos`: a pipeline of six processes, two updaters on one journal among them, with",
-        "real faults at times drawn from a seed. `tests/chaos/faults.py` says what the faults are,",
-        "`tests/chaos/checks.py` what is checked after every run.", "", about, "",
+        "`make chaos`: pipelines of six processes, two updaters on one journal among them, with",
+        "faults at times drawn from a seed. docs/chaos.md says what they are, and what is checked",
+        "after every run.", "", about, "",
         f"{faults} faults in {len(outcomes)} runs: {verdict}", "",
+        "Faults: " + ", ".join(f"{kind} {n}" for kind, n in sorted(kinds.items())), "",
+        "What some came to: " + ", ".join(f"{n} {what}" for what, n in sorted(did.items())), "",
         *("| " + " | ".join(row) + " |" for row in rows),
     ]) + "\n"  # fmt: skip
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import msgpack
 import pytest
 
-from tests.chaos.effects import lived
+from tests.chaos.effects import lived, whole
 
 PREFIX = "fedstream:{chaos}:"
 
@@ -65,10 +65,11 @@ def test_sums_are_looked_at_behind_every_step(file: Path) -> None:
 
 
 def test_a_torn_end_and_half_a_transaction_are_left(file: Path) -> None:
-    whole = written(file, *OPENED, *ended("applied")).read_bytes()
-    for size in (len(whole) - 1, len(whole) - len("*1\r\n$4\r\nEXEC\r\n")):
-        file.write_bytes(whole[:size])
+    whole_file = written(file, *OPENED, *ended("applied")).read_bytes()
+    for size in (len(whole_file) - 1, len(whole_file) - len("*1\r\n$4\r\nEXEC\r\n")):
+        file.write_bytes(whole_file[:size])
         assert lived(file).open == {"t"}
+        assert whole(whole_file[:size]) == len(written(file, *OPENED).read_bytes())
 
 
 def test_an_update_in_the_queue_and_out_of_it(file: Path) -> None:
