@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import io
 import json
 import math
+import os
+import sys
+import termios
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +18,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
+from rich.live import Live
 
 from broker.client import Client
 from broker.errors import FedstreamError
@@ -274,3 +279,40 @@ def test_a_run_that_stands_still_is_stalled_and_has_no_estimate() -> None:
     assert pace(fast, 40) == "stalled: no version for 0:39"
     assert pace(slow, 180 + 300).endswith(" left")  # versions far apart are no stall
     assert pace(slow, 180 + 601) == "stalled: no version for 10:01"
+
+
+async def test_a_key_is_heard_as_it_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+    keyboard, screen = os.openpty()
+    try:
+        with os.fdopen(screen) as stdin:
+            monkeypatch.setattr(sys, "stdin", stdin)
+            before = termios.tcgetattr(screen)
+            with terminal.pressed("q") as leave:
+                os.write(keyboard, b"x")
+                assert not leave.is_set()
+                os.write(keyboard, b"Q")  # and no return key
+                await asyncio.wait_for(leave.wait(), 60)
+            assert termios.tcgetattr(screen) == before
+    finally:
+        os.close(keyboard)
+
+
+async def test_without_a_terminal_no_key_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    for stdin in (None, io.StringIO("q")):
+        monkeypatch.setattr(sys, "stdin", stdin)
+        with terminal.pressed("q") as leave:
+            await asyncio.sleep(0)
+        assert not leave.is_set()
+
+
+async def test_top_ends_when_its_key_is_pressed(client: Client, hand: Hand) -> None:
+    await hand.create()
+    observer, leave = Observer(client, hand.keys), asyncio.Event()
+
+    class Screen(Live):
+        def update(self, renderable: RenderableType, *, refresh: bool = False) -> None:
+            leave.set()  # once the first picture is there
+
+    live = Screen(console=Console(file=io.StringIO()), auto_refresh=False)
+    shown = await top._watched(client, observer, live, "none yet", leave)
+    assert "0/100" in drawn(shown)
