@@ -26,12 +26,12 @@ def file_of(run: str, environ: Mapping[str, str], sites: Sequence[str] = ()) -> 
         check_name("--site", site)
         if site == POOL:
             raise ConfigError(f"--site {POOL}: its user is that of the role trainer")
-        variable = _variable(site)
-        if twin := next((one for one in named if _variable(one) == variable), None):
-            raise ConfigError(f"--site {site}: its password would be in {variable}, as {twin}'s is")
-        named[site] = environ.get(variable, "")
+        place = variable(site)
+        if twin := next((one for one in named if variable(one) == place), None):
+            raise ConfigError(f"--site {site}: its password would be in {place}, as {twin}'s is")
+        named[site] = environ.get(place, "")
     missing = [_PREFIX + role.upper() for role in ROLES if not given[role]]
-    missing += [_variable(site) for site, password in named.items() if not password]
+    missing += [variable(site) for site, password in named.items() if not password]
     if missing:
         raise ConfigError(
             f"{', '.join(missing)}: not set in the environment: every role and every site needs a "
@@ -40,8 +40,8 @@ def file_of(run: str, environ: Mapping[str, str], sites: Sequence[str] = ()) -> 
     return acl(run, {role: password for role, password in given.items() if password}, named)
 
 
-def _variable(site: str) -> str:
-    """Where a site's password is: FEDSTREAM_PASSWORD_SITE_HOSPITAL_A for hospital-a."""
+def variable(site: str) -> str:
+    """The one with a site's password: FEDSTREAM_PASSWORD_SITE_HOSPITAL_A for hospital-a."""
     return f"{_PREFIX}SITE_{re.sub('[.-]', '_', site).upper()}"
 
 

@@ -443,6 +443,35 @@ BREAKS: dict[str, tuple[Change, str]] = {
 }
 
 
+SITES: dict[str, tuple[Change, str]] = {
+    "a site with the pool's password": (
+        lambda m: entry(m, "site-a", "FEDSTREAM_REDIS__PASSWORD")["valueFrom"][
+            "secretKeyRef"
+        ].update(name="fedstream-redis", key="trainer"),
+        r"sites: StatefulSet site-a: Deployment trainer has the Secret of its site",
+    ),
+    "a site that is the pool's user": (
+        lambda m: entry(m, "site-a", "FEDSTREAM_REDIS__USERNAME").update(value="trainer"),
+        r"settings: StatefulSet site-a, .*: is not Redis's user 'trainer-site-a'",
+    ),
+    "a site that nobody serves": (
+        lambda m: config(m, "fedstream-run").update(FEDSTREAM_COORDINATOR__SITES='["pool"]'),
+        r"sites: StatefulSet site-a: coordinator\.sites does not name 'site-a'",
+    ),
+    "a site without a user": (
+        lambda m: pod(m, "redis")["initContainers"][0]["env"].pop(),
+        r"sites: StatefulSet site-a: Redis's users are made without FEDSTREAM_PASSWORD_SITE_SITE_A",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", SITES)
+def test_what_is_wrong_of_a_site_is_seen(what: str, renderings: dict[str, Manifests]) -> None:
+    change, expected = SITES[what]
+    lines = broken(renderings["production with site"], change)
+    assert any(re.search(expected, line) for line in lines), "\n".join(lines)
+
+
 @pytest.mark.parametrize("what", BREAKS)
 def test_what_is_wrong_is_seen(what: str, renderings: dict[str, Manifests]) -> None:
     change, expected = BREAKS[what]
@@ -466,7 +495,8 @@ def test_keda_goes_with_rounds(renderings: dict[str, Manifests]) -> None:
 
 
 def test_every_check_has_been_seen_to_fail() -> None:
-    assert {pattern.partition(":")[0] for _, pattern in BREAKS.values()} == set(CHECKS)
+    seen = (*BREAKS.values(), *SITES.values())
+    assert {pattern.partition(":")[0] for _, pattern in seen} == set(CHECKS)
 
 
 def test_an_image_of_its_own_is_seen(tmp_path: Path) -> None:

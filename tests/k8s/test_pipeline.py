@@ -329,6 +329,28 @@ async def test_owners_serve_their_own_devices_and_a_journal_that_is_lost_is_begu
     assert findings == ()
 
 
+async def test_a_site_serves_its_devices_as_a_user_of_its_own(
+    tmp_path: Path, images: dict[str, Image], kustomized: Kustomized
+) -> None:
+    """Component site, beside the pool."""
+    settings = {"RUN__VERSIONS": "100000", "TASK__DEVICES": "4"}
+    manifests = kustomized("dev", "site", task=slow_task(), **settings)
+    secret: Manifest = {
+        "apiVersion": "v1", "kind": "Secret",
+        "metadata": {"name": "fedstream-site-a", "namespace": "fedstream"},
+        "stringData": {"password": "password-of-site-a"},
+    }  # fmt: skip
+    async with deployed(tmp_path, images, [*manifests, secret]) as it:
+        await it.ready()
+        await it.versions(12)
+        register = (await it.get())["register"]
+        findings = tuple(it.cluster.findings)
+    owned = {name: about["owns"] for name, about in register.items() if about["owns"]}
+    assert sorted(owned.values()) == [[0], [1]]
+    assert all("site-a" in name for name in owned)
+    assert findings == ()
+
+
 async def test_a_password_that_is_missing_is_told_where_it_is_missed(
     tmp_path: Path, images: dict[str, Image], kustomized: Kustomized
 ) -> None:

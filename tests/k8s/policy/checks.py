@@ -11,6 +11,7 @@ from tests.k8s.policy.pods import images, probes, redis, repairable, restricted,
 from tests.k8s.policy.references import references
 from tests.k8s.policy.schemas import schemas
 from tests.k8s.policy.settings import settings
+from tests.k8s.policy.sites import sites
 
 Check = Callable[[Manifests], Iterator[str]]
 
@@ -25,6 +26,7 @@ CHECKS: Mapping[str, Check] = {
     "redis": redis,
     "networks": networks,
     "exposure": exposure,
+    "sites": sites,
     "images": images,
 }
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from broker.errors import ConfigError
+from broker.keys import POOL
+from broker.rights import user_of
 from coordinator.scheduling import Anarchic, InFlight
 from fedstream.config import Settings
 from fedstream.services import ROLES
@@ -86,11 +88,11 @@ def _service(
             f"terminationGracePeriodSeconds {grace_s} is less than preStop, drain_s and 5 s to "
             f"close: {stop_s:g}"
         )
-    if (
-        found.redis.username != role
-        or env.get("FEDSTREAM_REDIS__PASSWORD") != f"password-of-{role}"
-    ):
-        yield f"is not Redis's user {role!r} with that user's password"
+    own = role == "trainer" and found.trainer.site != POOL
+    user = user_of(found.trainer.site) if own else role
+    password = f"password-of-{'password' if own else role}"
+    if found.redis.username != user or env.get("FEDSTREAM_REDIS__PASSWORD") != password:
+        yield f"is not Redis's user {user!r} with that user's password"
     if env.get("FEDSTREAM_NAME") != "pod-0":
         yield "FEDSTREAM_NAME is not the pod's name"
     yield from _redis(manifests, found)

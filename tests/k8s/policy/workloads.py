@@ -28,6 +28,7 @@ BY_THE_OPERATOR: Mapping[tuple[str, str], frozenset[str]] = {
     ),
     ("Secret", "fedstream-tls"): frozenset(("tls.crt", "tls.key")),
     ("Secret", "fedstream-redis-tls"): frozenset(("tls.crt", "tls.key", "ca.crt")),
+    ("Secret", "fedstream-site-a"): frozenset(("password",)),
     ("Secret", "fedstream-http"): frozenset(("token",)),
     ("ConfigMap", "fedstream-redis-ca"): frozenset(("ca.crt",)),
     ("PersistentVolume", "fedstream-data"): frozenset(),
