@@ -518,14 +518,14 @@ class Ledger:
         version: Version,
         *,
         counts: Mapping[str, int] | None = None,
-        done: Mapping[str, End] | None = None,
+        done: Callable[[str], End | None] | None = None,
         held: Sequence[int] = (),
         mean_staleness: float = 0.0,
     ) -> str:
         """Makes the run with its first version, or publishes its newest over whatever is there.
 
         'created'; 'unwritten': the model's blob is not there; 'lost': the token is not. ``counts``
-        are the run's, for a Redis that was emptied; with ``done``, how tasks ended, also for one
+        are the run's, for a Redis that was emptied; with ``done``, how a task ended, also for one
         that is older than the journal. What was open and is not known there any more is given up.
         Raises Fenced.
         """
@@ -538,7 +538,7 @@ class Ledger:
         }  # fmt: skip
         if done is not None:
             opened = [task.decode() for task in await self._client.call("HKEYS", self.keys.open)]
-            about["ends"] = [self._ending(done[task]) for task in opened if task in done]
+            about["ends"] = [self._ending(end) for end in map(done, opened) if end]
         blob = self.keys.model(version.blob)
         reply = await self._script("create", _packed(about), version.encode(), blob=blob)
         return self._unless_fenced(reply, token)

@@ -10,10 +10,11 @@ from broker.layout import Model
 from broker.messages import Contribution
 from broker.records import End, Head, Run, counted
 from updater.changes import Change, Retained
+from updater.ended import Ended
 from updater.progress import Progress
 from updater.strategies import Strategy
 
-_REMEMBERED = 10_000  # tasks that are recognised when they are found again
+_REMEMBERED = 10_000  # tasks that are recognised without asking the index
 _ROUNDS_REMEMBERED = 1000
 
 
@@ -24,6 +25,7 @@ class Course:
     """
 
     strategy: Strategy
+    index: Ended  # how those ended that are in `done` no more
     run: Run | None = None
     progress: Progress | None = None  # with everything that is in the journal
     digest: str = ""  # of its model
@@ -31,7 +33,7 @@ class Course:
     made: tuple[Contribution, ...] = ()  # the updates in it
     done: dict[str, End] = field(default_factory=dict)  # by task, oldest first
     rounds: dict[str, None] = field(default_factory=dict)  # entries that ended rounds, oldest first
-    forgotten: int = 0  # the version at which a task may have ended that is in `done` no more
+    forgotten: int = 0  # of a task that ended before this version nobody may know any more
     counts: dict[str, int] = field(default_factory=dict)  # of the run, with what is in the journal
     unwritten: list[Change] = field(default_factory=list)  # not in the journal yet
     pending: deque[tuple[Change, int]] = field(default_factory=deque)  # not committed yet
@@ -66,13 +68,16 @@ class Course:
         """How a task ended."""
         self.done[end.task] = end
         while len(self.done) > _REMEMBERED:
-            oldest = self.done.pop(next(iter(self.done)))
-            self.forgotten = max(self.forgotten, oldest.version or 0)
+            self.index.add(self.done.pop(next(iter(self.done))))
 
-    def recorded(self) -> dict[str, End]:
-        """How tasks ended, by what is in the journal."""
-        unwritten = {one.end.task for one in self.unwritten if one.end and one.record is not None}
-        return {task: end for task, end in self.done.items() if task not in unwritten}
+    def ended(self, task: str) -> End | None:
+        """How a task ended, if it has. Raises JournalError."""
+        return self.done.get(task) or self.index.get(task)
+
+    def recorded(self, task: str) -> End | None:
+        """The same, by what is in the journal."""
+        unwritten = (one.end.task for one in self.unwritten if one.end and one.record is not None)
+        return None if task in unwritten else self.ended(task)
 
     def happened(self, change: Change, position: int) -> None:
         """A change is in the journal, up to ``position``: it is now what is."""

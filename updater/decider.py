@@ -13,6 +13,7 @@ from broker.layout import Model
 from broker.lease import Lease
 from broker.ledger import Ledger
 from broker.messages import RoundEnd, Upload, Version, decode
+from broker.records import End
 from broker.streams import Entry
 from runtime.service import Context
 from updater import changes, refusals
@@ -55,9 +56,9 @@ class Decider:
             if entry.id in self.course.rounds:
                 return Change(entry.id, None, (), before)
             return await self._round_end(entry, message, before)
-        if message.task in self.course.done:
+        if (end := self.course.ended(message.task)) is not None:
             await self.intake.unfetch(entry)
-            return self._found_again(entry, message, before)
+            return self._found_again(entry, message, before, end)
         refusal, update, sizes = await self._checked(entry, message, before)
         before = before.with_sizes(sizes)
         if refusal == "blob missing" and not await self.ledger.awaits(message):
@@ -153,10 +154,10 @@ class Decider:
         )
         return changes.refused(entry, upload, before, reason, self.course.counts, sizes)
 
-    def _found_again(self, entry: Entry, upload: Upload, before: Progress) -> Change:
+    def _found_again(self, entry: Entry, upload: Upload, before: Progress, end: End) -> Change:
         """A task that is in the journal, but Redis does not know it."""
         self.context.log.warning("update found again", task=upload.task, device=upload.device)
-        return changes.found_again(entry, upload, before, self.course.done[upload.task])
+        return changes.found_again(entry, upload, before, end)
 
     async def _version(self, step: Step) -> Version | None:
         """The version that a step made."""

@@ -99,5 +99,5 @@ class Intake:
             upload = decode(following.data, Upload)
         except BadMessage:
             return  # its turn will come, and with it its error
-        if upload.layout == layout.signature and upload.task not in self._course.done:
+        if upload.layout == layout.signature and not self._course.ended(upload.task):
             self.fetches[following.id] = self._fetch(upload, layout)

@@ -35,6 +35,7 @@ from updater.journal import (
     JournalSettings,
     Segment,
     SegmentHead,
+    name_of,
     segments,
 )
 from updater.metrics import Metrics
@@ -88,8 +89,10 @@ class Recovery:
             if chain:
                 await self._resume(chain, run, head)
             elif run is None or head is None:
+                await self._open_index("", [])
                 await self._begin()
             elif self.journal.adopt:
+                await self._open_index("", [])
                 await self._adopt(run, head)
             else:
                 raise ConfigError(
@@ -100,6 +103,11 @@ class Recovery:
         finally:
             for segment in chain:
                 segment.close()
+
+    async def _open_index(self, lineage: str, chain: list[Segment]) -> None:
+        """How all tasks ended that the journal has; what of it can't be read is said."""
+        for why in await self._patiently(lambda: self.course.index.open(lineage, chain)):
+            self.context.log.error("tasks that ended long ago are not known", why=why)
 
     async def _claim(self) -> bool:
         """Claims the journal before it is read: whether it is ours.
@@ -137,6 +145,7 @@ class Recovery:
         newest = chain[-1]
         self._check_journal(newest.head, run)
         began = time.monotonic()
+        await self._open_index(newest.head.lineage, chain)
         found = await self._patiently(lambda: recovered(newest))
         if found.progress is None:  # recorded without weights: only Redis has the newest model
             if self.journal.adopt and run and head and head.version > found.version:
@@ -277,9 +286,13 @@ class Recovery:
         run, progress = course.run, course.progress
         if run is None or progress is None:
             return
+        number, version = mine.number + 1 if mine else 0, progress.state.version
+        segment = name_of(self.recorder.epoch, number)
+        await asyncio.to_thread(course.index.write, run.lineage, segment, version)
+        course.forgotten = max(course.forgotten, course.index.forgotten)
         before = after or self.recorder.ending
         head = SegmentHead(
-            epoch=self.recorder.epoch, number=mine.number + 1 if mine else 0,
+            epoch=self.recorder.epoch, number=number,
             predecessor=before.path.name if before else None, cut=before.at if before else None,
             follows=before.chain.hex() if before else None,
             lineage=run.lineage, run=self.keys.name, task=run.task, devices=run.devices,
@@ -377,7 +390,7 @@ class Recovery:
         if not await self.hand_out(state):  # whoever sees the version finds them
             return
         reply = await self.ledger.create(
-            token, run, version, counts=self.course.counts, done=self.course.recorded(),
+            token, run, version, counts=self.course.counts, done=self.course.recorded,
             held=tuple(one.device for one in progress.held),
             mean_staleness=progress.mean_staleness,
         )  # fmt: skip

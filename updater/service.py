@@ -36,6 +36,7 @@ from runtime.service import Context, repeat
 from updater.changes import Change, Retained
 from updater.course import Course
 from updater.decider import LARGE, Decider
+from updater.ended import Ended
 from updater.intake import BATCH, Intake
 from updater.journal import JournalSettings
 from updater.metrics import Metrics
@@ -93,7 +94,7 @@ class Updater:
             self._client, self._ledger, self._lease,
             keep_versions=settings.keep_versions, keep_bytes=settings.keep_bytes,
         )  # fmt: skip
-        self._course = Course(strategy.build())
+        self._course = Course(strategy.build(), Ended(self._recorder.folder))
         self._intake = Intake(self._client, keys, self._course)
         self._heard = time.monotonic()  # when a version was made, or its absence told
 
@@ -135,6 +136,7 @@ class Updater:
             await repeat(self._context, "queue", self._step, within_s=120.0)
         finally:
             await self._recorder.close()
+            self._course.index.close()
 
     async def _step(self) -> None:
         """One entry of the queue, or what has to come before it."""

@@ -114,7 +114,7 @@ async def test_a_redis_that_is_older_than_the_journal_gets_what_it_lacks(
             await client.call("RESTORE", name, 0, value)
     for _ in range(2):  # repeated, it changes nothing
         reply = await hand.ledger.create(
-            hand.updater.token, hand.run(), await hand.publish(3), counts=counts, done=done
+            hand.updater.token, hand.run(), await hand.publish(3), counts=counts, done=done.get
         )
         assert reply == "created"
         view = await hand.ledger.look()
@@ -136,7 +136,7 @@ async def test_a_redis_that_is_newer_than_the_journals_counts_keeps_its_own(hand
     await hand.open(2)
     done = {upload.task: End(upload.task, upload.attempt, "applied", version=1)}
     version = await hand.publish(1)
-    await hand.ledger.create(hand.updater.token, hand.run(), version, counts=counts, done=done)
+    await hand.ledger.create(hand.updater.token, hand.run(), version, counts=counts, done=done.get)
     view = await hand.ledger.look()
     assert (view.issued, view.outcomes["applied"], len(view.open)) == (3, 1, 2)
     assert view.reasons("given_up") == {}

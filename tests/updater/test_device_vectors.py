@@ -108,7 +108,7 @@ class Twin:
 
 def files(folder: Path) -> set[str]:
     """The segments that are there."""
-    return {path.name for path in folder.iterdir()}
+    return {path.name for path in folder.glob("*.journal")}
 
 
 def same(found: DeviceVectors | None, wanted: DeviceVectors | None) -> bool:
@@ -715,7 +715,7 @@ def test_another_rule_beside_leaves_the_recorded_one_alone(
 ) -> None:
     """They share no vector: what one remembers of a device, the other does not."""
     scribe = two(folder, rule)
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    before = {path.name: path.read_bytes() for path in folder.glob("*.journal")}
     faster = rule.model_copy(update={"server_lr": 3.0})
     alone: list[list[float]] = []
     for beside in (False, True):
@@ -737,7 +737,7 @@ def test_another_rule_beside_leaves_the_recorded_one_alone(
             assert original.state.memory.devices is not moment.step.after.state.memory.devices
             version = original.state.version
             assert original.state.model.digest() == scribe.digests[version]
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert {path.name: path.read_bytes() for path in folder.glob("*.journal")} == before
 
 
 def test_another_rule_does_not_go_on_with_a_sum_that_means_something_else(folder: Path) -> None:

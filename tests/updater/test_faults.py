@@ -501,7 +501,7 @@ async def test_what_is_remembered_stays_bounded_over_restarts(
     async with running(make(), context()):
         await wait_until(lambda: len(segments(folder)) == 4)
         newest = segments(folder)[-1]
-        assert (len(newest.done()), newest.standing.forgotten) == (2, 7)
+        assert (len(newest.done()), newest.standing.forgotten) == (2, 0)
 
 
 async def test_what_was_being_fetched_when_redis_went_back_is_forgotten(

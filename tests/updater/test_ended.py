@@ -1,0 +1,230 @@
+"""A task has one record, however old the Redis is that brings it again."""
+
+from __future__ import annotations
+
+import sqlite3
+import stat
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from broker.client import Client
+from broker.records import End
+from tests.journals import Scribe
+from tests.support import Hand, context, running, wait_until
+from tests.updater.journalled import backed_up, go_back, held, records
+from updater.ended import NAME, Ended
+from updater.journal import JournalError, JournalFull, Taken, segments
+from updater.strategies import FedAvgSettings
+
+
+def end(n: int, version: int | None = None) -> End:
+    at = n if version is None else version
+    return End(f"task-{n:04d}", "a1", "applied", device=n, version=at, staleness=1, weight=0.5)
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Any:
+    index = Ended(tmp_path)
+    index.open("line-1", [])
+    yield index
+    index.close()
+
+
+# the index
+
+
+def test_it_knows_what_was_added_before_and_after_it_is_written(index: Ended) -> None:
+    index.add(end(1))
+    assert index.get("task-0001") == end(1)
+    index.write("line-1", "00000001-000001.journal", 0)
+    index.add(end(3))
+    assert [index.get(f"task-{n:04d}") for n in range(1, 5)] == [end(1), None, end(3), None]
+    assert stat.S_IMODE(index.path.stat().st_mode) == 0o600
+
+
+def test_what_waits_in_memory_is_bounded(index: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("updater.ended._WAITING", 4)
+    for n in range(10):
+        index.add(end(n))
+    assert len(index._waiting) == 2
+    assert [index.get(f"task-{n:04d}") for n in range(10)] == [end(n) for n in range(10)]
+
+
+def test_what_ended_before_the_oldest_segment_goes(tmp_path: Path, index: Ended) -> None:
+    for n in range(6):
+        index.add(end(n))
+    for number, version in enumerate((0, 3, 6)):
+        name = f"00000001-{number:06d}.journal"
+        index.write("line-1", name, version)
+        (tmp_path / name).touch()
+    assert index.forgotten == 0
+    (tmp_path / "00000001-000000.journal").unlink()
+    index.write("line-1", "00000001-000003.journal", 6)
+    assert [n for n in range(6) if index.get(f"task-{n:04d}")] == [3, 4, 5]
+    assert index.forgotten == 3
+
+
+def journal(folder: Path) -> list[str]:
+    """Two segments with five ends each: the tasks."""
+    scribe = Scribe(folder)
+    tasks = [scribe.update().upload.task for _ in range(4)]
+    tasks.append(scribe.refuse().upload.task)
+    scribe.segment()
+    tasks += [scribe.update().upload.task for _ in range(5)]
+    scribe.close()
+    return tasks
+
+
+def opened(folder: Path) -> tuple[Ended, list[str]]:
+    chain = segments(folder)
+    index = Ended(folder)
+    unread = index.open(chain[-1].head.lineage, chain)
+    for segment in chain:
+        segment.close()
+    return index, unread
+
+
+def _missing(path: Path) -> None:
+    path.unlink()
+
+
+def _damaged(path: Path) -> None:
+    path.write_bytes(b"SQLite format 3\0 and then nothing of the kind" * 100)
+
+
+def _of_another_journal(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE journal SET lineage = 'another'")
+
+
+def _behind(path: Path) -> None:
+    with sqlite3.connect(path) as database:
+        database.execute("UPDATE journal SET through = '00000001-000000.journal'")
+        database.execute("DELETE FROM ended")
+
+
+@pytest.mark.parametrize("lost", [_missing, _damaged, _of_another_journal, _behind])
+def test_it_is_made_anew_from_the_journal(tmp_path: Path, lost: Any) -> None:
+    tasks = journal(tmp_path)
+    index, unread = opened(tmp_path)
+    index.close()
+    lost(tmp_path / NAME)
+    index, unread = opened(tmp_path)
+    assert unread == []
+    found = [index.get(task) for task in tasks]
+    assert [one and one.outcome for one in found] == ["applied"] * 4 + ["refused"] + ["applied"] * 5
+    assert [one and one.task for one in found] == tasks
+    index.close()
+
+
+def test_one_that_is_whole_is_not_made_anew(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tasks = journal(tmp_path)
+    opened(tmp_path)[0].close()
+    monkeypatch.setattr(Ended, "_made_of", None)
+    index, _ = opened(tmp_path)
+    assert index.get(tasks[0])
+    index.close()
+
+
+def test_what_the_journal_has_no_more_is_said_and_refused_from_then_on(tmp_path: Path) -> None:
+    journal(tmp_path)
+    first = min(tmp_path.glob("*.journal"))
+    third = list(segments(tmp_path)[0].records())[2]
+    data = bytearray(first.read_bytes())
+    data[third.place.offset + 100] ^= 1
+    first.write_bytes(data)
+    index, [why] = opened(tmp_path)
+    assert first.name in why
+    assert index.forgotten == segments(tmp_path)[-1].standing.version == 4
+    index.close()
+
+
+def test_a_full_disk_is_waited_for_and_a_broken_file_named(
+    index: Ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index.add(end(1))
+
+    class Broken:
+        def __init__(self, text: str) -> None:
+            self.text = text
+
+        def __enter__(self) -> None:
+            raise sqlite3.OperationalError(self.text)
+
+        def __exit__(self, *_: object) -> None:
+            return
+
+    real = index._database
+    for text, error in (("database or disk is full", JournalFull), ("disk I/O", JournalError)):
+        monkeypatch.setattr(index, "_database", Broken(text))
+        with pytest.raises(error, match=r"ended\.sqlite"):
+            index.write("line-1", "00000001-000001.journal", 0)
+    monkeypatch.setattr(index, "_database", real)
+    assert index.get("task-0001") == end(1)  # it still waits
+    index.write("line-1", "00000001-000001.journal", 0)
+
+
+# in the updater
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_a_redis_that_is_older_than_what_is_remembered_brings_no_second_record(
+    make: Any, hand: Hand, client: Client, folder: Path, restarted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr("updater.course._REMEMBERED", 2)
+    monkeypatch.setattr("updater.service.BLOCK_MS", 20)
+    async with running(make(segment_versions=3, lease_s=0.5), context()):
+        await hand.join()
+        tasks = await hand.open(8)
+        uploads = [await hand.trained(task, float(n)) for n, task in enumerate(tasks)]
+        backup = await backed_up(client)
+        for upload in uploads:
+            assert await hand.admit(upload) == [("admitted", "")]
+        await hand.reaches(8)
+        await wait_until(hand.queue_is_empty)
+        if not restarted:
+            await _again(hand, client, backup, uploads)
+    if restarted:
+        await go_back(client, backup)
+        async with running(make(lease_s=0.5), context()):
+            await _again(hand, client, None, uploads)
+    counted = Counter(one.upload.task for one in records(folder) if isinstance(one, Taken))
+    assert counted == {upload.task: 1 for upload in uploads}
+
+
+async def _again(hand: Hand, client: Client, backup: Any, uploads: Any) -> None:
+    """Redis is as it was before any of these, and their answers come once more."""
+    if backup is not None:
+        await go_back(client, backup)
+    for upload in uploads:
+        await hand.slip_in(upload)
+    await hand.reaches(8)
+    await wait_until(hand.queue_is_empty)
+    view = await hand.ledger.look()
+    assert view.outcomes["applied"] == 8
+    assert view.open == ()
+    await hand.balanced()
+
+
+async def test_a_buffered_update_is_no_second_one_at_its_own_version(
+    make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its end carries its tau: no version was made by it."""
+    monkeypatch.setattr("updater.course._REMEMBERED", 1)
+    async with running(make(FedAvgSettings(clients_per_round=9)), context()):
+        await hand.join()
+        first = await hand.admitted(1.0)
+        await hand.admitted(2.0)
+        await hand.admitted(3.0)
+        await wait_until(lambda: held(hand, 3))
+        for _ in range(3):
+            await hand.slip_in(first)
+            await wait_until(hand.queue_is_empty)
+        assert await held(hand, 3)
+    assert [record.kind for record in records(folder)] == ["taken"] * 3

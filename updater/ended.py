@@ -1,0 +1,178 @@
+"""How tasks ended that are not among the newest any more: an index beside the journal.
+
+A Redis that goes back in time brings tasks again that ended long ago, and one task has one record
+however old that Redis is. The journal has them all; the index (SQLite, ``ended.sqlite``) finds one
+without reading it. What leaves the memory is written here before the segment that leaves it out of
+its standing; where the index is missing, or the journal is ahead of it, it is made anew from there.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Lock
+
+import msgpack
+
+from broker.records import End
+from updater.journal import (
+    FILE_MODE,
+    JournalError,
+    JournalFull,
+    Segment,
+    Taken,
+    cuts,
+)
+from updater.rebuild import end_of
+
+NAME = "ended.sqlite"
+
+_WAITING = 10_000  # ends that are in memory, not yet in the file
+_TABLES = """
+CREATE TABLE IF NOT EXISTS ended (task TEXT PRIMARY KEY, version INTEGER, about BLOB) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS by_version ON ended (version);
+CREATE TABLE IF NOT EXISTS journal (lineage TEXT, through TEXT);
+"""
+
+
+class Ended:
+    """Ends by task, for as long as the journal has their records."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / NAME
+        self.forgotten = 0  # tasks that ended before this version may be in it no more
+        self._database: sqlite3.Connection | None = None
+        self._using = Lock()  # it is written in a thread that outlives whoever waits for it
+        self._waiting: dict[str, End] = {}
+        self._greatest = ""  # task in it
+        self._begins: dict[str, int] = {}  # segment -> version that it begins with, oldest first
+
+    def open(self, lineage: str, chain: Sequence[Segment]) -> list[str]:
+        """Opens the index of a journal, or makes it anew: what of the journal it could not read.
+
+        Raises JournalError.
+        """
+        self.close()
+        self._begins = {segment.path.name: segment.standing.version for segment in chain}
+        through = chain[-1].path.name if chain else ""
+        try:
+            if not self._connect(lineage, through):
+                self.path.unlink(missing_ok=True)
+                self._connect(lineage, "")
+                return self._made_of(chain, lineage)
+        except (sqlite3.Error, OSError) as error:
+            raise self._failed(error) from error
+        return []
+
+    def _connect(self, lineage: str, through: str) -> bool:
+        """Whether the file is whole, and knows all that is in no standing of ``through``."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, FILE_MODE))
+        database = sqlite3.connect(self.path, check_same_thread=False)
+        try:
+            database.executescript(_TABLES)
+            row = database.execute("SELECT lineage, through FROM journal").fetchone()
+            [greatest] = database.execute("SELECT max(task) FROM ended").fetchone()
+        except sqlite3.DatabaseError:  # damaged: the journal has it all
+            database.close()
+            return False
+        if through and (row is None or row[0] != lineage or row[1] < through):
+            database.close()
+            return False
+        self._database, self._greatest = database, greatest or ""
+        return True
+
+    def _made_of(self, chain: Sequence[Segment], lineage: str) -> list[str]:
+        """Everything that a journal says of ended tasks; what of it can't be read."""
+        unread = []
+        for row in chain[0].done() if chain else ():
+            self.add(End(*row))
+        for number, (segment, cut) in enumerate(cuts(chain)):
+            try:
+                for record in segment.records(cut):
+                    if isinstance(record.message, Taken):
+                        self.add(end_of(record.message))
+            except JournalError as error:
+                if number == len(chain) - 1:
+                    raise
+                self.forgotten = chain[number + 1].standing.version
+                unread.append(str(error))
+        if chain:
+            self._write(lineage, chain[-1].path.name)
+        return unread
+
+    def add(self, end: End) -> None:
+        """Takes in how a task ended. Raises JournalError."""
+        self._waiting[end.task] = end
+        self._greatest = max(self._greatest, end.task)
+        if len(self._waiting) >= _WAITING:
+            self._write()
+
+    def get(self, task: str) -> End | None:
+        """How a task ended, if it is in the index. Raises JournalError."""
+        if task > self._greatest:  # ids are in order of time: a new task's is greater than all
+            return None
+        if task in self._waiting:
+            return self._waiting[task]
+        if self._database is None:
+            return None
+        try:
+            with self._using:
+                asked = self._database.execute("SELECT about FROM ended WHERE task = ?", (task,))
+                row = asked.fetchone()
+        except sqlite3.Error as error:
+            raise self._failed(error) from error
+        return End(*msgpack.unpackb(row[0])) if row else None
+
+    def write(self, lineage: str, segment: str, version: int) -> None:
+        """Before ``segment`` begins, with ``version``: all is on disk that its standing leaves out.
+
+        What ended before the oldest segment's beginning goes. Raises JournalError, JournalFull.
+        """
+        folder = self.path.parent
+        self._begins = {
+            name: begins for name, begins in self._begins.items() if (folder / name).exists()
+        }
+        oldest = next(iter(self._begins.values()), version)
+        if self._write(lineage, segment, oldest):
+            self.forgotten = max(self.forgotten, oldest)
+        self._begins[segment] = version
+
+    def _write(self, lineage: str = "", segment: str = "", oldest: int = 0) -> int:
+        """Writes what waits; how many of those went that ended before version ``oldest``."""
+        rows = [
+            (end.task, end.version or 0, msgpack.packb(tuple(vars(end).values())))
+            for end in self._waiting.values()
+        ]
+        try:
+            with self._using:
+                if self._database is None:
+                    return 0  # it was closed meanwhile: the journal has them
+                with self._database as database:
+                    database.executemany("INSERT OR REPLACE INTO ended VALUES (?, ?, ?)", rows)
+                    if segment:
+                        database.execute("DELETE FROM journal")
+                        database.execute("INSERT INTO journal VALUES (?, ?)", (lineage, segment))
+                    gone = database.execute("DELETE FROM ended WHERE version < ?", (oldest,))
+        except sqlite3.Error as error:
+            raise self._failed(error) from error
+        self._waiting.clear()
+        return gone.rowcount
+
+    def close(self) -> None:
+        """Closes the file; what waits is in the journal."""
+        with self._using:
+            if self._database is not None:
+                self._database.close()
+            self._database = None
+        self._waiting.clear()
+        self._greatest = ""
+
+    def _failed(self, error: Exception) -> JournalError:
+        if "full" in str(error):
+            return JournalFull(f"{self.path}: {error}")
+        return JournalError(
+            f"{self.path}: {error}; it is made anew from the journal if it is deleted"
+        )
