@@ -27,7 +27,6 @@ from updater.journal import (
     Segment,
     SegmentHead,
     Taken,
-    segments,
 )
 from updater.progress import Progress
 from updater.rebuild import standing_of
@@ -159,20 +158,29 @@ async def test_what_a_failing_disk_took_is_left_to_the_successor(
 
 
 async def test_an_updater_on_a_full_disk_makes_each_version_once(
-    make: Any, hand: Hand, folder: Path, disk: Disk
+    make: Any, hand: Hand, folder: Path, disk: Disk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its batch is cut short wherever the disk is full, and goes on when there is room."""
+    """Its batch is cut short where the disk is full, and goes on when there is room."""
     async with running(make(), context()):
         await hand.join()
     uploads = [await hand.admitted(float(n)) for n in range(4)]
-    async with running(make(), context()):
-        await wait_until(lambda: len(segments(folder)) == 2)
-        for room in (3 * PAGE, PAGE, 4 * PAGE):  # a small record is two pages
-            disk.room = room
-            await wait_until(lambda: disk.room == 0)
-        disk.room = None
+    updater = make()
+    append = updater._recorder.append
+    asked: list[int] = []
+
+    async def meets_a_full_disk(batch: Any) -> list[int]:
+        if not asked:
+            disk.room = 3 * PAGE  # a small record is two pages
+        asked.append(len(batch))
+        if len(asked) == 3:
+            disk.room = None
+        return list(await append(batch))
+
+    monkeypatch.setattr(updater._recorder, "append", meets_a_full_disk)
+    async with running(updater, context()):
         await hand.reaches(4)
         await wait_until(hand.queue_is_empty)
+    assert asked[:3] == [4, 3, 3]  # one was written, none, and then the rest
     assert tasks(folder) == [upload.task for upload in uploads]
     digests = {r.version: r.digest for r in records(folder) if r.digest}
     assert {v.version: v.digest for v in await hand.published() if v.version} == digests
