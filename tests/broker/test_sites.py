@@ -226,6 +226,16 @@ async def test_a_site_answers_no_other_sites_task(there: Guarded, hand: Hand) ->
     await hand.balanced()
 
 
+async def test_a_task_that_was_handed_out_to_nobody_is_the_pools_to_answer(hand: Hand) -> None:
+    """Redis went back to before it was: the pool's word is enough, another site's is not."""
+    [trigger] = await hand.open(device=4)
+    early = uploaded(trigger, "south")
+    stray = [("stray", "another site's task")]
+    assert await hand.admit(early, site="south", trusted=False) == stray
+    assert await hand.admit(await hand.trained(trigger)) == [("admitted", "")]
+    await hand.balanced()
+
+
 async def test_a_site_declares_no_other_sites_task_dead(hand: Hand) -> None:
     _, task = await given(hand, "south", 4)
     for site, ended in (("north", 0), ("south", 1)):
