@@ -9,6 +9,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
@@ -178,6 +179,25 @@ async def test_a_slow_reader_is_cut_and_its_place_is_free(redis: RedisSettings, 
             await wait_until(lambda: made[0]._app._downloads._now == 1)
             await wait_until(is_free)
     assert lines == []  # that readers go away is nothing to tell
+
+
+async def test_a_reader_that_is_slow_but_takes_something_is_served(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    hand.layout = layout_of(MODEL // 4)
+    await hand.create()
+    async with (
+        serving(hand, redis, write_s=0.5) as url,
+        aiohttp.ClientSession(url, read_bufsize=1 << 16) as session,
+        session.get("/v1/models/latest") as answer,
+    ):
+        taken = 0
+        begun = time.monotonic()
+        async for part in answer.content.iter_chunked(1 << 16):
+            taken += len(part)
+            await asyncio.sleep(max(0.0, begun + 1.5 * taken / MODEL - time.monotonic()))
+        assert taken == answer.content_length
+        assert time.monotonic() - begun > 1.4  # longer than it may take nothing
 
 
 async def test_head_tells_the_length_and_sends_nothing(redis: RedisSettings, hand: Hand) -> None:
