@@ -337,6 +337,7 @@ class Injector:
         """With `interval`, Redis has what the disk has not yet: meanwhile it forgets nothing."""
         async with self._disks, self._server.changing:
             await self._synced()
+            await asyncio.sleep(self._rng.uniform(0, 0.4))  # what is done now is not on disk yet
             await self._services.down(*UPDATERS)
             self._lose_power()
             await asyncio.sleep(fault.seconds)

@@ -26,4 +26,4 @@ def test_what_is_not_there_cannot_be_planted(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a a")
     for before in ("a", "b"):
         with pytest.raises(ValueError, match="not exactly one"):
-            Mutant("m", "file", before, "c").plant(tmp_path)
+            Mutant("m", "file", before, "c", ()).plant(tmp_path)
