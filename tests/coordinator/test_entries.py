@@ -16,6 +16,7 @@ from coordinator.service import Coordinator, CoordinatorSettings
 from coordinator.sites import served
 from runtime.tasks import LeaseSettings
 from tests.support import Hand, context, running, wait_until
+from trainer.service import TrainerSettings
 
 NORTH = "north"
 
@@ -226,3 +227,11 @@ def test_what_is_no_site_is_said_in_a_line(
     assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="coordinator"):
         CoordinatorSettings(sites=named, trusted_sites=trusted)
+
+
+def test_a_trainer_of_another_site_than_the_pool_owns_devices() -> None:
+    assert TrainerSettings(site="north", owns=(1,)).site == "north"
+    with pytest.raises(ValueError, match=r"trainer.site = 'north' without trainer\.owns: only the"):
+        TrainerSettings(site="north")
+    with pytest.raises(ValueError, match=r"trainer\.site: 'a/b' is no name"):
+        TrainerSettings(site="a/b", owns=(1,))
