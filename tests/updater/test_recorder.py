@@ -329,6 +329,55 @@ async def test_a_record_is_there_before_its_writer_looks_for_claims(
         assert len(list(segment.records())) == 2
 
 
+async def begins_the_next(recorder: Recorder) -> None:
+    """A segment behind the one that is written."""
+    model, before, mine = model_of(LAYOUT), recorder.ending, recorder.head
+    assert before
+    assert mine
+    standing, models = standing_of(
+        Progress(State(0, model)), "continued", digest=model.digest(), time=1.0
+    )
+    head = mine.model_copy(
+        update={
+            "number": mine.number + 1, "predecessor": before.path.name, "cut": before.at,
+            "follows": before.chain.hex(),
+        }
+    )  # fmt: skip
+    await recorder.begin(head, standing, *models)
+
+
+async def test_who_has_a_successor_begins_no_segment(tmp_path: Path) -> None:
+    async with recording(tmp_path) as recorder:
+        Claim(tmp_path, 2)
+        with pytest.raises(Fenced):
+            await begins_the_next(recorder)
+        assert listed(tmp_path) == ["00000001-000000.journal", "00000002.claim"]
+
+
+async def test_who_gets_a_successor_while_it_begins_a_segment_deletes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The successor may read it."""
+    async with recording(tmp_path, keep_segments=1) as recorder:
+        link = os.link
+
+        def linked(one: Any, other: Any) -> None:
+            link(one, other)
+            Claim(tmp_path, 2)
+
+        monkeypatch.setattr(os, "link", linked)
+        with pytest.raises(Fenced):
+            await begins_the_next(recorder)
+    assert listed(tmp_path) == [
+        "00000001-000000.journal", "00000001-000001.journal", "00000002.claim",
+    ]  # fmt: skip
+
+
+def listed(folder: Path) -> list[str]:
+    """The names in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
 async def test_nothing_is_begun_or_appended_unclaimed(tmp_path: Path) -> None:
     recorder = Recorder(JournalSettings(dir=str(tmp_path / "journal")))
     with pytest.raises(RuntimeError, match="no segment was begun"):
