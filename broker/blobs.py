@@ -97,17 +97,45 @@ async def _asked(client: Client, key: str, numbers: range) -> list[Any]:
     return [*begin, *more]
 
 
+async def look_over(client: Client, key: str, size: int) -> None:
+    """Raises BlobDamaged, or BlobMissing, if a blob's parts are not those of ``size`` bytes.
+
+    Reads none of them: before one that somebody else wrote is read, who may have written gigabytes.
+    """
+    expected = _expected(size)
+    try:
+        found = await _lengths(client, key, size)
+    except BrokerError as error:
+        if "WRONGTYPE" not in str(error):
+            raise
+        raise BlobDamaged(f"{key} is no blob") from error
+    if not all(found):
+        raise BlobMissing(key)
+    for n, (there, wanted) in enumerate(zip(found, expected, strict=True)):
+        if there != wanted:
+            part = f"chunk {n - 1}" if n else "size"
+            raise BlobDamaged(f"blob {key}: its {part} has {there} bytes, expected {wanted}")
+
+
 async def keep(client: Client, key: str, size: int) -> bool:
     """Takes the blob's expiry away: whether all of its ``size`` bytes are there. Reads none."""
-    lengths = [min(CHUNK, size - at) for at in range(0, size, CHUNK)]
-    asked: list[Command] = [("HSTRLEN", key, n) for n in range(len(lengths))]
     try:
-        _, said, *found = await client.pipeline([("PERSIST", key), ("HSTRLEN", key, _SIZE), *asked])
+        return await _lengths(client, key, size, ("PERSIST", key)) == _expected(size)
     except BrokerError as error:
         if "WRONGTYPE" not in str(error):
             raise
         return False
-    return said == len(b"%d" % size) and found == lengths
+
+
+def _expected(size: int) -> list[int]:
+    """The lengths of a blob's parts: what says its size, and the chunks."""
+    return [len(b"%d" % size), *(min(CHUNK, size - at) for at in range(0, size, CHUNK))]
+
+
+async def _lengths(client: Client, key: str, size: int, *first: Command) -> list[int]:
+    parts = (_SIZE, *range(-(-size // CHUNK)))
+    asked: list[Command] = [("HSTRLEN", key, part) for part in parts]
+    return (await client.pipeline([*first, *asked]))[len(first) :]
 
 
 async def recall(client: Client, key: str, into: Model) -> bool:

@@ -63,6 +63,9 @@ _SCRIPTS = {
 
 _DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # trainers may write other fields
 
+# Bytes that a letter keeps of an entry, more than any of ours has: 1,000 of them take 128 MiB.
+_LETTER = 64 << 10
+
 T = TypeVar("T")
 
 
@@ -433,10 +436,13 @@ class Ledger:
         ``found``: it tells of another entry, which a trainer could not read: that one is kept.
         """
         name, now = stream.removeprefix(self.keys.prefix), time.time()
-        dead = found.model_copy(update={"time": now}) if found else Dead(
+        dead = found or Dead(
             stream=name, entry=entry.id, reason=reason, time=now,
             deliveries=deliveries, data=entry.data,
         )  # fmt: skip
+        dead = dead.model_copy(
+            update={"time": now, "reason": dead.reason[:_LETTER], "data": dead.data[:_LETTER]}
+        )
         kind = reasons.of_death(reason)
         event = self._event(
             device=task.device if task else None, text=reason if reason != kind else None

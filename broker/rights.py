@@ -110,7 +110,7 @@ RIGHTS = {
                 ),
             ),
             Rights(writes=("update:{site}/*",), commands=("hset", "hexists", "pexpire")),
-            Rights(both=("workspace:{site}/*",), commands=("get", "set", "unlink")),
+            Rights(both=("workspace:{site}/*",), commands=("getrange", "set", "unlink")),
             Rights(writes=("inbox:{site}",), commands=("xadd", "xlen", "exists")),
         ),
     ),

@@ -535,8 +535,13 @@ class Trainer:
 
     async def _saved(self, task: Task) -> Workspace | None:
         """The task's workspace, if there is one that is of use here."""
-        data = await self._client.call("GET", self._keys.workspace(self._site, task.task))
-        if data is None:
+        # Others of the site may have written it, of any length: no more than one may have is read.
+        most, key = self._settings.workspace_bytes, self._keys.workspace(self._site, task.task)
+        data = await self._client.call("GETRANGE", key, 0, most)
+        if not data:
+            return None
+        if len(data) > most:
+            self._begins_anew(BadMessage(f"a workspace of more than {most} bytes"))
             return None
         try:
             saved = Workspace.decode(data)

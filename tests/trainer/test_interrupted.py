@@ -326,7 +326,8 @@ async def test_where_redis_is_full_a_workspace_makes_room_for_the_update(
     ("damage", "said"),
     [
         ("a bit", "do not match their checksum"),
-        ("all of it", "do not match their checksum"),
+        ("all but a byte", "do not match their checksum"),
+        ("no end", "a workspace of more than 67108864 bytes"),
         ("another solver", "the workspace is of other work, its solver is"),
         ("another torch", "the state of a generator is not this torch's"),
         ("another model", "a model of another layout"),
@@ -343,8 +344,10 @@ async def test_a_workspace_of_no_use_is_left_and_the_task_begun_anew(
     match damage:
         case "a bit":
             data[-1] ^= 1
-        case "all of it":
-            data.clear()
+        case "all but a byte":
+            del data[1:]
+        case "no end":
+            data.extend(bytes(64 << 20))
         case "another torch":
             data[:] = workspace.model_copy(update={"minibatches": b"junk"}).encode()
         case "another model":
