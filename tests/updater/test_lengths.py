@@ -36,6 +36,7 @@ async def test_a_blob_is_looked_over_by_its_lengths(
     await client.call(*(("HDEL", key, field) if value is None else ("HSET", key, field, value)))
     with pytest.raises(error, match=said):
         await blobs.look_over(client, key, LAYOUT.nbytes)
+    await client.call("UNLINK", key)
 
 
 async def test_what_is_no_blob_is_damaged(client: Client, keys: Keys) -> None:
@@ -43,6 +44,7 @@ async def test_what_is_no_blob_is_damaged(client: Client, keys: Keys) -> None:
     await client.call("SET", key, "text")
     with pytest.raises(BlobDamaged, match="is no blob"):
         await blobs.look_over(client, key, 40)
+    await client.call("UNLINK", key)
 
 
 async def test_a_letter_keeps_the_beginning_of_a_huge_entry(hand: Hand, client: Client) -> None:
