@@ -137,9 +137,8 @@ class Recorder:
             raise RuntimeError("the journal was not claimed")
 
         def begun() -> tuple[Writer, str]:
-            claim.check(
-                before.path if before is not None else None
-            )  # whoever has a successor begins nothing
+            # Whoever has a successor begins nothing.
+            claim.check(before.path if before is not None else None)
             if before is not None:
                 self._sync(before)
             if after is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import threading
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from broker.client import Client, RedisSettings
 from broker.errors import Fenced
 from tests.support import Hand, Proxy, context, running, wait_until
 from tests.updater.journalled import backed_up, go_back, records
-from updater.journal import Claim, JournalError, newest_epoch, segments, writing
+from updater.journal import Claim, JournalError, JournalFull, newest_epoch, segments, writing
 from updater.rebuild import recovered
 from updater.service import Updater
 
@@ -278,6 +279,19 @@ def test_a_claim_is_on_disk_before_anything_else_happens(
     monkeypatch.setattr(os, "fsync", fsync)
     Claim(tmp_path / "journal", 3)
     assert synced == [tmp_path.name, "00000003.claim", "journal"]
+
+
+def test_a_claim_that_finds_the_disk_full_is_made_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(_file: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch, pytest.raises(JournalFull, match="no room"):
+        patch.setattr(os, "fsync", full)
+        Claim(tmp_path, 3)
+    assert not listed(tmp_path)
+    Claim(tmp_path, 3).check()
 
 
 async def test_a_segment_that_is_deleted_while_it_is_written_ends_its_writer(

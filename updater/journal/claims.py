@@ -69,9 +69,13 @@ class Claim:
         self._looked_at = 0  # the folder's time of change when it was listed
         try:
             made_folder(folder)
-            file = os.open(
-                self._path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, FILE_MODE
-            )
+            flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+            file = os.open(self._path, flags, FILE_MODE)
+        except FileExistsError as error:
+            raise Fenced(f"another updater has claimed the journal: {self._path}") from error
+        except OSError as error:
+            raise translated(self._path, error) from error
+        try:
             try:
                 # The name says it all; the rest is for whoever finds it.
                 about = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
@@ -80,9 +84,8 @@ class Claim:
             finally:
                 os.close(file)
             sync_folder(folder)
-        except FileExistsError as error:
-            raise Fenced(f"another updater has claimed the journal: {self._path}") from error
         except OSError as error:
+            self.withdraw()  # it may not be on disk: to be made again
             raise translated(self._path, error) from error
         newer = newest_epoch(folder, besides=self)
         if newer >= epoch:
