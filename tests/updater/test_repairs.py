@@ -141,3 +141,35 @@ async def test_it_says_so_when_no_version_comes_although_tasks_are_open(
     [one] = told()
     assert (one["log_level"], one["open"]) == ("error", 2)
     assert one["seconds"] >= 1000
+
+
+async def test_a_purge_under_living_services_leaves_no_count_off(
+    make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All keys go at once, also those that are not there while it looks."""
+    async with running(make(), context()):
+        await hand.join()
+        for n in range(3):
+            await hand.admitted(4.0)
+            await hand.reaches(n + 1)
+        asked: list[tuple[Any, ...]] = []
+        real = client.call
+
+        async def call(*command: Any, **options: Any) -> Any:
+            asked.append(command)
+            return await real(*command, **options)
+
+        with monkeypatch.context() as heard:
+            heard.setattr(hand.ledger._client, "call", call)
+            await hand.ledger.purge()
+        [unlinked] = [command for command in asked if command[0] == "UNLINK"]
+        core = {hand.keys.counts, hand.keys.open, hand.keys.head, hand.keys.queue}
+        assert {name.encode() for name in core} <= set(unlinked[1:])
+        await hand.reaches(3)
+        assert (await hand.ledger.look()).counts["applied"] == 3
+        await hand.balanced()
+        await hand.join()
+        await hand.admitted(4.0)
+        await hand.reaches(4)
+        assert (await hand.ledger.look()).counts["applied"] == 4
+        await hand.balanced()
