@@ -287,9 +287,10 @@ def test_a_claim_that_finds_the_disk_full_is_made_again(
     def full(_file: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patch, pytest.raises(JournalFull, match="no room"):
+    with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        Claim(tmp_path, 3)
+        with pytest.raises(JournalFull, match="no room"):
+            Claim(tmp_path, 3)
     assert not listed(tmp_path)
     Claim(tmp_path, 3).check()
 
