@@ -19,6 +19,9 @@ from updater.strategies.batches import Batch
 from updater.strategies.strategy import Memory, State, Update
 from updater.strategies.vectors import DeviceVectors
 
+# Versions until the sum is made anew, or as many as there are devices: it costs an update at most.
+_SUMMED_ANEW = 100
+
 
 class _AfaSettings(Section):
     has_memory: ClassVar[bool] = True
@@ -72,7 +75,9 @@ class AfaCd(Batch):
 class AfaCs(AfaCd):
     """x_{t+1} = x_t - (server_lr / M) sum_i G_i over all M devices, every m arrivals (algorithm 3).
 
-    The sum is of every device's last G (zero until it is heard), and is kept as it changes.
+    The sum is of every device's last G (zero until it is heard), and is kept as it changes. What
+    rounding adds up in it goes by a new sum every so many versions, counted by version: a replay
+    sums anew where the run did.
     """
 
     def __init__(self, settings: AfaCsSettings, devices: int) -> None:
@@ -82,10 +87,8 @@ class AfaCs(AfaCd):
     def begin(self, total: Model, vectors: DeviceVectors | None) -> None:
         """The sum of what is remembered, where the sum itself was lost."""
         super().begin(total, vectors)
-        if vectors is None:
-            return
-        for device in sorted(vectors.heard):
-            add(total.parameters, vectors[device], 1.0, into=total.parameters)
+        if vectors is not None:
+            _sum(vectors, total)
 
     def add(
         self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
@@ -107,4 +110,14 @@ class AfaCs(AfaCd):
         add(x.parameters, total.parameters, rate, into=made.parameters)
         made.buffers[:] = total.buffers
         count(x, total, into=made)
+        vectors = state.memory.devices
+        if vectors is not None and (state.version + 1) % max(_SUMMED_ANEW, len(vectors)) == 0:
+            _sum(vectors, total)
         return State(state.version + 1, made, Memory(total, devices=state.memory.devices))
+
+
+def _sum(vectors: DeviceVectors, total: Model) -> None:
+    """The sum over all devices, in their order."""
+    total.parameters[:] = 0.0
+    for device in sorted(vectors.heard):
+        add(total.parameters, vectors[device], 1.0, into=total.parameters)
