@@ -22,7 +22,7 @@ from broker.scripts import Script
 from broker.streams import Entry, Group
 from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
 from tests.broker.pipeline import finished, pipeline
-from tests.support import Hand
+from tests.support import Hand, wait_until
 
 pytestmark = needs_7
 
@@ -301,6 +301,24 @@ async def test_an_inbox_that_nobody_reads_takes_no_more_announcements(hand: Hand
     await hand.client.pipeline([add] * 10_001)
     assert not await outbox.announce("edge", (3,))
     assert await hand.client.call("XLEN", OWN) == 10_001
+
+
+async def test_strays_without_end_are_counted_and_not_all_told(hand: Hand) -> None:
+    told: list[int] = []
+
+    async def in_one_second() -> bool:
+        """By Redis's clock; the site was told of as often as it may be."""
+        second = (await hand.client.call("TIME"))[0]
+        await hand.client.call("HSET", KEYS.rates, "", second, "stray north", 100)
+        before = len(await hand.events("stray"))
+        stray = uploaded(hand.trigger(), "north")
+        assert await hand.admit(stray, site="north") == [("stray", "unknown task")]
+        told[:] = [len(await hand.events("stray")) - before]
+        return bool((await hand.client.call("TIME"))[0] == second)
+
+    await wait_until(in_one_second)
+    assert told == [0]
+    assert (await hand.ledger.look()).reasons("stray")["unknown task"] >= 1
 
 
 async def test_a_site_of_many_names_does_not_fill_the_register(hand: Hand) -> None:
