@@ -55,6 +55,7 @@ class Life:
 
     def step(self, done: Sequence[Command]) -> None:
         """Takes in what was done at once."""
+        issued, opened = self.counted["issued"], len(self.opened)
         for command in done:
             take = _TAKEN.get((command[0].upper(), _key(command)))
             if take is not None:
@@ -64,6 +65,11 @@ class Life:
             self.wrong.append(
                 f"issued {self.counts['issued']}, but {known} ended or open, after "
                 f"{b' '.join(done[-1])[:80]!r}"
+            )
+        elif self.counted["issued"] - issued != len(self.opened) - opened:
+            self.wrong.append(
+                f"{self.counted['issued'] - issued} counted as issued where "
+                f"{len(self.opened) - opened} were opened, after {b' '.join(done[-1])[:80]!r}"
             )
 
     def _on_counts(self, command: Command) -> None:

@@ -120,7 +120,8 @@ MUTANTS = (
     ),
     Mutant(
         "a task that is in the journal is done again", "updater/decider.py",
-        "if message.task in self.course.done:", "if False:",
+        "self.course.ended(message.task)) is not None:",
+        "self.course.ended(message.task)) is not None and False:",
         (Kind.REWIND, Kind.TORN),
     ),
     Mutant(

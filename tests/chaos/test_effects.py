@@ -60,8 +60,9 @@ def test_a_task_from_its_beginning_to_its_end(file: Path) -> None:
 def test_sums_are_looked_at_behind_every_step(file: Path) -> None:
     late = ("HINCRBY", PREFIX + "counts", "issued", 1)
     life = lived(written(file, ("HSET", PREFIX + "open", "t", "x"), late))
-    assert len(life.wrong) == 1
+    assert len(life.wrong) == 2
     assert "issued 0, but 1" in life.wrong[0]
+    assert "1 counted as issued where 0 were opened" in life.wrong[1]
 
 
 def test_a_torn_end_and_half_a_transaction_are_left(file: Path) -> None:
