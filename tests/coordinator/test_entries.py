@@ -195,6 +195,23 @@ async def test_a_site_that_is_trusted_says_itself_how_stale_it_is(
     assert (upload.tau, found) == (1, upload.model_copy(update={"trainer": "north/t"}))
 
 
+async def test_what_a_site_that_is_not_trusted_says_ends_no_others_task_and_is_not_fresher(
+    run: Hand, redis: RedisSettings, keys: Keys
+) -> None:
+    own, others = await run.open(device=3), await run.open(device=5)
+    assert await run.dispatch() == ["sent", "sent"]
+    assert await run.commit(1) == "done"
+    upload = await run.trained(own[0], site=NORTH)
+    dead = Dead(stream="tasks", entry="1-1", reason="x", time=1.0, data=others[0].encode())
+    async with running(make(redis, keys), context()):
+        for said in (upload, dead):
+            await run.client.call("XADD", keys.inbox(NORTH), "*", "m", said.encode())
+        await heard(run, 1)
+    [(_, found)] = await run.queue()
+    assert (upload.tau, getattr(found, "handed", None)) == (1, 0)
+    assert others[0].task in {one.task for one in (await run.ledger.look()).open}
+
+
 # which sites there are
 
 
