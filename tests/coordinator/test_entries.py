@@ -198,6 +198,7 @@ async def test_a_site_that_is_trusted_says_itself_how_stale_it_is(
 async def test_what_a_site_that_is_not_trusted_says_ends_no_others_task_and_is_not_fresher(
     run: Hand, redis: RedisSettings, keys: Keys
 ) -> None:
+    await run.announce("ann")  # else nobody serves the pool, and its tasks are given up
     own, others = await run.open(device=3), await run.open(device=5)
     assert await run.dispatch() == ["sent", "sent"]
     assert await run.commit(1) == "done"
