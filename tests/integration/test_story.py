@@ -65,6 +65,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     command = Command(
         folder, "--task", "corners.py:task", "--updates", str(VERSIONS),
         "--set", "scheduler.steps.n=50", "--set", "evaluator.every=1000",
+        "--set", "updater.norm_factor=0",  # which would refuse the poison
     )  # fmt: skip
     try:
         assert command.ended() == 0, command.stdout + command.stderr
