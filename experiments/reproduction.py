@@ -28,7 +28,8 @@ A cell is one configuration, run several times: repeat r has ``run.seed`` = ``ta
 that arrivals, minibatches and the partition are all drawn anew. Keys are those of the
 configuration, dotted; a cell's win over the base's, and one that names another ``kind`` or ``name``
 drops what the base said of that table, as in configuration files. Nothing comes from the
-environment but the folder of the data.
+environment but the folder of the data. No update is refused for being larger than is usual
+(``updater.norm_factor`` is 0): the papers' rules take whatever devices send.
 
 At scale S every key in ``SCALED`` is divided by S: T, the version at which alpha decays (so that it
 stays at .4 T), and how often is measured. Everything else stays as it is.
@@ -306,7 +307,8 @@ class Experiment:
 
 def settings_of(sets: Sets) -> Settings:
     """The configuration that has these keys. Raises ConfigError."""
-    given = [f"{key}={json.dumps(value)}" for key, value in sets.items()]
+    keys: Sets = {"updater.norm_factor": 0, **sets}  # the papers have no such rule
+    given = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
     return load(Settings, path=None, environ={}, sets=given)
 
 

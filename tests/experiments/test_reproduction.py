@@ -29,7 +29,7 @@ from experiments.reproduction import (
     judged,
     settings_of,
 )
-from experiments.running import Job, Store, jobs_of, left_s, run, thinned
+from experiments.running import Job, Store, jobs_of, left_s, run, run_job, thinned
 from experiments.showing import DIFFERENCES, TABLE, show, table
 from fedstream import reproduce as command
 from fedstream.simulation import VersionMade
@@ -156,6 +156,17 @@ def test_every_experiment_that_there_is_can_be_configured() -> None:
         assert len(set(labels)) == len(labels)
         for cell in experiment.cells:
             settings_of(experiment.sets(cell, 0, 1.0))
+
+
+def test_no_update_is_refused_for_its_size_which_the_papers_do_not_do(tiny: Experiment) -> None:
+    """What a run refuses by default, a device that takes enormous steps."""
+    base = {**tiny.base, "solver.lr": 1e4, "run.versions": 3}
+    job = jobs_of(replace(tiny, base=base, cells=(Cell("wild", {}),)), repeats=1, scale=1.0,
+                  data_root=None)[0]  # fmt: skip
+    row, _ = run_job(job)
+    assert (row.versions, row.refused) == (3, 0)
+    row, _ = run_job(replace(job, sets=job.sets | {"updater.norm_factor": 30}))
+    assert row.refused > 0
 
 
 # what is kept
