@@ -86,8 +86,12 @@ class Keys:
         return f"{self.prefix}model:{blob}"
 
     def update(self, blob: str) -> str:
-        """The blob of an update, whose name begins with its site."""
+        """The blob of an update as its site writes it; its name begins with the site."""
         return f"{self.prefix}update:{blob}"
+
+    def queued(self, blob: str) -> str:
+        """The same once it is admitted: out of its site's reach, until the updater is done."""
+        return f"{self.prefix}queued:{blob}"
 
     def device(self, device: int) -> str:
         """What a strategy remembers of a device (SCAFFOLD's c_i)."""

@@ -379,7 +379,7 @@ class Ledger:
             }  # fmt: skip
         return self._decision(
             "admit", _verdict, _packed(about), said.encode(), _packed(event),
-            rest=[self.keys.update(blob)], stream=self.keys.inbox(site),
+            rest=[self.keys.update(blob), self.keys.queued(blob)], stream=self.keys.inbox(site),
         )  # fmt: skip
 
     def hear(
@@ -578,7 +578,7 @@ class Ledger:
             "commit", _packed(about), version.encode() if version else b"",
             blob=self.keys.model(version.blob if version else "none"),
             rest=[
-                *(self.keys.update(blob) for blob in commit.updates),
+                *(self.keys.queued(blob) for blob in commit.updates),
                 *(self.keys.model(blob) for blob in commit.retired),
             ],
             ahead=ahead,

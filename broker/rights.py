@@ -54,8 +54,8 @@ RIGHTS = {
     "coordinator": Rights(
         both=(
             "triggers", "inbox:*", "tasks", "tasks:*", "open", "admitted", "ended", "counts",
-            "events", "trainers", "alive", "owners", "rates", "sites", "update:*", "control:*",
-            "quarantine:*",
+            "events", "trainers", "alive", "owners", "rates", "sites", "update:*", "queued:*",
+            "control:*", "quarantine:*",
         ),
         reads=("run", "head", "lineage", "kept", "models", "model:*", "device:*"),
         writes=("queue", "dead"),
@@ -79,7 +79,7 @@ RIGHTS = {
     "updater": Rights(
         both=(
             "leader:updater", "tokens", "run", "head", "kept", "lineage", "model:*", "models",
-            "queue", "open", "admitted", "ended", "counts", "events", "update:*", "device:*",
+            "queue", "open", "admitted", "ended", "counts", "events", "queued:*", "device:*",
         ),
         reads=_LOOKED_AT,
         writes=("dead",),

@@ -113,11 +113,11 @@ async def keys(client: Client) -> AsyncIterator[Keys]:
     queued = set()
     for _, fields in await client.call("XRANGE", keys.queue, "-", "+"):
         try:
-            queued.add(keys.update(Upload.decode(fields[1]).blob))
+            queued.add(keys.queued(Upload.decode(fields[1]).blob))
         except BadMessage:  # junk that the test put there
             continue
     for name in names:
-        if name.startswith((keys.model(""), keys.update(""))):
+        if name.startswith((keys.model(""), keys.update(""), keys.queued(""))):
             owned = name in kept or name in queued
             assert owned or await client.call("PTTL", name) != -1, f"{name} is there for ever"
     await Ledger(client, keys, "test").purge()

@@ -335,6 +335,9 @@ class Hand:
 
     async def slip_in(self, upload: Upload) -> None:
         """An update that admission would not have let into the queue."""
+        written = self.keys.update(upload.blob)
+        if await self.client.call("EXISTS", written):
+            await self.client.call("RENAME", written, self.keys.queued(upload.blob))
         await self.client.call("HSET", self.keys.admitted, upload.task, upload.attempt)
         await self.client.call("XADD", self.keys.queue, "*", "m", upload.encode())
 

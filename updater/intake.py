@@ -82,7 +82,7 @@ class Intake:
 
     def _fetch(self, upload: Upload, layout: Layout) -> asyncio.Task[Model]:
         into = self.spare(layout)
-        key = self._keys.update(upload.blob)
+        key = self._keys.queued(upload.blob)
 
         async def read() -> Model:
             await blobs.look_over(self._client, key, layout.nbytes)

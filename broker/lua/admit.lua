@@ -1,10 +1,11 @@
 -- keys: stream open admitted ended events counts rates
 -- undeclared: run head lineage queue
 -- Admission by metadata: a task of this site, first answer, device, layout, size, base, staleness now.
--- ARGV: what was said, the entry for the queue, the event's fields. rest[1]: the blob. Of a site that is
--- not trusted the staleness counts from the version that was the newest when the task was handed out.
+-- ARGV: what was said, the entry for the queue, the event's fields. rest: the blob where its site wrote it,
+-- and where it goes once admitted, so that no site can change what the updater will read. Of a site that
+-- is not trusted the staleness counts from the version that was the newest when the task was handed out.
 local a, event = cmsgpack.unpack(ARGV[1]), cmsgpack.unpack(ARGV[3])
-local blob = KEYS[first_rest]
+local blob, admitted = KEYS[first_rest], KEYS[first_rest + 1]
 guard()
 if redis.call('XACK', key.stream, a.group, a.entry) == 0 then return {'repeated', ''} end
 redis.call('XDEL', key.stream, a.entry)
@@ -13,6 +14,12 @@ local function astray(why)
   stray(a.site, a.task, why, event)
   redis.call('UNLINK', blob)
   return {'stray', why}
+end
+
+-- The same answer, told again: what stands under the site's key by now is not what was admitted.
+local function again()
+  redis.call('UNLINK', blob)
+  return {'admitted', ''}
 end
 
 local function refused(why)
@@ -25,14 +32,14 @@ local trigger = redis.call('HGET', key.open, a.task)
 if not trigger then
   local attempt, outcome = ended_as(a.task)
   if not attempt then return astray('unknown task') end
-  if attempt == a.attempt then return {'admitted', ''} end -- the same answer, told again
+  if attempt == a.attempt then return again() end
   return astray(outcome == 'given_up' and 'late' or 'answered twice')
 end
 local task = cmsgpack.unpack(trigger)
 -- One that was handed out to nobody: Redis went back to before that. The pool may say it then.
 if task.site ~= a.site and (task.site or not a.trusted) then return astray("another site's task") end
 local first = redis.call('HGET', key.admitted, a.task)
-if first == a.attempt then return {'admitted', ''} end
+if first == a.attempt then return again() end
 if first then return astray('answered twice') end
 
 if task.device ~= a.device then return refused('another device') end
@@ -56,10 +63,12 @@ if a.size ~= tonumber(size) then return refused('size') end
 if redis.call('HGET', key.lineage, a.tau) ~= a.base then return refused('unknown base') end
 if a.tau < since then return refused('unknown base') end -- older than its task
 if max_staleness and head - since > tonumber(max_staleness) then return refused('too stale') end
-local written = redis.pcall('HGET', blob, 'size')
-if not written or type(written) == 'table' then return refused('blob missing') end
-if tonumber(written) ~= a.size then return refused('size') end
-redis.call('PERSIST', blob)
+local digits = redis.pcall('HSTRLEN', blob, 'size')
+if type(digits) == 'table' or digits == 0 then return refused('blob missing') end
+if digits > 20 or tonumber(redis.call('HGET', blob, 'size')) ~= a.size then return refused('size') end
+redis.call('UNLINK', admitted) -- RENAME would delete it on the spot, however large
+redis.call('RENAME', blob, admitted)
+redis.call('PERSIST', admitted)
 redis.call('HSET', key.admitted, a.task, a.attempt)
 redis.call('XADD', key.queue, '*', 'm', a.trusted and ARGV[2] or with(ARGV[2], {handed = since}))
 return {'admitted', ''}

@@ -440,7 +440,8 @@ async def test_an_answer_is_admitted_and_its_blob_stays(
     upload = await hand.admitted()
     [(_, queued)] = await hand.queue()
     assert queued == upload
-    assert await client.call("PTTL", keys.update(upload.blob)) == -1
+    assert await client.call("PTTL", keys.queued(upload.blob)) == -1
+    assert not await exists(client, keys.update(upload.blob))  # out of its site's reach
     view = await hand.ledger.look()
     assert (view.admitted, view.queue, view.inbox, len(view.open)) == (1, 1, 0, 1)
 
@@ -450,10 +451,15 @@ async def test_the_same_answer_told_again_is_admitted_without_a_second_entry(
 ) -> None:
     await hand.create()
     upload = await hand.admitted()
-    assert await hand.admit(upload) == [("admitted", "")]
-    assert len(await hand.queue()) == 1
-    assert await hand.commit(1, upload) == "done"
-    assert await hand.admit(upload) == [("admitted", "")]  # even after its end
+    written = keys.update(upload.blob)
+    for ended in (False, True):
+        await client.call("HSET", written, "size", "junk")  # nobody will admit that
+        assert await hand.admit(upload) == [("admitted", "")]
+        assert not await exists(client, written)
+        assert await exists(client, keys.queued(upload.blob)) != ended
+        if not ended:
+            assert len(await hand.queue()) == 1
+            assert await hand.commit(1, upload) == "done"
     assert await hand.queue() == []
     assert (await hand.ledger.look()).reasons("stray") == {}
 
@@ -478,7 +484,7 @@ async def test_a_second_answer_to_a_task_is_a_stray_and_its_blob_goes(
         await hand.commit(1, first)
     assert await hand.admit(second) == [("stray", "answered twice")]
     assert not await exists(client, keys.update(second.blob))
-    assert await exists(client, keys.update(first.blob)) == (not ended)
+    assert await exists(client, keys.queued(first.blob)) == (not ended)
     view = await hand.ledger.look()
     assert view.reasons("stray") == {"answered twice": 1}
     [event] = await hand.events("stray")
@@ -530,7 +536,12 @@ async def test_an_answer_is_refused_for_what_it_says_of_itself(
     await hand.balanced()
 
 
-@pytest.mark.parametrize("command", [("SET", "x"), ("HSET", "size", "17"), ("HSET", "size", "x")])
+LONG = ("HSET", "size", "0" * 5000 + "16")  # a number, and as large as whoever wrote it likes
+
+
+@pytest.mark.parametrize(
+    "command", [("SET", "x"), ("HSET", "size", "17"), ("HSET", "size", "x"), LONG]
+)
 async def test_a_blob_of_another_form_than_announced_is_refused(
     hand: Hand, client: Client, command: tuple[str, ...]
 ) -> None:
@@ -712,7 +723,7 @@ async def test_a_commit_publishes_ends_and_deletes(hand: Hand, client: Client, k
     assert await hand.commit(1, *uploads, held=(4, 7, 4), retained=2) == "done"
     assert await hand.queue() == []
     for upload in uploads:
-        assert not await exists(client, keys.update(upload.blob))
+        assert not await exists(client, keys.queued(upload.blob))
     assert not await expires(client, keys.model("1.1"))
     head = await hand.ledger.head()
     assert head

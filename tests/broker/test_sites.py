@@ -22,7 +22,11 @@ from broker.scripts import Script
 from broker.streams import Entry, Group
 from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
 from tests.broker.pipeline import finished, pipeline
-from tests.support import Hand, wait_until
+from tests.support import SIZE_LIMIT, Hand, wait_until
+from updater.course import Course
+from updater.ended import Ended
+from updater.intake import Intake
+from updater.strategies.fedasync import FedAsyncSettings
 
 pytestmark = needs_7
 
@@ -114,6 +118,11 @@ FORBIDDEN: list[tuple[str | int, ...]] = [
     # its own update and inbox: it can write them, and that is all
     ("HGET", KEYS.update("north/t.a"), "0"), ("HMGET", KEYS.update("north/t.a"), "0", "size"),
     ("UNLINK", KEYS.update("north/t.a")), ("SET", KEYS.update("north/t.a"), "x"),
+    # what was admitted of it: no more than of others
+    *((name, KEYS.queued("north/t.a"), *more) for name, *more in (
+        ("HSET", "0", "x"), ("HGET", "0"), ("HEXISTS", "0"), ("PEXPIRE", 1), ("UNLINK",),
+    )),
+    ("RENAME", KEYS.update("north/t.a"), KEYS.queued("north/t.a")),
     *((name, OWN) for name in ("DEL", "UNLINK", "GET", "TYPE")),
     ("XREADGROUP", "GROUP", COORDINATORS, "x", "STREAMS", OWN, ">"),
     ("XCLAIM", OWN, COORDINATORS, "x", 0, "1-1"), ("XPENDING", OWN, COORDINATORS),
@@ -290,6 +299,33 @@ async def test_what_dispatch_adds_to_a_trigger_leaves_its_largest_numbers_as_the
     assert opened == trigger
     data = await hand.client.call("HGET", KEYS.open, trigger.task)
     assert data.startswith(b"\xde")  # a longer map
+
+
+async def test_what_was_admitted_its_site_can_neither_change_nor_delete(
+    there: Guarded, hand: Hand, tmp_path: Path
+) -> None:
+    """Under the name that it wrote it by stands nothing any more that anybody reads."""
+    _, task = await given(hand, "north", 3)
+    [entry] = await hand.said(honest := await hand.trained(task, 2.0, site="north"), site="north")
+    written = KEYS.update(honest.blob)
+    async with (
+        there.client("coordinator") as coordinator, there.client("updater") as updater,
+        there.client(NORTH) as north,
+    ):  # fmt: skip
+        verdict = await Ledger(coordinator, KEYS, "c").admit(
+            entry, honest, size_limit=SIZE_LIMIT, site="north", trusted=False
+        )
+        assert verdict == ("admitted", "")
+        assert await north.call("PEXPIRE", written, 1) == 0
+        await north.call("HSET", written, 0, b"x" * (8 << 20), "size", 1)
+        [(id_, queued)] = await hand.queue()
+        assert isinstance(queued, Upload)
+        intake = Intake(updater, KEYS, Course(FedAsyncSettings().build(), Ended(tmp_path)))
+        model = await intake.fetched(Entry(id_, queued.encode()), queued, hand.layout)
+        assert model.floats.tolist() == [2.0] * 4
+    assert await hand.commit(1, honest) == "done"
+    assert not await hand.client.call("EXISTS", KEYS.queued(honest.blob))
+    await hand.balanced()
 
 
 # an inbox that somebody fills with what nobody wants

@@ -577,7 +577,7 @@ async def test_an_update_written_long_before_it_is_admitted_does_not_expire_afte
         await blobs.write(client, key, model_of(run.layout, 1.0), expire_s=60)
         await run.outbox.answer(run.keys.tasks, entry, upload)
         await queued(run, 1)
-        assert await client.call("PTTL", key) == -1
+        assert await client.call("PTTL", run.keys.queued(upload.blob)) == -1
 
 
 # owners, with a scheduler

@@ -119,7 +119,7 @@ async def test_what_is_no_use_is_refused_and_changes_nothing(
         upload = await sent(hand, *filled(hand, **({"parameters": 1.0} | values)), **changes)
         await wait_until(lambda: reasons(hand, "refused", {reason: 1}))
         assert await hand.ledger.head() == before
-        assert await client.call("EXISTS", keys.update(upload.blob)) == 0
+        assert await client.call("EXISTS", keys.queued(upload.blob)) == 0
         assert updater._course.progress.state.memory.devices is None  # nobody is remembered
         await sent(hand, *filled(hand, 1.0))  # and the next one is taken as if nothing had happened
         await hand.reaches(1)

@@ -562,7 +562,7 @@ async def test_an_update_that_redis_lost_with_its_entry_is_not_refused(
             [
                 ("MULTI",),
                 ("XDEL", hand.keys.queue, entry),
-                ("UNLINK", hand.keys.update(lost.blob)),
+                ("UNLINK", hand.keys.queued(lost.blob)),
                 ("HDEL", hand.keys.admitted, lost.task),
                 ("EXEC",),
             ]

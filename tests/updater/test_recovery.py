@@ -401,7 +401,7 @@ async def test_an_entry_stays_in_the_queue_until_its_record_is_on_disk(
             view = await hand.ledger.look()
             assert (view.queue, view.head.retained, view.backlog) == (1, 1, 0)
         await wait_until(hand.queue_is_empty)
-        assert await client.call("EXISTS", hand.keys.update(upload.blob)) == 0
+        assert await client.call("EXISTS", hand.keys.queued(upload.blob)) == 0
         assert (await hand.ledger.look()).head.retained == 0
 
 

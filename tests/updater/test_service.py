@@ -86,7 +86,7 @@ async def test_every_update_makes_a_version_that_says_what_is_in_it(
     assert head
     assert head.mean_staleness == pytest.approx(0.1)
     assert await hand.queue() == []
-    assert await client.call("EXISTS", keys.update(first.blob), keys.update(stale.blob)) == 0
+    assert await client.call("EXISTS", keys.queued(first.blob), keys.queued(stale.blob)) == 0
     await hand.balanced()
 
 
@@ -163,7 +163,7 @@ async def test_bad_updates_are_refused_counted_and_never_reach_the_model(
         await refused(hand, reason)
         assert await hand.ledger.head() == before
         assert await hand.queue() == []
-        assert await client.call("EXISTS", keys.update(upload.blob)) == 0
+        assert await client.call("EXISTS", keys.queued(upload.blob)) == 0
         [event] = await hand.events()
         assert (event.task, event.outcome, event.reason) == (trigger.task, "refused", reason)
         await hand.admitted(1.0)  # and the next one is taken as if nothing had happened
@@ -222,7 +222,7 @@ async def test_buffered_updates_are_kept_by_the_journal_until_their_version(
         uploads = [await hand.admitted(3.0), await hand.admitted(6.0)]
         await wait_until(lambda: buffered(hand, 2))
         assert await hand.queue() == []
-        assert await client.call("EXISTS", *(keys.update(u.blob) for u in uploads)) == 0
+        assert await client.call("EXISTS", *(keys.queued(u.blob) for u in uploads)) == 0
         assert await hand.version() == 0
         head = await hand.ledger.head()
         assert head
@@ -230,7 +230,7 @@ async def test_buffered_updates_are_kept_by_the_journal_until_their_version(
         uploads.append(await hand.admitted(0.0))
         await hand.reaches(1)
         assert await hand.queue() == []
-        assert await client.call("EXISTS", *(keys.update(u.blob) for u in uploads)) == 0
+        assert await client.call("EXISTS", *(keys.queued(u.blob) for u in uploads)) == 0
     _, version = await hand.published()
     assert [u.task for u in version.updates] == [u.task for u in uploads]
     assert (await hand.model(version)).floats == pytest.approx([3.0] * 4)
@@ -572,7 +572,7 @@ async def test_it_finishes_exactly_at_the_last_version_and_gives_up_what_is_left
         assert view.outcomes["applied"] == 3
         assert view.reasons("given_up") == {"run finished": 3}
         assert view.open == ()
-        assert await client.call("KEYS", keys.update("*")) == []
+        assert await client.call("KEYS", keys.queued("*")) == []
         await hand.balanced()
 
 

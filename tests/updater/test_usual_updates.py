@@ -304,6 +304,6 @@ async def test_a_chunk_of_another_length_is_refused_unread(make: Any, hand: Hand
         await hand.client.call("HSET", hand.keys.update(upload.blob), 0, b"x" * (8 << 20))
         await hand.slip_in(upload)
         await refused(hand, "digest")
-        key = hand.keys.update(upload.blob)
+        key = hand.keys.queued(upload.blob)
         read = [one[0] for one in asked if key in one and one[0] != "EVALSHA"]
         assert read == ["HSTRLEN", "HSTRLEN"]
