@@ -1,12 +1,13 @@
 """How large an update is, and whether that is usual: against updates that would ruin a model.
 
 The size of an update is how far it alone would move the model, part by part: parameters, buffers,
-controls. A part may be ``factor`` times as large as the median of the newest updates (what was
+controls. A part may be ``factor`` times as large as the median of the newest updates; what was
 refused counts there as the limit that it was over, so that a change which most devices share gets
-through), or as ``factor`` hundredths of the model's own part where that is more: near the end of
-training medians shrink, and what one device has still to learn is no attack. The first updates have
-no median (nor those behind ones that moved nothing); they may be ``_FIRST`` times as large as the
-model's own part, or as one of ones.
+through. In any case it may be ``factor`` tenths of the model's own part: where training has
+converged the median is next to nothing, and a device that was seldom heard still moves the model by
+about its own norm. Controls, which are gradients, vanish then themselves, so that the parameters'
+norm counts for them as well. The first updates have no median (nor those behind ones that moved
+nothing); they may be ``_FIRST`` times as large as the model's own part, or as one of ones.
 
 Half of the devices or more can move a median, and nothing here keeps a patient few from steering
 the model by steps of the usual size.
@@ -26,7 +27,7 @@ from updater.strategies import Strategy
 
 _WINDOW = 101  # updates that the median is of
 _FEWEST = 20  # of which there is a median
-_OWN = 0.01  # of the model's own part
+_OWN = 0.1  # of the model's own part
 # Over the model's own part, or one of ones: statistics of inputs that nobody scaled grow large.
 _FIRST = (1e3, 1e9, 1e3)
 
@@ -53,24 +54,24 @@ class Norms:
 
     def judged(self, found: Sizes, factor: float, x: Model) -> tuple[bool, Sizes]:
         """Whether an update of these sizes is usual on top of ``x``; its sizes as they count."""
-        parts = (x.parameters, x.buffers, x.controls)
+        own = ((x.parameters,), (x.buffers,), (x.controls, x.parameters))
         limits = [
-            self._limit(n, size, factor, part)
-            for n, (size, part) in enumerate(zip(found, parts, strict=True))
+            self._limit(n, size, factor, vectors)
+            for n, (size, vectors) in enumerate(zip(found, own, strict=True))
         ]
         usual = all(size <= limit for size, limit in zip(found, limits, strict=True))
         parameters, buffers, controls = map(min, found, limits)
         return usual, (parameters, buffers, controls)
 
-    def _limit(self, n: int, size: float, factor: float, own: Floats) -> float:
+    def _limit(self, n: int, size: float, factor: float, own: tuple[Floats, ...]) -> float:
         if not size:
             return 0.0
         middle = median(row[n] for row in self.last) if len(self.last) >= _FEWEST else 0.0
         if not middle:
-            return _FIRST[n] * max(norm(own), math.sqrt(own.size))
+            return _FIRST[n] * max(*map(norm, own), math.sqrt(own[0].size))
         usual = factor * middle
         # The model's own norm takes a pass over it: only where it matters.
-        return usual if size <= usual else max(usual, factor * _OWN * norm(own))
+        return usual if size <= usual else max(usual, factor * _OWN * max(map(norm, own)))
 
     def grown(self, counted: Sizes) -> Norms:
         """With one update more."""

@@ -13,6 +13,8 @@ from hypothesis import strategies as st
 from broker import blobs
 from broker.layout import Layout, Model, Tensor
 from broker.messages import Upload
+from fedstream.config import read
+from fedstream.simulation import simulate
 from tests.support import Hand, context, model_of, running, wait_until
 from tests.updater.journalled import HALF, records
 from updater import refusals
@@ -103,9 +105,48 @@ def test_up_to_30_times_the_median_is_usual() -> None:
     assert judged(norms, 30.1) == (False, 30.0)
 
 
-def test_so_is_a_third_of_the_model_itself() -> None:
-    assert judged(usual_of(*[1e-6] * 50), 1.2, own=2.0) == (True, 1.2)
-    assert judged(usual_of(*[1e-6] * 50), 1.3, own=2.0)[0] is False
+def test_so_is_three_times_the_model_itself() -> None:
+    assert judged(usual_of(*[1e-6] * 50), 12.0, own=2.0) == (True, 12.0)  # its norm is 4
+    assert judged(usual_of(*[1e-6] * 50), 12.1, own=2.0) == (False, 12.0)
+
+
+def test_a_converged_model_times_minus_20_is_refused() -> None:
+    for median in (1e-6, 1.0, 2.0):  # half of the model's own norm
+        assert judged(usual_of(*[median] * 50), 21 * 4.0, own=2.0)[0] is False
+
+
+def test_controls_may_be_as_large_as_parameters_where_they_have_vanished() -> None:
+    x = model_of(LAYOUT.with_controls(), 2.0)
+    x.controls[:] = 1e-6
+    norms = Norms(((1.0, 0.0, 1e-6),) * 50)
+    assert norms.judged((1.0, 0.0, 12.0), 30.0, x)[0]
+    assert not norms.judged((1.0, 0.0, 12.1), 30.0, x)[0]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ("strategy.name=fedasync", "strategy.alpha=0.9"),
+        ("strategy.name=fedbuff", "strategy.buffer_size=1"),
+        ("strategy.name=scaffold", "solver.kind=scaffold", "strategy.buffer_size=1"),
+    ],
+    ids=lambda rule: rule[0],
+)
+def test_what_a_rare_device_has_still_to_teach_is_no_attack(rule: tuple[str, ...]) -> None:
+    """One device with one class has converged when another with another class comes."""
+    rare = ",".join(["1", *["0.005"] * 9])
+    settings = read(
+        None,
+        [
+            "task.name=digits", "task.partition.p=1", "run.versions=150",
+            "simulation.arrivals.kind=biased", f"simulation.arrivals.weights=[{rare}]",
+            "simulation.staleness.kind=none", "simulation.threads=1",
+            "simulation.evaluate_every=0", *rule,
+        ],
+    )  # fmt: skip
+    outcome = simulate(settings)
+    assert outcome.versions[-1].version == 150
+    assert outcome.refused == {}
 
 
 def test_the_first_updates_have_a_wide_limit_and_never_none() -> None:
