@@ -46,6 +46,12 @@ local function end_task(task, attempt, outcome, reason, event)
   return 1
 end
 
+-- Gives an open task up, unless an answer to it was admitted: that is in the queue, and counts. 1 or 0.
+local function give_up(task, why, event)
+  if redis.call('HEXISTS', key.admitted, task) == 1 then return 0 end
+  return end_task(task, '', 'given_up', why, event)
+end
+
 -- How a task ended: attempt and outcome, or nil. Ids are ordered, so the set is an index.
 local function ended_as(task)
   local found = redis.call('ZRANGEBYLEX', key.ended, '[' .. task .. '|', '[' .. task .. '}', 'LIMIT', 0, 1)[1]
@@ -149,9 +155,7 @@ end
 -- trainer that is at work on one loses its lease, and stops.
 local function withdraw(tasks, sent, group, why, event)
   for _, id in ipairs(tasks) do
-    -- an admitted answer is in the queue: it counts
-    local answered = redis.call('HEXISTS', key.admitted, id) == 1
-    if not answered and end_task(id, '', 'given_up', why, cmsgpack.unpack(event)) == 1 and sent[id] then
+    if give_up(id, why, cmsgpack.unpack(event)) == 1 and sent[id] then
       redis.pcall('XACK', sent[id][1], group, sent[id][2])
       redis.call('XDEL', sent[id][1], sent[id][2])
     end

@@ -1022,6 +1022,29 @@ async def test_what_waits_for_an_owner_that_left_is_given_up(hand: Hand, client:
     await hand.balanced()
 
 
+@pytest.mark.parametrize("owned", [True, False], ids=["of an owner", "in the pool"])
+async def test_what_was_admitted_is_given_up_by_nobody_though_its_entry_is_still_there(
+    hand: Hand, owned: bool
+) -> None:
+    """A trainer may append to its inbox, and leave the task as if it had not answered."""
+    await hand.create()
+    if owned:
+        await hand.announce("ann", 3)
+    [trigger] = await hand.open(device=3)
+    await hand.dispatch()
+    upload = await hand.trained(trigger)
+    assert await hand.admit(upload) == [("admitted", "")]
+    if owned:
+        assert await hand.ledger.leave(b"ann") == 0
+    else:
+        await hand.announce("ann", 1)
+        assert await hand.ledger.settle_unserved(60_000) == 0
+    assert await hand.commit(1, upload) == "done"
+    outcomes = (await hand.ledger.look()).outcomes
+    assert (outcomes["applied"], outcomes["given_up"]) == (1, 0)
+    await hand.balanced()
+
+
 async def test_junk_on_the_register_hides_nobody_else(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
