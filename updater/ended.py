@@ -142,23 +142,23 @@ class Ended:
 
     def _write(self, lineage: str = "", segment: str = "", oldest: int = 0) -> int:
         """Writes what waits; how many of those went that ended before version ``oldest``."""
-        rows = [
-            (end.task, end.version or 0, msgpack.packb(tuple(vars(end).values())))
-            for end in self._waiting.values()
-        ]
         try:
             with self._using:
                 if self._database is None:
                     return 0  # it was closed meanwhile: the journal has them
+                rows = [
+                    (end.task, end.version or 0, msgpack.packb(tuple(vars(end).values())))
+                    for end in self._waiting.values()
+                ]
                 with self._database as database:
                     database.executemany("INSERT OR REPLACE INTO ended VALUES (?, ?, ?)", rows)
                     if segment:
                         database.execute("DELETE FROM journal")
                         database.execute("INSERT INTO journal VALUES (?, ?)", (lineage, segment))
                     gone = database.execute("DELETE FROM ended WHERE version < ?", (oldest,))
+                self._waiting.clear()
         except sqlite3.Error as error:
             raise self._failed(error) from error
-        self._waiting.clear()
         return gone.rowcount
 
     def close(self) -> None:
@@ -167,8 +167,8 @@ class Ended:
             if self._database is not None:
                 self._database.close()
             self._database = None
-        self._waiting.clear()
-        self._greatest = ""
+            self._waiting.clear()
+            self._greatest = ""
 
     def _failed(self, error: Exception) -> JournalError:
         if "full" in str(error):

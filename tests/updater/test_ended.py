@@ -6,6 +6,7 @@ import sqlite3
 import stat
 from collections import Counter
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import pytest
@@ -51,6 +52,29 @@ def test_what_waits_in_memory_is_bounded(index: Ended, monkeypatch: pytest.Monke
         index.add(end(n))
     assert len(index._waiting) == 2
     assert [index.get(f"task-{n:04d}") for n in range(10)] == [end(n) for n in range(10)]
+
+
+def test_what_is_added_the_moment_that_a_write_is_over_still_waits(
+    index: Ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A write goes on in its thread when nobody waits for it any more."""
+    using = Lock()
+
+    class Handing:
+        def __enter__(self) -> None:
+            using.acquire()
+
+        def __exit__(self, *_: object) -> None:
+            using.release()
+            if not added:
+                added.append(end(1))
+                index.add(added[0])
+
+    added: list[End] = []
+    index.add(end(0))
+    monkeypatch.setattr(index, "_using", Handing())
+    index.write("line-1", "00000001-000001.journal", 0)
+    assert index.get("task-0001") == end(1)
 
 
 def test_what_ended_before_the_oldest_segment_goes(tmp_path: Path, index: Ended) -> None:
