@@ -9,8 +9,8 @@ about its own norm. Controls, which are gradients, vanish then themselves, so th
 norm counts for them as well. The first updates have no median (nor those behind ones that moved
 nothing); they may be ``_FIRST`` times as large as the model's own part, or as one of ones.
 
-Half of the devices or more can move a median, and nothing here keeps a patient few from steering
-the model by steps of the usual size.
+Whoever sends half of the newest updates can move a median: few devices, if they answer fast and are
+asked often. And nothing here keeps a patient few from steering the model by steps of usual size.
 """
 
 from __future__ import annotations
