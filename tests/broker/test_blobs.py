@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 import pytest
 
 from broker import blobs
-from broker.client import Client
+from broker.client import Client, Command
 from broker.errors import BlobDamaged, BlobMissing, OutOfMemory
 from broker.keys import Keys
 from broker.layout import Model
@@ -82,6 +85,26 @@ async def test_the_expiry_is_there_before_the_first_chunk(client: Client, keys: 
         with pytest.raises(OutOfMemory):
             await blobs.write(client, keys.model("1.1"), random_model(3), expire_s=60)
     assert await client.call("EXISTS", keys.model("1.1")) == 0
+
+
+async def test_the_expiry_begins_anew_with_every_few_chunks(
+    client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a model takes, it does not expire while it is being written."""
+    real, key, left_ms = client.pipeline, keys.model("1.1"), []
+
+    async def slowly(commands: Sequence[Command]) -> list[Any]:
+        """Before the next ones are sent, almost all of the time has passed."""
+        replies = await real(commands)
+        left, _ = await real([("PTTL", key), ("PEXPIRE", key, 20_000)])
+        left_ms.append(left)
+        return replies
+
+    monkeypatch.setattr(client, "pipeline", slowly)
+    model = random_model((2 * blobs.WINDOW + 1) * MIB)
+    await blobs.write(client, key, model, expire_s=600)
+    assert len(left_ms) == 4  # its size, and three times some chunks
+    assert min(left_ms) > 300_000
 
 
 async def test_a_blob_that_is_not_there_is_missing_and_named(client: Client, keys: Keys) -> None:

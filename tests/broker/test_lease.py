@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
-from broker.client import Client
-from broker.errors import Fenced
+from broker.client import Client, RedisSettings
+from broker.errors import Fenced, Unavailable
 from broker.keys import Keys
 from broker.lease import Lease
-from tests.support import full, wait_until
+from tests.support import Proxy, full, wait_until
 
 
 def lease(client: Client, keys: Keys, name: str, seconds: float = 60.0) -> Lease:
@@ -67,6 +69,22 @@ async def test_releasing_lets_the_next_one_in_at_once(client: Client, keys: Keys
     assert await bob.acquire()
     await ann.release()  # late: it is not ann's any more
     assert await bob.hold()
+
+
+async def test_a_redis_that_hangs_holds_up_nobody_who_leaves(
+    client: Client, keys: Keys, redis: RedisSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker.lease._GOODBYE_S", 0.1)
+    async with Proxy(redis, keys) as proxy:
+        patient = Client(proxy.settings.model_copy(update={"timeout_s": 3600.0}))
+        ann = lease(patient, keys, "ann")
+        assert await ann.acquire()
+        proxy.answering.clear()
+        async with asyncio.timeout(60):
+            with pytest.raises(Unavailable):
+                await ann.release()
+        await patient.close()
+    await client.call("DEL", keys.leader("updater"))  # which it may have given back, or not
 
 
 async def test_a_lease_that_redis_lost_is_taken_again_above_what_it_was(

@@ -16,7 +16,17 @@ from broker.errors import BrokerError, Fenced, NoRun
 from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.layout import Model
 from broker.lease import Lease
-from broker.messages import CloseRound, Dead, GiveUp, RoundEnd, Task, Trigger, Version, Withdraw
+from broker.messages import (
+    CloseRound,
+    Dead,
+    GiveUp,
+    RoundEnd,
+    Task,
+    Trigger,
+    Version,
+    Withdraw,
+    task_id,
+)
 from broker.records import Commit, End, Run
 from broker.streams import Entry
 from tests.support import SIZE_LIMIT, Hand, layout_of, model_of, snapshot, wait_until
@@ -120,6 +130,7 @@ async def test_a_redis_that_is_older_than_the_journal_gets_what_it_lacks(
         view = await hand.ledger.look()
         assert (view.issued, view.outcomes["applied"], len(view.open)) == (9, 3, 2)
         assert view.reasons("given_up") == {"dropped out": 1, "lost with Redis": 3}
+        assert "applied:" not in view.counts  # without a reason none is counted
         assert view.admitted == 0
         await hand.balanced()
     # The entries are still there; what is done with them counts nothing twice.
@@ -141,6 +152,20 @@ async def test_a_redis_that_is_newer_than_the_journals_counts_keeps_its_own(hand
     assert (view.issued, view.outcomes["applied"], len(view.open)) == (3, 1, 2)
     assert view.reasons("given_up") == {}
     await hand.balanced()
+
+
+async def test_an_end_that_redis_lost_is_told_and_counted_with_its_reason(hand: Hand) -> None:
+    await hand.create()
+    upload = await hand.admitted()
+    refused = End(upload.task, upload.attempt, "refused", "norm", upload.device)
+    version = await hand.publish(0)
+    counts = dict((await hand.ledger.look()).counts)
+    await hand.ledger.create(
+        hand.updater.token, hand.run(), version, counts=counts, done={upload.task: refused}.get
+    )
+    assert (await hand.ledger.look()).reasons("refused") == {"norm": 1}
+    [event] = await hand.events()
+    assert (event.task, event.outcome, event.reason) == (upload.task, "refused", "norm")
 
 
 async def test_a_run_is_not_created_on_a_model_that_is_not_there(hand: Hand) -> None:
@@ -492,6 +517,20 @@ async def test_a_second_answer_to_a_task_is_a_stray_and_its_blob_goes(
     await hand.balanced()
 
 
+async def test_of_how_tasks_ended_the_newest_20_000_are_remembered(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    older = [f"{task_id(0, n.to_bytes(10))}|a1|applied" for n in range(20_000)]
+    await client.call("ZADD", keys.ended, *(part for end in older for part in (0, end)))
+    for trigger in await hand.open(2):
+        await hand.admit(give_up(trigger))
+        assert await client.call("ZCARD", keys.ended) == 20_000
+    assert await client.call("ZRANGE", keys.ended, 0, 0) == [older[2].encode()]
+    newest = await client.call("ZRANGE", keys.ended, -1, -1)
+    assert newest == [f"{trigger.task}|a1|given_up".encode()]
+
+
 async def test_an_answer_to_nothing_is_a_stray(hand: Hand, client: Client, keys: Keys) -> None:
     await hand.create()
     upload = await hand.trained(hand.trigger())
@@ -540,17 +579,23 @@ LONG = ("HSET", "size", "0" * 5000 + "16")  # a number, and as large as whoever 
 
 
 @pytest.mark.parametrize(
-    "command", [("SET", "x"), ("HSET", "size", "17"), ("HSET", "size", "x"), LONG]
+    ("command", "reason"),
+    [
+        (("SET", "x"), "blob missing"),
+        (("HSET", "0", "x"), "blob missing"),
+        (("HSET", "size", "17"), "size"),
+        (("HSET", "size", "x"), "size"),
+        (LONG, "size"),
+    ],
 )
 async def test_a_blob_of_another_form_than_announced_is_refused(
-    hand: Hand, client: Client, command: tuple[str, ...]
+    hand: Hand, client: Client, command: tuple[str, ...], reason: str
 ) -> None:
     await hand.create()
     [trigger] = await hand.open()
     upload = await hand.trained(trigger, write=False)
     await client.call(command[0], hand.keys.update(upload.blob), *command[1:])
-    [(verdict, reason)] = await hand.admit(upload)
-    assert (verdict, reason in ("size", "blob missing")) == ("refused", True)
+    assert await hand.admit(upload) == [("refused", reason)]
     assert not await exists(client, hand.keys.update(upload.blob))
 
 
@@ -888,6 +933,26 @@ async def test_a_poisonous_task_is_buried_and_ends(hand: Hand, client: Client) -
     await hand.balanced()
 
 
+async def test_of_two_letters_about_a_task_one_is_retried_and_the_other_says_as_what(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    [trigger] = await hand.open()
+    await hand.dispatch()
+    [(entry, task)] = await hand.take()
+    await hand.ledger.bury(keys.tasks, TRAINERS, entry, "poison", task=task)
+    await client.call("XADD", keys.tasks, "*", "m", entry.data)  # it was dispatched twice
+    [(twice, _)] = await hand.take()
+    await hand.ledger.bury(keys.tasks, TRAINERS, twice, "poison", task=task)
+    letters = [id_.decode() for id_, _ in await client.call("XRANGE", keys.dead, "-", "+")]
+    first, second = [hand.trigger(device=task.device) for _ in letters]
+    assert await hand.ledger.retry(letters[0], trigger.task, first) == ("sent", "")
+    assert await hand.ledger.retry(letters[1], trigger.task, second) == ("retried", first.task)
+    await hand.admit(give_up(first))  # the task that it was retried as has ended too
+    assert await hand.ledger.retry(letters[1], trigger.task, second) == ("retried", first.task)
+    assert (await hand.ledger.look()).issued == 2
+
+
 async def test_burying_a_second_answer_does_not_end_a_task_whose_first_was_admitted(
     hand: Hand,
 ) -> None:
@@ -1162,6 +1227,27 @@ async def test_a_device_stays_with_its_first_owner_while_that_lives(hand: Hand) 
     await hand.ledger.leave(b"ann")
     await hand.announce("bob", 2, 3)
     assert await hand.ledger.owners() == {2: "bob", 3: "bob"}
+
+
+async def test_a_device_of_a_trainer_that_is_not_alive_goes_to_the_next_that_owns_it(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    await hand.announce("ann", 1, 2)
+    await client.call("ZREM", keys.alive, "ann")
+    await hand.announce("bob", 2)
+    assert await hand.ledger.owners() == {1: "ann", 2: "bob"}
+
+
+async def test_who_owns_a_device_is_not_refused_it_though_the_register_forgot_who_it_is(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    await hand.announce("ann", 1, 2)
+    await client.call("HDEL", keys.trainers, "ann")  # as junk there is deleted
+    await hand.announce("ann", 1, 2)
+    assert await hand.ledger.owners() == {1: "ann", 2: "ann"}
+    assert [event.text for event in await hand.events("trainer")] == ["ann joined"]
 
 
 async def test_devices_that_the_run_does_not_have_cannot_be_owned(hand: Hand) -> None:
