@@ -1,4 +1,4 @@
--- keys: stream trainers alive owners tasks open counts
+-- keys: stream trainers alive owners tasks open counts rates
 -- undeclared: run head events
 -- A trainer is there, and owns the devices that it says: unless the run has no such device, its site may
 -- not own it, or another that is alive does (the first one keeps it). Or it leaves: then it was last heard
@@ -24,7 +24,7 @@ if not redis.call('ZSCORE', key.alive, name) then
     count('stray:trainer over the limit')
     return 'over'
   end
-  tell(cmsgpack.unpack(ARGV[3]))
+  tell_of(a.site, cmsgpack.unpack(ARGV[3]))
 end
 local before, wants, denied = {}, {}, {}
 for _, device in ipairs(devices_of(name)) do before[device] = true end
@@ -57,7 +57,7 @@ for _, device in ipairs(a.owns) do
   if why and not before[device] then -- once, and not with every announcement
     local event = cmsgpack.unpack(ARGV[4])
     event.device, event.text = device, name .. ' does not get device ' .. device .. ': ' .. why
-    tell(event)
+    tell_of(a.site, event)
   end
 end
 

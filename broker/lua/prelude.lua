@@ -1,6 +1,6 @@
 local EVENTS_KEPT, VERSIONS_TOLD, ENDED_KEPT = 10000, 10000, 20000
 local LINEAGE_KEPT, DEAD_KEPT = 4096, 1000
-local STRAYS_TOLD = 100 -- a second and site: they are counted all the same
+local SITE_TOLD = 100 -- a second and site, of what it can cause without end
 
 -- Fails here, before anything was done, if Redis is out of memory.
 local function guard()
@@ -69,12 +69,16 @@ local function within(what, most)
   return redis.call('HINCRBY', key.rates, what, 1) <= most
 end
 
+-- Tells what a site can cause as often as it likes: within its rate.
+local function tell_of(site, event)
+  if within('told ' .. site, SITE_TOLD) then tell(event) end
+end
+
 -- What a site said that ends no task: counted, and told.
 local function stray(site, task, why, event)
   count('stray:' .. why)
-  if not within('stray ' .. site, STRAYS_TOLD) then return end
   event.what, event.task, event.reason = 'stray', task, why
-  tell(event)
+  tell_of(site, event)
 end
 
 -- A message with more fields, behind a longer map's head. It is not unpacked for that: Lua has no

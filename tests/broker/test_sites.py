@@ -345,7 +345,7 @@ async def test_strays_without_end_are_counted_and_not_all_told(hand: Hand) -> No
     async def in_one_second() -> bool:
         """By Redis's clock; the site was told of as often as it may be."""
         second = (await hand.client.call("TIME"))[0]
-        await hand.client.call("HSET", KEYS.rates, "", second, "stray north", 100)
+        await hand.client.call("HSET", KEYS.rates, "", second, "told north", 100)
         before = len(await hand.events("stray"))
         stray = uploaded(hand.trigger(), "north")
         assert await hand.admit(stray, site="north") == [("stray", "unknown task")]
@@ -355,6 +355,14 @@ async def test_strays_without_end_are_counted_and_not_all_told(hand: Hand) -> No
     await wait_until(in_one_second)
     assert told == [0]
     assert (await hand.ledger.look()).reasons("stray")["unknown task"] >= 1
+
+
+async def test_a_site_that_wants_all_devices_does_not_fill_the_events(hand: Hand) -> None:
+    seconds = int((await hand.client.call("TIME"))[0])
+    before = len(await hand.events("trainer"))
+    assert await hand.announce("greedy", *range(100, 3000), site="north") == ["heard"]
+    seconds = int((await hand.client.call("TIME"))[0]) - seconds + 1
+    assert 0 < len(await hand.events("trainer")) - before <= 100 * seconds
 
 
 async def test_a_site_of_many_names_does_not_fill_the_register(hand: Hand) -> None:
