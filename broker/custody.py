@@ -10,13 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from broker.client import Client
+from broker.client import Client, Command
 from broker.keys import TRAINERS, Keys
 from broker.scripts import Script
 
 _MEND = Script("mend")
 _FIND = Script("find_lost")
 _ASIDE_MS = 7 * 24 * 3600 * 1000  # what was put aside stays there for an operator to look at
+
+_OF_SITES = ("update:", "workspace:")  # what sites write and nobody deletes if they forget it
+_FORGOTTEN_MS = 600_000  # what has no expiry is gone after this
+_LONGEST_MS = 24 * 3600 * 1000  # an expiry further off is as good as none
+_STEP = 1000  # keys that one step looks at: a site may write any number
 
 _MENDED = {
     "triggers": "stream", "tasks": "stream", "events": "stream",
@@ -56,6 +61,28 @@ async def foreign(client: Client, keys: Keys) -> list[tuple[str, str]]:
         for name, kind, wanted in zip(names, kinds, _NAMED.values(), strict=True)
         if kind.decode() not in (wanted, "none")
     ]
+
+
+async def expire_forgotten(client: Client, keys: Keys, cursor: bytes) -> tuple[bytes, list[str]]:
+    """Gives an expiry to what sites wrote without one, in one step through Redis's keys.
+
+    Trainers of ours set one before all else, but a site may write what it likes. ``cursor``: where
+    the step before ended, ``b"0"`` at first. Where this one ended, and the keys that it changed.
+
+    What is admitted meanwhile has another key by then, and is not made to expire.
+    """
+    cursor, found = await client.call("SCAN", cursor, "MATCH", keys.prefix + "*", "COUNT", _STEP)
+    ours = tuple((keys.prefix + kind).encode() for kind in _OF_SITES)
+    names = [name for name in found if name.startswith(ours)]
+    lives = await client.pipeline([("PTTL", name) for name in names]) if names else []
+    left = dict(zip(names, lives, strict=True))
+    changed = [name for name, ms in left.items() if ms == -1 or ms > _LONGEST_MS]
+    cuts: list[Command] = [
+        ("PEXPIRE", name, _FORGOTTEN_MS if left[name] == -1 else _LONGEST_MS) for name in changed
+    ]
+    if cuts:
+        await client.pipeline(cuts)
+    return cursor, [name.decode(errors="replace") for name in changed]
 
 
 async def find_lost(

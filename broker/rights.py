@@ -61,12 +61,16 @@ RIGHTS = {
         writes=("queue", "dead"),
         commands=(
             "xgroup|create", "xreadgroup", "time", "zrangebyscore", "zscore", "hgetall", "info",
-            "type", "sadd", *_BLOB_READ,
+            "type", "sadd", "scan", *_BLOB_READ,
         ),
         scripts=(
             "dispatch", "close_round", "admit", "announce", "relay", "bury", "claim", "reap",
             "leave", "measure", "settle_unserved", "find_lost", "mend", "look",
             "withdraw",
+        ),
+        apart=(  # what sites never let expire
+            Rights(reads=("update:*", "workspace:*"), commands=("pttl",)),
+            Rights(writes=("update:*", "workspace:*"), commands=("pexpire",)),
         ),
     ),
     "scheduler": Rights(

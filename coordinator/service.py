@@ -18,7 +18,7 @@ from prometheus_client import Counter
 from pydantic import Field, SecretStr, model_validator
 
 from broker.client import Client, RedisSettings
-from broker.custody import foreign, mend
+from broker.custody import expire_forgotten, foreign, mend
 from broker.errors import (
     BadMessage,
     BrokerError,
@@ -115,6 +115,7 @@ class Coordinator:
         self._hears_since = 0.0
         self._searched = 0.0  # for tasks that nobody has, the last time
         self._without_entry: dict[str, str] = {}  # what the last search found
+        self._scanned = b"0"  # how far keys were looked at for a missing expiry
         self._named: set[tuple[str, str]] = set()  # keys that hold what they should not
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
@@ -285,6 +286,15 @@ class Coordinator:
         except Foreign:
             return set()
 
+    async def _expire_forgotten(self) -> None:
+        """Lets go away by itself what a site wrote for ever, a part of all keys at each sweep."""
+        self._scanned, found = await expire_forgotten(self._client, self._keys, self._scanned)
+        if found:
+            self._context.log.warning(
+                "a site wrote keys that would have stayed: they got an expiry",
+                keys=len(found), first=min(found),
+            )  # fmt: skip
+
     async def _find_lost(self) -> None:
         """Gives up open tasks whose entry somebody deleted."""
         if time.monotonic() - self._searched < _SEARCH_S:
@@ -297,6 +307,7 @@ class Coordinator:
     async def _sweep(self) -> None:
         """What nobody does who is alive: for silent trainers, poison, crashed coordinators."""
         await self._mend()
+        await self._expire_forgotten()  # also while Redis is full, when the next fails
         await self._find_lost()
         await self._strike_off_the_silent()
         lease_ms = round(self._lease.seconds * 1000)

@@ -297,10 +297,10 @@ _SAMPLES: dict[str, tuple[str, ...]] = {
     "zrangebylex": ("K", "-", "+"), "zrangebyscore": ("K", "0", "1"), "zrem": ("K", "x"),
     "zremrangebyrank": ("K", "0", "1"), "zscore": ("K", "x"),
 }  # fmt: skip
-_READERS = ("hget", "hgetall", "get", "xlen", "xrange")
+_READERS = ("hget", "hgetall", "get", "xlen", "xrange", "pttl")
 _MAY = Script("may")
 _BOTH = ("xreadgroup", "hset", "set")  # where no script is sent
-_WRITERS = ("xadd", "hset", "hincrby")
+_WRITERS = ("xadd", "hset", "hincrby", "pexpire")
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ import pytest
 
 from broker import scripts
 from broker.client import Client, Command
+from broker.custody import expire_forgotten
 from broker.errors import BrokerError, NoScript
 from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.ledger import Ledger
@@ -326,6 +327,23 @@ async def test_what_was_admitted_its_site_can_neither_change_nor_delete(
     assert await hand.commit(1, honest) == "done"
     assert not await hand.client.call("EXISTS", KEYS.queued(honest.blob))
     await hand.balanced()
+
+
+async def test_what_a_site_lets_stay_for_ever_a_coordinator_lets_expire(
+    there: Guarded, hand: Hand
+) -> None:
+    blob, left = KEYS.update("north/junk"), KEYS.workspace("north", "t")
+    async with there.client("coordinator") as coordinator, there.client(NORTH) as north:
+        await north.pipeline([("HSET", blob, "0", "x"), ("SET", left, "x")])
+        cursor, found = await expire_forgotten(coordinator, KEYS, b"0")
+        while cursor != b"0":
+            cursor, more = await expire_forgotten(coordinator, KEYS, cursor)
+            found += more
+        assert sorted(found) == [blob, left]
+        assert await is_denied(coordinator, ("GET", left))  # it sees that it is there, no more
+        assert await is_denied(coordinator, ("UNLINK", left))
+    for key in (blob, left):
+        assert 0 < await hand.client.call("PTTL", key) <= 600_000
 
 
 # an inbox that somebody fills with what nobody wants

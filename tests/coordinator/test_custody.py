@@ -169,6 +169,43 @@ async def test_devices_of_nobody_are_free_again(
     await run.balanced()
 
 
+# what a site never lets expire
+
+
+async def test_what_a_site_wrote_for_ever_gets_an_expiry(
+    run: Hand, redis: RedisSettings, client: Client, keys: Keys
+) -> None:
+    forgotten = [keys.update("north/t.a1"), keys.workspace("north", "t")]
+    far, honest = keys.update("north/far.a1"), keys.update("north/honest.a1")
+    year_ms = 365 * 24 * 3600 * 1000
+    await client.pipeline(
+        [
+            ("HSET", forgotten[0], "size", 16), ("SET", forgotten[1], "x"),
+            ("HSET", far, "size", 16), ("PEXPIRE", far, year_ms),
+            ("HSET", honest, "size", 16), ("PEXPIRE", honest, 60_000),
+        ]
+    )  # fmt: skip
+    admitted = await run.admitted()
+    with capture_logs() as logs:
+        async with running(make(redis, keys), context()):
+
+            async def all_expire() -> bool:
+                lives = await client.pipeline([("PTTL", key) for key in (*forgotten, far)])
+                return all(0 < ms < year_ms // 2 for ms in lives)
+
+            await wait_until(all_expire)
+            await works(run)
+    lives = await client.pipeline([("PTTL", key) for key in (*forgotten, far, honest)])
+    assert [ms <= most for ms, most in zip(lives, (6e5, 6e5, 864e5, 6e4), strict=True)] == [
+        True
+    ] * 4
+    assert lives[2] > 6e5
+    assert await client.call("PTTL", keys.queued(admitted.blob)) == -1
+    told = [line for line in logs if line["event"].startswith("a site wrote keys")]
+    assert sum(line["keys"] for line in told) == 3
+    assert {line["first"] for line in told} <= {*forgotten, far}
+
+
 # tasks that nobody has
 
 
