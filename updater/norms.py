@@ -3,11 +3,12 @@
 The size of an update is how far it alone would move the model, part by part: parameters, buffers,
 controls. A part may be ``factor`` times as large as the median of the newest updates; what was
 refused counts there as the limit that it was over, so that a change which most devices share gets
-through. In any case it may be ``factor`` tenths of the model's own part: where training has
-converged the median is next to nothing, and a device that was seldom heard still moves the model by
-about its own norm. Controls, which are gradients, vanish then themselves, so that the parameters'
-norm counts for them as well. The first updates have no median (nor those behind ones that moved
-nothing); they may be ``_FIRST`` times as large as the model's own part, or as one of ones.
+through. In any case it may be a third of ``factor`` times as large as the model's own part: where
+training has converged the median is next to nothing, and an honest device that was seldom heard, or
+that takes larger steps than the others, moves the model by up to five times its own norm. Controls,
+which are gradients, vanish then themselves, so that the parameters' norm counts for them as well.
+The first updates have no median (nor those behind ones that moved nothing); they may be ``_FIRST``
+times as large as the model's own part, or as one of ones.
 
 Whoever sends half of the newest updates can move a median: few devices, if they answer fast and are
 asked often. And nothing here keeps a patient few from steering the model by steps of usual size.
@@ -27,7 +28,7 @@ from updater.strategies import Strategy
 
 _WINDOW = 101  # updates that the median is of
 _FEWEST = 20  # of which there is a median
-_OWN = 0.1  # of the model's own part
+_OWN = 1 / 3  # of `factor`, over the model's own part
 # Over the model's own part, or one of ones: statistics of inputs that nobody scaled grow large.
 _FIRST = (1e3, 1e9, 1e3)
 

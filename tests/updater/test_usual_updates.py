@@ -105,9 +105,9 @@ def test_up_to_30_times_the_median_is_usual() -> None:
     assert judged(norms, 30.1) == (False, 30.0)
 
 
-def test_so_is_three_times_the_model_itself() -> None:
-    assert judged(usual_of(*[1e-6] * 50), 12.0, own=2.0) == (True, 12.0)  # its norm is 4
-    assert judged(usual_of(*[1e-6] * 50), 12.1, own=2.0) == (False, 12.0)
+def test_so_is_ten_times_the_model_itself() -> None:
+    assert judged(usual_of(*[1e-6] * 50), 40.0, own=2.0) == (True, 40.0)  # its norm is 4
+    assert judged(usual_of(*[1e-6] * 50), 40.1, own=2.0) == (False, 40.0)
 
 
 def test_a_converged_model_times_minus_20_is_refused() -> None:
@@ -119,33 +119,38 @@ def test_controls_may_be_as_large_as_parameters_where_they_have_vanished() -> No
     x = model_of(LAYOUT.with_controls(), 2.0)
     x.controls[:] = 1e-6
     norms = Norms(((1.0, 0.0, 1e-6),) * 50)
-    assert norms.judged((1.0, 0.0, 12.0), 30.0, x)[0]
-    assert not norms.judged((1.0, 0.0, 12.1), 30.0, x)[0]
+    assert norms.judged((1.0, 0.0, 40.0), 30.0, x)[0]
+    assert not norms.judged((1.0, 0.0, 40.1), 30.0, x)[0]
+
+
+RARE = (
+    "task.partition.p=1", "run.versions=60", "simulation.staleness.kind=none",
+    "simulation.arrivals.kind=biased",
+    f"simulation.arrivals.weights={[1, *[0.005] * 9]}",
+)  # fmt: skip
+"""One device with one class has converged when another with another class comes."""
+UNEQUAL = (
+    "run.versions=40", "run.seed=1", "task.seed=1",
+    "solver.lr=0.1", "solvers=[{devices=[1, 4], lr=1.0}]",
+)  # fmt: skip
+"""Two of ten devices have ten times the others' learning rate."""
 
 
 @pytest.mark.parametrize(
-    "rule",
+    ("devices", "rule"),
     [
-        ("strategy.name=fedasync", "strategy.alpha=0.9"),
-        ("strategy.name=fedbuff", "strategy.buffer_size=1"),
-        ("strategy.name=scaffold", "solver.kind=scaffold", "strategy.buffer_size=1"),
+        (RARE, ("strategy.name=fedasync", "strategy.alpha=0.9")),
+        (RARE, ("strategy.name=fedbuff", "strategy.buffer_size=1")),
+        (RARE, ("strategy.name=scaffold", "solver.kind=scaffold", "strategy.buffer_size=1")),
+        (UNEQUAL, ("strategy.name=fedbuff",)),
     ],
-    ids=lambda rule: rule[0],
+    ids=("fedasync", "fedbuff", "scaffold", "unequal"),
 )
-def test_what_a_rare_device_has_still_to_teach_is_no_attack(rule: tuple[str, ...]) -> None:
-    """One device with one class has converged when another with another class comes."""
-    rare = ",".join(["1", *["0.005"] * 9])
-    settings = read(
-        None,
-        [
-            "task.name=digits", "task.partition.p=1", "run.versions=150",
-            "simulation.arrivals.kind=biased", f"simulation.arrivals.weights=[{rare}]",
-            "simulation.staleness.kind=none", "simulation.threads=1",
-            "simulation.evaluate_every=0", *rule,
-        ],
-    )  # fmt: skip
+def test_honest_devices_are_not_refused(devices: tuple[str, ...], rule: tuple[str, ...]) -> None:
+    given = ("task.name=digits", "simulation.threads=1", "simulation.evaluate_every=0")
+    settings = read(None, [*given, *devices, *rule])
     outcome = simulate(settings)
-    assert outcome.versions[-1].version == 150
+    assert outcome.versions[-1].version == settings.run.versions
     assert outcome.refused == {}
 
 
