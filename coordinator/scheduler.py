@@ -21,6 +21,7 @@ from pydantic import Field
 from broker.client import Client, RedisSettings
 from broker.errors import NoRun
 from broker.keys import Keys
+from broker.layout import Layout
 from broker.lease import Lease
 from broker.ledger import Ledger
 from broker.messages import CloseRound, Overdue, Withdraw
@@ -245,7 +246,7 @@ class Scheduler:
             open=view.open,
             queue=view.queue,
             backlog=view.backlog,
-            kept=view.kept + _vectors(view.run),
+            kept=view.kept + vectors(view.run.layout, view.run.devices),
             held=view.head.held,
             # Of what is in the queue and not done, the rest is the ends of rounds.
             round_ending=self._asked[0] == version and view.backlog > view.admitted,
@@ -265,6 +266,6 @@ class Scheduler:
         return int(limit * BUDGET_SHARE)
 
 
-def _vectors(run: Run) -> int:
-    """In models: what Redis holds of the devices (SCAFFOLD's c_i)."""
-    return -(-4 * run.layout.controls * run.devices // max(1, run.layout.nbytes))
+def vectors(layout: Layout, devices: int) -> int:
+    """In models: what Redis holds of the devices (SCAFFOLD's c_i), each with its site's copy."""
+    return -(-2 * 4 * layout.controls * devices // max(1, layout.nbytes))

@@ -21,7 +21,7 @@ from broker.rights import ROLES, Rights, commands
 from broker.rights import rights_of as parts
 from broker.scripts import Script
 from coordinator.rounds import Rounds
-from coordinator.scheduler import BUDGET_SHARE
+from coordinator.scheduler import BUDGET_SHARE, vectors
 from coordinator.scheduling import Anarchic, Poisson, Policy, room_beside
 from fedstream.findings import Finding, counted, not_checked, ok, problem, size, warning
 
@@ -188,9 +188,8 @@ def need(
         case _:
             wanted = policy.n or most
     versions, most_bytes = keep
-    controls = -(-4 * layout.controls * devices // max(1, layout.nbytes))  # SCAFFOLD's c_i
     kept = min(versions, max(2, most_bytes // max(1, layout.nbytes)))
-    return Need(layout.nbytes, min(wanted, devices), queue, kept + controls)
+    return Need(layout.nbytes, min(wanted, devices), queue, kept + vectors(layout, devices))
 
 
 def room(info: Info, wants: Need | None, *, budget: int | None) -> Finding:

@@ -17,7 +17,7 @@ from broker.lease import Lease
 from broker.messages import CloseRound, GiveUp, RoundEnd, Trigger
 from broker.records import Commit, End, Run
 from coordinator.rounds import Rounds
-from coordinator.scheduler import Scheduler, SchedulerSettings
+from coordinator.scheduler import Scheduler, SchedulerSettings, vectors
 from coordinator.scheduling import Anarchic, InFlight, Policy
 from fedstream.config import read
 from fedstream.services import _BUILDERS
@@ -566,3 +566,10 @@ async def test_a_long_lease_is_looked_after_often_enough(
     await wait_until(lambda: held > 3)
     watched.stop.set()
     await leading
+
+
+def test_what_redis_holds_of_the_devices_is_there_twice() -> None:
+    """What was handed out, and the copy of the site that has the device."""
+    layout = layout_of(1000)
+    assert vectors(layout, 10) == 0
+    assert vectors(layout.with_controls(), 10) * layout.with_controls().nbytes == 10 * 2 * 4000
