@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from broker.client import Client, RedisSettings
+from broker.client import Client, Command, RedisSettings
 from broker.errors import Fenced
 from tests.support import Hand, Proxy, context, running, wait_until
 from tests.updater.journalled import backed_up, go_back, records
@@ -214,6 +214,33 @@ async def test_a_claim_whose_maker_crashed_is_outbid_and_goes(
         await hand.reaches(1)
     assert newest_epoch(folder) == 8
     assert listed(folder) == ["00000001-000000.journal", "00000008-000000.journal"]
+
+
+@pytest.mark.parametrize("forgets", ["who leads", "the newest version"])
+async def test_who_was_claimed_over_is_fenced_whatever_redis_forgets(
+    make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch, forgets: str
+) -> None:
+    """It looks for a successor before it leads anew, and before it publishes anew."""
+    monkeypatch.setattr("updater.service.BLOCK_MS", 20)
+    async with running(make(lease_s=0.4), context(), may_fail=True) as leading:
+        await hand.join()
+        await hand.admitted(4.0)
+        await hand.reaches(1)
+        Claim(folder, 7)  # of which Redis knows nothing
+        keys = hand.keys
+        if forgets == "who leads":
+            lost: list[Command] = [
+                ("HDEL", keys.tokens, "updater"),
+                ("DEL", keys.leader("updater")),
+            ]
+        else:
+            lost = [("HSET", keys.head, "version", 0)]
+        await hand.client.pipeline([("MULTI",), *lost, ("EXEC",)])
+        await wait_until(leading.done, what="it ends")
+        error = leading.exception()
+    assert isinstance(error, BaseExceptionGroup)
+    assert error.subgroup(Fenced)
+    assert await hand.version() == (1 if forgets == "who leads" else 0)
 
 
 async def test_who_gives_up_leaves_no_claim(make: Any, hand: Hand, folder: Path) -> None:
