@@ -1,4 +1,4 @@
-"""That the keys of a run hold what they should, and that no open task is forgotten.
+"""That the keys of a run hold what they should, that no open task is forgotten, or ended otherwise.
 
 Users by ACL leave a trainer no way to spoil what others rely on. Where something foreign stands
 nevertheless, it is put aside where that costs nothing that can't be said again (registers, inboxes,
@@ -7,15 +7,17 @@ tasks, which are given up and triggered anew), and named where it would: the run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from broker.client import Client, Command
 from broker.keys import TRAINERS, Keys
+from broker.records import End
 from broker.scripts import Script
 
 _MEND = Script("mend")
 _FIND = Script("find_lost")
+_OF_UPDATER = ("applied", "buffered")  # coordinators end no task so
 _ASIDE_MS = 7 * 24 * 3600 * 1000  # what was put aside stays there for an operator to look at
 
 _OF_SITES = ("update:", "workspace:")  # what sites write and nobody deletes if they forget it
@@ -97,3 +99,18 @@ async def find_lost(
     lost, flat = await _FIND(client, keys.__dict__, TRAINERS, event, *arguments)
     names = [part.decode() for part in flat]
     return int(lost), dict(zip(names[::2], names[1::2], strict=True))
+
+
+async def ended_unlike(client: Client, keys: Keys, done: Callable[[str], End | None]) -> list[End]:
+    """The ends, by ``done``, of tasks that are open in Redis or that others ended otherwise there.
+
+    So it is where Redis fell back: those tasks were open again, for whoever came first.
+    """
+    opened, ended = await client.pipeline([("HKEYS", keys.open), ("ZRANGE", keys.ended, 0, -1)])
+    there = {task.decode(): ("open", "") for task in opened}
+    for row in ended:
+        task, _, outcome, reason = row.decode().split("|")
+        if outcome not in _OF_UPDATER:
+            there.setdefault(task, (outcome, reason))
+    ends = ((done(task), how) for task, how in there.items())
+    return [end for end, how in ends if end is not None and (end.outcome, end.reason) != how]

@@ -19,7 +19,7 @@ import msgpack
 
 from broker import reasons
 from broker.client import Client, Command
-from broker.custody import find_lost
+from broker.custody import ended_unlike, find_lost
 from broker.errors import BadMessage, Fenced, NoRun, NoScript
 from broker.keys import COORDINATORS, POOL, TRAINERS, Keys, member
 from broker.messages import (
@@ -38,7 +38,6 @@ from broker.messages import (
     Withdraw,
 )
 from broker.records import (
-    LOST,
     Commit,
     Committed,
     End,
@@ -532,19 +531,20 @@ class Ledger:
 
         'created'; 'unwritten': the model's blob is not there; 'lost': the token is not. ``counts``
         are the run's, for a Redis that was emptied; with ``done``, how a task ended, also for one
-        that is older than the journal. What was open and is not known there any more is given up.
+        that fell back: what it has open, or ended otherwise since, ends as it did. What was open
+        and is not known there any more is given up.
         Raises Fenced.
         """
         about: dict[str, Any] = {
             "token": token, "run": run.record(), "counts": dict(counts or {}),
-            "outcomes": OUTCOMES, "lost": LOST,
+            "outcomes": OUTCOMES,
             "head": self._head(version, held, 0, mean_staleness),
             "version": version.version, "digest": version.digest, "blob": version.blob,
             "size": str(version.size),
         }  # fmt: skip
         if done is not None:
-            opened = [task.decode() for task in await self._client.call("HKEYS", self.keys.open)]
-            about["ends"] = [self._ending(end) for end in map(done, opened) if end]
+            unlike = await ended_unlike(self._client, self.keys, done)
+            about["ends"] = [self._ending(end) for end in unlike]
         blob = self.keys.model(version.blob)
         reply = await self._script("create", _packed(about), version.encode(), blob=blob)
         return self._unless_fenced(reply, token)
@@ -669,7 +669,7 @@ class Ledger:
             asked.append(("ZRANGEBYLEX", self.keys.ended, *between))
         replies = await self._client.pipeline(asked) if asked else []
         return [
-            "open" if is_open else ended[0].decode().rpartition("|")[2] if ended else ""
+            "open" if is_open else ended[0].decode().split("|")[2] if ended else ""
             for is_open, ended in zip(replies[::2], replies[1::2], strict=True)
         ]
 

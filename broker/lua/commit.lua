@@ -21,10 +21,7 @@ end
 -- Also of a repetition: what rode ahead of the request that came late gave the model an expiry again.
 if a.version then redis.call('PERSIST', key.blob) end
 redis.call('HSET', key.head, unpack(a.head))
-for _, ended in ipairs(a.ends) do
-  local task, attempt, outcome, reason, event = unpack(ended)
-  end_task(task, attempt, outcome, reason ~= '' and reason or nil, event)
-end
+for _, ended in ipairs(a.ends) do end_as_journalled(unpack(ended)) end
 for _, entry in ipairs(a.entries) do redis.call('XDEL', key.queue, entry) end
 for _, blob in ipairs(a.retired) do redis.call('ZREM', key.kept, blob) end
 for i = first_rest, #KEYS do redis.call('UNLINK', KEYS[i]) end

@@ -1,7 +1,7 @@
 -- keys: tokens run head blob models kept lineage open admitted ended events counts
 -- The run with the version that it starts from, or its newest version again because Redis lost it. A
--- Redis that was emptied, or is older than the journal (`a.ends`: of what is open there), gets the
--- run's counts too, so that they and the scheduler's draws go on.
+-- Redis that was emptied, or is older than the journal (`a.ends`: of what is open there, or was
+-- ended otherwise since), gets the run's counts too, so that they and the scheduler's draws go on.
 local a = cmsgpack.unpack(ARGV[1])
 local foreign = fenced(a.token, 'updater')
 if foreign then return foreign end
@@ -11,10 +11,7 @@ guard()
 if redis.call('HGET', key.blob, 'size') ~= a.size then return 'unwritten' end
 redis.call('PERSIST', key.blob)
 if forgot then
-  for _, end_ in ipairs(a.ends or {}) do
-    local task, attempt, outcome, reason, event = unpack(end_)
-    end_task(task, attempt, outcome, reason ~= '' and reason or nil, event)
-  end
+  for _, ended in ipairs(a.ends or {}) do end_as_journalled(unpack(ended)) end
   for name, n in pairs(a.counts) do
     if n > counted(name) then redis.call('HSET', key.counts, name, n) end
   end
@@ -24,8 +21,8 @@ if forgot then
   local lost = counted('issued') - known
   if lost > 0 then
     redis.call('HINCRBY', key.counts, 'given_up', lost)
-    redis.call('HINCRBY', key.counts, 'given_up:' .. a.lost, lost)
-  else -- what ended elsewhere after its last record, and is open here again, is done twice
+    redis.call('HINCRBY', key.counts, 'given_up:' .. LOST, lost)
+  else -- what a coordinator ended after that, and is open here again, counts as one more
     redis.call('HSET', key.counts, 'issued', known)
   end
 end

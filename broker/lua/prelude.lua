@@ -1,6 +1,7 @@
 local EVENTS_KEPT, VERSIONS_TOLD, ENDED_KEPT = 10000, 10000, 20000
 local LINEAGE_KEPT, DEAD_KEPT = 4096, 1000
 local SITE_TOLD = 100 -- a second and site, of what it can cause without end
+local LOST = 'lost with Redis'
 
 -- Fails here, before anything was done, if Redis is out of memory.
 local function guard()
@@ -28,8 +29,8 @@ local function pairs_of(list)
 end
 
 -- Remembers how a task ended: of the newest.
-local function remember(task, attempt, outcome)
-  redis.call('ZADD', key.ended, 0, task .. '|' .. attempt .. '|' .. outcome)
+local function remember(task, attempt, outcome, reason)
+  redis.call('ZADD', key.ended, 0, table.concat({task, attempt, outcome, reason or ''}, '|'))
   local over = redis.call('ZCARD', key.ended) - ENDED_KEPT
   if over > 0 then redis.call('ZREMRANGEBYRANK', key.ended, 0, over - 1) end
 end
@@ -38,7 +39,7 @@ end
 local function end_task(task, attempt, outcome, reason, event)
   if redis.call('HDEL', key.open, task) == 0 then return 0 end
   redis.call('HDEL', key.admitted, task)
-  remember(task, attempt, outcome)
+  remember(task, attempt, outcome, reason)
   count(outcome)
   if reason then count(outcome .. ':' .. reason) end
   event.what, event.task, event.outcome, event.reason = 'outcome', task, outcome, reason
@@ -52,11 +53,32 @@ local function give_up(task, why, event)
   return end_task(task, '', 'given_up', why, event)
 end
 
--- How a task ended: attempt and outcome, or nil. Ids are ordered, so the set is an index.
+-- How a task ended: attempt, outcome and reason, or nil. Ids are ordered, so the set is an index.
 local function ended_as(task)
   local found = redis.call('ZRANGEBYLEX', key.ended, '[' .. task .. '|', '[' .. task .. '}', 'LIMIT', 0, 1)[1]
   if not found then return nil end
-  return string.match(found, '^[^|]*|([^|]*)|(.*)$')
+  return string.match(found, '^[^|]*|([^|]*)|([^|]*)|(.*)$')
+end
+
+-- Forgets it again.
+local function forget(task, attempt, outcome, reason)
+  redis.call('ZREM', key.ended, table.concat({task, attempt, outcome, reason}, '|'))
+end
+
+-- Ends a task as the journal has it. A Redis that fell back had it open again, and a coordinator may have
+-- ended it otherwise since: that outcome is taken back, so that a task is counted as one.
+local function end_as_journalled(task, attempt, outcome, reason, event)
+  if end_task(task, attempt, outcome, reason ~= '' and reason or nil, event) == 1 then return end
+  local by, was, why = ended_as(task)
+  if not by or (was == outcome and why == reason) then return end
+  if reason == LOST then return end -- of an end that the journal lost: Redis knows better
+  forget(task, by, was, why)
+  if was == 'retried' then was = 'dead' end -- as which it is counted
+  redis.call('HINCRBY', key.counts, was, -1)
+  if why ~= '' then redis.call('HINCRBY', key.counts, was .. ':' .. why, -1) end
+  redis.call('HSET', key.open, task, '')
+  event.text = 'not ' .. was .. ', as it was told after Redis fell back'
+  end_task(task, attempt, outcome, reason ~= '' and reason or nil, event)
 end
 
 -- Whether a site does something for the `most`-th time in this second, or less often.

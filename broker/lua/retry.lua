@@ -7,7 +7,7 @@ guard()
 if not redis.call('XRANGE', key.dead, a.letter, a.letter)[1] then return {'gone', ''} end
 if redis.call('HGET', key.run, 'state') ~= 'running' then return {'finished', ''} end
 if redis.call('HEXISTS', key.open, a.before) == 1 then return {'open', a.before} end
-local attempt, outcome = ended_as(a.before)
+local attempt, outcome, reason = ended_as(a.before)
 if outcome == 'retried' then return {'retried', attempt} end
 if outcome and outcome ~= 'dead' then return {'ended', outcome} end
 local oldest = redis.call('ZRANGE', key.ended, 0, 0)[1]
@@ -22,8 +22,8 @@ end
 for held in string.gmatch(redis.call('HGET', key.head, 'held') or '', '%d+') do
   if tonumber(held) == a.device then return {'held', ''} end
 end
-if outcome then redis.call('ZREM', key.ended, a.before .. '|' .. attempt .. '|' .. outcome) end
-remember(a.before, a.task, 'retried')
+if outcome then forget(a.before, attempt, outcome, reason) end
+remember(a.before, a.task, 'retried', reason)
 redis.call('HSET', key.open, a.task, ARGV[2])
 redis.call('XADD', key.triggers, '*', 'm', ARGV[2])
 count('issued')

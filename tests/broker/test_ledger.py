@@ -521,14 +521,14 @@ async def test_of_how_tasks_ended_the_newest_20_000_are_remembered(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
-    older = [f"{task_id(0, n.to_bytes(10))}|a1|applied" for n in range(20_000)]
+    older = [f"{task_id(0, n.to_bytes(10))}|a1|applied|" for n in range(20_000)]
     await client.call("ZADD", keys.ended, *(part for end in older for part in (0, end)))
     for trigger in await hand.open(2):
         await hand.admit(give_up(trigger))
         assert await client.call("ZCARD", keys.ended) == 20_000
     assert await client.call("ZRANGE", keys.ended, 0, 0) == [older[2].encode()]
     newest = await client.call("ZRANGE", keys.ended, -1, -1)
-    assert newest == [f"{trigger.task}|a1|given_up".encode()]
+    assert newest == [f"{trigger.task}|a1|given_up|dropped out".encode()]
 
 
 async def test_an_answer_to_nothing_is_a_stray(hand: Hand, client: Client, keys: Keys) -> None:

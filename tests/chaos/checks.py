@@ -54,20 +54,6 @@ class Facts:
         return frozenset(task for life in self.lives for task in life.opened)
 
     @cached_property
-    def ended_twice(self) -> frozenset[str]:
-        """Tasks that have a record, and that a coordinator ended otherwise where Redis fell back.
-
-        They are open there again, and a round's time may be over before the updater says how they
-        ended. Both outcomes are counted; only the record's is of any consequence.
-        """
-        outcomes = {record["upload"]["task"]: record["outcome"] for record in self.account.taken}
-        return frozenset(
-            event["task"] for life in self.lives if life.fell_back for event in life.ended
-            if event.get("service") not in UPDATERS
-            and outcomes.get(event["task"], event["outcome"]) != event["outcome"]
-        )  # fmt: skip
-
-    @cached_property
     def lost_with_redis(self) -> int:
         """Admitted updates that went with Redis's data before they were journalled."""
         seen = {task for life in self.lives for task in life.admitted}
@@ -102,7 +88,7 @@ def counted(facts: Facts) -> Iterator[str]:
     beside: dict[str, set[str]] = {outcome: set() for outcome in OUTCOMES}  # of coordinators
     for life in facts.lives:
         for event in life.ended:
-            if event["task"] not in facts.journalled - facts.ended_twice:
+            if event["task"] not in facts.journalled:
                 beside[event["outcome"]].add(event["task"])
     for outcome in OUTCOMES:
         n, least = facts.counts.get(outcome, 0), records[outcome]
@@ -114,14 +100,21 @@ def counted(facts: Facts) -> Iterator[str]:
         if not least <= n <= most:
             yield f"{outcome} {n}, but {records[outcome]} records and at most {most} in all"
     issued = facts.counts.get("issued", 0)
-    if issued > len(facts.opened) + len(facts.ended_twice):
+    if issued > len(facts.opened):
         yield f"issued {issued}, but only {len(facts.opened)} tasks were ever open"
 
 
 def told_as_counted(facts: Facts) -> Iterator[str]:
-    """What a life of Redis counted one by one it told of, once a task, as the journal has it."""
+    """What a life of Redis counted one by one it told of, once a task, as the journal has it.
+
+    Where Redis fell back, a coordinator may end a task otherwise that is open there again, until
+    the updater takes that back, or Redis falls back once more.
+    """
     records = {record["upload"]["task"]: record for record in facts.account.taken}
     for number, life in enumerate(facts.lives, 1):
+        fell_back_again = life.fell_back and number < len(facts.lives)
+        if life.taken_back and not life.fell_back:
+            yield f"life {number}: {life.taken_back[0]} was taken back, but Redis forgot nothing"
         events = Counter(event["outcome"] for event in life.ended)
         for outcome in OUTCOMES:
             n = life.counted[outcome] - (life.counted[LOST] if outcome == "given_up" else 0)
@@ -137,7 +130,7 @@ def told_as_counted(facts: Facts) -> Iterator[str]:
             elif (
                 record is not None
                 and record["outcome"] != event["outcome"]
-                and not (life.fell_back and event["task"] in facts.ended_twice)
+                and not (fell_back_again and event.get("service") not in UPDATERS)
             ):
                 yield (
                     f"task {event['task']} was told as {event['outcome']}, journalled as "

@@ -43,6 +43,9 @@ class Life:
     counts: Counter[str] = field(default_factory=Counter)
     counted: Counter[str] = field(default_factory=Counter)  # one by one: what was not restored
     ended: list[dict[str, Any]] = field(default_factory=list)  # events that say how a task ended
+    taken_back: list[dict[str, Any]] = field(
+        default_factory=list
+    )  # said so, until it was counted less
     strays: list[dict[str, Any]] = field(default_factory=list)
     opened: set[str] = field(default_factory=set)
     open: set[str] = field(default_factory=set)
@@ -52,10 +55,12 @@ class Life:
     told: list[Told] = field(default_factory=list)
     holder: str = ""  # the updater's token
     wrong: list[str] = field(default_factory=list)
+    _less: Counter[str] = field(default_factory=Counter)  # outcomes that a step counts less
 
     def step(self, done: Sequence[Command]) -> None:
         """Takes in what was done at once."""
         issued, opened = self.counted["issued"], len(self.opened)
+        self._less.clear()
         for command in done:
             take = _TAKEN.get((command[0].upper(), _key(command)))
             if take is not None:
@@ -77,6 +82,8 @@ class Life:
             name, by = command[2].decode(), int(command[3])
             self.counts[name] += by
             self.counted[name] += by
+            if by < 0 and name in OUTCOMES:
+                self._less[name] -= by
             return
         for field_, n in zip(command[2::2], command[3::2], strict=True):
             self.counts[field_.decode()] = int(n)
@@ -103,9 +110,19 @@ class Life:
     def _on_events(self, command: Command) -> None:
         _, event = _added(command)
         if event.get("what") == "outcome":
+            self._take_back(event["task"])
             self.ended.append(event)
         elif event.get("what") == "stray":
             self.strays.append(event)
+
+    def _take_back(self, task: str) -> None:
+        """A task ends otherwise, in a step that counts as much less as it was told to be before."""
+        for before in self.ended if self._less else ():
+            if before["task"] == task and self._less[before["outcome"]] > 0:
+                self._less[before["outcome"]] -= 1
+                self.ended.remove(before)
+                self.taken_back.append(before)
+                return
 
     def _on_models(self, command: Command) -> None:
         _, said = _added(command)

@@ -12,7 +12,7 @@ from tests.chaos.driver import Outcome
 
 _COLUMNS = (
     "seed", "rule, sync", "faults", "versions", "admitted", "used", "refused",
-    "admitted, gone with Redis", "open, given up with Redis", "ended again after a fall-back",
+    "admitted, gone with Redis", "open, given up with Redis", "taken back after a fall-back",
     "lost", "twice", "bits equal", "updaters fenced", "seconds",
 )  # fmt: skip
 _BITS = ("same_arithmetic", "same_bits", "same_vectors", "one_digest")  # the checks of them
@@ -71,7 +71,7 @@ def _row(outcome: Outcome) -> list[str]:
         str(facts.head[0]), str(len(seen)),
         str(used), str(facts.counts.get("refused", 0)),
         str(facts.lost_with_redis), str(facts.counts.get(LOST, 0)),
-        str(len(facts.ended_twice)),
+        str(sum(len(life.taken_back) for life in facts.lives)),
         str(found["none_lost"]), str(found["once"]),
         "no" if any(found[name] for name in _BITS) else "yes",
         str(outcome.fenced), f"{outcome.seconds:.0f}",

@@ -136,23 +136,35 @@ def test_a_task_that_was_told_as_another_outcome_is_found(right: Facts) -> None:
     assert failed(told) == {"told_as_counted"}
 
 
-def test_a_task_may_end_otherwise_only_where_redis_fell_back(right: Facts) -> None:
-    """It is open there again, and a coordinator may give it up before the updater is there."""
-    task = right.account.taken[0]["upload"]["task"]
-    given_up = {"task": task, "outcome": "given_up", "service": "coordinator"}
-    counts = counting_as(
-        right, issued=6, given_up=1, **{"given_up:round over": 1}
-    )  # the same task, counted as both
-    ended = [*right.lives[0].ended[1:], given_up]
+def test_a_task_may_end_otherwise_only_where_redis_falls_back_again(right: Facts) -> None:
+    """It is open there, and a coordinator may give it up before the updater is there."""
+    first, *rest = right.lives[0].ended
+    given_up = {"task": first["task"], "outcome": "given_up", "service": "coordinator"}
     counted = right.lives[0].counted - Counter(applied=1) + Counter(given_up=1)
-    after = replace(right.lives[0], ended=ended, counted=counted)
-    fell_back = replace(counts, lives=(right.lives[0], replace(after, fell_back=True)))
-    assert failed(fell_back) == set()
-    assert fell_back.ended_twice == {task}
-    assert "told_as_counted" in failed(replace(counts, lives=(right.lives[0], after)))
-    by_updater = [*ended[:-1], {**given_up, "service": "updater-1"}]
-    said = replace(after, ended=by_updater, fell_back=True)
-    assert "told_as_counted" in failed(replace(counts, lives=(right.lives[0], said)))
+    life = replace(right.lives[0], ended=[*rest, given_up], counted=counted, fell_back=True)
+    last = replace(right.lives[0], fell_back=True)
+    assert failed(replace(right, lives=(right.lives[0], life, last))) == set()
+    assert failed(replace(right, lives=(right.lives[0], life))) == {"told_as_counted"}
+    assert failed(replace(right, lives=(replace(life, fell_back=False), last))) == {
+        "told_as_counted"
+    }
+    by_updater = replace(life, ended=[*rest, {**given_up, "service": "updater-1"}])
+    assert failed(replace(right, lives=(right.lives[0], by_updater, last))) == {"told_as_counted"}
+
+
+def test_a_task_that_counts_as_both_is_found(right: Facts) -> None:
+    """As what a coordinator said where Redis fell back, and as what the journal has."""
+    given_up = {"task": right.lives[0].ended[0]["task"], "outcome": "given_up"}
+    life = replace(right.lives[0], ended=[*right.lives[0].ended, given_up], fell_back=True)
+    both = counting_as(right, issued=6, given_up=1, **{"given_up:round over": 1})
+    assert "counted" in failed(replace(both, lives=(right.lives[0], life, right.lives[0])))
+
+
+def test_an_outcome_is_taken_back_only_where_redis_fell_back(right: Facts) -> None:
+    given_up = {"task": right.lives[0].ended[0]["task"], "outcome": "given_up"}
+    life = replace(right.lives[0], taken_back=[given_up])
+    assert failed(replace(right, lives=(life,))) == {"told_as_counted"}
+    assert failed(replace(right, lives=(right.lives[0], replace(life, fell_back=True)))) == set()
 
 
 def test_a_task_that_ended_twice_is_found(right: Facts) -> None:

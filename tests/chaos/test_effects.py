@@ -57,6 +57,20 @@ def test_a_task_from_its_beginning_to_its_end(file: Path) -> None:
     assert [event["outcome"] for event in life.ended] == ["applied"]
 
 
+def test_an_outcome_that_is_taken_back(file: Path) -> None:
+    """The task is open once more, and ends otherwise, in one step."""
+    less = ("HINCRBY", PREFIX + "counts", "given_up", -1)
+    reopened = ("HSET", PREFIX + "open", "t", "")
+    again = (("MULTI",), less, reopened, *ended("applied")[1:])
+    life = lived(written(file, *OPENED, *ended("given_up"), *again))
+    assert life.wrong == []
+    assert [event["outcome"] for event in life.ended] == ["applied"]
+    assert [event["outcome"] for event in life.taken_back] == ["given_up"]
+    assert +life.counted == {"issued": 1, "applied": 1}
+    uncounted = lived(written(file, *OPENED, *ended("given_up"), *ended("applied")))
+    assert [event["outcome"] for event in uncounted.ended] == ["given_up", "applied"]
+
+
 def test_sums_are_looked_at_behind_every_step(file: Path) -> None:
     late = ("HINCRBY", PREFIX + "counts", "issued", 1)
     life = lived(written(file, ("HSET", PREFIX + "open", "t", "x"), late))
