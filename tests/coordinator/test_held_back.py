@@ -1,0 +1,34 @@
+"""What holds the scheduler back is shown for as long as it does."""
+
+from __future__ import annotations
+
+from broker.client import Client, RedisSettings
+from coordinator.scheduler import Scheduler, SchedulerSettings
+from coordinator.scheduling import HELD_BY, InFlight
+from tests.support import Hand, context, running, wait_until
+
+
+async def test_every_reason_is_shown_from_the_start_and_only_while_it_holds(
+    hand: Hand, redis: RedisSettings, client: Client
+) -> None:
+    await hand.create()
+    await hand.scheduler.release()
+    scheduler = Scheduler(
+        SchedulerSettings(max_queue=4), InFlight(n=3), keys=hand.keys, redis=redis,
+        name="scheduler-0", seed=7,
+    )  # fmt: skip
+    watched = context()
+
+    def shown() -> dict[str, float | None]:
+        value = watched.registry.get_sample_value
+        return {by: value("fedstream_held_back", {"by": by}) for by in HELD_BY}
+
+    free = dict.fromkeys(HELD_BY, 0.0)
+    async with running(scheduler, watched):
+        await wait_until(lambda: shown() == free)
+        await client.pipeline([("XADD", hand.keys.queue, "*", "m", b"x") for _ in range(4)])
+        await hand.announce("ann")  # an event, at which it looks
+        await wait_until(lambda: shown() == free | {"queue": 1.0})
+        await client.call("XTRIM", hand.keys.queue, "MAXLEN", 0)
+        await hand.announce("bob")
+        await wait_until(lambda: shown() == free)
