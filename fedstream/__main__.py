@@ -21,7 +21,10 @@ def main() -> None:
 
     if not is_service:
         signals.interrupt()
-    command()
+    try:
+        command()
+    except KeyboardInterrupt:  # outside of what catches it: while the command line is being read
+        sys.exit(signals.INTERRUPTED)
 
 
 if __name__ == "__main__":

@@ -156,6 +156,26 @@ def test_a_second_signal_ends_a_run_at_once_and_with_it_its_redis(tmp_path: Path
     wait_until(lambda: not is_alive(redis), "the end of its Redis")
 
 
+def test_a_command_interrupted_while_its_line_is_read_says_nothing(tmp_path: Path) -> None:
+    script = """
+import sys
+import fedstream.cli
+from fedstream.__main__ import main
+
+def reading():
+    raise KeyboardInterrupt
+
+fedstream.cli.main = reading
+sys.argv = ["fedstream", "run"]
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True,
+        env=environ(tmp_path), timeout=GUARD_S,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "")
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what a process catches in /proc")
 @pytest.mark.parametrize("seed", range(2))
 def test_a_run_that_is_interrupted_at_any_time_ends_cleanly(tmp_path: Path, seed: int) -> None:
