@@ -152,7 +152,9 @@ class Walk:
         if not waiting:
             return
         entry, message = waiting[0]
-        outcome: Outcome = self.rng.choice(("applied", "buffered", "refused"))
+        outcome: Outcome = self.rng.choice(
+            ("applied", "applied", "buffered", "buffered", "refused")
+        )
         uploads, entries, ends = [], [entry], []
         if isinstance(message, Upload):
             ends = [End(message.task, message.attempt, outcome, "bad" * (outcome == "refused"))]
@@ -188,18 +190,18 @@ class Walk:
     async def close_round(self) -> None:
         view = await self.hand.ledger.look()
         opened = sorted(trigger.task for trigger in view.open)
-        tasks = [task for task in opened if self.rng.random() < 0.1]
+        tasks = [task for task in opened if self.rng.random() < 0.05]
         closing = CloseRound(version=self.version, tasks=tuple(tasks), why="round over")
         await self.hand.ledger.ask(closing)
 
     async def withdraw(self) -> None:
         """Some were open for too long, also such as are leased or answered."""
         view = await self.hand.ledger.look()
-        tasks = sorted(trigger.task for trigger in view.open if self.rng.random() < 0.1)
+        tasks = sorted(trigger.task for trigger in view.open if self.rng.random() < 0.05)
         await self.hand.ledger.ask(Withdraw(tasks=tuple(tasks), why="timed out"))
 
     async def bury(self) -> None:
-        if self.leased and self.rng.random() < 0.3:
+        if self.leased and self.rng.random() < 0.6:
             stream, entry, task = self.rng.choice(self.leased)
             await self.hand.ledger.bury(stream, TRAINERS, entry, "poison", task=task)
 
