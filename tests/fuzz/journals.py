@@ -75,7 +75,7 @@ def _looked_at(folder: Path) -> None:
 def _write(folder: Path, value: dict[Any, Any]) -> None:
     ends: dict[str, tuple[int, str]] = {}  # segment -> where it ends
     for name, records in value.items():
-        path = folder / str(name).replace("/", "_").replace("\0", "_")[:100]
+        path = folder / (str(name).replace("/", "_").replace("\0", "_")[:100].strip(".") or "none")
         data, chain = bytearray(_paged(file_page(_SALT))), bytes(32)
         for record in records if isinstance(records, list) else []:
             message, payload = _parts(record)

@@ -7,6 +7,7 @@ import errno
 import json
 import math
 import os
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -339,6 +340,16 @@ def test_a_file_of_vectors_has_its_room_from_the_beginning(
     with pytest.raises(FedstreamError, match=r"1200000 bytes: No space left .*TMPDIR") as said:
         DeviceVectors(300, 1000, in_memory=0).write(0)
     assert "\n" not in str(said.value)
+
+
+def test_room_for_many_small_vectors_takes_little_memory() -> None:
+    """A journal of a few kilobytes may speak of 2^53 devices with four parameters."""
+    tracemalloc.start()
+    try:
+        DeviceVectors(2**53, 4).write(0)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
 
 
 def test_room_is_made_for_the_vectors_that_were_written_alone() -> None:

@@ -12,6 +12,7 @@ from broker.layout import Floats
 
 IN_MEMORY = 1 << 30  # bytes; more are in files
 _BLOCK = 64 << 20  # bytes of vectors that room is made for at once
+_ROWS = 1024  # and so many of them: each is an object, which takes more than a small vector
 
 
 class DeviceVectors:
@@ -69,7 +70,7 @@ class DeviceVectors:
     def _block(self) -> list[Floats]:
         """Room for some more vectors, all zero."""
         devices, floats = self._shape
-        rows = max(1, min(devices - len(self._vectors), _BLOCK // (4 * floats or 1)))
+        rows = max(1, min(devices - len(self._vectors), _ROWS, _BLOCK // (4 * floats or 1)))
         size = 4 * rows * floats
         self._bytes += size
         if self._bytes <= self._in_memory or not size:
