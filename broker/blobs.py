@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from broker.client import Client, Command
-from broker.errors import BlobDamaged, BlobMissing, BrokerError
+from broker.errors import BlobDamaged, BlobMissing, Foreign
 from broker.layout import Model
 
 # Bytes: a MiB less what Redis puts in front of it. One byte more would take 1.25 MiB of its memory.
@@ -85,16 +85,17 @@ async def read(client: Client, key: str, into: Model, *, digest: str) -> None:
 
 async def _asked(client: Client, key: str, numbers: range) -> list[Any]:
     """The size that a blob says, and those of its chunks."""
-    try:
-        begin, *more = await client.pipeline(
-            [("HMGET", key, _SIZE, *numbers[:1]), *(("HGET", key, n) for n in numbers[1:])]
-        )
-    except BrokerError as error:
-        if "WRONGTYPE" not in str(error):
-            raise
-        # Whoever may write updates may put anything in the place of one.
-        raise BlobDamaged(f"{key} is no blob") from error
+    rest: list[Command] = [("HGET", key, n) for n in numbers[1:]]
+    begin, *more = await _of(client, key, [("HMGET", key, _SIZE, *numbers[:1]), *rest])
     return [*begin, *more]
+
+
+async def _of(client: Client, key: str, commands: Sequence[Command]) -> list[Any]:
+    """The replies to what is asked of a blob. Raises BlobDamaged if something else is there."""
+    try:
+        return await client.pipeline(commands)
+    except Foreign as error:  # whoever may write updates may put anything in the place of one
+        raise BlobDamaged(f"{key} is no blob") from error
 
 
 async def look_over(client: Client, key: str, size: int) -> None:
@@ -102,16 +103,10 @@ async def look_over(client: Client, key: str, size: int) -> None:
 
     Reads none of them: before one that somebody else wrote is read, who may have written gigabytes.
     """
-    expected = _expected(size)
-    try:
-        found = await _lengths(client, key, size)
-    except BrokerError as error:
-        if "WRONGTYPE" not in str(error):
-            raise
-        raise BlobDamaged(f"{key} is no blob") from error
+    found = await _lengths(client, key, size)
     if not all(found):
         raise BlobMissing(key)
-    for n, (there, wanted) in enumerate(zip(found, expected, strict=True)):
+    for n, (there, wanted) in enumerate(zip(found, _expected(size), strict=True)):
         if there != wanted:
             part = f"chunk {n - 1}" if n else "size"
             raise BlobDamaged(f"blob {key}: its {part} has {there} bytes, expected {wanted}")
@@ -121,9 +116,7 @@ async def keep(client: Client, key: str, size: int) -> bool:
     """Takes the blob's expiry away: whether all of its ``size`` bytes are there. Reads none."""
     try:
         return await _lengths(client, key, size, ("PERSIST", key)) == _expected(size)
-    except BrokerError as error:
-        if "WRONGTYPE" not in str(error):
-            raise
+    except BlobDamaged:
         return False
 
 
@@ -135,7 +128,7 @@ def _expected(size: int) -> list[int]:
 async def _lengths(client: Client, key: str, size: int, *first: Command) -> list[int]:
     parts = (_SIZE, *range(-(-size // CHUNK)))
     asked: list[Command] = [("HSTRLEN", key, part) for part in parts]
-    return (await client.pipeline([*first, *asked]))[len(first) :]
+    return (await _of(client, key, [*first, *asked]))[len(first) :]
 
 
 async def recall(client: Client, key: str, into: Model) -> bool:
