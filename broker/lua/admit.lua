@@ -7,8 +7,7 @@
 local a, event = cmsgpack.unpack(ARGV[1]), cmsgpack.unpack(ARGV[3])
 local blob, admitted = KEYS[first_rest], KEYS[first_rest + 1]
 guard()
-if redis.call('XACK', key.stream, a.group, a.entry) == 0 then return {'repeated', ''} end
-redis.call('XDEL', key.stream, a.entry)
+if not take(key.stream, a.group, a.entry) then return {'repeated', ''} end
 
 local function astray(why)
   stray(a.site, a.task, why, event)

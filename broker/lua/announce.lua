@@ -9,8 +9,7 @@
 local a = cmsgpack.unpack(ARGV[1])
 local name = a.name
 guard()
-if redis.call('XACK', key.stream, a.group, a.entry) == 0 then return 'repeated' end
-redis.call('XDEL', key.stream, a.entry)
+if not take(key.stream, a.group, a.entry) then return 'repeated' end
 if a.leaves then
   redis.call('ZADD', key.alive, 'XX', 0, name)
   return 'leaves'

@@ -3,8 +3,7 @@
 local a = cmsgpack.unpack(ARGV[1])
 local sent = sent_to(a.tasks)
 guard()
-if redis.call('XACK', key.triggers, a.group, a.entry) == 0 then return 'repeated' end
-redis.call('XDEL', key.triggers, a.entry)
+if not take(key.triggers, a.group, a.entry) then return 'repeated' end
 -- what was admitted is in the queue, before the end of the round
 withdraw(a.tasks, sent, a.trainers, a.why, ARGV[3])
 redis.call('XADD', key.queue, '*', 'm', ARGV[2])

@@ -13,8 +13,7 @@ local owner = redis.call('HGET', key.owners, a.device)
 local stream, memory, copy = places(a.device, owner)
 redis.call('EXISTS', stream, memory, copy) -- as for undeclared keys: fails here where a cluster is moving it
 guard()
-if redis.call('XACK', key.stream, a.group, a.entry) == 0 then return 'repeated' end
-redis.call('XDEL', key.stream, a.entry)
+if not take(key.stream, a.group, a.entry) then return 'repeated' end
 local trigger = redis.call('HGET', key.open, a.task)
 local newest = tonumber(redis.call('HGET', key.head, 'version') or 0)
 if not a.site then

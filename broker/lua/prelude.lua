@@ -22,6 +22,13 @@ local function tell(event)
   redis.call('XADD', key.events, 'MAXLEN', '~', EVENTS_KEPT, '*', 'm', cmsgpack.pack(event))
 end
 
+-- Takes an entry out of its stream: whether it was there for us, or was done with before.
+local function take(stream, group, entry)
+  if redis.call('XACK', stream, group, entry) == 0 then return false end
+  redis.call('XDEL', stream, entry)
+  return true
+end
+
 local function pairs_of(list)
   local map = {}
   for i = 1, #list, 2 do map[list[i]] = list[i + 1] end

@@ -3,8 +3,7 @@
 -- is of no use), most a second, under what it is counted if it does not go on.
 local group, entry, site, event, most, why = unpack(ARGV)
 guard()
-if redis.call('XACK', key.stream, group, entry) == 0 then return 'repeated' end
-redis.call('XDEL', key.stream, entry)
+if not take(key.stream, group, entry) then return 'repeated' end
 if event == '' or not within('event ' .. site, tonumber(most)) then
   count('stray:' .. why)
   return 'dropped'

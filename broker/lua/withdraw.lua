@@ -3,7 +3,6 @@
 local a = cmsgpack.unpack(ARGV[1])
 local sent = sent_to(a.tasks)
 guard()
-if redis.call('XACK', key.triggers, a.group, a.entry) == 0 then return 'repeated' end
-redis.call('XDEL', key.triggers, a.entry)
+if not take(key.triggers, a.group, a.entry) then return 'repeated' end
 withdraw(a.tasks, sent, a.trainers, a.why, ARGV[2])
 return 'withdrawn'
