@@ -583,6 +583,10 @@ async def test_an_update_written_long_before_it_is_admitted_does_not_expire_afte
 # owners, with a scheduler
 
 
+async def all_is_heard(hand: Hand) -> bool:
+    return (await hand.ledger.look()).inbox == 0
+
+
 async def test_owners_alone_serve_a_run_over_a_restart(
     make: Any, run: Hand, redis: RedisSettings, client: Client
 ) -> None:
@@ -625,6 +629,7 @@ async def test_owners_alone_serve_a_run_over_a_restart(
         async with serving("bob", [5, 6, 7]):
             async with serving("ann", [0, 1, 2]):
                 await wait_until(lambda: len(served["ann"]) > 20 and len(served["bob"]) > 20)
+            await wait_until(lambda: all_is_heard(run))  # else she is back by her last words
             await run.ledger.leave(b"ann")  # her tasks are given up, bob goes on
             bobs = len(served["bob"])
             await wait_until(lambda: len(served["bob"]) > bobs + 10)
