@@ -98,21 +98,20 @@ class Entries:
                     task=event.task, device=event.device, version=event.version,
                     reason=(event.reason or "")[:200], text=(event.text or "")[-_TEXT:],
                 )  # fmt: skip
-                return self._relayed(site, entry, told)
+                return self._relayed(site, entry, told, "event over the limit")
             case Dead() as dead:
                 return dead
             case other:
                 raise BadMessage(f"a site has no business to say {other.kind}")
 
-    def _relayed(self, site: Site, entry: Entry, event: Event) -> Decided:
-        decision = self._ledger.relay(
-            site.name, entry, event, most=_EVENTS, why="event over the limit"
-        )
+    def _relayed(self, site: Site, entry: Entry, event: Event | None, why: str) -> Decided:
+        """``why``: under what it is counted if it does not go on; None never does."""
+        decision = self._ledger.relay(site.name, entry, event, most=_EVENTS, why=why)
         return decision, lambda _: None
 
     def _dropped(self, site: Site, entry: Entry, why: str, **about: object) -> Decided:
         self._context.log.warning("not taken up", site=site.name, reason=why, **about)
-        return self._ledger.relay(site.name, entry, None, most=0, why=why), lambda _: None
+        return self._relayed(site, entry, None, why)
 
     def _of_own(self, site: Site, entry: Entry, trigger: Trigger) -> Decided:
         """A device's own trigger. Its task's name, and who asked for it, are ours to say."""
@@ -140,9 +139,7 @@ class Entries:
                 self._context.log.warning(
                     "a trainer owns no device, and gets no task: trainer.owns", trainer=name
                 )
-            return self._ledger.relay(
-                site.name, entry, None, most=0, why="trainer without devices"
-            ), lambda _: None
+            return self._relayed(site, entry, None, "trainer without devices")
         decision = self._ledger.hear(
             site.name, entry, said, denied=site.denied(said.owns), most=self._settings.site_trainers
         )
