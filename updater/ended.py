@@ -25,6 +25,7 @@ from updater.journal import (
     Taken,
     cuts,
 )
+from updater.journal.writing import made_folder
 from updater.rebuild import end_of
 
 NAME = "ended.sqlite"
@@ -68,7 +69,7 @@ class Ended:
 
     def _connect(self, lineage: str, through: str) -> bool:
         """Whether the file is whole, and knows all that is in no standing of ``through``."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
+        made_folder(self.path.parent)
         os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, FILE_MODE))
         database = sqlite3.connect(self.path, check_same_thread=False)
         try:
