@@ -60,7 +60,7 @@ _SCRIPTS = {
     )
 }  # fmt: skip
 
-_DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # trainers may write other fields
+_DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # somebody may have written other fields
 
 # Bytes that a letter keeps of an entry, more than any of ours has: 1,000 of them take 128 MiB.
 _LETTER = 64 << 10
@@ -196,8 +196,9 @@ class Ledger:
         opened, admitted, queue, triggers, inbox, trainers, kept, dead, owned = numbers
         if not run:
             raise NoRun(f"there is no run {self.keys.name!r} in Redis at {self._client.address}")
+        record = Run.parsed(tuple(run))
         return View(
-            run=Run.parsed(tuple(run)),
+            run=record,
             head=Head.parsed(mapping(head)),
             counts={name: int(value) for name, value in mapping(counts).items()},
             open=tuple(trigger_of(data) for data in opened),
@@ -208,7 +209,7 @@ class Ledger:
             trainers=trainers,
             kept=kept,
             dead=dead,
-            owned=_devices(owned, Run.parsed(tuple(run)).devices),
+            owned=_devices(owned, record.devices),
             now=float(now),
             told={self.keys.events: event.decode(), self.keys.models: version.decode()},
         )
@@ -249,7 +250,7 @@ class Ledger:
     async def trainers(self) -> dict[str, dict[str, Any]]:
         """What every trainer that is alive said of itself last, by name.
 
-        Any trainer may write the register: what is no entry of ours is not among them.
+        What is no entry of ours is not among them, whoever wrote it.
         """
         flat = await self._client.call("HGETALL", self.keys.trainers)
         found = {}
@@ -470,7 +471,7 @@ class Ledger:
     async def silent(self, seconds: float) -> list[bytes]:
         """Trainers that were not heard for so long, and have not said good-bye.
 
-        As their names were written: any trainer may write the register, names or other bytes.
+        As their names were written, which may be other bytes than a name's.
         """
         now = await self._client.call("TIME")
         names: list[bytes] = await self._client.call(
@@ -478,9 +479,9 @@ class Ledger:
         )
         return names
 
-    async def unheard(self) -> list[str]:
-        """Who owns devices and is not on the register, whoever wrote that."""
-        owners = sorted(set((await self.owners()).values()))
+    async def unheard(self, owners: Iterable[str]) -> list[str]:
+        """Those of these owners of devices that are not on the register."""
+        owners = sorted(owners)
         asked: list[Command] = [("ZSCORE", self.keys.alive, owner) for owner in owners]
         scores = await self._client.pipeline(asked) if asked else []
         return [owner for owner, score in zip(owners, scores, strict=True) if score is None]

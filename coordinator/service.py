@@ -256,9 +256,8 @@ class Coordinator:
             found=found, site=site.name if site else "",
         )  # fmt: skip
 
-    async def _mend(self) -> None:
+    async def _mend(self, owners: set[str]) -> None:
         """Puts aside what has no business under a key, and says which of the run's state has."""
-        owners = await self._owners()
         sites = [site.name for site in self._sites.values()]
         mended = await mend(
             self._client, self._keys, inboxes=sites, owners=owners,
@@ -306,10 +305,11 @@ class Coordinator:
 
     async def _sweep(self) -> None:
         """What nobody does who is alive: for silent trainers, poison, crashed coordinators."""
-        await self._mend()
+        owners = await self._owners()
+        await self._mend(owners)
         await self._expire_forgotten()  # also while Redis is full, when the next fails
         await self._find_lost()
-        await self._strike_off_the_silent()
+        await self._strike_off_the_silent(owners)
         lease_ms = round(self._lease.seconds * 1000)
         if owners := set((await self._ledger.owners()).values()):
             await self._ledger.settle_unserved(lease_ms)
@@ -344,11 +344,12 @@ class Coordinator:
         training = await self._ledger.training(lease_ms)
         return Seen(time.time(), memory, limit, view, training, int(event_ms) / 1000)
 
-    async def _strike_off_the_silent(self) -> None:
-        """Strikes off trainers that said good-bye, or were silent while they could be heard."""
+    async def _strike_off_the_silent(self, owners: set[str]) -> None:
+        """Strikes off trainers that said good-bye, or were silent while they could be heard, and
+        those of ``owners`` that were never heard."""
         for name in await self._ledger.left():
             await self._ledger.leave(name, silent_s=self._settings.trainer_silence_s)
-        for owner in await self._ledger.unheard():
+        for owner in await self._ledger.unheard(owners):
             await self._ledger.leave(owner.encode())
         now, silence_s = time.time(), self._settings.trainer_silence_s
         if now - self._swept > _DEAF_S:  # by the clock of the wall: a machine may have slept

@@ -96,7 +96,7 @@ class Publisher:
     # devices
 
     async def hand_out(self, vectors: DeviceVectors, devices: set[int]) -> bool:
-        """Gives the pool's trainers what these devices have to know: whether it did.
+        """Hands out what whoever trains for these devices has to know: whether it did.
 
         False if Redis was emptied meanwhile.
         """

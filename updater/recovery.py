@@ -416,7 +416,7 @@ class Recovery:
             await self._adopt(run, head)
 
     async def hand_out(self, state: State, devices: set[int] | None = None) -> bool:
-        """Gives the pool's trainers what these devices, or all, have to know (SCAFFOLD's c_i).
+        """Hands out what these devices, or all, have to know (SCAFFOLD's c_i).
 
         False if Redis was emptied meanwhile.
         """

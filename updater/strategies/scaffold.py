@@ -43,8 +43,8 @@ class Scaffold(Batch):
 
     SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (Karimireddy et al.),
     algorithm 1. c is published with x, a device uses the c of its x_tau. The server keeps every
-    c_i too, the sum of what the device sent: it hands a pool's trainers the state of the device
-    that they train for.
+    c_i too, the sum of what the device sent: trainers get that of the device that they
+    train for.
     """
 
     controls = True
