@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from broker.client import Client
+from broker.client import Client, Command
 from broker.errors import NoRun
+from broker.messages import Upload
 from tests.support import Hand, context, running
 from updater.journal import RoundClosed, Taken, segments
 from updater.rules import Constant
@@ -74,3 +75,21 @@ async def go_back(client: Client, backup: dict[bytes, Any]) -> None:
     """Redis is as it was, as after the fail-over to a replica that lagged."""
     restore = [("RESTORE", name, expiry, value) for name, (value, expiry) in backup.items()]
     await client.pipeline([("MULTI",), ("FLUSHALL",), *restore, ("EXEC",)])
+
+
+async def forget_newest(hand: Hand, upload: Upload, *more: Command) -> None:
+    """Redis forgets that it admitted this update, the newest in the queue: entry, bytes and all.
+
+    ``more`` happens in the same step.
+    """
+    entry, _ = (await hand.queue())[-1]
+    await hand.client.pipeline(
+        [
+            ("MULTI",),
+            ("XDEL", hand.keys.queue, entry),
+            ("UNLINK", hand.keys.queued(upload.blob)),
+            ("HDEL", hand.keys.admitted, upload.task),
+            *more,
+            ("EXEC",),
+        ]
+    )

@@ -44,10 +44,8 @@ async def _buried(hand: Hand, trigger: Trigger, _upload: Upload) -> None:
     await hand.ledger.bury(hand.keys.tasks, TRAINERS, entry, "crashed its trainers", task=task)
 
 
-@pytest.mark.parametrize("end", [_withdrawn, _round_over, _refused, _buried])
-async def test_what_a_coordinator_ended_meanwhile_is_taken_back(
-    make: Any, hand: Hand, client: Client, end: Ending
-) -> None:
+async def _applied_and_open_again(make: Any, hand: Hand, client: Client) -> tuple[Trigger, Upload]:
+    """Version 1 is in the journal, and Redis as it was before its update was admitted."""
     async with running(make(), context()):
         await hand.join()
         [trigger] = await hand.open()
@@ -58,6 +56,14 @@ async def test_what_a_coordinator_ended_meanwhile_is_taken_back(
         await hand.reaches(1)
         await wait_until(hand.queue_is_empty)
     await go_back(client, backup)
+    return trigger, upload
+
+
+@pytest.mark.parametrize("end", [_withdrawn, _round_over, _refused, _buried])
+async def test_what_a_coordinator_ended_meanwhile_is_taken_back(
+    make: Any, hand: Hand, client: Client, end: Ending
+) -> None:
+    trigger, upload = await _applied_and_open_again(make, hand, client)
     await end(hand, trigger, upload)
     await hand.balanced()
     assert (await hand.ledger.look()).outcomes["applied"] == 0
@@ -83,16 +89,7 @@ async def test_one_that_ends_while_the_updater_repairs_is_taken_back(
     make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between its look at what is open and the script."""
-    async with running(make(), context()):
-        await hand.join()
-        [trigger] = await hand.open()
-        await hand.dispatch()
-        upload = await hand.trained(trigger)
-        backup = await backed_up(client)
-        assert await hand.admit(upload) == [("admitted", "")]
-        await hand.reaches(1)
-        await wait_until(hand.queue_is_empty)
-    await go_back(client, backup)
+    trigger, upload = await _applied_and_open_again(make, hand, client)
 
     async def overtaken(*about: Any) -> list[End]:
         found = await ended_unlike(*about)

@@ -32,7 +32,15 @@ from tests.support import (
     running,
     wait_until,
 )
-from tests.updater.journalled import backed_up, fails, go_back, held, makes, records
+from tests.updater.journalled import (
+    backed_up,
+    fails,
+    forget_newest,
+    go_back,
+    held,
+    makes,
+    records,
+)
 from updater.journal import (
     JournalDamaged,
     JournalError,
@@ -557,16 +565,7 @@ async def test_an_update_that_redis_lost_with_its_entry_is_not_refused(
             lost = await hand.admitted(4.0)
             # Of which one is being fetched.
             await wait_until(lambda: len(updater._intake.backlog) == 2)
-        entry, _ = (await hand.queue())[-1]
-        await client.pipeline(
-            [
-                ("MULTI",),
-                ("XDEL", hand.keys.queue, entry),
-                ("UNLINK", hand.keys.queued(lost.blob)),
-                ("HDEL", hand.keys.admitted, lost.task),
-                ("EXEC",),
-            ]
-        )
+        await forget_newest(hand, lost)
         disk.full = False
         await hand.reaches(3)
         await blobs.write(

@@ -9,6 +9,7 @@ import pytest
 
 from broker.client import Client
 from tests.support import Hand, at_rest, context, layout_of, running, wait_until
+from tests.updater.journalled import forget_newest
 from tests.updater.test_faults import Disk, makes_more
 
 
@@ -48,17 +49,7 @@ async def test_what_was_being_fetched_is_forgotten_though_its_entry_never_comes_
         await wait_until(lambda: updater._course.unwritten and disk.refused > 1)
         lost = await hand.admitted(3.0)
         await wait_until(lambda: updater._intake.fetches)
-        entry, _ = (await hand.queue())[-1]
-        await client.pipeline(
-            [
-                ("MULTI",),
-                ("XDEL", hand.keys.queue, entry),
-                ("UNLINK", hand.keys.queued(lost.blob)),
-                ("HDEL", hand.keys.admitted, lost.task),
-                ("HSET", hand.keys.head, "version", 0),
-                ("EXEC",),
-            ]
-        )
+        await forget_newest(hand, lost, ("HSET", hand.keys.head, "version", 0))
         updater._intake.backlog.clear()  # or it would be taken before the rest is known
         disk.full = False
         await hand.reaches(2)
