@@ -59,6 +59,7 @@ class Keys:
         self.trainers = prefix + "trainers"  # trainer -> what it said of itself
         self.alive = prefix + "alive"  # trainer -> when it was last heard, Redis's clock
         self.owners = prefix + "owners"  # device -> the trainer that owns it
+        self.pool = prefix + "pool"  # trainers that own nothing: they serve what nobody owns
         self.rates = prefix + "rates"  # what each site did in the second that '' says
         self.sites = prefix + "sites"  # those that have an inbox
         # what flows, as streams

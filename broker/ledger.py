@@ -193,7 +193,7 @@ class Ledger:
 
     def _view(self, reply: Any) -> View:
         run, head, counts, *numbers, event, version, now = reply
-        opened, admitted, queue, triggers, inbox, trainers, kept, dead, owned = numbers
+        opened, admitted, queue, triggers, inbox, trainers, kept, dead, owned, pool = numbers
         if not run:
             raise NoRun(f"there is no run {self.keys.name!r} in Redis at {self._client.address}")
         record = Run.parsed(tuple(run))
@@ -210,6 +210,7 @@ class Ledger:
             kept=kept,
             dead=dead,
             owned=_devices(owned, record.devices),
+            pool=bool(pool),
             now=float(now),
             told={self.keys.events: event.decode(), self.keys.models: version.decode()},
         )

@@ -139,7 +139,8 @@ class View:
     trainers: int  # alive
     kept: int  # versions whose model can be read
     dead: int
-    owned: tuple[int, ...]  # devices that a trainer owns; where there are any, only they train
+    owned: tuple[int, ...]  # devices that a trainer owns
+    pool: bool  # where there are any: whether a trainer is there that serves the others
     now: float  # seconds since 1970, Redis's clock
     told: Mapping[str, str] = field(default_factory=dict)  # newest ids of `events` and `models`
 
@@ -147,6 +148,11 @@ class View:
     def backlog(self) -> int:
         """Entries of the queue that the updater has not done."""
         return max(0, self.queue - self.head.retained)
+
+    @property
+    def served(self) -> tuple[int, ...]:
+        """Devices that somebody trains for: the owned ones, and the pool all that nobody owns."""
+        return self.owned if self.owned and not self.pool else tuple(range(self.run.devices))
 
     @property
     def issued(self) -> int:

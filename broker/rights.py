@@ -34,7 +34,7 @@ _BLOB_WRITE = ("multi", "exec", "hset", "pexpire")
 # What `look` counts and reads, in one step; of most of it only the length.
 _LOOKED_AT = (
     "run", "head", "open", "admitted", "queue", "triggers", "sites", "inbox:*", "counts", "alive",
-    "kept", "dead", "owners", "events", "models",
+    "kept", "dead", "owners", "pool", "events", "models",
 )  # fmt: skip
 
 
@@ -54,8 +54,8 @@ RIGHTS = {
     "coordinator": Rights(
         both=(
             "triggers", "inbox:*", "tasks", "tasks:*", "open", "admitted", "ended", "counts",
-            "events", "trainers", "alive", "owners", "rates", "sites", "update:*", "queued:*",
-            "control:*", "quarantine:*",
+            "events", "trainers", "alive", "owners", "pool", "rates", "sites", "update:*",
+            "queued:*", "control:*", "quarantine:*",
         ),
         reads=("run", "head", "lineage", "kept", "models", "model:*", "device:*"),
         writes=("queue", "dead"),

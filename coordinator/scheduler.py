@@ -253,7 +253,7 @@ class Scheduler:
             mean_staleness=view.head.mean_staleness,
             trainers=view.trainers,
             model_bytes=view.run.layout.nbytes,
-            devices=view.owned or tuple(range(view.run.devices)),
+            devices=view.served,
             last=self._last,
             round_since=self._round[1],
             since=self._since,

@@ -1,4 +1,4 @@
--- keys: stream trainers alive owners tasks open counts rates
+-- keys: stream trainers alive owners pool tasks open counts rates
 -- undeclared: run head events
 -- A trainer is there, and owns the devices that it says: unless the run has no such device, its site may
 -- not own it, or another that is alive does (the first one keeps it). Or it leaves: then it was last heard
@@ -7,6 +7,18 @@
 -- Tasks for devices new to it that nobody has taken from the pool yet become its own: they were
 -- dispatched before it came, and nobody else has the data.
 local a = cmsgpack.unpack(ARGV[1])
+
+-- The devices that a trainer on the register says are its own.
+local function devices_of(name)
+  local ok, about = pcall(cmsgpack.unpack, redis.call('HGET', key.trainers, name) or '')
+  local said = ok and type(about) == 'table' and type(about.owns) == 'table' and about.owns or {}
+  local devices = {}
+  for _, device in ipairs(said) do
+    if type(device) == 'number' and device == device then devices[#devices + 1] = device end -- no NaN
+  end
+  return devices
+end
+
 local name = a.name
 guard()
 if not take(key.stream, a.group, a.entry) then return 'repeated' end
@@ -32,6 +44,7 @@ for _, device in ipairs(a.denied) do denied[device] = true end
 local now = redis.call('TIME')
 redis.call('ZADD', key.alive, now[1] .. '.' .. string.format('%06d', now[2]), name)
 redis.call('HSET', key.trainers, name, ARGV[2])
+if #a.owns == 0 then redis.call('SADD', key.pool, name) else redis.call('SREM', key.pool, name) end
 for device in pairs(before) do
   if not wants[device] and redis.call('HGET', key.owners, device) == name then
     redis.call('HDEL', key.owners, device)

@@ -1,4 +1,4 @@
--- keys: trainers alive owners tasks open admitted ended events counts
+-- keys: trainers alive owners pool tasks open admitted ended events counts
 -- A trainer leaves (ARGV[2] is 0), or was not heard for so many seconds; one that said good-bye was last
 -- heard at 0. If it owned devices, what waits for it is given up: nobody else has their data. -1, or
 -- how many tasks that was.
@@ -16,6 +16,7 @@ redis.call('EXISTS', waiting) -- as for undeclared keys: fails here where a clus
 guard()
 redis.call('ZREM', key.alive, name)
 redis.call('HDEL', key.trainers, name)
+redis.call('SREM', key.pool, name)
 for _, device in ipairs(owned) do redis.call('HDEL', key.owners, device) end
 local said_so = silent == 0 or heard and tonumber(heard) == 0
 if heard then tell(cmsgpack.unpack(said_so and left or lost)) end

@@ -1,5 +1,5 @@
 -- keys:
--- undeclared: run head open admitted queue triggers sites counts alive kept dead owners events models
+-- undeclared: run head open admitted queue triggers sites counts alive kept dead owners pool events models
 -- Everything countable, and the newest event's and version's ids: whatever came before is in it.
 local function newest(stream)
   local entry = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
@@ -9,11 +9,13 @@ local said = 0
 for _, site in ipairs(redis.call('SMEMBERS', key.sites)) do
   said = said + redis.call('XLEN', prefix .. 'inbox:' .. site)
 end
+local owned = redis.call('HKEYS', key.owners)
 local now = redis.call('TIME')
 return {
   redis.call('HGETALL', key.run), redis.call('HGETALL', key.head), redis.call('HGETALL', key.counts),
   redis.call('HVALS', key.open), redis.call('HLEN', key.admitted), redis.call('XLEN', key.queue),
   redis.call('XLEN', key.triggers), said, redis.call('ZCOUNT', key.alive, '(0', '+inf'),
-  redis.call('ZCARD', key.kept), redis.call('XLEN', key.dead), redis.call('HKEYS', key.owners),
+  redis.call('ZCARD', key.kept), redis.call('XLEN', key.dead), owned,
+  #owned > 0 and pool_serves() and 1 or 0,
   newest(key.events), newest(key.models), now[1] .. '.' .. string.format('%06d', now[2]),
 }

@@ -195,15 +195,12 @@ local function withdraw(tasks, sent, group, why, event)
   end
 end
 
--- The devices that a trainer on the register says are its own.
-local function devices_of(name)
-  local ok, about = pcall(cmsgpack.unpack, redis.call('HGET', key.trainers, name) or '')
-  local said = ok and type(about) == 'table' and type(about.owns) == 'table' and about.owns or {}
-  local devices = {}
-  for _, device in ipairs(said) do
-    if type(device) == 'number' and device == device then devices[#devices + 1] = device end -- no NaN
+-- Whether a trainer is there that owns nothing, and so serves the devices that nobody owns.
+local function pool_serves()
+  for _, name in ipairs(redis.call('SMEMBERS', key.pool)) do
+    if tonumber(redis.call('ZSCORE', key.alive, name) or 0) > 0 then return true end
   end
-  return devices
+  return false
 end
 
 local function bury(dead)

@@ -1,13 +1,9 @@
--- keys: tasks alive trainers owners open admitted ended events counts
+-- keys: tasks alive pool owners open admitted ended events counts
 -- undeclared: head
 -- Where every trainer that is alive owns devices, nobody takes from the pool. A task that lies there
 -- without a lease (idle for ARGV[2] ms) goes to its device's owner; without one it is given up.
 local group, lease, event = ARGV[1], tonumber(ARGV[2]), ARGV[3]
-local alive = redis.call('ZRANGE', key.alive, 0, -1)
-for _, name in ipairs(alive) do
-  if #devices_of(name) == 0 then return 0 end
-end
-if #alive == 0 then return 0 end
+if pool_serves() or redis.call('ZCOUNT', key.alive, '(0', '+inf') == 0 then return 0 end
 guard()
 local given_up = 0
 local newest = tonumber(redis.call('HGET', key.head, 'version') or 0)

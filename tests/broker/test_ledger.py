@@ -1306,6 +1306,34 @@ async def test_what_the_pool_holds_is_settled_where_only_owners_are_alive(
     await hand.balanced()
 
 
+async def test_the_pool_serves_what_nobody_owns_while_a_trainer_of_it_is_there(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create(devices=4)
+
+    async def served() -> tuple[int, ...]:
+        return (await hand.ledger.look()).served
+
+    assert await served() == (0, 1, 2, 3)  # somebody may come
+    await hand.announce("ann", 1, 2)
+    assert await served() == (1, 2)
+    await hand.announce("bob")
+    await hand.announce("cat")
+    assert await served() == (0, 1, 2, 3)
+    await hand.announce("bob", 3)  # it owns one now
+    assert await served() == (0, 1, 2, 3)
+    await hand.goodbye("cat")  # and is still on the register
+    assert await served() == (1, 2, 3)
+    await hand.announce("bob")
+    assert await served() == (0, 1, 2, 3)
+    await hand.ledger.leave(b"bob")
+    assert await served() == (1, 2)
+    await hand.ledger.leave(b"cat")
+    assert not await client.call("EXISTS", keys.pool)
+    await client.call("SADD", keys.pool, "ghost")  # that is not alive
+    assert await served() == (1, 2)
+
+
 async def test_what_is_no_task_stops_nobody_who_looks_for_one(
     hand: Hand, client: Client, keys: Keys
 ) -> None:

@@ -94,6 +94,41 @@ async def test_a_run_of_sites_ends_and_nothing_was_denied_to_anyone(
     assert denied == []
 
 
+async def test_the_pool_trains_beside_a_site(tmp_path: Path, there: Guarded) -> None:
+    """A real trainer of the pool for the devices that nobody owns, one of the site for its own."""
+    sets = ("run.versions=100000", 'coordinator.sites=["pool", "north:0-1"]')
+    async with there.client("admin") as admin:
+        await admin.call("ACL", "LOG", "RESET")
+        ledger = Ledger(admin, KEYS, "test")
+        after = "-"
+
+        async def served(devices: set[int]) -> bool:
+            """Whether each of these has a part in the versions since."""
+            rows = await admin.call("XRANGE", KEYS.models, after, "+")
+            made = [one for _, fields in rows for one in Version.decode(fields[1]).updates]
+            return {one.device for one in made} >= devices
+
+        async with pipeline(KEYS, there.settings, tmp_path, *sets) as services:
+            about = ("trainer.site=north", "trainer.owns=[0, 1]")
+            await services.start("trainer", "edge", *about, user="trainer-north")
+            await wait_until(lambda: served({0, 1}))
+            await services.start("trainer", "trainer-1")
+            await wait_until(lambda: served(set(range(6))))
+            await services.stop("trainer-1")
+
+            async def only_owned_are_open() -> bool:
+                view = await ledger.look()
+                asked = {trigger.device for trigger in view.open}
+                return not view.pool and bool(asked) and asked <= {0, 1}
+
+            await wait_until(only_owned_are_open)
+            [(after, _)] = await admin.call("XREVRANGE", KEYS.models, "+", "-", "COUNT", 1)
+            await wait_until(lambda: served({0, 1}))
+        denied = await admin.call("ACL", "LOG")
+        await ledger.purge()
+    assert denied == []
+
+
 # what Redis itself denies
 
 FORBIDDEN: list[tuple[str | int, ...]] = [

@@ -60,7 +60,7 @@ async def works(run: Hand) -> None:
     "name",
     [
         "events", "inbox:pool", "inbox:north", "triggers", "tasks", "alive", "trainers", "owners",
-        "rates", "sites",
+        "pool", "rates", "sites",
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("when", ["before", "while it runs"])

@@ -25,7 +25,7 @@ def view_of(**changes: Any) -> View:
         "run": Run(layout_of(4), "fedasync", "digits", 10, 100, 0, 1.5),
         "head": Head(version=7, digest="d", blob="7.1", time=99.5, epoch=1),
         "counts": {"issued": 5}, "open": (), "admitted": 0, "queue": 0, "triggers": 0,
-        "inbox": 0, "trainers": 2, "kept": 3, "dead": 1, "owned": (), "now": 100.0,
+        "inbox": 0, "trainers": 2, "kept": 3, "dead": 1, "owned": (), "pool": False, "now": 100.0,
     }  # fmt: skip
     return View(**about | changes)
 

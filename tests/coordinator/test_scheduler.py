@@ -131,6 +131,13 @@ async def test_owned_devices_alone_are_asked(make: Any, run: Hand) -> None:
         assert {trigger.device for trigger in await are_open(run, 2)} == {3, 8}
 
 
+async def test_beside_owners_the_pool_is_asked_for_what_nobody_owns(make: Any, run: Hand) -> None:
+    await run.announce("owner", 3, 8)
+    await run.announce("ann")
+    async with running(make(InFlight(n=10)), context()):
+        assert {trigger.device for trigger in await are_open(run, 10)} == set(range(10))
+
+
 async def test_devices_are_asked_once_they_are_eligible(
     run: Hand, redis: RedisSettings, keys: Keys
 ) -> None:

@@ -22,7 +22,7 @@ def view(counts: Mapping[str, int] | None = None, **given: Any) -> View:
     about: dict[str, Any] = {
         "run": run, "head": head, "counts": counts or {}, "open": (), "admitted": 0, "queue": 0,
         "triggers": 0, "inbox": 0, "trainers": 2, "kept": 4, "dead": 0, "owned": (),
-        "now": CREATED + 4,
+        "pool": False, "now": CREATED + 4,
     }  # fmt: skip
     return View(**(about | given))
 
