@@ -271,7 +271,7 @@ def clock(asked: Sequence[tuple[float, float, float]], policy: Policy) -> Findin
 
 # Each command with arguments that are whole: what is asked of is never done. K: a key.
 _SAMPLES: dict[str, tuple[str, ...]] = {
-    "acl|dryrun": ("default", "ping"), "acl|getuser": ("default",), "acl|whoami": (),
+    "acl|dryrun": ("default", "ping"), "acl|getuser": ("default",), "acl|log": (), "acl|whoami": (),
     "asking": (),
     "client|kill": ("ID", "1"), "client|list": (), "copy": ("K", "K"),
     "client|setname": ("x",), "cluster|slots": (), "config|get": ("save",),

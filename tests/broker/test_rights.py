@@ -181,6 +181,20 @@ async def test_what_a_role_must_not_do_is_denied(role: str, module_redis: Guarde
 
 
 @needs_7
+async def test_the_operator_sees_what_redis_denied_to_anybody(module_redis: Guarded) -> None:
+    async with module_redis.client("operator") as operator:
+        await operator.call("ACL", "LOG", "RESET")
+        async with module_redis.client("trainer") as trainer:
+            with pytest.raises(BrokerError, match="refuses"):
+                await trainer.call("HSET", KEYS.head, "a", 1)
+            with pytest.raises(BrokerError, match="refuses"):
+                await trainer.call("ACL", "LOG")
+        newest, *_ = await operator.call("ACL", "LOG")
+        assert b"trainer" in newest
+        assert b"acl|log" in newest
+
+
+@needs_7
 @pytest.mark.parametrize("role", ["trainer", "scheduler", "evaluator"])
 async def test_a_script_is_no_way_around(role: str, module_redis: Guarded) -> None:
     """Neither one of the role's own making, nor one of ours that is another's."""
