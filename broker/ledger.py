@@ -690,9 +690,15 @@ class Ledger:
         """
         own = (name for name in vars(self.keys).values() if name.startswith(self.keys.prefix))
         names = {name.encode() for name in own if name != self.keys.prefix}
+        names |= await self.stored()
+        return int(await self._client.call("UNLINK", *sorted(names)))
+
+    async def stored(self) -> set[bytes]:
+        """The keys of the run that Redis has, blobs and whatever else begins with its prefix."""
+        names = set[bytes]()
         cursor, pattern = b"0", self.keys.prefix + "*"
         while True:
             cursor, found = await self._client.call("SCAN", cursor, "MATCH", pattern, "COUNT", 1000)
             names.update(found)
             if cursor == b"0":
-                return int(await self._client.call("UNLINK", *sorted(names)))
+                return names

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from broker.client import Client
-from broker.errors import BrokerError, FedstreamError
+from broker.errors import BrokerError, FedstreamError, NoRun
 from broker.keys import COORDINATORS, Keys
 from broker.ledger import Ledger
 
@@ -33,11 +33,23 @@ async def _coordinators(client: Client, keys: Keys) -> list[str]:
     return [one[b"name"].decode() for one in found if one[b"idle"] < _COORDINATOR_IDLE_MS]
 
 
-async def purge(client: Client, keys: Keys, *, force: bool) -> int:
-    """Deletes the run's keys: how many there were. Raises FedstreamError if it is being served."""
+async def purgeable(client: Client, keys: Keys, *, force: bool) -> int:
+    """How many keys of the run there are to delete.
+
+    Raises NoRun if there are none, and FedstreamError if the run is being served.
+    """
+    there = await Ledger(client, keys, "purge").stored()
+    if not there:
+        raise NoRun(f"there is no run {keys.name!r} in Redis at {client.address}")
     if not force and (busy := await serving(client, keys)):
         raise FedstreamError(
             f"run {keys.name!r} is being served by {', '.join(busy)}: stop them first (one that "
             "crashed counts for 10 s more), or take --force"
         )
+    return len(there)
+
+
+async def purge(client: Client, keys: Keys, *, force: bool) -> int:
+    """Deletes the run's keys: how many there were. Raises as :func:`purgeable` does."""
+    await purgeable(client, keys, force=force)
     return await Ledger(client, keys, "purge").purge()

@@ -200,7 +200,10 @@ def purge(
 
     name = run or settings_of(config).run.name
     if not yes:
-        confirm(f"Delete run {name!r}?")
+        there = ask(
+            config, redis, run, lambda client, keys: presence.purgeable(client, keys, force=force)
+        )
+        confirm(f"Delete run {name!r}, {there} keys?")
     deleted = ask(
         config, redis, run, lambda client, keys: presence.purge(client, keys, force=force)
     )

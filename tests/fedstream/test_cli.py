@@ -115,10 +115,17 @@ def test_a_run_that_is_not_there(
     redis: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = str(getattr(redis, "url", ""))
-    for command in (["status"], ["status", "--json"], ["top", "--once"]):
+    monkeypatch.setattr("typer.confirm", lambda *_, **__: pytest.fail("nothing is there"))
+    for command in (
+        ["status"], ["status", "--json"], ["top", "--once"], ["purge"], ["purge", "--yes"],
+        ["purge", "--force"], ["dead", "list"], ["dead", "retry", "--all"],
+        ["dead", "drop", "--all"],
+    ):  # fmt: skip
         arguments = (*command, "--redis", url, "--run", "nobody")
         assert fedstream(*arguments, monkeypatch=monkeypatch) == 1
-        assert capsys.readouterr().err.startswith("fedstream: there is no run 'nobody'")
+        said = capsys.readouterr().err
+        assert said.startswith("fedstream: there is no run 'nobody'")
+        assert said.count("\n") == 1
 
 
 def test_the_public_names_are_cheap() -> None:
