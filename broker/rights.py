@@ -125,7 +125,8 @@ RIGHTS = {
         commands=(
             "script|kill", "function|kill", "client|kill",
             "scan", "exists", "type", "ttl", "pttl", "time", "info", "dbsize", "config|get",
-            "acl|whoami", "acl|dryrun", "acl|getuser", "acl|log", "memory|usage", "client|list", "slowlog|get",
+            "acl|whoami", "acl|dryrun", "acl|getuser", "acl|log", "memory|usage", "client|list",
+            "slowlog|get",
             "get", "hget", "hgetall", "hlen", "hmget", "hkeys", "hvals", "zrange", "zcard",
             "zscore", "zrangebyscore", "xlen", "xrange", "xrevrange", "xread", "xpending",
             "xinfo|stream", "xinfo|groups", "xinfo|consumers", "xadd", "xdel", "xgroup|create",

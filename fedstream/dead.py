@@ -35,7 +35,7 @@ from broker.messages import (
     task_id,
 )
 from fedstream.display import two_columns
-from fedstream.terminal import cell, clock, console, number
+from fedstream.terminal import cell, clock, console, number, spaced
 
 _KINDS = (Task, Trigger, Upload, GiveUp, CloseRound, RoundEnd, Withdraw)
 _AT = "%Y-%m-%d %H:%M:%S"
@@ -146,7 +146,7 @@ async def retry(client: Client, keys: Keys, letter: Letter) -> Trigger:
     before = letter.task or ""
     verdict, detail = await Ledger(client, keys, "dead").retry(letter.id, before, trigger)
     if verdict != "sent":
-        raise FedstreamError(_WHY_NOT[verdict].format(detail=detail, device=trigger.device))
+        raise FedstreamError(_WHY_NOT[verdict].format(detail=spaced(detail), device=trigger.device))
     return trigger
 
 
@@ -221,8 +221,8 @@ def page(found: Letters) -> RenderableType:
         dead = letter.dead
         table.add_row(
             cell(letter.id), clock(dead.time, _AT), cell(dead.stream), cell(letter.task or "-"),
-            "-" if letter.device is None else number(letter.device), cell(letter.ended or "-"),
-            number(dead.deliveries), cell(dead.reason),
+            "-" if letter.device is None else number(letter.device),
+            cell(spaced(letter.ended) or "-"), number(dead.deliveries), cell(dead.reason),
         )  # fmt: skip
     lost = [f"{found.lost} older ones are lost: at most 1,000 are kept"] if found.lost else []
     return Group(table, *lost)
@@ -243,7 +243,7 @@ def details(letter: Letter) -> RenderableType:
         rows += [("unreadable", letter.unreadable), ("bytes", f"{sample!r}{more}")]
     else:
         rows += [
-            ("ended as", letter.ended or "not remembered"),
+            ("ended as", spaced(letter.ended) or "not remembered"),
             ("message", message.kind),
             *((f"  {k}", v) for k, v in message.__dict__.items() if v is not None),
         ]

@@ -14,7 +14,7 @@ from rich.text import Text
 
 from broker.records import View
 from fedstream.observer import History
-from fedstream.terminal import cell, console, cut, line
+from fedstream.terminal import cell, console, cut, line, spaced
 
 _LINE_EVERY_S = 3.0
 _STALLED_S = 5.0  # without a version; of a run whose versions are far apart, 10 of those
@@ -97,9 +97,7 @@ def figures(view: View, history: History) -> str:
 def outcomes(tasks: Mapping[str, int]) -> str:
     """The identity of the tasks, in words: 402 issued = 400 applied + 2 open."""
     parts = [
-        f"{count} {name.replace('_', ' ')}"
-        for name, count in tasks.items()
-        if name != "issued" and count
+        f"{count} {spaced(name)}" for name, count in tasks.items() if name != "issued" and count
     ]
     return f"{tasks['issued']} issued = {' + '.join(parts) or '0'}"
 
@@ -126,7 +124,7 @@ def result_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
     for what in ("refused", "given_up", "dead", "strays"):
         if reasons := numbers[what]:
             text = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
-            rows.append((what.replace("_", " "), text))
+            rows.append((spaced(what), text))
     if again := {name: n for name, n in numbers["restarts"].items() if n}:
         rows.append(("restarts", ", ".join(f"{name} {count}" for name, count in again.items())))
     return rows

@@ -32,7 +32,7 @@ from broker.outbox import Outbox
 from broker.records import View
 from broker.streams import Entry, Group
 from fedstream.config import Settings
-from fedstream.terminal import console
+from fedstream.terminal import console, spaced
 from runtime.backoff import pause
 from runtime.health import Health
 from runtime.leading import lead
@@ -344,5 +344,5 @@ def show(feeder: Feeder) -> None:
     live = feeder.live
     for outcome in OUTCOMES:
         if feeder.recorded[outcome] or live.get(outcome):
-            table.add_row(outcome, str(feeder.recorded[outcome]), str(live.get(outcome, 0)))
+            table.add_row(spaced(outcome), str(feeder.recorded[outcome]), str(live.get(outcome, 0)))
     console().print(table)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from broker.errors import ConfigError, FedstreamError
-from fedstream.commands.options import OUTCOMES, TrustRecorded, one_of
+from fedstream.commands.options import OUTCOMES, TrustRecorded, named, one_of
 from fedstream.terminal import Step, adding, line, progress, verbatim
 
 # What a command needs is imported in it: `--help` answers at once.
@@ -57,7 +57,7 @@ def show(
         typer.Option(
             metavar="OUTCOME",
             autocompletion=one_of(OUTCOMES),
-            help="only what ended so; may be repeated",
+            help=f"only what ended so: {', '.join(OUTCOMES)}; may be repeated",
         ),
     ] = None,
     last: Annotated[
@@ -80,11 +80,9 @@ def show(
     from fedstream import journal_pages as pages
     from updater.inspection import opened
 
-    unknown = set(outcome or ()) - set(OUTCOMES)
-    if unknown:
-        raise ConfigError(f"--outcome {min(unknown)}: must be one of {', '.join(OUTCOMES)}")
+    outcomes = frozenset(named("--outcome", one, OUTCOMES) for one in outcome or ())
     first, end = _range(version)
-    wanted = pages.Filter(frozenset(device or ()), frozenset(outcome or ()), first, end)
+    wanted = pages.Filter(frozenset(device or ()), outcomes, first, end)
     with opened(path) as chain:
         if first is not None:
             chain = _from(chain, first)
@@ -407,7 +405,7 @@ def stats(
     from updater.inspection import counting, opened
     from updater.shares import stats as measured
 
-    pages.check_column(sort)
+    sort = named("--sort", sort, pages.NAMES)
     with opened(path) as chain, _bar("stats", counting(chain), quiet=as_json) as read:
         shares = measured(chain, ahead, read)
     rows = pages.rows(shares, sort, ascending=ascending)

@@ -19,7 +19,7 @@ from broker.errors import ConfigError
 from broker.messages import OUTCOMES
 from fedstream.columns import GAP, fitting
 from fedstream.journal_bisect import Cause
-from fedstream.terminal import cell, clock, console, number, room
+from fedstream.terminal import cell, clock, console, number, room, spaced
 from runtime.visible import visible
 from updater.inspection import Move, Verdict, entries, moves
 from updater.journal import Cut, Entry, JournalError, Record, Segment, Standing, Taken, cuts
@@ -151,7 +151,7 @@ def _side_by_side(widths: Mapping[str, int], names: Sequence[str]) -> int:
 
 def _tell_hidden(all_names: Iterable[str], names: Sequence[str]) -> None:
     """Says which columns there is no room for."""
-    if hidden := [name.replace("_", " ") for name in all_names if name not in names]:
+    if hidden := [spaced(name) for name in all_names if name not in names]:
         text = f"no room for {', '.join(hidden)}: widen the terminal, or take --csv or --json"
         console().print(cell(text, style="dim"))
 
@@ -198,8 +198,9 @@ def _cells(entry: Entry, measured: Norms) -> dict[str, str]:
     return about | {
         "device": str(upload.device), "task": upload.task[-_WIDTHS["task"] :],
         "tau": str(upload.tau), "late": str(entry.staleness), "weight": number(entry.weight),
-        "outcome": entry.outcome, "samples": str(upload.samples), "steps": str(upload.steps),
-        "loss": number(upload.loss), "norm": number(sent), "distance": number(distance),
+        "outcome": spaced(entry.outcome), "samples": str(upload.samples),
+        "steps": str(upload.steps), "loss": number(upload.loss), "norm": number(sent),
+        "distance": number(distance),
         "reason": entry.reason,
     }  # fmt: skip
 
@@ -282,12 +283,6 @@ _IMPORTANT_OF_DEVICES = (
     "mean_distance", "max_distance", "mean_cosine", "mean_staleness", "max_staleness", "mean_loss",
     "mean_norm", "mean_weight", "p90_distance",
 )  # fmt: skip
-
-
-def check_column(name: str) -> None:
-    """Raises ConfigError if there is no such column."""
-    if name not in NAMES:
-        raise ConfigError(f"--sort {name}: must be one of {', '.join(NAMES)}")
 
 
 def rows(

@@ -22,7 +22,7 @@ from broker.ledger import Ledger
 from broker.messages import first_wrong
 from coordinator.app import status
 from fedstream.display import outcomes, two_columns
-from fedstream.terminal import cell, clock, console, number
+from fedstream.terminal import cell, clock, console, number, spaced
 
 _ANSWER_S = 15.0  # a coordinator's own patience with Redis is 10
 _PASSING = (502, 503, 504)
@@ -162,7 +162,7 @@ def _rows(about: Mapping[str, Any]) -> list[tuple[str, str]]:
     for what in ("refused", "given_up", "dead", "strays"):
         if about[what]:
             text = ", ".join(f"{reason} {count}" for reason, count in about[what].items())
-            rows.append((what.replace("_", " "), text))
+            rows.append((spaced(what), text))
     backlog = (
         f"{about['triggers']} triggers, {about['inbox']} in the inboxes, "
         f"{about['queue']} in the queue ({about['buffered_now']} buffered)"

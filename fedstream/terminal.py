@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import datetime
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import typer
 from rich.console import Console
@@ -53,9 +53,21 @@ def confirm(question: str) -> None:
     typer.confirm(visible(question), abort=True)
 
 
+class _Piped(Console):
+    """For a file or a pipe: cells are padded, and blanks at a line's end are no use there."""
+
+    def print(self, *objects: Any, **how: Any) -> None:
+        with self.capture() as caught:
+            super().print(*objects, **how)
+        lines = caught.get().split("\n")
+        self.file.write("\n".join(line.rstrip(" ") for line in lines))
+        self.file.flush()
+
+
 def console(*, err: bool = False, width: int | None = None) -> Console:
     """Where tables and bars are drawn; as wide as the terminal unless ``width`` is given."""
-    return Console(stderr=err, width=width)
+    here = Console(stderr=err, width=width)
+    return here if here.is_terminal else _Piped(stderr=err, width=width)
 
 
 def room() -> int | None:
@@ -136,6 +148,11 @@ def cut(value: object, *, style: str = "", lines: bool = False) -> Text:
     """The same, cut where the room for it ends."""
     shown = visible(value, lines=lines)
     return Text(shown, style=style, overflow="ellipsis", no_wrap=True)
+
+
+def spaced(name: str) -> str:
+    """A name of ours as people read it: given_up is 'given up'."""
+    return name.replace("_", " ")
 
 
 def clock(seconds: float, form: str = "%H:%M:%S") -> str:

@@ -24,7 +24,7 @@ from broker.records import View
 from fedstream.display import outcomes, pace, short, two_columns
 from fedstream.observer import History, Observer
 from fedstream.report import tasks_of
-from fedstream.terminal import cell, clock, console, cut, measure, number, pressed
+from fedstream.terminal import cell, clock, console, cut, measure, number, pressed, spaced
 from runtime.backoff import pause
 from runtime.visible import visible
 
@@ -148,7 +148,7 @@ def _line(event: Event) -> str:
     if event.what != "outcome":
         parts.append(event.what)
     if event.outcome:
-        parts.append(event.outcome.replace("_", " "))
+        parts.append(spaced(event.outcome))
     named = (("device", event.device), ("version", event.version), ("staleness", event.staleness))
     parts += [f"{name} {number(value)}" for name, value in named if value is not None]
     if event.weight is not None:

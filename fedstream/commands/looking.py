@@ -16,6 +16,7 @@ from fedstream.commands.options import (
     Config,
     DataRoot,
     RunName,
+    Sets,
     TrustRecorded,
     Url,
     ask,
@@ -168,7 +169,11 @@ def replay(
 
 
 def doctor(
-    config: Config = None, redis: Url = None, run: RunName = None, as_json: AsJson = False
+    config: Config = None,
+    redis: Url = None,
+    run: RunName = None,
+    sets: Sets = None,
+    as_json: AsJson = False,
 ) -> None:
     """Look at Redis, the run in it, the journal's volume, the task and its data: what to change.
 
@@ -177,7 +182,7 @@ def doctor(
     from fedstream import doctor as page
     from fedstream import report
 
-    settings = settings_of(config, redis=redis, run=run)
+    settings = settings_of(config, sets, redis=redis, run=run)
     # Where Redis is, and which run it is about: that says nothing of how the run should be.
     configured = config is not None or bool(settings.model_fields_set - {"redis", "run"})
     findings = asyncio.run(page.examine(settings, configured=configured))

@@ -6,13 +6,13 @@ import asyncio
 import atexit
 import os
 import sys
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 
-from broker.errors import FedstreamError, NoRun, Unavailable
+from broker.errors import ConfigError, FedstreamError, NoRun, Unavailable
 from broker.keys import Keys
 
 if TYPE_CHECKING:
@@ -25,6 +25,17 @@ T = TypeVar("T")
 TASKS = ("digits", "mnist", "cifar10-fedasync", "cifar10-afl", "wikitext2", "shakespeare")
 STRATEGIES = ("fedasync", "fedavg", "fedbuff", "afa-cd", "afa-cs", "scaffold")
 OUTCOMES = ("applied", "buffered", "refused", "given_up", "dead")
+
+
+def named(option: str, given: str, names: Collection[str]) -> str:
+    """Which of ``names`` was typed, as JSON has it or as tables show it: given_up or 'given up'.
+
+    Raises ConfigError, which lists them.
+    """
+    name = given.replace(" ", "_")
+    if name not in names:
+        raise ConfigError(f"{option} {given}: must be one of {', '.join(names)}")
+    return name
 
 
 def one_of(names: Sequence[str]) -> Callable[[str], list[str]]:

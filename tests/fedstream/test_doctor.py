@@ -575,6 +575,10 @@ def test_the_command_prints_lines_or_json_and_ends_with_1_or_2(
     monkeypatch.delenv("FEDSTREAM_JOURNAL__DIR")
     _, out, _ = _run(monkeypatch, capsys, *nobody)
     assert "task, data, torch        needs the deployment's configuration: --config" in out
+    _, out, _ = _run(monkeypatch, capsys, *nobody, "--set", f"journal.dir={tmp_path / 'other'}")
+    assert str(tmp_path / "other") in out
+    code, out, err = _run(monkeypatch, capsys, "--set", "journal.nothing=1")
+    assert (code, out, err.count("\n")) == (2, "", 1)
     code, out, err = _run(monkeypatch, capsys, "--run", "not a name")
     assert (code, out) == (2, "")
     assert err.startswith("fedstream: --run: 'not a name'")

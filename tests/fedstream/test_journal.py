@@ -104,6 +104,8 @@ def test_show_takes_a_run_a_journal_or_a_segment(journal: Command, tmp_path: Pat
         (("--device", 3), [4, 6, 12]),
         (("--device", 3, "--device", 0), [1, 4, 6, 10, 12]),
         (("--outcome", "refused"), [6, 12]),
+        (("--outcome", "refused", "--outcome", "given up"), [6, 12]),
+        (("--outcome", "given_up"), []),
         (("--version", "6"), [6, 6, 6]),
         (("--version", "4..7"), [4, 5, 6, 6, 6, 7]),
         (("--version", "7..8", "--outcome", "applied", "--last", 1), [8]),
@@ -706,6 +708,7 @@ def test_stats_are_sorted_both_ways_and_know_the_spread(journal: Command, tmp_pa
 
     order = [row["device"] for row in devices("--sort", "max_norm")]
     assert order == [1, 0, 2, 4]
+    assert devices("--sort", "max norm") == devices("--sort", "max_norm")  # as tables show it
     order = [row["device"] for row in devices("--sort", "max_norm", "--ascending")]
     assert order == [2, 0, 1, 4]  # what has no norm comes last in any case
     assert [row["device"] for row in devices("--descending")] == [4, 2, 1, 0]
@@ -875,7 +878,12 @@ def test_bad_input_is_said_in_one_line_and_changes_nothing(
         (("show", "--version", "20"), 1, "version 20 is not there: the newest is 12"),
         (("show", "--version", "3"), 1, "version 3 was not kept: the oldest is 6"),
         (("show", "--version", "x..3"), 2, "--version x..3: must be a version"),
-        (("show", "--outcome", "lost"), 2, "--outcome lost: must be one of applied"),
+        (
+            ("show", "--outcome", "lost"),
+            2,
+            "--outcome lost: must be one of applied, buffered, refused, given_up",
+        ),
+        (("stats", "--sort", "norm"), 2, "--sort norm: must be one of device, applied"),
         (("export", "--out", "x", "--version", "3"), 1, "was not kept: the oldest is 6"),
         (("export", "--out", "x", "--version", "20"), 1, "version 20 is not in the journal"),
         (("export", "--out", "x"), 1, "the nearest checkpoint is version 6"),

@@ -208,6 +208,12 @@ def test_findings_errors_and_lines_are_not_obeyed(capsys: pytest.CaptureFixture[
     assert "[bold red]x[/]" in console.file.getvalue()
 
 
+def test_no_line_of_a_table_in_a_pipe_ends_with_a_blank(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [("a", "short"), ("b", "much longer than the other"), ("c", "")]
+    terminal.console().print(display.two_columns(rows))
+    assert capsys.readouterr().out == "a  short\nb  much longer than the other\nc\n"
+
+
 async def test_an_evaluation_of_no_version_or_by_a_device_does_not_count(
     client: Client, hand: Hand
 ) -> None:
