@@ -17,7 +17,7 @@ from broker.errors import BrokerError, OutOfMemory, Unavailable
 from broker.keys import POOL, Keys
 from broker.layout import Model
 from broker.ledger import Ledger
-from broker.messages import RoundEnd, Upload, decode
+from broker.messages import Event, RoundEnd, Upload, decode
 from tests.chaos import disk, pages
 from tests.chaos.faults import TRAINERS, UPDATER, UPDATERS, Fault, Kind, Plan
 from tests.chaos.seams import Control
@@ -123,35 +123,61 @@ class Injector:
             self._findings.append(f"{fault}: a second one ended:\n{twin.last_words}")
 
     async def _twice(self, _fault: Fault) -> None:
-        """What waits in the queue is answered once more, with other bytes."""
+        """What lies in the queue is answered once more, with other bytes.
+
+        The leader sleeps until that was judged, so that first answers still wait.
+        """
         leader = self._services[await self._leader()]
-        leader.signal(signal.SIGSTOP)  # so that something waits
+        leader.signal(signal.SIGSTOP)
         try:
-            for upload in await wait_until(self._waiting, timeout=_TWICE_S):
-                await self._forge(upload)
+            uploads = await wait_until(self._waiting, timeout=_TWICE_S)
+            said = {await self._forge(upload) for upload in uploads}
+            await wait_until(lambda: self._heard(said), timeout=_TWICE_S)
+            strays = await self._strays() & {upload.task for upload in uploads}
+            self.did["second answers turned away"] += len(strays)
         except (AssertionError, Unavailable, OutOfMemory):
             pass  # nobody answers now, or another fault took Redis away, or its memory
         finally:
             leader.signal(signal.SIGCONT)
 
     async def _waiting(self) -> list[Upload]:
+        """The uploads in the queue, of which some must be admitted and nothing more.
+
+        With `interval` most have ended and wait for their records to be on disk.
+        """
         try:
             rows = await self._server.client.call("XRANGE", self._keys.queue, "-", "+")
+            admitted = await self._server.client.call("HKEYS", self._keys.admitted)
         except Unavailable:
             return []
-        waiting = [decode(fields[1], Upload, RoundEnd) for _, fields in rows]
-        return [
-            one for one in waiting
+        entries = [decode(fields[1], Upload, RoundEnd) for _, fields in rows]
+        uploads = [
+            one for one in entries
             if isinstance(one, Upload) and (one.task, "again") not in self.forged
         ]  # fmt: skip
+        return uploads if any(one.task.encode() in admitted for one in uploads) else []
 
-    async def _forge(self, upload: Upload) -> None:
+    async def _forge(self, upload: Upload) -> bytes:
+        """Says a second answer: its entry."""
         model = Model((await self._ledger.run()).layout)
         model.floats[:] = self._rng.random()
         again = upload.model_copy(update={"attempt": "again", "digest": model.digest()})
         self.forged.add((again.task, again.attempt))
-        await blobs.write(self._server.client, self._keys.update(again.blob), model, expire_s=600.0)
-        await self._server.client.call("XADD", self._keys.inbox(POOL), "*", "m", again.encode())
+        client, inbox = self._server.client, self._keys.inbox(POOL)
+        await blobs.write(client, self._keys.update(again.blob), model, expire_s=600.0)
+        entry: bytes = await client.call("XADD", inbox, "*", "m", again.encode())
+        return entry
+
+    async def _heard(self, entries: set[bytes]) -> bool:
+        """Whether a coordinator has dealt with all of these."""
+        rows = await self._server.client.call("XRANGE", self._keys.inbox(POOL), "-", "+")
+        return not entries & {entry for entry, _ in rows}
+
+    async def _strays(self) -> set[str]:
+        """The tasks of answers that were turned away."""
+        rows = await self._server.client.call("XRANGE", self._keys.events, "-", "+")
+        events = [Event.decode(fields[1]) for _, fields in rows]
+        return {event.task for event in events if event.what == "stray" and event.task}
 
     async def _clock(self, fault: Fault) -> None:
         control = self._controls[await self._name(fault)]
@@ -352,7 +378,7 @@ class Injector:
         """With `interval`: until what the journal has now is on disk."""
         if self._sync == "always":
             return
-        newest = max(self._journal.glob(f"*{pages.SUFFIX}")).stat()
+        newest = self._newest().stat()
         await wait_until(
             lambda: disk.holds(self._platter, newest.st_ino, newest.st_size),
             timeout=_TAKEN_OVER_S, what="what was journalled is on disk",
@@ -400,9 +426,15 @@ class Injector:
             finally:
                 self._services.up(*UPDATERS)
 
+    def _newest(self) -> Path:
+        """The segment that is written now. Raises AssertionError if the journal has none."""
+        segments = [*self._journal.glob(f"*{pages.SUFFIX}")]
+        assert segments, "the journal's folder has no segment"
+        return max(segments)
+
     def _on_disk(self) -> tuple[Path, pages.Written] | None:
         """A record of the newest segment behind which another says that it was on disk."""
-        path = max(self._journal.glob(f"*{pages.SUFFIX}"))
+        path = self._newest()
         records = pages.read(path).records
         known = max((record.synced for record in records), default=0)
         safe = [record for record in records if record.end <= known]

@@ -3,8 +3,9 @@
     python -m tests.chaos.mutants [--only NAME ...]
 
 Each is planted in a copy of the project, where runs under faults are played, one seed after the
-other, until a check complains. A mutant that none complains of has survived. The table goes to
-`benchmarks/results/chaos-mutants.md` and `.csv`.
+other, until a check complains; then without it, where all must hold. A mutant that no check
+complains of has survived. The table goes to `benchmarks/results/chaos-mutants.md` and `.csv`;
+mutants that were not asked for keep their lines there.
 """
 
 from __future__ import annotations
@@ -18,11 +19,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
+from experiments.program import commit
 from fedstream import machine
 from tests.chaos.checks import CHECKS
 from tests.chaos.faults import Kind
@@ -30,6 +33,10 @@ from tests.chaos.faults import Kind
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "chaos-mutants"
 PACKAGES = ("broker", "coordinator", "fedstream", "runtime", "trainer", "updater", "tests")
+COLUMNS = (
+    "planted", "file", "faults", "seeds", "killed by", "first complaint", "without it", "seconds",
+    "commit",
+)  # fmt: skip
 FAULTS = 6  # of a run
 _STUCK_S = 40.0
 _COMPLAINT = re.compile(rf"^({'|'.join(check.__name__ for check in CHECKS)}): ", re.MULTILINE)
@@ -79,7 +86,7 @@ MUTANTS = (
     Mutant(
         "a second answer is admitted", "broker/lua/admit.lua",
         "if first then return astray('answered twice') end\n", "",
-        (Kind.TWICE,),
+        (Kind.TWICE,), (1, 3, 0, 2),
     ),
     Mutant(
         "counts are not restored after Redis was emptied", "broker/lua/create.lua",
@@ -181,14 +188,27 @@ MUTANTS = (
 
 
 @dataclass(frozen=True)
+class Played:
+    """What runs came to, with a mutant or without."""
+
+    seeds: tuple[int, ...]
+    complained: tuple[str, ...]  # the checks that did; (): everything held
+    first: str  # complaint
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Verdict:
     """What became of a mutant."""
 
     mutant: Mutant
-    seeds: tuple[int, ...]  # that were played
-    killed_by: tuple[str, ...]  # the checks that complained; (): it survived
-    first: str  # complaint
-    seconds: float
+    played: Played
+    without: Played  # the same runs of the project as it is
+
+    @property
+    def killed(self) -> bool:
+        """Whether checks complained of the mutant, and of nothing else."""
+        return bool(self.played.complained) and not self.without.complained
 
 
 def copied(into: Path) -> None:
@@ -198,17 +218,18 @@ def copied(into: Path) -> None:
         shutil.copytree(ROOT / package, into / package, ignore=left)
 
 
-def judged(mutant: Mutant) -> Verdict:
-    """Plays seeds in a copy with the mutant until one fails."""
+def play(mutant: Mutant | None, kinds: Sequence[Kind], seeds: Sequence[int]) -> Played:
+    """Plays seeds in a copy of the project, with the mutant in it, until one fails."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="fedstream-mutant-") as folder:
         copied(Path(folder))
-        mutant.plant(Path(folder))
+        if mutant is not None:
+            mutant.plant(Path(folder))
         said = subprocess.run(
             [
                 sys.executable, "-m", "tests.chaos", "--of", str(FAULTS), "--at-once", "1",
-                "--stuck-s", str(_STUCK_S), "--until-failure", "--seed", *map(str, mutant.seeds),
-                "--only", *mutant.kinds,
+                "--stuck-s", str(_STUCK_S), "--until-failure", "--seed", *map(str, seeds),
+                "--only", *kinds,
             ],
             cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
         ).stdout  # fmt: skip
@@ -218,70 +239,95 @@ def judged(mutant: Mutant) -> Verdict:
     checks = Counter(_COMPLAINT.findall(said))
     first = next((line for line in said.splitlines() if _COMPLAINT.match(line)), "")
     if not played:
-        raise RuntimeError(f"{mutant.name}: nothing was played:\n{said[-2000:]}")
-    return Verdict(mutant, played, tuple(checks), first[:200], time.monotonic() - began)
+        raise RuntimeError(f"{mutant}: nothing was played:\n{said[-2000:]}")
+    return Played(played, tuple(checks), first[:200], time.monotonic() - began)
 
 
-def table(verdicts: Sequence[Verdict]) -> str:
+@cache
+def baseline(kinds: tuple[Kind, ...], seeds: tuple[int, ...]) -> Played:
+    """The same without a mutant, where everything should hold."""
+    return play(None, kinds, seeds)
+
+
+def judged(mutant: Mutant) -> Verdict:
+    """Plays a mutant's seeds, and without it those that were played."""
+    played = play(mutant, mutant.kinds, mutant.seeds)
+    return Verdict(mutant, played, baseline(mutant.kinds, played.seeds))
+
+
+def row(verdict: Verdict) -> dict[str, str]:
+    """A mutant's line of the table, to be kept."""
+    mutant, played, without = verdict.mutant, verdict.played, verdict.without
+    return {
+        "planted": mutant.name, "file": mutant.path, "faults": " ".join(mutant.kinds),
+        "seeds": " ".join(map(str, played.seeds)), "killed by": " ".join(played.complained),
+        "first complaint": played.first,
+        "without it": " ".join(without.complained) or "held",
+        "seconds": str(round(played.seconds)), "commit": commit(),
+    }  # fmt: skip
+
+
+def table(rows: Sequence[Mapping[str, str]]) -> str:
     """The results for people."""
     about = ", ".join(f"{name} {value}" for name, value in machine.described().items())
-    killed = sum(bool(verdict.killed_by) for verdict in verdicts)
-    rows = [
-        "| planted | in | faults | seeds played | killed by | first complaint |",
-        "| --- | --- | --- | --- | --- | --- |",
-    ]
-    for one in verdicts:
-        by = ", ".join(one.killed_by) or "**survived**"
-        first = one.first.replace("|", "\\|")
-        kinds, seeds = ", ".join(one.mutant.kinds), ", ".join(map(str, one.seeds))
-        rows.append(
-            f"| {one.mutant.name} | {one.mutant.path} | {kinds} | {seeds} | {by} | {first} |"
-        )
+    killed = sum(one["killed by"] != "" and one["without it"] == "held" for one in rows)
+    missing = len(MUTANTS) - len(rows)
+    lines = ["| " + " | ".join(COLUMNS) + " |", "| " + " | ".join(["---"] * len(COLUMNS)) + " |"]
+    for one in rows:
+        cells = dict(one) | {"killed by": one["killed by"] or "**survived**"}
+        lines.append("| " + " | ".join(cells[name].replace("|", "\\|") for name in COLUMNS) + " |")
     return "\n".join([
         "# Faults planted in the code", "",
         "`make chaos-mutants`: each is planted alone in a copy of the project, in which runs of",
-        f"{FAULTS} faults that reach it are played, seed by seed, until a check complains.",
-        "`tests/chaos/mutants.py` says what exactly is planted.", "", about, "",
-        f"{killed} of {len(verdicts)} killed", "", *rows,
+        f"{FAULTS} faults that reach it are played, seed by seed, until a check complains; then",
+        "the same runs without it. `tests/chaos/mutants.py` says what exactly is planted.", "",
+        about, "",
+        f"{killed} of {len(rows)} killed" + (f", {missing} not played" if missing else ""), "",
+        *lines,
     ]) + "\n"  # fmt: skip
 
 
-def written(verdicts: Sequence[Verdict]) -> None:
-    """Writes the tables, as far as they are."""
-    RESULTS.with_suffix(".md").write_text(table(verdicts))
-    with RESULTS.with_suffix(".csv").open("w", newline="") as file:
-        rows = csv.writer(file)
-        rows.writerow(
-            ["planted", "file", "faults", "seeds", "killed by", "first complaint", "seconds"]
-        )
-        for one in verdicts:
-            rows.writerow([
-                one.mutant.name, one.mutant.path, " ".join(one.mutant.kinds), len(one.seeds),
-                " ".join(one.killed_by), one.first, round(one.seconds),
-            ])  # fmt: skip
+def written(verdicts: Sequence[Verdict]) -> str:
+    """Writes the tables: what was played now, and of the other mutants what is there of before."""
+    path = RESULTS.with_suffix(".csv")
+    known = {}
+    if path.exists():
+        with path.open(newline="") as file:
+            known = {one["planted"]: one for one in csv.DictReader(file)}
+    known |= {verdict.mutant.name: row(verdict) for verdict in verdicts}
+    rows = [known[mutant.name] for mutant in MUTANTS if mutant.name in known]
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        writer.writerows(rows)
+    text = table(rows)
+    RESULTS.with_suffix(".md").write_text(text)
+    return text
 
 
 def main() -> int:
-    """Judges, prints, and writes the tables unless only some were asked for."""
+    """Judges, prints, and writes the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--only", nargs="+", help="words of the mutants' names")
     parser.add_argument("--at-once", type=int, default=1)
     options = parser.parse_args()
     wanted = [m for m in MUTANTS if not options.only or any(w in m.name for w in options.only)]
+    if not wanted:
+        parser.error(f"no mutant has one of these words in its name: {options.only}")
     verdicts: list[Verdict] = []
     with ThreadPoolExecutor(options.at_once) as pool:
         for verdict in pool.map(judged, wanted):
             verdicts.append(verdict)
-            by = ", ".join(verdict.killed_by) or "SURVIVED"
+            played, without = verdict.played, verdict.without
             sys.stdout.write(
-                f"{verdict.mutant.name}: {by} ({len(verdict.seeds)} seeds, "
-                f"{verdict.seconds:.0f} s)\n"
+                f"{verdict.mutant.name}: {', '.join(played.complained) or 'SURVIVED'} "
+                f"(seeds {played.seeds}, {played.seconds:.0f} s), "
+                f"without it {', '.join(without.complained) or 'held'}\n"
             )
             sys.stdout.flush()
-            if not options.only:
-                written(verdicts)
-    sys.stdout.write(table(verdicts))
-    return int(any(not verdict.killed_by for verdict in verdicts))
+            text = written(verdicts)
+    sys.stdout.write(text)
+    return int(not all(verdict.killed for verdict in verdicts))
 
 
 if __name__ == "__main__":
