@@ -234,6 +234,7 @@ class Event(Message):
     weight: float | None = None
     metrics: dict[str, float] | None = None
     text: str | None = None
+    site: str | None = None  # of an error, whose trainer said it; of what is refused or dead, whose
 
 
 class Dead(Message):

@@ -97,6 +97,7 @@ class Entries:
                     what="error", service=member(site.name, event.service), time=time.time(),
                     task=event.task, device=event.device, version=event.version,
                     reason=(event.reason or "")[:200], text=(event.text or "")[-_TEXT:],
+                    site=site.name,
                 )  # fmt: skip
                 return self._relayed(site, entry, told, "event over the limit")
             case Dead() as dead:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from broker.client import Client
 from broker.errors import BadMessage
-from broker.keys import Keys
+from broker.keys import POOL, Keys
 from broker.ledger import Ledger
 from broker.messages import Event, Message, Version
 from broker.records import View
@@ -24,6 +24,7 @@ M = TypeVar("M", bound=Message)
 _LOOK_S = 0.25  # between two looks at what can be counted
 _RATE_OVER_S = 10.0
 _EVENTS_SHOWN = 100
+_KINDS_KEPT = 20  # of errors, of each site: it says itself what kind they are
 
 
 class Update(NamedTuple):
@@ -56,9 +57,11 @@ class History:
         self.best_accuracy: tuple[int, float] | None = None  # and its first version
         self.tried: int | None = None  # the version last measured, also where that failed
         self.unmeasured: Event | None = None  # where it failed
-        self.errors: dict[str, Event] = {}  # the first of each kind that a user's task raised
-        self.failed = 0  # tasks that raised or killed their trainers, in a row
-        self.refused = 0  # updates in a row
+        # The first of each kind that a user's task raised, by whose trainer said it and where.
+        self.errors: dict[tuple[str, str], Event] = {}
+        # In a row, of the pool's: what a site says or does wrong must not end the operator's run.
+        self.failed = 0  # tasks that raised or killed their trainers
+        self.refused = 0  # updates
         self.events: deque[Event] = deque(maxlen=_EVENTS_SHOWN)
         self._times: deque[float] = deque(maxlen=1024)  # of the newest versions
         self._most = most
@@ -82,21 +85,27 @@ class History:
 
     def tell(self, event: Event) -> None:
         """An event."""
+        site = event.site or POOL
+        ours = site == POOL
         if event.what == "evaluation" and event.version is not None:
             self.measure(event.version, event.metrics or {})
         elif event.what == "error":
             if event.device is None:  # the evaluator's
                 self.tried, self.unmeasured = event.version, event
             else:
-                self.failed += 1
-            self.errors.setdefault(event.reason or "", event)
+                self.failed += ours
+            self._raised(site, event)
         elif event.outcome in ("applied", "buffered"):
             self.failed = self.refused = 0
         elif event.outcome == "dead":
-            self.failed += 1
+            self.failed += ours
         elif event.outcome == "refused":
-            self.refused += 1
+            self.refused += ours
         self.events.append(event)
+
+    def _raised(self, site: str, event: Event) -> None:
+        if sum(known == site for known, _ in self.errors) < _KINDS_KEPT:
+            self.errors.setdefault((site, event.reason or ""), event)
 
     def measure(self, version: int, metrics: dict[str, float]) -> None:
         """A version was measured, or there was nothing to measure it by."""

@@ -27,7 +27,7 @@ import tomli_w
 from broker import blobs
 from broker.client import Client, RedisSettings
 from broker.errors import ConfigError, DataError, FedstreamError, NoRun, Unavailable
-from broker.keys import Keys
+from broker.keys import POOL, Keys
 from broker.layout import Model
 from broker.messages import Event
 from broker.records import View
@@ -57,6 +57,7 @@ LOGS = "logs"
 
 _REDIS_WITHIN_S = 10.0
 _MEASURED_WITHIN_S = 120.0  # the evaluator may take so long for the last version
+# Of the pool's: a site must not end the operator's run.
 _MOST_FAILED = 10  # tasks that raised or killed their trainer, with no update in between
 _MOST_REFUSED = 100  # updates, with none that was taken in between: the model stays as it is
 _GUESTS_S = 6.0  # for trainers that joined: a few heartbeats
@@ -672,10 +673,9 @@ def _raised(event: Event) -> str:
     return f"the task raised on {where}:\n{(event.text or '').rstrip()}"
 
 
-def _last_error(errors: Mapping[str, Event]) -> str:
-    if not errors:
-        return "they killed their trainers"
-    return _last_line(list(errors.values())[-1])
+def _last_error(errors: Mapping[tuple[str, str], Event]) -> str:
+    ours = [event for (site, _), event in errors.items() if site == POOL]
+    return _last_line(ours[-1]) if ours else "they killed their trainers"
 
 
 def _last_line(event: Event) -> str:

@@ -44,7 +44,10 @@ end
 
 -- Ends an open task: 1 if it was open, 0 if it had ended before.
 local function end_task(task, attempt, outcome, reason, event)
+  -- Whose it was is told of what went wrong alone, which observers judge a run by.
+  local wrong = (outcome == 'refused' or outcome == 'dead') and redis.call('HGET', key.open, task)
   if redis.call('HDEL', key.open, task) == 0 then return 0 end
+  if wrong and wrong ~= '' then event.site = cmsgpack.unpack(wrong).site end
   redis.call('HDEL', key.admitted, task)
   remember(task, attempt, outcome, reason)
   count(outcome)

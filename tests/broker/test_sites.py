@@ -17,7 +17,7 @@ from broker.custody import expire_forgotten
 from broker.errors import BrokerError, NoScript
 from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.ledger import Ledger
-from broker.messages import Dead, GiveUp, Presence, Task, Trigger, Upload, Version
+from broker.messages import Dead, Event, GiveUp, Presence, Task, Trigger, Upload, Version
 from broker.outbox import Outbox
 from broker.scripts import Script
 from broker.streams import Entry, Group
@@ -292,6 +292,28 @@ async def test_a_site_declares_no_other_sites_task_dead(hand: Hand) -> None:
         )
         assert (await hand.ledger.look()).outcomes["dead"] == ended
     await hand.balanced()
+
+
+async def test_whose_task_it_was_is_told_of_what_went_wrong(hand: Hand) -> None:
+    """An observer must know: a site's failures are not the operator's."""
+    whose = {4: "south", 3: "north", 5: "pool"}
+    for device in whose:
+        await hand.open(device=device)
+    await hand.dispatch()
+    for task in (await hand.ledger.look()).open:
+        site = whose[task.device]
+        answer = await hand.trained(task, site=site)
+        if site == "north":  # admitted; the updater looks at the bytes
+            assert await hand.admit(answer, site=site, trusted=False) == [("admitted", "")]
+            assert await hand.commit(None, answer) == "done"
+        else:
+            other = answer.model_copy(update={"layout": "another"})
+            refused = [("refused", "layout")]
+            assert await hand.admit(other, site=site, trusted=site == "pool") == refused
+    rows = await hand.client.call("XRANGE", KEYS.events, "-", "+")
+    events = [Event.decode(fields[1]) for _, fields in rows]
+    told = {one.device: one.site for one in events if one.outcome == "refused"}
+    assert told == whose
 
 
 async def makes(hand: Hand, version: int) -> None:

@@ -91,6 +91,7 @@ MOST = {  # everything there is
     "event": Event(
         what="outcome", service="u", time=1.5, task=ID, device=3, outcome="applied", reason="r",
         version=5, staleness=1, weight=0.25, metrics={"accuracy": 0.5}, text="words",
+        site="north",
     ),
     "dead": Dead(
         stream="tasks", entry="1-1", reason="not msgpack", time=1.5, deliveries=3, data=b"\xc1\x00"

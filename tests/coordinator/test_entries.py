@@ -133,7 +133,8 @@ async def test_of_a_sites_events_only_errors_go_on_as_its_own_and_not_too_often(
     assert await run.events("evaluation") == []
     told = await run.events("error")
     assert 10 <= len(told) <= 20  # 10 a second, and another second may have begun
-    assert {(one.service, one.metrics, one.outcome) for one in told} == {("north/edge", None, None)}
+    said = {(one.service, one.site, one.metrics, one.outcome) for one in told}
+    assert said == {("north/edge", "north", None, None)}
     assert all(0 < one.time < 1e11 and len(one.text or "") == 8000 for one in told)
     assert (await strays(run))["event over the limit"] == 40 - len(told)
     rows = await run.client.call("XRANGE", keys.dead, "-", "+")

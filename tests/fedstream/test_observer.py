@@ -55,6 +55,23 @@ def test_tasks_that_fail_in_a_row() -> None:
     assert (history.failed, history.refused) == (0, 0)
 
 
+def test_what_a_site_does_wrong_is_not_the_pools() -> None:
+    history = History()
+    for n in range(50):
+        raised = event("error", reason=f"ValueError at x.py:{n}", device=3, site="north", text="no")
+        history.tell(raised)
+        history.tell(event("outcome", outcome="dead", site="north"))
+        history.tell(event("outcome", outcome="refused", site="north"))
+    assert (history.failed, history.refused) == (0, 0)
+    assert len(history.errors) == 20  # a site may call them what it likes
+    for site in (None, "pool"):
+        history.tell(event("error", reason="ValueError at x.py:1", device=3, site=site, text="yes"))
+        history.tell(event("outcome", outcome="dead", site=site))
+        history.tell(event("outcome", outcome="refused", site=site))
+    assert (history.failed, history.refused) == (4, 2)
+    assert history.errors["pool", "ValueError at x.py:1"].text == "yes"
+
+
 def test_what_failed_before_a_run_goes_on_does_not_count() -> None:
     history = History()
     history.tell(event("error", reason="ValueError at x.py:1", device=3))

@@ -6,7 +6,7 @@ import asyncio
 import errno
 import socket
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -257,6 +257,27 @@ async def test_a_run_is_over_when_its_last_version_was_measured(
     running._observer.history.tell(last)
     running._judge()
     assert running._ending == local.Ending("finished", "version 3 reached")
+
+
+def tasks_that_raise(site: str) -> list[Event]:
+    return [event("error", reason="ValueError", device=0, site=site, text="at\nno")] * 10
+
+
+def refusals(site: str) -> list[Event]:
+    return [event("outcome", outcome="refused", reason="digest", site=site)] * 100
+
+
+@pytest.mark.parametrize("wrong", [tasks_that_raise, refusals])
+async def test_what_the_pool_does_wrong_ends_the_run_and_what_a_site_does_not(
+    wrong: Callable[[str], list[Event]], plan: local.Plan
+) -> None:
+    running = Running(plan)
+    running._observer.view = view()
+    for site, state in (("north", None), ("pool", "failed")):
+        for one in wrong(site):
+            running._observer.history.tell(one)
+        running._judge()
+        assert (running._ending and running._ending.state) == state
 
 
 async def test_an_updater_that_waits_for_room_is_no_riddle(
