@@ -1229,6 +1229,19 @@ async def test_a_device_stays_with_its_first_owner_while_that_lives(hand: Hand) 
     assert await hand.ledger.owners() == {2: "bob", 3: "bob"}
 
 
+async def test_who_gives_up_on_a_device_takes_it_from_nobody(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    """Nor is what it owns, and goes on to own, new to it."""
+    await hand.create()
+    await hand.announce("ann", 1, 2)
+    await hand.announce("bob", 2, 3)
+    await client.call("XADD", keys.tasks, "*", "m", Task.of(hand.trigger(device=3)).encode())
+    await hand.announce("bob", 3)
+    assert await hand.ledger.owners() == {1: "ann", 2: "ann", 3: "bob"}
+    assert await client.call("XLEN", keys.tasks) == 1
+
+
 async def test_a_device_of_a_trainer_that_is_not_alive_goes_to_the_next_that_owns_it(
     hand: Hand, client: Client, keys: Keys
 ) -> None:

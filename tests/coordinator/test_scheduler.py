@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from broker.client import Client, RedisSettings
-from broker.errors import ConfigError, Fenced
+from broker.errors import ConfigError, Fenced, Unavailable
 from broker.keys import Keys
 from broker.lease import Lease
 from broker.messages import CloseRound, GiveUp, RoundEnd, Trigger
-from broker.records import Commit, End, Run
+from broker.records import Commit, End, Run, View
 from coordinator.rounds import Rounds
 from coordinator.scheduler import Scheduler, SchedulerSettings, vectors
 from coordinator.scheduling import Anarchic, InFlight, Policy
@@ -261,6 +261,38 @@ async def test_the_memory_of_redis_holds_it_back(
         await are_open(run, 2)
         await client.call("CONFIG", "SET", "maxmemory", 2 * limit)  # an operator gives it more
         await are_open(run, 8)
+
+
+async def test_a_budget_that_is_given_is_not_redis_s(
+    make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis has no limit here: nothing would be held back."""
+    monkeypatch.setattr("coordinator.scheduler._BUDGET_HOLDS_S", 0.0)
+    await run.client.call("HSET", run.keys.run, "tensors", big_layout(1 << 20))
+    async with running(make(InFlight(n=9), memory_budget=11 << 19), context()):
+        first, _ = await are_open(run, 2)  # there is room for five: version 0, and 2
+        await give_up(run, first)
+        await has_issued(run, 3)
+        assert len((await run.ledger.look()).open) == 2
+
+
+async def test_after_trouble_it_decides_on_what_is_and_not_on_what_it_saw_before(
+    make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[View] = []
+    decide = Scheduler._decide
+
+    async def failing(self: Scheduler, view: View) -> View:
+        seen.append(view)
+        if len(seen) == 2:
+            await run.announce("ann")  # since it looked
+            raise Unavailable("for a moment")
+        return await decide(self, view)
+
+    monkeypatch.setattr(Scheduler, "_decide", failing)
+    async with running(make(InFlight(n=1)), context()):
+        await wait_until(lambda: len(seen) > 2)
+    assert [view.trainers for view in seen[1:3]] == [0, 1]
 
 
 def big_layout(nbytes: int) -> bytes:
