@@ -76,8 +76,16 @@ class Course:
 
     def recorded(self, task: str) -> End | None:
         """The same, by what is in the journal."""
-        unwritten = (one.end.task for one in self.unwritten if one.end and one.record is not None)
-        return None if task in unwritten else self.ended(task)
+        return None if task in self._undone() else self.ended(task)
+
+    def journalled(self) -> dict[str, End]:
+        """What is remembered and in the journal, by task, oldest first."""
+        undone = set(self._undone())
+        return {task: end for task, end in self.done.items() if task not in undone}
+
+    def _undone(self) -> Iterator[str]:
+        """Tasks that were decided on, and are not in the journal."""
+        return (one.end.task for one in self.unwritten if one.end and one.record is not None)
 
     def happened(self, change: Change, position: int) -> None:
         """A change is in the journal, up to ``position``: it is now what is."""

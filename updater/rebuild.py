@@ -271,6 +271,7 @@ class Recovered:
     forgotten: int
     finished: str | None
     ending: Ending  # of the segment, behind what counts
+    norms: Norms  # of the newest updates, with or without their weights
     stored: dict[int, str] = field(default_factory=dict)  # device -> segment with its vector
     records: int = 0
     reweighed: int = 0  # updates whose weight this machine computes differently, by a hair
@@ -290,7 +291,7 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
         version=said.version, digest=said.digest, time=said.time, made=said.made,
         counts=said.counts, done={end.task: end for end in _ends(segment)},
         rounds=list(said.rounds), forgotten=said.forgotten, finished=said.finished,
-        ending=segment.beginning,
+        ending=segment.beginning, norms=rebuild.progress.norms,
         stored=dict.fromkeys(said.here, segment.path.name) | segment.elsewhere,
     )  # fmt: skip
     for record in segment.records():
@@ -311,6 +312,7 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
         if isinstance(message, Taken):
             end = end_of(message)
             found.done[end.task] = end
+            found.norms = found.norms.grown(message.sizes) if message.sizes else found.norms
             found.counts, known = counted(found.counts, end), counted(known, end)
         else:
             found.rounds.append(message.entry)

@@ -149,7 +149,8 @@ class Recovery:
         found = await self._patiently(lambda: recovered(newest))
         if found.progress is None:  # recorded without weights: only Redis has the newest model
             if self.journal.adopt and run and head and head.version > found.version:
-                await self._adopt(run, head)
+                self._recall(found)
+                await self._adopt(run, head, norms=found.norms, after=found.ending)
                 return
             found = await self._from_redis(newest, found, head)
         self._take_over(found, run)
@@ -176,7 +177,7 @@ class Recovery:
                 model = Model(before.state.model.layout)
                 await self.publisher.read(head.blob, model, head.digest)
                 until.progress = Progress(
-                    State(head.version, model), (), head.mean_staleness, before.norms
+                    State(head.version, model), (), head.mean_staleness, until.norms
                 )
                 return until
         if not self.journal.adopt:
@@ -193,7 +194,7 @@ class Recovery:
         )  # fmt: skip
         found.version, found.digest = found.version + 1, before.state.model.digest()
         found.time, found.made = time.time(), ()
-        found.progress = Progress(State(found.version, before.state.model), norms=before.norms)
+        found.progress = Progress(State(found.version, before.state.model), norms=found.norms)
         return found
 
     def _check_journal(self, head: SegmentHead, run: Run | None) -> None:
@@ -238,17 +239,32 @@ class Recovery:
         )  # fmt: skip
         if run is not None and run.state == "finished":
             self.course.run = run
-        self.course.done, self.course.forgotten = {}, found.forgotten
-        self.course.rounds = dict.fromkeys(found.rounds)
-        for end in found.done.values():
-            self.course.remember(end)
+        self._recall(found)
         self.course.counts = found.counts
         self.course.made = found.made
         self.recorder.stored = found.stored
         self._go_on_from(found.progress, found.digest, found.time)
 
-    async def _adopt(self, run: Run, head: Head) -> None:
-        """Told to go on without what a journal lost: Redis's newest model begins a segment."""
+    def _recall(self, found: Recovered) -> None:
+        """What has ended by the journal."""
+        self.course.done, self.course.forgotten = {}, found.forgotten
+        self.course.rounds = dict.fromkeys(found.rounds)
+        for end in found.done.values():
+            self.course.remember(end)
+
+    async def _adopt(
+        self,
+        run: Run,
+        head: Head,
+        *,
+        norms: Norms | None = None,
+        after: Ending | None = None,
+    ) -> None:
+        """Told to go on without what a journal lost: Redis's newest model begins a segment.
+
+        ``norms``: of the newest updates in the journal; None: there is no journal. ``after``: as in
+        :meth:`begin_segment`.
+        """
         model = Model(run.layout)
         await self.publisher.read(head.blob, model, head.digest)
         ended, counts = await self.ledger.ended(), dict((await self.ledger.look()).counts)
@@ -258,22 +274,24 @@ class Recovery:
         memory = Memory(devices=vectors)
         if head.held and vectors is not None and run.layout.controls:
             memory = without_batch(model, vectors)
-        state, last = State(head.version, model, memory), self.course.progress
         progress = Progress(
-            state, mean_staleness=head.mean_staleness, norms=last.norms if last else Norms()
-        )
+            State(head.version, model, memory), mean_staleness=head.mean_staleness,
+            norms=norms or Norms(),
+        )  # fmt: skip
         before = replace(self.course)
         self.course.run = run
-        # How they ended, nobody knows; that they did, is enough not to use them again.
-        self.course.done = {
-            upload.task: End(upload.task, upload.attempt, "given_up", LOST, upload.device)
-            for upload in ended
-        }
-        self.course.forgotten = head.version if self.course.progress is not None else 0
+        self.course.done = self.course.journalled()
+        for upload in ended:
+            if self.course.ended(upload.task) is None:
+                # How it ended, nobody knows; that it did, is enough not to use it again.
+                lost = End(upload.task, upload.attempt, "given_up", LOST, upload.device)
+                self.course.remember(lost)
+        if norms is not None:  # and of what ended since the journal does, nobody knows even that
+            self.course.forgotten = head.version
         self.course.counts, self.course.made, self.course.unwritten = counts, (), []
         self._go_on_from(progress, head.digest, head.time)
         try:
-            await self.begin_segment("adopted")
+            await self.begin_segment("adopted", after=after)
         except BaseException:
             vars(self.course).update(vars(before))
             raise
@@ -412,8 +430,9 @@ class Recovery:
                 "bring the journal's end back, or go on from Redis's newest model: --adopt"
             )
         run, _ = await self._seen()
-        if run is not None:
-            await self._adopt(run, head)
+        progress = self.course.progress
+        if run is not None and progress is not None:
+            await self._adopt(run, head, norms=progress.norms)
 
     async def hand_out(self, state: State, devices: set[int] | None = None) -> bool:
         """Hands out what these devices, or all, have to know (SCAFFOLD's c_i).

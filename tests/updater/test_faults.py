@@ -18,7 +18,8 @@ from broker.client import Client, RedisSettings
 from broker.errors import ConfigError
 from broker.layout import PAGE, Model
 from broker.ledger import _SCRIPTS
-from broker.messages import CloseRound
+from broker.messages import CloseRound, Upload
+from broker.records import End as Ended
 from broker.records import Head, Run
 from tests.journals import Scribe
 from tests.support import (
@@ -39,8 +40,10 @@ from tests.updater.journalled import (
     go_back,
     held,
     makes,
+    reasons,
     records,
 )
+from updater.changes import Change
 from updater.journal import (
     JournalDamaged,
     JournalError,
@@ -172,13 +175,20 @@ async def test_nothing_is_published_until_the_journal_has_begun(
     await hand.balanced()
 
 
-async def makes_more(hand: Hand, *values: float) -> None:
-    """The updater that runs makes a version of each update."""
+async def makes_more(hand: Hand, *values: float) -> list[Upload]:
+    """The updater that runs makes a version of each update: these."""
     await hand.join()
+    uploads = []
     for value in values:
         version = await hand.version()
-        await hand.admitted(value)
+        uploads.append(await hand.admitted(value))
         await hand.reaches(version + 1)
+    return uploads
+
+
+def tasks(folder: Path) -> list[str]:
+    """Of the updates in the journal, in order."""
+    return [record.upload.task for record in records(folder) if isinstance(record, Taken)]
 
 
 async def test_nothing_is_taken_until_the_journal_goes_on(
@@ -218,9 +228,9 @@ async def test_adopting_goes_on_after_the_disk_was_full(
     updater = make(adopt=True)
     real = Recovery._adopt
 
-    async def adopt(*args: Any) -> None:
+    async def adopt(*args: Any, **about: Any) -> None:
         disk.full = disk.refused < 3  # from now on
-        await real(*args)
+        await real(*args, **about)
 
     monkeypatch.setattr(Recovery, "_adopt", adopt)
     async with running(updater, context()):
@@ -242,15 +252,16 @@ async def test_adopting_that_fails_leaves_all_as_it_was(
     real = Recovery._adopt
     changed: list[set[str]] = []
 
-    async def adopt(recovery: Recovery, run: Run, head: Head) -> None:
+    async def adopt(recovery: Recovery, run: Run, head: Head, **about: Any) -> None:
         if changed:
-            await real(recovery, run, head)
+            await real(recovery, run, head, **about)
             return
-        updater._course.unwritten = ["decided on"]
+        progress = updater._course.progress
+        updater._course.unwritten = [Change("1-0", None, (), progress)]
         was = dict(vars(updater._course))
         disk.full = True
         try:
-            await real(recovery, replace(run, state="finished"), head)
+            await real(recovery, replace(run, state="finished"), head, **about)
         finally:
             disk.full = False
             now = vars(updater._course)
@@ -668,7 +679,7 @@ async def test_without_weights_adopting_goes_on_from_the_newer_version_of_redis(
 ) -> None:
     about = {"weights": False, **LATE}
     async with running(make(**about), context()):
-        await makes_more(hand, 4.0)
+        [first] = await makes_more(hand, 4.0)
         end.begins()
         await makes_more(hand, 8.0)
     end.is_lost()
@@ -678,11 +689,62 @@ async def test_without_weights_adopting_goes_on_from_the_newer_version_of_redis(
         await wait_until(hand.queue_is_empty)
         newest = segments(folder)[-1].standing
         assert (newest.why, newest.version, await hand.version()) == ("adopted", 2, 2)
+        assert newest.sizes == ((8.0, 0.0, 0.0),)  # of the journal's one update: all 4 from 0
+        await hand.slip_in(first)  # which the journal has
+        await wait_until(hand.queue_is_empty)
+        await hand.admitted(1.0, tau=1, base=await hand.ledger.digest(1))
+        await wait_until(lambda: reasons(hand, "refused", {"too old": 1}))
         await hand.admitted(1.0)
         await hand.reaches(3)
     assert await floats(hand) == [3.0] * 4
+    assert tasks(folder).count(first.task) == 1
     await makes(hand, make(**about), 1.0)
     await hand.balanced()
+
+
+@pytest.mark.parametrize("remembered", [1, 100])
+async def test_what_the_journal_has_has_no_second_record_after_adopting(
+    make: Any, hand: Hand, end: End, folder: Path, remembered: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Whether it was in memory or in the index."""
+    monkeypatch.setattr("updater.course._REMEMBERED", remembered)
+    async with running(make(), context()):
+        uploads = await makes_more(hand, 4.0, 4.0, 4.0)
+    end.begins()
+    await makes(hand, make(name="updater-1"), 4.0)
+    end.is_lost()
+    async with running(make(adopt=True), context()):
+        await wait_until(lambda: segments(folder)[-1].standing.why == "adopted")
+        for upload in uploads:
+            await hand.slip_in(upload)
+        await wait_until(hand.queue_is_empty)
+        assert await hand.version() == 4
+    assert tasks(folder) == [one.task for one in uploads]
+    assert len(segments(folder)[-1].standing.sizes) == 3
+    await hand.balanced()
+
+
+async def test_what_was_decided_on_and_not_journalled_has_not_ended_after_adopting(
+    make: Any, hand: Hand, end: End, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await loses_its_end(make, hand, end, 4.0)
+    updater = make(adopt=True)
+    real = Recovery._adopt
+
+    async def adopt(recovery: Recovery, run: Run, head: Head, **about: Any) -> None:
+        course = updater._course
+        course.remember(Ended("found again", "1", "applied"))
+        for task, record in (("found again", None), ("new", records(folder)[0])):
+            end = Ended(task, "1", "applied")
+            course.decided(Change("1-0", record, (), course.progress, end=end))
+        await real(recovery, run, head, **about)
+
+    monkeypatch.setattr(Recovery, "_adopt", adopt)
+    async with running(updater, context()):
+        await wait_until(lambda: segments(folder)[-1].standing.why == "adopted")
+        assert updater._course.ended("found again")
+        assert not updater._course.ended("new")
 
 
 async def test_a_task_that_was_found_again_is_counted_once_though_redis_went_back_meanwhile(

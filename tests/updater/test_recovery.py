@@ -292,6 +292,8 @@ async def test_without_weights_the_newest_model_is_redis_s_alone(
     async with running(make(weights=False, adopt=True), context()):
         await hand.reaches(4)  # no version goes back, though its model does
         assert (await hand.model((await hand.published())[-1])).floats.tolist() == [3.0] * 4
+    # How large updates are lately comes from all that the journal has, not from the checkpoint.
+    assert [len(segment.standing.sizes) for segment in segments(folder)] == [0, 2, 3]
 
 
 async def test_a_strategy_with_a_memory_needs_the_weights(make: Any) -> None:
