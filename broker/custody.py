@@ -16,11 +16,13 @@ from broker.records import End
 from broker.scripts import Script
 
 _MEND = Script("mend")
+_DROP = Script("drop_copies")
 _FIND = Script("find_lost")
 _OF_UPDATER = ("applied", "buffered")  # coordinators end no task so
 _ASIDE_MS = 7 * 24 * 3600 * 1000  # what was put aside stays there for an operator to look at
 
 _OF_SITES = ("update:", "workspace:")  # what sites write and nobody deletes if they forget it
+_COPIES = "control:"  # what sites were given of what a strategy remembers of their devices
 _FORGOTTEN_MS = 600_000  # what has no expiry is gone after this
 _LONGEST_MS = 24 * 3600 * 1000  # an expiry further off is as good as none
 _STEP = 1000  # keys that one step looks at: a site may write any number
@@ -66,17 +68,23 @@ async def foreign(client: Client, keys: Keys) -> list[tuple[str, str]]:
     ]
 
 
-async def expire_forgotten(client: Client, keys: Keys, cursor: bytes) -> tuple[bytes, list[str]]:
-    """Gives an expiry to what sites wrote without one, in one step through Redis's keys.
+async def some_keys(client: Client, keys: Keys, cursor: bytes) -> tuple[bytes, list[bytes]]:
+    """The run's keys that one step through Redis's comes upon, and where that step ended.
 
-    Trainers of ours set one before all else, but a site may write what it likes. ``cursor``: where
-    the step before ended, ``b"0"`` at first. Where this one ended, and the keys that it changed.
-
-    What is admitted meanwhile has another key by then, and is not made to expire.
+    ``cursor``: where the one before it ended, ``b"0"`` at first and behind the last.
     """
     cursor, found = await client.call("SCAN", cursor, "MATCH", keys.prefix + "*", "COUNT", _STEP)
+    return cursor, found
+
+
+async def expire_forgotten(client: Client, keys: Keys, some: Iterable[bytes]) -> list[str]:
+    """Gives an expiry to what sites wrote without one: those of ``some`` keys that it changed.
+
+    Trainers of ours set one before all else, but a site may write what it likes. What is admitted
+    meanwhile has another key by then, and is not made to expire.
+    """
     ours = tuple((keys.prefix + kind).encode() for kind in _OF_SITES)
-    names = [name for name in found if name.startswith(ours)]
+    names = [name for name in some if name.startswith(ours)]
     lives = await client.pipeline([("PTTL", name) for name in names]) if names else []
     left = dict(zip(names, lives, strict=True))
     changed = [name for name, ms in left.items() if ms == -1 or ms > _LONGEST_MS]
@@ -85,7 +93,17 @@ async def expire_forgotten(client: Client, keys: Keys, cursor: bytes) -> tuple[b
     ]
     if cuts:
         await client.pipeline(cuts)
-    return cursor, [name.decode(errors="replace") for name in changed]
+    return [name.decode(errors="replace") for name in changed]
+
+
+async def drop_copies(client: Client, keys: Keys, some: Iterable[bytes]) -> int:
+    """Deletes those of ``some`` keys that are a device's vector as a site was given it, where the
+    site serves that device no more or the run is over: how many. An open task keeps its copy."""
+    ours = (keys.prefix + _COPIES).encode()
+    copies = [name.decode(errors="replace") for name in some if name.startswith(ours)]
+    if not copies:
+        return 0
+    return int(await _DROP(client, keys.__dict__, rest=copies))
 
 
 async def find_lost(

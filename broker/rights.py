@@ -65,8 +65,8 @@ RIGHTS = {
         ),
         scripts=(
             "dispatch", "close_round", "admit", "announce", "relay", "bury", "claim", "reap",
-            "leave", "measure", "settle_unserved", "find_lost", "mend", "look",
-            "withdraw",
+            "leave", "measure", "settle_unserved", "find_lost", "drop_copies", "mend",
+            "look", "withdraw",
         ),
         apart=(  # what sites never let expire
             Rights(reads=("update:*", "workspace:*"), commands=("pttl",)),

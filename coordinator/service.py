@@ -18,7 +18,7 @@ from prometheus_client import Counter
 from pydantic import Field, SecretStr, model_validator
 
 from broker.client import Client, RedisSettings
-from broker.custody import expire_forgotten, foreign, mend
+from broker.custody import drop_copies, expire_forgotten, foreign, mend, some_keys
 from broker.errors import (
     BadMessage,
     BrokerError,
@@ -115,7 +115,7 @@ class Coordinator:
         self._hears_since = 0.0
         self._searched = 0.0  # for tasks that nobody has, the last time
         self._without_entry: dict[str, str] = {}  # what the last search found
-        self._scanned = b"0"  # how far keys were looked at for a missing expiry
+        self._scanned = b"0"  # how far keys were looked through
         self._named: set[tuple[str, str]] = set()  # keys that hold what they should not
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
@@ -285,10 +285,11 @@ class Coordinator:
         except Foreign:
             return set()
 
-    async def _expire_forgotten(self) -> None:
-        """Lets go away by itself what a site wrote for ever, a part of all keys at each sweep."""
-        self._scanned, found = await expire_forgotten(self._client, self._keys, self._scanned)
-        if found:
+    async def _clear_away(self) -> None:
+        """Lets go away what a site wrote for ever, or needs no more: of some keys at each sweep."""
+        self._scanned, some = await some_keys(self._client, self._keys, self._scanned)
+        await drop_copies(self._client, self._keys, some)
+        if found := await expire_forgotten(self._client, self._keys, some):
             self._context.log.warning(
                 "a site wrote keys that would have stayed: they got an expiry",
                 keys=len(found), first=min(found),
@@ -307,7 +308,7 @@ class Coordinator:
         """What nobody does who is alive: for silent trainers, poison, crashed coordinators."""
         owners = await self._owners()
         await self._mend(owners)
-        await self._expire_forgotten()  # also while Redis is full, when the next fails
+        await self._clear_away()  # also while Redis is full, when the next fails
         await self._find_lost()
         await self._strike_off_the_silent(owners)
         lease_ms = round(self._lease.seconds * 1000)

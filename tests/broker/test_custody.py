@@ -7,6 +7,8 @@ import pytest
 from broker import custody
 from broker.client import Client
 from broker.keys import Keys
+from broker.messages import GiveUp
+from tests.support import Hand
 
 
 async def test_a_step_looks_at_some_keys_and_the_next_goes_on(
@@ -17,7 +19,44 @@ async def test_a_step_looks_at_some_keys_and_the_next_goes_on(
     await client.pipeline([("HSET", name, "size", 1) for name in sorted(names)])
     cursor, steps = b"0", list[list[str]]()
     while not steps or cursor != b"0":
-        cursor, found = await custody.expire_forgotten(client, keys, cursor)
-        steps.append(found)
+        cursor, some = await custody.some_keys(client, keys, cursor)
+        steps.append(await custody.expire_forgotten(client, keys, some))
     assert len(steps) > 10  # Redis may give a few more than it is asked for
     assert sorted(name for found in steps for name in found) == sorted(names)  # each once
+
+
+async def test_a_site_keeps_a_copy_while_it_serves_the_device_or_has_a_task_of_it(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    await client.call("HSET", keys.device(3), "digest", "d", "0", "x")
+
+    async def copies() -> set[str]:
+        names = await client.call("KEYS", keys.prefix + "control:*")
+        await custody.drop_copies(client, keys, names)
+        left = await client.call("KEYS", keys.prefix + "control:*")
+        return {name.decode().removeprefix(keys.prefix) for name in left}
+
+    await hand.announce("edge", 3, site="north")
+    await hand.open(device=3)
+    await hand.dispatch()
+    assert await copies() == {"control:north/3"}
+    await hand.ledger.leave(b"north/edge")  # its task is given up
+    await hand.open(device=3)
+    await hand.dispatch()
+    assert await copies() == {"control:pool/3"}
+    [(_, given)] = await hand.take()
+    await hand.announce("edge", 3, site="north")
+    assert await copies() == {"control:pool/3"}  # its trainer may be about to read it
+    await hand.admit(GiveUp(task=given.task, attempt="1", device=3, trainer="t", reason="raised"))
+    assert await copies() == set()
+    for device in (3, 4):
+        await client.call("HSET", keys.device(device), "digest", "d", "0", "x")
+        await hand.open(device=device)
+    await hand.dispatch()
+    [_, other] = sorted((await hand.ledger.look()).open, key=lambda trigger: trigger.device)
+    await hand.admit(GiveUp(task=other.task, attempt="1", device=4, trainer="t", reason="raised"))
+    assert await copies() == {"control:north/3", "control:pool/4"}  # for the next tasks
+    await hand.ledger.finish("enough")
+    assert await copies() == {"control:north/3"}  # of which a task is open
+    assert await client.call("EXISTS", keys.device(3), keys.device(4)) == 2

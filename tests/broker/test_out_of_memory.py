@@ -245,6 +245,7 @@ SCENES = {
 NEEDS_NONE = {
     "acquire",
     "claim",
+    "drop_copies",
     "hold",
     "look",
     "may",

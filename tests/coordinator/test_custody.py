@@ -206,6 +206,24 @@ async def test_what_a_site_wrote_for_ever_gets_an_expiry(
     assert {line["first"] for line in told} <= {*forgotten, far}
 
 
+async def test_copies_that_a_site_needs_no_more_are_deleted(
+    run: Hand, redis: RedisSettings, client: Client, keys: Keys
+) -> None:
+    await client.call("HSET", keys.device(3), "digest", "d", "0", "x")
+    await run.announce("edge", 3, site="north")
+    await run.open(device=3)
+    await run.dispatch()
+    assert await client.call("EXISTS", keys.control("north", 3))
+    async with running(make(redis, keys), context()):
+        await run.ledger.leave(b"north/edge")
+
+        async def is_gone() -> bool:
+            return not await client.call("EXISTS", keys.control("north", 3))
+
+        await wait_until(is_gone)
+        await works(run)
+
+
 # tasks that nobody has
 
 

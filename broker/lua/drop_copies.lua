@@ -1,0 +1,26 @@
+-- keys: owners open
+-- undeclared: run
+-- Deletes copies of what a strategy remembers of devices (rest) which nobody will read: the site does not
+-- serve the device now, or the run is over, and no open task of the device was sent to that site. How many.
+local running = redis.call('HGET', key.run, 'state') == 'running'
+local read -- by whoever has an open task, once that is asked
+local function is_read(copy)
+  if not read then
+    read = {}
+    for _, trigger in ipairs(redis.call('HVALS', key.open)) do
+      local about = cmsgpack.unpack(trigger)
+      if about.site then read[about.site .. '/' .. about.device] = true end
+    end
+  end
+  return read[copy]
+end
+
+local dropped = 0
+for i = first_rest, #KEYS do
+  local copy = string.sub(KEYS[i], #(prefix .. 'control:') + 1)
+  local site, device = string.match(copy, '^(.*)/(.*)$')
+  local owner = redis.call('HGET', key.owners, device or '')
+  local is_served = running and site == (owner and site_of(owner) or 'pool')
+  if not is_served and not is_read(copy) then dropped = dropped + redis.call('UNLINK', KEYS[i]) end
+end
+return dropped
