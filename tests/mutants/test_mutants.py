@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import ast
+import shutil
 from pathlib import Path
 
 import pytest
 
-from tests.mutants.__main__ import ROOT, _first_failure
+from tests.mutants.__main__ import ROOT, killed_by, traced
 from tests.mutants.operators import Mutant, mutants
-from tests.mutants.plan import TESTS, sample, suite_for
+from tests.mutants.plan import TESTS, sample
 
 PYTHON = '''"""Text."""
 LIMIT = 5
@@ -63,11 +64,9 @@ def test_every_mutant_of_the_code_is_another_text_and_python_still_parses(packag
             ast.parse(applied)
 
 
-def test_the_same_seed_draws_the_same_and_the_files_own_tests_come_first() -> None:
+def test_the_same_seed_draws_the_same() -> None:
     drawn = sample(ROOT, "broker", 20, seed=1)
     assert drawn == sample(ROOT, "broker", 20, seed=1) != sample(ROOT, "broker", 20, seed=2)
-    layout = Mutant(Path("broker/layout.py"), 0, "", "", 1, "")
-    assert suite_for(ROOT, layout)[0] == "tests/broker/test_layout.py"
 
 
 def test_a_text_that_changed_is_not_mutated() -> None:
@@ -76,12 +75,151 @@ def test_a_text_that_changed_is_not_mutated() -> None:
         mutant.applied("\n" + PYTHON)
 
 
-def test_a_fault_is_noticed_and_a_good_tree_is_not(tmp_path: Path) -> None:
-    (tmp_path / "test_it.py").write_text("def test_a():\n    assert 1 + 1 == 2\n")
-    assert _first_failure(tmp_path, ["test_it.py"]) == ""
-    (tmp_path / "test_it.py").write_text("def test_a():\n    assert 1 - 1 == 2\n")
-    assert _first_failure(tmp_path, ["test_it.py"]) == "test_it.py::test_a"
-    (tmp_path / "test_it.py").write_text("import nothing_of_this_name\n")
-    assert _first_failure(tmp_path, ["test_it.py"]) == "test_it.py"
+@pytest.fixture
+def tree(tmp_path: Path) -> Path:
+    """A project with a package, a script and tests: one starts a process, one knows no peace."""
+    traced = ROOT / "tests/mutants/traced"
+    shutil.copytree(traced, tmp_path / "tree/tests/mutants/traced")
+    for path, text in PROJECT.items():
+        (tmp_path / "tree" / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "tree" / path).write_text(text)
+    return tmp_path / "tree"
+
+
+PROJECT = {
+    "broker/scripts.py": """
+class Script:
+    def __init__(self, name):
+        self.name = name
+
+    def command(self):
+        return self.name
+""",
+    "broker/lua/prelude.lua": """
+local function count(what)
+  redis.call('HINCRBY', key.counts, what, 1)
+end
+
+local function tell(event)
+  count('told')
+end
+
+local function alone()
+  return 1
+end
+""",
+    "broker/lua/told.lua": "-- keys:\ntell({})\n",
+    "broker/lua/other.lua": "-- keys:\nalone()\n",
+    "broker/sums.py": """
+def add(a, b):
+    if a is None:
+        return 0
+    return (
+        a
+        + b
+    )
+
+
+def at_import():
+    return 1 + 1
+
+
+TWO = at_import()
+
+if __name__ == "__main__":
+    print(add(1, 1))
+""",
+    "tests/test_sums.py": """
+import subprocess
+import sys
+
+from broker.scripts import Script
+from broker.sums import add
+
+
+def test_here():
+    assert add(1, 1) == 2
+
+
+def test_of_nothing():
+    assert add(None, 1) == 0
+
+
+def test_in_a_process():
+    said = subprocess.run([sys.executable, "broker/sums.py"], capture_output=True, check=True)
+    assert said.stdout == b"2\\n"
+
+
+def test_told():
+    assert Script("told").command() == "told"
+
+
+def test_other():
+    assert Script("other").command() == "other"
+""",
+    "pytest.ini": "[pytest]\n",
+}
+IN = "tests/test_sums.py::test_"
+
+
+def test_a_mutant_meets_the_tests_that_run_its_line(
+    tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("PYTEST_CURRENT_TEST")  # this one is none of the tree's
+    reach, failed = traced(tree, ["tests"], jobs=1)
+    assert failed == []
+
+    def tests_of(path: str, old: str) -> set[str] | None:
+        source = (tree / path).read_text()
+        found = next(m for m in mutants(Path(path), source) if m.old == old)
+        tests = reach.of(found, tree)
+        return None if tests is None else {test.removeprefix(IN) for test in tests}
+
+    assert tests_of("broker/sums.py", "+") == {"here", "in_a_process"}  # of three lines
+    assert tests_of("broker/sums.py", "is") == {"here", "in_a_process", "of_nothing"}
+    assert tests_of("broker/sums.py", "0") == {"of_nothing"}
+    assert tests_of("broker/sums.py", "1") is None  # run when it was imported
+    assert tests_of("broker/lua/told.lua", "tell({})") == {"told"}
+    assert tests_of("broker/lua/prelude.lua", "redis.call('HINCRBY', key.counts, what, 1)") == {
+        "told"
+    }
+    quickest = reach.of(next(m for m in _planted(tree) if m.old == "+"), tree)
+    assert quickest
+    assert quickest[-1] == f"{IN}in_a_process"
+
+
+def _planted(tree: Path) -> list[Mutant]:
+    path = Path("broker/sums.py")
+    return mutants(path, (tree / path).read_text())
+
+
+def test_who_kills_a_mutant_does_so_twice(tree: Path) -> None:
+    """A test that fails by itself now and then has not noticed it."""
+    (tree / "tests/test_sums.py").write_text("""
+from pathlib import Path
+
+from broker.sums import add
+
+
+def test_that_fails_once():
+    if not Path("seen").exists():
+        Path("seen").touch()
+        raise AssertionError
+
+
+def test_it():
+    assert add(1, 1) == 2
+""")
+    tests = [f"{IN}that_fails_once", f"{IN}it"]
+    assert killed_by(tree, tests) == ""
+    plus = next(m for m in _planted(tree) if m.old == "+")
+    (tree / plus.path).write_text(plus.applied((tree / plus.path).read_text()))
+    (tree / "seen").unlink()
+    assert killed_by(tree, tests) == f"{IN}it"
+
+
+def test_a_tree_with_no_such_tests_is_no_verdict(tree: Path) -> None:
+    (tree / "tests/test_sums.py").write_text("import nothing_of_this_name\n")
+    assert killed_by(tree, ["tests/test_sums.py"]) == "tests/test_sums.py"
     with pytest.raises(RuntimeError, match="file or directory not found"):
-        _first_failure(tmp_path, ["test_gone.py"])
+        killed_by(tree, ["tests/test_gone.py"])

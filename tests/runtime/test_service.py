@@ -290,9 +290,10 @@ class Child:
     """A sample service as a process; ``until`` reads its log."""
 
     def __init__(self, kind: str, drain_s: float) -> None:
+        path = os.environ.get("PYTHONPATH", "")
         self.process = subprocess.Popen(
             [sys.executable, HERE / "sample_services.py", kind, str(drain_s)],
-            env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
+            env=os.environ | {"PYTHONPATH": f"{HERE.parents[1]}{os.pathsep}{path}"},
             stderr=subprocess.PIPE,
             text=True,
         )

@@ -1,0 +1,68 @@
+"""Which tests run which lines, so that a mutant meets only those that could notice it."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections import defaultdict
+from pathlib import Path
+
+from tests.mutants.operators import Mutant
+from tests.mutants.traced.sitecustomize import NO_TEST
+
+_FUNCTION = re.compile(r"^local function (\w+)(\(.*?)^end$", re.MULTILINE | re.DOTALL)
+
+
+class Reach:
+    """The tests that ran a line, and how long each took: what the tracers wrote to a file."""
+
+    def __init__(self, written: Path) -> None:
+        self._seconds: dict[str, float] = {}
+        self._tests: defaultdict[tuple[str, int], set[str]] = defaultdict(set)
+        for entry in written.read_text().splitlines():
+            test, path, number = entry.rsplit("\t", 2)
+            if path:
+                self._tests[path, int(number)].add(test)
+            else:
+                self._seconds[test] = float(number)
+
+    def of(self, mutant: Mutant, root: Path) -> list[str] | None:
+        """The tests that could notice a mutant, the quickest first; None: all of them."""
+        source = (root / mutant.path).read_text()
+        if mutant.path.suffix == ".lua":
+            lines = {(f"broker/lua/{name}.lua", 0) for name in _scripts(mutant, source, root)}
+        else:
+            lines = {(str(mutant.path), line) for line in _statement(source, mutant.line)}
+        found: set[str] = set().union(*(self._tests[line] for line in lines))
+        if NO_TEST in found:
+            return None
+        return sorted(found & self._seconds.keys(), key=lambda test: (self._seconds[test], test))
+
+
+def _statement(source: str, line: int) -> range:
+    """The lines of the smallest statement around a line; not its body, if it has one."""
+    around = [
+        node for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.stmt) and node.end_lineno and node.lineno <= line <= node.end_lineno
+    ]  # fmt: skip
+    inner = min(around, key=lambda node: (node.end_lineno or 0) - node.lineno)
+    body: list[ast.stmt] = getattr(inner, "body", [])
+    if body and line < body[0].lineno:
+        return range(inner.lineno, body[0].lineno)
+    return range(inner.lineno, (inner.end_lineno or line) + 1)
+
+
+def _scripts(mutant: Mutant, source: str, root: Path) -> list[str]:
+    """The scripts that a mutant is in: of a function of the prelude, all that use it."""
+    if mutant.path.stem != "prelude":
+        return [mutant.path.stem]
+    functions = {found[1]: found for found in _FUNCTION.finditer(source)}
+    inside = {name for name, at in functions.items() if at.start() <= mutant.start < at.end()}
+
+    def uses(body: str) -> bool:
+        return any(re.search(rf"\b{name}\(", body) for name in inside)
+
+    while more := {name for name, at in functions.items() if uses(at[2])} - inside:
+        inside |= more
+    others = [file for file in (root / mutant.path).parent.glob("*.lua") if file.stem != "prelude"]
+    return [file.stem for file in others if not inside or uses(file.read_text())]
