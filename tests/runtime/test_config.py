@@ -187,6 +187,10 @@ def test_a_table_without_a_name_is_about_the_default(tmp_path: Path) -> None:
         (("run=3",), "run = 3 (from --set): must be a table"),
         (("runn.seed=3",), "runn (from --set): unknown key; did you mean run?"),
         (
+            ("polici=3",),
+            "polici = 3 (from --set): unknown key; did you mean policies?",
+        ),  # or policy
+        (
             ("retry.zzz=1",),
             "retry.zzz = 1 (from --set): unknown key; allowed here: first, most",
         ),
