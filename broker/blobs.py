@@ -56,8 +56,9 @@ async def prepare(client: Client, key: str, model: Model, *, expire_s: float) ->
 async def read(client: Client, key: str, into: Model, *, digest: str) -> None:
     """Reads the blob under ``key`` into a model and checks size and digest.
 
-    Raises BlobMissing if it is not there, BlobDamaged if its bytes are not those announced; the
-    model's bytes are undefined then.
+    Takes whatever length a chunk has, so it is for what no site can write: models, and updates
+    whose lengths admission has checked. Raises BlobMissing if it is not there, BlobDamaged if its
+    bytes are not those announced; the model's bytes are undefined then.
     """
     data = into.buffer
     chunks = -(-data.nbytes // CHUNK)
@@ -98,37 +99,16 @@ async def _of(client: Client, key: str, commands: Sequence[Command]) -> list[Any
         raise BlobDamaged(f"{key} is no blob") from error
 
 
-async def look_over(client: Client, key: str, size: int) -> None:
-    """Raises BlobDamaged, or BlobMissing, if a blob's parts are not those of ``size`` bytes.
-
-    Reads none of them: before one that somebody else wrote is read, who may have written gigabytes.
-    """
-    found = await _lengths(client, key, size)
-    if not all(found):
-        raise BlobMissing(key)
-    for n, (there, wanted) in enumerate(zip(found, _expected(size), strict=True)):
-        if there != wanted:
-            part = f"chunk {n - 1}" if n else "size"
-            raise BlobDamaged(f"blob {key}: its {part} has {there} bytes, expected {wanted}")
-
-
 async def keep(client: Client, key: str, size: int) -> bool:
     """Takes the blob's expiry away: whether all of its ``size`` bytes are there. Reads none."""
+    lengths = [len(b"%d" % size), *(min(CHUNK, size - at) for at in range(0, size, CHUNK))]
+    parts = (_SIZE, *range(len(lengths) - 1))
+    asked: list[Command] = [("HSTRLEN", key, part) for part in parts]
     try:
-        return await _lengths(client, key, size, ("PERSIST", key)) == _expected(size)
+        _, *found = await _of(client, key, [("PERSIST", key), *asked])
     except BlobDamaged:
         return False
-
-
-def _expected(size: int) -> list[int]:
-    """The lengths of a blob's parts: what says its size, and the chunks."""
-    return [len(b"%d" % size), *(min(CHUNK, size - at) for at in range(0, size, CHUNK))]
-
-
-async def _lengths(client: Client, key: str, size: int, *first: Command) -> list[int]:
-    parts = (_SIZE, *range(-(-size // CHUNK)))
-    asked: list[Command] = [("HSTRLEN", key, part) for part in parts]
-    return (await _of(client, key, [*first, *asked]))[len(first) :]
+    return found == lengths
 
 
 async def recall(client: Client, key: str, into: Model) -> bool:

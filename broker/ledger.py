@@ -18,6 +18,7 @@ from typing import Any, Generic, TypeVar
 import msgpack
 
 from broker import reasons
+from broker.blobs import CHUNK
 from broker.client import Client, Command
 from broker.custody import ended_unlike, find_lost
 from broker.errors import BadMessage, Fenced, NoRun, NoScript
@@ -376,7 +377,7 @@ class Ledger:
             blob = said.blob
             about |= {
                 "tau": answer.tau, "base": answer.base, "layout": answer.layout,
-                "size": answer.size, "size_limit": size_limit,
+                "size": answer.size, "size_limit": size_limit, "chunk": CHUNK,
             }  # fmt: skip
         return self._decision(
             "admit", _verdict, _packed(about), said.encode(), _packed(event),

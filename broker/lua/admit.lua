@@ -27,6 +27,21 @@ local function refused(why)
   return {'refused', why}
 end
 
+-- What its blob lacks of the bytes that it should have, or has besides them. Asks for lengths alone: nobody
+-- has to hold what is too long to find that out, and the updater reads what is admitted without asking.
+local function unlike(size)
+  local digits = redis.pcall('HSTRLEN', blob, 'size')
+  if type(digits) == 'table' or digits == 0 then return 'blob missing' end
+  if digits ~= #size or redis.call('HGET', blob, 'size') ~= size then return 'size' end
+  local chunks = math.ceil(size / a.chunk)
+  if redis.call('HLEN', blob) > chunks + 1 then return 'size' end
+  for n = 0, chunks - 1 do
+    local length = redis.call('HSTRLEN', blob, n)
+    if length == 0 then return 'blob missing' end
+    if length ~= math.min(a.chunk, size - n * a.chunk) then return 'size' end
+  end
+end
+
 local trigger = redis.call('HGET', key.open, a.task)
 if not trigger then
   local attempt, outcome = ended_as(a.task)
@@ -62,9 +77,8 @@ if a.size ~= tonumber(size) then return refused('size') end
 if redis.call('HGET', key.lineage, a.tau) ~= a.base then return refused('unknown base') end
 if a.tau < since then return refused('unknown base') end -- older than its task
 if max_staleness and head - since > tonumber(max_staleness) then return refused('too stale') end
-local digits = redis.pcall('HSTRLEN', blob, 'size')
-if type(digits) == 'table' or digits == 0 then return refused('blob missing') end
-if digits > 20 or tonumber(redis.call('HGET', blob, 'size')) ~= a.size then return refused('size') end
+local why = unlike(size)
+if why then return refused(why) end
 redis.call('UNLINK', admitted) -- RENAME would delete it on the spot, however large
 redis.call('RENAME', blob, admitted)
 redis.call('PERSIST', admitted)

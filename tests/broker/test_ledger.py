@@ -575,30 +575,6 @@ async def test_an_answer_is_refused_for_what_it_says_of_itself(
     await hand.balanced()
 
 
-LONG = ("HSET", "size", "0" * 5000 + "16")  # a number, and as large as whoever wrote it likes
-
-
-@pytest.mark.parametrize(
-    ("command", "reason"),
-    [
-        (("SET", "x"), "blob missing"),
-        (("HSET", "0", "x"), "blob missing"),
-        (("HSET", "size", "17"), "size"),
-        (("HSET", "size", "x"), "size"),
-        (LONG, "size"),
-    ],
-)
-async def test_a_blob_of_another_form_than_announced_is_refused(
-    hand: Hand, client: Client, command: tuple[str, ...], reason: str
-) -> None:
-    await hand.create()
-    [trigger] = await hand.open()
-    upload = await hand.trained(trigger, write=False)
-    await client.call(command[0], hand.keys.update(upload.blob), *command[1:])
-    assert await hand.admit(upload) == [("refused", reason)]
-    assert not await exists(client, hand.keys.update(upload.blob))
-
-
 async def test_staleness_is_judged_by_the_version_that_is_current_now(hand: Hand) -> None:
     await hand.create(max_staleness=1)
     first, second = await hand.open(2)

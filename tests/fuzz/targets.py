@@ -111,10 +111,6 @@ class _Redis:
                 return found
             case "HGET":
                 return found[0]
-            case "HSTRLEN":
-                return len(found[0] or b"")
-            case "HLEN":
-                return len(self.fields)
         raise NotImplementedError(name)
 
 

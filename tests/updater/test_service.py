@@ -90,6 +90,26 @@ async def test_every_update_makes_a_version_that_says_what_is_in_it(
     await hand.balanced()
 
 
+async def test_a_small_update_is_read_in_one_exchange(make: Any, hand: Hand) -> None:
+    """What admission has checked nobody asks again."""
+    updater = make()
+    exchanges: list[list[Any]] = []
+    real = updater._client.pipeline
+
+    async def pipeline(commands: Any, **options: Any) -> Any:
+        exchanges.append([tuple(command) for command in commands])
+        return await real(commands, **options)
+
+    updater._client.pipeline = pipeline
+    async with running(updater, context()):
+        await hand.join()
+        upload = await hand.admitted(4.0)
+        await hand.reaches(1)
+    key = hand.keys.queued(upload.blob)
+    about = [some for some in exchanges if any(key in c and c[0] != "EVALSHA" for c in some)]
+    assert about == [[("HMGET", key, b"size", 0)]]
+
+
 async def test_a_long_queue_is_applied_in_order_bit_for_bit(make: Any, hand: Hand) -> None:
     """Buffers are used again and updates are read ahead: no version may suffer for it."""
     hand.layout = layout_of(1000, integers=1)

@@ -330,26 +330,3 @@ async def test_an_integer_that_nobody_may_change_is_refused_and_counted(
         await hand.admitted(2.0)
         await hand.reaches(1)
         await hand.balanced()
-
-
-async def test_a_chunk_of_another_length_is_refused_unread(make: Any, hand: Hand) -> None:
-    """Half a gigabyte of it would be the updater's memory."""
-    updater = make()
-    async with running(updater, context()):
-        await hand.join()
-        [task] = await hand.open()
-        upload = await hand.trained(task, 4.0)
-        asked: list[Any] = []
-        real = updater._client.pipeline
-
-        async def pipeline(commands: Any, **options: Any) -> Any:
-            asked.extend(commands)
-            return await real(commands, **options)
-
-        updater._client.pipeline = pipeline
-        await hand.client.call("HSET", hand.keys.update(upload.blob), 0, b"x" * (8 << 20))
-        await hand.slip_in(upload)
-        await refused(hand, "digest")
-        key = hand.keys.queued(upload.blob)
-        read = [one[0] for one in asked if key in one and one[0] != "EVALSHA"]
-        assert read == ["HSTRLEN", "HSTRLEN"]
