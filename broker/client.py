@@ -16,15 +16,25 @@ import asyncio
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
 import hiredis
 from redis import exceptions
+from redis._parsers import _AsyncHiredisParser
 from redis.asyncio.connection import Connection, parse_url
 from redis.crc import key_slot
 
-from broker.errors import BrokerError, ConfigError, Foreign, NoScript, OutOfMemory, Unavailable
+from broker.errors import (
+    BrokerError,
+    ConfigError,
+    Foreign,
+    NoScript,
+    OutOfMemory,
+    ReplyTooLarge,
+    Unavailable,
+)
 from broker.places import Address, Cluster, Guide, Sentinels
 from broker.settings import RedisSettings, check_files
 
@@ -76,6 +86,28 @@ class _Elsewhere:
     asking: bool  # it has to be told that it is to answer all the same
 
 
+class _Parser(_AsyncHiredisParser):
+    """redis-py's, which takes no more bytes than it may: others may decide what is in a reply."""
+
+    __slots__ = ("left",)
+
+    def __init__(self, socket_read_size: int) -> None:
+        super().__init__(socket_read_size)
+        self.left = inf
+
+    async def read_from_socket(self) -> bool:
+        """Raises ReplyTooLarge, and ConnectionError at the end."""
+        if self.left <= 0:
+            raise ReplyTooLarge
+        assert self._stream is not None  # noqa: S101  (it is connected)
+        read = await self._stream.read(self._read_size)
+        if not read:
+            raise exceptions.ConnectionError("Connection closed by server.")
+        self.left -= len(read)
+        self._reader.feed(read)  # type: ignore[attr-defined]  # a stub that has only None
+        return True
+
+
 class Client:
     """Commands to one Redis, each done at most once. Safe for concurrent tasks of one loop."""
 
@@ -93,6 +125,7 @@ class Client:
             "socket_connect_timeout": settings.timeout_s,
             "socket_read_size": _READ,
             "driver_info": None,
+            "parser_class": _Parser,
             "client_name": name or None,
         }
         self._timeout_s = settings.timeout_s
@@ -137,15 +170,19 @@ class Client:
         """The reply to one command; ``wait_s`` is how long the command itself may block."""
         return (await self.pipeline((command,), wait_s=wait_s))[0]
 
-    async def pipeline(self, commands: Sequence[Command], *, wait_s: float = 0.0) -> list[Any]:
+    async def pipeline(
+        self, commands: Sequence[Command], *, wait_s: float = 0.0, most: float = inf
+    ) -> list[Any]:
         """The replies to several commands sent in one write; raises the first error among them.
 
-        ``wait_s`` is how long they may block.
+        ``wait_s`` is how long they may block. ``most``: bytes that all replies may have, to within
+        a read of 1 MiB, where somebody else decides what is in them. Beyond that ReplyTooLarge is
+        raised, when Redis has done all that it was told.
         """
         once: _Elsewhere | None = None
         hops = 0
         while True:
-            replies = await self._exchange(commands, wait_s, once)
+            replies = await self._exchange(commands, wait_s, most, once)
             failure = next((r for r in replies if isinstance(r, exceptions.ResponseError)), None)
             if failure is None:
                 return replies
@@ -177,13 +214,18 @@ class Client:
         return None
 
     async def _exchange(
-        self, commands: Sequence[Command], wait_s: float, once: _Elsewhere | None = None
+        self,
+        commands: Sequence[Command],
+        wait_s: float,
+        most: float,
+        once: _Elsewhere | None = None,
     ) -> list[Any]:
         """The replies, errors among them. ``once``: not from where everything else goes."""
         connection: Connection | None = None
         transport: asyncio.WriteTransport | None = None
         sent = tuple(_asking(commands)) if once and once.asking else commands
         generation = self._generation
+        replies: list[Any] = []
         try:
             async with asyncio.timeout(self._timeout_s + wait_s):
                 if once is not None:
@@ -192,8 +234,14 @@ class Client:
                     connection = await self._rested() or await self._connected()
                 transport = _transport(connection)
                 await connection.send_packed_command(_pack(sent), check_health=False)  # type: ignore[arg-type]
+                cast(_Parser, connection._parser).left = most  # noqa: SLF001
                 # One at a time and to the end: an error reply leaves the rest in order.
-                replies = [await _reply(connection) for _ in sent]
+                for command in sent:
+                    asked = command[0]
+                    replies.append(await _reply(connection))
+        except ReplyTooLarge as error:
+            await self._drop(connection, transport)
+            raise ReplyTooLarge(f"more than {most} bytes with the reply to {asked!r}") from error
         except (exceptions.RedisError, OSError, TimeoutError) as error:
             await self._drop(connection, transport)
             translated = self._translated(error)

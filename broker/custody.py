@@ -16,6 +16,7 @@ from broker.records import End
 from broker.scripts import Script
 
 _MEND = Script("mend")
+_SCAN = Script("scan")
 _DROP = Script("drop_copies")
 _FIND = Script("find_lost")
 _OF_UPDATER = ("applied", "buffered")  # coordinators end no task so
@@ -71,9 +72,10 @@ async def foreign(client: Client, keys: Keys) -> list[tuple[str, str]]:
 async def some_keys(client: Client, keys: Keys, cursor: bytes) -> tuple[bytes, list[bytes]]:
     """The run's keys that one step through Redis's comes upon, and where that step ended.
 
-    ``cursor``: where the one before it ended, ``b"0"`` at first and behind the last.
+    ``cursor``: where the one before it ended, ``b"0"`` at first and behind the last. Keys whose
+    names are longer than any of ours are let go.
     """
-    cursor, found = await client.call("SCAN", cursor, "MATCH", keys.prefix + "*", "COUNT", _STEP)
+    cursor, found = await _SCAN(client, keys.__dict__, cursor, keys.prefix + "*", _STEP)
     return cursor, found
 
 

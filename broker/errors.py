@@ -8,6 +8,7 @@
         │   ├── OutOfMemory   Redis is full: back-pressure                    (retriable)
         │   └── NoScript      Redis does not know a script (any more)         (retriable)
         ├── Foreign           a key holds what is not ours                    (retriable)
+        ├── ReplyTooLarge     a reply longer than the caller takes            (retriable)
         ├── BadMessage        an entry that cannot be decoded
         ├── LayoutMismatch    a model of another shape than the run's
         ├── BlobMissing       a blob that is gone: expired, deleted or never written
@@ -57,6 +58,12 @@ class Foreign(BrokerError):
     """A key of ours holds a value of another type, or ids of a day to come."""
 
     retriable = True  # a coordinator puts it aside
+
+
+class ReplyTooLarge(BrokerError):
+    """A reply that was longer than the caller takes: its connection was dropped half-read."""
+
+    retriable = True  # what Redis did for it is done: the caller reads that in smaller parts
 
 
 class BadMessage(BrokerError):

@@ -61,12 +61,12 @@ RIGHTS = {
         writes=("queue", "dead"),
         commands=(
             "xgroup|create", "xreadgroup", "time", "zrangebyscore", "zscore", "hgetall", "info",
-            "type", "sadd", "scan", *_BLOB_READ,
+            "type", "sadd", *_BLOB_READ,
         ),
         scripts=(
             "dispatch", "close_round", "admit", "announce", "relay", "bury", "claim", "reap",
             "leave", "measure", "settle_unserved", "find_lost", "drop_copies", "mend",
-            "look", "withdraw",
+            "look", "scan", "withdraw",
         ),
         apart=(  # what sites never let expire
             Rights(reads=("update:*", "workspace:*"), commands=("pttl",)),

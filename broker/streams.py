@@ -15,6 +15,7 @@ from broker.errors import BrokerError
 from broker.scripts import Script
 
 BLOCK_MS = 1000
+PARTS = 16  # entries of the largest size that are looked at together
 
 _CLAIM = Script("claim")
 _RENEW = Script("renew")
@@ -28,6 +29,7 @@ class Entry:
 
     id: str
     data: bytes
+    size: int = 0  # bytes of all its fields; ``data`` is empty where that is more than was wanted
 
     @property
     def time(self) -> float:
@@ -37,10 +39,13 @@ class Entry:
 
 def _entries(rows: Any) -> list[Entry]:
     """Entries from a reply. An entry without our field gets empty data, which no message is."""
-    return [
-        Entry(id_.decode(), dict(zip(fields[::2], fields[1::2], strict=True)).get(b"m", b""))
-        for id_, fields in rows
-    ]
+    return [_entry(*row) for row in rows]
+
+
+def _entry(id_: bytes, fields: list[bytes], size: int | None = None) -> Entry:
+    """``size``: of one whose fields Redis kept for itself."""
+    data = dict(zip(fields[::2], fields[1::2], strict=True)).get(b"m", b"")
+    return Entry(id_.decode(), data, sum(map(len, fields)) if size is None else size)
 
 
 class Reader:
@@ -70,8 +75,12 @@ class Reader:
 class Group:
     """One consumer's part in a group that shares the entries of a stream."""
 
-    def __init__(self, client: Client, stream: str, group: str, consumer: str) -> None:
+    def __init__(
+        self, client: Client, stream: str, group: str, consumer: str, *, largest: int | None = None
+    ) -> None:
+        """``largest``: bytes of an entry that are of use, where others decide how many it has."""
         self._client = client
+        self._largest = largest
         self.stream = stream
         self.group = group
         self.consumer = consumer
@@ -106,14 +115,17 @@ class Group:
         ``quiet``: counts no delivery, because Redis was at fault and not the entry. An entry that
         was delivered ``most`` times already is poison: it is shown, not taken. Without a consumer
         name nothing is taken.
+
+        Of a stream that others fill, what is larger than ``largest`` is taken without its data,
+        however often it was delivered, and no more comes at once than ``PARTS`` of that size.
         """
         taken, poison = await _CLAIM(
             self._client,
             {"stream": self.stream},
             self.group, self.consumer, idle_ms, most, self.consumer if own else "", count,
-            "quiet" if quiet else "",
+            "quiet" if quiet else "", *((self._largest, PARTS) if self._largest else ()),
         )  # fmt: skip
-        return _entries(taken), [(_entries([row])[0], int(times)) for row, times in poison]
+        return _entries(taken), [(_entry(*row), int(times)) for row, times in poison]
 
     async def renew(self, entry: Entry) -> bool:
         """Renews the lease of an entry; False if it is another's, or done."""

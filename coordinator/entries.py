@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 Decided: TypeAlias = "tuple[Decision[Any], Callable[[Any], None]]"
 
-_LARGEST = 1 << 18  # bytes of a message from a site
+LARGEST = 1 << 18  # bytes of an entry in a site's inbox
 _EVENTS = 10  # of a site, a second
 _TEXT = 8000  # characters
 
@@ -78,8 +78,8 @@ class Entries:
 
     def of_site(self, site: Site, entry: Entry) -> Decided | Dead:
         """What a site says; a Dead is to be buried. Raises BadMessage."""
-        if len(entry.data) > _LARGEST:
-            return self._dropped(site, entry, "message too long", bytes=len(entry.data))
+        if entry.size > LARGEST:
+            return self._dropped(site, entry, "message too long", bytes=entry.size)
         match decode(entry.data, Upload, GiveUp, Dead, Trigger, Presence, Event):
             case Upload() | GiveUp() as answer:
                 decision = self._ledger.admit(

@@ -27,13 +27,14 @@ from broker.errors import (
     Foreign,
     NoRun,
     NoScript,
+    ReplyTooLarge,
 )
 from broker.keys import COORDINATORS, POOL, TRAINERS, Keys
 from broker.ledger import Ledger
 from broker.messages import Dead, GiveUp, Task, Trigger, Upload
-from broker.streams import BLOCK_MS, Entry, Group, given, lost, reading
+from broker.streams import BLOCK_MS, PARTS, Entry, Group, given, lost, reading
 from coordinator.app import App
-from coordinator.entries import Decided, Entries
+from coordinator.entries import LARGEST, Decided, Entries
 from coordinator.metrics import RunMetrics, Seen
 from coordinator.sites import served
 from runtime.backoff import pause
@@ -41,6 +42,8 @@ from runtime.config import Section
 from runtime.service import Context, repeat
 from runtime.tasks import LeaseSettings
 
+_READ = PARTS * LARGEST  # bytes that are read at once of all that sites have said
+_USUAL = 4096  # bytes of an entry that few are larger than
 _SWEEP_S = 1.0
 _SEARCH_S = 5.0  # between two searches for tasks that nobody has
 _SWEPT_WITHIN_S = 120.0  # a dozen exchanges: a Redis that is slow must not get us restarted
@@ -103,10 +106,11 @@ class Coordinator:
         self._app = App(self._client, self._ledger, keys, settings.downloads, token)
         self._triggers = Group(self._client, keys.triggers, COORDINATORS, name)
         self._sites = {
-            Group(self._client, keys.inbox(site.name), COORDINATORS, name): site
+            Group(self._client, keys.inbox(site.name), COORDINATORS, name, largest=LARGEST): site
             for site in served(settings.sites, settings.trusted_sites).values()
         }
         self._groups = (self._triggers, *self._sites)
+        self._count = max(1, min(64, _READ // _USUAL // len(self._groups)))  # entries of each
         # Groups in which we may hold entries that we don't know of, and why: a crash before this
         # start counts as a delivery, trouble with Redis since then does not.
         self._unsure = dict.fromkeys(self._groups, "crash")
@@ -190,12 +194,14 @@ class Coordinator:
             *replies, news = await self._client.pipeline(
                 [
                     *(decision.command for decision, _ in decisions),
-                    reading(self._groups, count=64, block_ms=BLOCK_MS),
+                    reading(self._groups, count=self._count, block_ms=BLOCK_MS),
                 ],
-                wait_s=BLOCK_MS / 1000,
-            )
+                wait_s=BLOCK_MS / 1000, most=_READ,
+            )  # fmt: skip
         except BrokerError as error:
-            if not isinstance(error, NoScript) and not lost(error):
+            # Whatever is in the inboxes has no part in a reply that was too large: we have been
+            # given it nevertheless, and claim it in parts.
+            if not isinstance(error, NoScript | ReplyTooLarge) and not lost(error):
                 raise
             self._unsure |= dict.fromkeys(self._groups, "trouble")
             return []

@@ -28,14 +28,14 @@ local function is_gone(stream, entry)
   return not redis.call('XPENDING', stream, group, entry, entry, 1)[1] -- acknowledged, and left there
 end
 
-local function oldest(stream)
-  local found = redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
-  return found and found[1]
-end
-
-local function newest(stream)
-  local found = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
-  return found and found[1] or '0-0'
+local ends = {} -- of each stream the oldest and the newest entry: asked once, they may be large
+local function ends_of(stream)
+  if not ends[stream] then
+    local first = redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
+    local last = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
+    ends[stream] = {first and first[1], last and last[1] or '0-0'}
+  end
+  return unpack(ends[stream], 1, 2)
 end
 
 guard()
@@ -44,13 +44,14 @@ for task, trigger in pairs(pairs_of(redis.call('HGETALL', key.open))) do
   local stream = about.entry and stream_of(about.owner)
   local gone = redis.call('HEXISTS', key.admitted, task) == 0 and (not stream or is_gone(stream, about.entry))
   local said = stream and prefix .. 'inbox:' .. about.site or key.triggers
-  local first = gone and oldest(said)
+  local first, last
+  if gone then first, last = ends_of(said) end
   if gone and seen[task] and (not first or not is_up_to(first, seen[task])) then
     if stream then redis.call('XDEL', stream, about.entry) end
     lost = lost + end_task(task, '', 'given_up', 'entry lost', cmsgpack.unpack(event))
   elseif gone then
     now[#now + 1] = task
-    now[#now + 1] = seen[task] or newest(said)
+    now[#now + 1] = seen[task] or last
   end
 end
 return {lost, now}

@@ -14,6 +14,7 @@ from broker.errors import (
     ConfigError,
     NoScript,
     OutOfMemory,
+    ReplyTooLarge,
     Unavailable,
 )
 from broker.keys import Keys
@@ -50,6 +51,22 @@ async def test_a_pipeline_goes_through_to_its_end_and_raises_its_first_error(
     assert not raised.value.retriable
     # The replies behind the error went to nobody else.
     assert await client.call("MGET", keys.run, keys.head) == [b"1", b"2"]
+
+
+async def test_a_reply_that_is_larger_than_may_be_is_not_taken_in(
+    client: Client, keys: Keys
+) -> None:
+    """Redis has done all that it was told; the next exchange meets nothing of it."""
+    await client.call("SETRANGE", keys.run, 8 << 20, "end")
+    commands = [("SET", keys.head, "1"), ("GET", keys.run), ("INCR", keys.head)]
+    with pytest.raises(ReplyTooLarge, match="1048576 bytes with the reply to 'GET'") as raised:
+        await client.pipeline(commands, most=1 << 20)
+    assert raised.value.retriable
+    assert (await client.call("GET", keys.head), client.reconnects) == (b"2", 0)
+    *_, number = await client.pipeline(commands, most=9 << 20)
+    assert number == 2
+    assert len(await client.call("GET", keys.run)) == (8 << 20) + 3  # on the same connection
+    assert len(client._idle) == 1
 
 
 async def test_many_tasks_share_a_client(client: Client, keys: Keys) -> None:

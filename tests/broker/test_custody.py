@@ -8,7 +8,7 @@ from broker import custody
 from broker.client import Client
 from broker.keys import Keys
 from broker.messages import GiveUp
-from tests.support import Hand
+from tests.support import Hand, wait_until
 
 
 async def test_a_step_looks_at_some_keys_and_the_next_goes_on(
@@ -60,3 +60,20 @@ async def test_a_site_keeps_a_copy_while_it_serves_the_device_or_has_a_task_of_i
     await hand.ledger.finish("enough")
     assert await copies() == {"control:north/3"}  # of which a task is open
     assert await client.call("EXISTS", keys.device(3), keys.device(4)) == 2
+
+
+async def test_a_name_of_any_length_stays_in_redis(client: Client, keys: Keys) -> None:
+    """It is nobody's who reads what is under it, and goes."""
+    long, short = (keys.update("north/" + "x" * length) for length in (4 << 20, 900))
+    await client.pipeline([("HSET", name, "size", 1) for name in (long, short)])
+    cursor, found = await custody.some_keys(client, keys, b"0")
+    while cursor != b"0":
+        cursor, more = await custody.some_keys(client, keys, cursor)
+        found += more
+    assert found == [short.encode()]
+
+    async def gone() -> bool:
+        return not await client.call("EXISTS", long)
+
+    await wait_until(gone)
+    assert await custody.expire_forgotten(client, keys, found) == [short]

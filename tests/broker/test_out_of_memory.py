@@ -14,7 +14,7 @@ import pytest
 
 from broker import blobs, scripts
 from broker.client import Client
-from broker.custody import mend
+from broker.custody import mend, some_keys
 from broker.errors import OutOfMemory
 from broker.keys import TRAINERS, Keys
 from broker.messages import CloseRound, Event, GiveUp, Presence, Trigger, Withdraw
@@ -255,6 +255,7 @@ NEEDS_NONE = {
     "release",
     "renew",
     "retire",
+    "scan",
     "yield",
 }
 
@@ -299,6 +300,8 @@ async def test_what_frees_memory_works_without_any(hand: Hand, client: Client) -
         await client.call("RENAME", keys.triggers, keys.alive)
         mended = await mend(client, keys, inboxes=(), owners=(), most=9)
         assert mended == [(keys.alive, "it held a stream, not a zset")]
+        _, names = await some_keys(client, keys, b"0")
+        assert names
         await client.call("DEL", hand.keys.leader("updater"))  # it ran out: nobody was quicker
         assert await hand.updater.hold()
     await hand.balanced()

@@ -11,7 +11,7 @@ import pytest
 from broker.client import Client, RedisSettings
 from broker.errors import BrokerError, Unavailable
 from broker.keys import TRAINERS, Keys
-from broker.streams import Entry, Group, Reader, given, reading
+from broker.streams import PARTS, Entry, Group, Reader, given, reading
 from tests.support import wait_until
 
 
@@ -319,3 +319,39 @@ async def test_a_consumer_with_pending_entries_is_not_reaped(
     assert await bob.reap(idle_ms=60_000) == []
     assert await bob.reap(idle_ms=0) == ["ann"]
     assert await client.call("XINFO", "CONSUMERS", ann.stream, ann.group) == []
+
+
+async def test_of_a_stream_that_others_fill_only_so_much_is_taken_at_once(
+    client: Client, keys: Keys
+) -> None:
+    """What is larger than it may be comes without its data, and is no poison."""
+    group = Group(client, keys.tasks, TRAINERS, "ann", largest=100)
+    await group.ensure()
+    sizes = [99, 100, 500, *[99] * 30]  # of the data; the field's name is a byte more
+    await add(client, keys.tasks, *("x" * size for size in sizes))
+    await client.call("XADD", keys.tasks, "*", "m", "y", "other", "z" * 100)
+    read = await group.read(count=99)
+    assert [entry.size for entry in read] == [*(size + 1 for size in sizes), 107]
+    found: list[Entry] = []
+    while True:
+        taken, poison = await group.claim(idle_ms=0, most=9, own=True, count=64)
+        if not taken:
+            break
+        assert sum(len(entry.data) for entry in taken) <= (PARTS + 1) * 100
+        assert poison == []
+        found += taken
+        for entry in taken:
+            await client.call("XACK", keys.tasks, TRAINERS, entry.id)
+    assert [entry.id for entry in found] == [entry.id for entry in read]
+    assert [entry.size for entry in found] == [entry.size for entry in read]
+    assert {entry.size for entry in found if not entry.data} == {101, 501, 107}
+
+
+async def test_what_is_too_large_is_no_poison(client: Client, keys: Keys) -> None:
+    group = Group(client, keys.tasks, TRAINERS, "ann", largest=10)
+    await group.ensure()
+    await add(client, keys.tasks, "x" * 99, "good")
+    await group.read(count=2)
+    taken, poison = await group.claim(idle_ms=0, most=1, own=True)
+    assert [(entry.data, entry.size) for entry in taken] == [(b"", 100)]
+    assert [entry.data for entry, _ in poison] == [b"good"]

@@ -12,9 +12,15 @@ from pathlib import Path
 import pytest
 
 from broker.client import Client
+from broker.keys import Keys
+from broker.ledger import Ledger
+from broker.outbox import Outbox
 from broker.settings import RedisSettings
+from coordinator.service import Coordinator, CoordinatorSettings
+from runtime.tasks import LeaseSettings
 from tests.broker.servers import Redis, redis, redis_7, said, until
 from tests.k8s.policy.targets import K8S
+from tests.support import Hand, context, running, wait_until
 
 pytestmark = [
     pytest.mark.skipif(redis_7() is None, reason="the users' rights need Redis 7"),
@@ -91,3 +97,37 @@ async def test_connections_of_nobody_are_closed_and_ours_made_again(tmp_path: Pa
             one.close()
         assert await ours.call("PING") == b"PONG"
         await ours.close()
+
+
+async def test_what_a_site_says_at_once_needs_no_second_place_in_redis(tmp_path: Path) -> None:
+    """By what redis.conf has: here with a smaller limit. The coordinator goes on all the same."""
+    lines = (K8S / "base" / "redis.conf").read_text().splitlines()
+    [limit] = [line for line in lines if line.startswith("client-output-buffer-limit normal")]
+    option = limit.replace("256mb", "8mb").split()
+    keys = Keys("large")
+    with redis(tmp_path, f"--{option[0]}", *option[1:]) as server:
+        settings = RedisSettings(url=f"redis://127.0.0.1:{server.port}")
+        ours = Client(settings)
+        hand = Hand(ours, keys, Ledger(ours, keys, "test"))
+        await hand.create()
+        for _ in range(20):
+            await ours.call("XADD", keys.inbox("pool"), "*", "m", memoryview(bytes(8 << 20)))
+        await Outbox(ours, keys, "pool").announce("last")
+
+        async def peak() -> int:
+            info = (await ours.call("INFO", "memory")).decode()
+            return int(info.partition("used_memory_peak:")[2].split()[0])
+
+        async def heard() -> bool:
+            return list(await hand.ledger.trainers()) == ["last"]
+
+        before = await peak()
+        made = Coordinator(
+            CoordinatorSettings(), LeaseSettings(), keys=keys, redis=settings, name="c"
+        )
+        async with running(made, context()):
+            await wait_until(heard)
+        grown = await peak() - before
+        assert (await hand.ledger.look()).reasons("stray") == {"message too long": 20}
+        await ours.close()
+    assert grown < 64 << 20, f"{grown >> 20} MiB more for 160 MiB"

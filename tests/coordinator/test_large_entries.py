@@ -1,0 +1,190 @@
+"""An inbox takes entries of any size; a coordinator takes in a few MB of them at once, and no more.
+
+Redis can't hold a site to a size, so these are real entries, by a real user, for a real process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from broker.client import Client, RedisSettings
+from broker.keys import COORDINATORS, Keys
+from broker.ledger import Ledger
+from broker.outbox import Outbox
+from broker.streams import Group
+from coordinator.entries import LARGEST
+from coordinator.service import Coordinator, CoordinatorSettings
+from runtime.tasks import LeaseSettings
+from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
+from tests.support import Hand, context, running, wait_until
+
+LARGE = 30 << 20
+MOST = 24 << 20  # that a coordinator may grow: a read of 4 MiB, and what is made of it
+
+
+@pytest.fixture(scope="module")
+def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
+    with guarded(tmp_path_factory.mktemp("large")) as server:
+        yield server
+
+
+@pytest.fixture
+async def run(there: Guarded) -> AsyncIterator[Hand]:
+    """A run in which north/edge owns device 3 and south/edge devices 4 to 6."""
+    async with there.client("admin") as admin:
+        hand = Hand(admin, KEYS, Ledger(admin, KEYS, "test"))
+        await hand.create()
+        assert await hand.announce("edge", 3, site="north") == ["heard"]
+        assert await hand.announce("edge", 4, 5, 6, site="south") == ["heard"]
+        yield hand
+        await hand.ledger.purge()
+
+
+@contextmanager
+def process(there: Guarded, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A coordinator as its own user."""
+    sets = (
+        f"run.name={KEYS.name}", 'coordinator.sites=["pool", "north", "south"]',
+        "coordinator.trainer_silence_s=600.0", "http.port=0", "http.health_port=0",
+    )  # fmt: skip
+    settings = there.settings("coordinator")
+    assert settings.password
+    user = {
+        "FEDSTREAM_REDIS__URL": settings.url, "FEDSTREAM_REDIS__USERNAME": "coordinator",
+        "FEDSTREAM_REDIS__PASSWORD": settings.password.get_secret_value(),
+    }  # fmt: skip
+    arguments = [part for one in sets for part in ("--set", one)]
+    with log.open("ab") as out:
+        coordinator = subprocess.Popen(
+            [sys.executable, "-m", "fedstream", "coordinator", *arguments],
+            env=os.environ | user, stdin=subprocess.DEVNULL, stdout=out, stderr=out,
+        )  # fmt: skip
+    try:
+        yield coordinator
+    finally:
+        coordinator.kill()
+        coordinator.wait()
+
+
+def most_memory(pid: int) -> int:
+    """What a process ever had in memory, in bytes."""
+    found = re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert found
+    return int(found[1]) << 10
+
+
+async def answers(run: Hand, site: str, *devices: int) -> list[bytes]:
+    """Honest answers of a site's devices, each to a task of its own."""
+    triggers = [(await run.open(device=device))[0] for device in devices]
+    assert await run.dispatch() == ["sent"] * len(devices)
+    return [(await run.trained(one, site=site)).encode() for one in triggers]
+
+
+async def add(client: Client, site: str, *fields: bytes | memoryview) -> None:
+    await client.call("XADD", KEYS.inbox(site), "*", *fields)
+
+
+async def strays(run: Hand) -> dict[str, int]:
+    return (await run.ledger.look()).reasons("stray")
+
+
+@needs_7
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the process's memory")
+async def test_entries_of_30_mb_cost_a_coordinator_no_memory_and_nobody_his_answers(
+    there: Guarded, run: Hand, tmp_path: Path
+) -> None:
+    """They lie between honest answers, of the same site and of another, when it reads."""
+    own, others = await answers(run, "north", 3), await answers(run, "south", 4, 5, 6)
+    log = tmp_path / "log"
+    with process(there, log) as coordinator:
+        async with there.client("trainer-north") as north, there.client("trainer-south") as south:
+            await add(south, "south", b"m", others[0])
+
+            async def admitted() -> int:
+                return (await run.ledger.look()).admitted
+
+            await wait_until(admitted, what="the first answer is admitted")
+            before = most_memory(coordinator.pid)
+            os.kill(coordinator.pid, signal.SIGSTOP)
+            large = memoryview(bytes(LARGE))
+            part = memoryview(bytes(1 << 20))
+            for _ in range(5):
+                await add(north, "north", b"m", large)
+            await add(north, "north", b"m", own[0])
+            await add(north, "north", *(p for n in range(30) for p in (b"%d" % n, part)))
+            await add(north, "north", b"m", own[0], b"more", part)  # an answer, and more than that
+            for said in others[1:]:
+                await add(south, "south", b"m", said)
+            os.kill(coordinator.pid, signal.SIGCONT)
+
+            async def done() -> bool:
+                return (await admitted(), await run.client.call("XLEN", KEYS.inbox("north"))) == (
+                    4,
+                    0,
+                )
+
+            await wait_until(done)
+        grown = most_memory(coordinator.pid) - before
+    assert grown < MOST, f"{grown >> 20} MiB"
+    assert await strays(run) == {"message too long": 7}
+    assert (await run.ledger.look()).dead == 0
+    assert log.read_text().count("retrying") == 0  # nothing was waited for
+    await run.balanced()
+
+
+async def test_what_another_coordinator_was_given_and_left_is_not_taken_in_either(
+    hand: Hand, redis: RedisSettings, keys: Keys
+) -> None:
+    """However often: what is not even looked at can't have crashed anybody."""
+    await hand.create()
+    inbox = keys.inbox("pool")
+    for _ in range(3):
+        await hand.client.call("XADD", inbox, "*", "m", memoryview(bytes(LARGEST + 1)))
+    gone = Group(hand.client, inbox, COORDINATORS, "gone")
+    await gone.ensure()
+    assert len(await gone.read(count=9, block_ms=0)) == 3
+    for _ in range(4):
+        await gone.claim(idle_ms=0, most=9, own=True)
+    made = Coordinator(
+        CoordinatorSettings(redeliver_s=0.01), LeaseSettings(attempts=2), keys=keys, redis=redis,
+        name="coordinator-0",
+    )  # fmt: skip
+    async with running(made, context()):
+
+        async def empty() -> bool:
+            return bool(await hand.client.call("XLEN", inbox) == 0)
+
+        await wait_until(empty)
+    assert (await strays(hand), (await hand.ledger.look()).dead) == ({"message too long": 3}, 0)
+
+
+async def test_sites_that_say_much_at_once_are_all_heard(
+    hand: Hand, redis: RedisSettings, keys: Keys
+) -> None:
+    """Entries that are just not too long: more of them than one read may bring."""
+    await hand.create()
+    for site in ("pool", "north"):
+        outbox = Outbox(hand.client, keys, site)
+        for _ in range(40):
+            await hand.client.call("XADD", keys.inbox(site), "*", "m", bytes(LARGEST - 1))
+        await outbox.announce("last", (3,) if site == "north" else ())
+    made = Coordinator(
+        CoordinatorSettings(sites=("pool", "north")), LeaseSettings(), keys=keys, redis=redis,
+        name="coordinator-0",
+    )  # fmt: skip
+    async with running(made, context()):
+
+        async def heard() -> bool:
+            return set(await hand.ledger.trainers()) == {"last", "north/last"}
+
+        await wait_until(heard)
+    assert (await hand.ledger.look()).dead == 80
