@@ -283,6 +283,7 @@ _SAMPLES: dict[str, tuple[str, ...]] = {
     "info": ("memory",), "memory|usage": ("K",), "multi": (), "persist": ("K",),
     "pexpire": ("K", "1"), "ping": (), "pttl": ("K",), "rename": ("K", "K"), "role": (),
     "sadd": ("K", "x"), "scan": ("0",), "script|kill": (), "smembers": ("K",),
+    "srem": ("K", "x"),
     "script|load": ("return 1",), "select": ("0",), "set": ("K", "x"),
     "slowlog|get": (), "time": (), "ttl": ("K",), "type": ("K",), "unlink": ("K",),
     "xack": ("K", "x", "0-1"),
