@@ -19,6 +19,7 @@ from tests.k8s.policy.targets import K8S, ROOT
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())
 WATCHING = {name: one for name, one in COMPOSE["services"].items() if "profiles" in one}
 CONFIG = ROOT / "compose" / "prometheus.yaml"
+ALERTS = ROOT / "compose" / "alerts.yaml"
 [JOB] = yaml.safe_load(CONFIG.read_text())["scrape_configs"]
 DASHBOARD = K8S / "components" / "monitoring" / "dashboard.json"
 
@@ -84,10 +85,21 @@ def test_grafana_finds_the_source_and_the_dashboard() -> None:
     assert config.partition("=")[2] == mounts("prometheus")["./compose/prometheus.yaml"]
 
 
+def test_the_alerts_are_those_of_kubernetes() -> None:
+    theirs = yaml.safe_load((DASHBOARD.parent / "alerts.yaml").read_text())["spec"]
+    assert yaml.safe_load(ALERTS.read_text()) == theirs
+    [name] = yaml.safe_load(CONFIG.read_text())["rule_files"]
+    inside = mounts("prometheus")
+    assert Path(inside["./compose/prometheus.yaml"]).parent / name == Path(
+        inside["./compose/alerts.yaml"]
+    )
+
+
 def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed")
+    shutil.copy(ALERTS, tmp_path)
     for text, code in ((CONFIG.read_text(), 0), (CONFIG.read_text() + "scrape: {}\n", 1)):
         (tmp_path / "prometheus.yaml").write_text(text)
         command = [promtool, "check", "config", "prometheus.yaml"]
