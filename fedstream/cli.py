@@ -51,7 +51,7 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _main(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="and exit")
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="print it and exit")
     ] = False,
 ) -> None:
     pass

@@ -55,7 +55,7 @@ def dead_show(
 
 
 Letters = Annotated[
-    list[str] | None, typer.Argument(metavar="ID...", help="of letters, or of their tasks")
+    list[str] | None, typer.Argument(metavar="ID", help="of letters, or of their tasks")
 ]
 All = Annotated[bool, typer.Option("--all", help="all there are")]
 

@@ -130,7 +130,7 @@ def simulate(
 
 def reproduce(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME...", help="of experiments: see --list")
+        list[str] | None, typer.Argument(metavar="NAME", help="of experiments: see --list")
     ] = None,
     repeats: Annotated[
         int | None,
