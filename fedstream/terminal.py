@@ -31,6 +31,7 @@ from runtime.visible import visible
 
 Step: TypeAlias = Callable[[int], None]
 
+_WIDEST = 10_000  # cells
 _MOST_PLACED = 1e6
 _MOST_DIGITS = 15  # of a whole number: more of them say nothing to anybody
 
@@ -65,9 +66,11 @@ class _Piped(Console):
 
 
 def console(*, err: bool = False, width: int | None = None) -> Console:
-    """Where tables and bars are drawn; as wide as the terminal unless ``width`` is given."""
+    """Where tables and bars are drawn. Unless ``width`` is given they are as wide as the terminal;
+    where there is none, as wide as they are: what a program or grep reads is not cut.
+    """
     here = Console(stderr=err, width=width)
-    return here if here.is_terminal else _Piped(stderr=err, width=width)
+    return here if here.is_terminal else _Piped(stderr=err, width=width or _WIDEST)
 
 
 def room() -> int | None:

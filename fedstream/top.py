@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from shutil import get_terminal_size
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -24,7 +25,7 @@ from broker.records import View
 from fedstream.display import outcomes, pace, short, two_columns
 from fedstream.observer import History, Observer
 from fedstream.report import tasks_of
-from fedstream.terminal import cell, clock, console, cut, measure, number, pressed, spaced
+from fedstream.terminal import cell, clock, console, cut, measure, number, pressed, room, spaced
 from runtime.backoff import pause
 from runtime.visible import visible
 
@@ -168,7 +169,8 @@ async def watch(client: Client, keys: Keys, *, once: bool) -> None:
     observer = Observer(client, keys, most=_REMEMBERED)
     await observer.look()
     await observer.catch_up()
-    here = console()
+    # A picture has a bar that takes the room there is.
+    here = console(width=None if room() else get_terminal_size().columns)
     picture = await _picture(client, observer)
     if not once:
         with Live(console=here, auto_refresh=False, screen=True) as live, pressed("q") as leave:

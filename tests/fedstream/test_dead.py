@@ -33,7 +33,6 @@ def command(
         where = ("--redis", redis.url, "--run", hand.keys.name)
         monkeypatch.setattr(sys, "argv", ["fedstream", "dead", *arguments, *where])
         monkeypatch.setattr("typer.confirm", lambda *_, **__: said == "y" or sys.exit(1))
-        monkeypatch.setenv("COLUMNS", "200")
 
         def ended() -> int:
             with pytest.raises(SystemExit) as end:
