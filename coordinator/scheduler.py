@@ -31,6 +31,7 @@ from coordinator.scheduling import HELD_BY, HoldBack, Plan, Policy, Situation, o
 from runtime.backoff import pause
 from runtime.config import Section
 from runtime.leading import lead
+from runtime.participation import Participation, ParticipationGroup
 from runtime.service import Context, repeat
 from runtime.steps import FixedSteps, Steps
 
@@ -71,8 +72,10 @@ class Scheduler:
         name: str,
         seed: int,
         is_eligible: Callable[[Run, int, float], bool] | None = None,
+        participation: Sequence[ParticipationGroup] = (),
     ) -> None:
         self._settings = settings
+        self._participation = Participation(settings.steps, participation)
         self._policy = policy
         self._seed = seed
         self._is_eligible = is_eligible
@@ -185,7 +188,7 @@ class Scheduler:
 
     async def _planned(self, seen: Situation) -> Plan:
         planned = partial(
-            plan, self._policy, self._settings.steps, self._hold, self._seed, seen,
+            plan, self._policy, self._participation, self._hold, self._seed, seen,
             task_timeout_s=self._settings.task_timeout_s,
         )  # fmt: skip
         if seen.is_eligible is None:

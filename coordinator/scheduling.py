@@ -17,7 +17,7 @@ from pydantic import Field
 from broker.messages import Overdue, Trigger, task_id, time_of
 from coordinator.rounds import Round, Rounds, verdict, wanted
 from runtime.config import Section
-from runtime.steps import Steps
+from runtime.participation import Participation
 
 Positive = Annotated[float, Field(gt=0)]
 
@@ -87,14 +87,14 @@ class Situation:
         """Devices beside those that are busy, whether or not they may begin now."""
         return [device for device in self.devices if device not in busy]
 
-    def take(self, rng: random.Random, idle: list[int]) -> int | None:
-        """A device that may begin now, drawn from ``idle``; None: there is none.
+    def take(self, rng: random.Random, idle: list[int], parts: Participation) -> int | None:
+        """A device that may begin now, drawn from ``idle`` by the rates; None: there is none.
 
         It leaves the list, as do those that were drawn before it and may not begin. So a plan asks
         no device twice and only as many as it has to: for thousands that takes its time.
         """
         while idle:
-            device = idle.pop(rng.randrange(len(idle)))
+            device = idle.pop(parts.pick(rng, idle))
             if self.is_eligible is None or self.is_eligible(device):
                 return device
         return None
@@ -148,7 +148,7 @@ def room_beside(budget: int, model_bytes: int, kept: int) -> int:
 
 def plan(
     policy: Policy,
-    steps: Steps,
+    parts: Participation,
     hold: HoldBack,
     seed: int,
     seen: Situation,
@@ -160,9 +160,9 @@ def plan(
         case Anarchic():
             todo = Plan()
         case Rounds():
-            todo = _plan_round(policy, steps, hold, seed, seen)
+            todo = _plan_round(policy, parts, hold, seed, seen)
         case _:
-            todo = _plan_in_flight(policy, steps, hold, seed, seen)
+            todo = _plan_in_flight(policy, parts, hold, seed, seen)
     ends = [(_end(trigger, seen, task_timeout_s), trigger) for trigger in seen.open]
     closed = todo.close[1] if todo.close is not None else ()
     wakes = [end for end, _ in ends if seen.now < end < math.inf]
@@ -194,7 +194,7 @@ def opened_at(trigger: Trigger, now: float) -> float:
 
 
 def _plan_in_flight(
-    policy: InFlight | Poisson, steps: Steps, hold: HoldBack, seed: int, seen: Situation
+    policy: InFlight | Poisson, parts: Participation, hold: HoldBack, seed: int, seen: Situation
 ) -> Plan:
     """Tasks until as many are open as the policy wants, each after its delay."""
     limit, why = held_back(in_flight(policy, seen), hold, seen)
@@ -207,16 +207,18 @@ def _plan_in_flight(
         due = last + (rng.expovariate(1.0 / delay) if delay else 0.0)
         if due > seen.now:
             return Plan(tuple(triggers), limit, wake_at=due, last=last, held=why)
-        device = seen.take(rng, idle)
+        device = seen.take(rng, idle, parts)
         if device is None:
             break
-        triggers.append(_trigger(rng, device, steps, seen.now, why="in flight"))
+        triggers.append(_trigger(rng, device, parts, seen.now, why="in flight"))
         poisson = isinstance(policy, Poisson)
         last = max(due, seen.now - _CATCH_UP_S) if poisson else seen.now
     return Plan(tuple(triggers), limit, last=last, held=why)
 
 
-def _plan_round(policy: Rounds, steps: Steps, hold: HoldBack, seed: int, seen: Situation) -> Plan:
+def _plan_round(
+    policy: Rounds, parts: Participation, hold: HoldBack, seed: int, seen: Situation
+) -> Plan:
     """A round on top of the newest version: k answers, open or in; see :mod:`coordinator.rounds`.
 
     A task that ends without an answer (given up, refused, dead) is replaced by another device's. A
@@ -244,11 +246,11 @@ def _plan_round(policy: Rounds, steps: Steps, hold: HoldBack, seed: int, seen: S
     triggers: list[Trigger] = []
     for n in range(missing if seen.now < deadline else 0):
         rng = draw(seed, seen.issued + n)
-        device = seen.take(rng, idle)
+        device = seen.take(rng, idle, parts)
         if device is None:
             break
         trigger = _trigger(
-            rng, device, steps, seen.now,
+            rng, device, parts, seen.now,
             why="round", version=seen.version, deadline=deadline,
         )  # fmt: skip
         triggers.append(trigger)
@@ -268,14 +270,14 @@ def draw(seed: int, n: int) -> random.Random:
 def _trigger(
     rng: random.Random,
     device: int,
-    steps: Steps,
+    parts: Participation,
     now: float,
     *,
     why: str,
     version: int | None = None,
     deadline: float | None = None,
 ) -> Trigger:
-    length = steps.draw(rng)
+    length = parts.length(rng, device)
     return Trigger(
         task=task_id(int(now * 1000)),
         device=device,

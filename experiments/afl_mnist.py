@@ -34,8 +34,11 @@ _BASE: dict[str, object] = {
 }
 _AFA: dict[str, object] = {"strategy.name": "afa-cd", "strategy.server_lr": 0.1}
 _BIASED: dict[str, object] = {
-    "simulation.arrivals.kind": "biased",
-    "simulation.arrivals.weights": [0.19, 0.19, *[0.1] * 6, 0.01, 0.01],
+    "participation": [
+        {"devices": [0, 1], "rate": 0.19},
+        {"devices": [2, 3, 4, 5, 6, 7], "rate": 0.1},
+        {"devices": [8, 9], "rate": 0.01},
+    ],
 }
 
 

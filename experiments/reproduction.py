@@ -308,8 +308,19 @@ class Experiment:
 def settings_of(sets: Sets) -> Settings:
     """The configuration that has these keys. Raises ConfigError."""
     keys: Sets = {"updater.norm_factor": 0, **sets}  # the papers have no such rule
-    given = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+    given = [f"{key}={_toml(value)}" for key, value in keys.items()]
     return load(Settings, path=None, environ={}, sets=given)
+
+
+def _toml(value: object) -> str:
+    """A value as it stands in a line of TOML."""
+    match value:
+        case dict():
+            return f"{{{', '.join(f'{key} = {_toml(one)}' for key, one in value.items())}}}"
+        case list() | tuple():
+            return f"[{', '.join(map(_toml, value))}]"
+        case _:
+            return json.dumps(value)
 
 
 def catalogue() -> dict[str, Experiment]:

@@ -28,6 +28,7 @@ from fedstream.simulation.settings import (
 from runtime.config import Option, Section, load
 from runtime.http import HttpSettings
 from runtime.logging import LogSettings
+from runtime.participation import Participation, ParticipationGroup
 from runtime.tasks import LeaseSettings
 from trainer.choices import SolverGroup, Solvers
 from trainer.devices import DeviceSettings
@@ -67,6 +68,7 @@ class Settings(Section):
     strategy: StrategySettings = FedAsyncSettings()
     solver: SolverSettings = Sgd()
     solvers: tuple[SolverGroup, ...] = ()  # of devices that train otherwise
+    participation: tuple[ParticipationGroup, ...] = ()  # devices more or less often, or longer
     scheduler: SchedulerSettings = SchedulerSettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
     lease: LeaseSettings = LeaseSettings()
@@ -112,6 +114,7 @@ class Settings(Section):
                 "scheduler.policy.kind = 'none' leaves the triggers to the devices: set "
                 "trainer.anarchic too, such as trainer.anarchic.rate = 1.0"
             )
+        Participation(self.scheduler.steps, self.participation)  # raises where a device is twice
         return self
 
     def _check_rounds(self, policy: Rounds) -> None:

@@ -15,7 +15,6 @@ from coordinator.scheduling import Anarchic
 from coordinator.service import Coordinator
 from fedstream.config import Settings
 from runtime.service import Service, serve
-from trainer.choices import Solvers
 from trainer.devices import AlwaysAvailable, eligible
 from trainer.evaluator import Evaluator
 from trainer.service import Trainer
@@ -56,12 +55,13 @@ def devices_of(settings: Settings, task: Task) -> int:
             f"devices.slow_devices = {list(slow)}: there is no device {max(slow)}, the run's "
             f"{devices} (task.devices) are numbered from 0"
         )
-    others = Solvers(settings.solver, settings.solvers).others
-    if max(others, default=0) >= devices:
-        raise ConfigError(
-            f"solvers: there is no device {max(others)}, the run's {devices} (task.devices) are "
-            "numbered from 0"
-        )
+    for key, groups in (("solvers", settings.solvers), ("participation", settings.participation)):
+        last = max((device for group in groups for device in group.devices), default=0)
+        if last >= devices:
+            raise ConfigError(
+                f"{key}: there is no device {last}, the run's {devices} (task.devices) are "
+                "numbered from 0"
+            )
     policy = settings.policy
     if isinstance(policy, Rounds) and policy.min_answers > devices:
         raise ConfigError(
@@ -154,6 +154,7 @@ def _scheduler(settings: Settings, keys: Keys, name: str) -> tuple[Service, floa
         settings.scheduler, settings.policy,
         keys=keys, redis=settings.redis, name=name, seed=settings.run.seed,
         is_eligible=None if isinstance(availability, AlwaysAvailable) else is_eligible,
+        participation=settings.participation,
     )  # fmt: skip
     return service, settings.scheduler.drain_s
 
@@ -170,7 +171,7 @@ def _trainer(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
     service = Trainer(
         settings.trainer, settings.solver, settings.devices, settings.lease,
         keys=keys, redis=settings.redis, name=name, load=lambda: task_of(settings),
-        solvers=settings.solvers,
+        solvers=settings.solvers, participation=settings.participation,
     )  # fmt: skip
     return service, settings.trainer.drain_s
 

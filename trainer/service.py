@@ -48,6 +48,7 @@ from broker.records import Head, Run
 from broker.streams import Entry, Group
 from runtime.backoff import Backoff, pause
 from runtime.config import Section
+from runtime.participation import Participation, ParticipationGroup
 from runtime.service import Context, repeat
 from runtime.steps import Epochs, Steps
 from runtime.tasks import LeaseSettings
@@ -156,9 +157,11 @@ class Trainer:
         name: str,
         load: Callable[[], Learning],
         solvers: Sequence[SolverGroup] = (),
+        participation: Sequence[ParticipationGroup] = (),
     ) -> None:
         self._settings = settings
         self._solvers = Solvers(solver, solvers)
+        self._participation = participation
         self._devices = devices
         self._lease = lease
         self._keys = keys
@@ -214,10 +217,13 @@ class Trainer:
                 group.create_task(repeat(context, "heartbeat", self._announce))
                 within_s = max(30.0, self._lease.seconds)
                 group.create_task(repeat(context, "tasks", self._step, within_s=within_s))
-                if self._settings.anarchic is not None:
-                    anarchy = partial(self._take_initiative, self._settings.anarchic)
+                if (initiative := self._settings.anarchic) is not None:
+                    parts = Participation(initiative.steps, self._participation)
+                    devices = self._served()
+                    rate = initiative.rate * parts.mean(devices)
+                    anarchy = partial(self._take_initiative, parts, devices, rate)
                     # A wait of 20 means is as good as impossible.
-                    patience_s = 30.0 + 20.0 / self._settings.anarchic.rate
+                    patience_s = 30.0 + 20.0 / rate
                     group.create_task(repeat(context, "initiative", anarchy, within_s=patience_s))
         finally:
             self._client.hurry(_GOODBYE_S)
@@ -293,23 +299,28 @@ class Trainer:
                         self._context.stop.set()
         await pause(self._context.stop, _HEARTBEAT_S)
 
-    async def _take_initiative(self, initiative: Initiative) -> None:
+    def _served(self) -> Sequence[int]:
+        """The devices that this trainer decides for."""
+        return self._settings.owns or range(self._run.devices if self._run is not None else 0)
+
+    async def _take_initiative(
+        self, parts: Participation, devices: Sequence[int], rate: float
+    ) -> None:
         """Anarchic: triggers a task for one of its devices, when it is free for one."""
         rng = self._rng
-        await pause(self._context.stop, rng.expovariate(initiative.rate))
+        await pause(self._context.stop, rng.expovariate(rate))
         if self._now is not None or self._rest_s or self._context.stop.is_set():
             return
         try:
             run = await self._ledger.run()
         except NoRun:
             return  # Redis was emptied; the updater publishes it again
-        devices = self._settings.owns or range(run.devices)
         if run.state == "finished":
             return
-        device = rng.choice(devices)
+        device = devices[parts.pick(rng, devices)]
         if not self._is_eligible(device):
             return  # it decides nothing now
-        length = initiative.steps.draw(rng)
+        length = parts.length(rng, device)
         trigger = Trigger(
             task=task_id(time.time_ns() // 1_000_000),
             device=device,

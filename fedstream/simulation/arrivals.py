@@ -12,7 +12,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
@@ -20,13 +20,13 @@ from broker.errors import ConfigError
 from coordinator.rounds import Round, Rounds, verdict, wanted
 from coordinator.scheduling import Anarchic, InFlight, Poisson, draw
 from fedstream.simulation.settings import (
-    BiasedArrivals,
     LatencyStaleness,
     NoStaleness,
     RecentStaleness,
     UniformStaleness,
 )
-from runtime.steps import Seconds, Steps
+from runtime.participation import Participation
+from runtime.steps import Seconds
 from trainer.devices import behaviour, eligible, next_change
 
 if TYPE_CHECKING:
@@ -73,17 +73,17 @@ Event: TypeAlias = Arrival | RoundOver
 
 def plan(settings: Settings, devices: int) -> Iterator[Event]:
     """What arrives, for ever. Raises ConfigError if the configuration makes no sense here."""
-    initiative = settings.trainer.anarchic
+    initiative, groups = settings.trainer.anarchic, settings.participation
     for key, steps in (
         ("scheduler.steps", settings.scheduler.steps),
         ("trainer.anarchic.steps", initiative and initiative.steps),
+        *((f"participation[{n}].steps", group.steps) for n, group in enumerate(groups)),
     ):
         if isinstance(steps, Seconds):
             raise ConfigError(
                 f"{key}.kind = 'seconds': in virtual time no training takes any: take fixed, "
                 "uniform or epochs"
             )
-    pick = _picker(settings, devices)
     staleness = settings.staleness
     if isinstance(settings.policy, Rounds) and isinstance(
         staleness, UniformStaleness | RecentStaleness
@@ -95,39 +95,23 @@ def plan(settings: Settings, devices: int) -> Iterator[Event]:
         )
     match staleness:
         case NoStaleness():
-            return _drawn(settings, devices, pick, most=0)
+            return _drawn(settings, devices, most=0)
         case UniformStaleness(most=most):
-            return _drawn(settings, devices, pick, most=most)
+            return _drawn(settings, devices, most=most)
         case RecentStaleness(of=of):
-            return _drawn(settings, devices, pick, most=of - 1)
+            return _drawn(settings, devices, most=of - 1)
         case LatencyStaleness():
-            return _Clock(settings, devices, pick).events()
+            return _Clock(settings, devices).events()
 
 
-Pick: TypeAlias = Callable[[random.Random, Sequence[int]], int]
-
-
-def _picker(settings: Settings, devices: int) -> Pick:
-    """Draws one of some devices. Raises ConfigError."""
-    match settings.simulation.arrivals:
-        case BiasedArrivals(weights=weights):
-            if len(weights) != devices:
-                raise ConfigError(
-                    f"simulation.arrivals.weights has {len(weights)} weights, the task has "
-                    f"{devices} devices: give each device one"
-                )
-            return lambda rng, idle: rng.choices(idle, [weights[device] for device in idle])[0]
-        case _:
-            return lambda rng, idle: rng.choice(idle)
-
-
-def _drawn(settings: Settings, devices: int, pick: Pick, *, most: int) -> Iterator[Event]:
+def _drawn(settings: Settings, devices: int, *, most: int) -> Iterator[Event]:
     """Staleness uniform on [0, most], and on [0, t] as long as t is below that.
 
     No device comes twice in a batch before every device has come; in a round none does at all.
     """
     size, limit = settings.strategy.batch, settings.rule.max_staleness
-    steps, seed, n, version = settings.scheduler.steps, settings.run.seed, 0, 0
+    parts = Participation(settings.scheduler.steps, settings.participation)
+    seed, n, version = settings.run.seed, 0, 0
     most_answers = devices if isinstance(settings.policy, Rounds) else math.inf
     while True:
         idle: list[int] = []
@@ -135,9 +119,8 @@ def _drawn(settings: Settings, devices: int, pick: Pick, *, most: int) -> Iterat
         while used < size and n - begun < most_answers:
             rng = draw(seed, n)
             idle = idle or list(range(devices))
-            device = pick(rng, idle)
-            idle.remove(device)
-            length = steps.draw(rng)
+            device = idle.pop(parts.pick(rng, idle))
+            length = parts.length(rng, device)
             task_seed = rng.getrandbits(63)
             d = rng.randint(0, min(most, version))
             used += limit is None or d <= limit
@@ -169,10 +152,10 @@ class _Task:
 class _Clock:
     """Events on a virtual clock: devices begin when the policy says, and take their time."""
 
-    def __init__(self, settings: Settings, devices: int, pick: Pick) -> None:
+    def __init__(self, settings: Settings, devices: int) -> None:
         self._settings = settings
         self._devices = range(devices)
-        self._pick = pick
+        self._parts = Participation(settings.scheduler.steps, settings.participation)
         self._size = settings.strategy.batch
         self._limit = settings.rule.max_staleness
         self._seed = settings.run.seed
@@ -206,10 +189,10 @@ class _Clock:
 
     # one task
 
-    def _begin(self, idle: Sequence[int], steps: Steps, rng: random.Random) -> None:
+    def _begin(self, idle: Sequence[int], parts: Participation, rng: random.Random) -> None:
         """One of the idle devices begins with the newest version."""
-        device = self._pick(rng, idle)
-        length = steps.draw(rng)
+        device = idle[parts.pick(rng, idle)]
+        length = parts.length(rng, device)
         seed = rng.getrandbits(63)
         simulated = behaviour(self._settings.devices, device, seed)
         part = 0.5 if simulated.drops_out else 1.0  # it vanishes half way
@@ -278,7 +261,7 @@ class _Clock:
 
     def _in_flight(self, n: int, mean_delay_s: float, *, poisson: bool) -> Iterator[Arrival]:
         """So many tasks in flight; each after an exponential delay, as the scheduler has it."""
-        last, steps = 0.0, self._settings.scheduler.steps
+        last = 0.0
         while True:
             wake = math.inf
             while len(self._open) < min(n, len(self._devices)):
@@ -291,7 +274,7 @@ class _Clock:
                 if not idle:
                     wake = self._next_eligible(self._open)
                     break
-                self._begin(idle, steps, rng)
+                self._begin(idle, self._parts, rng)
                 last = due if poisson else self._now
             if self._ends and self._ends[0][0] <= wake:
                 task = self._finished()
@@ -338,13 +321,12 @@ class _Clock:
 
     def _fill(self, k: int, answered: set[int]) -> float:
         """Asks devices until k have answered or are at work; when there may be one more to ask."""
-        steps = self._settings.scheduler.steps
         while len(answered) + len(self._open) < k:
             busy = answered | self._open.keys()
             idle = self._idle(busy)
             if not idle:
                 return self._next_eligible(busy)
-            self._begin(idle, steps, draw(self._seed, self._issued))
+            self._begin(idle, self._parts, draw(self._seed, self._issued))
         return math.inf
 
     def _give_up(self) -> None:
@@ -363,20 +345,22 @@ class _Clock:
         initiative = self._settings.trainer.anarchic
         if initiative is None:
             raise ConfigError("scheduler.policy.kind = 'none' needs trainer.anarchic.rate")
+        parts = Participation(initiative.steps, self._settings.participation)
+        rates = [initiative.rate * parts.rate(device) for device in self._devices]
         rngs = [random.Random(f"{self._seed}/{device}/anarchic") for device in self._devices]
-        decisions = [(rng.expovariate(initiative.rate), device) for device, rng in enumerate(rngs)]
+        decisions = [(rngs[device].expovariate(rates[device]), device) for device in self._devices]
         heapq.heapify(decisions)
         while True:
             if self._ends and (not decisions or self._ends[0][0] <= decisions[0][0]):
                 task = self._finished()
-                decides = self._now + rngs[task.device].expovariate(initiative.rate)
+                decides = self._now + rngs[task.device].expovariate(rates[task.device])
                 heapq.heappush(decisions, (decides, task.device))
                 if task.answers:
                     yield self._arrived(task)
                 continue
             self._now, device = heapq.heappop(decisions)
             if eligible(self._settings.devices.availability, device, self._seed, self._now):
-                self._begin([device], initiative.steps, rngs[device])
+                self._begin([device], parts, rngs[device])
             else:
-                decides = self._now + rngs[device].expovariate(initiative.rate)
+                decides = self._now + rngs[device].expovariate(rates[device])
                 heapq.heappush(decisions, (decides, device))

@@ -37,20 +37,6 @@ class LatencyStaleness(Section):
     kind: Literal["latency"] = "latency"
 
 
-class UniformArrivals(Section):
-    """Every device is as likely as another. None comes twice in a batch, or in a round."""
-
-    kind: Literal["uniform"] = "uniform"
-
-
-class BiasedArrivals(Section):
-    """Device i is drawn with probability in proportion to ``weights[i]``, in a batch without
-    replacement (AFL: .19 .19 .1 .1 .1 .1 .1 .1 .01 .01)."""
-
-    kind: Literal["biased"] = "biased"
-    weights: Annotated[tuple[Annotated[float, Field(gt=0)], ...], Field(min_length=1)]
-
-
 Staleness: TypeAlias = NoStaleness | UniformStaleness | RecentStaleness | LatencyStaleness
 
 
@@ -59,9 +45,6 @@ class SimulationSettings(Section):
 
     staleness: Annotated[Staleness, Field(discriminator="kind")] | None = None
     """None: what suits the strategy, ``none`` for FedAvg and else ``uniform``"""
-    arrivals: Annotated[UniformArrivals | BiasedArrivals, Field(discriminator="kind")] = (
-        UniformArrivals()
-    )
     evaluate_every: Annotated[int, Field(ge=0)] = 10
     """versions; the last one is measured too; 0: that one alone"""
     device: Place = "cpu"

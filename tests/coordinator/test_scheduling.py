@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -26,6 +27,7 @@ from coordinator.scheduling import (
     opened_at,
     plan,
 )
+from runtime.participation import Participation, ParticipationGroup
 from runtime.steps import Epochs, FixedSteps, Length, Seconds, Steps, UniformSteps
 
 NOW = 1_000_000.0
@@ -40,9 +42,9 @@ CALM = Situation(
 
 def planned(
     policy: Policy, seen: Situation = CALM, *, seed: int = 0, steps: Steps = FIVE,
-    hold: HoldBack = FREE,
+    hold: HoldBack = FREE, groups: Sequence[ParticipationGroup] = (),
 ) -> Plan:  # fmt: skip
-    return plan(policy, steps, hold, seed, seen)
+    return plan(policy, Participation(steps, groups), hold, seed, seen)
 
 
 def opened(n: int, version: int | None = None) -> tuple[Trigger, ...]:
@@ -121,6 +123,39 @@ def test_only_devices_that_may_begin_now_are_asked() -> None:
     assert {t.device for t in planned(InFlight(n=6), some).triggers} == {2, 7}
     nobody = replace(CALM, is_eligible=lambda _device: False)
     assert planned(InFlight(n=6), nobody) == Plan(limit=6, last=NOW)
+
+
+SELDOM = ParticipationGroup(devices=(0, 1), rate=0.25)
+MUCH = ParticipationGroup(devices=(9,), rate=2.0, steps=Epochs(n=3))
+
+
+@pytest.mark.parametrize("policy", [InFlight(n=1), Poisson(rate=1e9, n=1), Rounds(k=1)])
+def test_devices_are_asked_in_proportion_to_their_rates(policy: Policy) -> None:
+    """Of .25, .25, seven times 1, and 2: in 9.5 parts."""
+    seen = replace(CALM, last=NOW - 60)
+    asked = Counter(
+        planned(policy, replace(seen, issued=n), groups=(SELDOM, MUCH)).triggers[0].device
+        for n in range(9500)
+    )
+    for device, expected in {0: 250, 1: 250, 5: 1000, 9: 2000}.items():
+        assert abs(asked[device] - expected) < 4 * expected**0.5, device
+
+
+def test_rates_count_among_the_devices_that_may_begin() -> None:
+    some = replace(CALM, open=opened(1), is_eligible=lambda device: device in (0, 1, 9))
+    asked = Counter(
+        planned(InFlight(n=2), replace(some, issued=n), groups=(SELDOM, MUCH)).triggers[0].device
+        for n in range(900)
+    )
+    assert set(asked) == {1, 9}
+    assert abs(asked[1] - 100) < 40
+
+
+@pytest.mark.parametrize("policy", [InFlight(n=10), Poisson(rate=1e9, n=10), Rounds(k=10)])
+def test_a_device_trains_for_as_long_as_its_group_says(policy: Policy) -> None:
+    what = planned(policy, replace(CALM, last=NOW - 60), groups=(SELDOM, MUCH))
+    lengths = {trigger.device: (trigger.steps, trigger.epochs) for trigger in what.triggers}
+    assert lengths == dict.fromkeys(range(9), (5, None)) | {9: (None, 3)}
 
 
 @pytest.mark.parametrize("policy", [InFlight(n=10), Rounds(k=10)])
@@ -314,7 +349,7 @@ def test_what_is_open_for_too_long_is_given_up_and_nothing_else(
     )
     since = {f"t{n}": NOW - age for n, (age, _) in enumerate(ages)}
     seen = replace(CALM, open=tasks, since=since)
-    what = plan(policy, FIVE, FREE, 0, seen, task_timeout_s=10.0)
+    what = plan(policy, Participation(FIVE), FREE, 0, seen, task_timeout_s=10.0)
     ends = {t.task: t.deadline if t.deadline is not None else since[t.task] + 10 for t in tasks}
     assert dict(what.overdue) == {
         t.task: "timed out" if t.deadline is None else "deadline passed"

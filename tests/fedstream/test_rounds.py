@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from dataclasses import replace
 from itertools import islice
 
 import pytest
@@ -16,7 +17,8 @@ from coordinator.scheduling import HoldBack, Situation, plan
 from fedstream.config import Settings, read
 from fedstream.services import devices_of
 from fedstream.simulation import arrivals
-from fedstream.simulation.arrivals import RoundOver
+from fedstream.simulation.arrivals import Arrival, RoundOver
+from runtime.participation import Participation
 from trainer.devices import behaviour
 from trainer.digits import digits
 from trainer.task import Iid, TaskSettings
@@ -124,7 +126,15 @@ def simulated(given: Settings, devices: int, count: int) -> History:
     return [
         ("over", one.version, round(one.time, 9))
         if isinstance(one, RoundOver)
-        else (one.n, one.device, one.seed, one.tau, one.version, one.makes, round(one.time, 9))
+        else (
+            one.n,
+            one.device,
+            (one.seed, one.steps),
+            one.tau,
+            one.version,
+            one.makes,
+            round(one.time, 9),
+        )
         for one in events
     ]
 
@@ -134,13 +144,14 @@ def live(given: Settings, devices: int, count: int) -> History:
     policy = given.policy
     assert isinstance(policy, Rounds)
     now, version, issued, since = 0.0, 0, 0, 0.0
+    parts = Participation(given.scheduler.steps, given.participation)
     number: dict[str, int] = {}
     at_work: dict[str, Trigger] = {}
     ends: list[tuple[float, int, Trigger]] = []
     held: list[int] = []
     told: History = []
     while len(told) < count:
-        what = plan(policy, given.scheduler.steps, FREE, given.run.seed, Situation(
+        what = plan(policy, parts, FREE, given.run.seed, Situation(
             now=now, issued=issued, version=version, open=tuple(at_work.values()), queue=0,
             backlog=0, kept=1, held=tuple(held), round_ending=False, mean_staleness=0.0,
             trainers=1, model_bytes=1, devices=tuple(range(devices)), last=0.0, round_since=since,
@@ -177,8 +188,9 @@ def live(given: Settings, devices: int, count: int) -> History:
         if not behaviour(given.devices, trigger.device, trigger.seed).drops_out:
             makes = len(held) + 1 == given.strategy.batch
             told.append(
-                (n, trigger.device, trigger.seed, trigger.version, version, makes, round(now, 9))
-            )
+                (n, trigger.device, (trigger.seed, trigger.steps), trigger.version, version, makes,
+                 round(now, 9))
+            )  # fmt: skip
             held.append(trigger.device)
             if makes:
                 version, held, since = version + 1, [], now
@@ -191,10 +203,11 @@ def live(given: Settings, devices: int, count: int) -> History:
     devices=st.integers(1, 9), dropout=st.sampled_from([0.0, 0.3]),
     timeout_s=st.sampled_from([0.8, 1.2, 5.0]), seed=st.integers(0, 99),
     rule=st.sampled_from(["strategy.name=fedavg", "strategy.name=afa-cs"]),
+    groups=st.sampled_from(["[]", "[{devices=[0], rate=9.0, steps={kind='uniform', c=3}}]"]),
 )  # fmt: skip
 def test_rounds_are_the_same_live_and_simulated(
     batch: int, more: int, least: int, devices: int, dropout: float, timeout_s: float, seed: int,
-    rule: str,
+    rule: str, groups: str,
 ) -> None:  # fmt: skip
     key = "clients_per_round" if "fedavg" in rule else "buffer_size"
     given = read(None, [
@@ -203,8 +216,34 @@ def test_rounds_are_the_same_live_and_simulated(
         f"scheduler.policy.min_answers={min(least, batch, devices)}",
         f"scheduler.policy.timeout_s={timeout_s}", "simulation.staleness.kind=latency",
         "devices.latency.kind=uniform", "devices.latency.low_s=0.5", "devices.latency.high_s=1.5",
-        f"devices.dropout={dropout}",
+        f"devices.dropout={dropout}", f"participation={groups}",
     ])  # fmt: skip
     told = simulated(given, devices, 40)
     assert told == live(given, devices, 40)
     assert all(one[3] == one[4] for one in told if one[0] != "over"), "nobody is late"
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["kind='in_flight', n=1", "kind='poisson', rate=5.0, n=1"],
+    ids=("in flight", "poisson"),
+)
+def test_tasks_one_at_a_time_are_the_same_live_and_simulated(policy: str) -> None:
+    given = read(None, [
+        f"scheduler.policy={{{policy}}}", "simulation.staleness.kind=latency",
+        "participation=[{devices=[3, 8], rate=0.1}, {devices=[4], steps={kind='uniform', c=9}}]",
+    ])  # fmt: skip
+    parts = Participation(given.scheduler.steps, given.participation)
+    seen = Situation(
+        now=0.0, issued=0, version=0, open=(), queue=0, backlog=0, kept=1, held=(),
+        round_ending=False, mean_staleness=0.0, trainers=1, model_bytes=1,
+        devices=tuple(range(10)), last=-1e9, round_since=0.0,
+    )  # fmt: skip
+    triggered = [
+        plan(given.policy, parts, FREE, given.run.seed, replace(seen, issued=n)).triggers[0]
+        for n in range(300)
+    ]
+    live = [(one.device, one.seed, one.steps) for one in triggered]
+    told = [one for one in islice(arrivals.plan(given, 10), 300) if isinstance(one, Arrival)]
+    assert [(one.device, one.seed, one.steps) for one in told] == live
+    assert {steps for device, _, steps in live if device == 4} > {5, 18}

@@ -11,7 +11,7 @@ from broker.errors import ConfigError
 from fedstream.config import Settings, read
 from fedstream.simulation.arrivals import Arrival, Event, RoundOver, plan
 
-AFL = (0.19, 0.19, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.01, 0.01)
+SHARES = (0.19, 0.19, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.01, 0.01)
 
 
 def settings(*sets: str) -> Settings:
@@ -85,13 +85,15 @@ def test_staleness_is_what_suits_the_strategy() -> None:
     assert max(late) == 4
 
 
-def test_biased_arrivals_come_as_often_as_their_weights_say() -> None:
-    bias = ("simulation.arrivals.kind=biased", f"simulation.arrivals.weights={list(AFL)}")
-    alone = Counter(one.device for one in arrivals(10_000, *bias))
-    assert [alone[device] / 10_000 for device in range(10)] == pytest.approx(AFL, abs=0.012)
-    found = arrivals(10_000, *bias, "strategy.name=afa-cd", "strategy.buffer_size=5")
+AFL = "participation=[{devices=[0, 1], rate=1.9}, {devices=[8, 9], rate=0.1}]"
+
+
+def test_devices_come_as_often_as_their_rates_say() -> None:
+    alone = Counter(one.device for one in arrivals(10_000, AFL))
+    assert [alone[device] / 10_000 for device in range(10)] == pytest.approx(SHARES, abs=0.012)
+    found = arrivals(10_000, AFL, "strategy.name=afa-cd", "strategy.buffer_size=5")
     share = Counter(one.device for one in found)
-    assert 0.7 < share[0] / 2000 < 0.85, "without replacement it is not 5 times its weight"
+    assert 0.7 < share[0] / 2000 < 0.85, "without replacement it is not 5 times its share"
     assert share[9] / 2000 < 0.12
 
 
@@ -216,6 +218,20 @@ def test_anarchic_devices_decide_by_themselves() -> None:
     assert found[-1].time == pytest.approx(1000 / 10 * (2 + 1), rel=0.15)
 
 
+def test_anarchic_devices_decide_at_their_own_rates_for_how_long() -> None:
+    """A device that decides at rate r and then works for a second comes every 1 / r + 1 seconds."""
+    groups = "participation=[{devices=[0], rate=4.0, steps={kind='fixed', n=7}}]"
+    found = arrivals(
+        4000, "simulation.staleness.kind=latency", "devices.latency={kind='fixed', mean_s=1.0}",
+        "scheduler.policy.kind=none", "trainer.anarchic.rate=0.25", groups,
+    )  # fmt: skip
+    came = Counter(one.device for one in found)
+    others = sum(came[device] for device in range(1, 10)) / 9
+    assert came[0] / others == pytest.approx((1 / 0.25 + 1) / (1 / 1.0 + 1), rel=0.1)
+    assert {one.steps for one in found if one.device == 0} == {7}
+    assert {(one.steps, one.epochs) for one in found if one.device > 0} == {(None, 1)}
+
+
 def test_a_round_ends_with_its_last_device_or_its_time() -> None:
     rounds = ("strategy.name=fedavg", "strategy.clients_per_round=4")
     full = events(40, *latency(*rounds))
@@ -242,8 +258,8 @@ def test_a_round_of_all_devices_ends_short_of_k() -> None:
 @pytest.mark.parametrize(
     ("sets", "said"),
     [
-        (("simulation.arrivals.kind=biased", "simulation.arrivals.weights=[1.0, 2.0]"),
-         "simulation.arrivals.weights has 2 weights, the task has 10 devices"),
+        (("participation=[{devices=[3], steps={kind='seconds', s=1.0}}]",),
+         r"participation\[0\].steps.kind = 'seconds'"),
         (latency(), "scheduler.policy.n"),
         (latency("scheduler.policy.kind=in_flight", "scheduler.policy.n=2", "devices.dropout=1.0"),
          "devices.dropout"),

@@ -143,11 +143,11 @@ def test_a_folder_with_a_run_is_refused(
     [
         (["simulation.staleness.kind=old"], 2, "must be one of latency, none, recent, uniform"),
         (["simulation.staleness.most=-1"], 2, "simulation.staleness.most"),
-        (["simulation.arrivals.weights=[0.5]"], 2, "simulation.arrivals"),
+        (["participation=[{{devices=[1], rate=0.0}}]"], 2, "participation[0].rate"),
         (["simulation.batch=true"], 2, "did you mean simulation.batched"),
         (["strategy.name=scaffold"], 2, "solver.kind"),
         # what only shows once the task is there
-        (["simulation.arrivals.kind=biased", "simulation.arrivals.weights=[0.5]"], 2, "weights"),
+        (["participation=[{{devices=[10]}}]"], 2, "participation: there is no device 10"),
         (["simulation.staleness.kind=latency"], 2, "scheduler.policy.n"),
         (["strategy.name=fedavg", "simulation.staleness.kind=recent"], 2, "simulation.staleness"),
         (["strategy.name=afa-cs", "strategy.devices=9"], 2, "strategy.devices = 9"),
@@ -179,8 +179,8 @@ def test_what_goes_wrong_later_leaves_the_versions_that_were_made(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     sets = (
-        f"task.name={task_in(tmp_path)}:Seldom", "simulation.arrivals.kind=biased",
-        "simulation.arrivals.weights=[1.0, 0.02, 1.0]", "simulation.batched=false",
+        f"task.name={task_in(tmp_path)}:Seldom", "participation=[{devices=[1], rate=0.02}]",
+        "simulation.batched=false",
     )  # fmt: skip
     out = tmp_path / "out"
     keys = [part for key in sets for part in ("--set", key)]

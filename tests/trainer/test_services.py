@@ -22,6 +22,7 @@ from broker.layout import Model
 from broker.messages import Event, GiveUp, Presence, Trigger, Upload
 from broker.records import Commit
 from broker.streams import Group
+from runtime.participation import ParticipationGroup
 from runtime.steps import FixedSteps
 from runtime.tasks import LeaseSettings
 from tests.support import Clock, Hand, Pauses, Proxy, context, counted, running, wait_until
@@ -108,6 +109,7 @@ def make(hand: Hand, redis: RedisSettings, task: Adds) -> Make:
         return Trainer(
             parts["settings"], parts["solver"], parts["devices"], parts["lease"],
             keys=hand.keys, redis=parts["redis"], name=name, load=lambda: task,
+            participation=parts.get("participation", ()),
         )  # fmt: skip
 
     return trainer
@@ -415,6 +417,27 @@ async def test_an_anarchic_trainer_asks_for_tasks_of_its_own(hand: Hand, make: M
         view = await hand.ledger.look()
     assert {trigger.origin for trigger in view.open} == {"edge"}
     assert {(trigger.device, trigger.steps) for trigger in view.open} == {(5, 7)}
+
+
+async def test_an_anarchic_trainer_decides_at_its_devices_own_rates_and_for_how_long(
+    hand: Hand, make: Make
+) -> None:
+    """At the usual rate it would decide once in half a year, and as often for the other one."""
+    await hand.create()
+    initiative = Initiative(rate=1e-7, steps=FixedSteps(n=7))
+    settings = TrainerSettings(owns=(4, 5), anarchic=initiative)
+    often = ParticipationGroup(devices=(5,), rate=1e10, steps=FixedSteps(n=2))
+    async with running(make("edge", settings=settings, participation=(often,)), context()):
+
+        async def served() -> bool:
+            await hand.attend()
+            return len(await hand.answered()) >= 1
+
+        await wait_until(served)
+        triggers = (await hand.ledger.look()).open
+        said = await hand.answered()
+    assert {one.device for one in said} == {5}
+    assert {(trigger.device, trigger.steps) for trigger in triggers} == {(5, 2)}
 
 
 async def test_a_task_that_raises_is_given_up_and_told_with_its_traceback(

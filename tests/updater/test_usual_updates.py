@@ -125,8 +125,7 @@ def test_controls_may_be_as_large_as_parameters_where_they_have_vanished() -> No
 
 RARE = (
     "task.partition.p=1", "run.versions=60", "simulation.staleness.kind=none",
-    "simulation.arrivals.kind=biased",
-    f"simulation.arrivals.weights={[1, *[0.005] * 9]}",
+    "participation=[{devices=[0], rate=200.0}]",
 )  # fmt: skip
 """One device with one class has converged when another with another class comes."""
 UNEQUAL = (

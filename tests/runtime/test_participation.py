@@ -1,0 +1,99 @@
+"""Devices that take part more or less often than others, or train longer."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from broker.errors import ConfigError
+from fedstream.config import read
+from runtime.config import dump
+from runtime.participation import Participation, ParticipationGroup
+from runtime.steps import Epochs, FixedSteps, Length, UniformSteps
+
+FIVE = FixedSteps(n=5)
+GROUPS = (
+    ParticipationGroup(devices=(1, 4), rate=3.0),
+    ParticipationGroup(devices=(2,), rate=0.5, steps=Epochs(n=2)),
+)
+
+
+class Fixed(random.Random):
+    """Always draws the same number in [0, 1)."""
+
+    def __init__(self, number: float) -> None:
+        super().__init__()
+        self.number = number
+
+    def random(self) -> float:
+        return self.number
+
+
+@pytest.mark.parametrize(
+    ("devices", "number", "place"),
+    [  # the borders are at 1 / 4.5 = .222 and 4 / 4.5 = .889; without device 1 at 2/3
+        ((0, 1, 2), 0.22, 0),
+        ((0, 1, 2), 0.23, 1),
+        ((0, 1, 2), 0.88, 1),
+        ((0, 1, 2), 0.89, 2),
+        ((2, 1, 0), 0.11, 0),
+        ((2, 1, 0), 0.12, 1),
+        ((0, 2), 0.66, 0),
+        ((0, 2), 0.67, 1),
+        ((4,), 0.99, 0),
+    ],
+)
+def test_a_device_is_drawn_by_its_share_of_the_rates(
+    devices: Sequence[int], number: float, place: int
+) -> None:
+    assert Participation(FIVE, GROUPS).pick(Fixed(number), devices) == place
+
+
+def test_without_groups_every_device_is_as_likely_and_nothing_is_summed() -> None:
+    alike = Participation(FIVE)
+    devices = range(10**12)  # rates of so many would never be there
+    drawn = random.Random(3)
+    assert [alike.pick(random.Random(3), devices)] == [drawn.randrange(10**12)]
+    assert alike.mean(devices) == 1.0
+
+
+def test_rates_and_lengths_are_the_usual_ones_unless_a_group_says_otherwise() -> None:
+    parts, rng = Participation(UniformSteps(c=1), GROUPS), random.Random(0)
+    assert [parts.rate(device) for device in range(6)] == [1.0, 3.0, 0.5, 1.0, 3.0, 1.0]
+    assert parts.mean([0, 1, 2, 5]) == 5.5 / 4
+    assert parts.length(rng, 2) == Length(epochs=2)
+    assert {parts.length(rng, 1) for _ in range(64)} == {Length(steps=1), Length(steps=2)}
+
+
+def test_groups_are_read_and_written() -> None:
+    sets = ["participation=[{devices=[0, 1], rate=0.5}, {devices=[5], steps={kind='epochs', n=2}}]"]
+    settings = read(None, sets)
+    assert settings.participation == (
+        ParticipationGroup(devices=(0, 1), rate=0.5),
+        ParticipationGroup(devices=(5,), steps=Epochs(n=2)),
+    )
+    assert "[[participation]]" in dump(settings)
+
+
+@pytest.mark.parametrize(
+    ("groups", "said"),
+    [
+        ("[{devices=[0], rate=0.0}]", r"participation\[0\]\.rate.*greater than 0"),
+        ("[{devices=[0], rate=inf}]", r"participation\[0\]\.rate.*finite"),
+        ("[{devices=[]}]", r"participation\[0\]\.devices"),
+        ("[{devices=[0, -1]}]", r"participation\[0\]\.devices"),
+        ("[{devices=[0], steps={kind='fixed', n=0}}]", r"participation\[0\]\.steps\.n"),
+        (
+            "[{devices=[0], steps={kind='some'}}]",
+            r"participation\[0\]\.steps\.kind .*must be one of",
+        ),
+        ("[{devices=[0], rat=2.0}]", r"did you mean participation\[0\]\.rate"),
+        ("[{devices=[1]}, {devices=[0, 1]}]", r"participation\[1\]\.devices: device 1 is .*twice"),
+    ],
+)
+def test_groups_that_cannot_be_are_refused_in_a_line(groups: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        read(None, [f"participation={groups}"])
+    assert "\n" not in str(refused.value)
