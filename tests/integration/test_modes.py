@@ -34,6 +34,7 @@ def test_anarchic_devices_decide_when_and_how_long_they_train(tmp_path: Path) ->
         "--set", "scheduler.policy.kind=none",
         "--set", "trainer.anarchic.rate=50",
         "--set", 'trainer.anarchic.steps={kind="uniform", c=5}',
+        "--set", "participation=[{devices=[3], rate=1e-12}]",
     )  # fmt: skip
     try:
         assert command.ended() == 0, command.stdout + command.stderr
@@ -42,4 +43,20 @@ def test_anarchic_devices_decide_when_and_how_long_they_train(tmp_path: Path) ->
     assert command.summary["tasks"]["applied"] == 40
     assert adds_up(command.summary)
     with (command.out / "metrics.csv").open() as table:
-        assert len({row["device"] for row in csv.DictReader(table)}) > 5
+        devices = {row["device"] for row in csv.DictReader(table)}
+    assert len(devices) > 5
+    assert "3" not in devices
+
+
+def test_devices_take_part_as_their_groups_say(tmp_path: Path) -> None:
+    command = Command(
+        tmp_path, "--updates", "20",
+        "--set", "scheduler.policy={kind='in_flight', n=1}",
+        "--set", "participation=[{devices=[4], rate=1e12, steps={kind='epochs', n=1}}]",
+    )  # fmt: skip
+    try:
+        assert command.ended() == 0, command.stdout + command.stderr
+    finally:
+        command.clean_up()
+    with (command.out / "metrics.csv").open() as table:
+        assert {row["device"] for row in csv.DictReader(table)} == {"4"}
