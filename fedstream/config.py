@@ -90,18 +90,7 @@ class Settings(Section):
             )
         if isinstance(policy, Rounds):
             self._check_rounds(policy)
-        for key, solver in [
-            ("solver.kind", self.solver),
-            *(
-                (f"solver of device {device}", solver)
-                for device, solver in Solvers(self.solver, self.solvers).others.items()
-            ),
-        ]:
-            if isinstance(strategy, ScaffoldSettings) != isinstance(solver, Scaffold):
-                raise ValueError(
-                    f"strategy.name = {strategy.name!r} with {key} = {solver.kind!r}: SCAFFOLD's "
-                    "server and its devices go together, set both to 'scaffold' or neither"
-                )
+        self._check_solvers()
         if isinstance(strategy, AfaCsSettings | ScaffoldSettings):
             remembered, devices = strategy.devices, self.task.devices
             if remembered is not None and devices is not None and remembered != devices:
@@ -116,6 +105,25 @@ class Settings(Section):
             )
         Participation(self.scheduler.steps, self.participation)  # raises where a device is twice
         return self
+
+    def _check_solvers(self) -> None:
+        """What devices do and send has to be what the strategy takes."""
+        rule, others = self.strategy, Solvers(self.solver, self.solvers).others
+        whose = {"": self.solver} | {f" of device {d}": other for d, other in others.items()}
+        for of, solver in whose.items():
+            if isinstance(rule, ScaffoldSettings) != isinstance(solver, Scaffold):
+                raise ValueError(
+                    f"strategy.name = {rule.name!r} with solver.kind{of} = {solver.kind!r}: "
+                    "SCAFFOLD's server and its devices go together, set both to 'scaffold' or "
+                    "neither"
+                )
+            how = solver.compression.kind
+            if how != "none" and isinstance(rule, FedAsyncSettings | FedAvgSettings):
+                raise ValueError(
+                    f"strategy.name = {rule.name!r} with solver.compression.kind{of} = {how!r}: "
+                    "its devices send models, and only deltas can be compressed; take fedbuff, "
+                    "afa-cd, afa-cs or scaffold"
+                )
 
     def _check_rounds(self, policy: Rounds) -> None:
         """A round has to be able to make a version."""

@@ -1,6 +1,6 @@
 """How often each device takes part, and how long it trains: groups of devices that differ.
 
-Anarchic Federated Learning, section 3.1: each worker may use 'a time-varying number of local update
+Anarchic Federated Learning, section 3: each worker may use 'a time-varying number of local update
 steps', and decides when it takes part. Schedulers, anarchic trainers and simulations draw by this.
 """
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from broker.errors import ConfigError
+from trainer.compression import Compression, compress
 from trainer.solvers import Trained
 
 if TYPE_CHECKING:
@@ -15,12 +17,20 @@ if TYPE_CHECKING:
 
 
 def as_sent(
-    trained: object, into: Model, base: Model, device_control: Floats | None, sends: Sends
+    trained: object,
+    into: Model,
+    base: Model,
+    device_control: Floats | None,
+    sends: Sends,
+    compression: Compression,
 ) -> Trained:
     """Makes of ``into``, which holds x_new, what is sent; what training took, as plain numbers.
 
     ``trained`` is what train() returned, ``base`` x_tau, ``device_control`` c_i (None: zero).
-    Raises TypeError or ValueError if train() returned something else than it has to.
+    Of a delta the parameters alone are compressed.
+
+    Raises TypeError or ValueError if train() returned something else than it has to; ConfigError if
+    a model is to be compressed.
     """
     from trainer import vector
 
@@ -34,6 +44,12 @@ def as_sent(
         raise ValueError(f"train() must return Trained(..., lr=...) above 0 and finite, not {lr}")
     if sends == "delta":
         vector.to_delta(into, base)
+        compress(into.parameters, compression)
+    elif compression.kind != "none":
+        raise ConfigError(
+            f"compression.kind = {compression.kind!r}: devices send their models in this run, and "
+            "only deltas can be compressed"
+        )
     if into.layout.controls:
         if trained.control is None:
             raise TypeError("train() must return Trained(..., control=...): it is SCAFFOLD")

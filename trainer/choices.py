@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from runtime.config import Section
+from trainer.compression import Compression
 from trainer.solvers import Proximal, Scaffold, Sgd, SolverSettings
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ class SolverGroup(Section):
     weight_decay: float | None = None
     clip_norm: float | None = None
     rho: float | None = None
+    compression: Compression | None = None
 
     def of(self, usual: SolverSettings) -> SolverSettings:
         """These devices' solver, beside the usual one. Raises ValidationError."""

@@ -658,7 +658,9 @@ class Trainer:
         trained = self._learning.train(self._module, self._data(work.device), work)
         out = self._out or Model(self._layout)
         vector.read(self._module, out)
-        took = as_sent(trained, out, start.model, start.device_control, self._sends)
+        took = as_sent(
+            trained, out, start.model, start.device_control, self._sends, work.solver.compression
+        )
         return _Answered(took, out, out.digest())
 
     async def _newest(self) -> tuple[Head, Model]:

@@ -17,6 +17,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 from broker.errors import BadMessage, ConfigError, DataError, LayoutMismatch
 from broker.layout import Floats, Model
 from runtime.config import Section
+from trainer.compression import Compression, NoCompression
 from trainer.workspace import Workspace
 
 if TYPE_CHECKING:
@@ -47,6 +48,8 @@ class Sgd(Section):
     """Times x, a part of the gradient, as in torch.optim.SGD."""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
     """The largest norm, over all parameters, that the loss's gradient keeps."""
+    compression: Compression = NoCompression()
+    """of what is sent, once the training is done"""
 
 
 class Proximal(Sgd):

@@ -162,7 +162,10 @@ class Training:
             return self._as_sent(job, trained)
 
     def _as_sent(self, job: Job, trained: Trained) -> Trained:
-        return as_sent(trained, job.into, job.base, job.device_control, self._strategy.sends)
+        return as_sent(
+            trained, job.into, job.base, job.device_control, self._strategy.sends,
+            self.solver(job.arrival.device).compression,
+        )  # fmt: skip
 
     @contextmanager
     def _layout(self) -> Iterator[None]:

@@ -22,6 +22,7 @@ from runtime.tasks import LeaseSettings
 from tests.support import Hand, context, running, wait_until
 from trainer.answer import as_sent
 from trainer.choices import SolverGroup, Solvers
+from trainer.compression import NoCompression
 from trainer.devices import DeviceSettings
 from trainer.service import Trainer, TrainerSettings
 from trainer.solvers import Proximal, Scaffold, Sgd, SolverSettings, Trained, Work
@@ -89,7 +90,7 @@ def test_groups_are_read_and_written() -> None:
         ("[{devices=[0], lr=-1.0}]", r"solvers\[0\]\.lr: .*greater than 0"),
         ("[{devices=[0], rho=0.1}]", r"solvers\[0\]\.rho: "),
         ("[{devices=[1], lr=0.1}, {devices=[0, 1], lr=0.2}]", r"solvers\[1\].*device 1 is .*twice"),
-        ("[{devices=[3], kind='scaffold'}]", "solver of device 3 = 'scaffold'"),
+        ("[{devices=[3], kind='scaffold'}]", "solver.kind of device 3 = 'scaffold'"),
         ("[{devices=[], lr=0.1}]", r"solvers\[0\]\.devices"),
         ("[{devices=[0], lrr=0.1}]", r"solvers\[0\]\.lrr.*did you mean solvers\[0\]\.lr"),
     ],
@@ -146,7 +147,9 @@ def test_what_a_task_chooses_has_to_be_a_solver() -> None:
 def test_a_step_that_nobody_can_have_taken_is_not_sent(lr: float) -> None:
     layout = layout_of(nn.Linear(3, 2))
     with pytest.raises(ValueError, match=r"lr=\.\.\.\) above 0"):
-        as_sent(Trained(1, 1, 0.5, lr=lr), Model(layout), Model(layout), None, "model")
+        as_sent(
+            Trained(1, 1, 0.5, lr=lr), Model(layout), Model(layout), None, "model", NoCompression()
+        )
 
 
 # live

@@ -27,6 +27,7 @@ from runtime.steps import FixedSteps
 from runtime.tasks import LeaseSettings
 from tests.support import Clock, Hand, Pauses, Proxy, context, counted, running, wait_until
 from trainer.answer import as_sent
+from trainer.compression import NoCompression
 from trainer.devices import DeviceSettings, FixedLatency
 from trainer.evaluator import Evaluator, EvaluatorSettings
 from trainer.service import Initiative, Trainer, TrainerSettings
@@ -802,7 +803,7 @@ async def test_metrics_that_raise_are_told_and_the_run_goes_on(
 def test_what_train_must_return(trained: object, error: type[Exception], said: str) -> None:
     layout = layout_of(Point()).with_controls()
     with pytest.raises(error, match=said):
-        as_sent(trained, Model(layout), Model(layout), None, "delta")
+        as_sent(trained, Model(layout), Model(layout), None, "delta", NoCompression())
 
 
 @pytest.mark.parametrize("known", [None, 0.5])
@@ -813,7 +814,8 @@ def test_what_is_sent_is_a_difference_from_what_was_there(known: float | None) -
     control = np.full(4, 2.0, np.float32)
     device_control = None if known is None else np.full(4, known, np.float32)
     some: Any = np.int64(2)  # numpy's numbers are no JSON
-    took = as_sent(Trained(some, some, 0.5, control), into, base, device_control, "delta")
+    trained = Trained(some, some, 0.5, control)
+    took = as_sent(trained, into, base, device_control, "delta", NoCompression())
     assert into.parameters.tolist() == [2.0] * 4
     assert into.controls.tolist() == [2.0 - (known or 0.0)] * 4
     assert (took, type(took.steps)) == (Trained(2, 2, 0.5), int)
