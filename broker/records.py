@@ -135,7 +135,7 @@ class View:
     admitted: int  # of the open ones: in the updater's queue
     queue: int  # entries, admitted updates and control entries
     triggers: int
-    inbox: int  # entries of the sites' inboxes: answers, announcements
+    inbox: int | None  # entries of the sites' inboxes; None: not counted
     trainers: int  # alive
     kept: int  # versions whose model can be read
     dead: int

@@ -31,9 +31,10 @@ _TASKS = "{tasks}"  # the streams of a site's tasks
 _BLOB_READ = ("hget", "hmget")
 _BLOB_WRITE = ("multi", "exec", "hset", "pexpire")
 
-# What `look` counts and reads, in one step; of most of it only the length.
+# What `look` counts and reads, in one step, where it does not count inboxes; of most of it only the
+# length.
 _LOOKED_AT = (
-    "run", "head", "open", "admitted", "queue", "triggers", "sites", "inbox:*", "counts", "alive",
+    "run", "head", "open", "admitted", "queue", "triggers", "sites", "counts", "alive",
     "kept", "dead", "owners", "pool", "events", "models",
 )  # fmt: skip
 

@@ -28,7 +28,7 @@ _RETRY_S = 2
 
 
 def status(name: str, view: View) -> dict[str, Any]:
-    """A run's status as plain data: for HTTP, for `fedstream status`, for summaries."""
+    """A run's status as plain data, of a view with its inboxes: for HTTP, `fedstream status`."""
     run, head = view.run, view.head
     return {
         "run": name,
@@ -135,7 +135,7 @@ class App:
             return problem(400, f"unknown parameter {unknown[0][:40]!r}: after, limit are known")
         if not (limit.isdecimal() and len(limit) <= len(str(_PAGE)) and int(limit) <= _PAGE):
             return problem(400, f"limit={limit[:40]!r} is no number from 0 to {_PAGE}")
-        about = status(self._keys.name, await self._ledger.look())
+        about = status(self._keys.name, await self._ledger.look(inboxes=True))
         found, more = page(await self._ledger.trainers(), after, int(limit))
         return web.json_response(about | {"register": found, "register_more": more})
 

@@ -212,7 +212,7 @@ class Observer:
 
     async def look(self) -> View:
         """Everything countable now. Raises NoRun before the run is there."""
-        self.view = await self.ledger.look()
+        self.view = await self.ledger.look(inboxes=True)
         self._looked = time.monotonic()
         return self.view
 

@@ -69,7 +69,7 @@ class _Answer(BaseModel):
 async def read(client: Client, keys: Keys) -> dict[str, Any]:
     """The same as the coordinator's HTTP status. Raises NoRun."""
     ledger = Ledger(client, keys, "status")
-    view = await ledger.look()
+    view = await ledger.look(inboxes=True)
     return status(keys.name, view) | {"register": await ledger.trainers(), "register_more": 0}
 
 

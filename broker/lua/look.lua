@@ -1,12 +1,13 @@
 -- keys:
 -- undeclared: run head open admitted queue triggers sites counts alive kept dead owners pool events models
 -- Everything countable, and the newest event's and version's ids: whatever came before is in it.
+-- ARGV: 1 if the inboxes are counted as well. There is one for every site, and the scheduler looks for every version.
 local function newest(stream)
   local entry = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
   return entry and entry[1] or '0-0'
 end
-local said = 0
-for _, site in ipairs(redis.call('SMEMBERS', key.sites)) do
+local said = ARGV[1] == '1' and 0
+for _, site in ipairs(said and redis.call('SMEMBERS', key.sites) or {}) do
   said = said + redis.call('XLEN', prefix .. 'inbox:' .. site)
 end
 local owned = redis.call('HKEYS', key.owners)

@@ -432,7 +432,7 @@ async def test_an_answer_is_said_once_and_ends_the_lease(hand: Hand) -> None:
     keys = hand.keys
     assert await hand.outbox.answer(keys.tasks, entry, upload) == "said"
     assert await hand.outbox.answer(keys.tasks, entry, upload) == "over"
-    view = await hand.ledger.look()
+    view = await hand.ledger.look(inboxes=True)
     assert (view.inbox, len(view.open)) == (1, 1)
     assert not await hand.tasks.renew(entry)
 
@@ -448,7 +448,7 @@ async def test_an_answer_waits_until_its_update_is_there_and_renews_its_expiry(
     update, model = hand.keys.update(upload.blob), model_of(hand.layout, 1.0)
     answer = partial(hand.outbox.answer, hand.keys.tasks, entry, upload, expire_s=500)
     assert await answer() == "unwritten"
-    assert (await hand.ledger.look()).inbox == 0
+    assert (await hand.ledger.look(inboxes=True)).inbox == 0
     ahead = await blobs.prepare(client, update, model, expire_s=60)
     assert await answer(ahead=ahead) == "said"
     assert await client.call("PTTL", update) > 400_000
@@ -467,7 +467,7 @@ async def test_an_answer_is_admitted_and_its_blob_stays(
     assert queued == upload
     assert await client.call("PTTL", keys.queued(upload.blob)) == -1
     assert not await exists(client, keys.update(upload.blob))  # out of its site's reach
-    view = await hand.ledger.look()
+    view = await hand.ledger.look(inboxes=True)
     assert (view.admitted, view.queue, view.inbox, len(view.open)) == (1, 1, 0, 1)
 
 
@@ -1162,6 +1162,25 @@ async def test_what_a_view_contains_is_no_news(hand: Hand) -> None:
     _, then = await hand.ledger.look_after(after, block_ms=50)
     assert then.told == after.told
     assert then.now - after.now >= 0.05
+
+
+async def test_inboxes_are_counted_only_for_whoever_asks(hand: Hand, client: Client) -> None:
+    """There may be thousands, one for each site, and the scheduler looks for every version."""
+    await hand.create()
+    await hand.ledger.prepare(["north", "south"])
+    for site, entries in (("north", 1), ("south", 2)):
+        for _ in range(entries):
+            await client.call("XADD", hand.keys.inbox(site), "*", "m", "x")
+
+    async def counted() -> int:
+        info: bytes = await client.call("INFO", "commandstats")
+        return int(info.partition(b"cmdstat_xlen:calls=")[2].split(b",")[0])
+
+    before = await counted()
+    view = await hand.ledger.look()
+    _, view = await hand.ledger.look_after(view, block_ms=1)
+    assert (view.inbox, await counted() - before) == (None, 2 * 3)  # queue, triggers, dead letters
+    assert (await hand.ledger.look(inboxes=True)).inbox == 3
 
 
 async def test_opening_waiting_and_looking_are_one_exchange(hand: Hand, client: Client) -> None:

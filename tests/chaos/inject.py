@@ -296,7 +296,7 @@ class Injector:
     async def _at_rest(self) -> bool:
         try:
             await asyncio.sleep(0.1)
-            view = await self._ledger.look()
+            view = await self._ledger.look(inboxes=True)
         except BrokerError:
             return False
         return not view.queue and not view.inbox

@@ -106,7 +106,7 @@ async def test_a_trigger_becomes_a_task_and_its_answer_enters_the_queue(
         assert await run.outbox.answer(run.keys.tasks, second, gone)
         assert await queued(run, 1) == [upload]
         await wait_until(lambda: is_open(run, 1))
-        view = await run.ledger.look()
+        view = await run.ledger.look(inboxes=True)
         assert view.reasons("given_up") == {"dropped out": 1}
         assert (view.triggers, view.inbox) == (0, 0)
         await run.balanced()
@@ -584,7 +584,7 @@ async def test_an_update_written_long_before_it_is_admitted_does_not_expire_afte
 
 
 async def all_is_heard(hand: Hand) -> bool:
-    return (await hand.ledger.look()).inbox == 0
+    return (await hand.ledger.look(inboxes=True)).inbox == 0
 
 
 async def test_owners_alone_serve_a_run_over_a_restart(
