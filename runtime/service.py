@@ -5,9 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-import signal
 import time
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,10 +19,10 @@ from runtime.backoff import Backoff, pause
 from runtime.health import Health, routes
 from runtime.http import HttpSettings, serving
 from runtime.logging import LogSettings, configure, stamp
+from runtime.signals import Stop
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
-    from types import FrameType
 
     from aiohttp import web
     from prometheus_client.metrics_core import Metric
@@ -207,7 +205,15 @@ async def _live(
     stop = asyncio.Event()
     context = Context(stop, Health(), CollectorRegistry(), log, traces)
     context.health.ready_when("running", lambda: not stop.is_set())
-    with _signals(context):
+    loop = asyncio.get_running_loop()
+
+    def begin_stop(name: str) -> None:
+        log.info("stopping", signal=name)
+        stop.set()
+
+    with Stop() as signals:
+        # Not in the handler itself: it may interrupt a line that is being logged.
+        signals.listen(lambda name: loop.call_soon_threadsafe(begin_stop, name))
         own, health = service.routes(), routes(context.health, context.registry)
         async with serving(own, health, http, stop.is_set, log):
             clean = await _drained(service, context, drain_s)
@@ -232,35 +238,3 @@ async def _drained(service: Service, context: Context, drain_s: float) -> bool:
     if work.done() and not work.cancelled() and (error := work.exception()):
         context.log.error("failed while it was cancelled", exc_info=error)
     return False
-
-
-@contextmanager
-def _signals(context: Context) -> Iterator[None]:
-    """Inside the block the first SIGTERM or SIGINT sets ``stop``, a second one exits at once.
-
-    Plain handlers rather than the event loop's: the second signal must also end a process whose
-    event loop is stuck.
-    """
-    loop = asyncio.get_running_loop()
-
-    def begin_stop(number: int) -> None:
-        context.log.info("stopping", signal=signal.Signals(number).name)
-        context.stop.set()
-
-    def first(number: int, _frame: FrameType | None) -> None:
-        for each in before:
-            signal.signal(each, second)
-        # Not here: a handler may interrupt a line that is being logged.
-        loop.call_soon_threadsafe(begin_stop, number)
-
-    def second(number: int, _frame: FrameType | None) -> None:
-        os._exit(128 + number)
-
-    before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
-    for each in before:
-        signal.signal(each, first)
-    try:
-        yield
-    finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)

@@ -3,7 +3,7 @@
 First, while modules are loaded and nothing is begun, either one ends the process at once
 (:func:`leave_at_once`). Then a command that only looks is interrupted where it is
 (:func:`interrupt`); one that has something to finish or to undo is told (:class:`Stop`), and so is
-a service (:mod:`runtime.service`). Whatever the phase, a second signal ends the process at once.
+a service. Whatever the phase, a second signal ends the process at once, with 128 + its number.
 """
 
 from __future__ import annotations
@@ -19,13 +19,17 @@ if TYPE_CHECKING:
 
     Handler = Callable[[int, FrameType | None], None]
 
-INTERRUPTED = 130  # exit code, by whichever of the two
+INTERRUPTED = 130  # exit code of a command that the first one ended, whichever of the two it was
 BOTH = (signal.SIGINT, signal.SIGTERM)
 
 
 def _handle(handler: Handler) -> None:
     for number in BOTH:
         signal.signal(number, handler)
+
+
+def _end(number: int, _frame: FrameType | None) -> None:
+    os._exit(128 + number)
 
 
 def leave_at_once(code: int) -> None:
@@ -46,7 +50,7 @@ def interrupt() -> None:
     """
 
     def first(_number: int, _frame: FrameType | None) -> None:
-        leave_at_once(INTERRUPTED)
+        _handle(_end)
         raise KeyboardInterrupt
 
     _handle(first)
@@ -55,7 +59,8 @@ def interrupt() -> None:
 class Stop:
     """Inside the block the first signal is kept until somebody listens, who is then told its name.
 
-    A second one calls ``at_once``, in the middle of whatever goes on, and ends the process.
+    A second one calls ``at_once``, in the middle of whatever goes on, and ends the process. These
+    are plain handlers, not the event loop's: it must also end a process whose loop is stuck.
     """
 
     def __init__(self) -> None:
@@ -69,12 +74,12 @@ class Stop:
         if told is not None and self.name is not None:
             told(self.name)
 
-    def _came(self, number: int, _frame: FrameType | None) -> None:
+    def _came(self, number: int, frame: FrameType | None) -> None:
         if self.name is not None:
             try:
                 self.at_once()
             finally:
-                os._exit(INTERRUPTED)
+                _end(number, frame)
         self.name = signal.Signals(number).name
         if self._told is not None:
             self._told(self.name)

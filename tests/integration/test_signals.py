@@ -150,9 +150,11 @@ def test_a_run_that_is_interrupted_as_it_starts_its_services_stops_them(
 def test_a_second_signal_ends_a_run_at_once_and_with_it_its_redis(tmp_path: Path) -> None:
     process = begun(tmp_path, "run", "--out", "out")
     redis = wait_until(lambda: server_of(process), "its Redis")
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGSTOP)  # so that both are there when it goes on, the lower first
     process.send_signal(signal.SIGINT)
-    assert process.wait(GUARD_S) == 130
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
+    assert process.wait(GUARD_S) == 128 + signal.SIGTERM
     wait_until(lambda: not is_alive(redis), "the end of its Redis")
 
 
@@ -256,3 +258,24 @@ def test_whoever_does_not_listen_any_more_is_not_told() -> None:
         signal.raise_signal(signal.SIGTERM)
     assert (told, stop.name) == ([], "SIGTERM")
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_a_second_signal_ends_a_command_that_swallowed_the_first() -> None:
+    script = """
+import signal
+from runtime.signals import interrupt
+
+interrupt()
+try:
+    signal.raise_signal(signal.SIGINT)
+except BaseException as error:
+    print(type(error).__name__, flush=True)
+signal.raise_signal(signal.SIGTERM)
+print("it goes on")
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True, cwd=ROOT,
+        timeout=GUARD_S,
+    )  # fmt: skip
+    said = (done.returncode, done.stdout, done.stderr)
+    assert said == (128 + signal.SIGTERM, "KeyboardInterrupt\n", "")
