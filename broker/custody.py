@@ -7,13 +7,15 @@ tasks, which are given up and triggered anew), and named where it would: the run
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 from broker.client import Client, Command
 from broker.keys import TRAINERS, Keys
 from broker.records import End
 from broker.scripts import Script
+
+T = TypeVar("T")
 
 _MEND = Script("mend")
 _SCAN = Script("scan")
@@ -21,6 +23,8 @@ _DROP = Script("drop_copies")
 _FIND = Script("find_lost")
 _OF_UPDATER = ("applied", "buffered")  # coordinators end no task so
 _ASIDE_MS = 7 * 24 * 3600 * 1000  # what was put aside stays there for an operator to look at
+
+_AT_ONCE = 500  # keys that one script looks at: Redis does nothing else meanwhile
 
 _OF_SITES = ("update:", "workspace:")  # what sites write and nobody deletes if they forget it
 _COPIES = "control:"  # what sites were given of what a strategy remembers of their devices
@@ -40,6 +44,12 @@ _NAMED = {
 }  # fmt: skip
 
 
+def in_parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
+    """Any number of them, as many at a time as one exchange may be about."""
+    for at in range(0, len(items), _AT_ONCE):
+        yield items[at : at + _AT_ONCE]
+
+
 async def mend(
     client: Client, keys: Keys, *, inboxes: Iterable[str], owners: Iterable[str], most: int
 ) -> list[tuple[str, str]]:
@@ -51,11 +61,15 @@ async def mend(
     wanted = {getattr(keys, name): (kind, 0) for name, kind in _MENDED.items()}
     wanted |= {keys.inbox(site): ("stream", most) for site in inboxes}
     wanted |= {keys.tasks_of(owner): ("stream", 0) for owner in owners}
-    found = await _MEND(
-        client, keys.__dict__, _ASIDE_MS, *(part for pair in wanted.values() for part in pair),
-        rest=[name for key in wanted for name in (key, keys.quarantine(key))],
-    )  # fmt: skip
-    return [(key.decode(), why.decode()) for key, why in found]
+    found: list[tuple[str, str]] = []
+    for some in in_parts(list(wanted)):
+        about = (part for key in some for part in wanted[key])
+        mended = await _MEND(
+            client, keys.__dict__, _ASIDE_MS, *about,
+            rest=[name for key in some for name in (key, keys.quarantine(key))],
+        )  # fmt: skip
+        found += [(key.decode(), why.decode()) for key, why in mended]
+    return found
 
 
 async def foreign(client: Client, keys: Keys) -> list[tuple[str, str]]:

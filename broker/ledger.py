@@ -20,7 +20,7 @@ import msgpack
 from broker import reasons
 from broker.blobs import CHUNK
 from broker.client import Client, Command
-from broker.custody import ended_unlike, find_lost
+from broker.custody import ended_unlike, find_lost, in_parts
 from broker.errors import BadMessage, Fenced, NoRun, NoScript
 from broker.keys import COORDINATORS, POOL, TRAINERS, Keys, member
 from broker.messages import (
@@ -463,9 +463,17 @@ class Ledger:
         """Gives up open tasks that nobody has any more: see :func:`broker.custody.find_lost`."""
         return await find_lost(self._client, self.keys, _packed(self._event()), seen)
 
-    async def training(self, lease_ms: int) -> int:
-        """Tasks that a trainer has, under a lease that holds."""
-        return int(await self._script("measure", TRAINERS, lease_ms))
+    async def leases(self, lease_ms: int, owners: Iterable[str]) -> tuple[int, list[str]]:
+        """How many tasks trainers have under a lease that holds, and the streams where one ran out.
+
+        Of the pool's stream and those of ``owners``.
+        """
+        leased, lapsed = 0, list[str]()
+        for some in in_parts([self.keys.tasks, *map(self.keys.tasks_of, sorted(owners))]):
+            more, over = await self._script("measure", TRAINERS, lease_ms, rest=some)
+            leased += more
+            lapsed += [some[at] for at in over]
+        return leased, lapsed
 
     async def memory(self) -> tuple[int, int]:
         """Bytes that Redis uses, and that it may use (0: no limit)."""
@@ -486,10 +494,11 @@ class Ledger:
 
     async def unheard(self, owners: Iterable[str]) -> list[str]:
         """Those of these owners of devices that are not on the register."""
-        owners = sorted(owners)
-        asked: list[Command] = [("ZSCORE", self.keys.alive, owner) for owner in owners]
-        scores = await self._client.pipeline(asked) if asked else []
-        return [owner for owner, score in zip(owners, scores, strict=True) if score is None]
+        unheard: list[str] = []
+        for some in in_parts(sorted(owners)):
+            scores = await self._client.call("ZMSCORE", self.keys.alive, *some)
+            unheard += [owner for owner, at in zip(some, scores, strict=True) if at is None]
+        return unheard
 
     async def left(self) -> list[bytes]:
         """Trainers that said good-bye, as their names were written."""

@@ -61,7 +61,7 @@ RIGHTS = {
         reads=("run", "head", "lineage", "kept", "models", "model:*", "device:*"),
         writes=("queue", "dead"),
         commands=(
-            "xgroup|create", "xreadgroup", "time", "zrangebyscore", "zscore", "hgetall", "info",
+            "xgroup|create", "xreadgroup", "time", "zrangebyscore", "zmscore", "hgetall", "info",
             "type", "sadd", *_BLOB_READ,
         ),
         scripts=(

@@ -320,7 +320,8 @@ class Coordinator:
         lease_ms = round(self._lease.seconds * 1000)
         if owners := set((await self._ledger.owners()).values()):
             await self._ledger.settle_unserved(lease_ms)
-        for stream in (self._keys.tasks, *(self._keys.tasks_of(owner) for owner in owners)):
+        leased, lapsed = await self._ledger.leases(lease_ms, owners)
+        for stream in lapsed:
             tasks = Group(self._client, stream, TRAINERS, "")
             _, poison = await tasks.claim(idle_ms=lease_ms, most=self._lease.attempts)
             await self._bury_all(tasks, poison)
@@ -336,19 +337,18 @@ class Coordinator:
         pool = Group(self._client, self._keys.tasks, TRAINERS, "")
         for group in (*self._groups, pool):
             await group.reap(idle_ms=round(self._settings.trainer_silence_s * 1000))
-        self._run_metrics.saw(await self._seen(lease_ms))
+        self._run_metrics.saw(await self._seen(leased))
         self._swept = time.time()
         await pause(self._context.stop, _SWEEP_S)
 
-    async def _seen(self, lease_ms: int) -> Seen:
-        """The run as it is, for whoever scrapes."""
+    async def _seen(self, training: int) -> Seen:
+        """The run as it is, for whoever scrapes, with so many tasks in training."""
         memory, limit = await self._ledger.memory()
         try:
             view = await self._ledger.look()
         except NoRun:  # there will be one when the updater is there
             return Seen(time.time(), memory, limit)
         event_ms = view.told[self._keys.events].partition("-")[0]
-        training = await self._ledger.training(lease_ms)
         return Seen(time.time(), memory, limit, view, training, int(event_ms) / 1000)
 
     async def _strike_off_the_silent(self, owners: set[str]) -> None:

@@ -293,7 +293,7 @@ _SAMPLES: dict[str, tuple[str, ...]] = {
     "xlen": ("K",), "xpending": ("K", "x"), "xrange": ("K", "-", "+"),
     "xread": ("STREAMS", "K", "0"), "xreadgroup": ("GROUP", "x", "x", "STREAMS", "K", ">"),
     "xrevrange": ("K", "+", "-"), "zadd": ("K", "1", "x"),
-    "zcard": ("K",), "zcount": ("K", "0", "1"), "zrange": ("K", "0", "1"),
+    "zcard": ("K",), "zcount": ("K", "0", "1"), "zmscore": ("K", "x"), "zrange": ("K", "0", "1"),
     "zrangebylex": ("K", "-", "+"), "zrangebyscore": ("K", "0", "1"), "zrem": ("K", "x"),
     "zremrangebyrank": ("K", "0", "1"), "zscore": ("K", "x"),
 }  # fmt: skip

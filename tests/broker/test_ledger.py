@@ -1106,7 +1106,7 @@ async def test_junk_on_the_register_hides_nobody_else(
     assert list(await hand.ledger.trainers()) == ["ann"]
     assert await hand.ledger.owners() == {7: "ann"}
     assert (await hand.ledger.look()).owned == (7, 8)
-    assert await hand.ledger.training(60_000) == 0
+    assert await hand.ledger.leases(60_000, ["ann"]) == (0, [])
     assert await hand.ledger.settle_unserved(60_000) == 0
     assert await hand.ledger.left() == [b"\xfe"]
     assert await hand.ledger.silent(60) == [b"\xff"]

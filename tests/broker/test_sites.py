@@ -212,13 +212,16 @@ async def test_of_our_scripts_a_site_can_use_those_of_trainers_and_only_on_its_o
     names = {path.name.removesuffix(".lua") for path in scripts._LUA.iterdir()} - {"prelude"}
     keys = {**KEYS.__dict__, "leader": KEYS.leader("updater"), "blob": KEYS.model("1.1")}
     theirs = {"stream": KEYS.tasks_of("south/edge"), "tasks": KEYS.tasks_of("south/edge")}
+    rest = {
+        "mend": [KEYS.alive, KEYS.quarantine(KEYS.alive)], "measure": [KEYS.tasks_of("south/edge")],
+    }  # fmt: skip
     async with there.client(NORTH) as north:
         for name in sorted(names - {"may"}):
             script = Script(name)
             named = keys | theirs | {key: KEYS.update("south/t.a") for key in script.keys}
             named |= {key: value for key, value in (keys | theirs).items() if key in script.keys}
-            rest = [KEYS.alive, KEYS.quarantine(KEYS.alive)] if name == "mend" else []
-            assert await is_denied(north, script.command(named, *["x"] * 6, rest=rest)), name
+            command = script.command(named, *["x"] * 6, rest=rest.get(name, []))
+            assert await is_denied(north, command), name
 
 
 async def test_a_site_that_finds_no_script_waits_until_a_service_has_loaded_it(

@@ -17,6 +17,7 @@ from broker.client import Client, RedisSettings
 from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.ledger import _SCRIPTS, Ledger
 from broker.messages import Dead, GiveUp, Task, Trigger, Upload
+from broker.scripts import Script
 from broker.streams import Entry, Group
 from coordinator.scheduler import Scheduler, SchedulerSettings
 from coordinator.scheduling import InFlight
@@ -445,18 +446,66 @@ async def test_a_task_that_crashes_its_trainers_is_buried(make: Any, run: Hand) 
 
 
 async def test_a_poisonous_task_of_an_owner_is_buried_too(make: Any, run: Hand) -> None:
-    await run.announce("owner", 3)
-    await run.open(device=3)
-    await run.dispatch()
-    owner = Group(run.client, run.keys.tasks_of("owner"), TRAINERS, "owner")
-    await owner.ensure()
-    await owner.read()
-    for _ in range(2):
-        await owner.claim(idle_ms=0, most=9, own=True)
+    await poisoned(run, "owner", 3)
     async with running(make(lease_s=0.05), context()):
         [letter] = await dead(run, 1)
         assert letter.stream == "tasks:pool/owner"
         await run.balanced()
+
+
+async def poisoned(run: Hand, name: str, device: int) -> None:
+    """The device's owner was given its task three times."""
+    await run.announce(name, device)
+    await run.open(device=device)
+    await run.dispatch()
+    owner = Group(run.client, run.keys.tasks_of(name), TRAINERS, name)
+    await owner.ensure()
+    await owner.read()
+    for _ in range(2):
+        await owner.claim(idle_ms=0, most=9, own=True)
+
+
+async def test_a_sweep_looks_after_every_owner_some_at_a_time(
+    make: Any, run: Hand, client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("broker.custody._AT_ONCE", 3)
+    for device in (0, 1, 3, 4, 5):
+        await run.announce(f"o{device}", device)
+    await poisoned(run, "o2", 2)
+    await poisoned(run, "o6", 6)
+    await client.call("SET", keys.tasks_of("o5"), "x")
+    await client.call("HSET", keys.owners, 7, "ghost", 8, "o-ghost", 9, "z-ghost")
+    async with running(make(lease_s=0.05), context()):
+        letters = await dead(run, 2)
+        assert {letter.stream for letter in letters} == {"tasks:pool/o2", "tasks:pool/o6"}
+
+        async def mended() -> bool:
+            aside = await client.call("EXISTS", keys.quarantine(keys.tasks_of("o5")))
+            return bool(aside) and sorted(await run.ledger.owners()) == list(range(7))
+
+        await wait_until(mended)
+    await run.balanced()
+
+
+async def test_owners_whose_leases_hold_cost_a_sweep_no_exchange_each(
+    make: Any, run: Hand, redis: RedisSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.service._SWEEP_S", 0.0)
+    said = dict.fromkeys(("claim", "measure"), 0)
+
+    def count(data: bytes) -> bool:
+        for name in said:
+            said[name] += Script(name)._sha.encode() in data
+        return False
+
+    for device in range(10):
+        await run.announce(f"o{device}", device)
+    async with Proxy(redis) as proxy:
+        proxy.refuse = count
+        async with running(make(redis=proxy.settings), context()):
+            await wait_until(lambda: said["measure"] > 5)
+    # Its two groups, at each sweep and at the start.
+    assert said["claim"] <= 2 * (said["measure"] + 2)
 
 
 # trainers
