@@ -538,21 +538,23 @@ class Ledger:
         version: Version,
         *,
         counts: Mapping[str, int] | None = None,
+        journalled: Mapping[str, int] | None = None,
         done: Callable[[str], End | None] | None = None,
         held: Sequence[int] = (),
         mean_staleness: float = 0.0,
-    ) -> str:
+    ) -> Committed:
         """Makes the run with its first version, or publishes its newest over whatever is there.
 
         'created'; 'unwritten': the model's blob is not there; 'lost': the token is not. ``counts``
-        are the run's, for a Redis that was emptied; with ``done``, how a task ended, also for one
-        that fell back: what it has open, or ended otherwise since, ends as it did. What was open
-        and is not known there any more is given up.
+        are the run's, for a Redis that was emptied, and ``journalled`` those of the ends that the
+        journal has; with ``done``, how a task ended, also for one that fell back: what it has
+        open, or ended otherwise since, ends as it did. What was open and is not known there any
+        more is given up.
         Raises Fenced.
         """
         about: dict[str, Any] = {
             "token": token, "run": run.record(), "counts": dict(counts or {}),
-            "outcomes": OUTCOMES,
+            "outcomes": OUTCOMES, "journalled": _packed(dict(journalled or {})),
             "head": self._head(version, held, 0, mean_staleness),
             "version": version.version, "digest": version.digest, "blob": version.blob,
             "size": str(version.size),
@@ -562,7 +564,7 @@ class Ledger:
             about["ends"] = [self._ending(end) for end in unlike]
         blob = self.keys.model(version.blob)
         reply = await self._script("create", _packed(about), version.encode(), blob=blob)
-        return self._unless_fenced(reply, token)
+        return self._committed(reply, token)
 
     async def commit(
         self, token: str, commit: Commit, *, ahead: Sequence[Command] = ()
@@ -570,8 +572,8 @@ class Ledger:
         """Publishes, ends and deletes in one step, or does nothing at all: what happened.
 
         'done' (also when it was done before, and only the reply was lost); 'lost': Redis was
-        emptied; 'behind:<version>': its head is not this version's parent, or not `at`;
-        'unwritten': the model's blob is not there. Raises Fenced.
+        emptied; 'behind:<version>': its head is not this version's parent, or not `at`, or Redis
+        forgot ends that it was told; 'unwritten': the model's blob is not there. Raises Fenced.
 
         ``ahead``: what :func:`broker.blobs.prepare` left to write that blob by.
         """
@@ -581,6 +583,7 @@ class Ledger:
             "entries": list(commit.entries),
             "retired": list(commit.retired), "time": repr(time.time()), "at": commit.at,
             "head": self._head(version, commit.held, commit.retained, commit.mean_staleness),
+            "journalled": _packed(dict(commit.journalled)), "before": commit.before,
         }  # fmt: skip
         if commit.finish is not None:
             about["finish"] = commit.finish
@@ -598,11 +601,7 @@ class Ledger:
             ],
             ahead=ahead,
         )  # fmt: skip
-        if not isinstance(reply, list):
-            return Committed(self._unless_fenced(reply, token))
-        what, state, flat = reply
-        counts = {name: int(value) for name, value in mapping(flat).items()}
-        return Committed(what.decode(), counts, state == b"finished")
+        return self._committed(reply, token)
 
     async def hand_out(
         self, token: str, device: int, digest: str, size: int, *, ahead: Sequence[Command] = ()
@@ -629,6 +628,13 @@ class Ledger:
             device=end.device, version=end.version, staleness=end.staleness, weight=end.weight
         )
         return end.task, end.attempt, end.outcome, end.reason, event
+
+    def _committed(self, reply: Any, token: str) -> Committed:
+        if not isinstance(reply, list):
+            return Committed(self._unless_fenced(reply, token))
+        what, state, flat = reply
+        counts = {name: int(value) for name, value in mapping(flat).items()}
+        return Committed(what.decode(), counts, state == b"finished")
 
     def _unless_fenced(self, reply: bytes, token: str) -> str:
         if reply == b"fenced":

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from typing import Literal
 
+import msgpack
+
 from broker.errors import BrokerError
 from broker.layout import Layout
 from broker.messages import OUTCOMES, Outcome, Sends, Trigger, Version
@@ -104,6 +106,7 @@ class Head:
     held: tuple[int, ...] = ()  # devices whose updates are buffered: they wait for more
     retained: int = 0  # entries of the queue that are done, but not yet safe in the journal
     mean_staleness: float = 0.0  # moving average over what was applied or buffered
+    journalled: Mapping[str, int] = field(default_factory=dict)  # counts of the updater's ends
 
     @property
     def buffered(self) -> int:
@@ -121,6 +124,7 @@ class Head:
             held=tuple(int(device) for device in record.get("held", b"").split()),
             retained=int(record.get("retained", 0)),
             mean_staleness=float(record.get("mean_staleness", 0.0)),
+            journalled=msgpack.unpackb(record.get("journalled", b"\x80")),
         )
 
 
@@ -194,6 +198,16 @@ def counted(counts: Mapping[str, int], end: End) -> dict[str, int]:
     return {**counts, **{name: counts.get(name, 0) + 1 for name in names}}
 
 
+def without(counts: Mapping[str, int], part: Mapping[str, int]) -> dict[str, int]:
+    """A run's counts less those that are part of them."""
+    return {name: n - part.get(name, 0) for name, n in counts.items() if n > part.get(name, 0)}
+
+
+def ended(counts: Mapping[str, int]) -> int:
+    """Tasks that ended, by counts of outcomes."""
+    return sum(counts.get(outcome, 0) for outcome in OUTCOMES)
+
+
 LOST = "lost with Redis"
 
 
@@ -207,6 +221,8 @@ class Commit:
     at: int = 0  # the newest version then: without one to publish, Redis must have it
     retained: int = 0  # entries that are done and stay in the queue for now
     ends: Sequence[End] = ()
+    journalled: Mapping[str, int] = field(default_factory=dict)  # ends of the journal, with these
+    before: int = 0  # and how many there were: what Redis must have been told
     entries: Sequence[str] = ()  # of the queue, done
     updates: Sequence[str] = ()  # blobs of updates, done
     retired: Sequence[str] = ()  # blobs of models

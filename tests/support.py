@@ -133,9 +133,8 @@ class Hand:
             assert await self.scheduler.acquire()
         assert await self.updater.acquire()
         version = await self.publish(0)
-        assert (
-            await self.ledger.create(self.updater.token, self.run(**changes), version) == "created"
-        )
+        reply = await self.ledger.create(self.updater.token, self.run(**changes), version)
+        assert reply.what == "created"
         return version
 
     def trigger(self, **changes: Any) -> Trigger:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from broker.layout import Model
 from broker.messages import Outcome, RoundEnd, Upload, Version
-from broker.records import End, Head
+from broker.records import End, Head, counted
 from broker.streams import Entry
 from updater.journal import RoundClosed, Taken
 from updater.journal.messages import Counted
@@ -34,6 +34,10 @@ class Change:
     finish: str | None = None  # why the run is over with this
     used: tuple[Model, ...] = ()  # models that it read or wrote
 
+    def counted(self, counts: dict[str, int]) -> dict[str, int]:
+        """Counts of ended tasks with what it ends, unless that was counted before."""
+        return counted(counts, self.end) if self.end and self.record is not None else counts
+
     def remakes(self, ahead: Head, told: str | None) -> bool:
         """Whether it can be one that Redis has already, and the journal lost.
 
@@ -53,7 +57,6 @@ class Retained:
     position: int  # behind the record
     entry: str
     blob: str | None
-    end: End | None  # of its task: told again with the deletion, should Redis have gone back
 
 
 def version_of(step: Step, digest: str, epoch: int, nonce: str) -> Version:

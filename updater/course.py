@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import reduce
 
 from broker.layout import Model
 from broker.messages import Contribution
-from broker.records import End, Head, Run, counted
+from broker.records import End, Head, Run
 from updater.changes import Change, Retained
 from updater.ended import Ended
 from updater.progress import Progress
@@ -34,7 +35,8 @@ class Course:
     done: dict[str, End] = field(default_factory=dict)  # by task, oldest first
     rounds: dict[str, None] = field(default_factory=dict)  # entries that ended rounds, oldest first
     forgotten: int = 0  # of a task that ended before this version nobody may know any more
-    counts: dict[str, int] = field(default_factory=dict)  # of the run, with what is in the journal
+    told: dict[str, int] = field(default_factory=dict)  # the journal's ends as Redis counted them
+    besides: dict[str, int] = field(default_factory=dict)  # the run's other counts, of coordinators
     unwritten: list[Change] = field(default_factory=list)  # not in the journal yet
     pending: deque[tuple[Change, int]] = field(default_factory=deque)  # not committed yet
     retained: list[Retained] = field(default_factory=list)  # oldest first
@@ -74,18 +76,10 @@ class Course:
         """How a task ended, if it has. Raises JournalError."""
         return self.done.get(task) or self.index.get(task)
 
-    def recorded(self, task: str) -> End | None:
-        """The same, by what is in the journal."""
-        return None if task in self._undone() else self.ended(task)
-
     def journalled(self) -> dict[str, End]:
         """What is remembered and in the journal, by task, oldest first."""
-        undone = set(self._undone())
+        undone = {one.end.task for one in self.unwritten if one.end and one.record is not None}
         return {task: end for task, end in self.done.items() if task not in undone}
-
-    def _undone(self) -> Iterator[str]:
-        """Tasks that were decided on, and are not in the journal."""
-        return (one.end.task for one in self.unwritten if one.end and one.record is not None)
 
     def happened(self, change: Change, position: int) -> None:
         """A change is in the journal, up to ``position``: it is now what is."""
@@ -94,12 +88,17 @@ class Course:
         if change.version is not None:
             self.digest, self.time = change.version.digest, change.version.time
             self.made = change.version.updates
-        self.count(change)
 
-    def count(self, change: Change) -> None:
-        """The run's counts with what a change ends."""
-        if change.end is not None and change.record is not None:
-            self.counts = counted(self.counts, change.end)
+    @property
+    def tally(self) -> dict[str, int]:
+        """Tasks by how they ended, of all that is in the journal."""
+        return reduce(lambda counts, one: one[0].counted(counts), self.pending, self.told)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """Of the run, with what is in the journal."""
+        ends, besides = self.tally, self.besides
+        return {name: besides.get(name, 0) + ends.get(name, 0) for name in besides | ends}
 
     def models(self) -> Iterator[Model]:
         """The models whose buffers are in use."""

@@ -131,7 +131,7 @@ class Decider:
         payload = (update,) if self.weights else ()
         return changes.taken(
             entry, upload, step, payload, version=await self._version(step),
-            finish=self._end_of_run(step), counts=self.course.counts, used=used,
+            finish=self._end_of_run(step), counts=self.course.besides, used=used,
             sizes=sizes,
         )  # fmt: skip
 
@@ -142,7 +142,7 @@ class Decider:
         version = await self._version(step)
         return changes.round_closed(
             entry, message, step, late=late, version=version, finish=self._end_of_run(step),
-            counts=self.course.counts, used=(before.state.model,) if version is not None else (),
+            counts=self.course.besides, used=(before.state.model,) if version is not None else (),
         )  # fmt: skip
 
     def _refused(
@@ -152,7 +152,7 @@ class Decider:
         self.context.log.warning(
             "update refused", task=upload.task, device=upload.device, reason=reason
         )
-        return changes.refused(entry, upload, before, reason, self.course.counts, sizes)
+        return changes.refused(entry, upload, before, reason, self.course.besides, sizes)
 
     def _found_again(self, entry: Entry, upload: Upload, before: Progress, end: End) -> Change:
         """A task that is in the journal, but Redis does not know it."""

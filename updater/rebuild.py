@@ -265,7 +265,8 @@ class Recovered:
     digest: str
     time: float  # of the version
     made: tuple[Contribution, ...]  # the updates in it
-    counts: dict[str, int]
+    journalled: dict[str, int]  # tasks by how they ended
+    counts: dict[str, int]  # of the run besides, as Redis had them last
     done: dict[str, End]  # by task, oldest first
     rounds: list[str]  # entries that ended rounds, oldest first
     forgotten: int
@@ -289,7 +290,8 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
     found = Recovered(
         head=segment.head, progress=rebuild.progress, checkpoint=rebuild.progress,
         version=said.version, digest=said.digest, time=said.time, made=said.made,
-        counts=said.counts, done={end.task: end for end in _ends(segment)},
+        journalled=said.journalled, counts=said.counts,
+        done={end.task: end for end in _ends(segment)},
         rounds=list(said.rounds), forgotten=said.forgotten, finished=said.finished,
         ending=segment.beginning, norms=rebuild.progress.norms,
         stored=dict.fromkeys(said.here, segment.path.name) | segment.elsewhere,
@@ -307,19 +309,14 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
         if message.digest is not None:
             found.version, found.digest, found.time = message.version, message.digest, message.time
         found.finished = message.finished or found.finished
-        # Counters only grow; those that a record states are from before the records of its batch.
-        known = message.counts
+        found.counts = message.counts
         if isinstance(message, Taken):
             end = end_of(message)
             found.done[end.task] = end
             found.norms = found.norms.grown(message.sizes) if message.sizes else found.norms
-            found.counts, known = counted(found.counts, end), counted(known, end)
+            found.journalled = counted(found.journalled, end)
         else:
             found.rounds.append(message.entry)
-        found.counts = {
-            name: max(found.counts.get(name, 0), known.get(name, 0))
-            for name in found.counts | known
-        }
     found.torn_bytes, found.torn = segment.size - found.ending.at, segment.torn
     found.reweighed = rebuild.reweighed
     return found

@@ -23,7 +23,7 @@ from broker.layout import Layout, Model
 from broker.lease import Lease
 from broker.ledger import Ledger
 from broker.messages import Version
-from broker.records import LOST, End, Head, Run
+from broker.records import LOST, End, Head, Run, ended, without
 from runtime.backoff import pause
 from runtime.service import Context
 from updater import changes
@@ -240,7 +240,7 @@ class Recovery:
         if run is not None and run.state == "finished":
             self.course.run = run
         self._recall(found)
-        self.course.counts = found.counts
+        self.course.told, self.course.besides = found.journalled, found.counts
         self.course.made = found.made
         self.recorder.stored = found.stored
         self._go_on_from(found.progress, found.digest, found.time)
@@ -288,7 +288,9 @@ class Recovery:
                 self.course.remember(lost)
         if norms is not None:  # and of what ended since the journal does, nobody knows even that
             self.course.forgotten = head.version
-        self.course.counts, self.course.made, self.course.unwritten = counts, (), []
+        self.course.told = dict(head.journalled)
+        self.course.besides = without(counts, head.journalled)
+        self.course.made, self.course.unwritten = (), []
         self._go_on_from(progress, head.digest, head.time)
         try:
             await self.begin_segment("adopted", after=after)
@@ -319,7 +321,8 @@ class Recovery:
             release=f"numpy {np.__version__}, {platform.machine()}", time=time.time(),
         )  # fmt: skip
         standing, models = standing_of(
-            progress, why, digest=course.digest, time=course.time, counts=course.counts,
+            progress, why, digest=course.digest, time=course.time,
+            journalled=course.tally, counts=course.besides,
             done=tuple(tuple(vars(end).values()) for end in course.done.values()),
             forgotten=course.forgotten,
             finished=run.why if course.finished else None, made=course.made,
@@ -358,6 +361,10 @@ class Recovery:
             raise self._foreign("a run of another lineage than the journal")
         if head.version < progress.state.version:
             await self._publish_again(f"version {head.version}")
+            return
+        there, told = ended(head.journalled), ended(self.course.told)
+        if there < told:  # what was forgotten made no version
+            await self._publish_again(f"{there} of {told} ends")
             return
         if run.state == "finished" and not self.course.finished:
             self.finish(run)
@@ -407,14 +414,16 @@ class Recovery:
         await self.publisher.write(version, state.model)
         if not await self.hand_out(state):  # whoever sees the version finds them
             return
+        journalled = self.course.tally
         reply = await self.ledger.create(
-            token, run, version, counts=self.course.counts, done=self.course.recorded,
-            held=tuple(one.device for one in progress.held),
+            token, run, version, counts=self.course.counts, journalled=journalled,
+            done=self.course.ended, held=tuple(one.device for one in progress.held),
             mean_staleness=progress.mean_staleness,
         )  # fmt: skip
-        if reply != "created":  # emptied once more
+        if reply.what != "created":  # emptied once more
             await pause(self.context.stop, LOST_S)
             return
+        self.course.told, self.course.besides = journalled, without(reply.counts, journalled)
         await self.publisher.look()
         self.course.epoch = epoch
         await self.intake.forget_fetches()

@@ -27,7 +27,7 @@ from broker.layout import Model
 from broker.lease import Lease
 from broker.ledger import Ledger
 from broker.messages import Version
-from broker.records import Commit, Run
+from broker.records import Commit, Run, ended, without
 from broker.streams import BLOCK_MS
 from runtime.backoff import pause
 from runtime.config import Section
@@ -150,10 +150,10 @@ class Updater:
         progress = self._course.progress
         if progress is None or self._recorder.head is None:
             await self._recovery.recover()
+        elif self._course.unwritten:
+            await self._go_on()  # first of all: what is not in the journal yet would count as lost
         elif self._lease.number != self._course.epoch:
             await self._recovery.compare(progress)
-        elif self._course.unwritten:
-            await self._go_on()
         elif self._course.pending and not self._may_wait(progress):
             await self._settle(*self._course.pending[0])
         elif self._recorder.is_full or self._course.finished != self._course.sealed:
@@ -283,17 +283,19 @@ class Updater:
         """
         done_with = [*self._course.retained]
         if change is not None:
-            done_with.append(Retained(position, change.entry, change.blob, change.end))
+            done_with.append(Retained(position, change.entry, change.blob))
         on_disk = bisect_right(done_with, self._recorder.safe, key=lambda one: one.position)
         safe = done_with[:on_disk]
-        mine = change.end if change else None
+        told = change.counted(self._course.told) if change else self._course.told
         commit = Commit(
             version=publish,
             held=tuple(one.device for one in progress.held),
             retained=len(done_with) - on_disk,
             mean_staleness=progress.mean_staleness,
             at=progress.state.version,
-            ends=tuple(dict.fromkeys(end for end in (mine, *(one.end for one in safe)) if end)),
+            ends=(change.end,) if change and change.end else (),
+            journalled=told,
+            before=ended(self._course.told),
             entries=tuple(one.entry for one in safe),
             updates=tuple(one.blob for one in safe if one.blob),
             retired=self._publisher.outlived(publish.size) if publish is not None else (),
@@ -302,9 +304,7 @@ class Updater:
         done = await self._ledger.commit(self._lease.token, commit, ahead=ahead)
         if done.what == "done":
             self._course.retained = done_with[on_disk:]
-            self._course.counts = done.counts
-            for pending, _ in list(self._course.pending)[1:]:
-                self._course.count(pending)
+            self._course.told, self._course.besides = told, without(done.counts, told)
             self._publisher.deleted(commit.retired)
             if done.finished != self._course.finished and len(self._course.pending) < 2:
                 self._course.epoch = 0  # somebody ended it, or Redis forgot that it ended: compare

@@ -6,33 +6,44 @@ local a = cmsgpack.unpack(ARGV[1])
 local foreign = fenced(a.token, 'updater')
 if foreign then return foreign end
 local forgot = a.ends or redis.call('EXISTS', key.run) == 0
-local function counted(name) return tonumber(redis.call('HGET', key.counts, name) or '0') end
 guard()
 if redis.call('HGET', key.blob, 'size') ~= a.size then return 'unwritten' end
 redis.call('PERSIST', key.blob)
 if forgot then
-  for _, ended in ipairs(a.ends or {}) do end_as_journalled(unpack(ended)) end
-  for name, n in pairs(a.counts) do
-    if n > counted(name) then redis.call('HSET', key.counts, name, n) end
+  local had = ends_of(redis.call('HGET', key.head, 'journalled')) -- among what is counted here
+  local function add(name) had[name] = (had[name] or 0) + 1 end
+  for _, ended in ipairs(a.ends or {}) do
+    local _, _, outcome, reason = unpack(ended)
+    if end_as_journalled(unpack(ended)) == 'counted' then
+      add(outcome)
+      if reason ~= '' then add(outcome .. ':' .. reason) end
+    end
   end
-  -- What is missing now was issued, has not ended, and is not open here: nobody will answer.
-  local known = redis.call('HLEN', key.open)
-  for _, outcome in ipairs(a.outcomes) do known = known + counted(outcome) end
-  local lost = counted('issued') - known
-  if lost > 0 then
-    redis.call('HINCRBY', key.counts, 'given_up', lost)
-    redis.call('HINCRBY', key.counts, 'given_up:' .. LOST, lost)
-  else -- what a coordinator ended after that, and is open here again, counts as one more
-    redis.call('HSET', key.counts, 'issued', known)
+  local counts = pairs_of(redis.call('HGETALL', key.counts))
+  if tonumber(counts.issued) == 0 then -- it was emptied: all that is known counts
+    counts = a.counts
+  else -- what coordinators ended is as this Redis has it: that of another past may be the same tasks
+    for name, n in pairs(ends_of(a.journalled)) do counts[name] = (counts[name] or 0) + n - (had[name] or 0) end
   end
+  -- What is missing then was issued, has not ended, and is not open here: nobody will answer.
+  local lost = 'given_up:' .. LOST
+  local before = counts[lost] or 0
+  local known = redis.call('HLEN', key.open) - before
+  for _, outcome in ipairs(a.outcomes) do known = known + (counts[outcome] or 0) end
+  counts.issued = math.max(counts.issued or 0, a.counts.issued or 0, known)
+  if counts.issued - known ~= tonumber(before) then
+    counts[lost] = counts.issued - known
+    counts.given_up = (counts.given_up or 0) + counts[lost] - before
+  end
+  for name, n in pairs(counts) do redis.call('HSET', key.counts, name, n) end
 end
 local state, why, finished = unpack(redis.call('HMGET', key.run, 'state', 'why', 'finished'))
 redis.call('HSET', key.run, unpack(a.run))
 if state == 'finished' then -- somebody ended it meanwhile: it stays ended
   redis.call('HSET', key.run, 'state', state, 'why', why, 'finished', finished)
 end
-redis.call('HSET', key.head, unpack(a.head))
+redis.call('HSET', key.head, 'journalled', a.journalled, unpack(a.head))
 redis.call('HSET', key.lineage, a.version, a.digest)
 redis.call('ZADD', key.kept, a.version, a.blob)
 redis.call('XADD', key.models, 'MAXLEN', '~', VERSIONS_TOLD, '*', 'm', ARGV[2])
-return 'created'
+return {'created', redis.call('HGET', key.run, 'state'), redis.call('HGETALL', key.counts)}

@@ -75,20 +75,33 @@ local function forget(task, attempt, outcome, reason)
   redis.call('ZREM', key.ended, table.concat({task, attempt, outcome, reason}, '|'))
 end
 
+-- Counts of tasks by outcome and reason as they travel, and how many tasks that are.
+local function ends_of(packed)
+  local counts, n = packed and cmsgpack.unpack(packed) or {}, 0
+  for name, ended in pairs(counts) do
+    if not string.find(name, ':', 1, true) then n = n + ended end
+  end
+  return counts, n
+end
+
 -- Ends a task as the journal has it. A Redis that fell back had it open again, and a coordinator may have
--- ended it otherwise since: that outcome is taken back, so that a task is counted as one.
+-- ended it otherwise since: that outcome is taken back, so that a task is counted as one. What it came to:
+-- 'counted', 'known' (it was counted before) or 'unknown' (and not counted: there is no such task here).
 local function end_as_journalled(task, attempt, outcome, reason, event)
-  if end_task(task, attempt, outcome, reason ~= '' and reason or nil, event) == 1 then return end
+  local why_ended = reason ~= '' and reason or nil
+  if end_task(task, attempt, outcome, why_ended, event) == 1 then return 'counted' end
   local by, was, why = ended_as(task)
-  if not by or (was == outcome and why == reason) then return end
-  if reason == LOST then return end -- of an end that the journal lost: Redis knows better
+  if not by then return 'unknown' end
+  if was == outcome and why == reason then return 'known' end
+  if reason == LOST then return 'known' end -- of an end that the journal lost: Redis knows better
   forget(task, by, was, why)
   if was == 'retried' then was = 'dead' end -- as which it is counted
   redis.call('HINCRBY', key.counts, was, -1)
   if why ~= '' then redis.call('HINCRBY', key.counts, was .. ':' .. why, -1) end
   redis.call('HSET', key.open, task, '')
   event.text = 'not ' .. was .. ', as it was told after Redis fell back'
-  end_task(task, attempt, outcome, reason ~= '' and reason or nil, event)
+  end_task(task, attempt, outcome, why_ended, event)
+  return 'counted'
 end
 
 -- Whether a site does something for the `most`-th time in this second, or less often.

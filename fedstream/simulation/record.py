@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from broker.messages import Outcome, Upload
-from broker.records import counted
 from updater.journal import RoundClosed, SegmentHead, Taken, Writer
-from updater.rebuild import end_of, standing_of
+from updater.rebuild import standing_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -42,7 +41,6 @@ class Recorder:
     ) -> None:
         """Begins it. Raises JournalError; Fenced if there is one."""
         self._settings = settings.journal
-        self._counts: dict[str, int] = {}
         head = SegmentHead(
             epoch=1, number=0, lineage=f"simulation-{settings.run.seed}", run=settings.run.name,
             task=settings.task.name, devices=devices, versions=settings.run.versions,
@@ -89,17 +87,15 @@ class Recorder:
         record = Taken(
             entry=f"{about.n}-0", upload=upload, outcome=outcome, reason=reason,
             staleness=staleness, weight=weight, version=version, digest=about.digest,
-            time=about.time, received=about.time, finished=about.finished, counts=self._counts,
-            sizes=sizes,
+            time=about.time, received=about.time, finished=about.finished, sizes=sizes,
         )  # fmt: skip
         self._writer.append(record, *payload)
-        self._counts = counted(self._counts, end_of(record))
 
     def round_over(self, over: RoundOver, round_: int, version: int, about: Happened) -> None:
         """The end of the round on top of version ``round_``."""
         record = RoundClosed(
             entry=f"{about.n}-0", round=round_, why=over.why, version=version, digest=about.digest,
-            time=about.time, received=about.time, finished=about.finished, counts=self._counts,
+            time=about.time, received=about.time, finished=about.finished,
         )  # fmt: skip
         self._writer.append(record)
 

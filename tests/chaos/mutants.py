@@ -90,7 +90,7 @@ MUTANTS = (
     ),
     Mutant(
         "counts are not restored after Redis was emptied", "broker/lua/create.lua",
-        "if n > counted(name) then", "if name == 'issued' and n > counted(name) then",
+        "    counts = a.counts\n", "    counts.issued = a.counts.issued\n",
         (Kind.EMPTY,),
     ),
     Mutant(
@@ -100,9 +100,9 @@ MUTANTS = (
     ),
     Mutant(
         "tasks lost with Redis are counted twice", "broker/lua/create.lua",
-        "  if lost > 0 then\n",
-        "  if lost > 0 then\n    redis.call('HINCRBY', key.counts, 'issued', lost)\n"
-        "    lost = 2 * lost\n",
+        "    counts[lost] = counts.issued - known\n",
+        "    counts[lost] = 2 * (counts.issued - known)\n"
+        "    counts.issued = known + counts[lost]\n",
         (Kind.EMPTY,),
     ),
     Mutant(

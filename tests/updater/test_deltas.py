@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -116,9 +117,11 @@ async def test_what_is_no_use_is_refused_and_changes_nothing(
     async with running(updater, live):
         await hand.join()
         before = await hand.ledger.head()
+        assert before
         upload = await sent(hand, *filled(hand, **({"parameters": 1.0} | values)), **changes)
         await wait_until(lambda: reasons(hand, "refused", {reason: 1}))
-        assert await hand.ledger.head() == before
+        told = {"refused": 1, f"refused:{reason}": 1}
+        assert await hand.ledger.head() == replace(before, journalled=told)
         assert await client.call("EXISTS", keys.queued(upload.blob)) == 0
         assert updater._course.progress.state.memory.devices is None  # nobody is remembered
         await sent(hand, *filled(hand, 1.0))  # and the next one is taken as if nothing had happened

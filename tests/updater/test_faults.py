@@ -541,7 +541,7 @@ async def test_what_was_being_fetched_when_redis_went_back_is_forgotten(
                 ("EXEC",),
             ]
         )
-        await wait_until(lambda: updater._course.epoch > 1)
+        await wait_until(lambda: updater._lease.number > 1)
         disk.full = False
         await hand.reaches(2)
         await makes_more(hand, 1.0, 1.0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -177,11 +178,13 @@ async def test_bad_updates_are_refused_counted_and_never_reach_the_model(
     async with running(make(max_norm=10.0), with_metrics):
         await hand.join()
         before = await hand.ledger.head()
+        assert before
         [trigger] = await hand.open()
         upload = await hand.trained(trigger, *values, **changes)
         await hand.slip_in(upload)
         await refused(hand, reason)
-        assert await hand.ledger.head() == before
+        told = {"refused": 1, f"refused:{reason}": 1}
+        assert await hand.ledger.head() == replace(before, journalled=told)
         assert await hand.queue() == []
         assert await client.call("EXISTS", keys.queued(upload.blob)) == 0
         [event] = await hand.events()

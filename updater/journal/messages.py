@@ -68,7 +68,8 @@ class Standing(Message):
     held: tuple[Contribution, ...] = ()
     mean_staleness: Mean = 0.0
     sizes: tuple[Sizes, ...] = ()  # of the newest updates, oldest first
-    counts: Counts = Field(default_factory=dict)  # of the run, as Redis had them last
+    journalled: Counts = Field(default_factory=dict)  # how the journal's tasks ended, up to here
+    counts: Counts = Field(default_factory=dict)  # of the run besides, as Redis had them last
     done: tuple[tuple[Any, ...], ...] = ()  # the fields of `End`s, lately, oldest first
     forgotten: Count = 0  # the version at which a task may have ended that `done` has no more
     rounds: tuple[str, ...] = ()  # entries that ended rounds lately, oldest first
@@ -102,7 +103,7 @@ class Taken(Message):
     time: Time  # when
     received: Time  # when it was admitted: the queue's clock
     finished: str | None = None  # why the run is over with this
-    counts: Counts = Field(default_factory=dict)  # of the run, before this
+    counts: Counts = Field(default_factory=dict)  # of the run beside the journal's, before this
     sizes: Counted = ()  # as they count for what is usual (updater/norms.py)
 
 

@@ -1,0 +1,232 @@
+"""Redis falls back and no version goes with it: its counts are the journal's again nevertheless."""
+
+from __future__ import annotations
+
+import os
+from typing import Any, Literal
+
+import pytest
+
+from broker.client import Client
+from broker.messages import CloseRound, Trigger, Upload, Withdraw
+from broker.records import LOST, End
+from tests.support import Hand, context, running, wait_until
+from tests.updater.journalled import backed_up, go_back, held, reasons
+from tests.updater.test_faults import Disk, makes_more
+from updater.strategies import FedAvgSettings
+
+ROUNDS = FedAvgSettings(clients_per_round=9)
+
+
+def idle_after(monkeypatch: pytest.MonkeyPatch, milliseconds: int) -> None:
+    """The updater is idle when the queue was empty for so long."""
+    monkeypatch.setattr("updater.service.BLOCK_MS", milliseconds)
+
+
+Why = Literal["timed out", "deadline passed"]
+
+
+async def given_up(hand: Hand, trigger: Trigger, why: Why = "timed out") -> None:
+    """By a coordinator: for it the task is open."""
+    await hand.ledger.ask(Withdraw(tasks=(trigger.task,), why=why))
+    assert (await hand.dispatch())[-1] == "withdrawn"
+
+
+async def ready(hand: Hand) -> tuple[Trigger, Upload]:
+    """A task whose answer is not said yet."""
+    [trigger] = await hand.open()
+    await hand.dispatch()
+    return trigger, await hand.trained(trigger, 4.0)
+
+
+async def nonzero(hand: Hand) -> dict[str, int]:
+    """The run's counts but for those that are nothing."""
+    return {name: n for name, n in (await hand.ledger.look()).counts.items() if n}
+
+
+async def buffered_and_given_up(
+    make: Any, hand: Hand, client: Client, *, restarts: int = 0
+) -> Trigger:
+    """Redis falls back behind an update that is buffered, and a coordinator gives its task up."""
+    async with running(make(ROUNDS), context()):
+        await hand.join()
+        trigger, upload = await ready(hand)
+        backup = await backed_up(client)
+        assert await hand.admit(upload) == [("admitted", "")]
+        await wait_until(lambda: held(hand, 1))
+    for _ in range(restarts):  # each begins a segment
+        async with running(make(ROUNDS), context()):
+            await wait_until(hand.queue_is_empty)
+        assert len(await hand.published()) == 1  # Redis had forgotten nothing
+    await go_back(client, backup)
+    await given_up(hand, trigger)
+    assert await nonzero(hand) == {"issued": 1, "given_up": 1, "given_up:timed out": 1}
+    return trigger
+
+
+@pytest.mark.parametrize("restarts", [0, 2])
+async def test_a_fall_back_within_a_version_is_noticed_by_who_takes_over(
+    make: Any, hand: Hand, client: Client, restarts: int
+) -> None:
+    trigger = await buffered_and_given_up(make, hand, client, restarts=restarts)
+    async with running(make(ROUNDS), context()):
+        await wait_until(lambda: held(hand, 1))
+        assert await nonzero(hand) == {"issued": 1, "buffered": 1}
+        assert await hand.ledger.ends([trigger.task]) == ["buffered"]
+
+
+@pytest.mark.parametrize("idle_ms", [20, 3_600_000])  # by a look at Redis, or by the next commit
+async def test_a_fall_back_within_a_version_is_noticed_while_the_updater_lives(
+    make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch, idle_ms: int
+) -> None:
+    idle_after(monkeypatch, idle_ms)
+    async with running(make(ROUNDS), context()):
+        await hand.join()
+        trigger, upload = await ready(hand)
+        backup = await backed_up(client)
+        for _ in range(2):
+            await hand.admit(upload)
+            await wait_until(lambda: held(hand, 1))
+            await go_back(client, backup)
+            await given_up(hand, trigger)
+            if idle_ms > 20:
+                await hand.ledger.ask(CloseRound(version=5, tasks=(), why="its entry is new"))
+                assert await hand.dispatch() == ["closed"]
+            await wait_until(lambda: held(hand, 1))
+            assert await nonzero(hand) == {"issued": 1, "buffered": 1}
+            await wait_until(hand.queue_is_empty)
+            await go_back(client, backup)  # where it counts as what it is, and as nothing else
+    async with running(make(ROUNDS), context()):
+        await wait_until(lambda: held(hand, 1))
+        assert await nonzero(hand) == {"issued": 1, "buffered": 1}
+
+
+async def test_what_is_decided_on_does_not_count_as_lost(
+    make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its record comes, though Redis was emptied before."""
+    disk = Disk()
+    monkeypatch.setattr(os, "pwritev", disk.pwritev)
+    updater = make(lease_s=0.4)
+    async with running(updater, context()):
+        await makes_more(hand, 1.0)
+        disk.full = True
+        await hand.admitted(2.0)
+        await wait_until(lambda: updater._course.unwritten)
+        await client.call("FLUSHALL")
+        await wait_until(lambda: updater._lease.number > 1)
+        disk.full = False
+        await hand.reaches(2)
+        assert await nonzero(hand) == {"issued": 2, "applied": 2}
+
+
+async def test_what_a_redis_that_fell_back_knows_better_is_not_counted_from_before(
+    make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    idle_after(monkeypatch, 20)
+    async with running(make(lease_s=0.4), context()):
+        await hand.join()
+        trigger, _ = await ready(hand)
+        backup = await backed_up(client)
+        await given_up(hand, trigger)
+        await hand.admitted(1.0)
+        await hand.reaches(1)
+        await go_back(client, backup)
+        await hand.reaches(1)
+        assert await nonzero(hand) == {"issued": 2, "applied": 1}
+        await client.call("FLUSHALL")
+        await wait_until(lambda: reasons(hand, "given_up", {LOST: 1}))
+        assert (await hand.ledger.look()).issued == 2
+
+
+# one step
+
+
+async def test_a_commit_finds_that_ends_were_forgotten(hand: Hand, client: Client) -> None:
+    await hand.create()
+    first, second = await hand.admitted(), await hand.admitted()
+    backup = await backed_up(client)
+    ends = [End(one.task, one.attempt, "buffered") for one in (first, second)]
+    assert await hand.commit(None, ends=ends[:1], journalled={"buffered": 1}) == "done"
+    await go_back(client, backup)
+    behind = await hand.commit(None, ends=ends[1:], journalled={"buffered": 2}, before=1)
+    assert behind == "behind:0"
+    assert (await hand.ledger.look()).outcomes["buffered"] == 0
+    for n in (1, 2, 1):  # the first once more: its request came twice, and late
+        told = {"buffered": n}
+        assert await hand.commit(None, ends=[ends[n - 1]], journalled=told, before=n - 1) == "done"
+        view = await hand.ledger.look()
+        assert view.head.journalled == {"buffered": view.outcomes["buffered"]}
+    assert view.outcomes["buffered"] == 2
+    await hand.balanced()
+
+
+async def test_a_task_that_redis_forgot_is_counted_with_its_end_and_once(
+    hand: Hand, client: Client
+) -> None:
+    """It was issued behind the moment to which Redis fell back."""
+    await hand.create()
+    backup = await backed_up(client)
+    upload = await hand.admitted()
+    await go_back(client, backup)
+    end = End(upload.task, upload.attempt, "refused", "digest")
+    told = {"refused": 1, "refused:digest": 1}
+    for _ in range(2):  # the second time its reply was lost
+        assert await hand.commit(None, ends=[end], journalled=told) == "done"
+        assert await nonzero(hand) == {"issued": 1, **told}
+    await client.call("DEL", hand.keys.ended)  # where the newest 20,000 are remembered
+    assert await hand.commit(None, ends=[end], journalled=told) == "done"
+    assert await nonzero(hand) == {"issued": 1, **told}
+    await hand.balanced()
+
+
+async def again(hand: Hand, counts: dict[str, int], journalled: dict[str, int]) -> None:
+    """The updater publishes its newest version again."""
+    made = await hand.ledger.create(
+        hand.updater.token, hand.run(), await hand.publish(0), counts=counts,
+        journalled=journalled, done=lambda _: None,
+    )  # fmt: skip
+    assert made.what == "created"
+    assert made.counts == (await hand.ledger.look()).counts
+    await hand.balanced()
+
+
+async def test_what_coordinators_ended_in_two_pasts_is_not_added_up(
+    hand: Hand, client: Client
+) -> None:
+    await hand.create()
+    [one, other] = await hand.open(2)
+    await hand.dispatch()
+    backup = await backed_up(client)
+    await given_up(hand, one, "timed out")
+    await given_up(hand, other, "timed out")
+    counts = await nonzero(hand)
+    await go_back(client, backup)
+    await given_up(hand, one, "deadline passed")
+    for _ in range(2):  # the second time its reply was lost
+        await again(hand, counts, {})
+        assert await nonzero(hand) == {"issued": 2, "given_up": 1, "given_up:deadline passed": 1}
+
+
+async def test_what_was_lost_with_redis_and_is_there_again_is_not_lost(
+    hand: Hand, client: Client
+) -> None:
+    """An old backup is played back after Redis was emptied."""
+    await hand.create()
+    await hand.open(2)
+    backup = await backed_up(client)
+    [trigger] = await hand.open()
+    await hand.dispatch()
+    await given_up(hand, trigger)
+    counts = await nonzero(hand)
+    await client.call("FLUSHALL")
+    assert await hand.updater.acquire(at_least=1)
+    await again(hand, counts, {})
+    told = {"given_up": 3, "given_up:timed out": 1, f"given_up:{LOST}": 2}
+    assert await nonzero(hand) == {"issued": 3, **told}
+    lost = await nonzero(hand)
+    await go_back(client, backup)
+    hand.updater.number = 1
+    await again(hand, lost, {})
+    assert len((await hand.ledger.look()).open) == 2
+    assert await nonzero(hand) == {"issued": 3, "given_up": 1, f"given_up:{LOST}": 1}
