@@ -97,15 +97,20 @@ def bars(late: Mapping[int, int]) -> tuple[list[int], list[int], int]:
     return begins, counts, width
 
 
-def draw(path: Path, title: str, history: History, *, created: float, devices: int) -> None:
-    """Writes the picture as PNG; seconds count from ``created``."""
+def draw(
+    path: Path, title: str, history: History, *, created: float, devices: int, time: str = "seconds"
+) -> None:
+    """Writes the picture as PNG; the versions' times count from ``created``, in ``time``."""
     from matplotlib import rc_context
 
     with rc_context(STYLE):
-        picture(title, history, created=created, devices=devices).savefig(path, dpi=110)
+        drawn = picture(title, history, created=created, devices=devices, time=time)
+        drawn.savefig(path, dpi=110)
 
 
-def picture(title: str, history: History, *, created: float, devices: int) -> Figure:
+def picture(
+    title: str, history: History, *, created: float, devices: int, time: str = "seconds"
+) -> Figure:
     """The picture itself."""
     # Figure rather than pyplot: no global state, no display, half the import.
     from matplotlib.figure import Figure
@@ -114,9 +119,9 @@ def picture(title: str, history: History, *, created: float, devices: int) -> Fi
     panels = figure.subplots(2, 3, width_ratios=(1.15, 1.15, 1))
     # A task's name may be anything: it is no formula, and nothing that can't be printed.
     figure.suptitle(visible(title), x=0.01, ha="left", fontsize=11, parse_math=False)
-    seconds = {n: max(0.0, v.time - created) for n, v in history.versions.items()}
+    since = {n: max(0.0, v.time - created) for n, v in history.versions.items()}
     of_version = {n: float(n) for n in history.versions}
-    for column, (at, name) in enumerate(((of_version, "versions"), (seconds, "seconds"))):
+    for column, (at, name) in enumerate(((of_version, "versions"), (since, time))):
         _accuracy(panels[0][column], history, at, name)
         _loss(panels[1][column], history, at, name)
     _staleness(panels[0][2], history)

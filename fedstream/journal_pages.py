@@ -19,7 +19,7 @@ from broker.errors import ConfigError
 from broker.messages import OUTCOMES
 from fedstream.columns import GAP, fitting
 from fedstream.journal_bisect import Cause
-from fedstream.terminal import cell, clock, console, number, room, spaced
+from fedstream.terminal import cell, clock, console, line, number, room, spaced
 from runtime.visible import visible
 from updater.inspection import Move, Verdict, entries, moves
 from updater.journal import Cut, Entry, JournalError, Record, Segment, Standing, Taken, cuts
@@ -128,6 +128,7 @@ def show(found: Iterable[Line], *, norms: bool = False) -> None:
     names = fitting(widths, important, room())
     here = console(width=_side_by_side(widths, names))
     table = _table(names, header=True)
+    segment: Segment | None = None
     for segment, _, message, measured in found:
         if isinstance(message, Standing):
             if table.row_count:
@@ -142,6 +143,9 @@ def show(found: Iterable[Line], *, norms: bool = False) -> None:
             table = _table(names, header=False)
     if table.row_count:
         here.print(table)
+    if segment is None:
+        line("no records")
+        return
     _tell_hidden(widths, names)
 
 

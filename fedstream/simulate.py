@@ -232,7 +232,10 @@ def _write(
     with usable(out):
         report.write_summary(out, numbers)
         report.write_table(out, history, 0.0)
-        curves.draw(out / report.CURVES, title, history, created=0.0, devices=outcome.devices)
+        curves.draw(
+            out / report.CURVES, title, history, created=0.0, devices=outcome.devices,
+            time="virtual seconds" if settings.staleness.kind == "latency" else "arrivals",
+        )  # fmt: skip
         report.write_model(out, outcome.model, outcome.module, about)
     return [report.SUMMARY, report.METRICS, report.CURVES, report.MODEL]
 

@@ -121,6 +121,12 @@ def test_show_filters(
     assert [json.loads(line)["version"] for line in out.splitlines()] == shown
 
 
+def test_show_says_that_there_is_nothing_like_that(journal: Command, tmp_path: Path) -> None:
+    two_segments(tmp_path)
+    assert journal("show", tmp_path, "--outcome", "dead") == (0, "no records\n", "")
+    assert journal("show", tmp_path, "--outcome", "dead", "--json") == (0, "", "")
+
+
 def test_versions_that_end_before_they_begin_are_refused(journal: Command, tmp_path: Path) -> None:
     two_segments(tmp_path)
     code, out, said = journal("show", tmp_path, "--version", "7..4")

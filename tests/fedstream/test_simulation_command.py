@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
 from broker.layout import Model
@@ -114,6 +115,28 @@ def test_its_configuration_gives_the_same_run_again(
     model, first = (load_file(run / "model.safetensors") for run in (again, folder))
     assert model.keys() == first.keys()
     assert all(torch.equal(model[name], first[name]) for name in model)
+
+
+@pytest.mark.parametrize(
+    ("sets", "time"),
+    [
+        (("simulation.staleness.kind=recent",), "arrivals"),  # without a clock
+        (
+            ("simulation.staleness.kind=latency", "scheduler.policy={kind='in_flight', n=2}"),
+            "virtual seconds",
+        ),
+    ],
+)
+def test_its_picture_says_what_its_time_is(
+    sets: tuple[str, ...], time: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    options = (f"--set={one}" for one in sets)
+    arguments = ("--updates", "2", "--out", str(tmp_path / "run"), *options, *QUICK)
+    assert fedstream("simulate", *arguments, monkeypatch=monkeypatch) == 0
+    labels = [axes.get_xlabel() for axes in figures[0].axes]
+    assert labels[:2] + labels[3:5] == ["versions", time] * 2
 
 
 def test_its_summary_is_what_a_program_reads(
