@@ -35,7 +35,7 @@ _STEP = 1000  # keys that one step looks at: a site may write any number
 _MENDED = {
     "triggers": "stream", "tasks": "stream", "events": "stream",
     "alive": "zset", "trainers": "hash", "owners": "hash", "rates": "hash", "sites": "set",
-    "pool": "set",
+    "pool": "set", "letters": "zset",
 }  # fmt: skip
 _NAMED = {
     "run": "hash", "head": "hash", "kept": "zset", "lineage": "hash", "open": "hash",

@@ -61,6 +61,7 @@ class Keys:
         self.owners = prefix + "owners"  # device -> the trainer that owns it
         self.pool = prefix + "pool"  # trainers that own nothing: they serve what nobody owns
         self.rates = prefix + "rates"  # what each site did in the second that '' says
+        self.letters = prefix + "letters"  # whose each letter in `dead` is
         self.sites = prefix + "sites"  # those that have an inbox
         # what flows, as streams
         self.triggers = prefix + "triggers"

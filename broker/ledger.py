@@ -55,7 +55,7 @@ from broker.streams import Entry
 _SCRIPTS = {
     name: Script(name)
     for name in (
-        "admit", "announce", "bury", "close_round", "commit", "create", "dispatch",
+        "admit", "age_letters", "announce", "bury", "close_round", "commit", "create", "dispatch",
         "finish_run", "hand_out", "leave", "look", "measure", "relay", "retire", "retry",
         "settle_unserved", "tell", "trigger", "withdraw",
     )
@@ -63,8 +63,9 @@ _SCRIPTS = {
 
 _DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # somebody may have written other fields
 
-# Bytes that a letter keeps of an entry, more than any of ours has: 1,000 of them take 128 MiB.
+# Bytes that a letter keeps of an entry, more than most of ours have: 1,000 take 80 MiB of Redis.
 _LETTER = 64 << 10
+_WHY = 1000  # characters of a reason: a site may give one of any length
 
 T = TypeVar("T")
 
@@ -388,17 +389,24 @@ class Ledger:
         )  # fmt: skip
 
     def hear(
-        self, site: str, entry: Entry, said: Presence, *, denied: Sequence[int] = (), most: int
+        self,
+        site: str,
+        entry: Entry,
+        said: Presence,
+        *,
+        denied: Sequence[int] = (),
+        most: int,
+        rate: int,
     ) -> Decision[str]:
         """A trainer is there and owns devices, or leaves: 'heard', 'leaves', 'repeated', 'over'.
 
         ``denied``: those of its devices that its site may not own. 'over': the site has ``most``
-        other trainers.
+        other trainers, or has named ``rate`` trainers and devices in this second.
         """
         name = member(site, said.trainer)
         about = {
             "group": COORDINATORS, "entry": entry.id, "site": site, "name": name,
-            "owns": said.owns, "denied": denied, "leaves": said.leaves, "most": most,
+            "owns": said.owns, "denied": denied, "leaves": said.leaves, "most": most, "rate": rate,
             "pool": TRAINERS,
         }  # fmt: skip
         kept = {
@@ -437,7 +445,8 @@ class Ledger:
     ) -> bool:
         """Moves an entry to ``dead``, and ends the task that it is about.
 
-        ``site``: who said so by its inbox; the task ends only if it was given that site.
+        ``site``: whose stream it is, or whose inbox it was said in; the task ends only if it was
+        given that site. One that says more than it may is not kept, if it ends no task.
         ``found``: it tells of another entry, which a trainer could not read: that one is kept.
         """
         name, now = stream.removeprefix(self.keys.prefix), time.time()
@@ -446,11 +455,11 @@ class Ledger:
             deliveries=deliveries, data=entry.data,
         )  # fmt: skip
         dead = dead.model_copy(
-            update={"time": now, "reason": dead.reason[:_LETTER], "data": dead.data[:_LETTER]}
+            update={"time": now, "reason": dead.reason[:_WHY], "data": dead.data[:_LETTER]}
         )
         kind = reasons.of_death(reason)
         event = self._event(
-            device=task.device if task else None, text=reason if reason != kind else None
+            device=task.device if task else None, text=reason[:_WHY] if reason != kind else None
         )
         return bool(
             await self._script(
@@ -458,6 +467,10 @@ class Ledger:
                 _packed(event), site, stream=stream,
             )
         )  # fmt: skip
+
+    async def age_letters(self, days: float) -> int:
+        """Deletes dead letters that are older: how many."""
+        return int(await self._script("age_letters", round(days * 86_400)))
 
     async def find_lost(self, seen: Mapping[str, str]) -> tuple[int, dict[str, str]]:
         """Gives up open tasks that nobody has any more: see :func:`broker.custody.find_lost`."""

@@ -55,8 +55,8 @@ RIGHTS = {
     "coordinator": Rights(
         both=(
             "triggers", "inbox:*", "tasks", "tasks:*", "open", "admitted", "ended", "counts",
-            "events", "trainers", "alive", "owners", "pool", "rates", "sites", "update:*",
-            "queued:*", "control:*", "quarantine:*",
+            "events", "trainers", "alive", "owners", "pool", "rates", "letters", "sites",
+            "update:*", "queued:*", "control:*", "quarantine:*",
         ),
         reads=("run", "head", "lineage", "kept", "models", "model:*", "device:*"),
         writes=("queue", "dead"),
@@ -67,7 +67,7 @@ RIGHTS = {
         scripts=(
             "dispatch", "close_round", "admit", "announce", "relay", "bury", "claim", "reap",
             "leave", "measure", "settle_unserved", "find_lost", "drop_copies", "mend",
-            "look", "scan", "withdraw",
+            "look", "scan", "withdraw", "age_letters",
         ),
         apart=(  # what sites never let expire
             Rights(reads=("update:*", "workspace:*"), commands=("pttl",)),
@@ -85,6 +85,7 @@ RIGHTS = {
         both=(
             "leader:updater", "tokens", "run", "head", "kept", "lineage", "model:*", "models",
             "queue", "open", "admitted", "ended", "counts", "events", "queued:*", "device:*",
+            "rates", "letters",
         ),
         reads=_LOOKED_AT,
         writes=("dead",),

@@ -142,8 +142,9 @@ class Entries:
                 )
             return self._relayed(site, entry, None, "trainer without devices")
         decision = self._ledger.hear(
-            site.name, entry, said, denied=site.denied(said.owns), most=self._settings.site_trainers
-        )
+            site.name, entry, said, denied=site.denied(said.owns),
+            most=self._settings.site_trainers, rate=self._settings.announce_rate,
+        )  # fmt: skip
         return decision, lambda _: None
 
     # what came of it

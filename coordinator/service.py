@@ -29,7 +29,7 @@ from broker.errors import (
     NoScript,
     ReplyTooLarge,
 )
-from broker.keys import COORDINATORS, POOL, TRAINERS, Keys
+from broker.keys import COORDINATORS, POOL, TRAINERS, Keys, site_of
 from broker.ledger import Ledger
 from broker.messages import Dead, GiveUp, Task, Trigger, Upload
 from broker.streams import BLOCK_MS, PARTS, Entry, Group, given, lost, reading
@@ -59,6 +59,7 @@ class CoordinatorSettings(Section):
     sites: tuple[str, ...] = (POOL,)  # that are served: "name", or "name:0-9" with its devices
     trusted_sites: tuple[str, ...] = (POOL,)  # whose word counts for how stale an update is
     site_trainers: Annotated[int, Field(ge=1)] = 10_000  # of each site
+    announce_rate: Annotated[int, Field(ge=1)] = 50_000  # trainers and devices, a second and site
     inbox_limit: Annotated[int, Field(ge=1)] = 1_000_000  # entries; one with more is deleted
     # What devices may ask for where they decide by themselves (scheduler.policy "none").
     open_limit: Annotated[int, Field(ge=1)] = 10_000  # tasks at the same time, of all
@@ -66,6 +67,7 @@ class CoordinatorSettings(Section):
     most_steps: Annotated[int, Field(ge=1)] = 1_000_000
     most_epochs: Annotated[int, Field(ge=1)] = 1000
     most_seconds: Annotated[float, Field(gt=0)] = 86_400.0
+    letter_days: Annotated[float, Field(gt=0, le=10_000)] = 30.0  # then a dead letter goes
     trainer_silence_s: Annotated[float, Field(gt=0)] = 10.0  # then it is struck off
     redeliver_s: Annotated[float, Field(gt=0)] = 15.0  # entries of a coordinator that crashed
     downloads: Annotated[int, Field(ge=1)] = 16  # of models over HTTP, at a time
@@ -232,9 +234,12 @@ class Coordinator:
                 await self._bury(group, entry, str(error))
         return decisions
 
-    async def _bury_all(self, group: Group, poison: list[tuple[Entry, int]]) -> None:
+    async def _bury_all(
+        self, group: Group, poison: list[tuple[Entry, int]], site: str = ""
+    ) -> None:
+        why = f"crashed its {group.group}"
         for entry, deliveries in poison:
-            await self._bury(group, entry, f"crashed its {group.group}", deliveries)
+            await self._bury(group, entry, why, deliveries, site=site)
 
     async def _bury(
         self,
@@ -243,10 +248,12 @@ class Coordinator:
         reason: str,
         deliveries: int = 1,
         found: Dead | None = None,
+        site: str = "",
     ) -> None:
         """Moves an entry to ``dead``; the task that it is about ends, if it says which.
 
-        ``found``: what a trainer could not read, and says so by this entry.
+        ``site``: whose stream it is, if it is no inbox. ``found``: what a trainer could not read,
+        and says so by this entry.
         """
         task: Task | Trigger | Upload | GiveUp | None = None
         for kind in (Task, Trigger, Upload, GiveUp):
@@ -254,12 +261,13 @@ class Coordinator:
                 task = kind.decode(found.data if found else entry.data)
         self._context.log.error(
             "dead letter", stream=found.stream if found else group.stream, entry=entry.id,
-            reason=reason, task=task and task.task, deliveries=deliveries,
+            reason=reason[:200], task=task and task.task, deliveries=deliveries,
         )  # fmt: skip
-        site = self._sites.get(group)
+        if group in self._sites:
+            site = self._sites[group].name
         await self._ledger.bury(
             group.stream, group.group, entry, reason, task=task, deliveries=deliveries,
-            found=found, site=site.name if site else "",
+            found=found, site=site,
         )  # fmt: skip
 
     async def _mend(self, owners: set[str]) -> None:
@@ -316,15 +324,18 @@ class Coordinator:
         await self._mend(owners)
         await self._clear_away()  # also while Redis is full, when the next fails
         await self._find_lost()
+        if gone := await self._ledger.age_letters(self._settings.letter_days):
+            self._context.log.warning("dead letters were too old: deleted", letters=gone)
         await self._strike_off_the_silent(owners)
         lease_ms = round(self._lease.seconds * 1000)
         if owners := set((await self._ledger.owners()).values()):
             await self._ledger.settle_unserved(lease_ms)
         leased, lapsed = await self._ledger.leases(lease_ms, owners)
+        sites = {self._keys.tasks_of(owner): site_of(owner) for owner in owners}
         for stream in lapsed:
             tasks = Group(self._client, stream, TRAINERS, "")
             _, poison = await tasks.claim(idle_ms=lease_ms, most=self._lease.attempts)
-            await self._bury_all(tasks, poison)
+            await self._bury_all(tasks, poison, sites.get(stream, POOL))
         for group in self._groups:
             if group in self._unsure:
                 continue  # what is ours comes first: it must not meet what is claimed here

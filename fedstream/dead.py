@@ -39,6 +39,7 @@ from fedstream.terminal import cell, clock, console, number, spaced
 
 _KINDS = (Task, Trigger, Upload, GiveUp, CloseRound, RoundEnd, Withdraw)
 _AT = "%Y-%m-%d %H:%M:%S"
+_PAGE = 100  # letters that are read at once: they may be long
 _SHOWN = 200  # bytes of an entry that nobody can read
 
 
@@ -65,7 +66,7 @@ class Letter:
 
 @dataclass(frozen=True)
 class Letters:
-    """All of them, and how many are gone because there were too many."""
+    """All of them, and how many are gone because there were too many, or they were too old."""
 
     letters: tuple[Letter, ...]  # the oldest first
     lost: int
@@ -85,7 +86,9 @@ async def read(client: Client, keys: Keys) -> Letters:
     """The dead letters of a run. Raises NoRun."""
     ledger = Ledger(client, keys, "dead")
     view = await ledger.look()
-    rows = await client.call("XRANGE", keys.dead, "-", "+")
+    rows: list[Any] = []
+    while page := await client.call("XRANGE", keys.dead, _after(rows), "+", "COUNT", _PAGE):
+        rows += page
     parsed = [_letter(id_.decode(), dict(zip(f[::2], f[1::2], strict=True))) for id_, f in rows]
     tasks = [letter.task for letter in parsed if letter.task is not None]
     ends = dict(zip(tasks, await ledger.ends(tasks), strict=True))
@@ -94,6 +97,10 @@ async def read(client: Client, keys: Keys) -> Letters:
         for one in parsed
     )
     return Letters(letters, view.counts.get("dead_letters_lost", 0))
+
+
+def _after(rows: list[Any]) -> str:
+    return f"({rows[-1][0].decode()}" if rows else "-"
 
 
 def _letter(id_: str, fields: dict[bytes, bytes]) -> Letter:
@@ -224,7 +231,8 @@ def page(found: Letters) -> RenderableType:
             "-" if letter.device is None else number(letter.device),
             cell(spaced(letter.ended) or "-"), number(dead.deliveries), cell(dead.reason),
         )  # fmt: skip
-    lost = [f"{found.lost} older ones are lost: at most 1,000 are kept"] if found.lost else []
+    kept = "1,000 are kept, 100 of a site, for coordinator.letter_days"
+    lost = [f"{found.lost} older ones are lost: at most {kept}"] if found.lost else []
     return Group(table, *lost)
 
 

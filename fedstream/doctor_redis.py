@@ -292,8 +292,9 @@ _SAMPLES: dict[str, tuple[str, ...]] = {
     "xinfo|consumers": ("K", "x"), "xinfo|groups": ("K",), "xinfo|stream": ("K",),
     "xlen": ("K",), "xpending": ("K", "x"), "xrange": ("K", "-", "+"),
     "xread": ("STREAMS", "K", "0"), "xreadgroup": ("GROUP", "x", "x", "STREAMS", "K", ">"),
-    "xrevrange": ("K", "+", "-"), "zadd": ("K", "1", "x"),
-    "zcard": ("K",), "zcount": ("K", "0", "1"), "zmscore": ("K", "x"), "zrange": ("K", "0", "1"),
+    "xrevrange": ("K", "+", "-"), "xtrim": ("K", "MINID", "0"), "zadd": ("K", "1", "x"),
+    "zcard": ("K",), "zcount": ("K", "0", "1"), "zlexcount": ("K", "-", "+"),
+    "zmscore": ("K", "x"), "zrange": ("K", "0", "1"),
     "zrangebylex": ("K", "-", "+"), "zrangebyscore": ("K", "0", "1"), "zrem": ("K", "x"),
     "zremrangebyrank": ("K", "0", "1"), "zscore": ("K", "x"),
 }  # fmt: skip

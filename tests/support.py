@@ -237,7 +237,7 @@ class Hand:
         for entry in await self.heard():
             match decode(entry.data, *_SAID):
                 case Presence() as said:
-                    await self.ledger.hear(POOL, entry, said, most=100)
+                    await self.ledger.hear(POOL, entry, said, most=100, rate=1000)
                 case Trigger() as own:
                     await self.ledger.take_up(
                         POOL, entry, own, anarchic=True, rate=1000, limit=1000
@@ -262,7 +262,9 @@ class Hand:
         await Outbox(self.client, self.keys, site).announce(name, owns)
         if entries := await self.heard(site):
             return [
-                await self.ledger.hear(site, entry, Presence.decode(entry.data), most=most)
+                await self.ledger.hear(
+                    site, entry, Presence.decode(entry.data), most=most, rate=1000
+                )
                 for entry in entries
             ]
 
@@ -277,7 +279,7 @@ class Hand:
         """A trainer of the pool says that it leaves, and the coordinator hears it."""
         await self.outbox.goodbye(name)
         for entry in await self.heard():
-            await self.ledger.hear(POOL, entry, Presence.decode(entry.data), most=100)
+            await self.ledger.hear(POOL, entry, Presence.decode(entry.data), most=100, rate=1000)
 
     async def take(self, count: int = 1000) -> list[tuple[Entry, Task]]:
         """A trainer takes tasks."""

@@ -22,13 +22,20 @@ end
 local name = a.name
 guard()
 if not take(key.stream, a.group, a.entry) then return 'repeated' end
+-- What it costs: every device that it names is looked up, and all trainers where there may be too many.
+local is_new, alive = not redis.call('ZSCORE', key.alive, name), redis.call('ZCARD', key.alive)
+local all = is_new and alive >= a.most
+if not within('announced ' .. a.site, a.rate, 1 + #a.owns + (all and math.floor(alive / 5) or 0)) then
+  count('stray:announcement over the limit')
+  return 'over'
+end
 if a.leaves then
   redis.call('ZADD', key.alive, 'XX', 0, name)
   return 'leaves'
 end
-if not redis.call('ZSCORE', key.alive, name) then
+if is_new then
   local others = 0
-  for _, other in ipairs(redis.call('ZRANGE', key.alive, 0, -1)) do
+  for _, other in ipairs(all and redis.call('ZRANGE', key.alive, 0, -1) or {}) do
     if site_of(other) == a.site then others = others + 1 end
   end
   if others >= a.most then

@@ -1,5 +1,5 @@
 local EVENTS_KEPT, VERSIONS_TOLD, ENDED_KEPT = 10000, 10000, 20000
-local LINEAGE_KEPT, DEAD_KEPT = 4096, 1000
+local LINEAGE_KEPT = 4096
 local SITE_TOLD = 100 -- a second and site, of what it can cause without end
 local LOST = 'lost with Redis'
 
@@ -104,14 +104,14 @@ local function end_as_journalled(task, attempt, outcome, reason, event)
   return 'counted'
 end
 
--- Whether a site does something for the `most`-th time in this second, or less often.
-local function within(what, most)
+-- Whether a site has not used up in this second what it may do (`most`), before it does this (`n`, or 1).
+local function within(what, most, n)
   local second = redis.call('TIME')[1]
   if redis.call('HGET', key.rates, '') ~= second then -- what was done before counts no more
     redis.call('DEL', key.rates)
     redis.call('HSET', key.rates, '', second)
   end
-  return redis.call('HINCRBY', key.rates, what, 1) <= most
+  return redis.call('HINCRBY', key.rates, what, n or 1) - (n or 1) < most
 end
 
 -- Tells what a site can cause as often as it likes: within its rate.
@@ -217,13 +217,6 @@ local function pool_serves()
     if tonumber(redis.call('ZSCORE', key.alive, name) or 0) > 0 then return true end
   end
   return false
-end
-
-local function bury(dead)
-  local over = redis.call('XLEN', key.dead) + 1 - DEAD_KEPT
-  if over > 0 then redis.call('HINCRBY', key.counts, 'dead_letters_lost', over) end
-  redis.call('XADD', key.dead, 'MAXLEN', DEAD_KEPT, '*', 'm', dead)
-  count('dead_letters')
 end
 
 -- Whether a role's token is another's ('fenced'), or gone with all of Redis's data ('lost'). The nonce

@@ -141,7 +141,7 @@ class Walk:
             case Trigger():
                 await ledger.take_up(POOL, entry, said, anarchic=True, rate=1000, limit=10)
             case Presence():
-                await ledger.hear(POOL, entry, said, most=10)
+                await ledger.hear(POOL, entry, said, most=10, rate=1000)
             case Upload() | GiveUp():
                 await ledger.admit(entry, said, size_limit=SIZE_LIMIT)
 

@@ -170,7 +170,7 @@ async def announce(hand: Hand) -> Step:
     await hand.create()
     await hand.outbox.announce("ann", (1, 2))
     [entry] = await hand.heard()
-    return lambda: hand.ledger.hear("pool", entry, Presence.decode(entry.data), most=9)
+    return lambda: hand.ledger.hear("pool", entry, Presence.decode(entry.data), most=9, rate=1000)
 
 
 async def relay(hand: Hand) -> Step:
@@ -244,6 +244,7 @@ SCENES = {
 # Scripts that take no memory: they work when there is none, because they free it or only read.
 NEEDS_NONE = {
     "acquire",
+    "age_letters",
     "claim",
     "drop_copies",
     "hold",
@@ -286,6 +287,7 @@ async def test_what_frees_memory_works_without_any(hand: Hand, client: Client) -
     await hand.dispatch()
     (entry, _), _ = await hand.take()
     await hand.commit(1)
+    await client.call("XADD", hand.keys.dead, "1-1", "m", "old")
     async with full(client):
         assert await hand.ledger.retire(hand.updater.token, ["0.1"]) == "done"
         assert await hand.ledger.kept() == {"1.1": 1}
@@ -300,6 +302,8 @@ async def test_what_frees_memory_works_without_any(hand: Hand, client: Client) -
         await client.call("RENAME", keys.triggers, keys.alive)
         mended = await mend(client, keys, inboxes=(), owners=(), most=9)
         assert mended == [(keys.alive, "it held a stream, not a zset")]
+        assert await hand.ledger.age_letters(30) == 1
+        assert (await hand.ledger.look()).counts["dead_letters_lost"] == 1
         _, names = await some_keys(client, keys, b"0")
         assert names
         await client.call("DEL", hand.keys.leader("updater"))  # it ran out: nobody was quicker

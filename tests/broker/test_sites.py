@@ -465,7 +465,7 @@ async def test_what_a_site_may_not_own_it_does_not_get(hand: Hand) -> None:
     await outbox.announce("new", (8, 9))
     [entry] = await hand.heard("north")
     said = Presence.decode(entry.data)
-    assert await hand.ledger.hear("north", entry, said, denied=(8,), most=9) == "heard"
+    assert await hand.ledger.hear("north", entry, said, denied=(8,), most=9, rate=1000) == "heard"
     assert {device for device, who in (await hand.ledger.owners()).items() if "new" in who} == {9}
     told = [event.text for event in await hand.events("trainer") if event.device == 8]
     assert told == ["north/new does not get device 8: site north may not own it"]

@@ -143,6 +143,39 @@ async def test_of_a_sites_events_only_errors_go_on_as_its_own_and_not_too_often(
         assert "no business to say event" in Dead.decode(fields[1]).reason
 
 
+async def test_a_site_that_announces_too_much_is_heard_no_more_in_that_second(
+    run: Hand, redis: RedisSettings, keys: Keys
+) -> None:
+    """Each device that is named counts; one announcement a second always comes through."""
+    said = Presence(trainer="many", owns=tuple(range(100))).encode()
+    await run.client.pipeline([("XADD", keys.inbox(NORTH), "*", "m", said)] * 40)
+    async with running(make(redis, keys, announce_rate=40), context()):
+        await wait_until(lambda: announced(run), what="another is heard, in a second to come")
+    found = await strays(run)
+    assert found.keys() == {"announcement over the limit"}
+    assert found["announcement over the limit"] >= 30  # they came in one exchange
+    assert "north/many" in await run.ledger.trainers()
+
+
+async def announced(run: Hand) -> bool:
+    """Whether another trainer of the site is heard, now or in the next second."""
+    await Outbox(run.client, run.keys, NORTH).announce("edge", (3,), answers=7)
+    return bool((await run.ledger.trainers())["north/edge"].get("answers") == 7)
+
+
+async def test_of_junk_without_end_some_is_kept_and_all_is_counted(
+    run: Hand, redis: RedisSettings, keys: Keys
+) -> None:
+    begun = (await run.client.call("TIME"))[0]
+    async with running(make(redis, keys), context()):
+        await run.client.pipeline([("XADD", keys.inbox(NORTH), "*", "m", b"junk")] * 100)
+        await heard(run, 1)
+    view = await run.ledger.look()
+    seconds = int((await run.client.call("TIME"))[0]) - int(begun) + 1
+    assert 10 <= view.dead <= 10 * seconds
+    assert view.dead + view.reasons("stray")["letter over the limit"] == 100
+
+
 async def test_what_is_too_long_is_not_even_read(
     run: Hand, redis: RedisSettings, keys: Keys
 ) -> None:
