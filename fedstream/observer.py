@@ -190,7 +190,9 @@ class Observer:
         for version in _messages(found.get(self.keys.models, ()), Version):
             self.history.publish(version)
         events = list(_messages(found.get(self.keys.events, ()), Event))
-        if any(event.what == "evaluation" and not self._is_known(event) for event in events):
+        # What is shown of the run must not be older than what was measured of it.
+        seen = self.view.head.version if self.view else -1
+        if any(event.what == "evaluation" and (event.version or 0) > seen for event in events):
             await self.look()
         for event in events:
             if event.what != "evaluation" or self._is_known(event):

@@ -118,6 +118,22 @@ def test_the_rate_sinks_while_nothing_comes() -> None:
     assert history.rate(CREATED + 400) == pytest.approx(0.01)
 
 
+async def test_what_is_shown_is_not_older_than_what_was_measured(
+    hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A display says both in one line."""
+    monkeypatch.setattr("fedstream.observer._LOOK_S", 1e9)  # it is not time to look again
+    await hand.create()
+    observer = Observer(hand.client, hand.keys)
+    await observer.look()
+    await hand.commit(1, await hand.admitted())
+    await hand.ledger.tell(event("evaluation", version=1, metrics={"accuracy": 0.5}))
+    await observer.catch_up()
+    assert observer.history.measured == (1, {"accuracy": 0.5})
+    assert observer.view is not None
+    assert observer.view.head.version == 1
+
+
 async def test_an_observer_reads_what_was_and_what_comes(
     client: Client, keys: Keys, hand: Hand
 ) -> None:
