@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from weakref import WeakValueDictionary
 
 from aiohttp import web
@@ -68,9 +69,16 @@ class Downloads:
         making = self._making.get(digest)
         if making is None:
             making = asyncio.create_task(self._made(layout, version, blob, digest))
-            making.add_done_callback(lambda _: self._making.pop(digest))
+            making.add_done_callback(partial(self._is_made, digest))
             self._making[digest] = making
         return await asyncio.shield(making)
+
+    def _is_made(self, digest: str, making: asyncio.Task[_Body]) -> None:
+        """Whoever waits has what came of it. If all went away, nobody is to be told why it failed:
+        asyncio would log that otherwise."""
+        del self._making[digest]
+        if not making.cancelled():
+            making.exception()
 
     async def _made(self, layout: Layout, version: int, blob: str, digest: str) -> _Body:
         """Reads and checks a model. One after the other: each takes a few copies for a moment."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import socket
@@ -10,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from contextlib import ExitStack, asynccontextmanager
 from typing import Any
 
@@ -25,7 +26,9 @@ from safetensors import numpy as safetensors
 from structlog.testing import capture_logs
 
 from broker.client import RedisSettings
+from broker.errors import BlobMissing
 from coordinator.app import page
+from coordinator.downloads import Downloads
 from coordinator.service import Coordinator, CoordinatorSettings
 from runtime.http import HttpSettings, application, listening
 from runtime.tasks import LeaseSettings
@@ -106,6 +109,38 @@ async def test_those_who_ask_at_once_read_one_copy(
         assert saved == [0]
         assert made[0]._app._downloads._now == 0
         assert not made[0]._app._downloads._bodies  # nothing is kept that nobody reads
+
+
+async def test_a_download_that_fails_when_all_went_away_is_told_to_nobody(
+    hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    version = await hand.create()
+    is_reading, may_fail = asyncio.Event(), asyncio.Event()
+
+    async def read(*_: object, **__: object) -> None:
+        is_reading.set()
+        await may_fail.wait()
+        raise BlobMissing("it expired")
+
+    monkeypatch.setattr("coordinator.downloads.blobs.read", read)
+    told: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, about: told.append(about))
+    downloads = Downloads(hand.client, hand.keys, 2)
+
+    def body() -> Coroutine[Any, Any, Any]:
+        return downloads.body(hand.layout, 0, version.blob, version.digest)
+
+    asking = asyncio.create_task(body())
+    await is_reading.wait()
+    asking.cancel()
+    await asyncio.wait({asking})
+    may_fail.set()
+    await wait_until(lambda: not downloads._making)
+    del asking  # whose traceback knows the other task: that says it when it goes
+    gc.collect()
+    assert told == []
+    with pytest.raises(BlobMissing, match="it expired"):  # who asks now is told
+        await body()
 
 
 async def test_one_download_too_many_is_asked_to_come_back(
