@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from broker.client import Client, Command
-from broker.keys import TRAINERS, Keys
+from broker.keys import POOL, TRAINERS, Keys
 from broker.records import End
 from broker.scripts import Script
 
@@ -109,6 +109,32 @@ async def expire_forgotten(client: Client, keys: Keys, some: Iterable[bytes]) ->
     ]
     if cuts:
         await client.pipeline(cuts)
+    return [name.decode(errors="replace") for name in changed]
+
+
+async def expire_unowned(
+    client: Client, keys: Keys, some: Iterable[bytes], owners: Iterable[str]
+) -> list[str]:
+    """Gives an expiry to streams of tasks of trainers that are not on the register: which of
+    ``some`` keys it changed.
+
+    A site may make any number of them. What such a trainer says later takes the expiry back.
+    ``owners``: trainers that own devices, and are to be struck off first if they are not there.
+    """
+    ours, known = f"{keys.tasks}:".encode(), {owner.encode() for owner in owners}
+    named = {name: name.removeprefix(ours).removeprefix(f"{POOL}/".encode()) for name in some}
+    streams = {name: who for name, who in named.items() if name.startswith(ours)}
+    streams = {name: who for name, who in streams.items() if who not in known}
+    if not streams:
+        return []
+    heard, *lives = await client.pipeline(
+        [("ZMSCORE", keys.alive, *streams.values()), *(("PTTL", name) for name in streams)]
+    )
+    changed = [
+        name for name, at, ms in zip(streams, heard, lives, strict=True) if at is None and ms == -1
+    ]
+    if changed:
+        await client.pipeline([("PEXPIRE", name, _FORGOTTEN_MS) for name in changed])
     return [name.decode(errors="replace") for name in changed]
 
 

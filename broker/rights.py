@@ -70,8 +70,8 @@ RIGHTS = {
             "look", "scan", "withdraw", "age_letters",
         ),
         apart=(  # what sites never let expire
-            Rights(reads=("update:*", "workspace:*"), commands=("pttl",)),
-            Rights(writes=("update:*", "workspace:*"), commands=("pexpire",)),
+            Rights(reads=("update:*", "workspace:*", "tasks:*"), commands=("pttl",)),
+            Rights(writes=("update:*", "workspace:*", "tasks:*"), commands=("pexpire",)),
         ),
     ),
     "scheduler": Rights(

@@ -18,7 +18,14 @@ from prometheus_client import Counter
 from pydantic import Field, SecretStr, model_validator
 
 from broker.client import Client, RedisSettings
-from broker.custody import drop_copies, expire_forgotten, foreign, mend, some_keys
+from broker.custody import (
+    drop_copies,
+    expire_forgotten,
+    expire_unowned,
+    foreign,
+    mend,
+    some_keys,
+)
 from broker.errors import (
     BadMessage,
     BrokerError,
@@ -299,10 +306,11 @@ class Coordinator:
         except Foreign:
             return set()
 
-    async def _clear_away(self) -> None:
+    async def _clear_away(self, owners: set[str]) -> None:
         """Lets go away what a site wrote for ever, or needs no more: of some keys at each sweep."""
         self._scanned, some = await some_keys(self._client, self._keys, self._scanned)
         await drop_copies(self._client, self._keys, some)
+        await expire_unowned(self._client, self._keys, some, owners)
         if found := await expire_forgotten(self._client, self._keys, some):
             self._context.log.warning(
                 "a site wrote keys that would have stayed: they got an expiry",
@@ -322,7 +330,7 @@ class Coordinator:
         """What nobody does who is alive: for silent trainers, poison, crashed coordinators."""
         owners = await self._owners()
         await self._mend(owners)
-        await self._clear_away()  # also while Redis is full, when the next fails
+        await self._clear_away(owners)  # also while Redis is full, when the next fails
         await self._find_lost()
         if gone := await self._ledger.age_letters(self._settings.letter_days):
             self._context.log.warning("dead letters were too old: deleted", letters=gone)

@@ -20,6 +20,8 @@ local function devices_of(name)
 end
 
 local name = a.name
+local own = stream_of(name)
+redis.call('EXISTS', own) -- as for undeclared keys: fails here where a cluster is moving it
 guard()
 if not take(key.stream, a.group, a.entry) then return 'repeated' end
 -- What it costs: every device that it names is looked up, and all trainers where there may be too many.
@@ -51,6 +53,7 @@ for _, device in ipairs(a.denied) do denied[device] = true end
 local now = redis.call('TIME')
 redis.call('ZADD', key.alive, now[1] .. '.' .. string.format('%06d', now[2]), name)
 redis.call('HSET', key.trainers, name, ARGV[2])
+redis.call('PERSIST', own) -- it may have been made, and found to be nobody's, before its owner was heard
 if #a.owns == 0 then redis.call('SADD', key.pool, name) else redis.call('SREM', key.pool, name) end
 for device in pairs(before) do
   if not wants[device] and redis.call('HGET', key.owners, device) == name then

@@ -13,7 +13,7 @@ import pytest
 
 from broker import scripts
 from broker.client import Client, Command
-from broker.custody import expire_forgotten, some_keys
+from broker.custody import expire_forgotten, expire_unowned, some_keys
 from broker.errors import BrokerError, NoScript
 from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.ledger import Ledger
@@ -240,6 +240,32 @@ async def test_a_site_that_finds_no_script_waits_until_a_service_has_loaded_it(
     assert await edge.renew(entry)
     assert await hand.client.call("ACL", "LOG") == []
     await north.close()
+
+
+async def test_streams_of_tasks_that_are_nobody_s_go_away_by_themselves(
+    there: Guarded, hand: Hand
+) -> None:
+    """A site may make any number of them, under its own name alone."""
+    ghosts = [KEYS.tasks_of(f"north/ghost-{n}") for n in range(3)]
+    async with there.client("coordinator") as coordinator, there.client(NORTH) as north:
+        await north.pipeline(
+            [
+                ("XGROUP", "CREATE", stream, TRAINERS, "0", "MKSTREAM")
+                for stream in (*ghosts, KEYS.tasks_of("north/edge"), KEYS.tasks_of("north/mute"))
+            ]
+        )
+        other = ("XGROUP", "CREATE", KEYS.tasks_of("south/x"), TRAINERS, "0", "MKSTREAM")
+        assert await is_denied(north, other)
+        _, some = await some_keys(coordinator, KEYS, b"0")
+        found = await expire_unowned(coordinator, KEYS, some, {"north/mute"})
+        assert sorted(found) == ghosts
+        assert await expire_unowned(coordinator, KEYS, some, {"north/mute"}) == []
+        lives = await hand.client.pipeline([("PTTL", stream) for stream in ghosts])
+        assert all(0 < ms <= 600_000 for ms in lives)
+        await hand.announce("ghost-0", 5, site="north")  # it was there, and not heard yet
+        lives = await hand.client.pipeline([("PTTL", stream) for stream in ghosts])
+        assert [ms == -1 for ms in lives] == [True, False, False]
+        assert await expire_unowned(coordinator, KEYS, some, ()) == [KEYS.tasks_of("north/mute")]
 
 
 # what admission does not take

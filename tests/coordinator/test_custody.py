@@ -224,6 +224,26 @@ async def test_copies_that_a_site_needs_no_more_are_deleted(
         await works(run)
 
 
+async def test_streams_of_tasks_of_trainers_that_nobody_heard_get_an_expiry(
+    run: Hand, redis: RedisSettings, client: Client, keys: Keys
+) -> None:
+    await run.announce("own", 3)
+    names = ("north/ghost", "ghost", "own")
+    for name in names:
+        await Group(client, keys.tasks_of(name), TRAINERS, "t").ensure()
+    async with running(make(redis, keys), context()):
+
+        async def lives() -> list[int]:
+            return await client.pipeline([("PTTL", keys.tasks_of(name)) for name in names])
+
+        async def expire() -> bool:
+            return min((await lives())[:2]) > 0
+
+        await wait_until(expire)
+        assert (await lives())[2] == -1
+        await works(run)
+
+
 # tasks that nobody has
 
 
