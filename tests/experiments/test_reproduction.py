@@ -29,7 +29,7 @@ from experiments.reproduction import (
     judged,
     settings_of,
 )
-from experiments.running import Job, Store, jobs_of, left_s, run, run_job, thinned
+from experiments.running import Job, Store, job_of, jobs_of, left_s, run, run_job, thinned
 from experiments.showing import DIFFERENCES, TABLE, show, table
 from fedstream import reproduce as command
 from fedstream.simulation import VersionMade
@@ -320,6 +320,16 @@ def test_the_tables_that_are_kept_are_those_of_their_results(name: str) -> None:
     folder = command.RESULTS / name
     results = Store(folder).results()
     assert (folder / TABLE).read_text() == table(catalogue()[name], results)
+
+
+@pytest.mark.parametrize("name", catalogue())
+def test_the_results_that_are_kept_are_of_the_configurations_that_there_are(name: str) -> None:
+    """Else `fedstream reproduce` would throw them away and run them anew."""
+    experiment = catalogue()[name]
+    cells = {cell.label: cell for cell in experiment.cells}
+    rows = Store(command.RESULTS / name).results().rows
+    wanted = [job_of(experiment, cells[row.cell], row.repeat, row.scale) for row in rows]
+    assert [row.configuration for row in rows] == [job.configuration for job in wanted]
 
 
 # some of it, and by which program

@@ -97,6 +97,14 @@ def test_devices_come_as_often_as_their_rates_say() -> None:
     assert share[9] / 2000 < 0.12
 
 
+def test_afls_biased_arrivals_are_those_of_the_results_that_are_kept() -> None:
+    """Another way to draw by rates would make experiments/results another program's."""
+    shares = "[{devices=[0, 1], rate=0.19}, {devices=[2, 3, 4, 5, 6, 7], rate=0.1}, "
+    shares += "{devices=[8, 9], rate=0.01}]"
+    found = arrivals(15, "strategy.name=afa-cd", f"participation={shares}")
+    assert [one.device for one in found] == [4, 0, 3, 2, 6, 1, 2, 4, 7, 0, 7, 6, 4, 9, 0]
+
+
 def test_a_device_that_takes_too_long_is_given_up() -> None:
     """Its slot is free again when the live scheduler would free it."""
     one_at_a_time = latency(
