@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from itertools import repeat
 from statistics import fmean
 from typing import Annotated
 
@@ -33,30 +34,29 @@ class Participation:
     def __init__(self, usual: Steps, groups: Sequence[ParticipationGroup] = ()) -> None:
         """Raises ValueError if a device is in two groups."""
         self._usual = usual
-        self.groups: dict[int, ParticipationGroup] = {}  # by device
+        self._rates: dict[int, float] = {}
+        self._steps: dict[int, Steps] = {}
         for n, group in enumerate(groups):
             for device in group.devices:
-                if device in self.groups:
+                if device in self._rates:
                     raise ValueError(f"participation[{n}].devices: device {device} is listed twice")
-                self.groups[device] = group
+                self._rates[device] = group.rate
+                self._steps[device] = group.steps or usual
 
-    def rate(self, device: int) -> float:
-        """A device's, relative to the usual one."""
-        group = self.groups.get(device)
-        return group.rate if group is not None else 1.0
+    def rates(self, devices: Sequence[int]) -> list[float]:
+        """Of these devices, relative to the usual one."""
+        return list(map(self._rates.get, devices, repeat(1.0)))
 
     def mean(self, devices: Sequence[int]) -> float:
         """The mean of some devices' rates."""
-        return fmean(map(self.rate, devices)) if self.groups else 1.0
+        return fmean(self.rates(devices)) if self._rates else 1.0
 
     def pick(self, rng: random.Random, devices: Sequence[int]) -> int:
         """The place in ``devices`` of one of them, drawn with probability proportional to rate."""
-        if not self.groups:
+        if not self._rates:
             return rng.randrange(len(devices))
-        return rng.choices(range(len(devices)), list(map(self.rate, devices)))[0]
+        return rng.choices(range(len(devices)), self.rates(devices))[0]
 
     def length(self, rng: random.Random, device: int) -> Length:
         """How long a device trains this time."""
-        group = self.groups.get(device)
-        steps = group.steps if group is not None else None
-        return (steps or self._usual).draw(rng)
+        return self._steps.get(device, self._usual).draw(rng)

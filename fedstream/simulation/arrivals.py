@@ -346,7 +346,7 @@ class _Clock:
         if initiative is None:
             raise ConfigError("scheduler.policy.kind = 'none' needs trainer.anarchic.rate")
         parts = Participation(initiative.steps, self._settings.participation)
-        rates = [initiative.rate * parts.rate(device) for device in self._devices]
+        rates = [initiative.rate * rate for rate in parts.rates(self._devices)]
         rngs = [random.Random(f"{self._seed}/{device}/anarchic") for device in self._devices]
         decisions = [(rngs[device].expovariate(rates[device]), device) for device in self._devices]
         heapq.heapify(decisions)

@@ -61,7 +61,7 @@ def test_without_groups_every_device_is_as_likely_and_nothing_is_summed() -> Non
 
 def test_rates_and_lengths_are_the_usual_ones_unless_a_group_says_otherwise() -> None:
     parts, rng = Participation(UniformSteps(c=1), GROUPS), random.Random(0)
-    assert [parts.rate(device) for device in range(6)] == [1.0, 3.0, 0.5, 1.0, 3.0, 1.0]
+    assert parts.rates(range(6)) == [1.0, 3.0, 0.5, 1.0, 3.0, 1.0]
     assert parts.mean([0, 1, 2, 5]) == 5.5 / 4
     assert parts.length(rng, 2) == Length(epochs=2)
     assert {parts.length(rng, 1) for _ in range(64)} == {Length(steps=1), Length(steps=2)}
