@@ -98,8 +98,9 @@ def _of_python(path: Path, source: str) -> Iterator[Mutant]:
             case ast.BinOp(left=left, op=op, right=right) if type(op) in _CALCULATED:
                 if not _is_text(left) and not _is_text(right):
                     yield from sign(left, right, *_CALCULATED[type(op)], "arithmetic")
-            case ast.UnaryOp(op=ast.Not(), operand=operand):
-                yield edit(text.span(node)[0], text.span(operand)[0], "", "negation")
+            case ast.UnaryOp(op=ast.Not()):
+                start, _ = text.span(node)
+                yield edit(start, start + len("not "), "", "negation")
             case ast.Constant(value=bool(value)):
                 yield edit(*text.span(node), str(not value), "constant")
             case ast.Constant(value=int(value)):

@@ -23,7 +23,7 @@ def f(a: int, b: int = 3) -> bool:
     total = a + 2
     log.info("x")
     g(total)
-    return a is not None and True
+    return a is not None and not (a and True)
 '''
 LUA = """-- a comment: 1 < 2
 local n = tonumber(ARGV[1])
@@ -41,7 +41,7 @@ def test_python_is_mutated_where_it_runs() -> None:
         (7, "a < b and not b", "not (a < b and not b)"), (7, "<", "<="), (7, "and", "or"),
         (7, "not ", ""), (8, 'raise ValueError(f"{a} + {b}")', "pass"), (9, "+", "-"),
         (9, "2", "3"), (11, "g(total)", "pass"), (12, "is not", "is"), (12, "and", "or"),
-        (12, "True", "False"),
+        (12, "not ", ""), (12, "True", "False"),
     }  # fmt: skip
 
 
