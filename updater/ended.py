@@ -3,7 +3,8 @@
 A Redis that goes back in time brings tasks again that ended long ago, and one task has one record
 however old that Redis is. The journal has them all; the index (SQLite, ``ended.sqlite``) finds one
 without reading it. What leaves the memory is written here before the segment that leaves it out of
-its standing; where the index is missing, or the journal is ahead of it, it is made anew from there.
+its standing; where the index is missing or damaged, or the journal is ahead of it, it is made anew
+from there. It is never ahead of the journal: what a power cut takes from that has not ended.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import sqlite3
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 
@@ -24,6 +26,7 @@ from updater.journal import (
     Segment,
     Taken,
     cuts,
+    sync_file,
 )
 from updater.journal.writing import made_folder
 from updater.rebuild import end_of
@@ -91,15 +94,22 @@ class Ended:
         for row in chain[0].done() if chain else ():
             self.add(End(*row))
         for number, (segment, cut) in enumerate(cuts(chain)):
+            ends: list[End] = []
             try:
-                for record in segment.records(cut):
-                    if isinstance(record.message, Taken):
-                        self.add(end_of(record.message))
+                ends.extend(
+                    end_of(record.message)
+                    for record in segment.records(cut)
+                    if isinstance(record.message, Taken)
+                )
             except JournalError as error:
                 if number == len(chain) - 1:
                     raise
                 self.forgotten = chain[number + 1].standing.version
                 unread.append(str(error))
+            if number == len(chain) - 1:  # those before it were, when their successors began
+                sync_file(segment.path)
+            for end in ends:
+                self.add(end)
         if chain:
             self._write(lineage, chain[-1].path.name)
         return unread
@@ -174,6 +184,10 @@ class Ended:
     def _failed(self, error: Exception) -> JournalError:
         if "full" in str(error):
             return JournalFull(f"{self.path}: {error}")
+        if type(error) is sqlite3.DatabaseError:  # not what SQLite wrote: it was seen only now
+            with suppress(OSError):
+                self.path.unlink()
+            return JournalError(f"{self.path}: {error}; the next start makes it from the journal")
         return JournalError(
             f"{self.path}: {error}; it is made anew from the journal if it is deleted"
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sqlite3
 import stat
 from collections import Counter
@@ -16,6 +17,7 @@ from broker.records import End
 from tests.journals import Scribe
 from tests.support import Hand, context, running, wait_until
 from tests.updater.journalled import backed_up, go_back, held, records
+from updater import ended
 from updater.ended import NAME, Ended
 from updater.journal import JournalError, JournalFull, Taken, segments
 from updater.strategies import FedAvgSettings
@@ -152,6 +154,54 @@ def test_one_that_is_whole_is_not_made_anew(
     monkeypatch.setattr(Ended, "_made_of", None)
     index, _ = opened(tmp_path)
     assert index.get(tasks[0])
+    index.close()
+
+
+def test_it_is_made_only_of_what_is_on_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a power cut takes from the journal, the queue brings again: it must not have ended."""
+    journal(tmp_path)
+    done: list[str] = []
+    write, sync = Ended._write, os.fdatasync
+    monkeypatch.setattr(ended, "_WAITING", 2)
+
+    def written(index: Ended, *about: Any) -> int:
+        done.append("written")
+        return write(index, *about)
+
+    def synced(file: int) -> None:
+        done.append(Path(f"/proc/self/fd/{file}").readlink().name)
+        sync(file)
+
+    monkeypatch.setattr(Ended, "_write", written)
+    monkeypatch.setattr(os, "fdatasync", synced)
+    _, newest = sorted(path.name for path in tmp_path.glob("*.journal"))
+    opened(tmp_path)[0].close()
+    # Five ends each, of which two at a time are written: the newest segment's behind its sync.
+    assert done == ["written"] * 2 + [newest] + ["written"] * 4
+
+
+def test_one_that_turns_out_to_be_damaged_is_made_anew_by_the_next_start(tmp_path: Path) -> None:
+    tasks = journal(tmp_path)
+    opened(tmp_path)[0].close()
+    data = bytearray((tmp_path / NAME).read_bytes())
+    with sqlite3.connect(tmp_path / NAME) as database:
+        root = "SELECT rootpage FROM sqlite_master WHERE name = 'ended'"
+        [page] = database.execute(root).fetchone()
+        [size] = database.execute("PRAGMA page_size").fetchone()
+    # A cell of the table's page says that it is longer than the page: its beginning is whole.
+    at = (page - 1) * size
+    cell = at + int.from_bytes(data[at + 8 : at + 10])
+    data[cell : cell + 2] = b"\xff\x7f"
+    (tmp_path / NAME).write_bytes(data)
+    index, unread = opened(tmp_path)
+    with pytest.raises(JournalError, match="the next start makes it from the journal"):
+        index.get(tasks[0])
+    index.close()
+    index, unread = opened(tmp_path)
+    assert unread == []
+    assert index.get(tasks[0]) is not None
     index.close()
 
 
