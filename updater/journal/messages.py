@@ -20,6 +20,7 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Mean = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Epoch = Annotated[int, Field(ge=0, lt=10**8)]  # names sort by it
 Number = Annotated[int, Field(ge=0, lt=10**6)]
+Devices = Annotated[int, Field(ge=0, lt=2**31)]  # nobody can choose among more
 SegmentName = Annotated[str, Field(pattern=r"^[0-9]{8}-[0-9]{6}\.journal$")]
 Chain = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # SHA-256, in hexadecimal
 Counts: TypeAlias = dict[str, Count]
@@ -44,7 +45,7 @@ class SegmentHead(Message):
     lineage: Name  # the same from version 0 on, or since Redis's model was adopted
     run: Name
     task: Name
-    devices: Count
+    devices: Devices
     versions: Count  # the run ends with this one
     seed: Count
     created: Time  # of the run

@@ -51,7 +51,7 @@ class AfaCsSettings(_AfaSettings):
     """AFA-CS: for devices of which some come often and some seldom (cross-silo)."""
 
     name: Literal["afa-cs"] = "afa-cs"
-    devices: Annotated[int, Field(ge=1)] | None = None
+    devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """M; all devices of the run where it is not given"""
 
     def build(self, devices: int = 0) -> AfaCs:

@@ -24,7 +24,7 @@ class ScaffoldSettings(Section):
     server_lr: Annotated[float, Field(gt=0)] = 1.0
     per_step: bool = False
     """Divide what a device sends by gamma H, as AFA-CD does (AFL + SCAFFOLD)."""
-    devices: Annotated[int, Field(ge=1)] | None = None
+    devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """M; all devices of the run where it is not given"""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
 
