@@ -27,6 +27,7 @@ _ASIDE_MS = 7 * 24 * 3600 * 1000  # what was put aside stays there for an operat
 _AT_ONCE = 500  # keys that one script looks at: Redis does nothing else meanwhile
 
 _OF_SITES = ("update:", "workspace:")  # what sites write and nobody deletes if they forget it
+_WORKSPACES = "workspace:"
 _COPIES = "control:"  # what sites were given of what a strategy remembers of their devices
 _FORGOTTEN_MS = 600_000  # what has no expiry is gone after this
 _LONGEST_MS = 24 * 3600 * 1000  # an expiry further off is as good as none
@@ -136,6 +137,33 @@ async def expire_unowned(
     if changed:
         await client.pipeline([("PEXPIRE", name, _FORGOTTEN_MS) for name in changed])
     return [name.decode(errors="replace") for name in changed]
+
+
+async def cap_workspaces(
+    client: Client, keys: Keys, some: Iterable[bytes], held: dict[str, int], most: int
+) -> set[str]:
+    """Lets those of ``some`` keys go that are workspaces beyond ``most`` bytes of their site: the
+    sites. The pool's stay.
+
+    ``held``: what each site had in the keys before these; it grows by what these have.
+    """
+    ours = (keys.prefix + _WORKSPACES).encode()
+    places = {
+        name: name.removeprefix(ours).partition(b"/")[0].decode(errors="replace")
+        for name in some
+        if name.startswith(ours)
+    }
+    others = {name: site for name, site in places.items() if site != POOL}
+    sizes = await client.pipeline([("STRLEN", name) for name in others]) if others else []
+    over: list[bytes] = []
+    for (name, site), size in zip(others.items(), sizes, strict=True):
+        held[site] = held.get(site, 0) + size
+        if held[site] > most:
+            held[site] -= size
+            over.append(name)
+    if over:
+        await client.pipeline([("PEXPIRE", name, 1) for name in over])
+    return {others[name] for name in over}
 
 
 async def drop_copies(client: Client, keys: Keys, some: Iterable[bytes]) -> int:

@@ -70,7 +70,7 @@ RIGHTS = {
             "look", "scan", "withdraw", "age_letters",
         ),
         apart=(  # what sites never let expire
-            Rights(reads=("update:*", "workspace:*", "tasks:*"), commands=("pttl",)),
+            Rights(reads=("update:*", "workspace:*", "tasks:*"), commands=("pttl", "strlen")),
             Rights(writes=("update:*", "workspace:*", "tasks:*"), commands=("pexpire",)),
         ),
     ),

@@ -19,6 +19,7 @@ from pydantic import Field, SecretStr, model_validator
 
 from broker.client import Client, RedisSettings
 from broker.custody import (
+    cap_workspaces,
     drop_copies,
     expire_forgotten,
     expire_unowned,
@@ -67,6 +68,7 @@ class CoordinatorSettings(Section):
     trusted_sites: tuple[str, ...] = (POOL,)  # whose word counts for how stale an update is
     site_trainers: Annotated[int, Field(ge=1)] = 10_000  # of each site
     announce_rate: Annotated[int, Field(ge=1)] = 50_000  # trainers and devices, a second and site
+    site_workspace_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # of each but the pool
     inbox_limit: Annotated[int, Field(ge=1)] = 1_000_000  # entries; one with more is deleted
     # What devices may ask for where they decide by themselves (scheduler.policy "none").
     open_limit: Annotated[int, Field(ge=1)] = 10_000  # tasks at the same time, of all
@@ -129,6 +131,7 @@ class Coordinator:
         self._searched = 0.0  # for tasks that nobody has, the last time
         self._without_entry: dict[str, str] = {}  # what the last search found
         self._scanned = b"0"  # how far keys were looked through
+        self._held: dict[str, int] = {}  # bytes of sites' workspaces in them
         self._named: set[tuple[str, str]] = set()  # keys that hold what they should not
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
@@ -310,6 +313,13 @@ class Coordinator:
         """Lets go away what a site wrote for ever, or needs no more: of some keys at each sweep."""
         self._scanned, some = await some_keys(self._client, self._keys, self._scanned)
         await drop_copies(self._client, self._keys, some)
+        most = self._settings.site_workspace_bytes
+        for site in await cap_workspaces(self._client, self._keys, some, self._held, most):
+            self._context.log.warning(
+                "a site kept too many workspaces: some were let go", site=site, most=most
+            )
+        if self._scanned == b"0":
+            self._held.clear()
         await expire_unowned(self._client, self._keys, some, owners)
         if found := await expire_forgotten(self._client, self._keys, some):
             self._context.log.warning(

@@ -13,7 +13,7 @@ import pytest
 
 from broker import scripts
 from broker.client import Client, Command
-from broker.custody import expire_forgotten, expire_unowned, some_keys
+from broker.custody import cap_workspaces, expire_forgotten, expire_unowned, some_keys
 from broker.errors import BrokerError, NoScript
 from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.ledger import Ledger
@@ -431,6 +431,35 @@ async def test_what_a_site_lets_stay_for_ever_a_coordinator_lets_expire(
         assert await is_denied(coordinator, ("UNLINK", left))
     for key in (blob, left):
         assert 0 < await hand.client.call("PTTL", key) <= 600_000
+
+
+async def test_a_sites_workspaces_have_a_budget_that_is_no_others(
+    there: Guarded, hand: Hand
+) -> None:
+    """A coordinator counts them and lets go what is too much; it can't read one."""
+    async with (
+        there.client("coordinator") as coordinator, there.client(NORTH) as north,
+        there.client(SOUTH) as south, there.client("trainer") as pool,
+    ):  # fmt: skip
+        names = [KEYS.workspace("north", str(n)) for n in range(5)]
+        kept = [KEYS.workspace("south", "t"), *(KEYS.workspace("pool", str(n)) for n in range(5))]
+        for client, key in ((south, kept[0]), *((pool, key) for key in kept[1:])):
+            await client.call("SET", key, bytes(1000), "PX", 60_000)
+        for key in names:
+            await north.call("SET", key, bytes(1000), "PX", 60_000)
+        some = [name.encode() for name in (*names, *kept)]
+        held: dict[str, int] = {}
+        found = [
+            await cap_workspaces(coordinator, KEYS, part, held, 2500)
+            for part in (some[:2], some[2:])
+        ]
+        assert (found, held) == ([set(), {"north"}], {"north": 2000, "south": 1000})
+
+        async def gone() -> bool:
+            return not await hand.client.call("EXISTS", *names[2:])
+
+        await wait_until(gone)
+        assert await hand.client.call("EXISTS", *names[:2], *kept) == 8
 
 
 # an inbox that somebody fills with what nobody wants

@@ -320,3 +320,33 @@ async def test_what_was_said_before_a_task_was_missed_is_waited_for_and_nothing_
     [before, _] = await client.call("XRANGE", keys.inbox("pool"), "-", "+")
     await client.call("XDEL", keys.inbox("pool"), before[0])
     assert await run.ledger.find_lost(seen) == (1, {})
+
+
+async def test_a_site_keeps_no_more_in_workspaces_than_it_may(
+    run: Hand, redis: RedisSettings, keys: Keys, client: Client
+) -> None:
+    """Each pass counts anew: what may stay does."""
+    names = [keys.workspace("north", str(n)) for n in range(9)]
+    for name in names:
+        await client.call("SET", name, bytes(1000), "PX", 600_000)
+
+    async def left() -> int:
+        return int(await client.call("EXISTS", *names))
+
+    made = make(redis, keys, site_workspace_bytes=3500)
+    with capture_logs() as logs:
+        async with running(made, context()):
+
+            async def fits() -> bool:
+                return await left() <= 3
+
+            await wait_until(fits)
+            swept = made._swept
+
+            def again() -> bool:
+                return made._swept > swept + 0.1
+
+            await wait_until(again)
+            assert await left() == 3
+    told = [line for line in logs if "too many workspaces" in line["event"]]
+    assert {(line["site"], line["most"]) for line in told} == {("north", 3500)}
