@@ -173,7 +173,8 @@ FORBIDDEN: list[tuple[str | int, ...]] = [
         for key in (
             KEYS.events, KEYS.triggers, KEYS.queue, KEYS.dead, KEYS.models, KEYS.alive,
             KEYS.trainers, KEYS.owners, KEYS.rates, KEYS.open, KEYS.admitted, KEYS.ended,
-            KEYS.counts, KEYS.run, KEYS.head, KEYS.sites, KEYS.tokens, KEYS.tasks_of("evil"),
+            KEYS.counts, KEYS.run, KEYS.head, KEYS.sites, KEYS.pool, KEYS.tokens,
+            KEYS.tasks_of("evil"),
         )
         for name, *more in (
             ("SET", "x"), ("DEL",), ("XADD", "18446744073709551615-18446744073709551615", "m", "x"),
