@@ -47,7 +47,7 @@ def _columns(incomplete: str) -> list[str]:
 def show(
     path: Dir,
     device: Annotated[
-        list[int] | None, typer.Option(metavar="N", help="only this device's; may be repeated")
+        list[int] | None, typer.Option(metavar="N", help="only this device's; repeatable")
     ] = None,
     version: Annotated[
         str | None, typer.Option(metavar="A[..B]", help="only of this version, or from A to B")
@@ -57,7 +57,7 @@ def show(
         typer.Option(
             metavar="OUTCOME",
             autocompletion=one_of(OUTCOMES),
-            help=f"only what ended so: {', '.join(OUTCOMES)}; may be repeated",
+            help=f"only what ended so: {', '.join(OUTCOMES)}; repeatable",
         ),
     ] = None,
     last: Annotated[
@@ -245,7 +245,8 @@ def bisect(
         typer.Option("--config", "-c", metavar="FILE", help="instead of the run's run.toml"),
     ] = None,
     sets: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="a configuration key")
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="a configuration key; repeatable"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:

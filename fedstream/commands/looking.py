@@ -77,11 +77,13 @@ def replay(
     ] = None,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="another rule: strategy.alpha=0.3"),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="another rule: strategy.alpha=0.3; repeatable"
+        ),
     ] = None,
     without: Annotated[
         list[str] | None,
-        typer.Option(metavar="device=N", help="leave a device's updates out"),
+        typer.Option(metavar="device=N", help="leave a device's updates out; repeatable"),
     ] = None,
     evaluate_every: Annotated[
         int | None,
@@ -220,7 +222,7 @@ def acl(
     run: RunName = None,
     site: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="a site besides the pool; repeat it for more"),
+        typer.Option(metavar="NAME", help="a site besides the pool; repeatable"),
     ] = None,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="instead of printing it")] = None,
 ) -> None:

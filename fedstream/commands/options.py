@@ -50,7 +50,9 @@ Config = Annotated[
 Sets = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="KEY=VALUE", help="a configuration key, such as strategy.alpha=0.3"
+        "--set",
+        metavar="KEY=VALUE",
+        help="a configuration key, such as strategy.alpha=0.3; repeatable",
     ),
 ]
 TaskName = Annotated[
