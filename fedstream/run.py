@@ -329,7 +329,7 @@ def examine(settings: Settings) -> Subject:
     """
     import torch
 
-    from trainer.task import untrained
+    from trainer.task import Task, samples_of, untrained
     from trainer.vector import layout_of
 
     check_used(settings)
@@ -343,14 +343,16 @@ def examine(settings: Settings) -> Subject:
             raise ConfigError(_user_error(settings, "model()", error)) from error
         layout_of(module)
         try:
-            tested = task.test_data() is not None
+            test_data = task.test_data()
         except FedstreamError:
             raise
         except Exception as error:
             raise DataError(_user_error(settings, "test_data()", error)) from error
+        if test_data is not None and type(task).metrics is Task.metrics:  # else it may be anything
+            samples_of(test_data)
         devices = devices_of(settings, task)
         look_over(task, devices, trained_here=True)
-    return Subject(module, devices, tested, torch.__version__)
+    return Subject(module, devices, test_data is not None, torch.__version__)
 
 
 def _user_error(settings: Settings, what: str, error: Exception) -> str:

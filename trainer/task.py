@@ -74,9 +74,7 @@ class Task(ABC):
         from torch.nn.functional import cross_entropy
 
         model.eval()
-        samples = len(data)  # type: ignore[arg-type]  # torch's Dataset declares no length
-        if samples == 0:
-            raise DataError("there is nothing to evaluate: the data set is empty")
+        samples = samples_of(data)
         hits = answers = 0
         loss = 0.0
         with torch.no_grad():
@@ -190,6 +188,20 @@ def untrained(task: Task) -> nn.Module:
         got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
         raise ConfigError(f"model() returned {got}: it must return a torch.nn.Module, untrained")
     return module
+
+
+def samples_of(test_data: Dataset[Any]) -> int:
+    """How many there are to measure by. Raises DataError if there are none, or no length."""
+    try:
+        samples = len(test_data)  # type: ignore[arg-type]  # torch's Dataset declares no length
+    except TypeError:
+        raise DataError(
+            f"test_data() returned {type(test_data).__name__}, which has no length: it must return "
+            "a map-style data set, or None"
+        ) from None
+    if samples == 0:
+        raise DataError("there is nothing to evaluate: the data set is empty")
+    return samples
 
 
 def measured(task: Task, module: nn.Module, data: Dataset[Any]) -> dict[str, float]:

@@ -63,6 +63,16 @@ class Nothing(Blobs):
         return None
 
 
+class NoTest(Blobs):
+    def test_data(self):
+        return 3
+
+
+class EmptyTest(Blobs):
+    def test_data(self):
+        return []
+
+
 class Metrics(Blobs):
     def metrics(self, model, data):
         return {"accuracy": 1 / 0}
@@ -93,6 +103,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("Raising", 1, "device 2: OSError: no disk at"),
         ("Empty", 1, "device 3 has no data"),
         ("Nothing", 1, "device 0: device_data() returned NoneType, which has no length"),
+        ("NoTest", 1, "test_data() returned int, which has no length"),
+        ("EmptyTest", 1, "there is nothing to evaluate: the data set is empty"),
     ],
 )
 def test_what_a_task_does_not_give_is_said_before_anything_begins(
