@@ -65,6 +65,7 @@ _DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # somebody may have written other fie
 
 # Bytes that a letter keeps of an entry, more than most of ours have: 1,000 take 80 MiB of Redis.
 _LETTER = 64 << 10
+_REGISTER = 64 << 20  # bytes of all that trainers say of themselves
 _WHY = 1000  # characters of a reason: a site may give one of any length
 
 T = TypeVar("T")
@@ -256,9 +257,11 @@ class Ledger:
     async def trainers(self) -> dict[str, dict[str, Any]]:
         """What every trainer that is alive said of itself last, by name.
 
-        What is no entry of ours is not among them, whoever wrote it.
+        What is no entry of ours is not among them, whoever wrote it. Raises ReplyTooLarge where
+        sites have named more devices than anybody could show.
         """
-        flat = await self._client.call("HGETALL", self.keys.trainers)
+        asked: Command = ("HGETALL", self.keys.trainers)
+        [flat] = await self._client.pipeline([asked], most=_REGISTER)
         found = {}
         for name, data in zip(flat[::2], flat[1::2], strict=True):
             with suppress(BadMessage, UnicodeDecodeError):

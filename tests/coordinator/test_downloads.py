@@ -335,3 +335,19 @@ async def test_the_register_comes_in_pages(redis: RedisSettings, hand: Hand) -> 
             status, about = await asked(query)
             assert status == 400, query
             assert "limit" in about["error"]
+
+
+async def test_a_register_that_sites_have_filled_is_not_taken_in(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    """Each of a site's trainers may name 100,000 devices; who asks hears that it is too much."""
+    await hand.create()
+    told = msgpack.packb({"owns": list(range(1 << 18, (1 << 18) + 100_000))})
+    for n in range(150):
+        await hand.client.call("HSET", hand.keys.trainers, f"north/{n}", told)
+    async with serving(hand, redis) as url, aiohttp.ClientSession(url) as session:
+        async with session.get(f"/v1/runs/{hand.keys.name}") as answer:
+            assert answer.status == 503
+            assert "more than 67108864 bytes" in (await answer.json())["error"]
+        async with session.get(f"/v1/runs/{hand.keys.name}/scaling") as answer:
+            assert answer.status == 200
