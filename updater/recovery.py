@@ -352,7 +352,7 @@ class Recovery:
 
     async def compare(self, progress: Progress) -> None:
         """Is Redis where the journal is? Behind it, or empty, it gets the newest version again."""
-        epoch, mine = self.lease.number, self.course.run
+        epoch, mine, pending = self.lease.number, self.course.run, self.course.pending
         run, head = await self._seen()
         if run is None or head is None:
             await self._publish_again("no run")
@@ -368,7 +368,7 @@ class Recovery:
             return
         if run.state == "finished" and not self.course.finished:
             self.finish(run)
-        elif run.state != "finished" and self.course.finished and not self.course.pending:
+        elif run.state != "finished" and self.course.finished and not pending:
             await self._publish_again("a run that goes on")
             return
         if (head.version, head.digest) != (progress.state.version, self.course.digest):
@@ -386,6 +386,10 @@ class Recovery:
             self.metrics.repaired.inc()
             self.context.log.error("the newest model is gone from Redis", version=head.version)
             await self._publish_again(f"version {head.version} without its model")
+            return
+        elif any(one.version and one.version.version < head.version for one, _ in pending):
+            # It was published again, and the reply was lost: those before it fit no head any more.
+            await self._publish_again(f"version {head.version} before its turn")
             return
         elif epoch != self.course.epoch:
             await self.recorder.check_last()

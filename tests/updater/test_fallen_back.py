@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
 
-from broker.client import Client
+from broker.client import Client, RedisSettings
 from broker.messages import CloseRound, Trigger, Upload, Withdraw
 from broker.records import LOST, End
-from tests.support import Hand, context, running, wait_until
-from tests.updater.journalled import backed_up, go_back, held, reasons
-from tests.updater.test_faults import Disk, makes_more
+from tests.support import Hand, Proxy, context, running, wait_until
+from tests.updater.journalled import backed_up, go_back, held, reasons, records
+from tests.updater.test_faults import COMMIT, CREATE, Disk, makes_more
 from updater.strategies import FedAvgSettings
 
 ROUNDS = FedAvgSettings(clients_per_round=9)
@@ -230,3 +231,40 @@ async def test_what_was_lost_with_redis_and_is_there_again_is_not_lost(
     await again(hand, lost, {})
     assert len((await hand.ledger.look()).open) == 2
     assert await nonzero(hand) == {"issued": 3, "given_up": 1, f"given_up:{LOST}": 1}
+
+
+# publishing again
+
+
+async def test_the_updater_goes_on_though_the_reply_to_publishing_several_versions_was_lost(
+    make: Any,
+    hand: Hand,
+    client: Client,
+    redis: RedisSettings,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with Proxy(redis) as proxy:
+        updater = make(redis=proxy.settings)
+        read_new, together = updater._intake.read, 1
+
+        async def at_once(block_ms: int) -> bool:
+            return len(await hand.queue()) == together and bool(await read_new(block_ms))
+
+        monkeypatch.setattr(updater._intake, "read", at_once)
+        async with running(updater, context()):
+            await hand.join()
+            backup = await backed_up(client)
+            await makes_more(hand, 1.0)
+            await wait_until(hand.queue_is_empty)
+            together, proxy.refuse = 2, lambda data: COMMIT in data
+            await hand.admitted(1.0)
+            await hand.admitted(1.0)
+            await wait_until(lambda: len(updater._course.pending) == 2)
+            await go_back(client, backup)
+            together, proxy.refuse, proxy.cut_reply_to = 1, None, lambda data: CREATE in data
+            await hand.reaches(3)
+            await makes_more(hand, 1.0)
+        assert proxy.cut_replies == 1
+    assert [record.version for record in records(folder)] == [1, 2, 3, 4]
+    assert await nonzero(hand) == {"issued": 4, "applied": 4}
