@@ -190,12 +190,17 @@ async def find_lost(
     return int(lost), dict(zip(names[::2], names[1::2], strict=True))
 
 
-async def ended_unlike(client: Client, keys: Keys, done: Callable[[str], End | None]) -> list[End]:
+async def ended_unlike(
+    client: Client, keys: Keys, done: Callable[[str], End | None], look: str
+) -> list[End]:
     """The ends, by ``done``, of tasks that are open in Redis or that others ended otherwise there.
 
-    So it is where Redis fell back: those tasks were open again, for whoever came first.
+    So it is where Redis fell back: those tasks were open again, for whoever came first. ``look`` is
+    noted down beforehand: where it stands, Redis has not gone back behind this look.
     """
-    opened, ended = await client.pipeline([("HKEYS", keys.open), ("ZRANGE", keys.ended, 0, -1)])
+    _, opened, ended = await client.pipeline(
+        [("HSET", keys.tokens, "look", look), ("HKEYS", keys.open), ("ZRANGE", keys.ended, 0, -1)]
+    )
     there = {task.decode(): ("open", "") for task in opened}
     for row in ended:
         task, _, outcome, reason = row.decode().split("|")

@@ -55,7 +55,7 @@ class Keys:
         self.admitted = prefix + "admitted"  # task -> the attempt that was admitted
         self.ended = prefix + "ended"  # the newest ended tasks, in order of their ids
         self.counts = prefix + "counts"  # tasks by outcome and reason, strays by reason
-        self.tokens = prefix + "tokens"  # role -> fencing token
+        self.tokens = prefix + "tokens"  # role -> fencing token; "look" of who repairs
         self.trainers = prefix + "trainers"  # trainer -> what it said of itself
         self.alive = prefix + "alive"  # trainer -> when it was last heard, Redis's clock
         self.owners = prefix + "owners"  # device -> the trainer that owns it

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import secrets
 import time
 from collections.abc import Awaitable, Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -561,7 +562,8 @@ class Ledger:
     ) -> Committed:
         """Makes the run with its first version, or publishes its newest over whatever is there.
 
-        'created'; 'unwritten': the model's blob is not there; 'lost': the token is not. ``counts``
+        'created'; 'unwritten': the model's blob is not there; 'lost': the token is not; 'moved':
+        Redis fell back once more meanwhile, or this comes late. ``counts``
         are the run's, for a Redis that was emptied, and ``journalled`` those of the ends that the
         journal has; with ``done``, how a task ended, also for one that fell back: what it has
         open, or ended otherwise since, ends as it did. What was open and is not known there any
@@ -576,7 +578,8 @@ class Ledger:
             "size": str(version.size),
         }  # fmt: skip
         if done is not None:
-            unlike = await ended_unlike(self._client, self.keys, done)
+            about["look"] = secrets.token_hex(8)
+            unlike = await ended_unlike(self._client, self.keys, done, about["look"])
             about["ends"] = [self._ending(end) for end in unlike]
         blob = self.keys.model(version.blob)
         reply = await self._script("create", _packed(about), version.encode(), blob=blob)

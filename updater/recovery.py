@@ -424,7 +424,7 @@ class Recovery:
             done=self.course.ended, held=tuple(one.device for one in progress.held),
             mean_staleness=progress.mean_staleness,
         )  # fmt: skip
-        if reply.what != "created":  # emptied once more
+        if reply.what != "created":  # emptied once more, or fallen back
             await pause(self.context.stop, LOST_S)
             return
         self.course.told, self.course.besides = journalled, without(reply.counts, journalled)

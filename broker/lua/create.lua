@@ -5,6 +5,7 @@
 local a = cmsgpack.unpack(ARGV[1])
 local foreign = fenced(a.token, 'updater')
 if foreign then return foreign end
+if a.look and redis.call('HGET', key.tokens, 'look') ~= a.look then return 'moved' end
 local forgot = a.ends or redis.call('EXISTS', key.run) == 0
 guard()
 if redis.call('HGET', key.blob, 'size') ~= a.size then return 'unwritten' end
@@ -46,4 +47,5 @@ redis.call('HSET', key.head, 'journalled', a.journalled, unpack(a.head))
 redis.call('HSET', key.lineage, a.version, a.digest)
 redis.call('ZADD', key.kept, a.version, a.blob)
 redis.call('XADD', key.models, 'MAXLEN', '~', VERSIONS_TOLD, '*', 'm', ARGV[2])
+if a.look then redis.call('HDEL', key.tokens, 'look') end
 return {'created', redis.call('HGET', key.run, 'state'), redis.call('HGETALL', key.counts)}

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import pytest
 
 from broker.client import Client, RedisSettings
+from broker.custody import ended_unlike
 from broker.messages import CloseRound, Trigger, Upload, Withdraw
 from broker.records import LOST, End
 from tests.support import Hand, Proxy, context, running, wait_until
@@ -268,3 +269,36 @@ async def test_the_updater_goes_on_though_the_reply_to_publishing_several_versio
         assert proxy.cut_replies == 1
     assert [record.version for record in records(folder)] == [1, 2, 3, 4]
     assert await nonzero(hand) == {"issued": 4, "applied": 4}
+
+
+async def test_redis_falls_back_once_more_while_the_updater_repairs(
+    make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between its look at what is open and the script."""
+    backups: list[dict[bytes, Any]] = []
+
+    async def overtaken(*about: Any) -> list[End]:
+        found = await ended_unlike(*about)
+        if backups:
+            assert found == []  # all is as it should be, there
+            await go_back(client, backups.pop())
+        return found
+
+    monkeypatch.setattr("broker.ledger.ended_unlike", overtaken)
+    idle_after(monkeypatch, 20)
+    async with running(make(ROUNDS), context()):
+        await hand.join()
+        _, upload = await ready(hand)
+        backup = await backed_up(client)
+        await hand.admit(upload)
+        await wait_until(lambda: held(hand, 1))
+        await wait_until(hand.queue_is_empty)
+        backups.append(backup)
+        head = await hand.ledger.head()
+        assert head
+        await client.call("DEL", hand.keys.model(head.blob))  # so that there is something to repair
+        await wait_until(lambda: not backups)
+        await wait_until(lambda: held(hand, 1))
+    assert await nonzero(hand) == {"issued": 1, "buffered": 1}
+    assert (await hand.ledger.look()).open == ()
+    assert await client.call("HGET", hand.keys.tokens, "look") is None
