@@ -78,8 +78,8 @@ def test_a_text_that_changed_is_not_mutated() -> None:
 @pytest.fixture
 def tree(tmp_path: Path) -> Path:
     """A project with a package, a script and tests: one starts a process, one knows no peace."""
-    traced = ROOT / "tests/mutants/traced"
-    shutil.copytree(traced, tmp_path / "tree/tests/mutants/traced")
+    shutil.copytree(ROOT / "tests/mutants/traced", tmp_path / "tree/tests/mutants/traced")
+    shutil.copy(ROOT / "tests/mutants/twice.py", tmp_path / "tree/tests/mutants")
     for path, text in PROJECT.items():
         (tmp_path / "tree" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "tree" / path).write_text(text)
