@@ -80,6 +80,12 @@ def test_tensors_come_back_in_the_dtypes_they_had_but_bfloat16_as_float32() -> N
     }
 
 
+def test_what_numpy_holds_as_it_is_costs_no_memory_to_look_at() -> None:
+    model = Model(BATCH_NORM)
+    views = {name for name, t in model.tensors().items() if np.shares_memory(t, model.buffer)}
+    assert views == {"conv.weight", "scale", "norm.count"}
+
+
 @pytest.mark.parametrize(
     "other",
     [

@@ -27,7 +27,7 @@ from structlog.testing import capture_logs
 
 from broker.client import RedisSettings
 from broker.errors import BlobMissing
-from coordinator.app import page
+from coordinator.app import _PAGE_BYTES, page
 from coordinator.downloads import Downloads
 from coordinator.service import Coordinator, CoordinatorSettings
 from runtime.http import HttpSettings, application, listening
@@ -309,6 +309,14 @@ def test_pages_hold_everybody_once_and_none_is_long(
         seen += found
         after = seen[-1] if seen else ""
     assert seen == sorted(name for name in register if name)
+
+
+def test_a_trainer_that_just_fills_a_page_comes_whole() -> None:
+    room = _PAGE_BYTES - len(json.dumps({"t": {"host": ""}}))
+    about = {"host": "h" * room}
+    assert page({"t": about}) == ({"t": about}, 0)
+    [(_, more)] = page({"t": {"host": "h" * (room + 1)}})[0].items()
+    assert more == {"owns": [], "left_out": f"{_PAGE_BYTES + 1} bytes"}
 
 
 async def test_the_register_comes_in_pages(redis: RedisSettings, hand: Hand) -> None:

@@ -14,7 +14,7 @@ from broker.client import Client, RedisSettings
 from broker.errors import ConfigError, Fenced, Unavailable
 from broker.keys import Keys
 from broker.lease import Lease
-from broker.messages import CloseRound, GiveUp, RoundEnd, Trigger
+from broker.messages import CloseRound, GiveUp, RoundEnd, Trigger, Withdraw
 from broker.records import Commit, End, Run, View
 from coordinator.rounds import Rounds
 from coordinator.scheduler import Scheduler, SchedulerSettings, vectors
@@ -451,6 +451,18 @@ async def test_a_task_that_never_ends_loses_its_slot(make: Any, run: Hand, clock
         await wait_until(lambda: watched(run))
         assert "withdrawn" not in await run.dispatch(), "said once"
         await run.balanced()
+
+
+@pytest.mark.usefixtures("patient")
+async def test_it_wakes_when_a_task_s_time_is_over(make: Any, run: Hand) -> None:
+    async def withdrawn() -> bool:
+        rows = await run.client.call("XRANGE", run.keys.triggers, "-", "+")
+        return any(Withdraw.kind.encode() in row[1][1] for row in rows)
+
+    async with running(make(InFlight(n=1), task_timeout_s=1.0), context()):
+        await are_open(run, 1)
+        await run.announce("ann")  # it looks, and plans its next waking
+        await wait_until(withdrawn)
 
 
 # leading

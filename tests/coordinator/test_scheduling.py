@@ -433,7 +433,7 @@ def test_at_the_time_out_a_round_with_too_few_goes_on_and_keeps_what_it_has() ->
     late = tuple(t.model_copy(update={"deadline": NOW + 60}) for t in round_of(2))
     seen = replace(CALM, version=3, now=NOW + 60, open=late, held=(8, 9))
     coming = planned(policy, replace(seen, backlog=1))
-    assert (coming.close, coming.again, coming.triggers) == (None, False, ())
+    assert (coming.close, coming.again, coming.triggers, coming.wake_at) == (None, False, (), None)
     what = planned(policy, seen)
     assert (what.close, what.again) == (None, True)
     assert what.overdue == tuple((t.task, "deadline passed") for t in late)

@@ -23,7 +23,7 @@ from tests.mutants.reach import Reach
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 900  # for the tests of one mutant; one that hangs them is noticed too
-HANGS_S = 100  # one test, in seconds: more than any of them takes, or waits for what doesn't come
+HANGS_S = 70  # one test, in seconds: more than any of them takes, or waits for what doesn't come
 
 
 @dataclass(frozen=True)

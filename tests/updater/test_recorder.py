@@ -226,6 +226,25 @@ def test_a_sync_counts_what_was_there_when_it_began(
     scribe.close()
 
 
+def test_a_sync_that_ends_after_a_later_one_takes_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scribe = Scribe(tmp_path)
+    scribe.update()
+    real = os.fdatasync
+
+    def fdatasync(file: int) -> None:
+        monkeypatch.setattr(os, "fdatasync", real)
+        scribe.update()
+        scribe.writer.sync()  # a second thread's, of more
+        real(file)
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    assert scribe.writer.sync() == scribe.writer.size
+    assert scribe.writer.unsynced == 0
+    scribe.close()
+
+
 def test_a_sync_that_failed_counts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scribe = Scribe(tmp_path)
     scribe.update()
