@@ -9,7 +9,12 @@ from tests.mutants.operators import Mutant, mutants
 
 # What runs a package's code.
 TESTS = {
-    "broker": ("tests/broker", "tests/coordinator", "tests/updater"),
+    "broker": (
+        "tests/broker",
+        "tests/coordinator",
+        "tests/updater",
+        "tests/fedstream/test_dead.py",
+    ),
     "coordinator": ("tests/coordinator", "tests/broker/test_invariant.py"),
     "runtime": ("tests/runtime", "tests/coordinator"),
     "trainer": ("tests/trainer", "tests/updater/test_scaffold.py"),
