@@ -4,7 +4,7 @@ A Redis that goes back in time brings tasks again that ended long ago, and one t
 however old that Redis is. The journal has them all; the index (SQLite, ``ended.sqlite``) finds one
 without reading it. What leaves the memory is written here before the segment that leaves it out of
 its standing; where the index is missing or damaged, or the journal is ahead of it, it is made anew
-from there. It is never ahead of the journal: what a power cut takes from that has not ended.
+from there. It is never ahead of the journal: what a power cut took from that has not ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from updater.journal import (
     Segment,
     Taken,
     cuts,
-    sync_file,
 )
 from updater.journal.writing import made_folder
 from updater.rebuild import end_of
@@ -89,27 +88,22 @@ class Ended:
         return True
 
     def _made_of(self, chain: Sequence[Segment], lineage: str) -> list[str]:
-        """Everything that a journal says of ended tasks; what of it can't be read."""
+        """Everything that no memory has of what a journal says; what of it can't be read.
+
+        Who recovers from the newest segment has its ends in memory, as far as its records hold:
+        here nobody looks whether their payloads do.
+        """
         unread = []
         for row in chain[0].done() if chain else ():
             self.add(End(*row))
-        for number, (segment, cut) in enumerate(cuts(chain)):
-            ends: list[End] = []
+        for number, (segment, cut) in enumerate(list(cuts(chain))[:-1]):
             try:
-                ends.extend(
-                    end_of(record.message)
-                    for record in segment.records(cut)
-                    if isinstance(record.message, Taken)
-                )
+                for record in segment.records(cut):
+                    if isinstance(record.message, Taken):
+                        self.add(end_of(record.message))
             except JournalError as error:
-                if number == len(chain) - 1:
-                    raise
                 self.forgotten = chain[number + 1].standing.version
                 unread.append(str(error))
-            if number == len(chain) - 1:  # those before it were, when their successors began
-                sync_file(segment.path)
-            for end in ends:
-                self.add(end)
         if chain:
             self._write(lineage, chain[-1].path.name)
         return unread
