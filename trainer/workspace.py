@@ -22,6 +22,20 @@ from broker.messages import first_wrong
 SCHEMA = 1
 
 _CHECKSUM = 8  # bytes
+_MOST = 16  # lists, and elements of one: there is one, of a state for each generator
+
+
+class _Few:
+    """Lets only few lists or maps through: of a byte each, 64 MiB of them would take gigabytes."""
+
+    def __init__(self) -> None:
+        self._left = _MOST
+
+    def __call__(self, value: Any) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise ValueError(f"more than {_MOST} lists or maps")
+        return value
 
 
 def _vector(dtype: str) -> PlainValidator:
@@ -105,7 +119,10 @@ class Workspace(BaseModel):
         if xxhash.xxh3_64_digest(packed) != data[:_CHECKSUM]:
             raise BadMessage("a workspace whose bytes do not match their checksum")
         try:
-            fields = msgpack.unpackb(packed, use_list=False)
+            fields = msgpack.unpackb(
+                packed, use_list=False, list_hook=_Few(), object_hook=_Few(),
+                max_array_len=_MOST, max_map_len=2 * _MOST,
+            )  # fmt: skip
         except (ValueError, msgpack.UnpackException) as error:
             raise BadMessage(f"a workspace that is not msgpack: {error}") from error
         if not isinstance(fields, dict) or fields.pop("v", None) != SCHEMA:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from dataclasses import replace
 from functools import partial
 from itertools import count
@@ -213,3 +214,26 @@ def test_a_field_of_another_kind_is_a_bad_message_or_the_field(name: str, value:
 def test_sealed_bytes_that_are_no_workspace(fields: object) -> None:
     with pytest.raises(BadMessage):
         Workspace.decode(sealed(fields))
+
+
+@pytest.mark.parametrize(
+    "forged",
+    [
+        b"\xdd" + (4 << 20).to_bytes(4, "big") + bytes(4 << 20),  # a list of zeros
+        b"\xdc\xff\xff" * 60 + b"\x90" * (4 << 20),  # lists of lists
+        b"\x9f" * 5 + b"\x80" * (4 << 20),  # short lists of maps
+        b"\x9f" * 900 + b"\x90" * (4 << 20),
+    ],
+)  # fmt: skip
+def test_a_forged_workspace_takes_no_more_memory_than_its_bytes(forged: bytes) -> None:
+    """As a map's value: each of its bytes would become an object."""
+    packed = b"\x81\xa1x" + forged
+    sealed = xxhash.xxh3_64_digest(packed) + packed
+    tracemalloc.start()
+    try:
+        with pytest.raises(BadMessage):
+            Workspace.decode(sealed)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < len(forged)
