@@ -581,6 +581,18 @@ async def test_an_answer_is_refused_for_what_it_says_of_itself(
     await hand.balanced()
 
 
+async def test_another_type_in_the_place_of_an_update_is_no_update(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    [trigger] = await hand.open()
+    upload = await hand.trained(trigger, write=False)
+    await client.call("SET", keys.update(upload.blob), b"x" * upload.size)
+    assert await hand.admit(upload) == [("refused", "blob missing")]
+    assert not await exists(client, keys.update(upload.blob))
+    await hand.balanced()
+
+
 async def test_staleness_is_judged_by_the_version_that_is_current_now(hand: Hand) -> None:
     await hand.create(max_staleness=1)
     first, second = await hand.open(2)
