@@ -311,6 +311,8 @@ class Coordinator:
 
     async def _clear_away(self, owners: set[str]) -> None:
         """Lets go away what a site wrote for ever, or needs no more: of some keys at each sweep."""
+        if self._scanned == b"0":  # here, since what follows its last step may fail
+            self._held.clear()
         self._scanned, some = await some_keys(self._client, self._keys, self._scanned)
         await drop_copies(self._client, self._keys, some)
         most = self._settings.site_workspace_bytes
@@ -318,8 +320,6 @@ class Coordinator:
             self._context.log.warning(
                 "a site kept too many workspaces: some were let go", site=site, most=most
             )
-        if self._scanned == b"0":
-            self._held.clear()
         await expire_unowned(self._client, self._keys, some, owners)
         if found := await expire_forgotten(self._client, self._keys, some):
             self._context.log.warning(

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
+from broker import custody
 from broker.client import Client, RedisSettings
-from broker.errors import Foreign
+from broker.errors import Foreign, Unavailable
 from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.streams import Group
 from coordinator import service
@@ -350,3 +351,25 @@ async def test_a_site_keeps_no_more_in_workspaces_than_it_may(
             assert await left() == 3
     told = [line for line in logs if "too many workspaces" in line["event"]]
     assert {(line["site"], line["most"]) for line in told} == {("north", 3500)}
+
+
+async def test_a_pass_whose_last_step_fails_counts_for_no_other(
+    run: Hand, redis: RedisSettings, keys: Keys, client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a site that has more than half of what it may would lose what it may keep."""
+    names = [keys.workspace("north", str(n)) for n in range(3)]
+    for name in names:
+        await client.call("SET", name, bytes(1000), "PX", 600_000)
+    looked: list[set[str]] = []
+
+    async def fails(*arguments: Any) -> set[str]:
+        looked.append(await custody.cap_workspaces(*arguments))
+        if len(looked) == 1:
+            raise Unavailable("between two commands")
+        return looked[-1]
+
+    monkeypatch.setattr(service, "cap_workspaces", fails)
+    async with running(make(redis, keys, site_workspace_bytes=3500), context()):
+        await wait_until(lambda: len(looked) > 2)
+    assert looked[:3] == [set()] * 3
+    assert await client.call("EXISTS", *names) == 3
