@@ -6,12 +6,12 @@ BIN := .venv/bin
 # Nothing is installed but what requirements/ lists, and of it no other files than those of its hashes.
 INSTALL := pip install --quiet --disable-pip-version-check --require-hashes --no-deps
 
-.PHONY: run test lint types unit k8s-check chaos chaos-mutants fuzz mutants bench reproduce lock dist sbom constraints clean
+.PHONY: run test lint types unit docs k8s-check chaos chaos-mutants fuzz mutants bench reproduce lock dist sbom constraints clean
 
 run: .venv/installed  ## train the handwritten digits on this machine
 	$(BIN)/fedstream run
 
-test: lint types k8s-check unit  ## all that CI checks
+test: lint types docs k8s-check unit  ## all that CI checks
 
 lint: .venv/installed .venv-tools/installed
 	$(BIN)/ruff check .
@@ -24,6 +24,9 @@ types: .venv/installed
 
 unit: .venv/installed
 	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder  # most wait for a process; the long ones not last
+
+docs: .venv-docs/installed  ## the documentation as a site, in site/; a broken link or anchor fails
+	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict  # Material is maintained until May 2027; then Zensical
 
 k8s-check: .venv/installed .venv-checkov/installed  ## the manifests in k8s/, without a cluster
 	$(BIN)/python -m tests.k8s.policy
@@ -75,7 +78,8 @@ TORCH := requirements/torch-cpu.txt requirements/torch-cuda.txt
 	.venv-runtime/bin/pip uninstall --quiet --yes pip
 	touch $@
 
-# Environments of their own: what checkov depends on fights with what we do, and nothing of ours needs the release's tools.
+# Environments of their own: what checkov depends on fights with what we do, and nothing of ours needs the
+# tools of a release or of the documentation.
 .venv-%/installed: requirements/%.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/$(INSTALL) --requirement $<
@@ -96,4 +100,4 @@ constraints: .venv/installed  ## pin what is installed now; then make lock
 	$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 clean:
-	rm -rf .venv .venv-checkov .venv-tools .venv-runtime build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-checkov .venv-docs .venv-tools .venv-runtime build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

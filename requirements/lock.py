@@ -11,7 +11,7 @@ not everybody installs all of them:
   several gigabytes. On macOS it is a CPU build too.
 - ``runtime.txt``: what else fedstream depends on.
 - ``dev.txt``: what its tests add.
-- ``tools.txt`` and ``checkov.txt``: environments of their own.
+- ``tools.txt``, ``docs.txt`` and ``checkov.txt``: environments of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "requirements"
-LISTS = ("torch-cpu", "torch-cuda", "runtime", "dev", "tools", "checkov")
+LISTS = ("torch-cpu", "torch-cuda", "runtime", "dev", "tools", "docs", "checkov")
 
 _TORCH = ("torch", "torchvision")
 _CUDA = re.compile(r"nvidia-|cuda-|triton$")
@@ -128,7 +128,8 @@ def _write_project() -> None:
 def main() -> None:
     """All lists anew."""
     _write_project()
-    _write("tools", _compiled(read("tools"), FOLDER / "tools.in"))
+    for name in ("tools", "docs"):
+        _write(name, _compiled(read(name), FOLDER / f"{name}.in"))
     # One of what checkov depends on is for no older Python.
     _write("checkov", _compiled(read("checkov"), FOLDER / "checkov.in", python="3.11.5"))
 
