@@ -183,7 +183,7 @@ class Coordinator:
                 )  # fmt: skip
                 await self._bury_all(group, poison)
                 await self._one_by_one([(group, entry) for entry in entries])
-            if entries:
+            if entries or poison:
                 self._unsure[group] = why  # there may be more
 
     @contextmanager

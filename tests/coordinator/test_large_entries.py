@@ -20,7 +20,7 @@ from broker.client import Client, RedisSettings
 from broker.keys import COORDINATORS, Keys
 from broker.ledger import Ledger
 from broker.outbox import Outbox
-from broker.streams import Group
+from broker.streams import PARTS, Group
 from coordinator.entries import LARGEST
 from coordinator.service import Coordinator, CoordinatorSettings
 from runtime.tasks import LeaseSettings
@@ -189,3 +189,31 @@ async def test_sites_that_say_much_at_once_are_all_heard(
         await wait_until(heard)
     view = await hand.ledger.look()
     assert view.dead + view.reasons("stray").get("letter over the limit", 0) == 80
+
+
+async def test_what_lies_behind_much_poison_is_found_at_once(
+    hand: Hand, redis: RedisSettings, keys: Keys
+) -> None:
+    """Also where no more than that is looked at together, and nothing of it is taken."""
+    await hand.create()
+    inbox = keys.inbox("pool")
+    crashed = Group(hand.client, inbox, COORDINATORS, "coordinator-0")
+    await crashed.ensure()
+    for _ in range(PARTS + 1):
+        await hand.client.call("XADD", inbox, "*", "m", memoryview(bytes(LARGEST - 1)))
+    assert len(await crashed.read(count=99, block_ms=0)) == PARTS + 1
+    await crashed.claim(idle_ms=0, most=9, own=True, count=99)
+    await Outbox(hand.client, keys, "pool").announce("last")
+    assert len(await crashed.read(count=99, block_ms=0)) == 1
+    made = Coordinator(
+        CoordinatorSettings(redeliver_s=3600.0), LeaseSettings(attempts=2), keys=keys, redis=redis,
+        name="coordinator-0",
+    )  # fmt: skip
+    async with running(made, context()):
+
+        async def heard() -> bool:
+            return list(await hand.ledger.trainers()) == ["last"]
+
+        await wait_until(heard)
+    view = await hand.ledger.look()
+    assert view.dead + view.reasons("stray").get("letter over the limit", 0) == PARTS + 1
