@@ -146,6 +146,22 @@ async def test_a_task_becomes_an_update_of_the_newest_version(hand: Hand, make: 
     assert await pending(hand) == 0
 
 
+@pytest.mark.usefixtures("pauses")
+async def test_a_trainer_says_how_many_answers_it_has_given(hand: Hand, make: Make) -> None:
+    await hand.create()
+    async with running(make(), context()):
+        await wait_until(lambda: hand.words(Presence))
+        await hand.open()
+        await hand.dispatch()
+
+        async def one_more() -> bool:
+            return (await hand.words(Presence))[-1].answers == 1
+
+        await wait_until(one_more)
+        assert {one.answers for one in await hand.words(Presence)} == {0, 1}
+    assert len(await hand.answered()) == 1
+
+
 async def test_a_model_is_read_once_for_all_tasks_of_a_version(
     hand: Hand, make: Make, task: Adds
 ) -> None:

@@ -53,6 +53,14 @@ def test_windows_follow_each_other_and_hold_every_word_once(root: Path) -> None:
     assert int((test_y >= 0).sum()) == 20 * 5 - 1
 
 
+def test_a_single_word_is_a_text(root: Path) -> None:
+    """The end of its line is what comes after it."""
+    (root / "wikitext-2/test.txt").write_text("a\n")
+    x, y = wikitext2(settings(root)).test_data().tensors
+    assert int((y >= 0).sum()) == 1
+    assert (x[0, 0], y[0, 0]) == (3, 0)
+
+
 def test_iid_deals_the_same_windows_otherwise(root: Path) -> None:
     natural, iid, again, other = (
         [wikitext2(settings(root, **more)).device_data(i).tensors[0] for i in range(3)]

@@ -141,6 +141,13 @@ async def test_what_was_no_whole_record_is_cut_off_a_full_disk(tmp_path: Path, d
         assert path.stat().st_size == size
 
 
+def test_a_segment_that_could_not_be_begun_leaves_nothing(tmp_path: Path, disk: Disk) -> None:
+    disk.room = 3 * PAGE
+    with pytest.raises(JournalFull):
+        Scribe(tmp_path)
+    assert listed(tmp_path) == []
+
+
 async def test_what_a_failing_disk_took_is_left_to_the_successor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
