@@ -218,6 +218,18 @@ def test_it():
     assert killed_by(tree, tests) == f"{IN}it"
 
 
+def test_who_hangs_is_killed_and_hangs_once(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.mutants.__main__.HANGS_S", 1)
+    (tree / "tests/test_sums.py").write_text("""
+import time
+
+
+def test_it():
+    time.sleep(3600)
+""")
+    assert killed_by(tree, [f"{IN}it"]) == f"{IN}it"
+
+
 def test_a_tree_with_no_such_tests_is_no_verdict(tree: Path) -> None:
     (tree / "tests/test_sums.py").write_text("import nothing_of_this_name\n")
     assert killed_by(tree, ["tests/test_sums.py"]) == "tests/test_sums.py"
