@@ -58,7 +58,7 @@ def test_a_single_word_is_a_text(root: Path) -> None:
     (root / "wikitext-2/test.txt").write_text("a\n")
     x, y = wikitext2(settings(root)).test_data().tensors
     assert int((y >= 0).sum()) == 1
-    assert (x[0, 0], y[0, 0]) == (3, 0)
+    assert (int(x[0, 0]), int(y[0, 0])) == (3, 0)
 
 
 def test_iid_deals_the_same_windows_otherwise(root: Path) -> None:

@@ -267,9 +267,9 @@ def test_a_journal_is_its_owner_s_alone_whatever_the_umask(tmp_path: Path) -> No
 def test_a_journal_of_very_many_devices_takes_no_more_memory_than_it_has_bytes(
     tmp_path: Path,
 ) -> None:
-    scribe = Scribe(tmp_path, AfaCsSettings(buffer_size=2), devices=10**12)
+    scribe = Scribe(tmp_path, AfaCsSettings(buffer_size=2), devices=2**31 - 1)
     for n in range(4):
-        scribe.update(device=10**11 * n)
+        scribe.update(device=5 * 10**8 * n)
     scribe.segment()
     scribe.close()
     chain = segments(tmp_path)
