@@ -50,6 +50,7 @@ class Adds(Task):
     def __init__(self, size: int = 4) -> None:
         self.size = size
         self.seen: list[tuple[int, int]] = []
+        self.controls: list[tuple[object, object]] = []  # the server's and the device's
         self.gate = threading.Event()
         self.gate.set()
 
@@ -67,6 +68,7 @@ class Adds(Task):
 
     def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
         self.seen.append((work.device, work.version))
+        self.controls.append((work.control, work.device_control))
         while not self.gate.wait(0.005):
             if work.cancelled():
                 raise Cancelled
@@ -130,7 +132,9 @@ async def pending(hand: Hand) -> int:
     return int((await hand.client.call("XPENDING", hand.keys.tasks, TRAINERS))[0])
 
 
-async def test_a_task_becomes_an_update_of_the_newest_version(hand: Hand, make: Make) -> None:
+async def test_a_task_becomes_an_update_of_the_newest_version(
+    hand: Hand, make: Make, task: Adds
+) -> None:
     await hand.create()
     async with running(make(), context()):
         [trigger] = await hand.open()
@@ -144,6 +148,7 @@ async def test_a_task_becomes_an_update_of_the_newest_version(hand: Hand, make: 
     assert trained.floats.tolist() == [1, 1, 1, 1]
     assert await hand.client.call("PTTL", hand.keys.update(upload.blob)) > 0
     assert await pending(hand) == 0
+    assert task.controls == [(None, None)]  # its strategy knows none
 
 
 @pytest.mark.usefixtures("pauses")
