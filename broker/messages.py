@@ -39,6 +39,8 @@ Id = Annotated[str, Field(pattern=r"^[^|.]{1,200}$")]
 Outcome = Literal["applied", "buffered", "refused", "given_up", "dead"]
 Overdue = Literal["timed out", "deadline passed"]  # of tasks: of its own, and of a round's
 Sends = Literal["model", "delta"]  # x_new, or x_new - x_tau in place of its parameters
+# Devices that a trainer owns at most: what names more may be longer than coordinators take in.
+OWNED = 50_000
 A = TypeVar("A", bound="Message")
 B = TypeVar("B", bound="Message")
 C = TypeVar("C", bound="Message")
@@ -173,7 +175,7 @@ class Presence(Message):
 
     kind: ClassVar[str] = "presence"
     trainer: Name
-    owns: Annotated[tuple[Count, ...], Field(max_length=100_000)] = ()
+    owns: Annotated[tuple[Count, ...], Field(max_length=OWNED)] = ()
     leaves: bool = False
     host: Annotated[str, Field(max_length=255)] = ""
     pid: Count = 0

@@ -42,7 +42,7 @@ from broker.errors import (
 from broker.keys import POOL, TRAINERS, Keys, check_name, member
 from broker.layout import Floats, Model, vector_of
 from broker.ledger import Ledger
-from broker.messages import Dead, Event, GiveUp, Sends, Task, Trigger, Upload, task_id
+from broker.messages import OWNED, Dead, Event, GiveUp, Sends, Task, Trigger, Upload, task_id
 from broker.outbox import Outbox
 from broker.records import Head, Run
 from broker.streams import Entry, Group
@@ -95,7 +95,8 @@ class TrainerSettings(Section):
     """What one trainer serves, and what it may use."""
 
     site: str = POOL  # whose trainers trust each other: one user of Redis
-    owns: tuple[Annotated[int, Field(ge=0)], ...] = ()  # devices; () is a replica of the pool
+    # Devices; () is a replica of the pool.
+    owns: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=OWNED)] = ()
     anarchic: Initiative | None = None
     threads: Threads = 1  # of torch
     device: Place = "cpu"  # of torch; what it trains on comes back as float32

@@ -10,8 +10,9 @@ from structlog.testing import capture_logs
 from broker.client import RedisSettings
 from broker.errors import ConfigError
 from broker.keys import Keys
-from broker.messages import Dead, Event, Presence, Task, Trigger
+from broker.messages import OWNED, Dead, Event, Presence, Task, Trigger
 from broker.outbox import Outbox
+from coordinator.entries import LARGEST
 from coordinator.service import Coordinator, CoordinatorSettings
 from coordinator.sites import served
 from runtime.tasks import LeaseSettings
@@ -279,6 +280,16 @@ def test_what_is_no_site_is_said_in_a_line(
     assert "\n" not in str(raised.value)
     with pytest.raises(ValueError, match="coordinator"):
         CoordinatorSettings(sites=named, trusted_sites=trusted)
+
+
+def test_a_trainer_owns_no_more_devices_than_it_can_say() -> None:
+    """What is too long to be taken in would leave it unheard for ever."""
+    most = range(2**31 - OWNED, 2**31)  # whose numbers are the longest
+    said = Presence(trainer="t" * 200, owns=tuple(most), host="h" * 255, pid=2**32, device=most[0])
+    assert len(b"m" + said.encode()) <= LARGEST
+    assert len(TrainerSettings(owns=tuple(most)).owns) == OWNED
+    with pytest.raises(ValueError, match=r"(?s)owns.* at most 50000 items"):
+        TrainerSettings(owns=tuple(range(OWNED + 1)))
 
 
 def test_a_trainer_of_another_site_than_the_pool_owns_devices() -> None:
