@@ -573,6 +573,20 @@ async def test_the_control_comes_from_redis_and_its_change_goes_back(
         assert np.any(model.controls)
 
 
+async def test_the_server_s_control_comes_with_the_model(
+    hand: Hand, make: Make, task: Steps
+) -> None:
+    await begun(hand, task, SCAFFOLD, "delta")
+    await newer(hand)  # all of which is 0.5, c too
+    async with running(make("t1", SCAFFOLD), context()):
+        await asked(hand)
+        [upload] = await answers(hand)
+    model = await content(hand, upload)
+    # c_i+ - c_i = -c + (x_tau - x_new) / (H gamma)
+    change = -0.5 - model.parameters / (H * SCAFFOLD.lr)
+    assert model.controls == pytest.approx(change, abs=1e-5)
+
+
 async def test_a_delta_is_how_far_training_went(hand: Hand, make: Make, task: Steps) -> None:
     await begun(hand, task, SGD, "delta")
     await newer(hand)
