@@ -237,6 +237,7 @@ class Scheduler:
 
     def _situation(self, view: View) -> Situation:
         now, is_eligible = time.time(), self._is_eligible
+        self._last = min(self._last, now)  # a clock that was ahead holds nothing back
         self._since = {t.task: self._since.get(t.task) or opened_at(t, now) for t in view.open}
         version, buffered = view.head.version, view.head.buffered
         begun = buffered or any(trigger.version == version for trigger in view.open)

@@ -201,7 +201,7 @@ def _plan_in_flight(
     delay = policy.mean_delay_s if isinstance(policy, InFlight) else 1.0 / policy.rate
     idle = seen.idle({trigger.device for trigger in seen.open})
     triggers: list[Trigger] = []
-    last = min(seen.last, seen.now)  # a clock that was ahead holds nothing back
+    last = seen.last
     while len(seen.open) + len(triggers) < limit:
         rng = draw(seed, seen.issued + len(triggers))
         due = last + (rng.expovariate(1.0 / delay) if delay else 0.0)

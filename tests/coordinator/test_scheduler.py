@@ -18,7 +18,7 @@ from broker.messages import CloseRound, GiveUp, RoundEnd, Trigger, Withdraw
 from broker.records import Commit, End, Run, View
 from coordinator.rounds import Rounds
 from coordinator.scheduler import Scheduler, SchedulerSettings, vectors
-from coordinator.scheduling import Anarchic, InFlight, Policy
+from coordinator.scheduling import Anarchic, InFlight, Poisson, Policy
 from fedstream.config import read
 from fedstream.services import _BUILDERS
 from runtime.leading import lead
@@ -94,6 +94,27 @@ async def test_it_keeps_n_tasks_open(make: Any, run: Hand) -> None:
         await run.balanced()
         await run.announce("ann")  # what it opened it counts when its wait is over
         await wait_until(lambda: counted(watched, "fedstream_tasks_triggered_total") == 5)
+
+
+@pytest.mark.parametrize("policy", [InFlight(n=9, mean_delay_s=0.5), Poisson(rate=2.0)])
+async def test_a_clock_that_was_ahead_delays_the_next_task_no_longer_than_usual(
+    make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch, policy: Policy
+) -> None:
+    """A delay begins when the clock is set back, and not anew with every look."""
+    clock = Clock(monkeypatch, "coordinator.scheduler")
+    clock.ahead_s = 3600.0
+
+    async def open_now() -> int:
+        return len((await run.ledger.look()).open)
+
+    async with running(make(policy), context()):
+        before: int = await wait_until(open_now)
+        clock.ahead_s = 0.0
+
+        async def one_more() -> bool:
+            return await open_now() > before + 1  # one may have been decided on
+
+        await wait_until(one_more)
 
 
 async def issued(hand: Hand, n: int) -> bool:

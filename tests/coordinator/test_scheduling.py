@@ -96,10 +96,6 @@ def test_n_tasks_are_in_flight_and_ended_ones_are_replaced() -> None:
     assert planned(InFlight(n=3), replace(CALM, open=opened(9))).triggers == ()
 
 
-def test_a_clock_that_was_ahead_holds_nothing_back() -> None:
-    assert len(planned(InFlight(n=2), replace(CALM, last=NOW + 100)).triggers) == 2
-
-
 @pytest.mark.parametrize(("trainers", "wanted"), [(0, 1), (1, 1), (4, 4), (50, 10)])
 def test_without_n_it_follows_the_trainers_that_are_alive(trainers: int, wanted: int) -> None:
     seen = replace(CALM, trainers=trainers)  # and never more than there are devices
