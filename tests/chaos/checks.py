@@ -217,6 +217,12 @@ def one_digest(facts: Facts) -> Iterator[str]:
             yield f"version {version} was published as {digest}, journalled as {made}"
 
 
+def understood(facts: Facts) -> Iterator[str]:
+    """Nothing that a service said was buried: of another release as well."""
+    if n := facts.counts.get("dead_letters", 0):
+        yield f"{n} entries were buried"
+
+
 def as_expected(facts: Facts) -> Iterator[str]:
     """Nothing was found while it ran."""
     yield from facts.findings
@@ -224,7 +230,7 @@ def as_expected(facts: Facts) -> Iterator[str]:
 
 CHECKS: tuple[Check, ...] = (
     balanced, at_any_moment, counted, told_as_counted, lost_once, once, none_lost,
-    same_arithmetic, same_bits, same_vectors, one_digest, as_expected,
+    same_arithmetic, same_bits, same_vectors, one_digest, understood, as_expected,
 )  # fmt: skip
 
 

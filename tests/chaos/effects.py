@@ -18,6 +18,7 @@ import msgpack
 
 OUTCOMES = ("applied", "buffered", "refused", "given_up", "dead")
 _ID = re.compile(rb"\d+-\d+")
+_LATER = msgpack.packb("later")  # a field that only later releases know
 
 Command = list[bytes]
 
@@ -53,6 +54,7 @@ class Life:
     queue: dict[str, dict[str, Any]] = field(default_factory=dict)  # entry -> what waits there
     settled: dict[str, dict[str, Any]] = field(default_factory=dict)  # what waited, and is deleted
     told: list[Told] = field(default_factory=list)
+    later: set[tuple[bytes, bytes]] = field(default_factory=set)  # entries of a later release
     holder: str = ""  # the updater's token
     wrong: list[str] = field(default_factory=list)
     _less: Counter[str] = field(default_factory=Counter)  # outcomes that a step counts less
@@ -62,6 +64,8 @@ class Life:
         issued, opened = self.counted["issued"], len(self.opened)
         self._less.clear()
         for command in done:
+            if command[0].upper() == b"XADD" and _LATER in command[-1]:
+                self.later.add((command[1], command[-3]))
             take = _TAKEN.get((command[0].upper(), _key(command)))
             if take is not None:
                 take(self, command)

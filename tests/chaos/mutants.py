@@ -184,6 +184,11 @@ MUTANTS = (
         "tau=start.version,", "tau=max(0, start.version - 1),",
         (Kind.KILL,),
     ),
+    Mutant(
+        "a field that an earlier release does not write is required", "broker/messages.py",
+        '    sends: Sends = "model"\n', "    sends: Sends\n",
+        (Kind.KILL,), (0, 1, 6, 7),
+    ),
 )  # fmt: skip
 
 

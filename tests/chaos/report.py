@@ -46,6 +46,8 @@ def table(outcomes: Sequence[Outcome]) -> str:
     did: Counter[str] = Counter()
     for outcome in outcomes:
         did.update(outcome.did)
+        later = {entry for life in outcome.facts.lives for entry in life.later}
+        did["entries of a later release"] += len(later)
     rows = [_COLUMNS, ["---"] * len(_COLUMNS), *(_row(outcome) for outcome in outcomes)]
     return "\n".join([
         "# Faults", "",

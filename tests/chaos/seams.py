@@ -1,4 +1,4 @@
-"""What goes wrong around a service without anybody killing it: its clock, its disk.
+"""What goes wrong around a service without anybody killing it: its clock, its disk, its release.
 
 Installed in the process of a service before it begins, and steered from outside by a few numbers in
 a file that both have in memory. Production code has no part in it: it calls `time` and `os`.
@@ -16,10 +16,15 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any
 
+from broker import messages
+from broker.messages import Message
 from tests.chaos.disk import Platter
+from tests.releases import earlier, later
 
 CONTROL = "FEDSTREAM_CHAOS_CONTROL"  # in the environment: the file with the numbers
 PLATTER = "FEDSTREAM_CHAOS_PLATTER"  # and where what is on disk is, of a service with a journal
+RELEASE = "FEDSTREAM_CHAOS_RELEASE"  # and of which release its messages are
+RELEASES = ("", "earlier", "later")
 _NUMBERS = ("clock_s", "write", "sync", "read", "reads_s", "writes_s", "room")
 _PAGE = 4096
 _NUMBER = struct.Struct("<d")
@@ -55,6 +60,7 @@ def install() -> None:
         return
     control = Control(Path(os.environ[CONTROL]))
     _wrong_clock(control)
+    _other_release(os.environ.get(RELEASE, ""))
     if PLATTER in os.environ:
         journal = Path(os.environ["FEDSTREAM_JOURNAL__DIR"])
         _Disk(control, Platter(journal, Path(os.environ[PLATTER]))).install()
@@ -64,6 +70,19 @@ def _wrong_clock(control: Control) -> None:
     now, now_ns = time.time, time.time_ns
     time.time = lambda: now() + control["clock_s"]
     time.time_ns = lambda: now_ns() + int(control["clock_s"] * 1e9)
+
+
+def _other_release(release: str) -> None:
+    """It writes what services say to each other as the release before or after this one would."""
+    encode = Message.encode
+    written = {"earlier": earlier, "later": later}
+
+    def encoded(message: Message) -> bytes:
+        is_said = type(message).__module__ == messages.__name__  # the journal's are not
+        return written[release](encode(message)) if is_said else encode(message)
+
+    if release:
+        Message.encode = encoded  # type: ignore[assignment,method-assign]
 
 
 class _Disk:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from fedstream.redis_server import death_with_parent
+from tests.chaos.seams import RELEASE, RELEASES
 from tests.support import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -264,6 +265,11 @@ class Services:
         self._begun[name] += 1
         log = self._folder / f"{name}.{self._begun[name]}.log"
         argv = [name.partition("-")[0], "--name", name]
-        child = await self._zygote.fork(argv, self._env[name], log)
+        env = self._env[name] | {RELEASE: self._release(name)}
+        child = await self._zygote.fork(argv, env, log)
         child.excused = self._disk_fails > 0
         return child
+
+    def _release(self, name: str) -> str:
+        """Of its messages. Services differ in it, and so does one from what it was before."""
+        return RELEASES[([*self._env].index(name) + self._begun[name]) % len(RELEASES)]

@@ -107,6 +107,10 @@ def test_a_reason_that_was_not_counted_is_found(right: Facts) -> None:
     assert failed(counting_as(right, **{"refused:not finite": 0})) == {"balanced"}
 
 
+def test_an_entry_that_was_not_understood_is_found(right: Facts) -> None:
+    assert failed(counting_as(right, dead_letters=1)) == {"understood"}
+
+
 def test_an_outcome_counted_as_another_is_found(right: Facts) -> None:
     swapped = counting_as(right, applied=2, refused=2, **{"refused:not finite": 2})
     assert failed(swapped) == {"counted"}

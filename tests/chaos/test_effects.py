@@ -57,6 +57,13 @@ def test_a_task_from_its_beginning_to_its_end(file: Path) -> None:
     assert [event["outcome"] for event in life.ended] == ["applied"]
 
 
+def test_entries_of_a_later_release_are_counted(file: Path) -> None:
+    said = ("XADD", PREFIX + "events", "5-0", "m", packed(what="trainer"))
+    later = ("XADD", PREFIX + "events", "6-0", "m", packed(what="trainer", later=1))
+    life = lived(written(file, said, later))
+    assert life.later == {(f"{PREFIX}events".encode(), b"6-0")}
+
+
 def test_an_outcome_that_is_taken_back(file: Path) -> None:
     """The task is open once more, and ends otherwise, in one step."""
     less = ("HINCRBY", PREFIX + "counts", "given_up", -1)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
+import msgpack
+
 from broker.client import Client
 from broker.errors import Unavailable
 from broker.keys import Keys
-from broker.messages import Version
 from broker.streams import Reader
 
 
@@ -44,10 +45,10 @@ class Watcher:
 
     async def _look(self, reader: Reader) -> None:
         new = await reader.read(count=1000, block_ms=500)
-        told = [Version.decode(entry.data) for entry in new.get(self._keys.models, ())]
+        told = [msgpack.unpackb(entry.data) for entry in new.get(self._keys.models, ())]
         if told:
-            self.published |= {(version.version, version.digest) for version in told}
-            self.version = max(self.version, *(version.version for version in told))
+            self.published |= {(said["version"], said["digest"]) for said in told}
+            self.version = max(self.version, *(said["version"] for said in told))
             async with self._news:
                 self._news.notify_all()
 
