@@ -10,8 +10,9 @@ local forgot = a.ends or redis.call('EXISTS', key.run) == 0
 guard()
 if redis.call('HGET', key.blob, 'size') ~= a.size then return 'unwritten' end
 redis.call('PERSIST', key.blob)
+local had, told = ends_of(redis.call('HGET', key.head, 'journalled')) -- among what is counted here
+local journalled, ends = ends_of(a.journalled)
 if forgot then
-  local had = ends_of(redis.call('HGET', key.head, 'journalled')) -- among what is counted here
   local function add(name) had[name] = (had[name] or 0) + 1 end
   for _, ended in ipairs(a.ends or {}) do
     local _, _, outcome, reason = unpack(ended)
@@ -23,8 +24,9 @@ if forgot then
   local counts = pairs_of(redis.call('HGETALL', key.counts))
   if tonumber(counts.issued) == 0 then -- it was emptied: all that is known counts
     counts = a.counts
-  else -- what coordinators ended is as this Redis has it: that of another past may be the same tasks
-    for name, n in pairs(ends_of(a.journalled)) do counts[name] = (counts[name] or 0) + n - (had[name] or 0) end
+  elseif ends >= told then -- else the journal lost its end, which is counted here, and comes to it again
+    -- What coordinators ended is as this Redis has it: that of another past may be the same tasks.
+    for name, n in pairs(journalled) do counts[name] = (counts[name] or 0) + n - (had[name] or 0) end
   end
   -- What is missing then was issued, has not ended, and is not open here: nobody will answer.
   local lost = 'given_up:' .. LOST
@@ -43,7 +45,8 @@ redis.call('HSET', key.run, unpack(a.run))
 if state == 'finished' then -- somebody ended it meanwhile: it stays ended
   redis.call('HSET', key.run, 'state', state, 'why', why, 'finished', finished)
 end
-redis.call('HSET', key.head, 'journalled', a.journalled, unpack(a.head))
+redis.call('HSET', key.head, unpack(a.head))
+if ends >= told then redis.call('HSET', key.head, 'journalled', a.journalled) end
 redis.call('HSET', key.lineage, a.version, a.digest)
 redis.call('ZADD', key.kept, a.version, a.blob)
 redis.call('XADD', key.models, 'MAXLEN', '~', VERSIONS_TOLD, '*', 'm', ARGV[2])

@@ -159,6 +159,26 @@ async def test_a_redis_that_is_newer_than_the_journals_counts_keeps_its_own(hand
     await hand.balanced()
 
 
+async def test_what_the_journal_lost_and_redis_counts_is_not_lost_with_redis(hand: Hand) -> None:
+    """The model is published again before the queue has made the journal's end again."""
+    await hand.create()
+    uploads = [await hand.admitted(), await hand.admitted()]
+    ends = [End(u.task, u.attempt, "refused", "digest", u.device) for u in uploads]
+    for n, upload in enumerate(uploads):
+        told = {"refused": n + 1, "refused:digest": n + 1}
+        await hand.commit(None, upload, ends=[ends[n]], before=n, journalled=told)
+    counts = dict((await hand.ledger.look()).counts)
+    await hand.ledger.create(
+        hand.updater.token, hand.run(), await hand.publish(0), counts={"issued": 2},
+        journalled={"refused": 1, "refused:digest": 1}, done={uploads[0].task: ends[0]}.get,
+    )  # fmt: skip
+    assert (await hand.ledger.look()).counts == counts
+    assert await hand.commit(None, ends=[ends[1]], before=1, journalled=told) == "done"
+    view = await hand.ledger.look()
+    assert (view.counts, view.head.journalled) == (counts, told)
+    await hand.balanced()
+
+
 async def test_an_end_that_redis_lost_is_told_and_counted_with_its_reason(hand: Hand) -> None:
     await hand.create()
     upload = await hand.admitted()
