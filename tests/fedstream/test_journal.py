@@ -665,6 +665,17 @@ def test_stats_by_hand(tmp_path: Path) -> None:
     assert three.cosine.mean is None  # no version followed
 
 
+def test_what_does_not_move_has_no_direction(tmp_path: Path) -> None:
+    layout = Layout((Tensor("w", (2,), "float32", "parameter"),))
+    scribe = By(tmp_path, model_of(layout, 1.0), strategy=FedAsyncSettings(alpha=0.5))
+    scribe.brings(1, 1.0, 1.0)  # what it was given
+    scribe.brings(2, 1.0, 1.0)
+    scribe.close()
+    with opened(tmp_path) as chain:
+        shares = stats(chain, 1)
+    assert (shares[1].distance.mean, shares[1].cosine.mean) == (0.0, None)
+
+
 def test_stats_of_rounds_compare_with_what_came_after_the_round(tmp_path: Path) -> None:
     layout = Layout((Tensor("w", (2,), "float32", "parameter"),))
     scribe = By(tmp_path, model_of(layout, 0.0), strategy=FedAvgSettings(clients_per_round=2))
