@@ -474,6 +474,14 @@ def test_a_round_ends_when_every_device_has_answered() -> None:
     assert planned(Rounds(k=10), seen).close is None  # the updater has all that it waits for
 
 
+def test_a_round_that_needs_more_than_memory_has_room_for_asks_them_one_after_the_other() -> None:
+    policy, hold = Rounds(k=6, min_answers=6), replace(FREE, memory_budget=6 * 1000)
+    seen = replace(CALM, version=3)  # there is room for three: version 3, and 2
+    assert len(planned(policy, seen, hold=hold).triggers) == 3
+    assert len(planned(policy, replace(seen, open=round_of(2)), hold=hold).triggers) == 1
+    assert len(planned(policy, replace(seen, open=round_of(3)), hold=hold).triggers) == 0
+
+
 def test_a_round_is_of_as_many_as_memory_has_room_for() -> None:
     hold = replace(FREE, memory_budget=8000)  # 1 kept, 2 to spare: 5 answers
     what = planned(Rounds(k=9), hold=hold)
