@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from broker.client import Client, Command
+from broker.errors import Foreign
 from broker.keys import POOL, TRAINERS, Keys
 from broker.records import End
 from broker.scripts import Script
@@ -142,8 +143,8 @@ async def expire_unowned(
 async def cap_workspaces(
     client: Client, keys: Keys, some: Iterable[bytes], held: dict[str, int], most: int
 ) -> set[str]:
-    """Lets those of ``some`` keys go that are workspaces beyond ``most`` bytes of their site: the
-    sites. The pool's stay.
+    """Lets those of ``some`` keys go that are workspaces beyond ``most`` bytes of their site, or
+    no workspaces at all: the sites. The pool's stay.
 
     ``held``: what each site had in the keys before these; it grows by what these have.
     """
@@ -154,16 +155,29 @@ async def cap_workspaces(
         if name.startswith(ours)
     }
     others = {name: site for name, site in places.items() if site != POOL}
-    sizes = await client.pipeline([("STRLEN", name) for name in others]) if others else []
+    sizes = await _lengths(client, list(others))
     over: list[bytes] = []
     for (name, site), size in zip(others.items(), sizes, strict=True):
-        held[site] = held.get(site, 0) + size
-        if held[site] > most:
-            held[site] -= size
+        if size is None or held.get(site, 0) + size > most:
             over.append(name)
+        else:
+            held[site] = held.get(site, 0) + size
     if over:
         await client.pipeline([("PEXPIRE", name, 1) for name in over])
     return {others[name] for name in over}
+
+
+async def _lengths(client: Client, names: Sequence[bytes]) -> list[int | None]:
+    """Of strings; None: something else is there."""
+    if not names:
+        return []
+    try:
+        return await client.pipeline([("STRLEN", name) for name in names])
+    except Foreign:
+        if len(names) == 1:
+            return [None]
+        half = len(names) // 2
+        return await _lengths(client, names[:half]) + await _lengths(client, names[half:])
 
 
 async def drop_copies(client: Client, keys: Keys, some: Iterable[bytes]) -> int:

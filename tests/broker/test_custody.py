@@ -62,6 +62,25 @@ async def test_a_site_keeps_a_copy_while_it_serves_the_device_or_has_a_task_of_i
     assert await client.call("EXISTS", keys.device(3), keys.device(4)) == 2
 
 
+async def test_what_is_no_workspace_goes_and_the_others_are_counted(
+    client: Client, keys: Keys
+) -> None:
+    names = [keys.workspace("north", str(n)) for n in range(5)]
+    for name in names[:4]:
+        await client.call("SET", name, bytes(10))
+    await client.call("HSET", names[4], "size", 1)
+    held: dict[str, int] = {}
+    some = [name.encode() for name in names]
+    assert await custody.cap_workspaces(client, keys, some, held, 40) == {"north"}
+    assert held == {"north": 40}
+
+    async def gone() -> bool:
+        return not await client.call("EXISTS", names[4])
+
+    await wait_until(gone)
+    assert await client.call("EXISTS", *names) == 4
+
+
 async def test_a_name_of_any_length_stays_in_redis(client: Client, keys: Keys) -> None:
     """It is nobody's who reads what is under it, and goes."""
     long, short = (keys.update("north/" + "x" * length) for length in (4 << 20, 900))
