@@ -243,6 +243,30 @@ async def test_adopting_goes_on_after_the_disk_was_full(
     assert list(digests(folder)) == [1, 4, 5]
 
 
+async def test_a_run_that_is_gone_when_it_is_to_be_adopted_is_looked_for_again(
+    make: Any, hand: Hand, end: End, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis was emptied since, or answered for another moment."""
+    await loses_its_end(make, hand, end, 4.0, 4.0)
+    lost_for_good, seen = Recovery.lost_for_good, Recovery._seen
+    times = 0
+
+    async def nothing(_: Recovery) -> tuple[None, None]:
+        return None, None
+
+    async def lost(recovery: Recovery, head: Any) -> None:
+        nonlocal times
+        times += 1
+        with monkeypatch.context() as patch:
+            patch.setattr(Recovery, "_seen", nothing if times == 1 else seen)
+            await lost_for_good(recovery, head)
+
+    monkeypatch.setattr(Recovery, "lost_for_good", lost)
+    async with running(make(adopt=True), context()):
+        await wait_until(lambda: segments(folder)[-1].standing.why == "adopted")
+    assert times == 2
+
+
 async def test_adopting_that_fails_leaves_all_as_it_was(
     make: Any, hand: Hand, disk: Disk, end: End, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
