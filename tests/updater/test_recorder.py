@@ -372,6 +372,16 @@ async def begins_the_next(recorder: Recorder) -> None:
     await recorder.begin(head, standing, *models)
 
 
+async def test_of_more_bytes_than_are_kept_the_oldest_segments_go(tmp_path: Path) -> None:
+    async with recording(tmp_path / "one"):
+        size = (tmp_path / "one" / FIRST).stat().st_size
+    folder = tmp_path / "journal"
+    async with recording(folder, keep_bytes=size * 5 // 2) as recorder:
+        for _ in range(4):
+            await begins_the_next(recorder)
+    assert listed(folder) == [f"00000001-00000{n}.journal" for n in (2, 3, 4)]  # 2, and its own
+
+
 async def test_who_has_a_successor_begins_no_segment(tmp_path: Path) -> None:
     async with recording(tmp_path) as recorder:
         Claim(tmp_path, 2)
