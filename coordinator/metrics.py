@@ -1,7 +1,7 @@
 """The run as a whole in numbers for Prometheus, as it was seen last.
 
 Every coordinator says the same: over replicas the maximum counts, never the sum. Names and meanings
-are in docs/operations.md.
+are in docs/reference/metrics.md.
 """
 
 from __future__ import annotations

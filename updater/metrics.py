@@ -6,7 +6,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summ
 
 
 class Metrics:
-    """What the process counts and times; names and meanings are in docs/operations.md."""
+    """What the process counts and times; names and meanings are in docs/reference/metrics.md."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.updates = Counter(

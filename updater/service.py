@@ -368,7 +368,7 @@ class Updater:
         waiting = await self._client.call("HLEN", self._keys.open)
         if waiting:
             self._context.log.error(
-                "tasks are open and none of them makes a version: see docs/operations.md, "
+                "tasks are open and none of them makes a version: see docs/how-to/alerts.md, "
                 "FedstreamStalled", open=waiting, seconds=round(silent),
             )  # fmt: skip
 

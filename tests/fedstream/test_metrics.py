@@ -1,4 +1,4 @@
-"""Metrics have stable names: the table in docs/operations.md is what running services expose."""
+"""Metrics have stable names: docs/reference/metrics.md lists what running services expose."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedstream.services import _BUILDERS, ROLES
 from runtime.service import Context
 from tests.support import Hand, context, running, wait_until
 
-DOCS = Path(__file__).parents[2] / "docs" / "operations.md"
+DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
 ROW = re.compile(
     r"^\| `(fedstream_\w+)` \| (\w+) \|([\w, ]+)\| ([\w, ]+) \| (.+) \|$", re.MULTILINE
 )

@@ -25,6 +25,8 @@ from tests.k8s.policy.sources import sources
 from tests.k8s.policy.targets import K8S, ROOT, on_base, render_all
 from tests.k8s.policy.workloads import BY_THE_OPERATOR
 
+HOW_TO = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "how-to").glob("*.md")))
+
 pytestmark = pytest.mark.timeout(600)  # all renderings and checks: 17 s of one core
 
 
@@ -78,9 +80,8 @@ def test_keda_goes_with_rounds(renderings: dict[str, Manifests]) -> None:
 
     def fedavg(manifests: Manifests) -> None:
         settings = config(manifests, "fedstream-settings")
-        text = (ROOT / "docs" / "operations.md").read_text()
         literals = r"behavior: replace,\s+literals: \[(.*?)\]"
-        [said] = re.findall(literals, text)
+        [said] = re.findall(literals, HOW_TO)
         settings.clear()
         settings |= dict(one.split("=") for one in said.split(", "))
         replace(config(manifests, "fedstream-config"), "run.toml", "fedasync", "fedavg")
@@ -109,15 +110,14 @@ def test_tags_are_the_packages_version() -> None:
 
 
 def test_what_the_operator_makes_is_in_the_documentation() -> None:
-    text = (ROOT / "docs" / "operations.md").read_text()
-    missing = [name for _, name in BY_THE_OPERATOR if name not in text]
+    missing = [name for _, name in BY_THE_OPERATOR if name not in HOW_TO]
     assert missing == []
 
 
 def test_the_objects_in_the_documentation_are_valid() -> None:
     """What is to be copied from there would be taken by a cluster."""
-    text = (ROOT / "docs" / "operations.md").read_text()
-    blocks = [textwrap.dedent(found) for found in re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)]
+    found = re.findall(r"```yaml\n(.*?)```", HOW_TO, re.DOTALL)
+    blocks = [textwrap.dedent(one) for one in found]
     objects = [one for block in blocks for one in yaml.safe_load_all(block)]
     kinds = sorted(one["kind"] for one in objects)
     assert kinds == ["Kustomization", "PersistentVolume", "Pod"]
@@ -129,8 +129,7 @@ def test_the_objects_in_the_documentation_are_valid() -> None:
 
 def test_commands_in_the_documentation_name_what_is_there(renderings: dict[str, Manifests]) -> None:
     """A Secret that an overlay makes has the name of the one that the operator makes."""
-    text = (ROOT / "docs" / "operations.md").read_text()
-    commands = "\n".join(re.findall(r"kubectl (?:-n|--namespace) fedstream ([^`\n]*)", text))
+    commands = "\n".join(re.findall(r"kubectl (?:-n|--namespace) fedstream ([^`\n]*)", HOW_TO))
     named = set(re.findall(r"get secret ([a-z-]+)", commands))
     assert named == {"fedstream-redis"}
     assert [one["metadata"]["name"] for one in renderings["overlay dev"].of("Secret")] == [*named]
@@ -146,8 +145,7 @@ def test_an_overlay_of_ones_own_builds_on_production(
     tmp_path: Path, renderings: dict[str, Manifests]
 ) -> None:
     """The one in the documentation: another run.toml and task, and all else as it is."""
-    text = (ROOT / "docs" / "operations.md").read_text()
-    [block] = re.findall(r"```yaml\n( *apiVersion: kustomize.*?)```", text, re.DOTALL)
+    [block] = re.findall(r"```yaml\n( *apiVersion: kustomize.*?)```", HOW_TO, re.DOTALL)
     (tmp_path / "run.toml").write_text("[run]\nversions = 7\n")
     (tmp_path / "task.py").write_text("task = 'mine'\n")
     overlay = textwrap.dedent(block)

@@ -11,7 +11,7 @@ from tests.k8s.cluster.manifests import Manifest, Manifests, texts
 
 KINDS = ("Deployment", "StatefulSet")
 
-# Made by whoever runs the cluster, not by these manifests: docs/operations.md says how.
+# Made by whoever runs the cluster, not by these manifests: docs/how-to/kubernetes.md says how.
 BY_THE_OPERATOR: Mapping[tuple[str, str], frozenset[str]] = {
     ("Secret", "fedstream-redis"): frozenset(
         [
