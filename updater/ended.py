@@ -78,7 +78,10 @@ class Ended:
             database.executescript(_TABLES)
             row = database.execute("SELECT lineage, through FROM journal").fetchone()
             [greatest] = database.execute("SELECT max(task) FROM ended").fetchone()
-        except sqlite3.DatabaseError:  # damaged: the journal has it all
+            [found] = database.execute("PRAGMA quick_check(1)").fetchone()  # of every page
+        except sqlite3.DatabaseError as error:
+            found = str(error)
+        if found != "ok":  # damaged: the journal has it all
             database.close()
             return False
         if through and (row is None or row[0] != lineage or row[1] < through):
