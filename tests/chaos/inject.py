@@ -8,7 +8,7 @@ import random
 import signal
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -99,16 +99,14 @@ class Injector:
         await self._services.alive(name)
 
     async def _pause(self, fault: Fault) -> None:
-        child = self._services[fault.target]
-        child.signal(signal.SIGSTOP)
-        await asyncio.sleep(fault.seconds)
-        child.signal(signal.SIGCONT)
+        with self._services[fault.target].asleep():
+            await asyncio.sleep(fault.seconds)
 
     async def _usurp(self, fault: Fault) -> None:
         life = self._server.life
-        sleeper, _ = await self._taken_over()
-        await asyncio.sleep(fault.seconds)
-        sleeper.signal(signal.SIGCONT)
+        with ExitStack() as asleep:
+            sleeper, _ = await self._taken_over(asleep)
+            await asyncio.sleep(fault.seconds)
         ended, _ = await asyncio.wait({asyncio.create_task(sleeper.wait())}, timeout=_TAKEN_OVER_S)
         if not ended and life == self._server.life:  # else it may have led again
             self._findings.append(f"an updater that had a successor went on:\n{sleeper.last_words}")
@@ -128,17 +126,15 @@ class Injector:
         The leader sleeps until that was judged, so that first answers still wait.
         """
         leader = self._services[await self._leader()]
-        leader.signal(signal.SIGSTOP)
-        try:
-            uploads = await wait_until(self._waiting, timeout=_TWICE_S)
-            said = {await self._forge(upload) for upload in uploads}
-            await wait_until(lambda: self._heard(said), timeout=_TWICE_S)
-            strays = await self._strays() & {upload.task for upload in uploads}
-            self.did["second answers turned away"] += len(strays)
-        except (AssertionError, Unavailable, OutOfMemory):
-            pass  # nobody answers now, or another fault took Redis away, or its memory
-        finally:
-            leader.signal(signal.SIGCONT)
+        with leader.asleep():
+            try:
+                uploads = await wait_until(self._waiting, timeout=_TWICE_S)
+                said = {await self._forge(upload) for upload in uploads}
+                await wait_until(lambda: self._heard(said), timeout=_TWICE_S)
+                strays = await self._strays() & {upload.task for upload in uploads}
+                self.did["second answers turned away"] += len(strays)
+            except (AssertionError, Unavailable, OutOfMemory):
+                pass  # nobody answers now, or another fault took Redis away, or its memory
 
     async def _waiting(self) -> list[Upload]:
         """The uploads in the queue, of which some must be admitted and nothing more.
@@ -239,12 +235,13 @@ class Injector:
         """Redis comes back without a trace of the successor, and so does the sleeper."""
         async with self._server.changing:
             size = kept()
-            sleeper, successor = await self._taken_over()
-            await asyncio.sleep(fault.seconds)
-            async with self._changed(size):
-                if fault.share < 0.5:
-                    successor.signal(signal.SIGKILL)
-                sleeper.signal(signal.SIGCONT)
+            with ExitStack() as asleep:
+                _, successor = await self._taken_over(asleep)
+                await asyncio.sleep(fault.seconds)
+                async with self._changed(size):
+                    if fault.share < 0.5:
+                        successor.signal(signal.SIGKILL)
+                    asleep.close()
 
     async def _takeover(self, fault: Fault) -> None:
         """The token is forgotten at some step of a take-over; both updaters live, and both work."""
@@ -257,17 +254,17 @@ class Injector:
                 self._controls[other],
                 self._rng.choice(("reads_s", "writes_s", "writes_s")),
             )
-            sleeper.signal(signal.SIGSTOP)
+            slow[what] = 0.8
             try:
-                slow[what] = 0.8
-                await self._holds(other, unless=sleeper)
-                await asyncio.sleep(fault.seconds)
-                async with self._changed(size):
-                    sleeper.signal(signal.SIGCONT)
+                with ExitStack() as asleep:
+                    asleep.enter_context(sleeper.asleep())
+                    await self._holds(other, unless=sleeper)
+                    await asyncio.sleep(fault.seconds)
+                    async with self._changed(size):
+                        asleep.close()
                 self.did["tokens forgotten while one took over"] += not sleeper.ended
                 await asyncio.sleep(2.0)  # the sleeper leads again, by right, and commits
             finally:
-                sleeper.signal(signal.SIGCONT)
                 slow[what] = 0.0
 
     async def _memory(self, fault: Fault) -> None:
@@ -449,11 +446,11 @@ class Injector:
 
     # who leads
 
-    async def _taken_over(self) -> tuple[Child, Child]:
-        """The updater that leads falls asleep until another has taken its place: both."""
+    async def _taken_over(self, asleep: ExitStack) -> tuple[Child, Child]:
+        """The updater that leads, until ``asleep`` is closed, and who took its place meanwhile."""
         while True:
             sleeper = self._services[await self._leader()]
-            sleeper.signal(signal.SIGSTOP)
+            asleep.enter_context(sleeper.asleep())
             successor = await self._leader(but=sleeper)
             if not sleeper.ended:  # by another fault, and its name leads again
                 return sleeper, self._services[successor]

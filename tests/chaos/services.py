@@ -8,8 +8,8 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
@@ -90,6 +90,7 @@ class Child:
     log: Path
     killed: bool = False  # by us
     excused: bool = field(default=False)  # its disk fails: it may end because of that
+    _sleeps: int = 0  # how many want it asleep
 
     @property
     def code(self) -> int | None:
@@ -148,6 +149,18 @@ class Child:
         if not self.ended:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, number)
+
+    @contextmanager
+    def asleep(self) -> Iterator[None]:
+        """It is stopped, until the last who wanted that is done: faults overlap."""
+        self._sleeps += 1
+        self.signal(signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            self._sleeps -= 1
+            if not self._sleeps:
+                self.signal(signal.SIGCONT)
 
     async def wait(self) -> int:
         """Until it has ended."""
