@@ -1,13 +1,20 @@
-"""`make docs` fails on what is broken: it has to be strict, and stay so."""
+"""`make docs` fails on what is broken, and the reference lists what there is."""
 
 from __future__ import annotations
 
 import re
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from typer.core import TyperGroup
+
+from fedstream.cli import app
+from fedstream.config import Settings
 
 ROOT = Path(__file__).parents[1]
 MKDOCS = ROOT / ".venv-docs" / "bin" / "mkdocs"
@@ -41,3 +48,74 @@ def test_everything_broken_is_reported_and_fails(tmp_path: Path) -> None:
         [line] = [line for line in found if expected in line]
         found.remove(line)
     assert found == []
+
+
+REFERENCE = ROOT / "docs" / "reference"
+SCHEMA = Settings.model_json_schema()
+
+
+def keys(schema: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """The keys of a table with those of its tables, of every alternative."""
+    if name := schema.get("$ref"):
+        schema = SCHEMA["$defs"][name.rpartition("/")[2]]
+    for one in (*schema.get("anyOf", ()), *schema.get("oneOf", ())):
+        yield from keys(one)
+    if "items" in schema:
+        yield from keys(schema["items"])
+    for name, inner in schema.get("properties", {}).items():
+        yield (name,)
+        yield from ((name, *rest) for rest in keys(inner))
+
+
+@pytest.mark.parametrize("table", SCHEMA["properties"])
+def test_the_configuration_reference_has_every_key_and_no_other(table: str) -> None:
+    page = (REFERENCE / "configuration.md").read_text()
+    [section] = re.findall(rf"^## {table}$(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
+    if table == "simulation":
+        section = (ROOT / "docs" / "simulation.md").read_text()
+    there = set(keys(SCHEMA["properties"][table]))
+    if table != "scheduler":  # the others' are "like `scheduler.steps`"
+        there = {path for path in there if "steps" not in path[:-1]}
+    if table == "solvers":  # and whatever a solver has
+        there -= set(keys(SCHEMA["properties"]["solver"]))
+    said = {
+        word for code in re.findall(r"`([^`\n]+)`", section) for word in re.findall(r"\w+", code)
+    }
+    assert {path[-1] for path in there} - said == set()
+    if table != "simulation":
+        cells = re.findall(r"^\| (`[^|]*) \|", section, re.MULTILINE)
+        listed = {name for cell in cells for name in re.findall(r"`([\w.]+)`", cell)}
+        known = {".".join(path) for path in there}
+        assert {name.removeprefix(f"{table}.") for name in listed} - known == set()
+
+
+def commands(command: object, name: str) -> Iterator[str]:
+    if isinstance(command, TyperGroup):
+        for inner in command.commands:
+            yield from commands(command.commands[inner], f"{name} {inner}")
+    else:
+        yield name
+
+
+def test_the_command_reference_has_every_command_and_no_other() -> None:
+    listed = re.findall(
+        r"^\| `(fedstream .*?)` \|", (REFERENCE / "cli.md").read_text(), re.MULTILINE
+    )
+    assert sorted(listed) == sorted(commands(typer.main.get_command(app), "fedstream"))
+
+
+def blocks(page: Path) -> list[str]:
+    return re.findall(r"```(?:python)?\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+@pytest.mark.parametrize("page", ["first-run", "own-task"])
+def test_what_a_tutorial_says_to_type_is_in_the_readme(page: str) -> None:
+    """Which is run by other tests."""
+    readme = "".join(blocks(ROOT / "README.md"))
+    for block in blocks(ROOT / "docs" / "tutorial" / f"{page}.md"):
+        assert [line for line in block.splitlines() if line not in readme] == []
+
+
+def test_the_staleness_function_that_is_shown_is_ours() -> None:
+    [shown] = blocks(ROOT / "docs" / "tutorial" / "own-strategy.md")
+    assert shown in (ROOT / "updater" / "rules.py").read_text()

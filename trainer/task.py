@@ -94,7 +94,7 @@ class Task(ABC):
         return solver
 
     def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
-        """Train ``model`` in place on one device's data: by default :func:`solvers.solve`."""
+        """Train ``model`` in place on one device's data: by default by ``solvers.solve``."""
         return solve(self, model, data, work)
 
 

@@ -33,7 +33,7 @@ class Update:
     steps: int  # H
     lr: float  # gamma
     weight: float | None = None
-    """that it was given when it was recorded; None: the strategy's :meth:`Strategy.weigh` says.
+    """that it was given when it was recorded; None: the strategy's ``weigh`` says.
 
     The exponential and the power of a staleness function are the C library's: another machine's may
     end in another bit, and the models made with it would be others."""
