@@ -41,7 +41,7 @@ chaos-mutants: .venv/installed  ## faults planted in the code, which chaos must 
 fuzz: .venv/installed  ## 100,000 hostile inputs for everything that reads what others wrote (a minute or two)
 	$(BIN)/python -m tests.fuzz --inputs 100000
 
-mutants: .venv/installed  ## 200 small faults, one at a time: would a test notice? (an hour or two)
+mutants: .venv/installed  ## 200 small faults, one at a time: would a test notice? (an hour)
 	$(BIN)/python -m tests.mutants --mutants 40 --csv benchmarks/results/mutants.csv
 
 bench: .venv/installed  ## the tables in benchmarks/results (some minutes)

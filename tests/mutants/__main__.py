@@ -9,7 +9,6 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,7 +31,6 @@ class Verdict:
 
     mutant: Mutant
     killed_by: str  # the first test that failed; '': it survived
-    seconds: float
 
 
 def main() -> int:
@@ -60,7 +58,7 @@ def main() -> int:
             how = f"killed by {verdict.killed_by}" if verdict.killed_by else "SURVIVED"
             print(f"[{len(verdicts)}/{len(drawn)}] {verdict.mutant}: {how}", flush=True)
     if options.csv:
-        _write(options.csv, verdicts)
+        _write(options.csv, options.seed, verdicts)
     return _summary(packages, verdicts, options.least)
 
 
@@ -87,14 +85,14 @@ def traced(tree: Path, tests: list[str], jobs: int) -> tuple[Reach, list[str]]:
 
 
 def _tried(mutant: Mutant, reach: Reach, trees: SimpleQueue[Path]) -> Verdict:
-    tree, began = trees.get(), time.monotonic()
+    tree = trees.get()
     path = tree / mutant.path
     source = path.read_text()
     tests = reach.of(mutant, tree)
     try:
         path.write_text(mutant.applied(source))
         killer = killed_by(tree, [*TESTS[mutant.path.parts[0]]] if tests is None else tests)
-        return Verdict(mutant, killer, time.monotonic() - began)
+        return Verdict(mutant, killer)
     finally:
         path.write_text(source)
         trees.put(tree)
@@ -161,14 +159,14 @@ def _copies(n: int) -> Iterator[SimpleQueue[Path]]:
         yield trees
 
 
-def _write(path: Path, verdicts: list[Verdict]) -> None:
+def _write(path: Path, seed: int, verdicts: list[Verdict]) -> None:
     with path.open("w", newline="") as file:
         rows = csv.writer(file, lineterminator="\n")
-        rows.writerow(["file", "line", "kind", "old", "new", "killed_by", "seconds"])
+        rows.writerow(["seed", "file", "line", "kind", "old", "new", "killed_by"])
         for v in verdicts:
             m = v.mutant
             old, new = (" ".join(text.split()) for text in (m.old, m.new))
-            rows.writerow([m.path, m.line, m.what, old, new, v.killed_by, round(v.seconds, 1)])
+            rows.writerow([seed, m.path, m.line, m.what, old, new, v.killed_by])
 
 
 if __name__ == "__main__":

@@ -54,11 +54,13 @@ def test_a_flood_of_warnings_fills_no_disk_and_hides_nothing_else(
     for n in range(4000):
         log.warning("bad request", n=n)
         logging.getLogger("theirs").error("flood %s" % n)  # noqa: UP031
+        logging.getLogger("another").warning("drizzle")
     log.warning("something else")
     for _ in range(50):
         log.info("a task's step")
     told = [line["event"].partition(" ")[0] for line in lines(capsys)]
     assert 20 <= told.count("bad") < 100
     assert 20 <= told.count("flood") < 100
+    assert 20 <= told.count("drizzle") < 100
     assert told.count("something") == 1
     assert told.count("a") == 50
