@@ -14,6 +14,7 @@ from structlog.testing import capture_logs
 
 from broker import blobs
 from broker.client import Client, RedisSettings
+from broker.errors import BrokerError
 from broker.keys import COORDINATORS, TRAINERS, Keys
 from broker.ledger import _SCRIPTS, Ledger
 from broker.messages import Dead, GiveUp, Task, Trigger, Upload
@@ -580,6 +581,32 @@ async def test_nobody_is_struck_off_who_had_no_chance_to_be_heard(
 
 async def texts(hand: Hand, last: str) -> bool:
     return [event.text for event in await hand.events("trainer")][-1] == last
+
+
+async def test_a_consumer_that_rests_is_not_reaped(make: Any, run: Hand, client: Client) -> None:
+    await client.call("XGROUP", "CREATECONSUMER", run.keys.tasks, TRAINERS, "t")
+    coordinator = make(trainer_silence_s=3600.0)
+    async with running(coordinator, context()):
+        await wait_until(lambda: coordinator._swept)
+    assert await consumers(client, run.keys, {"t"})
+
+
+async def test_what_does_not_pass_while_it_reads_ends_it(
+    make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coordinator = make()
+    pipeline = coordinator._client.pipeline
+
+    async def denied(commands: Any, **about: Any) -> Any:
+        if any(command[0] == "XREADGROUP" for command in commands):
+            raise BrokerError("Redis does not let us read")
+        return await pipeline(commands, **about)
+
+    monkeypatch.setattr(coordinator._client, "pipeline", denied)
+    async with running(coordinator, context(), may_fail=True) as service:
+        with pytest.raises(ExceptionGroup) as ended:
+            await asyncio.wait_for(service, 60)
+    assert ended.group_contains(BrokerError, match="does not let us read")
 
 
 async def consumers(client: Client, keys: Keys, expected: set[str]) -> bool:
