@@ -25,7 +25,7 @@ from broker.errors import ConfigError, DataError, Fenced, OutOfMemory, Unavailab
 from runtime.health import Health
 from runtime.http import HttpSettings
 from runtime.logging import LogSettings
-from runtime.service import Context, repeat, serve
+from runtime.service import Context, _drained, repeat, serve
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -223,6 +223,12 @@ def test_a_service_that_returns_stops_cleanly(capsys: pytest.CaptureFixture[str]
     bound = {"run": "r1", "service": "scripted", "name": "scripted-0"}
     assert all(bound.items() <= line.items() for line in lines)
     assert signal.getsignal(signal.SIGTERM) is before
+
+
+async def test_who_returns_is_not_waited_for(context: Context) -> None:
+    drained = _drained(Scripted(returns), context, drain_s=3600.0)
+    assert await asyncio.wait_for(drained, timeout=30)
+    assert context.stop.is_set()
 
 
 @pytest.mark.usefixtures("logging_restored")
