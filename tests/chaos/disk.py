@@ -183,3 +183,12 @@ def _survived(before: bytes, latest: bytes, survives: float, rng: random.Random)
 def _different(one: bytes, other: bytes) -> int:
     pages = range(0, max(len(one), len(other)), _PAGE)
     return sum(one[at : at + _PAGE] != other[at : at + _PAGE] for at in pages)
+
+
+def flip(path: Path, at: int) -> None:
+    """Changes a byte; once more, and it is as it was."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        byte = file.read(1)[0]
+        file.seek(at)
+        file.write(bytes([byte ^ 0x41]))

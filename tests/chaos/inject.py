@@ -130,7 +130,8 @@ class Injector:
             try:
                 uploads = await wait_until(self._waiting, timeout=_TWICE_S)
                 said = {await self._forge(upload) for upload in uploads}
-                await wait_until(lambda: self._heard(said), timeout=_TWICE_S)
+                pool = self._keys.inbox(POOL)
+                await wait_until(lambda: self._left(pool, said), timeout=_TWICE_S)
                 strays = await self._strays() & {upload.task for upload in uploads}
                 self.did["second answers turned away"] += len(strays)
             except (AssertionError, Unavailable, OutOfMemory):
@@ -164,10 +165,13 @@ class Injector:
         entry: bytes = await client.call("XADD", inbox, "*", "m", again.encode())
         return entry
 
-    async def _heard(self, entries: set[bytes]) -> bool:
-        """Whether a coordinator has dealt with all of these."""
-        rows = await self._server.client.call("XRANGE", self._keys.inbox(POOL), "-", "+")
-        return not entries & {entry for entry, _ in rows}
+    async def _entries(self, stream: str) -> set[bytes]:
+        rows = await self._server.client.call("XRANGE", stream, "-", "+")
+        return {entry for entry, _ in rows}
+
+    async def _left(self, stream: str, entries: set[bytes]) -> bool:
+        """Whether all of these are dealt with."""
+        return not entries & await self._entries(stream)
 
     async def _strays(self) -> set[str]:
         """The tasks of answers that were turned away."""
@@ -250,10 +254,8 @@ class Injector:
             sleeper = self._services[await self._leader()]
             other = next(name for name in UPDATERS if self._services[name] is not sleeper)
             # What it takes long about is either reading the journal, or beginning its own segment.
-            slow, what = (
-                self._controls[other],
-                self._rng.choice(("reads_s", "writes_s", "writes_s")),
-            )
+            slow = self._controls[other]
+            what = self._rng.choice(("reads_s", "writes_s", "writes_s"))
             slow[what] = 0.8
             try:
                 with ExitStack() as asleep:
@@ -365,8 +367,12 @@ class Injector:
             self._lose_power()
             await asyncio.sleep(fault.seconds)
             self._services.up(*UPDATERS)
-            await self._leader()
-            await self._synced()
+            if self._sync == "interval":
+                queued = await self._entries(self._keys.queue)  # until they are on disk
+                await wait_until(
+                    lambda: self._left(self._keys.queue, queued),
+                    timeout=_TAKEN_OVER_S, what="what was queued is on disk",
+                )  # fmt: skip
 
     def _lose_power(self) -> None:
         self.did["pages lost with the power"] += disk.fail(self._journal, self._platter, self._rng)
@@ -406,7 +412,7 @@ class Injector:
                     return
                 path, record = found
                 at = self._byte_of(record, fault.share)
-                _flip(path, at)
+                disk.flip(path, at)
                 self._services.up(*UPDATERS)
                 where = (record.segment, f"at byte {record.at}")
 
@@ -424,7 +430,7 @@ class Injector:
                 finally:
                     await self._services.down(*UPDATERS)
                     if path.exists():
-                        _flip(path, at)
+                        disk.flip(path, at)
             finally:
                 self._services.up(*UPDATERS)
 
@@ -489,12 +495,3 @@ class Injector:
         except BrokerError:
             return ""
         return (holder or b"").decode().partition("|")[0]
-
-
-def _flip(path: Path, at: int) -> None:
-    """Changes a byte; once more, and it is as it was."""
-    with path.open("r+b") as file:
-        file.seek(at)
-        byte = file.read(1)[0]
-        file.seek(at)
-        file.write(bytes([byte ^ 0x41]))

@@ -30,21 +30,26 @@ POWER = Fault(at=0, after_s=0.0, kind=Kind.POWER, seconds=0.0)
 
 
 class Redis:
-    """Knows who leads, and nothing else."""
+    """Knows who leads, and what is in the queue."""
 
     def __init__(self) -> None:
         self.client = self
         self.life = 1
         self.changing = asyncio.Lock()
         self.holder = UPDATERS[0]
+        self.queue: set[bytes] = set()
+        self.asked = 0  # how often for the queue
 
     def bind(self, prefix: str) -> None:
         pass
 
-    async def call(self, command: str, *_args: object) -> bytes:
-        if command != "GET":
-            raise Unavailable("it does not answer")
-        return self.holder.encode()
+    async def call(self, command: str, *_args: object) -> Any:
+        if command == "GET":
+            return self.holder.encode()
+        if command == "XRANGE":
+            self.asked += 1
+            return [(entry, []) for entry in self.queue]
+        raise Unavailable("it does not answer")
 
 
 class Updaters(dict[str, Child]):
@@ -110,26 +115,50 @@ async def test_a_fault_that_ends_wakes_nobody_whom_another_put_to_sleep(
     assert findings == []
 
 
+class Disk:
+    """A journal's folder, and what of it is on disk."""
+
+    def __init__(self, folder: Path) -> None:
+        self._journal, self._platter = folder / "journal", folder / "platter"
+        self._journal.mkdir()
+        self._platter.mkdir()
+
+    def put(self, name: str, size: int, *, synced: int) -> None:
+        path = self._journal / name
+        path.write_bytes(bytes(size))
+        (self._platter / str(path.stat().st_ino)).write_bytes(bytes(synced))
+        (self._platter / "names").write_text(json.dumps(disk.names_of(self._journal)))
+
+
 async def test_what_a_successor_does_not_count_need_not_get_to_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inject, "_TAKEN_OVER_S", 5.0)
-    journal, platter = tmp_path / "journal", tmp_path / "platter"
-    journal.mkdir()
-    platter.mkdir()
-
-    def put(name: str, size: int, *, synced: int) -> None:
-        (journal / name).write_bytes(bytes(size))
-        (platter / str((journal / name).stat().st_ino)).write_bytes(bytes(synced))
-        (platter / "names").write_text(json.dumps(disk.names_of(journal)))
-
+    folder = Disk(tmp_path)
     redis, findings = Redis(), list[str]()
     async with updaters(tmp_path) as services:
         faults = injector(tmp_path, redis, services, findings)
-        put("00000004-000000.journal", 3, synced=2)
+        folder.put("00000004-000000.journal", 3, synced=2)
         failing = asyncio.create_task(faults.inject(POWER))
         await wait_until(redis.changing.locked)
         assert not failing.done()
-        put("00000005-000000.journal", 1, synced=1)
+        folder.put("00000005-000000.journal", 1, synced=1)
         await failing
+    assert findings == []
+
+
+async def test_redis_forgets_nothing_until_what_the_power_took_is_on_disk_again(
+    tmp_path: Path,
+) -> None:
+    Disk(tmp_path).put("00000001-000000.journal", 1, synced=1)
+    redis, findings = Redis(), list[str]()
+    redis.queue = {b"1-0"}
+    async with updaters(tmp_path) as services:
+        faults = injector(tmp_path, redis, services, findings)
+        failing = asyncio.create_task(faults.inject(POWER))
+        await wait_until(lambda: redis.asked > 3 or failing.done())
+        assert redis.changing.locked()
+        redis.queue = {b"2-0"}  # that came later
+        await failing
+    assert not redis.changing.locked()
     assert findings == []
