@@ -107,9 +107,10 @@ class Injector:
         with ExitStack() as asleep:
             sleeper, _ = await self._taken_over(asleep)
             await asyncio.sleep(fault.seconds)
-        ended, _ = await asyncio.wait({asyncio.create_task(sleeper.wait())}, timeout=_TAKEN_OVER_S)
-        if not ended and life == self._server.life:  # else it may have led again
-            self._findings.append(f"an updater that had a successor went on:\n{sleeper.last_words}")
+        await wait_until(
+            lambda: sleeper.ended or life != self._server.life,  # it may lead again
+            timeout=_TAKEN_OVER_S, what=f"an updater that has a successor ends: {sleeper.log.name}",
+        )  # fmt: skip
 
     async def _double(self, fault: Fault) -> None:
         twin = await self._services.twin(await self._name(fault))
