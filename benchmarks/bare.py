@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import redis
 
-from broker.blobs import CHUNK
-from broker.layout import Layout, Model, Tensor
-from updater.mixing import mix
+from fedstream.broker.blobs import CHUNK
+from fedstream.broker.layout import Layout, Model, Tensor
+from fedstream.updater.mixing import mix
 
 
 def _write(client: redis.Redis, key: str, model: Model) -> None:

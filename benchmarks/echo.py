@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from fedstream import Task
-from trainer.solvers import Trained, Work
+from fedstream.trainer.solvers import Trained, Work
 
 PARAMETERS = int(os.environ.get("FEDSTREAM_ECHO_PARAMETERS", "61706"))
 

@@ -27,8 +27,8 @@ import psutil
 import redis
 
 from benchmarks import bare
-from broker.messages import Version
 from fedstream import machine
+from fedstream.broker.messages import Version
 from fedstream.ports import HeldPort
 from fedstream.redis_server import RedisServer
 

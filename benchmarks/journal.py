@@ -22,8 +22,8 @@ from benchmarks.end_to_end import RESULTS, Pipeline
 from benchmarks.replay import write
 from fedstream import machine
 from fedstream.redis_server import RedisServer
-from updater.journal import segments
-from updater.rebuild import recovered
+from fedstream.updater.journal import segments
+from fedstream.updater.rebuild import recovered
 
 MOST = {61_706: 0.15, 11_000_000: 0.30}  # of updates a second that `interval` may cost
 

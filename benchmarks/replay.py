@@ -25,15 +25,15 @@ from typing import Any
 
 import numpy as np
 
-from broker.layout import Layout, Model, Tensor
-from broker.messages import Upload
 from fedstream import machine
-from updater.journal import SegmentHead, Taken, Writer, segments
-from updater.mixing import mix
-from updater.progress import Progress, take
-from updater.rebuild import standing_of
-from updater.replay import Replayer
-from updater.strategies import FedAsyncSettings, State
+from fedstream.broker.layout import Layout, Model, Tensor
+from fedstream.broker.messages import Upload
+from fedstream.updater.journal import SegmentHead, Taken, Writer, segments
+from fedstream.updater.mixing import mix
+from fedstream.updater.progress import Progress, take
+from fedstream.updater.rebuild import standing_of
+from fedstream.updater.replay import Replayer
+from fedstream.updater.strategies import FedAsyncSettings, State
 
 RESULTS = Path(__file__).parent / "results"
 DISK = 4 << 30  # bytes, at most

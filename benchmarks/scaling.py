@@ -36,8 +36,8 @@ import msgpack
 import psutil
 import redis
 
-from broker.messages import Version
 from fedstream import machine
+from fedstream.broker.messages import Version
 from fedstream.ports import HeldPort
 from fedstream.redis_server import RedisServer
 

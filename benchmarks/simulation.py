@@ -29,8 +29,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedstream import machine
 from fedstream.config import Settings, read
 from fedstream.simulation import Outcome, simulate
-from trainer.solvers import gather
-from trainer.task import Task, load_task
+from fedstream.trainer.solvers import gather
+from fedstream.trainer.task import Task, load_task
 
 RESULTS = Path(__file__).parent / "results"
 LR = (

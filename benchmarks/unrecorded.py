@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from broker.layout import Model
+from fedstream.broker.layout import Model
 from fedstream.cli import main
-from updater import recorder
-from updater.journal import RoundClosed, Taken
+from fedstream.updater import recorder
+from fedstream.updater.journal import RoundClosed, Taken
 
 
 async def append_nothing(

@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from broker.client import Client, Command
-from broker.errors import BlobDamaged, BlobMissing, Foreign
-from broker.layout import Model
+from fedstream.broker.client import Client, Command
+from fedstream.broker.errors import BlobDamaged, BlobMissing, Foreign
+from fedstream.broker.layout import Model
 
 # Bytes: a MiB less what Redis puts in front of it. One byte more would take 1.25 MiB of its memory.
 CHUNK = (1 << 20) - 64

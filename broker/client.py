@@ -26,7 +26,7 @@ from redis._parsers import _AsyncHiredisParser
 from redis.asyncio.connection import Connection, parse_url
 from redis.crc import key_slot
 
-from broker.errors import (
+from fedstream.broker.errors import (
     BrokerError,
     ConfigError,
     Foreign,
@@ -35,8 +35,8 @@ from broker.errors import (
     ReplyTooLarge,
     Unavailable,
 )
-from broker.places import Address, Cluster, Guide, Sentinels
-from broker.settings import RedisSettings, check_files
+from fedstream.broker.places import Address, Cluster, Guide, Sentinels
+from fedstream.broker.settings import RedisSettings, check_files
 
 __all__ = ["Argument", "Buffer", "Client", "Command", "RedisSettings"]
 

@@ -10,11 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from broker.client import Client, Command
-from broker.errors import Foreign
-from broker.keys import POOL, TRAINERS, Keys
-from broker.records import End
-from broker.scripts import Script
+from fedstream.broker.client import Client, Command
+from fedstream.broker.errors import Foreign
+from fedstream.broker.keys import POOL, TRAINERS, Keys
+from fedstream.broker.records import End
+from fedstream.broker.scripts import Script
 
 T = TypeVar("T")
 

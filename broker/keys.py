@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from broker.errors import ConfigError
+from fedstream.broker.errors import ConfigError
 
 COORDINATORS = "coordinators"  # the group that reads `triggers` and every `inbox:<site>`
 TRAINERS = "trainers"  # the group that reads `tasks` and every `tasks:<site>/<owner>`

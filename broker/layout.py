@@ -23,8 +23,8 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 
-from broker.digest import digest_of
-from broker.errors import LayoutMismatch
+from fedstream.broker.digest import digest_of
+from fedstream.broker.errors import LayoutMismatch
 
 Kind = Literal["parameter", "buffer", "control", "integer", "counter", "variable"]
 Floats = npt.NDArray[np.float32]

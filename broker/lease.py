@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 
-from broker.client import Client
-from broker.errors import Fenced
-from broker.keys import Keys
-from broker.scripts import Script
+from fedstream.broker.client import Client
+from fedstream.broker.errors import Fenced
+from fedstream.broker.keys import Keys
+from fedstream.broker.scripts import Script
 
 _GOODBYE_S = 2.0
 

@@ -18,13 +18,13 @@ from typing import Any, Generic, TypeVar
 
 import msgpack
 
-from broker import reasons
-from broker.blobs import CHUNK
-from broker.client import Client, Command
-from broker.custody import ended_unlike, find_lost, in_parts
-from broker.errors import BadMessage, Fenced, NoRun, NoScript
-from broker.keys import COORDINATORS, POOL, TRAINERS, Keys, member
-from broker.messages import (
+from fedstream.broker import reasons
+from fedstream.broker.blobs import CHUNK
+from fedstream.broker.client import Client, Command
+from fedstream.broker.custody import ended_unlike, find_lost, in_parts
+from fedstream.broker.errors import BadMessage, Fenced, NoRun, NoScript
+from fedstream.broker.keys import COORDINATORS, POOL, TRAINERS, Keys, member
+from fedstream.broker.messages import (
     OUTCOMES,
     SCHEMA,
     CloseRound,
@@ -39,7 +39,7 @@ from broker.messages import (
     Version,
     Withdraw,
 )
-from broker.records import (
+from fedstream.broker.records import (
     Commit,
     Committed,
     End,
@@ -50,8 +50,8 @@ from broker.records import (
     mapping,
     trigger_of,
 )
-from broker.scripts import Script, load_all
-from broker.streams import Entry
+from fedstream.broker.scripts import Script, load_all
+from fedstream.broker.streams import Entry
 
 _SCRIPTS = {
     name: Script(name)

@@ -26,8 +26,8 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, overload
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from broker.errors import BadMessage
-from broker.keys import POOL
+from fedstream.broker.errors import BadMessage
+from fedstream.broker.keys import POOL
 
 SCHEMA = 1  # what this release writes
 READS = (1,)  # and what it reads: also what the releases before and after it write

@@ -10,11 +10,11 @@ import os
 import socket
 from collections.abc import Sequence
 
-from broker.client import Client, Command
-from broker.keys import TRAINERS, Keys
-from broker.messages import Dead, Event, GiveUp, Presence, Trigger, Upload
-from broker.scripts import Script
-from broker.streams import Entry
+from fedstream.broker.client import Client, Command
+from fedstream.broker.keys import TRAINERS, Keys
+from fedstream.broker.messages import Dead, Event, GiveUp, Presence, Trigger, Upload
+from fedstream.broker.scripts import Script
+from fedstream.broker.streams import Entry
 
 _FINISH = Script("finish_task")
 _UNHEARD = 10_000  # entries in the inbox with which nobody need say once more that it is there

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import builtins
 
-from broker import errors
+from fedstream.broker import errors
 
 ROUND_OVER = "round over"
 

@@ -9,9 +9,9 @@ from typing import Literal
 
 import msgpack
 
-from broker.errors import BrokerError
-from broker.layout import Layout
-from broker.messages import OUTCOMES, Outcome, Sends, Trigger, Version
+from fedstream.broker.errors import BrokerError
+from fedstream.broker.layout import Layout
+from fedstream.broker.messages import OUTCOMES, Outcome, Sends, Trigger, Version
 
 State = Literal["running", "finished"]
 

@@ -20,8 +20,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from broker.keys import POOL, Keys
-from broker.scripts import Script, prelude
+from fedstream.broker.keys import POOL, Keys
+from fedstream.broker.scripts import Script, prelude
 
 # What every connection of ours may need: PING and ROLE look at Redis, the others set it up.
 _CONNECTION = (

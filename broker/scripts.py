@@ -23,10 +23,10 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
-from broker.client import Argument, Client, Command
-from broker.errors import NoScript
+from fedstream.broker.client import Argument, Client, Command
+from fedstream.broker.errors import NoScript
 
-_LUA = files("broker") / "lua"
+_LUA = files(__package__) / "lua"
 
 
 def prelude() -> dict[str, str]:

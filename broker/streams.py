@@ -10,9 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from broker.client import Client, Command
-from broker.errors import BrokerError
-from broker.scripts import Script
+from fedstream.broker.client import Client, Command
+from fedstream.broker.errors import BrokerError
+from fedstream.broker.scripts import Script
 
 BLOCK_MS = 1000
 PARTS = 16  # entries of the largest size that are looked at together

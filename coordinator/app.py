@@ -12,14 +12,14 @@ from typing import Any
 from aiohttp import web
 from pydantic import SecretStr
 
-from broker.client import Client
-from broker.errors import BlobMissing, FedstreamError, NoRun
-from broker.keys import Keys
-from broker.ledger import Ledger
-from broker.records import View
-from coordinator.access import Handler, guarded
-from coordinator.downloads import Downloads, send
-from runtime.http import problem
+from fedstream.broker.client import Client
+from fedstream.broker.errors import BlobMissing, FedstreamError, NoRun
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.records import View
+from fedstream.coordinator.access import Handler, guarded
+from fedstream.coordinator.downloads import Downloads, send
+from fedstream.runtime.http import problem
 
 _DIGITS = 18  # no version has as many
 _PAGE = 100  # trainers of the register in one answer

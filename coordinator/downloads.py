@@ -11,11 +11,11 @@ from weakref import WeakValueDictionary
 from aiohttp import web
 from safetensors import numpy as safetensors
 
-from broker import blobs
-from broker.client import Client
-from broker.errors import FedstreamError
-from broker.keys import Keys
-from broker.layout import Layout, Model
+from fedstream.broker import blobs
+from fedstream.broker.client import Client
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.keys import Keys
+from fedstream.broker.layout import Layout, Model
 
 _SLICE = 1 << 18  # bytes handed to a connection at once: what a slow reader keeps from being freed
 _MODELS = 2  # different ones in memory at a time: while a version is read, the next may come

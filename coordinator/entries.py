@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prometheus_client import Counter
 
-from broker.errors import BadMessage
-from broker.keys import POOL, member
-from broker.ledger import Decision, Ledger
-from broker.messages import (
+from fedstream.broker.errors import BadMessage
+from fedstream.broker.keys import POOL, member
+from fedstream.broker.ledger import Decision, Ledger
+from fedstream.broker.messages import (
     CloseRound,
     Dead,
     Event,
@@ -28,12 +28,12 @@ from broker.messages import (
     decode,
     task_id,
 )
-from broker.streams import Entry
-from coordinator.sites import Site
+from fedstream.broker.streams import Entry
+from fedstream.coordinator.sites import Site
 
 if TYPE_CHECKING:
-    from coordinator.service import CoordinatorSettings
-    from runtime.service import Context
+    from fedstream.coordinator.service import CoordinatorSettings
+    from fedstream.runtime.service import Context
 
 Decided: TypeAlias = "tuple[Decision[Any], Callable[[Any], None]]"
 

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from broker.records import View
+from fedstream.broker.records import View
 
 Labels = Mapping[tuple[str, ...], float]
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from runtime.config import Section
+from fedstream.runtime.config import Section
 
 
 class Rounds(Section):

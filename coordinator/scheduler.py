@@ -18,22 +18,30 @@ from aiohttp import web
 from prometheus_client import Counter, Gauge
 from pydantic import Field
 
-from broker.client import Client, RedisSettings
-from broker.errors import NoRun
-from broker.keys import Keys
-from broker.layout import Layout
-from broker.lease import Lease
-from broker.ledger import Ledger
-from broker.messages import CloseRound, Overdue, Withdraw
-from broker.records import Run, View
-from broker.streams import BLOCK_MS
-from coordinator.scheduling import HELD_BY, HoldBack, Plan, Policy, Situation, opened_at, plan
-from runtime.backoff import pause
-from runtime.config import Section
-from runtime.leading import lead
-from runtime.participation import Participation, ParticipationGroup
-from runtime.service import Context, repeat
-from runtime.steps import FixedSteps, Steps
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import NoRun
+from fedstream.broker.keys import Keys
+from fedstream.broker.layout import Layout
+from fedstream.broker.lease import Lease
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import CloseRound, Overdue, Withdraw
+from fedstream.broker.records import Run, View
+from fedstream.broker.streams import BLOCK_MS
+from fedstream.coordinator.scheduling import (
+    HELD_BY,
+    HoldBack,
+    Plan,
+    Policy,
+    Situation,
+    opened_at,
+    plan,
+)
+from fedstream.runtime.backoff import pause
+from fedstream.runtime.config import Section
+from fedstream.runtime.leading import lead
+from fedstream.runtime.participation import Participation, ParticipationGroup
+from fedstream.runtime.service import Context, repeat
+from fedstream.runtime.steps import FixedSteps, Steps
 
 BUDGET_SHARE = 0.8  # of Redis's own limit, where no budget is given
 _ASK_AGAIN_S = 10.0  # for the end of a round that nobody seems to have heard

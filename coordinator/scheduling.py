@@ -14,10 +14,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from broker.messages import Overdue, Trigger, task_id, time_of
-from coordinator.rounds import Round, Rounds, verdict, wanted
-from runtime.config import Section
-from runtime.participation import Participation
+from fedstream.broker.messages import Overdue, Trigger, task_id, time_of
+from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
+from fedstream.runtime.config import Section
+from fedstream.runtime.participation import Participation
 
 Positive = Annotated[float, Field(gt=0)]
 

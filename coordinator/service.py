@@ -17,8 +17,8 @@ from aiohttp import web
 from prometheus_client import Counter
 from pydantic import Field, SecretStr, model_validator
 
-from broker.client import Client, RedisSettings
-from broker.custody import (
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.custody import (
     cap_workspaces,
     drop_copies,
     expire_forgotten,
@@ -27,7 +27,7 @@ from broker.custody import (
     mend,
     some_keys,
 )
-from broker.errors import (
+from fedstream.broker.errors import (
     BadMessage,
     BrokerError,
     ConfigError,
@@ -37,18 +37,18 @@ from broker.errors import (
     NoScript,
     ReplyTooLarge,
 )
-from broker.keys import COORDINATORS, POOL, TRAINERS, Keys, site_of
-from broker.ledger import Ledger
-from broker.messages import Dead, GiveUp, Task, Trigger, Upload
-from broker.streams import BLOCK_MS, PARTS, Entry, Group, given, lost, reading
-from coordinator.app import App
-from coordinator.entries import LARGEST, Decided, Entries
-from coordinator.metrics import RunMetrics, Seen
-from coordinator.sites import served
-from runtime.backoff import pause
-from runtime.config import Section
-from runtime.service import Context, repeat
-from runtime.tasks import LeaseSettings
+from fedstream.broker.keys import COORDINATORS, POOL, TRAINERS, Keys, site_of
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import Dead, GiveUp, Task, Trigger, Upload
+from fedstream.broker.streams import BLOCK_MS, PARTS, Entry, Group, given, lost, reading
+from fedstream.coordinator.app import App
+from fedstream.coordinator.entries import LARGEST, Decided, Entries
+from fedstream.coordinator.metrics import RunMetrics, Seen
+from fedstream.coordinator.sites import served
+from fedstream.runtime.backoff import pause
+from fedstream.runtime.config import Section
+from fedstream.runtime.service import Context, repeat
+from fedstream.runtime.tasks import LeaseSettings
 
 _READ = PARTS * LARGEST  # bytes that are read at once of all that sites have said
 _USUAL = 4096  # bytes of an entry that few are larger than

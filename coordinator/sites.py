@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from broker.errors import ConfigError
-from broker.keys import POOL, check_name
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.keys import POOL, check_name
 
 _FORM = "'name', or 'name:0-99,200' with the devices that it may own"
 

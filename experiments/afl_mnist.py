@@ -9,8 +9,8 @@ from typing import TypeAlias
 
 import numpy as np
 
-from experiments.afl import ASYNC, SYNC, constant, dynamic
-from experiments.reproduction import (
+from fedstream.experiments.afl import ASYNC, SYNC, constant, dynamic
+from fedstream.experiments.reproduction import (
     Cell,
     Claim,
     Experiment,

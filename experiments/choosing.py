@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from experiments.reproduction import (
+from fedstream.experiments.reproduction import (
     Cell,
     Claim,
     Experiment,

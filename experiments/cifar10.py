@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import TensorDataset
 
-from experiments.afl import COLUMNS, column
-from experiments.fedasync import ALPHA, T, fedasync, fedavg, rules, sgd
-from experiments.reproduction import (
+from fedstream.experiments.afl import COLUMNS, column
+from fedstream.experiments.fedasync import ALPHA, T, fedasync, fedavg, rules, sgd
+from fedstream.experiments.reproduction import (
     Cell,
     Claim,
     Experiment,
@@ -27,10 +27,10 @@ from experiments.reproduction import (
     judged,
     mean,
 )
-from trainer.cifar import cifar10_fedasync
-from trainer.in_memory import InMemory
-from trainer.task import TaskSettings
-from updater.rules import Hinge
+from fedstream.trainer.cifar import cifar10_fedasync
+from fedstream.trainer.in_memory import InMemory
+from fedstream.trainer.task import TaskSettings
+from fedstream.updater.rules import Hinge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -56,7 +56,7 @@ def _with_fewer_tested(devices: int) -> InMemory:
 
 
 _BASE: Sets = {
-    "task.name": "experiments.cifar10:images",
+    "task.name": "fedstream.experiments.cifar10:images",
     "run.versions": T,
     "simulation.evaluate_every": T // 10,
     "simulation.threads": 1,
@@ -69,7 +69,7 @@ _RHO = 0.005
 _A, _B = 10.0, 4  # of hinge
 _RULES = rules(_A, _B)
 _SGD: Sets = {
-    **sgd("experiments.cifar10:all_images"),
+    **sgd("fedstream.experiments.cifar10:all_images"),
     "scheduler.steps.kind": "fixed",
     "scheduler.steps.n": 10,
 }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from experiments.reproduction import Sets
+from fedstream.experiments.reproduction import Sets
 
 T = 2000  # FedAsync's versions
 K = 10  # FedAvg's devices per round: T / K rounds take as many gradients

@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-_CHECKOUT = Path(__file__).parents[1]
+_CHECKOUT = Path(__file__).resolve().parents[1]  # not where the link to this folder is
 _CODE = ("*.py", "*.lua", "*.toml", "*.txt")  # what decides results; not the results themselves
 
 

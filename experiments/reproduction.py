@@ -51,10 +51,10 @@ from typing import Literal, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-import experiments
-from broker.errors import ConfigError
+from fedstream import experiments
+from fedstream.broker.errors import ConfigError
 from fedstream.config import Settings
-from runtime.config import load
+from fedstream.runtime.config import load
 
 Vector: TypeAlias = npt.NDArray[np.float64]
 Sets: TypeAlias = Mapping[str, object]
@@ -328,6 +328,6 @@ def catalogue() -> dict[str, Experiment]:
     found: dict[str, Experiment] = {}
     for module in pkgutil.iter_modules(experiments.__path__):
         if not module.ispkg:
-            declared = importlib.import_module(f"experiments.{module.name}")
+            declared = importlib.import_module(f"{experiments.__name__}.{module.name}")
             found |= {one.name: one for one in getattr(declared, "EXPERIMENTS", ())}
     return found

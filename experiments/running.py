@@ -29,16 +29,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from broker.errors import ConfigError
-from experiments.program import commit
-from experiments.reproduction import Cell, Experiment, Points, Results, Row, settings_of
 from fedstream import machine
+from fedstream.broker.errors import ConfigError
 from fedstream.display import duration
+from fedstream.experiments.program import commit
+from fedstream.experiments.reproduction import Cell, Experiment, Points, Results, Row, settings_of
 from fedstream.parent import VARIABLE, end_with_parent
 
 if TYPE_CHECKING:
     from fedstream.simulation import VersionMade
-    from trainer.task import Task, TaskSettings
+    from fedstream.trainer.task import Task, TaskSettings
 
 ROWS, CURVES, ABOUT = "results.csv", "curves.csv", "about.json"
 _SPENT = {  # columns of curves.csv, and what they are of a version
@@ -150,7 +150,7 @@ def run_job(job: Job) -> tuple[Row, Points]:
 
 @lru_cache(maxsize=1)
 def _task(settings: TaskSettings) -> Task:
-    from trainer.task import load_task
+    from fedstream.trainer.task import load_task
 
     return load_task(settings.name, settings)
 

@@ -5,8 +5,8 @@ A round is 3,600 local steps, a minute of a core or more: ``--scale 60`` is an h
 
 from __future__ import annotations
 
-from experiments.afl import COLUMNS, column
-from experiments.reproduction import (
+from fedstream.experiments.afl import COLUMNS, column
+from fedstream.experiments.reproduction import (
     Cell,
     Claim,
     Experiment,

@@ -9,8 +9,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from experiments.reproduction import Cell, Experiment, Of, Panel, Picture, Results, Sweep, TooShort
 from fedstream.curves import STYLE
+from fedstream.experiments.reproduction import (
+    Cell,
+    Experiment,
+    Of,
+    Panel,
+    Picture,
+    Results,
+    Sweep,
+    TooShort,
+)
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from torch.utils.data import TensorDataset
 
-from experiments.fedasync import T, fedasync, fedavg, rules, sgd
-from experiments.reproduction import (
+from fedstream.experiments.fedasync import T, fedasync, fedavg, rules, sgd
+from fedstream.experiments.reproduction import (
     Cell,
     Claim,
     Experiment,
@@ -25,8 +25,8 @@ from experiments.reproduction import (
     judged,
     mean,
 )
-from trainer.task import TaskSettings
-from trainer.wikitext import Words, wikitext2
+from fedstream.trainer.task import TaskSettings
+from fedstream.trainer.wikitext import Words, wikitext2
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -52,7 +52,7 @@ def _with_less_tested(devices: int) -> Words:
 
 _H = 2  # local steps; an epoch, which the paper does, is 30
 _BASE: Sets = {
-    "task.name": "experiments.wikitext2:text",
+    "task.name": "fedstream.experiments.wikitext2:text",
     "run.versions": T,
     "simulation.evaluate_every": T // 4,
     "simulation.threads": 1,
@@ -64,7 +64,7 @@ _BASE: Sets = {
 }
 _RHO = 0.0001
 _RULES = rules(10.0, 2)
-_SGD: Sets = sgd("experiments.wikitext2:all_text")
+_SGD: Sets = sgd("fedstream.experiments.wikitext2:all_text")
 _FEDAVG = fedavg(measured=4)
 _MOST = (4, 16)
 

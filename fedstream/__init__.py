@@ -7,15 +7,15 @@ __version__ = "0.2.0"
 __all__ = ["Task", "__version__", "by_classes", "by_dirichlet", "contiguous", "iid"]
 
 if TYPE_CHECKING:
-    from trainer.partitions import by_classes, by_dirichlet, contiguous, iid
-    from trainer.task import Task
+    from fedstream.trainer.partitions import by_classes, by_dirichlet, contiguous, iid
+    from fedstream.trainer.task import Task
 else:  # unseen by type checkers, to which every name would exist
     _FROM = {
-        "Task": "trainer.task",
-        "by_classes": "trainer.partitions",
-        "by_dirichlet": "trainer.partitions",
-        "contiguous": "trainer.partitions",
-        "iid": "trainer.partitions",
+        "Task": "fedstream.trainer.task",
+        "by_classes": "fedstream.trainer.partitions",
+        "by_dirichlet": "fedstream.trainer.partitions",
+        "contiguous": "fedstream.trainer.partitions",
+        "iid": "fedstream.trainer.partitions",
     }
 
     def __getattr__(name: str) -> object:

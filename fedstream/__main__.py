@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from runtime import signals
+from fedstream.runtime import signals
 
 SERVICES = ("coordinator", "scheduler", "updater", "trainer", "evaluator")
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from broker.errors import ConfigError
-from broker.keys import POOL, check_name
-from broker.rights import PARTS, ROLES, acl
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.keys import POOL, check_name
+from fedstream.broker.rights import PARTS, ROLES, acl
 
 _PREFIX = "FEDSTREAM_PASSWORD_"
 

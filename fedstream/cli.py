@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from broker.errors import ConfigError, FedstreamError
 from fedstream import __version__, journal
+from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.commands import dead, looking, services, training
 from fedstream.terminal import line
 

@@ -13,32 +13,32 @@ from typing import Annotated
 
 from pydantic import Field, model_validator
 
-from broker.client import RedisSettings
-from broker.keys import check_name
-from coordinator.rounds import Rounds
-from coordinator.scheduler import SchedulerSettings
-from coordinator.scheduling import Anarchic, InFlight, Policy
-from coordinator.service import CoordinatorSettings
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.keys import check_name
+from fedstream.coordinator.rounds import Rounds
+from fedstream.coordinator.scheduler import SchedulerSettings
+from fedstream.coordinator.scheduling import Anarchic, InFlight, Policy
+from fedstream.coordinator.service import CoordinatorSettings
+from fedstream.runtime.config import Option, Section, load
+from fedstream.runtime.http import HttpSettings
+from fedstream.runtime.logging import LogSettings
+from fedstream.runtime.participation import Participation, ParticipationGroup
+from fedstream.runtime.tasks import LeaseSettings
 from fedstream.simulation.settings import (
     NoStaleness,
     SimulationSettings,
     Staleness,
     UniformStaleness,
 )
-from runtime.config import Option, Section, load
-from runtime.http import HttpSettings
-from runtime.logging import LogSettings
-from runtime.participation import Participation, ParticipationGroup
-from runtime.tasks import LeaseSettings
-from trainer.choices import SolverGroup, Solvers
-from trainer.devices import DeviceSettings
-from trainer.evaluator import EvaluatorSettings
-from trainer.service import TrainerSettings
-from trainer.solvers import Scaffold, Sgd, SolverSettings
-from trainer.task import TaskSettings
-from updater.journal import JournalSettings
-from updater.service import UpdaterSettings
-from updater.strategies import (
+from fedstream.trainer.choices import SolverGroup, Solvers
+from fedstream.trainer.devices import DeviceSettings
+from fedstream.trainer.evaluator import EvaluatorSettings
+from fedstream.trainer.service import TrainerSettings
+from fedstream.trainer.solvers import Scaffold, Sgd, SolverSettings
+from fedstream.trainer.task import TaskSettings
+from fedstream.updater.journal import JournalSettings
+from fedstream.updater.service import UpdaterSettings
+from fedstream.updater.strategies import (
     AfaCsSettings,
     FedAsyncSettings,
     FedAvgSettings,

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from fedstream.observer import History
+from fedstream.runtime.visible import visible
 from fedstream.terminal import number
-from runtime.visible import visible
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

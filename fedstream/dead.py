@@ -17,11 +17,11 @@ from typing import Any
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from broker.client import Client
-from broker.errors import BadMessage, FedstreamError
-from broker.keys import Keys
-from broker.ledger import Ledger
-from broker.messages import (
+from fedstream.broker.client import Client
+from fedstream.broker.errors import BadMessage, FedstreamError
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import (
     CloseRound,
     Dead,
     GiveUp,

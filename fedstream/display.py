@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from broker.records import View
+from fedstream.broker.records import View
 from fedstream.observer import History
 from fedstream.terminal import cell, console, cut, line, spaced
 

@@ -15,14 +15,14 @@ from urllib.parse import urlsplit
 
 from rich.text import Text
 
-from broker.client import Client, RedisSettings
-from broker.errors import BrokerError, NoRun
-from broker.keys import Keys
-from broker.ledger import Ledger
-from broker.records import Run, View
-from broker.rights import ROLES
 from fedstream import doctor_machine as machine
 from fedstream import doctor_redis as judged
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import BrokerError, NoRun
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.records import Run, View
+from fedstream.broker.rights import ROLES
 from fedstream.findings import Finding, Level, not_checked, ok, problem, warning
 from fedstream.presence import serving
 from fedstream.services import DEVICES

@@ -13,18 +13,18 @@ from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING, Any
 
-from broker.errors import ConfigError, DataError, FedstreamError
-from broker.layout import Layout
-from broker.records import Run
+from fedstream.broker.errors import ConfigError, DataError, FedstreamError
+from fedstream.broker.layout import Layout
+from fedstream.broker.records import Run
 from fedstream.findings import Finding, counted, not_checked, ok, problem, size, warning
-from updater.journal import SUFFIX, Segment, segments
+from fedstream.updater.journal import SUFFIX, Segment, segments
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
     from fedstream.config import Settings
-    from trainer.task import Task
+    from fedstream.trainer.task import Task
 
 _SYNCS = 5
 _SYNC_BYTES = 1 << 20
@@ -220,7 +220,7 @@ def task(settings: Settings) -> tuple[Loaded, list[Finding]]:
 def _model(settings: Settings, found: Task, module: nn.Module) -> tuple[Loaded, str]:
     from fedstream.services import devices_of
     from fedstream.simulation.training import blamed
-    from trainer.vector import layout_of
+    from fedstream.trainer.vector import layout_of
 
     with blamed("model()"):
         layout = layout_of(module)
@@ -239,7 +239,7 @@ def _untrained(found: Task) -> nn.Module:
     import torch
 
     from fedstream.simulation.training import blamed
-    from trainer.task import untrained
+    from fedstream.trainer.task import untrained
 
     with blamed("model()"), torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -251,8 +251,8 @@ def _data(settings: Settings, found: Task, module: nn.Module) -> str:
     import torch
 
     from fedstream.simulation.training import blamed
-    from trainer.solvers import gather
-    from trainer.task import Task
+    from fedstream.trainer.solvers import gather
+    from fedstream.trainer.task import Task
 
     device = min(settings.trainer.owns, default=0)
     who = f"device {device}"
@@ -316,7 +316,7 @@ def computing(settings: Settings, role: str | None) -> Iterator[Finding]:
     """The threads that are asked for beside the cores there are, and CUDA where it is wanted."""
     import torch
 
-    from trainer.placement import check
+    from fedstream.trainer.placement import check
 
     about, cores = "torch", _cores()
     for part, table in (("trainer", settings.trainer), ("evaluator", settings.evaluator)):

@@ -12,17 +12,17 @@ from statistics import median
 
 import msgpack
 
-from broker.client import Client, RedisSettings
-from broker.errors import BrokerError
-from broker.keys import POOL, Keys
-from broker.layout import Layout
-from broker.records import Run
-from broker.rights import ROLES, Rights, commands
-from broker.rights import rights_of as parts
-from broker.scripts import Script
-from coordinator.rounds import Rounds
-from coordinator.scheduler import BUDGET_SHARE, vectors
-from coordinator.scheduling import Anarchic, Poisson, Policy, room_beside
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import BrokerError
+from fedstream.broker.keys import POOL, Keys
+from fedstream.broker.layout import Layout
+from fedstream.broker.records import Run
+from fedstream.broker.rights import ROLES, Rights, commands
+from fedstream.broker.rights import rights_of as parts
+from fedstream.broker.scripts import Script
+from fedstream.coordinator.rounds import Rounds
+from fedstream.coordinator.scheduler import BUDGET_SHARE, vectors
+from fedstream.coordinator.scheduling import Anarchic, Poisson, Policy, room_beside
 from fedstream.findings import Finding, counted, not_checked, ok, problem, size, warning
 
 Info = Mapping[str, str]

@@ -20,27 +20,35 @@ import structlog
 from prometheus_client import CollectorRegistry
 from rich.table import Table
 
-from broker import blobs
-from broker.client import Client, RedisSettings
-from broker.errors import FedstreamError, NoRun, Unavailable
-from broker.keys import POOL, TRAINERS, Keys
-from broker.layout import Model
-from broker.lease import Lease
-from broker.ledger import Ledger
-from broker.messages import OUTCOMES, CloseRound, Task, Trigger, Upload, task_id
-from broker.outbox import Outbox
-from broker.records import View
-from broker.streams import Entry, Group
+from fedstream.broker import blobs
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import FedstreamError, NoRun, Unavailable
+from fedstream.broker.keys import POOL, TRAINERS, Keys
+from fedstream.broker.layout import Model
+from fedstream.broker.lease import Lease
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import OUTCOMES, CloseRound, Task, Trigger, Upload, task_id
+from fedstream.broker.outbox import Outbox
+from fedstream.broker.records import View
+from fedstream.broker.streams import Entry, Group
 from fedstream.config import Settings
+from fedstream.runtime.backoff import pause
+from fedstream.runtime.health import Health
+from fedstream.runtime.leading import lead
+from fedstream.runtime.logging import configure
+from fedstream.runtime.service import Context, repeat
+from fedstream.runtime.signals import Stop
 from fedstream.terminal import console, spaced
-from runtime.backoff import pause
-from runtime.health import Health
-from runtime.leading import lead
-from runtime.logging import configure
-from runtime.service import Context, repeat
-from runtime.signals import Stop
-from updater.journal import JournalError, Record, RoundClosed, Segment, Taken, cuts, segments
-from updater.rebuild import is_used, recorded
+from fedstream.updater.journal import (
+    JournalError,
+    Record,
+    RoundClosed,
+    Segment,
+    Taken,
+    cuts,
+    segments,
+)
+from fedstream.updater.rebuild import is_used, recorded
 
 IN_FLIGHT = 4  # tasks
 _LEASE_S = 5.0

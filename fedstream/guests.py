@@ -7,10 +7,10 @@ import time
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
-from broker.errors import FedstreamError
+from fedstream.broker.errors import FedstreamError
 
 if TYPE_CHECKING:
-    from broker.ledger import Ledger
+    from fedstream.broker.ledger import Ledger
 
 
 async def gone(ledger: Ledger, ours: Collection[str], most_s: float) -> None:

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from broker.errors import ConfigError, FedstreamError
+from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.commands.options import OUTCOMES, TrustRecorded, named, one_of
 from fedstream.terminal import Step, adding, line, progress, verbatim
 
 # What a command needs is imported in it: `--help` answers at once.
 if TYPE_CHECKING:
-    from broker.layout import Model
-    from updater.inspection import Made
-    from updater.journal import Segment
+    from fedstream.broker.layout import Model
+    from fedstream.updater.inspection import Made
+    from fedstream.updater.journal import Segment
 
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 
@@ -78,7 +78,7 @@ def show(
 ) -> None:
     """The records in order: what arrived, from whom, how late, and what became of it."""
     from fedstream import journal_pages as pages
-    from updater.inspection import opened
+    from fedstream.updater.inspection import opened
 
     outcomes = frozenset(named("--outcome", one, OUTCOMES) for one in outcome or ())
     first, end = _range(version)
@@ -113,8 +113,8 @@ def _range(text: str | None) -> tuple[int | None, int | None]:
 def _from(chain: list[Segment], version: int) -> list[Segment]:
     """The segments in which records of this version or later are. Raises JournalError if the
     journal does not have it."""
-    from updater.inspection import entries, newest, since
-    from updater.journal import JournalError
+    from fedstream.updater.inspection import entries, newest, since
+    from fedstream.updater.journal import JournalError
 
     since(chain, version)
     last = chain[-1]
@@ -151,8 +151,8 @@ def verify(
     """
     from fedstream import journal_pages as pages
     from fedstream.report import as_json as text
-    from updater import inspection
-    from updater.journal import JournalError
+    from fedstream.updater import inspection
+    from fedstream.updater.journal import JournalError
 
     verdicts = []
     with inspection.opened(path) as chain:
@@ -194,7 +194,7 @@ def diff(
     Exit codes: 0 they are the same, 1 they part.
     """
     from fedstream.report import as_json as text
-    from updater.inspection import opened, parting
+    from fedstream.updater.inspection import opened, parting
 
     with opened(a) as ours, opened(b) as theirs:
         found = parting(ours, theirs)
@@ -265,7 +265,7 @@ def bisect(
     from fedstream import journal_pages as pages
     from fedstream.recording import settings_of
     from fedstream.report import as_json as text
-    from updater.inspection import opened
+    from fedstream.updater.inspection import opened
 
     bound = below if below is not None else above
     if bound is None or (below is not None and above is not None):
@@ -327,8 +327,8 @@ def export(
     Names, shapes and dtypes are those of the task's state_dict, for which the task itself is not
     needed; a tensor that is tied has the first of its names only.
     """
-    from updater.inspection import counting, model_at, newest, opened, since
-    from updater.journal import SUFFIX
+    from fedstream.updater.inspection import counting, model_at, newest, opened, since
+    from fedstream.updater.journal import SUFFIX
 
     if out.suffix == SUFFIX:
         raise ConfigError(f"--out {out}: is a journal's name, and no journal is ever written to")
@@ -403,8 +403,8 @@ def stats(
     """
     from fedstream import journal_pages as pages
     from fedstream.report import as_json as text
-    from updater.inspection import counting, opened
-    from updater.shares import stats as measured
+    from fedstream.updater.inspection import counting, opened
+    from fedstream.updater.shares import stats as measured
 
     sort = named("--sort", sort, pages.NAMES)
     with opened(path) as chain, _bar("stats", counting(chain), quiet=as_json) as read:

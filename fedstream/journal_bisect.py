@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from sys import stderr
 from typing import TYPE_CHECKING
 
-from broker.errors import DataError, FedstreamError, LayoutMismatch
-from broker.layout import Model
-from trainer.task import load_task, measured, untrained
-from updater.inspection import Move, history, newest, since
-from updater.journal import Segment, Standing, Taken
-from updater.mixing import norm
-from updater.rebuild import NotRecorded, is_used
-from updater.shares import direction
+from fedstream.broker.errors import DataError, FedstreamError, LayoutMismatch
+from fedstream.broker.layout import Model
+from fedstream.trainer.task import load_task, measured, untrained
+from fedstream.updater.inspection import Move, history, newest, since
+from fedstream.updater.journal import Segment, Standing, Taken
+from fedstream.updater.mixing import norm
+from fedstream.updater.rebuild import NotRecorded, is_used
+from fedstream.updater.shares import direction
 
 if TYPE_CHECKING:
     from fedstream.config import Settings
@@ -159,7 +159,7 @@ def measuring(settings: Settings) -> Callable[[int, Model], dict[str, float]] | 
     """
     import torch
 
-    from trainer import vector
+    from fedstream.trainer import vector
 
     torch.set_num_threads(settings.evaluator.threads)
     name = settings.task.name

@@ -15,17 +15,26 @@ from typing import Any, TextIO, TypeAlias
 
 from rich.table import Table
 
-from broker.errors import ConfigError
-from broker.messages import OUTCOMES
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.messages import OUTCOMES
 from fedstream.columns import GAP, fitting
 from fedstream.journal_bisect import Cause
+from fedstream.runtime.visible import visible
 from fedstream.terminal import cell, clock, console, line, number, room, spaced
-from runtime.visible import visible
-from updater.inspection import Move, Verdict, entries, moves
-from updater.journal import Cut, Entry, JournalError, Record, Segment, Standing, Taken, cuts
-from updater.mixing import norm
-from updater.rebuild import is_used
-from updater.shares import Share, Spread, direction
+from fedstream.updater.inspection import Move, Verdict, entries, moves
+from fedstream.updater.journal import (
+    Cut,
+    Entry,
+    JournalError,
+    Record,
+    Segment,
+    Standing,
+    Taken,
+    cuts,
+)
+from fedstream.updater.mixing import norm
+from fedstream.updater.rebuild import is_used
+from fedstream.updater.shares import Share, Spread, direction
 
 _PAGE = 1000  # records in a table, so that the next can be read
 _WIDTHS = {

@@ -11,13 +11,13 @@ from math import inf
 from statistics import fmean
 from typing import Any, NamedTuple, TypeVar
 
-from broker.client import Client
-from broker.errors import BadMessage
-from broker.keys import POOL, Keys
-from broker.ledger import Ledger
-from broker.messages import Event, Message, Version
-from broker.records import View
-from broker.streams import Entry, Reader
+from fedstream.broker.client import Client
+from fedstream.broker.errors import BadMessage
+from fedstream.broker.keys import POOL, Keys
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import Event, Message, Version
+from fedstream.broker.records import View
+from fedstream.broker.streams import Entry, Reader
 
 M = TypeVar("M", bound=Message)
 

@@ -6,7 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from broker.settings import RedisSettings
+from fedstream.broker.settings import RedisSettings
 
 if TYPE_CHECKING:
     from fedstream.config import Settings

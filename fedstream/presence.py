@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from broker.client import Client
-from broker.errors import BrokerError, FedstreamError, NoRun
-from broker.keys import COORDINATORS, Keys
-from broker.ledger import Ledger
+from fedstream.broker.client import Client
+from fedstream.broker.errors import BrokerError, FedstreamError, NoRun
+from fedstream.broker.keys import COORDINATORS, Keys
+from fedstream.broker.ledger import Ledger
 
 _SILENT_S = 10.0  # a trainer that was not heard for so long is gone
 _COORDINATOR_IDLE_MS = 3000  # one that is alive reads every second

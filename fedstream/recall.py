@@ -6,8 +6,8 @@ import csv
 from pathlib import Path
 
 from fedstream.observer import History, Made, Update
-from updater.inspection import made
-from updater.journal import segments
+from fedstream.updater.inspection import made
+from fedstream.updater.journal import segments
 
 _TEST = "test_"
 

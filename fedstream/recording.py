@@ -11,11 +11,11 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from broker.errors import ConfigError
+from fedstream.broker.errors import ConfigError
 from fedstream.config import Settings, options, read
-from runtime.config import load
-from trainer.task import runs_program
-from updater.inspection import journal_of, opened
+from fedstream.runtime.config import load
+from fedstream.trainer.task import runs_program
+from fedstream.updater.inspection import journal_of, opened
 
 CONFIG = "run.toml"
 TRUST = "--trust-recorded-task"

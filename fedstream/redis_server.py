@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Self
 from urllib.parse import quote
 
-from broker.errors import FedstreamError
+from fedstream.broker.errors import FedstreamError
 
 _NAMES = ("redis-server", "valkey-server")
 _ANSWERS_WITHIN_S = 30.0

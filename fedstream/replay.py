@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any
 from pydantic import BaseModel
 from rich.table import Table
 
-from broker.errors import ConfigError
-from broker.layout import Model
 from fedstream import report
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.layout import Model
 from fedstream.journal_bisect import measuring
 from fedstream.recording import settings_of
 from fedstream.run import usable
+from fedstream.runtime.config import load
 from fedstream.terminal import cell, console, line, progress, verbatim
-from runtime.config import load
-from updater.inspection import journal_of
-from updater.journal import JournalError
-from updater.mixing import BLOCK, norm
-from updater.rebuild import is_used
-from updater.replay import Moment, Replayer
-from updater.strategies import Rule, StrategySettings
+from fedstream.updater.inspection import journal_of
+from fedstream.updater.journal import JournalError
+from fedstream.updater.mixing import BLOCK, norm
+from fedstream.updater.rebuild import is_used
+from fedstream.updater.replay import Moment, Replayer
+from fedstream.updater.strategies import Rule, StrategySettings
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

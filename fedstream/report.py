@@ -13,15 +13,15 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from broker.messages import OUTCOMES
-from broker.records import View
 from fedstream import __version__
+from fedstream.broker.messages import OUTCOMES
+from fedstream.broker.records import View
 from fedstream.observer import History, Made
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from broker.layout import Model
+    from fedstream.broker.layout import Model
 
 SUMMARY = "summary.json"
 METRICS = "metrics.csv"
@@ -196,7 +196,7 @@ def write_model(out: Path, model: Model, module: nn.Module, about: Mapping[str, 
     from safetensors.torch import save_file
     from torch import Tensor
 
-    from trainer import vector
+    from fedstream.trainer import vector
 
     vector.load(model, module)
     tensors = {

@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from broker.errors import ConfigError
+from fedstream.broker.errors import ConfigError
 
 if TYPE_CHECKING:
-    from experiments.reproduction import Experiment
+    from fedstream.experiments.reproduction import Experiment
 
 RESULTS = Path("experiments") / "results"
 
@@ -39,8 +39,8 @@ def reproduce(
 
     Raises ConfigError for a name that there is not, DataError where data is missing.
     """
-    from experiments.running import cores, run
-    from experiments.showing import TABLE, show
+    from fedstream.experiments.running import cores, run
+    from fedstream.experiments.showing import TABLE, show
 
     known = _experiments()
     if unknown := [name for name in names if name not in known]:
@@ -62,7 +62,7 @@ def reproduce(
 
 def _experiments() -> dict[str, Experiment]:
     try:
-        from experiments.reproduction import catalogue
+        from fedstream.experiments.reproduction import catalogue
     except ModuleNotFoundError as error:
         raise ConfigError(
             f"{error}: the experiments come with a checkout, and this is none ({Path.cwd()})"

@@ -24,14 +24,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tomli_w
 
-from broker import blobs
-from broker.client import Client, RedisSettings
-from broker.errors import ConfigError, DataError, FedstreamError, NoRun, Unavailable
-from broker.keys import POOL, Keys
-from broker.layout import Model
-from broker.messages import Event
-from broker.records import View
 from fedstream import guests, own_redis, parent, report
+from fedstream.broker import blobs
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import ConfigError, DataError, FedstreamError, NoRun, Unavailable
+from fedstream.broker.keys import POOL, Keys
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Event
+from fedstream.broker.records import View
 from fedstream.config import Settings
 from fedstream.display import Display, short
 from fedstream.observer import Observer
@@ -40,14 +40,14 @@ from fedstream.presence import serving
 from fedstream.recall import recall
 from fedstream.recording import CONFIG
 from fedstream.redis_server import RedisServer
+from fedstream.runtime.backoff import pause
+from fedstream.runtime.config import dump
+from fedstream.runtime.signals import INTERRUPTED, Stop
 from fedstream.services import check_used, devices_of, look_over, task_of
 from fedstream.supervisor import Program, Supervisor
-from runtime.backoff import pause
-from runtime.config import dump
-from runtime.signals import INTERRUPTED, Stop
-from trainer.task import words
-from updater.inspection import FOLDER, entries
-from updater.journal import JournalError, segments
+from fedstream.trainer.task import words
+from fedstream.updater.inspection import FOLDER, entries
+from fedstream.updater.journal import JournalError, segments
 
 if TYPE_CHECKING:
     from pydantic import SecretStr
@@ -329,8 +329,8 @@ def examine(settings: Settings) -> Subject:
     """
     import torch
 
-    from trainer.task import Task, samples_of, untrained
-    from trainer.vector import layout_of
+    from fedstream.trainer.task import Task, samples_of, untrained
+    from fedstream.trainer.vector import layout_of
 
     check_used(settings)
     with redirect_stdout(sys.stderr):  # stdout may be a program's

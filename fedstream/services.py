@@ -6,25 +6,25 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from broker.errors import ConfigError, DataError, FedstreamError
-from broker.keys import Keys
-from broker.records import Run
-from coordinator.rounds import Rounds
-from coordinator.scheduler import Scheduler
-from coordinator.scheduling import Anarchic
-from coordinator.service import Coordinator
+from fedstream.broker.errors import ConfigError, DataError, FedstreamError
+from fedstream.broker.keys import Keys
+from fedstream.broker.records import Run
 from fedstream.config import Settings
-from runtime.service import Service, serve
-from trainer.devices import AlwaysAvailable, eligible
-from trainer.evaluator import Evaluator
-from trainer.service import Trainer
-from trainer.task import load_task, runs_program, words
-from updater.service import Updater
-from updater.strategies import AfaCsSettings, ScaffoldSettings
+from fedstream.coordinator.rounds import Rounds
+from fedstream.coordinator.scheduler import Scheduler
+from fedstream.coordinator.scheduling import Anarchic
+from fedstream.coordinator.service import Coordinator
+from fedstream.runtime.service import Service, serve
+from fedstream.trainer.devices import AlwaysAvailable, eligible
+from fedstream.trainer.evaluator import Evaluator
+from fedstream.trainer.service import Trainer
+from fedstream.trainer.task import load_task, runs_program, words
+from fedstream.updater.service import Updater
+from fedstream.updater.strategies import AfaCsSettings, ScaffoldSettings
 
 if TYPE_CHECKING:
-    from broker.layout import Model
-    from trainer.task import Task
+    from fedstream.broker.layout import Model
+    from fedstream.trainer.task import Task
 
 DEVICES = 10  # where neither the configuration nor the task says how many
 _LOOK_S = 1.0  # in which a run's data are looked over before it begins
@@ -77,7 +77,7 @@ def look_over(task: Task, devices: int, *, trained_here: bool) -> None:
     What it takes more than a second to look at is left to the training. ``trained_here``: the data
     is on this machine; else nothing is said if it can't be had.
     """
-    from trainer.solvers import size_of
+    from fedstream.trainer.solvers import size_of
 
     until = time.monotonic() + _LOOK_S
     for device in range(devices):
@@ -114,7 +114,7 @@ def check_used(settings: Settings) -> None:
 
 def found(settings: Settings) -> tuple[Run, Model]:
     """A new run: its record, and version 0 drawn from the run's seed."""
-    from trainer.vector import initial
+    from fedstream.trainer.vector import initial
 
     task = task_of(settings)
     devices = devices_of(settings, task)

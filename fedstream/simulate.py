@@ -22,20 +22,20 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from broker.errors import FedstreamError
-from broker.messages import Version
 from fedstream import __version__, report
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.messages import Version
 from fedstream.config import Settings
 from fedstream.display import duration, short, two_columns
 from fedstream.observer import History
 from fedstream.recording import CONFIG
 from fedstream.run import usable
+from fedstream.runtime.config import dump
+from fedstream.runtime.signals import INTERRUPTED, Stop
 from fedstream.services import check_used, task_of
 from fedstream.simulation import Outcome, VersionMade, simulate
 from fedstream.terminal import console, line
-from runtime.config import dump
-from runtime.signals import INTERRUPTED, Stop
-from updater.inspection import FOLDER
+from fedstream.updater.inspection import FOLDER
 
 _LINE_EVERY_S = 3.0
 _CODES = {"finished": 0, "interrupted": INTERRUPTED, "failed": 1}

@@ -15,12 +15,12 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from rich.console import Group, RenderableType
 from rich.table import Table
 
-from broker.client import Client
-from broker.errors import ConfigError, FedstreamError, Unavailable
-from broker.keys import Keys
-from broker.ledger import Ledger
-from broker.messages import first_wrong
-from coordinator.app import status
+from fedstream.broker.client import Client
+from fedstream.broker.errors import ConfigError, FedstreamError, Unavailable
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import first_wrong
+from fedstream.coordinator.app import status
 from fedstream.display import outcomes, two_columns
 from fedstream.terminal import cell, clock, console, number, spaced
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from runtime.backoff import pause
+from fedstream.runtime.backoff import pause
 
 # Whoever makes work stops before whoever does it, so that nothing is left half done.
 STOP_ORDER = ("scheduler", "trainer", "coordinator", "updater", "evaluator")
@@ -152,7 +152,7 @@ class Child:
         with self._log.open("ab") as log:
             at = log.tell()
             self.process = await asyncio.create_subprocess_exec(
-                # -P: a file of the user's that is named like a package of ours is not meant
+                # -P: not the user's redis.py or random.py in place of the library
                 sys.executable, "-P", "-m", "fedstream",
                 self.program.role, "--name", self.program.name, *self.program.arguments,
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,

@@ -27,7 +27,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from runtime.visible import visible
+from fedstream.runtime.visible import visible
 
 Step: TypeAlias = Callable[[int], None]
 

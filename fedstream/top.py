@@ -17,17 +17,17 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from broker.client import Client
-from broker.errors import FedstreamError, NoRun
-from broker.keys import Keys
-from broker.messages import Event
-from broker.records import View
+from fedstream.broker.client import Client
+from fedstream.broker.errors import FedstreamError, NoRun
+from fedstream.broker.keys import Keys
+from fedstream.broker.messages import Event
+from fedstream.broker.records import View
 from fedstream.display import outcomes, pace, short, two_columns
 from fedstream.observer import History, Observer
 from fedstream.report import tasks_of
+from fedstream.runtime.backoff import pause
+from fedstream.runtime.visible import visible
 from fedstream.terminal import cell, clock, console, cut, measure, number, pressed, room, spaced
-from runtime.backoff import pause
-from runtime.visible import visible
 
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _REFRESH_S = 0.5

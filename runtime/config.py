@@ -29,7 +29,7 @@ import tomli_w
 from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
 from pydantic_core import to_json
 
-from broker.errors import ConfigError
+from fedstream.broker.errors import ConfigError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator, Mapping, Sequence

@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 from aiohttp import web
 from pydantic import Field, SecretStr
 
-from broker.errors import FedstreamError
-from runtime.config import Section
+from fedstream.broker.errors import FedstreamError
+from fedstream.runtime.config import Section
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence

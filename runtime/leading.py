@@ -8,10 +8,10 @@ from typing import Any
 
 from prometheus_client import Gauge
 
-from broker.errors import FedstreamError, Fenced
-from broker.lease import Lease
-from runtime.backoff import pause
-from runtime.service import Context, repeat
+from fedstream.broker.errors import FedstreamError, Fenced
+from fedstream.broker.lease import Lease
+from fedstream.runtime.backoff import pause
+from fedstream.runtime.service import Context, repeat
 
 _PAUSE_S = 10.0  # at most between two looks at a lease: a loop must beat within 30 s
 

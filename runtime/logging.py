@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING, Literal, Self, TextIO, cast
 import structlog
 from pydantic import model_validator
 
-from runtime.config import Section
-from runtime.flood import Flood
-from runtime.visible import visible
+from fedstream.runtime.config import Section
+from fedstream.runtime.flood import Flood
+from fedstream.runtime.visible import visible
 
 if TYPE_CHECKING:
     from structlog.typing import EventDict, Processor, WrappedLogger

@@ -14,8 +14,8 @@ from typing import Annotated
 
 from pydantic import Field
 
-from runtime.config import Section
-from runtime.steps import Length, Steps
+from fedstream.runtime.config import Section
+from fedstream.runtime.steps import Length, Steps
 
 
 class ParticipationGroup(Section):

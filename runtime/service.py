@@ -14,12 +14,12 @@ import uvloop
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import CounterMetricFamily
 
-from broker.errors import ConfigError, FedstreamError
-from runtime.backoff import Backoff, pause
-from runtime.health import Health, routes
-from runtime.http import HttpSettings, serving
-from runtime.logging import LogSettings, configure, stamp
-from runtime.signals import Stop
+from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.runtime.backoff import Backoff, pause
+from fedstream.runtime.health import Health, routes
+from fedstream.runtime.http import HttpSettings, serving
+from fedstream.runtime.logging import LogSettings, configure, stamp
+from fedstream.runtime.signals import Stop
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
     from structlog.typing import FilteringBoundLogger
 
-    from broker.client import Client
+    from fedstream.broker.client import Client
 
 _CANCELLED_S = 2.0  # for a cancelled service to end
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from runtime.config import Section
+from fedstream.runtime.config import Section
 
 Count = Annotated[int, Field(ge=1, le=1_000_000_000)]  # more are never done
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from runtime.config import Section
+from fedstream.runtime.config import Section
 
 
 class LeaseSettings(Section):

@@ -16,11 +16,11 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
-from broker.client import Client, RedisSettings
-from broker.errors import BadMessage
-from broker.keys import Keys
-from broker.ledger import Ledger
-from broker.messages import Upload
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import BadMessage
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import Upload
 from fedstream.cli import main
 from fedstream.redis_server import find_servers
 from tests.broker.servers import Redis

@@ -12,14 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from broker.layout import Layout, Model
-from broker.messages import Upload
-from tests.support import layout_of
-from updater.journal import VECTORS, RoundClosed, SegmentHead, Standing, Taken, Writer
-from updater.progress import Progress, Step, close_round, take
-from updater.rebuild import standing_of
-from updater.rules import Polynomial, StepAlpha
-from updater.strategies import (
+from fedstream.broker.layout import Layout, Model
+from fedstream.broker.messages import Upload
+from fedstream.updater.journal import VECTORS, RoundClosed, SegmentHead, Standing, Taken, Writer
+from fedstream.updater.progress import Progress, Step, close_round, take
+from fedstream.updater.rebuild import standing_of
+from fedstream.updater.rules import Polynomial, StepAlpha
+from fedstream.updater.strategies import (
     AfaCdSettings,
     AfaCsSettings,
     FedAsyncSettings,
@@ -29,6 +28,7 @@ from updater.strategies import (
     ScaffoldSettings,
     State,
 )
+from tests.support import layout_of
 
 LAYOUT = layout_of(4)
 GOLDEN = Path(__file__).parent / "data" / "journals"

@@ -16,13 +16,13 @@ import pytest
 import structlog
 from prometheus_client import CollectorRegistry
 
-from broker import blobs
-from broker.client import Client, RedisSettings
-from broker.keys import COORDINATORS, POOL, TRAINERS, Keys, member
-from broker.layout import Layout, Model, Tensor
-from broker.lease import Lease
-from broker.ledger import Ledger
-from broker.messages import (
+from fedstream.broker import blobs
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.keys import COORDINATORS, POOL, TRAINERS, Keys, member
+from fedstream.broker.layout import Layout, Model, Tensor
+from fedstream.broker.lease import Lease
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import (
     CloseRound,
     Dead,
     Event,
@@ -38,12 +38,12 @@ from broker.messages import (
     decode,
     task_id,
 )
-from broker.outbox import Outbox
-from broker.records import Commit, End, Run
-from broker.streams import Entry, Group
-from runtime.backoff import pause
-from runtime.health import Health
-from runtime.service import Context, Service
+from fedstream.broker.outbox import Outbox
+from fedstream.broker.records import Commit, End, Run
+from fedstream.broker.streams import Entry, Group
+from fedstream.runtime.backoff import pause
+from fedstream.runtime.health import Health
+from fedstream.runtime.service import Context, Service
 
 SIZE_LIMIT = 1 << 30
 _SAID = (Upload, GiveUp, Dead, Trigger, Presence, Event)  # by trainers

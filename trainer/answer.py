@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from broker.errors import ConfigError
-from trainer.compression import Compression, compress
-from trainer.solvers import Trained
+from fedstream.broker.errors import ConfigError
+from fedstream.trainer.compression import Compression, compress
+from fedstream.trainer.solvers import Trained
 
 if TYPE_CHECKING:
-    from broker.layout import Floats, Model
-    from broker.messages import Sends
+    from fedstream.broker.layout import Floats, Model
+    from fedstream.broker.messages import Sends
 
 
 def as_sent(
@@ -32,7 +32,7 @@ def as_sent(
     Raises TypeError or ValueError if train() returned something else than it has to; ConfigError if
     a model is to be compressed.
     """
-    from trainer import vector
+    from fedstream.trainer import vector
 
     if not isinstance(trained, Trained):
         raise TypeError(f"train() must return Trained(...), not {type(trained).__name__}")

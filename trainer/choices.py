@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from runtime.config import Section
-from trainer.compression import Compression
-from trainer.solvers import Proximal, Scaffold, Sgd, SolverSettings
+from fedstream.runtime.config import Section
+from fedstream.trainer.compression import Compression
+from fedstream.trainer.solvers import Proximal, Scaffold, Sgd, SolverSettings
 
 if TYPE_CHECKING:
-    from trainer.task import Task
+    from fedstream.trainer.task import Task
 
 _SETTINGS: TypeAdapter[SolverSettings] = TypeAdapter(SolverSettings)
 _KINDS: dict[str, type[Sgd]] = {"sgd": Sgd, "proximal": Proximal, "scaffold": Scaffold}

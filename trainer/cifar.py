@@ -15,9 +15,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from broker.errors import DataError
-from trainer.in_memory import InMemory, data_root, download, split_by_class
-from trainer.task import Classes, Iid
+from fedstream.broker.errors import DataError
+from fedstream.trainer.in_memory import InMemory, data_root, download, split_by_class
+from fedstream.trainer.task import Classes, Iid
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from trainer.in_memory import Bytes
-    from trainer.task import PartitionSettings, TaskSettings
+    from fedstream.trainer.in_memory import Bytes
+    from fedstream.trainer.task import PartitionSettings, TaskSettings
 
 _FOLDER = "cifar-10-batches-py"
 _TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import numpy as np
 from pydantic import Field
 
-from runtime.config import Section
+from fedstream.runtime.config import Section
 
 if TYPE_CHECKING:
-    from broker.layout import Floats
+    from fedstream.broker.layout import Floats
 
 
 class NoCompression(Section):

@@ -14,13 +14,13 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from broker.errors import DataError
-from trainer.in_memory import InMemory, data_root, download, split_by_class
-from trainer.task import Classes
+from fedstream.broker.errors import DataError
+from fedstream.trainer.in_memory import InMemory, data_root, download, split_by_class
+from fedstream.trainer.task import Classes
 
 if TYPE_CHECKING:
-    from trainer.in_memory import Bytes
-    from trainer.task import TaskSettings
+    from fedstream.trainer.in_memory import Bytes
+    from fedstream.trainer.task import TaskSettings
 
 _DEVICES = 10
 

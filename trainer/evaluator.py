@@ -12,26 +12,26 @@ from aiohttp import web
 from prometheus_client import Gauge, Summary
 from pydantic import Field
 
-from broker import blobs
-from broker.client import Client, RedisSettings
-from broker.errors import BlobMissing, DataError, NoRun
-from broker.keys import Keys
-from broker.layout import Model
-from broker.ledger import Ledger
-from broker.messages import Event
-from broker.records import Head
-from broker.streams import Reader
-from runtime.backoff import pause
-from runtime.config import Section
-from runtime.service import Context, repeat
-from trainer.placement import Place, Threads, check, placed
-from trainer.task import measured, untrained
+from fedstream.broker import blobs
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import BlobMissing, DataError, NoRun
+from fedstream.broker.keys import Keys
+from fedstream.broker.layout import Model
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import Event
+from fedstream.broker.records import Head
+from fedstream.broker.streams import Reader
+from fedstream.runtime.backoff import pause
+from fedstream.runtime.config import Section
+from fedstream.runtime.service import Context, repeat
+from fedstream.trainer.placement import Place, Threads, check, placed
+from fedstream.trainer.task import measured, untrained
 
 if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
-    from trainer.task import Task as Learning
+    from fedstream.trainer.task import Task as Learning
 
 
 _GONE_S = 0.1  # between two tries to read a model
@@ -173,7 +173,7 @@ class Evaluator:
 
     def _evaluate(self, model: Model) -> dict[str, float]:
         """The task's metrics; runs in a thread."""
-        from trainer import vector
+        from fedstream.trainer import vector
 
         if self._data is None:
             raise DataError("there is no test data to measure a model by")

@@ -11,16 +11,16 @@ import numpy.typing as npt
 import torch
 from torch.utils.data import TensorDataset
 
-from broker.errors import DataError
-from trainer import partitions, torchvision_ops
-from trainer.task import Classes, Dirichlet, Iid, Natural, Task
+from fedstream.broker.errors import DataError
+from fedstream.trainer import partitions, torchvision_ops
+from fedstream.trainer.task import Classes, Dirichlet, Iid, Natural, Task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import nn
 
-    from trainer.task import PartitionSettings, TaskSettings
+    from fedstream.trainer.task import PartitionSettings, TaskSettings
 
 Bytes = npt.NDArray[np.uint8]
 

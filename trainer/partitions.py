@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from broker.errors import DataError
+from fedstream.broker.errors import DataError
 
 Rows = npt.NDArray[np.int64]
 

@@ -6,7 +6,7 @@ import time
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from broker.errors import FedstreamError, OutOfMemory
+from fedstream.broker.errors import FedstreamError, OutOfMemory
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

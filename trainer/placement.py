@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import Field
 
-from broker.errors import ConfigError
+from fedstream.broker.errors import ConfigError
 
 if TYPE_CHECKING:
     from torch.utils.data import Dataset

@@ -26,9 +26,9 @@ from prometheus_client import Counter, Histogram
 from pydantic import Field, model_validator
 from structlog.contextvars import bound_contextvars
 
-from broker import blobs
-from broker.client import Client, Command, RedisSettings
-from broker.errors import (
+from fedstream.broker import blobs
+from fedstream.broker.client import Client, Command, RedisSettings
+from fedstream.broker.errors import (
     BadMessage,
     BlobDamaged,
     BlobMissing,
@@ -39,33 +39,43 @@ from broker.errors import (
     OutOfMemory,
     Unavailable,
 )
-from broker.keys import POOL, TRAINERS, Keys, check_name, member
-from broker.layout import Floats, Model, vector_of
-from broker.ledger import Ledger
-from broker.messages import OWNED, Dead, Event, GiveUp, Sends, Task, Trigger, Upload, task_id
-from broker.outbox import Outbox
-from broker.records import Head, Run
-from broker.streams import Entry, Group
-from runtime.backoff import Backoff, pause
-from runtime.config import Section
-from runtime.participation import Participation, ParticipationGroup
-from runtime.service import Context, repeat
-from runtime.steps import Epochs, Steps
-from runtime.tasks import LeaseSettings
-from trainer.answer import as_sent
-from trainer.choices import SolverGroup, Solvers, chosen
-from trainer.devices import AlwaysAvailable, DeviceSettings, behaviour, eligible
-from trainer.hanging import returns
-from trainer.patience import Patience
-from trainer.placement import Place, Threads, check, placed
-from trainer.solvers import Cancelled, Scaffold, SolverSettings, Trained, Work
-from trainer.task import untrained
-from trainer.workspace import Workspace
+from fedstream.broker.keys import POOL, TRAINERS, Keys, check_name, member
+from fedstream.broker.layout import Floats, Model, vector_of
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import (
+    OWNED,
+    Dead,
+    Event,
+    GiveUp,
+    Sends,
+    Task,
+    Trigger,
+    Upload,
+    task_id,
+)
+from fedstream.broker.outbox import Outbox
+from fedstream.broker.records import Head, Run
+from fedstream.broker.streams import Entry, Group
+from fedstream.runtime.backoff import Backoff, pause
+from fedstream.runtime.config import Section
+from fedstream.runtime.participation import Participation, ParticipationGroup
+from fedstream.runtime.service import Context, repeat
+from fedstream.runtime.steps import Epochs, Steps
+from fedstream.runtime.tasks import LeaseSettings
+from fedstream.trainer.answer import as_sent
+from fedstream.trainer.choices import SolverGroup, Solvers, chosen
+from fedstream.trainer.devices import AlwaysAvailable, DeviceSettings, behaviour, eligible
+from fedstream.trainer.hanging import returns
+from fedstream.trainer.patience import Patience
+from fedstream.trainer.placement import Place, Threads, check, placed
+from fedstream.trainer.solvers import Cancelled, Scaffold, SolverSettings, Trained, Work
+from fedstream.trainer.task import untrained
+from fedstream.trainer.workspace import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
-    from trainer.task import Task as Learning
+    from fedstream.trainer.task import Task as Learning
 
 # Of a task: from a small model's download to an hour of training.
 _SECONDS = (
@@ -239,7 +249,7 @@ class Trainer:
         """Loads torch and the task, in the thread that trains."""
         import torch
 
-        from trainer.vector import layout_of
+        from fedstream.trainer.vector import layout_of
 
         place = self._settings.device
         check("trainer.device", place)
@@ -653,7 +663,7 @@ class Trainer:
 
     def _train(self, start: _Start, work: Work) -> _Answered:
         """Trains the module from x_tau; runs in the training thread."""
-        from trainer import vector
+        from fedstream.trainer import vector
 
         vector.load(start.model, self._module)
         trained = self._learning.train(self._module, self._data(work.device), work)

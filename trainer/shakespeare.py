@@ -18,9 +18,9 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from broker.errors import DataError
-from trainer.in_memory import InMemory, data_root, read_text
-from trainer.task import Natural
+from fedstream.broker.errors import DataError
+from fedstream.trainer.in_memory import InMemory, data_root, read_text
+from fedstream.trainer.task import Natural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from trainer.task import TaskSettings
+    from fedstream.trainer.task import TaskSettings
 
 # LEAF's 80 symbols; other characters count as blanks
 SYMBOLS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"

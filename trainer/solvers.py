@@ -14,11 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
-from broker.errors import BadMessage, ConfigError, DataError, LayoutMismatch
-from broker.layout import Floats, Model
-from runtime.config import Section
-from trainer.compression import Compression, NoCompression
-from trainer.workspace import Workspace
+from fedstream.broker.errors import BadMessage, ConfigError, DataError, LayoutMismatch
+from fedstream.broker.layout import Floats, Model
+from fedstream.runtime.config import Section
+from fedstream.trainer.compression import Compression, NoCompression
+from fedstream.trainer.workspace import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
-    from trainer.task import Task
+    from fedstream.trainer.task import Task
 
     Tensors = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
@@ -207,7 +207,7 @@ def _begun(model: nn.Module, trained: list[nn.Parameter], samples: int, work: Wo
     saved = work.resume
     if saved is None:
         return _Training(model, trained, samples, work)
-    from trainer.vector import layout_of, load
+    from fedstream.trainer.vector import layout_of, load
 
     x, x_tau = saved.models(layout_of(model))
     load(x_tau, model)
@@ -296,7 +296,7 @@ class _Training:
 
     def stop(self) -> Workspace:
         """What it takes to go on from here. The model is x_tau again."""
-        from trainer.vector import layout_of, read
+        from fedstream.trainer.vector import layout_of, read
 
         layout = layout_of(self._model)
         x, x_tau = Model(layout), Model(layout)

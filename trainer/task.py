@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from broker.errors import ConfigError, DataError, FedstreamError
-from runtime.config import Section
-from trainer.solvers import gather, solve
+from fedstream.broker.errors import ConfigError, DataError, FedstreamError
+from fedstream.runtime.config import Section
+from fedstream.trainer.solvers import gather, solve
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
     from torch.utils.data import Dataset
 
-    from trainer.solvers import SolverSettings, Trained, Work
+    from fedstream.trainer.solvers import SolverSettings, Trained, Work
 
 _EVALUATION_BATCH = 512
 
@@ -227,7 +227,7 @@ def load_task(spec: str, settings: TaskSettings) -> Task:
     """
     source, _, attribute = spec.rpartition(":")
     if not source:
-        from trainer.tasks import BUILT_IN
+        from fedstream.trainer.tasks import BUILT_IN
 
         if spec not in BUILT_IN:
             raise ConfigError(
@@ -260,7 +260,7 @@ def _import(source: str) -> ModuleType:
     can import its neighbours, and a spawned process, which inherits the path but not the modules,
     finds it again under the same name.
     """
-    from trainer import torchvision_ops
+    from fedstream.trainer import torchvision_ops
 
     torchvision_ops.declare_missing()  # a user's program may import torchvision
     file = Path(source).resolve() if source.endswith(".py") else None

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from trainer.cifar import cifar10_afl, cifar10_fedasync
-from trainer.digits import digits, mnist
-from trainer.shakespeare import shakespeare
-from trainer.wikitext import wikitext2
+from fedstream.trainer.cifar import cifar10_afl, cifar10_fedasync
+from fedstream.trainer.digits import digits, mnist
+from fedstream.trainer.shakespeare import shakespeare
+from fedstream.trainer.wikitext import wikitext2
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from trainer.task import Task, TaskSettings
+    from fedstream.trainer.task import Task, TaskSettings
 
 __all__ = [
     "BUILT_IN", "cifar10_afl", "cifar10_fedasync", "digits", "mnist", "shakespeare", "wikitext2"

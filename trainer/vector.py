@@ -18,14 +18,14 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from broker.errors import LayoutMismatch
-from broker.layout import OF_INTEGERS, Kind, Layout, Model, Tensor
-from trainer.task import untrained
+from fedstream.broker.errors import LayoutMismatch
+from fedstream.broker.layout import OF_INTEGERS, Kind, Layout, Model, Tensor
+from fedstream.trainer.task import untrained
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from trainer.task import Task
+    from fedstream.trainer.task import Task
 
 # float16 and bfloat16 are widened, which is exact; float64 is rounded: models are mixed in float32
 _FLOATS = {torch.float32, torch.float16, torch.bfloat16, torch.float64}

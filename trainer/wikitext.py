@@ -9,11 +9,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from broker.errors import DataError
-from trainer import partitions
-from trainer.in_memory import InMemory, data_root, deal, read_text
-from trainer.solvers import gather
-from trainer.task import Iid, Natural, examples
+from fedstream.broker.errors import DataError
+from fedstream.trainer import partitions
+from fedstream.trainer.in_memory import InMemory, data_root, deal, read_text
+from fedstream.trainer.solvers import gather
+from fedstream.trainer.task import Iid, Natural, examples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
     from torch.utils.data import Dataset
 
-    from trainer.task import TaskSettings
+    from fedstream.trainer.task import TaskSettings
 
 _NO_TARGET = -100  # torch's own mark: cross entropy leaves such targets out
 _STEPS = 35

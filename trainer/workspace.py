@@ -15,9 +15,9 @@ import numpy.typing as npt
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
-from broker.errors import BadMessage, LayoutMismatch
-from broker.layout import Floats, Layout, Model
-from broker.messages import first_wrong
+from fedstream.broker.errors import BadMessage, LayoutMismatch
+from fedstream.broker.layout import Floats, Layout, Model
+from fedstream.broker.messages import first_wrong
 
 SCHEMA = 1
 

@@ -8,14 +8,14 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from broker.layout import Model
-from broker.messages import Outcome, RoundEnd, Upload, Version
-from broker.records import End, Head, counted
-from broker.streams import Entry
-from updater.journal import RoundClosed, Taken
-from updater.journal.messages import Counted
-from updater.progress import Progress, Step
-from updater.rebuild import end_of
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Outcome, RoundEnd, Upload, Version
+from fedstream.broker.records import End, Head, counted
+from fedstream.broker.streams import Entry
+from fedstream.updater.journal import RoundClosed, Taken
+from fedstream.updater.journal.messages import Counted
+from fedstream.updater.progress import Progress, Step
+from fedstream.updater.rebuild import end_of
 
 FINISHED = "run finished"  # the reason of what comes too late for it
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import reduce
 
-from broker.layout import Model
-from broker.messages import Contribution
-from broker.records import End, Head, Run
-from updater.changes import Change, Retained
-from updater.ended import Ended
-from updater.progress import Progress
-from updater.strategies import Strategy
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Contribution
+from fedstream.broker.records import End, Head, Run
+from fedstream.updater.changes import Change, Retained
+from fedstream.updater.ended import Ended
+from fedstream.updater.progress import Progress
+from fedstream.updater.strategies import Strategy
 
 _REMEMBERED = 10_000  # tasks that are recognised without asking the index
 _ROUNDS_REMEMBERED = 1000

@@ -7,23 +7,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from broker.errors import BadMessage, BlobDamaged, BlobMissing
-from broker.keys import Keys
-from broker.layout import Model
-from broker.lease import Lease
-from broker.ledger import Ledger
-from broker.messages import RoundEnd, Upload, Version, decode
-from broker.records import End
-from broker.streams import Entry
-from runtime.service import Context
-from updater import changes, refusals
-from updater.changes import Change
-from updater.course import Course
-from updater.intake import Intake
-from updater.journal.messages import Counted
-from updater.metrics import Metrics
-from updater.progress import Progress, Step, close_round, take
-from updater.strategies import State
+from fedstream.broker.errors import BadMessage, BlobDamaged, BlobMissing
+from fedstream.broker.keys import Keys
+from fedstream.broker.layout import Model
+from fedstream.broker.lease import Lease
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import RoundEnd, Upload, Version, decode
+from fedstream.broker.records import End
+from fedstream.broker.streams import Entry
+from fedstream.runtime.service import Context
+from fedstream.updater import changes, refusals
+from fedstream.updater.changes import Change
+from fedstream.updater.course import Course
+from fedstream.updater.intake import Intake
+from fedstream.updater.journal.messages import Counted
+from fedstream.updater.metrics import Metrics
+from fedstream.updater.progress import Progress, Step, close_round, take
+from fedstream.updater.strategies import State
 
 T = TypeVar("T")
 

@@ -18,8 +18,8 @@ from threading import Lock
 
 import msgpack
 
-from broker.records import End
-from updater.journal import (
+from fedstream.broker.records import End
+from fedstream.updater.journal import (
     FILE_MODE,
     JournalError,
     JournalFull,
@@ -27,8 +27,8 @@ from updater.journal import (
     Taken,
     cuts,
 )
-from updater.journal.writing import made_folder
-from updater.rebuild import end_of
+from fedstream.updater.journal.writing import made_folder
+from fedstream.updater.rebuild import end_of
 
 NAME = "ended.sqlite"
 

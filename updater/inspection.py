@@ -9,8 +9,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from broker.layout import Model
-from updater.journal import (
+from fedstream.broker.layout import Model
+from fedstream.updater.journal import (
     SUFFIX,
     Cut,
     Entry,
@@ -24,7 +24,7 @@ from updater.journal import (
     cuts,
     segments,
 )
-from updater.rebuild import Diverged, NotRecorded, Rebuild, is_used
+from fedstream.updater.rebuild import Diverged, NotRecorded, Rebuild, is_used
 
 FOLDER = "journal"  # in a run's output folder
 _LATER = 100  # versions in which an update is looked for that the other run took now

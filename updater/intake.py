@@ -6,14 +6,14 @@ import asyncio
 from collections import deque
 from contextlib import suppress
 
-from broker import blobs
-from broker.client import Client
-from broker.errors import BadMessage, BrokerError
-from broker.keys import Keys
-from broker.layout import Layout, Model
-from broker.messages import Upload, decode
-from broker.streams import Entry, Reader
-from updater.course import Course
+from fedstream.broker import blobs
+from fedstream.broker.client import Client
+from fedstream.broker.errors import BadMessage, BrokerError
+from fedstream.broker.keys import Keys
+from fedstream.broker.layout import Layout, Model
+from fedstream.broker.messages import Upload, decode
+from fedstream.broker.streams import Entry, Reader
+from fedstream.updater.course import Course
 
 BATCH = 16  # entries that are read together, and share a write to the journal where they are small
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from broker.layout import Floats, Model
+from fedstream.broker.layout import Floats, Model
 
 BLOCK = 1 << 15  # floats: three arrays of 128 KiB stay in the second-level cache
 

@@ -20,11 +20,11 @@ import math
 from dataclasses import dataclass
 from statistics import median
 
-from broker.layout import Floats, Model
-from broker.messages import Upload
-from updater.journal.messages import Sizes
-from updater.mixing import distance, norm
-from updater.strategies import Strategy
+from fedstream.broker.layout import Floats, Model
+from fedstream.broker.messages import Upload
+from fedstream.updater.journal.messages import Sizes
+from fedstream.updater.mixing import distance, norm
+from fedstream.updater.strategies import Strategy
 
 _WINDOW = 101  # updates that the median is of
 _FEWEST = 20  # of which there is a median

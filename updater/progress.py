@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from broker.layout import Model
-from broker.messages import Contribution, Upload
-from updater.journal.messages import Counted
-from updater.norms import Norms
-from updater.strategies import Decision, State, Strategy, Update
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Contribution, Upload
+from fedstream.updater.journal.messages import Counted
+from fedstream.updater.norms import Norms
+from fedstream.updater.strategies import Decision, State, Strategy, Update
 
 _STALENESS_MEMORY = 0.9  # of the moving average that the scheduler steers by
 

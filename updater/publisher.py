@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from broker import blobs
-from broker.client import Client, Command
-from broker.errors import BlobDamaged, BlobMissing
-from broker.layout import Model, vector_of
-from broker.lease import Lease
-from broker.ledger import Ledger
-from broker.messages import Version
-from updater.strategies import DeviceVectors
+from fedstream.broker import blobs
+from fedstream.broker.client import Client, Command
+from fedstream.broker.errors import BlobDamaged, BlobMissing
+from fedstream.broker.layout import Model, vector_of
+from fedstream.broker.lease import Lease
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import Version
+from fedstream.updater.strategies import DeviceVectors
 
 _UNNAMED_S = 600.0
 

@@ -9,11 +9,11 @@ from typing import TypeGuard
 
 from pydantic import TypeAdapter, ValidationError
 
-from broker.errors import ConfigError
-from broker.layout import Model, vector_of
-from broker.messages import Contribution, Message, Upload, first_wrong
-from broker.records import End, counted
-from updater.journal import (
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.layout import Model, vector_of
+from fedstream.broker.messages import Contribution, Message, Upload, first_wrong
+from fedstream.broker.records import End, counted
+from fedstream.updater.journal import (
     Ending,
     JournalDamaged,
     JournalError,
@@ -25,9 +25,9 @@ from updater.journal import (
     Taken,
     Tear,
 )
-from updater.norms import Norms
-from updater.progress import Progress, Step, close_round, take
-from updater.strategies import DeviceVectors, Memory, State, Strategy, strategy_of
+from fedstream.updater.norms import Norms
+from fedstream.updater.progress import Progress, Step, close_round, take
+from fedstream.updater.strategies import DeviceVectors, Memory, State, Strategy, strategy_of
 
 _SHORT = 1e-30  # gamma H; less is no training
 # How far two machines' C libraries may be apart in a weight: by its last bits, or by so little that

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from broker.layout import Model
-from runtime.backoff import pause
-from updater.journal import (
+from fedstream.broker.layout import Model
+from fedstream.runtime.backoff import pause
+from fedstream.updater.journal import (
     SUFFIX,
     VECTORS,
     Claim,
@@ -30,7 +30,7 @@ from updater.journal import (
     newest_epoch,
     sync_file,
 )
-from updater.strategies import DeviceVectors
+from fedstream.updater.strategies import DeviceVectors
 
 T = TypeVar("T")
 

@@ -16,20 +16,20 @@ from typing import TypeVar
 
 import numpy as np
 
-from broker.client import Client
-from broker.errors import ConfigError, NoRun
-from broker.keys import Keys
-from broker.layout import Layout, Model
-from broker.lease import Lease
-from broker.ledger import Ledger
-from broker.messages import Version
-from broker.records import LOST, End, Head, Run, ended, without
-from runtime.backoff import pause
-from runtime.service import Context
-from updater import changes
-from updater.course import Course
-from updater.intake import Intake
-from updater.journal import (
+from fedstream.broker.client import Client
+from fedstream.broker.errors import ConfigError, NoRun
+from fedstream.broker.keys import Keys
+from fedstream.broker.layout import Layout, Model
+from fedstream.broker.lease import Lease
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import Version
+from fedstream.broker.records import LOST, End, Head, Run, ended, without
+from fedstream.runtime.backoff import pause
+from fedstream.runtime.service import Context
+from fedstream.updater import changes
+from fedstream.updater.course import Course
+from fedstream.updater.intake import Intake
+from fedstream.updater.journal import (
     Ending,
     JournalError,
     JournalSettings,
@@ -38,13 +38,13 @@ from updater.journal import (
     name_of,
     segments,
 )
-from updater.metrics import Metrics
-from updater.norms import Norms
-from updater.progress import Progress
-from updater.publisher import Publisher
-from updater.rebuild import Recovered, recovered, standing_of
-from updater.recorder import Recorder
-from updater.strategies import (
+from fedstream.updater.metrics import Metrics
+from fedstream.updater.norms import Norms
+from fedstream.updater.progress import Progress
+from fedstream.updater.publisher import Publisher
+from fedstream.updater.rebuild import Recovered, recovered, standing_of
+from fedstream.updater.recorder import Recorder
+from fedstream.updater.strategies import (
     DeviceVectors,
     Memory,
     State,

@@ -10,14 +10,14 @@ import math
 
 import numpy as np
 
-from broker.layout import Model
-from broker.messages import Upload
-from updater.journal.messages import Counted
-from updater.mixing import norm
-from updater.norms import sizes
-from updater.progress import Progress
-from updater.rebuild import unfit
-from updater.strategies import State, Strategy
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Upload
+from fedstream.updater.journal.messages import Counted
+from fedstream.updater.mixing import norm
+from fedstream.updater.norms import sizes
+from fedstream.updater.progress import Progress
+from fedstream.updater.rebuild import unfit
+from fedstream.updater.strategies import State, Strategy
 
 MOST_COUNTED = 1_000_000  # minibatches that a batch norm's counter may be ahead of the model's
 LARGEST = 1e37  # norm; between models of at most this, no difference overflows float32,

@@ -20,9 +20,9 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, TypeAlias
 
-from broker.layout import Model
-from updater.inspection import check_joint
-from updater.journal import (
+from fedstream.broker.layout import Model
+from fedstream.updater.inspection import check_joint
+from fedstream.updater.journal import (
     Chunk,
     Cut,
     JournalDamaged,
@@ -37,9 +37,17 @@ from updater.journal import (
     cuts,
     segments,
 )
-from updater.progress import Progress, Step, close_round, take
-from updater.rebuild import Diverged, NotRecorded, Rebuild, is_used, recorded, rule_of, unfit
-from updater.strategies import Memory, Rule, Strategy
+from fedstream.updater.progress import Progress, Step, close_round, take
+from fedstream.updater.rebuild import (
+    Diverged,
+    NotRecorded,
+    Rebuild,
+    is_used,
+    recorded,
+    rule_of,
+    unfit,
+)
+from fedstream.updater.strategies import Memory, Rule, Strategy
 
 Counted: TypeAlias = tuple[Segment, Cut | None]  # and what of it counts
 

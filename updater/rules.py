@@ -12,7 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from runtime.config import Section
+from fedstream.runtime.config import Section
 
 Positive = Annotated[float, Field(gt=0)]
 

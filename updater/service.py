@@ -19,32 +19,32 @@ from typing import Annotated
 from aiohttp import web
 from pydantic import Field
 
-from broker import blobs
-from broker.client import Client, Command, RedisSettings
-from broker.errors import ConfigError, OutOfMemory
-from broker.keys import Keys
-from broker.layout import Model
-from broker.lease import Lease
-from broker.ledger import Ledger
-from broker.messages import Version
-from broker.records import Commit, Run, ended, without
-from broker.streams import BLOCK_MS
-from runtime.backoff import pause
-from runtime.config import Section
-from runtime.leading import lead
-from runtime.service import Context, repeat
-from updater.changes import Change, Retained
-from updater.course import Course
-from updater.decider import LARGE, Decider
-from updater.ended import Ended
-from updater.intake import BATCH, Intake
-from updater.journal import JournalSettings
-from updater.metrics import Metrics
-from updater.progress import Progress
-from updater.publisher import Publisher
-from updater.recorder import Recorder
-from updater.recovery import LOST_S, Recovery
-from updater.strategies import StrategySettings
+from fedstream.broker import blobs
+from fedstream.broker.client import Client, Command, RedisSettings
+from fedstream.broker.errors import ConfigError, OutOfMemory
+from fedstream.broker.keys import Keys
+from fedstream.broker.layout import Model
+from fedstream.broker.lease import Lease
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import Version
+from fedstream.broker.records import Commit, Run, ended, without
+from fedstream.broker.streams import BLOCK_MS
+from fedstream.runtime.backoff import pause
+from fedstream.runtime.config import Section
+from fedstream.runtime.leading import lead
+from fedstream.runtime.service import Context, repeat
+from fedstream.updater.changes import Change, Retained
+from fedstream.updater.course import Course
+from fedstream.updater.decider import LARGE, Decider
+from fedstream.updater.ended import Ended
+from fedstream.updater.intake import BATCH, Intake
+from fedstream.updater.journal import JournalSettings
+from fedstream.updater.metrics import Metrics
+from fedstream.updater.progress import Progress
+from fedstream.updater.publisher import Publisher
+from fedstream.updater.recorder import Recorder
+from fedstream.updater.recovery import LOST_S, Recovery
+from fedstream.updater.strategies import StrategySettings
 
 _SILENT_S = 600.0  # without a version
 

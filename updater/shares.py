@@ -9,12 +9,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from broker.layout import Floats, Model
-from broker.messages import Upload
-from updater.inspection import Move, Read, history
-from updater.journal import Segment, Standing, Taken
-from updater.mixing import norm
-from updater.rebuild import is_used
+from fedstream.broker.layout import Floats, Model
+from fedstream.broker.messages import Upload
+from fedstream.updater.inspection import Move, Read, history
+from fedstream.updater.journal import Segment, Standing, Taken
+from fedstream.updater.mixing import norm
+from fedstream.updater.rebuild import is_used
 
 _SAMPLE = 1 << 16  # numbers of a model that its direction is told by
 

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from experiments.theory import afa, fedasync, fedbuff, readme, speedup
-from experiments.theory.claims import Claim, Results
+from fedstream.experiments.theory import afa, fedasync, fedbuff, readme, speedup
+from fedstream.experiments.theory.claims import Claim, Results
 from fedstream.machine import described
 
 HERE = Path(__file__).parent

@@ -7,10 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from broker.layout import Floats, Layout, Model, Tensor
-from experiments.theory.arrivals import Arrival
-from experiments.theory.quadratics import Quadratics
-from updater.strategies import State, Strategy, Update
+from fedstream.broker.layout import Floats, Layout, Model, Tensor
+from fedstream.experiments.theory.arrivals import Arrival
+from fedstream.experiments.theory.quadratics import Quadratics
+from fedstream.updater.strategies import State, Strategy, Update
 
 
 def closed_loop(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from experiments.theory.claims import Claim
+from fedstream.experiments.theory.claims import Claim
 
 UNTESTED = [
     Claim(

@@ -6,13 +6,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from broker.errors import ConfigError, FedstreamError
+from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.commands.options import AsJson, Config, RunName, Url, ask
 from fedstream.terminal import confirm, line, verbatim
 
 if TYPE_CHECKING:
-    from broker.client import Client
-    from broker.keys import Keys
+    from fedstream.broker.client import Client
+    from fedstream.broker.keys import Keys
     from fedstream.dead import Letter
     from fedstream.dead import Letters as Found
 

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from broker.errors import ConfigError
-from broker.keys import POOL, check_name
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.keys import POOL, check_name
 from fedstream.commands.options import (
     AsJson,
     Config,
@@ -23,8 +23,8 @@ from fedstream.commands.options import (
     leave,
     settings_of,
 )
+from fedstream.runtime.signals import INTERRUPTED
 from fedstream.terminal import confirm, line, verbatim
-from runtime.signals import INTERRUPTED
 
 
 def status(
@@ -142,7 +142,7 @@ def replay(
 
     if redis is not None:
         from fedstream import feed
-        from updater.inspection import journal_of
+        from fedstream.updater.inspection import journal_of
 
         others = {
             "--from": begin, "--until": until, "--set": sets, "--without": without, "--out": out,
@@ -234,8 +234,8 @@ def acl(
     Without --site the users are those of the sites in coordinator.sites. The trainers of site
     hospital-a are the user trainer-hospital-a, with FEDSTREAM_PASSWORD_SITE_HOSPITAL_A.
     """
-    from coordinator.sites import served
     from fedstream import acl as page
+    from fedstream.coordinator.sites import served
 
     settings = settings_of(config)
     name = check_name("--run", run) if run else settings.run.name

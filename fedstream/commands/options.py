@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 
-from broker.errors import ConfigError, FedstreamError, NoRun, Unavailable
-from broker.keys import Keys
+from fedstream.broker.errors import ConfigError, FedstreamError, NoRun, Unavailable
+from fedstream.broker.keys import Keys
 
 if TYPE_CHECKING:
-    from broker.client import Client
+    from fedstream.broker.client import Client
     from fedstream.config import Settings
 
 T = TypeVar("T")
@@ -119,7 +119,7 @@ def ask(
     question: Callable[[Client, Keys], Awaitable[T]],
 ) -> T:
     """Puts a question to the Redis of a run. Raises FedstreamError."""
-    from broker.client import Client
+    from fedstream.broker.client import Client
 
     settings = settings_of(path, redis=redis, run=run)
 

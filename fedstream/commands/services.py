@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from broker.keys import check_name
+from fedstream.broker.keys import check_name
 from fedstream.commands.options import Config, Name, Sets, leave, settings_of
 
 

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from broker.errors import ConfigError
+from fedstream.broker.errors import ConfigError
 from fedstream.commands.options import (
     Config,
     DataRoot,
@@ -25,8 +25,8 @@ from fedstream.commands.options import (
     leave,
     settings_of,
 )
+from fedstream.runtime.signals import INTERRUPTED
 from fedstream.terminal import line, verbatim
-from runtime.signals import INTERRUPTED
 
 
 def run(

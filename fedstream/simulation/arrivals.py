@@ -16,18 +16,18 @@ from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
-from broker.errors import ConfigError
-from coordinator.rounds import Round, Rounds, verdict, wanted
-from coordinator.scheduling import Anarchic, InFlight, Poisson, draw
+from fedstream.broker.errors import ConfigError
+from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
+from fedstream.coordinator.scheduling import Anarchic, InFlight, Poisson, draw
+from fedstream.runtime.participation import Participation
+from fedstream.runtime.steps import Seconds
 from fedstream.simulation.settings import (
     LatencyStaleness,
     NoStaleness,
     RecentStaleness,
     UniformStaleness,
 )
-from runtime.participation import Participation
-from runtime.steps import Seconds
-from trainer.devices import behaviour, eligible, next_change
+from fedstream.trainer.devices import behaviour, eligible, next_change
 
 if TYPE_CHECKING:
     from fedstream.config import Settings

@@ -16,23 +16,23 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from broker.layout import Model
-from broker.messages import Contribution, Upload
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Contribution, Upload
 from fedstream.simulation.arrivals import Arrival, Event, RoundOver, plan
 from fedstream.simulation.record import Happened, Recorder
-from trainer.solvers import Cancelled
-from updater import refusals
-from updater.journal.messages import Counted
-from updater.progress import Progress, Step, close_round, take
-from updater.strategies import State
+from fedstream.trainer.solvers import Cancelled
+from fedstream.updater import refusals
+from fedstream.updater.journal.messages import Counted
+from fedstream.updater.progress import Progress, Step, close_round, take
+from fedstream.updater.strategies import State
 
 if TYPE_CHECKING:
     from torch import nn
 
     from fedstream.config import Settings
     from fedstream.simulation.training import Job
-    from trainer.solvers import Trained
-    from trainer.task import Task
+    from fedstream.trainer.solvers import Trained
+    from fedstream.trainer.task import Task
 
 Ending: TypeAlias = tuple[Literal["finished", "interrupted", "failed"], str]  # and why
 
@@ -154,7 +154,7 @@ class _Run:
     ) -> None:
         from fedstream.services import devices_of, look_over
         from fedstream.simulation.training import Measuring, Training, blamed
-        from trainer.vector import initial
+        from fedstream.trainer.vector import initial
 
         self._settings = settings
         self._task = task
@@ -193,7 +193,7 @@ class _Run:
 
     def outcome(self) -> Outcome:
         """Runs it to its end."""
-        from trainer.vector import load
+        from fedstream.trainer.vector import load
 
         began = time.perf_counter()
         self._tell(self._made(Step(self._progress, made=()), 0.0))

@@ -9,18 +9,18 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from broker.messages import Outcome, Upload
-from updater.journal import RoundClosed, SegmentHead, Taken, Writer
-from updater.rebuild import standing_of
+from fedstream.broker.messages import Outcome, Upload
+from fedstream.updater.journal import RoundClosed, SegmentHead, Taken, Writer
+from fedstream.updater.rebuild import standing_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from broker.layout import Model
+    from fedstream.broker.layout import Model
     from fedstream.config import Settings
     from fedstream.simulation.arrivals import RoundOver
-    from updater.journal.messages import Counted
-    from updater.progress import Progress, Step
+    from fedstream.updater.journal.messages import Counted
+    from fedstream.updater.progress import Progress, Step
 
 
 @dataclass(frozen=True, slots=True)

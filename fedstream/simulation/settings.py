@@ -6,8 +6,8 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field, field_validator
 
-from runtime.config import Section
-from trainer.placement import Place
+from fedstream.runtime.config import Section
+from fedstream.trainer.placement import Place
 
 
 class NoStaleness(Section):

@@ -25,17 +25,17 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import TensorDataset
 
-from trainer.solvers import Cancelled, Proximal, Scaffold, Sgd, Trained
-from trainer.task import Task
+from fedstream.trainer.solvers import Cancelled, Proximal, Scaffold, Sgd, Trained
+from fedstream.trainer.task import Task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch.utils.data import Dataset
 
-    from broker.layout import Floats
+    from fedstream.broker.layout import Floats
     from fedstream.simulation.training import Job
-    from trainer.solvers import SolverSettings, Tensors
+    from fedstream.trainer.solvers import SolverSettings, Tensors
 
     At = slice | torch.Tensor  # places among the devices
 

@@ -10,15 +10,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from broker.errors import DataError, FedstreamError
-from broker.layout import Floats, Model
+from fedstream.broker.errors import DataError, FedstreamError
+from fedstream.broker.layout import Floats, Model
 from fedstream.simulation import together
-from trainer import vector
-from trainer.answer import as_sent
-from trainer.choices import Solvers, chosen
-from trainer.placement import check, placed
-from trainer.solvers import Cancelled, Trained, Work
-from trainer.task import Task, measured, untrained, words
+from fedstream.trainer import vector
+from fedstream.trainer.answer import as_sent
+from fedstream.trainer.choices import Solvers, chosen
+from fedstream.trainer.placement import check, placed
+from fedstream.trainer.solvers import Cancelled, Trained, Work
+from fedstream.trainer.task import Task, measured, untrained, words
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from fedstream.config import Settings
     from fedstream.simulation.arrivals import Arrival
     from fedstream.simulation.settings import SimulationSettings
-    from trainer.solvers import SolverSettings
-    from updater.strategies import Strategy
+    from fedstream.trainer.solvers import SolverSettings
+    from fedstream.updater.strategies import Strategy
 
 
 @dataclass(frozen=True, slots=True)

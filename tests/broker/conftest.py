@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from broker.client import RedisSettings
+from fedstream.broker.client import RedisSettings
 from tests.broker.servers import Redis, cluster, redis_7
 from tests.conftest import _ORDERED
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from broker import rights
-from broker.client import Client, RedisSettings
-from broker.keys import Keys
 from fedstream import acl
+from fedstream.broker import rights
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.keys import Keys
 from tests.broker.servers import redis, redis_7
 
 RUN = "guarded"

@@ -13,17 +13,17 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from broker.client import Client, RedisSettings
-from broker.errors import Unavailable
-from broker.keys import Keys
-from broker.ledger import Ledger
-from broker.records import View
 from fedstream import services
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import Unavailable
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.records import View
 from fedstream.config import Settings
-from runtime.config import load
-from runtime.service import Context
+from fedstream.runtime.config import load
+from fedstream.runtime.service import Context
+from fedstream.trainer.task import Task
 from tests.support import context, running, wait_until
-from trainer.task import Task
 
 ROLES = ("updater", "coordinator", "scheduler", "evaluator")
 

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from broker import blobs
-from broker.client import Client, Command
-from broker.errors import BlobDamaged, BlobMissing, OutOfMemory
-from broker.keys import Keys
-from broker.layout import Model
+from fedstream.broker import blobs
+from fedstream.broker.client import Client, Command
+from fedstream.broker.errors import BlobDamaged, BlobMissing, OutOfMemory
+from fedstream.broker.keys import Keys
+from fedstream.broker.layout import Model
 from tests.support import full, layout_of
 
 MIB = blobs.CHUNK // 4  # floats

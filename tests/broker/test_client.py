@@ -8,8 +8,8 @@ from contextlib import suppress
 import hiredis
 import pytest
 
-from broker.client import Client, RedisSettings
-from broker.errors import (
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import (
     BrokerError,
     ConfigError,
     NoScript,
@@ -17,7 +17,7 @@ from broker.errors import (
     ReplyTooLarge,
     Unavailable,
 )
-from broker.keys import Keys
+from fedstream.broker.keys import Keys
 from tests.support import Proxy, full, wait_until
 
 

@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 from redis.crc import key_slot
 
-from broker.client import Client, RedisSettings
-from broker.errors import BrokerError, Unavailable
-from broker.keys import Keys
-from broker.ledger import Ledger
-from broker.places import Cluster, Sentinels
-from broker.settings import SentinelSettings
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import BrokerError, Unavailable
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.places import Cluster, Sentinels
+from fedstream.broker.settings import SentinelSettings
 from tests.broker.pipeline import finished, pipeline, reached
 from tests.broker.servers import redis_7, said
 from tests.support import Hand, wait_until

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 from redis.crc import key_slot
 
-from broker.client import Client, RedisSettings
-from broker.keys import Keys
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.keys import Keys
 from tests.broker.pipeline import another_master, finished, pipeline, reached
 from tests.broker.servers import PATIENT_MS, SLOTS, Shards, cluster, redis_7, said, until
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from broker import custody
-from broker.client import Client
-from broker.keys import Keys
-from broker.messages import GiveUp
+from fedstream.broker import custody
+from fedstream.broker.client import Client
+from fedstream.broker.keys import Keys
+from fedstream.broker.messages import GiveUp
 from tests.support import Hand, wait_until
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 
-from broker.digest import digest_of
+from fedstream.broker.digest import digest_of
 from tests.support import layout_of, model_of
 
 

@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from broker.client import Client
-from broker.errors import OutOfMemory
-from broker.keys import POOL, TRAINERS, Keys
-from broker.messages import (
+from fedstream.broker.client import Client
+from fedstream.broker.errors import OutOfMemory
+from fedstream.broker.keys import POOL, TRAINERS, Keys
+from fedstream.broker.messages import (
     CloseRound,
     Dead,
     GiveUp,
@@ -31,8 +31,8 @@ from broker.messages import (
     Withdraw,
     decode,
 )
-from broker.records import Commit, End
-from broker.streams import Entry, Group
+from fedstream.broker.records import Commit, End
+from fedstream.broker.streams import Entry, Group
 from tests.support import SIZE_LIMIT, Hand, full
 
 STEPS = 1000

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from broker.errors import ConfigError
-from broker.keys import Keys, check_name
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.keys import Keys, check_name
 
 
 def all_keys(keys: Keys) -> list[str]:

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.errors import LayoutMismatch
-from broker.layout import Layout, Model, Tensor
+from fedstream.broker.errors import LayoutMismatch
+from fedstream.broker.layout import Layout, Model, Tensor
 
 BATCH_NORM = Layout(
     (

@@ -6,10 +6,10 @@ import asyncio
 
 import pytest
 
-from broker.client import Client, RedisSettings
-from broker.errors import Fenced, Unavailable
-from broker.keys import Keys
-from broker.lease import Lease
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import Fenced, Unavailable
+from fedstream.broker.keys import Keys
+from fedstream.broker.lease import Lease
 from tests.support import Proxy, full, wait_until
 
 
@@ -74,7 +74,7 @@ async def test_releasing_lets_the_next_one_in_at_once(client: Client, keys: Keys
 async def test_a_redis_that_hangs_holds_up_nobody_who_leaves(
     client: Client, keys: Keys, redis: RedisSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("broker.lease._GOODBYE_S", 0.1)
+    monkeypatch.setattr("fedstream.broker.lease._GOODBYE_S", 0.1)
     async with Proxy(redis, keys) as proxy:
         patient = Client(proxy.settings.model_copy(update={"timeout_s": 3600.0}))
         ann = lease(patient, keys, "ann")

@@ -10,13 +10,13 @@ from typing import Any
 import msgpack
 import pytest
 
-from broker import blobs
-from broker.client import Client
-from broker.errors import BrokerError, Fenced, NoRun
-from broker.keys import COORDINATORS, TRAINERS, Keys
-from broker.layout import Model
-from broker.lease import Lease
-from broker.messages import (
+from fedstream.broker import blobs
+from fedstream.broker.client import Client
+from fedstream.broker.errors import BrokerError, Fenced, NoRun
+from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
+from fedstream.broker.layout import Model
+from fedstream.broker.lease import Lease
+from fedstream.broker.messages import (
     CloseRound,
     Dead,
     GiveUp,
@@ -27,8 +27,8 @@ from broker.messages import (
     Withdraw,
     task_id,
 )
-from broker.records import Commit, End, Run
-from broker.streams import Entry
+from fedstream.broker.records import Commit, End, Run
+from fedstream.broker.streams import Entry
 from tests.support import SIZE_LIMIT, Hand, layout_of, model_of, snapshot, wait_until
 
 

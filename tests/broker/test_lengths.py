@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from broker import blobs
-from broker.client import Client
-from broker.messages import Dead, Upload
-from broker.streams import Entry
+from fedstream.broker import blobs
+from fedstream.broker.client import Client
+from fedstream.broker.messages import Dead, Upload
+from fedstream.broker.streams import Entry
 from tests.support import Hand, layout_of
 
 CHUNK = blobs.CHUNK

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from broker.client import Client, RedisSettings
-from broker.keys import Keys
-from broker.ledger import Ledger
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger import Ledger
 from tests.broker.pipeline import finished, pipeline, reached
 from tests.broker.servers import redis, redis_7
 from tests.support import full, wait_until

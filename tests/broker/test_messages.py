@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.errors import BadMessage
-from broker.messages import (
+from fedstream.broker.errors import BadMessage
+from fedstream.broker.messages import (
     OUTCOMES,
     SCHEMA,
     CloseRound,

@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 
-from broker import blobs, scripts
-from broker.client import Client
-from broker.custody import mend, some_keys
-from broker.errors import OutOfMemory
-from broker.keys import TRAINERS, Keys
-from broker.messages import CloseRound, Event, GiveUp, Presence, Trigger, Withdraw
-from broker.records import Commit, End
+from fedstream.broker import blobs, scripts
+from fedstream.broker.client import Client
+from fedstream.broker.custody import mend, some_keys
+from fedstream.broker.errors import OutOfMemory
+from fedstream.broker.keys import TRAINERS, Keys
+from fedstream.broker.messages import CloseRound, Event, GiveUp, Presence, Trigger, Withdraw
+from fedstream.broker.records import Commit, End
 from tests.support import SIZE_LIMIT, Hand, full, model_of, snapshot
 
 Step = Callable[[], Awaitable[Any]]

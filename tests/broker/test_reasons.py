@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker import reasons
+from fedstream.broker import reasons
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from broker import rights, scripts
-from broker.client import Client, RedisSettings
-from broker.errors import BrokerError, ConfigError
-from broker.keys import Keys
-from broker.ledger import Ledger
-from broker.messages import Dead
-from broker.scripts import Script
 from fedstream import acl, presence, status
+from fedstream.broker import rights, scripts
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import BrokerError, ConfigError
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import Dead
+from fedstream.broker.scripts import Script
 from tests.broker.guarded import KEYS, OF_SITES, PASSWORDS, RUN, SITES, Guarded, guarded, needs_7
 from tests.broker.pipeline import Pipeline, finished, lines, pipeline, reached
 from tests.support import wait_until

@@ -11,23 +11,23 @@ from typing import Any
 
 import pytest
 
-from broker import scripts
-from broker.client import Client, Command
-from broker.custody import cap_workspaces, expire_forgotten, expire_unowned, some_keys
-from broker.errors import BrokerError, NoScript
-from broker.keys import COORDINATORS, TRAINERS, Keys
-from broker.ledger import Ledger
-from broker.messages import Dead, Event, GiveUp, Presence, Task, Trigger, Upload, Version
-from broker.outbox import Outbox
-from broker.scripts import Script
-from broker.streams import Entry, Group
+from fedstream.broker import scripts
+from fedstream.broker.client import Client, Command
+from fedstream.broker.custody import cap_workspaces, expire_forgotten, expire_unowned, some_keys
+from fedstream.broker.errors import BrokerError, NoScript
+from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import Dead, Event, GiveUp, Presence, Task, Trigger, Upload, Version
+from fedstream.broker.outbox import Outbox
+from fedstream.broker.scripts import Script
+from fedstream.broker.streams import Entry, Group
+from fedstream.updater.course import Course
+from fedstream.updater.ended import Ended
+from fedstream.updater.intake import Intake
+from fedstream.updater.strategies.fedasync import FedAsyncSettings
 from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
 from tests.broker.pipeline import finished, pipeline
 from tests.support import SIZE_LIMIT, Hand, wait_until
-from updater.course import Course
-from updater.ended import Ended
-from updater.intake import Intake
-from updater.strategies.fedasync import FedAsyncSettings
 
 pytestmark = needs_7
 

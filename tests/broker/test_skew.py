@@ -14,11 +14,11 @@ import msgpack
 import pytest
 from pydantic import BaseModel
 
-from broker import messages
-from broker.client import Client
-from broker.errors import BrokerError
-from broker.keys import Keys
-from broker.messages import (
+from fedstream.broker import messages
+from fedstream.broker.client import Client
+from fedstream.broker.errors import BrokerError
+from fedstream.broker.keys import Keys
+from fedstream.broker.messages import (
     CloseRound,
     Contribution,
     Dead,

@@ -8,10 +8,10 @@ from contextlib import suppress
 
 import pytest
 
-from broker.client import Client, RedisSettings
-from broker.errors import BrokerError, Unavailable
-from broker.keys import TRAINERS, Keys
-from broker.streams import PARTS, Entry, Group, Reader, given, reading
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import BrokerError, Unavailable
+from fedstream.broker.keys import TRAINERS, Keys
+from fedstream.broker.streams import PARTS, Entry, Group, Reader, given, reading
 from tests.support import wait_until
 
 

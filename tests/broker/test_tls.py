@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from broker.client import Client, RedisSettings
-from broker.errors import BrokerError, ConfigError, Unavailable
-from broker.keys import Keys
-from broker.settings import TlsSettings
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import BrokerError, ConfigError, Unavailable
+from fedstream.broker.keys import Keys
+from fedstream.broker.settings import TlsSettings
 from fedstream.config import read
 from tests.broker.certificates import authority, signed
 from tests.broker.servers import cluster, redis, redis_7

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from broker.errors import NoRun, Unavailable
-from broker.keys import Keys
-from broker.ledger import Ledger
+from fedstream.broker.errors import NoRun, Unavailable
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger import Ledger
 from tests.chaos.checks import Facts, complaints
 from tests.chaos.faults import NAMES, UPDATERS, Plan
 from tests.chaos.history import gathered

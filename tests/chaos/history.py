@@ -10,20 +10,20 @@ from pathlib import Path
 import msgpack
 import numpy as np
 
-from broker import blobs
-from broker.client import Client
-from broker.errors import BlobDamaged, BlobMissing, FedstreamError
-from broker.keys import Keys
-from broker.layout import Model, vector_of
-from broker.ledger import Ledger
-from broker.records import Head
+from fedstream.broker import blobs
+from fedstream.broker.client import Client
+from fedstream.broker.errors import BlobDamaged, BlobMissing, FedstreamError
+from fedstream.broker.keys import Keys
+from fedstream.broker.layout import Model, vector_of
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.records import Head
+from fedstream.updater.journal import JournalError, segments
+from fedstream.updater.rebuild import recovered
+from fedstream.updater.replay import Replayer
+from fedstream.updater.strategies import DeviceVectors
 from tests.chaos.account import accounted, notes_of
 from tests.chaos.checks import Facts, Production
 from tests.chaos.effects import lived
-from updater.journal import JournalError, segments
-from updater.rebuild import recovered
-from updater.replay import Replayer
-from updater.strategies import DeviceVectors
 
 
 def replayed(folder: Path) -> Production:

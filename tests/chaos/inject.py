@@ -12,12 +12,12 @@ from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextma
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from broker import blobs
-from broker.errors import BrokerError, OutOfMemory, Unavailable
-from broker.keys import POOL, Keys
-from broker.layout import Model
-from broker.ledger import Ledger
-from broker.messages import Event, RoundEnd, Upload, decode
+from fedstream.broker import blobs
+from fedstream.broker.errors import BrokerError, OutOfMemory, Unavailable
+from fedstream.broker.keys import POOL, Keys
+from fedstream.broker.layout import Model
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import Event, RoundEnd, Upload, decode
 from tests.chaos import disk, pages
 from tests.chaos.faults import TRAINERS, UPDATER, UPDATERS, Fault, Kind, Plan
 from tests.chaos.seams import Control

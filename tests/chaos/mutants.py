@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from experiments.program import commit
 from fedstream import machine
+from fedstream.experiments.program import commit
 from tests.chaos.checks import CHECKS
 from tests.chaos.faults import Kind
 
@@ -220,7 +220,7 @@ def copied(into: Path) -> None:
     """The project's code, without what is built or measured."""
     left = shutil.ignore_patterns("__pycache__", "*.pyc", "node_modules", ".venv*")
     for package in PACKAGES:
-        shutil.copytree(ROOT / package, into / package, ignore=left)
+        shutil.copytree(ROOT / package, into / package, symlinks=True, ignore=left)
 
 
 def play(mutant: Mutant | None, kinds: Sequence[Kind], seeds: Sequence[int]) -> Played:

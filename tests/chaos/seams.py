@@ -16,8 +16,8 @@ from mmap import mmap
 from pathlib import Path
 from typing import Any
 
-from broker import messages
-from broker.messages import Message
+from fedstream.broker import messages
+from fedstream.broker.messages import Message
 from tests.chaos.disk import Platter
 from tests.releases import earlier, later
 

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from broker.client import Client, RedisSettings
-from broker.errors import BrokerError
-from broker.settings import SentinelSettings
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import BrokerError
+from fedstream.broker.settings import SentinelSettings
 from fedstream.ports import HeldPort
 from fedstream.redis_server import death_with_parent
 from tests.broker.servers import redis_7

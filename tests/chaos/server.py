@@ -8,8 +8,8 @@ from asyncio.subprocess import DEVNULL, Process
 from contextlib import suppress
 from pathlib import Path
 
-from broker.client import Client, RedisSettings
-from broker.errors import Unavailable
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import Unavailable
 from fedstream.ports import HeldPort
 from fedstream.redis_server import death_with_parent, find_server
 from tests.chaos.effects import whole

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
 from fedstream import Task
-from trainer.solvers import Trained, Work
+from fedstream.trainer.solvers import Trained, Work
 
 NOTES = "FEDSTREAM_CHAOS_NOTES"  # in the environment: the folder for what trainers note down
 PARAMETERS, BUFFERS = 4000, 8

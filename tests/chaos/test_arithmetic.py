@@ -6,13 +6,11 @@ import msgpack
 import numpy as np
 import pytest
 
-from broker.layout import Layout, Model
-from broker.messages import Upload
-from tests.chaos.arithmetic import Course, Shape
-from tests.support import layout_of
-from updater.progress import Progress, close_round, take
-from updater.rules import Exponential, Hinge, InverseSqrtAlpha, Linear, StepAlpha
-from updater.strategies import (
+from fedstream.broker.layout import Layout, Model
+from fedstream.broker.messages import Upload
+from fedstream.updater.progress import Progress, close_round, take
+from fedstream.updater.rules import Exponential, Hinge, InverseSqrtAlpha, Linear, StepAlpha
+from fedstream.updater.strategies import (
     AfaCdSettings,
     AfaCsSettings,
     FedAsyncSettings,
@@ -22,6 +20,8 @@ from updater.strategies import (
     ScaffoldSettings,
     State,
 )
+from tests.chaos.arithmetic import Course, Shape
+from tests.support import layout_of
 
 RULES: tuple[Rule, ...] = (
     FedAsyncSettings(),

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from broker.errors import Unavailable
-from broker.keys import Keys
+from fedstream.broker.errors import Unavailable
+from fedstream.broker.keys import Keys
 from tests.chaos import disk, inject
 from tests.chaos.faults import UPDATERS, Fault, Kind, plan
 from tests.chaos.inject import Injector

@@ -7,10 +7,10 @@ from typing import Protocol
 
 import msgpack
 
-from broker.client import Client
-from broker.errors import Unavailable
-from broker.keys import Keys
-from broker.streams import Reader
+from fedstream.broker.client import Client
+from fedstream.broker.errors import Unavailable
+from fedstream.broker.keys import Keys
+from fedstream.broker.streams import Reader
 
 
 class Lives(Protocol):

@@ -19,7 +19,7 @@ from fedstream import parent
 
 _PRELOADED = (
     "fedstream.cli", "fedstream.services", "fedstream.config", "uvloop", "torch",
-    "tests.chaos.task", "trainer.vector", "tests.chaos.seams",
+    "tests.chaos.task", "fedstream.trainer.vector", "tests.chaos.seams",
 )  # fmt: skip
 
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from broker import custody
-from broker.client import Client, RedisSettings
-from broker.errors import Foreign, Unavailable
-from broker.keys import COORDINATORS, TRAINERS, Keys
-from broker.streams import Group
-from coordinator import service
-from coordinator.service import Coordinator, CoordinatorSettings
-from runtime.tasks import LeaseSettings
+from fedstream.broker import custody
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import Foreign, Unavailable
+from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
+from fedstream.broker.streams import Group
+from fedstream.coordinator import service
+from fedstream.coordinator.service import Coordinator, CoordinatorSettings
+from fedstream.runtime.tasks import LeaseSettings
 from tests.support import Hand, context, running, wait_until
 
 LARGEST = f"{2**64 - 1}-{2**64 - 1}"

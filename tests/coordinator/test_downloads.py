@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 from safetensors import numpy as safetensors
 from structlog.testing import capture_logs
 
-from broker.client import RedisSettings
-from broker.errors import BlobMissing
-from coordinator.app import _PAGE_BYTES, page
-from coordinator.downloads import Downloads
-from coordinator.service import Coordinator, CoordinatorSettings
-from runtime.http import HttpSettings, application, listening
-from runtime.tasks import LeaseSettings
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.errors import BlobMissing
+from fedstream.coordinator.app import _PAGE_BYTES, page
+from fedstream.coordinator.downloads import Downloads
+from fedstream.coordinator.service import Coordinator, CoordinatorSettings
+from fedstream.runtime.http import HttpSettings, application, listening
+from fedstream.runtime.tasks import LeaseSettings
 from tests.support import Hand, layout_of, wait_until
 
 MODEL = 40 << 20  # bytes: so many that no kernel takes them for a reader that doesn't
@@ -122,7 +122,7 @@ async def test_a_download_that_fails_when_all_went_away_is_told_to_nobody(
         await may_fail.wait()
         raise BlobMissing("it expired")
 
-    monkeypatch.setattr("coordinator.downloads.blobs.read", read)
+    monkeypatch.setattr("fedstream.coordinator.downloads.blobs.read", read)
     told: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, about: told.append(about))
     downloads = Downloads(hand.client, hand.keys, 2)

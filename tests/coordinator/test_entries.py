@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 
-from broker.client import RedisSettings
-from broker.errors import ConfigError
-from broker.keys import Keys
-from broker.messages import OWNED, Dead, Event, Presence, Task, Trigger
-from broker.outbox import Outbox
-from coordinator.entries import LARGEST
-from coordinator.service import Coordinator, CoordinatorSettings
-from coordinator.sites import served
-from runtime.tasks import LeaseSettings
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.keys import Keys
+from fedstream.broker.messages import OWNED, Dead, Event, Presence, Task, Trigger
+from fedstream.broker.outbox import Outbox
+from fedstream.coordinator.entries import LARGEST
+from fedstream.coordinator.service import Coordinator, CoordinatorSettings
+from fedstream.coordinator.sites import served
+from fedstream.runtime.tasks import LeaseSettings
+from fedstream.trainer.service import TrainerSettings
 from tests.support import Hand, context, running, wait_until
-from trainer.service import TrainerSettings
 
 NORTH = "north"
 

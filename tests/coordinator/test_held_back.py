@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from broker.client import Client, RedisSettings
-from coordinator.scheduler import Scheduler, SchedulerSettings
-from coordinator.scheduling import HELD_BY, InFlight
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings
+from fedstream.coordinator.scheduling import HELD_BY, InFlight
 from tests.support import Hand, context, running, wait_until
 
 

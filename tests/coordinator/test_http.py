@@ -13,15 +13,15 @@ from aiohttp.test_utils import TestClient, TestServer
 from pydantic import SecretStr
 from safetensors.numpy import load
 
-from broker.client import RedisSettings
-from broker.keys import Keys
-from broker.layout import Layout, Tensor
-from broker.messages import GiveUp
-from coordinator.app import _ranges
-from coordinator.service import Coordinator, CoordinatorSettings
-from runtime.http import application
-from runtime.service import Context
-from runtime.tasks import LeaseSettings
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.keys import Keys
+from fedstream.broker.layout import Layout, Tensor
+from fedstream.broker.messages import GiveUp
+from fedstream.coordinator.app import _ranges
+from fedstream.coordinator.service import Coordinator, CoordinatorSettings
+from fedstream.runtime.http import application
+from fedstream.runtime.service import Context
+from fedstream.runtime.tasks import LeaseSettings
 from tests.support import Hand, Proxy, context, running, wait_until
 
 Http = TestClient[web.Request, web.Application]

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from broker.client import Client, RedisSettings
-from broker.keys import COORDINATORS, Keys
-from broker.ledger import Ledger
-from broker.outbox import Outbox
-from broker.streams import PARTS, Group
-from coordinator.entries import LARGEST
-from coordinator.service import Coordinator, CoordinatorSettings
-from runtime.tasks import LeaseSettings
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.keys import COORDINATORS, Keys
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.outbox import Outbox
+from fedstream.broker.streams import PARTS, Group
+from fedstream.coordinator.entries import LARGEST
+from fedstream.coordinator.service import Coordinator, CoordinatorSettings
+from fedstream.runtime.tasks import LeaseSettings
 from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
 from tests.support import Hand, context, running, wait_until
 

@@ -7,14 +7,14 @@ from typing import Any
 import pytest
 from prometheus_client import CollectorRegistry
 
-from broker.client import RedisSettings
-from broker.keys import TRAINERS
-from broker.messages import Task, Trigger
-from broker.records import Head, Run, View
-from broker.streams import Group
-from coordinator.metrics import RunMetrics, Seen, open_by_state
-from coordinator.service import Coordinator, CoordinatorSettings
-from runtime.tasks import LeaseSettings
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.keys import TRAINERS
+from fedstream.broker.messages import Task, Trigger
+from fedstream.broker.records import Head, Run, View
+from fedstream.broker.streams import Group
+from fedstream.coordinator.metrics import RunMetrics, Seen, open_by_state
+from fedstream.coordinator.service import Coordinator, CoordinatorSettings
+from fedstream.runtime.tasks import LeaseSettings
 from tests.support import Hand, Proxy, context, counted, layout_of, running, wait_until
 
 LEASE_MS = 15_000

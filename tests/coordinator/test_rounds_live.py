@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from broker.client import Client, RedisSettings
-from broker.keys import Keys
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.keys import Keys
+from fedstream.updater.journal import Taken
+from fedstream.updater.replay import Replayer
 from tests.broker.pipeline import finished, pipeline
-from updater.journal import Taken
-from updater.replay import Replayer
 
 BATCH = 2
 

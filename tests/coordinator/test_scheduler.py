@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 
-from broker.client import Client, RedisSettings
-from broker.errors import ConfigError, Fenced, Unavailable
-from broker.keys import Keys
-from broker.lease import Lease
-from broker.messages import CloseRound, GiveUp, RoundEnd, Trigger, Withdraw
-from broker.records import Commit, End, Run, View
-from coordinator.rounds import Rounds
-from coordinator.scheduler import Scheduler, SchedulerSettings, vectors
-from coordinator.scheduling import Anarchic, InFlight, Poisson, Policy
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import ConfigError, Fenced, Unavailable
+from fedstream.broker.keys import Keys
+from fedstream.broker.lease import Lease
+from fedstream.broker.messages import CloseRound, GiveUp, RoundEnd, Trigger, Withdraw
+from fedstream.broker.records import Commit, End, Run, View
 from fedstream.config import read
+from fedstream.coordinator.rounds import Rounds
+from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings, vectors
+from fedstream.coordinator.scheduling import Anarchic, InFlight, Poisson, Policy
+from fedstream.runtime.leading import lead
 from fedstream.services import _BUILDERS
-from runtime.leading import lead
+from fedstream.trainer.devices import eligible
 from tests.support import (
     Clock,
     Hand,
@@ -33,7 +34,6 @@ from tests.support import (
     running,
     wait_until,
 )
-from trainer.devices import eligible
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ async def give_up(hand: Hand, *triggers: Trigger) -> None:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The scheduler waits for news longer than any test: what it does then, news have it do."""
-    monkeypatch.setattr("coordinator.scheduler.BLOCK_MS", 3_600_000)
+    monkeypatch.setattr("fedstream.coordinator.scheduler.BLOCK_MS", 3_600_000)
 
 
 @pytest.mark.usefixtures("patient")
@@ -101,7 +101,7 @@ async def test_a_clock_that_was_ahead_delays_the_next_task_no_longer_than_usual(
     make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
     """A delay begins when the clock is set back, and not anew with every look."""
-    clock = Clock(monkeypatch, "coordinator.scheduler")
+    clock = Clock(monkeypatch, "fedstream.coordinator.scheduler")
     clock.ahead_s = 3600.0
 
     async def open_now() -> int:
@@ -181,7 +181,7 @@ async def test_while_it_looks_for_eligible_devices_its_lease_goes_on(
 ) -> None:
     """Thousands of them take a while."""
     pauses = Pauses(0.02)
-    monkeypatch.setattr("runtime.leading.pause", pauses)
+    monkeypatch.setattr("fedstream.runtime.leading.pause", pauses)
     looking, found = threading.Event(), threading.Event()
     waited: list[bool] = []
 
@@ -271,7 +271,7 @@ async def test_a_full_queue_holds_it_back(make: Any, run: Hand, client: Client) 
 async def test_the_memory_of_redis_holds_it_back(
     make: Any, run: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.scheduler._BUDGET_HOLDS_S", 0.0)
+    monkeypatch.setattr("fedstream.coordinator.scheduler._BUDGET_HOLDS_S", 0.0)
     info = await client.call("INFO", "memory")
     used = int(info.split(b"used_memory:")[1].split()[0])
     limit = max(4 * used, 1 << 24)
@@ -288,7 +288,7 @@ async def test_a_budget_that_is_given_is_not_redis_s(
     make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis has no limit here: nothing would be held back."""
-    monkeypatch.setattr("coordinator.scheduler._BUDGET_HOLDS_S", 0.0)
+    monkeypatch.setattr("fedstream.coordinator.scheduler._BUDGET_HOLDS_S", 0.0)
     await run.client.call("HSET", run.keys.run, "tensors", big_layout(1 << 20))
     async with running(make(InFlight(n=9), memory_budget=11 << 19), context()):
         first, _ = await are_open(run, 2)  # there is room for five: version 0, and 2
@@ -582,7 +582,7 @@ async def asked_to_close(hand: Hand, n: int) -> bool:
 async def test_the_end_of_a_round_that_was_lost_is_asked_for_again(
     make: Any, run: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.scheduler._ASK_AGAIN_S", 0.5)
+    monkeypatch.setattr("fedstream.coordinator.scheduler._ASK_AGAIN_S", 0.5)
     await one_is_held(run)
     async with running(make(Rounds(k=2, timeout_s=0.1)), context()):
         await wait_until(lambda: asked_to_close(run, 1))
@@ -616,7 +616,7 @@ async def test_who_has_answered_in_a_round_does_not_replace_who_gave_up(
 async def test_a_long_lease_is_looked_after_often_enough(
     run: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.leading._PAUSE_S", 0.02)
+    monkeypatch.setattr("fedstream.runtime.leading._PAUSE_S", 0.02)
     lease, watched = Lease(run.client, run.keys, "scheduler", "s", seconds=3600), context()
     working = asyncio.Event()
     held = 0

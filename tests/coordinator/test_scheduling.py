@@ -12,9 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.messages import Trigger, task_id
-from coordinator.rounds import Rounds
-from coordinator.scheduling import (
+from fedstream.broker.messages import Trigger, task_id
+from fedstream.coordinator.rounds import Rounds
+from fedstream.coordinator.scheduling import (
     Anarchic,
     HoldBack,
     InFlight,
@@ -27,8 +27,8 @@ from coordinator.scheduling import (
     opened_at,
     plan,
 )
-from runtime.participation import Participation, ParticipationGroup
-from runtime.steps import Epochs, FixedSteps, Length, Seconds, Steps, UniformSteps
+from fedstream.runtime.participation import Participation, ParticipationGroup
+from fedstream.runtime.steps import Epochs, FixedSteps, Length, Seconds, Steps, UniformSteps
 
 NOW = 1_000_000.0
 FIVE = FixedSteps(n=5)

@@ -12,18 +12,18 @@ import pytest
 from prometheus_client import generate_latest
 from structlog.testing import capture_logs
 
-from broker import blobs
-from broker.client import Client, RedisSettings
-from broker.errors import BrokerError
-from broker.keys import COORDINATORS, TRAINERS, Keys
-from broker.ledger import _SCRIPTS, Ledger
-from broker.messages import Dead, GiveUp, Task, Trigger, Upload
-from broker.scripts import Script
-from broker.streams import Entry, Group
-from coordinator.scheduler import Scheduler, SchedulerSettings
-from coordinator.scheduling import InFlight
-from coordinator.service import Coordinator, CoordinatorSettings
-from runtime.tasks import LeaseSettings
+from fedstream.broker import blobs
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import BrokerError
+from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
+from fedstream.broker.ledger import _SCRIPTS, Ledger
+from fedstream.broker.messages import Dead, GiveUp, Task, Trigger, Upload
+from fedstream.broker.scripts import Script
+from fedstream.broker.streams import Entry, Group
+from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings
+from fedstream.coordinator.scheduling import InFlight
+from fedstream.coordinator.service import Coordinator, CoordinatorSettings
+from fedstream.runtime.tasks import LeaseSettings
 from tests.support import Hand, Proxy, context, counted, model_of, running, wait_until
 
 
@@ -469,7 +469,7 @@ async def poisoned(run: Hand, name: str, device: int) -> None:
 async def test_a_sweep_looks_after_every_owner_some_at_a_time(
     make: Any, run: Hand, client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("broker.custody._AT_ONCE", 3)
+    monkeypatch.setattr("fedstream.broker.custody._AT_ONCE", 3)
     for device in (0, 1, 3, 4, 5):
         await run.announce(f"o{device}", device)
     await poisoned(run, "o2", 2)
@@ -491,7 +491,7 @@ async def test_a_sweep_looks_after_every_owner_some_at_a_time(
 async def test_owners_whose_leases_hold_cost_a_sweep_no_exchange_each(
     make: Any, run: Hand, redis: RedisSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("coordinator.service._SWEEP_S", 0.0)
+    monkeypatch.setattr("fedstream.coordinator.service._SWEEP_S", 0.0)
     said = dict.fromkeys(("claim", "measure"), 0)
 
     def count(data: bytes) -> bool:
@@ -520,7 +520,7 @@ async def silent(hand: Hand, name: str, seconds: int = 60) -> None:
 @pytest.fixture
 def long_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator has listened for ever: whoever is silent now was not heard."""
-    monkeypatch.setattr("coordinator.service._DEAF_S", float("inf"))
+    monkeypatch.setattr("fedstream.coordinator.service._DEAF_S", float("inf"))
 
 
 @pytest.mark.usefixtures("long_there")
@@ -570,7 +570,9 @@ async def test_nobody_is_struck_off_who_had_no_chance_to_be_heard(
     async with running(make(trainer_silence_s=30.0), watched):  # it has just come itself
         await wait_until(swept)
         assert list(await run.ledger.trainers()) == ["ann"]
-    monkeypatch.setattr("coordinator.service._DEAF_S", 0.0)  # as if every sweep followed an outage
+    monkeypatch.setattr(
+        "fedstream.coordinator.service._DEAF_S", 0.0
+    )  # as if every sweep followed an outage
     watched = context()
     async with running(make(trainer_silence_s=0.001), watched):
         await wait_until(swept)

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from broker.errors import ConfigError, DataError
-from experiments import reproduction, running
-from experiments.program import commit
-from experiments.reproduction import (
+from fedstream import reproduce as command
+from fedstream.broker.errors import ConfigError, DataError
+from fedstream.experiments import reproduction, running
+from fedstream.experiments.program import commit
+from fedstream.experiments.reproduction import (
     Cell,
     Claim,
     Experiment,
@@ -29,9 +30,8 @@ from experiments.reproduction import (
     judged,
     settings_of,
 )
-from experiments.running import Job, Store, job_of, jobs_of, left_s, run, run_job, thinned
-from experiments.showing import DIFFERENCES, TABLE, show, table
-from fedstream import reproduce as command
+from fedstream.experiments.running import Job, Store, job_of, jobs_of, left_s, run, run_job, thinned
+from fedstream.experiments.showing import DIFFERENCES, TABLE, show, table
 from fedstream.simulation import VersionMade
 
 TASK = """

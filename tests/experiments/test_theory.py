@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from experiments.theory import __main__ as command
-from experiments.theory import afa, fedasync, fedbuff, readme, speedup
-from experiments.theory.arrivals import Arrival, batches, inclusion
-from experiments.theory.loop import closed_loop, points
-from experiments.theory.quadratics import Quadratics, fan, stationary
-from updater.strategies import AfaCdSettings, AfaCsSettings
+from fedstream.experiments.theory import __main__ as command
+from fedstream.experiments.theory import afa, fedasync, fedbuff, readme, speedup
+from fedstream.experiments.theory.arrivals import Arrival, batches, inclusion
+from fedstream.experiments.theory.loop import closed_loop, points
+from fedstream.experiments.theory.quadratics import Quadratics, fan, stationary
+from fedstream.updater.strategies import AfaCdSettings, AfaCsSettings
 
 # what the measurements stand on
 

@@ -13,12 +13,12 @@ from typing import Any, get_args
 
 import pytest
 
-from broker.messages import OUTCOMES
 from fedstream import __version__, display, run, status
+from fedstream.broker.messages import OUTCOMES
 from fedstream.cli import main
 from fedstream.commands import options, training
-from trainer.tasks import BUILT_IN
-from updater.strategies import StrategySettings
+from fedstream.trainer.tasks import BUILT_IN
+from fedstream.updater.strategies import StrategySettings
 
 NOWHERE = "redis://127.0.0.1:1/0"
 
@@ -135,7 +135,9 @@ def test_the_public_names_are_cheap() -> None:
     )
     command = [sys.executable, "-c", program]
     said = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert said.stdout.startswith("False\n<class 'trainer.task.Task'> <function by_classes")
+    assert said.stdout.startswith(
+        "False\n<class 'fedstream.trainer.task.Task'> <function by_classes"
+    )
     assert said.stdout.endswith("> False\n")
 
 

@@ -11,12 +11,21 @@ from typing import Any
 
 import pytest
 
-from broker.client import Client
-from broker.errors import FedstreamError, OutOfMemory
-from broker.keys import COORDINATORS, TRAINERS
-from broker.messages import CloseRound, Dead, GiveUp, RoundEnd, Task, Trigger, Withdraw, task_id
-from broker.streams import Group
 from fedstream import dead
+from fedstream.broker.client import Client
+from fedstream.broker.errors import FedstreamError, OutOfMemory
+from fedstream.broker.keys import COORDINATORS, TRAINERS
+from fedstream.broker.messages import (
+    CloseRound,
+    Dead,
+    GiveUp,
+    RoundEnd,
+    Task,
+    Trigger,
+    Withdraw,
+    task_id,
+)
+from fedstream.broker.streams import Group
 from fedstream.cli import main
 from tests.support import Hand, full, snapshot
 

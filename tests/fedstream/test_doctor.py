@@ -14,17 +14,17 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from broker.client import Client, RedisSettings
-from broker.keys import Keys
-from broker.messages import Dead
-from broker.rights import ROLES, commands, rights_of, rules
-from coordinator.rounds import Rounds
-from coordinator.scheduling import InFlight, Poisson
 from fedstream import cli, doctor
 from fedstream import doctor_machine as machine
 from fedstream import doctor_redis as judged
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.keys import Keys
+from fedstream.broker.messages import Dead
+from fedstream.broker.rights import ROLES, commands, rights_of, rules
 from fedstream.commands import looking
 from fedstream.config import Settings, read
+from fedstream.coordinator.rounds import Rounds
+from fedstream.coordinator.scheduling import InFlight, Poisson
 from fedstream.findings import Finding
 from tests.support import Hand, layout_of, snapshot
 

@@ -14,20 +14,20 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from broker.layout import Layout, Model, Tensor
 from fedstream import journal as journal_commands
 from fedstream import journal_pages
+from fedstream.broker.layout import Layout, Model, Tensor
 from fedstream.columns import fitting
 from fedstream.journal_bisect import search
+from fedstream.trainer import vector
+from fedstream.trainer.solvers import Sgd, Work, solve
+from fedstream.trainer.task import Iid, TaskSettings, load_task
+from fedstream.updater.inspection import made, model_at, opened
+from fedstream.updater.journal import Segment
+from fedstream.updater.shares import stats
+from fedstream.updater.strategies import FedAsyncSettings, FedAvgSettings
 from tests.journals import LAYOUT, Scribe
 from tests.support import model_of
-from trainer import vector
-from trainer.solvers import Sgd, Work, solve
-from trainer.task import Iid, TaskSettings, load_task
-from updater.inspection import made, model_at, opened
-from updater.journal import Segment
-from updater.shares import stats
-from updater.strategies import FedAsyncSettings, FedAvgSettings
 
 Command = Callable[..., tuple[int, str, str]]
 FIRST, SECOND = "00000001-000000.journal", "00000001-000001.journal"
@@ -546,8 +546,8 @@ def test_bisect_with_a_task_that_raises(journal: Command, poisoned: Path, tmp_pa
     program = tmp_path / "raising_task.py"
     program.write_text(
         "from fedstream import Task\n"
-        "from trainer.tasks import digits\n"
-        "from trainer.task import TaskSettings\n"
+        "from fedstream.trainer.tasks import digits\n"
+        "from fedstream.trainer.task import TaskSettings\n"
         "class Raising(Task):\n"
         "    model = device_data = digits(TaskSettings()).model\n"
         "    def test_data(self): print('words'); return [1]\n"

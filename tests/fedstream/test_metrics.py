@@ -12,12 +12,12 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from broker.client import RedisSettings
-from broker.keys import Keys
-from broker.messages import GiveUp
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.keys import Keys
+from fedstream.broker.messages import GiveUp
 from fedstream.config import read
+from fedstream.runtime.service import Context
 from fedstream.services import _BUILDERS, ROLES
-from runtime.service import Context
 from tests.support import Hand, context, running, wait_until
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"

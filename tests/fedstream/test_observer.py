@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from broker.client import Client
-from broker.errors import NoRun
-from broker.keys import Keys
+from fedstream.broker.client import Client
+from fedstream.broker.errors import NoRun
+from fedstream.broker.keys import Keys
 from fedstream.observer import History, Observer
 from tests.fedstream.views import CREATED, event, update, version
 from tests.support import Hand

@@ -9,8 +9,8 @@ import pytest
 from fedstream import report
 from fedstream.observer import History
 from fedstream.recall import recall
+from fedstream.updater.strategies import FedAvgSettings
 from tests.journals import Scribe
-from updater.strategies import FedAvgSettings
 
 
 @pytest.mark.parametrize("rule", [None, FedAvgSettings(clients_per_round=2)])

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from fedstream.trainer.task import TaskSettings, load_task
+from fedstream.trainer.vector import initial
 from tests.fedstream.conftest import Command
 from tests.journals import Scribe
-from trainer.task import TaskSettings, load_task
-from trainer.vector import initial
 
 PROGRAM = """
 from pathlib import Path
-from trainer.task import TaskSettings
-from trainer.tasks import digits
+from fedstream.trainer.task import TaskSettings
+from fedstream.trainer.tasks import digits
 Path({marker!r}).touch()
 task = digits(TaskSettings())
 """

@@ -15,11 +15,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from broker.client import Client, RedisSettings
-from broker.errors import BrokerError, FedstreamError
-from broker.keys import Keys
-from broker.ledger import Ledger
 from fedstream import doctor, redis_server
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import BrokerError, FedstreamError
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger import Ledger
 from fedstream.config import read
 from fedstream.redis_server import RedisServer, find_server, find_servers
 from tests.integration.command import is_alive

@@ -16,23 +16,23 @@ from typing import Any
 import numpy as np
 import pytest
 
-from broker.client import Client, RedisSettings
-from broker.errors import ConfigError, FedstreamError
-from broker.keys import Keys
-from broker.records import Run
-from coordinator.service import Coordinator, CoordinatorSettings
 from fedstream import cli, feed, replay
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.broker.keys import Keys
+from fedstream.broker.records import Run
 from fedstream.commands import looking
+from fedstream.coordinator.service import Coordinator, CoordinatorSettings
 from fedstream.feed import Feeder
-from runtime.tasks import LeaseSettings
+from fedstream.runtime.tasks import LeaseSettings
+from fedstream.trainer.task import TaskSettings, load_task
+from fedstream.trainer.vector import initial
+from fedstream.updater.journal import JournalSettings, Segment
+from fedstream.updater.service import Updater, UpdaterSettings
+from fedstream.updater.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings
 from tests.integration.command import BLOBS
 from tests.journals import LAYOUT, Scribe
 from tests.support import Hand, Proxy, context, layout_of, model_of, running, wait_until
-from trainer.task import TaskSettings, load_task
-from trainer.vector import initial
-from updater.journal import JournalSettings, Segment
-from updater.service import Updater, UpdaterSettings
-from updater.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings
 
 
 def fedstream(*arguments: object, monkeypatch: pytest.MonkeyPatch) -> int:

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 from matplotlib import rc_context
 
-from broker.layout import Model
 from fedstream import curves, report
+from fedstream.broker.layout import Model
 from fedstream.observer import History
 from tests.fedstream.views import CREATED, event, trigger, update, version, view
 
@@ -125,7 +125,7 @@ def test_the_model_is_one_that_torch_loads(tmp_path: Path) -> None:
     from safetensors.torch import load_file
     from torch import nn
 
-    from trainer import vector
+    from fedstream.trainer import vector
 
     class Tied(nn.Module):
         def __init__(self) -> None:

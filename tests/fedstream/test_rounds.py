@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.errors import ConfigError
-from broker.messages import Trigger
-from coordinator.rounds import Round, Rounds, verdict, wanted
-from coordinator.scheduling import HoldBack, Situation, plan
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.messages import Trigger
 from fedstream.config import Settings, read
+from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
+from fedstream.coordinator.scheduling import HoldBack, Situation, plan
+from fedstream.runtime.participation import Participation
 from fedstream.services import devices_of
 from fedstream.simulation import arrivals
 from fedstream.simulation.arrivals import Arrival, RoundOver
-from runtime.participation import Participation
-from trainer.devices import behaviour
-from trainer.digits import digits
-from trainer.task import Iid, TaskSettings
+from fedstream.trainer.devices import behaviour
+from fedstream.trainer.digits import digits
+from fedstream.trainer.task import Iid, TaskSettings
 
 FREE = HoldBack(max_queue=64, target_staleness=None, memory_budget=None)
 FEDAVG, AFA = ("strategy.name=fedavg",), ("strategy.name=afa-cd", "strategy.buffer_size=5")

@@ -16,20 +16,20 @@ import pytest
 import tomli_w
 from torch import nn
 
-from broker.client import RedisSettings
-from broker.errors import BrokerError, ConfigError, DataError, FedstreamError, Unavailable
-from broker.messages import Event
 from fedstream import own_redis, report
 from fedstream import run as local
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.errors import BrokerError, ConfigError, DataError, FedstreamError, Unavailable
+from fedstream.broker.messages import Event
 from fedstream.config import Settings, options, read
 from fedstream.display import Quiet
 from fedstream.recording import CONFIG
-from runtime.config import load
-from runtime.signals import Stop
+from fedstream.runtime.config import load
+from fedstream.runtime.signals import Stop
+from fedstream.updater.journal import JournalError, RoundClosed
 from tests.fedstream.views import event, view
 from tests.journals import Scribe
 from tests.support import Hand
-from updater.journal import JournalError, RoundClosed
 
 OWN = "unix://:secret@/tmp/fedstream-redis-0/redis.sock"  # as a run that is killed leaves it
 

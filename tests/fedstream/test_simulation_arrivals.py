@@ -7,7 +7,7 @@ from itertools import islice, pairwise
 
 import pytest
 
-from broker.errors import ConfigError
+from fedstream.broker.errors import ConfigError
 from fedstream.config import Settings, read
 from fedstream.simulation.arrivals import Arrival, Event, RoundOver, plan
 

@@ -17,8 +17,8 @@ import torch
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
-from broker.layout import Model
 from fedstream import simulate, simulation
+from fedstream.broker.layout import Model
 from fedstream.commands import looking, training
 from fedstream.config import read
 from fedstream.simulation import Outcome, VersionMade

@@ -20,20 +20,20 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from broker.client import Client
-from broker.errors import FedstreamError
-from broker.messages import OUTCOMES, Contribution, Dead, Event, Trigger, Version
-from coordinator.app import status
 from fedstream import dead, display, doctor, journal_pages, terminal, top
 from fedstream import status as page
+from fedstream.broker.client import Client
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.messages import OUTCOMES, Contribution, Dead, Event, Trigger, Version
+from fedstream.coordinator.app import status
 from fedstream.findings import Finding
 from fedstream.journal_bisect import Cause
 from fedstream.observer import History, Observer
-from runtime.visible import visible
+from fedstream.runtime.visible import visible
+from fedstream.updater.inspection import Verdict, opened
 from tests.fedstream.views import CREATED, event, version, view
 from tests.journals import Scribe
 from tests.support import Hand
-from updater.inspection import Verdict, opened
 
 ESCAPE = "\x1b[2J\x1b]0;owned\x07"
 OVERRIDE = "abc\u202egpj.exe"

@@ -13,15 +13,15 @@ from typing import Any
 
 import msgpack
 
-from broker.errors import FedstreamError
-from broker.layout import PAGE
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.layout import PAGE
+from fedstream.updater import inspection, shares
+from fedstream.updater.journal import name_of
+from fedstream.updater.journal.frames import FRAME_BYTES, file_page, filled, frame_of
+from fedstream.updater.journal.frames import packed as framed
+from fedstream.updater.rebuild import recovered
+from fedstream.updater.replay import Replayer
 from tests.fuzz.mutation import packed
-from updater import inspection, shares
-from updater.journal import name_of
-from updater.journal.frames import FRAME_BYTES, file_page, filled, frame_of
-from updater.journal.frames import packed as framed
-from updater.rebuild import recovered
-from updater.replay import Replayer
 
 GOLDEN = Path(__file__).parents[1] / "data" / "journals"
 _RIGHT = "as it is"

@@ -18,18 +18,18 @@ import tomli_w
 import xxhash
 from pydantic import ValidationError
 
-from broker import blobs
-from broker.client import Client, Command, RedisSettings
-from broker.errors import ConfigError
-from broker.layout import Layout, Model
-from broker.messages import Message, decode
+from fedstream.broker import blobs
+from fedstream.broker.client import Client, Command, RedisSettings
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.layout import Layout, Model
+from fedstream.broker.messages import Message, decode
 from fedstream.config import Settings
-from runtime.config import load
+from fedstream.runtime.config import load
+from fedstream.trainer import cifar, digits
+from fedstream.trainer.workspace import Workspace
 from tests.fuzz import journals
 from tests.fuzz.harness import Target
 from tests.support import layout_of, model_of
-from trainer import cifar, digits
-from trainer.workspace import Workspace
 
 MESSAGES = Path(__file__).parents[1] / "data" / "messages"
 SMALL = layout_of(parameters=5, buffers=2, integers=1)

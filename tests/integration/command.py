@@ -18,11 +18,11 @@ from typing import Any
 
 import psutil
 
-from broker.client import Client, RedisSettings
-from broker.errors import FedstreamError
-from broker.keys import Keys
-from broker.ledger import Ledger
-from broker.records import View
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.records import View
 
 SCRIPT = Path(sys.executable).with_name("fedstream")
 # Limits are against hanging alone: six processes that load torch beside others' work take minutes.

@@ -15,10 +15,10 @@ import pytest
 
 from fedstream.config import read
 from fedstream.simulation import Arrival, simulate
+from fedstream.updater.inspection import entries, model_at, opened
+from fedstream.updater.journal import Segment, Taken, cuts
+from fedstream.updater.rebuild import is_used, recovered
 from tests.integration.command import SCRIPT, TEST_GUARD_S, Command, adds_up, held
-from updater.inspection import entries, model_at, opened
-from updater.journal import Segment, Taken, cuts
-from updater.rebuild import is_used, recovered
 
 pytestmark = pytest.mark.timeout(TEST_GUARD_S)
 
@@ -34,8 +34,8 @@ RUNS = {  # each version is made of three updates
 }  # fmt: skip
 DIGITS = """
 from fedstream import Task
-from trainer.digits import digits
-from trainer.task import TaskSettings
+from fedstream.trainer.digits import digits
+from fedstream.trainer.task import TaskSettings
 
 class Digits(Task):
     _as = digits(TaskSettings())

@@ -19,8 +19,8 @@ import psutil
 import pytest
 
 from fedstream.__main__ import SERVICES
+from fedstream.runtime.signals import Stop
 from fedstream.services import ROLES
-from runtime.signals import Stop
 from tests.integration.command import GUARD_S, TEST_GUARD_S, is_alive, wait_until
 
 AT = Path(__file__).with_name("at_moment.py")
@@ -99,7 +99,7 @@ COMMANDS = {
     ("command", "about"),
     [
         ("run", "fedstream.cli"), ("run", "torch"), ("simulate", "typer"), ("simulate", "torch"),
-        ("replay", "fedstream.replay"), ("status", "broker.client"),
+        ("replay", "fedstream.replay"), ("status", "fedstream.broker.client"),
     ],
 )  # fmt: skip
 def test_a_command_that_is_interrupted_while_it_loads_leaves_nothing(
@@ -263,7 +263,7 @@ def test_whoever_does_not_listen_any_more_is_not_told() -> None:
 def test_a_second_signal_ends_a_command_that_swallowed_the_first() -> None:
     script = """
 import signal
-from runtime.signals import interrupt
+from fedstream.runtime.signals import interrupt
 
 interrupt()
 try:

@@ -12,8 +12,8 @@ import pytest
 import yaml
 
 from fedstream.config import Settings
+from fedstream.runtime.config import load
 from fedstream.services import ROLES
-from runtime.config import load
 from tests.k8s.policy.targets import K8S, ROOT
 
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())

@@ -13,9 +13,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 from fedstream.config import Settings
+from fedstream.runtime.config import load
 from fedstream.services import ROLES
 from requirements.lock import read
-from runtime.config import load
 from tests.k8s.policy.targets import K8S, ROOT
 
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())

@@ -15,9 +15,9 @@ from typing import Any
 import aiohttp
 import pytest
 
-from broker.client import Client
-from broker.keys import Keys
-from broker.settings import RedisSettings
+from fedstream.broker.client import Client
+from fedstream.broker.keys import Keys
+from fedstream.broker.settings import RedisSettings
 from tests.chaos.account import accounted
 from tests.chaos.checks import complaints
 from tests.chaos.history import gathered, replayed

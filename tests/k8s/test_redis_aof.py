@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from broker.client import Client
-from broker.errors import FedstreamError
-from broker.keys import Keys
-from broker.ledger import Ledger
-from broker.records import View
-from broker.settings import RedisSettings
+from fedstream.broker.client import Client
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.records import View
+from fedstream.broker.settings import RedisSettings
 from tests.k8s.cluster import Cluster
 from tests.k8s.cluster.image import Image
 from tests.k8s.policy.targets import kustomized

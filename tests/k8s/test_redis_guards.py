@@ -11,13 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from broker.client import Client
-from broker.keys import Keys
-from broker.ledger import Ledger
-from broker.outbox import Outbox
-from broker.settings import RedisSettings
-from coordinator.service import Coordinator, CoordinatorSettings
-from runtime.tasks import LeaseSettings
+from fedstream.broker.client import Client
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.outbox import Outbox
+from fedstream.broker.settings import RedisSettings
+from fedstream.coordinator.service import Coordinator, CoordinatorSettings
+from fedstream.runtime.tasks import LeaseSettings
 from tests.broker.servers import Redis, redis, redis_7, said, until
 from tests.k8s.policy.targets import K8S
 from tests.support import Hand, context, running, wait_until

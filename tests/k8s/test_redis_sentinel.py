@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from broker.client import Client
-from broker.errors import FedstreamError
-from broker.keys import Keys
-from broker.ledger import Ledger
-from broker.settings import RedisSettings, TlsSettings
+from fedstream.broker.client import Client
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.settings import RedisSettings, TlsSettings
 from tests.k8s.cluster import Cluster, Pod
 from tests.k8s.cluster.image import Image
 from tests.k8s.policy.targets import kustomized

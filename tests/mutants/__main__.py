@@ -152,9 +152,9 @@ def _copies(n: int) -> Iterator[SimpleQueue[Path]]:
         for number in range(n):
             tree = Path(folder) / f"tree-{number}"
             for name in names.splitlines():
-                if (ROOT / name).is_file():
+                if (ROOT / name).is_file() or (ROOT / name).is_symlink():
                     (tree / name).parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copyfile(ROOT / name, tree / name)
+                    shutil.copyfile(ROOT / name, tree / name, follow_symlinks=False)
             trees.put(tree)
         yield trees
 

@@ -133,8 +133,8 @@ if __name__ == "__main__":
 import subprocess
 import sys
 
-from broker.scripts import Script
-from broker.sums import add
+from fedstream.broker.scripts import Script
+from fedstream.broker.sums import add
 
 
 def test_here():
@@ -198,7 +198,7 @@ def test_who_kills_a_mutant_does_so_twice(tree: Path) -> None:
     (tree / "tests/test_sums.py").write_text("""
 from pathlib import Path
 
-from broker.sums import add
+from fedstream.broker.sums import add
 
 
 def test_that_fails_once():

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from aiohttp import web
 
-from runtime.http import HttpSettings
-from runtime.logging import LogSettings
-from runtime.service import Context, repeat, serve
+from fedstream.runtime.http import HttpSettings
+from fedstream.runtime.logging import LogSettings
+from fedstream.runtime.service import Context, repeat, serve
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

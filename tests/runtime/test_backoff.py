@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 
-from runtime.backoff import Backoff, pause
+from fedstream.runtime.backoff import Backoff, pause
 
 
 class Highest(random.Random):

@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import Field, model_validator
 
-from broker.errors import ConfigError
-from runtime.config import Section, dump, load
+from fedstream.broker.errors import ConfigError
+from fedstream.runtime.config import Section, dump, load
 
 
 class FedAsync(Section):

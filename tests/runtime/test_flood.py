@@ -7,8 +7,8 @@ import logging
 import pytest
 import structlog
 
-from runtime.flood import Flood
-from runtime.logging import LogSettings, configure
+from fedstream.runtime.flood import Flood
+from fedstream.runtime.logging import LogSettings, configure
 from tests.runtime.test_logging import lines, logging_restored
 
 __all__ = ["lines", "logging_restored"]

@@ -9,8 +9,8 @@ from aiohttp import ClientSession, web
 from prometheus_client import CollectorRegistry, Counter
 from pydantic import ValidationError
 
-from runtime.health import Health, routes
-from runtime.http import HttpSettings
+from fedstream.runtime.health import Health, routes
+from fedstream.runtime.http import HttpSettings
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator

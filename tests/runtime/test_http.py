@@ -14,9 +14,9 @@ from aiohttp import web
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from runtime.health import Health
-from runtime.health import routes as health_routes
-from runtime.http import HttpSettings, problem, serving
+from fedstream.runtime.health import Health
+from fedstream.runtime.health import routes as health_routes
+from fedstream.runtime.http import HttpSettings, problem, serving
 from tests.support import wait_until
 
 if TYPE_CHECKING:

@@ -8,12 +8,12 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from broker.client import Client
-from broker.errors import Fenced
-from broker.keys import Keys
-from broker.lease import Lease
-from runtime.leading import lead
-from runtime.service import Context
+from fedstream.broker.client import Client
+from fedstream.broker.errors import Fenced
+from fedstream.broker.keys import Keys
+from fedstream.broker.lease import Lease
+from fedstream.runtime.leading import lead
+from fedstream.runtime.service import Context
 from tests.support import context, counted, wait_until
 
 AN_HOUR_S = 3600.0  # of a lease: nobody waits for it to run out
@@ -49,7 +49,7 @@ async def leading(watched: Context, lease: Lease) -> AsyncIterator[asyncio.Task[
 async def test_who_leads_says_so_and_lets_the_next_one_in_when_it_leaves(
     client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.leading._PAUSE_S", 0.01)
+    monkeypatch.setattr("fedstream.runtime.leading._PAUSE_S", 0.01)
     first, second = context(), context()
     async with leading(second, lease_of(client, keys, "other")):
         await wait_until(lambda: says(second) == 1)
@@ -73,7 +73,7 @@ async def test_who_stops_while_it_waits_never_led(client: Client, keys: Keys) ->
 async def test_a_role_that_redis_forgot_is_taken_again_unless_another_was_quicker(
     client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("runtime.leading._PAUSE_S", 0.01)
+    monkeypatch.setattr("fedstream.runtime.leading._PAUSE_S", 0.01)
     watched, lease = context(), lease_of(client, keys, "one")
     async with leading(watched, lease) as task:
         await wait_until(lambda: says(watched) == 1)

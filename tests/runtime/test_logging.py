@@ -16,9 +16,9 @@ import structlog
 from prometheus_client import CollectorRegistry
 from pydantic import ValidationError
 
-from runtime.health import Health
-from runtime.logging import LogSettings, configure
-from runtime.service import Context
+from fedstream.runtime.health import Health
+from fedstream.runtime.logging import LogSettings, configure
+from fedstream.runtime.service import Context
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

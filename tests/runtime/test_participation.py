@@ -7,11 +7,11 @@ from collections.abc import Sequence
 
 import pytest
 
-from broker.errors import ConfigError
+from fedstream.broker.errors import ConfigError
 from fedstream.config import read
-from runtime.config import dump
-from runtime.participation import Participation, ParticipationGroup
-from runtime.steps import Epochs, FixedSteps, Length, UniformSteps
+from fedstream.runtime.config import dump
+from fedstream.runtime.participation import Participation, ParticipationGroup
+from fedstream.runtime.steps import Epochs, FixedSteps, Length, UniformSteps
 
 FIVE = FixedSteps(n=5)
 GROUPS = (

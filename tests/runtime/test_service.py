@@ -21,11 +21,11 @@ import structlog
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 
-from broker.errors import ConfigError, DataError, Fenced, OutOfMemory, Unavailable
-from runtime.health import Health
-from runtime.http import HttpSettings
-from runtime.logging import LogSettings
-from runtime.service import Context, _drained, repeat, serve
+from fedstream.broker.errors import ConfigError, DataError, Fenced, OutOfMemory, Unavailable
+from fedstream.runtime.health import Health
+from fedstream.runtime.http import HttpSettings
+from fedstream.runtime.logging import LogSettings
+from fedstream.runtime.service import Context, _drained, repeat, serve
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -124,7 +124,7 @@ async def test_a_loop_in_trouble_beats_in_time_and_ends_on_stop(
     async def step() -> None:
         raise Unavailable("redis is down")
 
-    monkeypatch.setattr("runtime.service.pause", pause)
+    monkeypatch.setattr("fedstream.runtime.service.pause", pause)
     await repeat(context, "claim", step, within_s=2.0)
     assert len(waits) == 100
     assert 0.5 < max(waits) <= 1.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from broker.client import RedisSettings
+from fedstream.broker.client import RedisSettings
 from tests.support import Clock
 
 
@@ -17,4 +17,4 @@ def redis(any_redis: RedisSettings) -> RedisSettings:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     """In place of the trainer's own."""
-    return Clock(monkeypatch, "trainer.service")
+    return Clock(monkeypatch, "fedstream.trainer.service")

@@ -11,19 +11,19 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from broker import blobs
-from broker.client import Client, RedisSettings
-from broker.errors import BlobMissing
-from broker.layout import Model
-from broker.messages import Presence, Upload, decode
-from runtime.backoff import pause
-from runtime.tasks import LeaseSettings
+from fedstream.broker import blobs
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import BlobMissing
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Presence, Upload, decode
+from fedstream.runtime.backoff import pause
+from fedstream.runtime.tasks import LeaseSettings
+from fedstream.trainer.devices import DeviceSettings
+from fedstream.trainer.service import Trainer, TrainerSettings
+from fedstream.trainer.solvers import Sgd, Trained, Work
+from fedstream.trainer.task import Task
+from fedstream.trainer.vector import layout_of
 from tests.support import Hand, Proxy, context, running, wait_until
-from trainer.devices import DeviceSettings
-from trainer.service import Trainer, TrainerSettings
-from trainer.solvers import Sgd, Trained, Work
-from trainer.task import Task
-from trainer.vector import layout_of
 
 
 class Adds(Task):
@@ -77,7 +77,7 @@ async def test_an_update_is_not_written_again_though_its_answer_is_said_again(
                 admitted.append(await hand.ledger.admit(entry, said, size_limit=1 << 20))
             return await pause(stop, seconds)
 
-        monkeypatch.setattr("trainer.service.pause", admits)
+        monkeypatch.setattr("fedstream.trainer.service.pause", admits)
         own = trainer(hand, proxy.settings, task)
         await hand.create()
         async with running(own, context()):
@@ -110,7 +110,7 @@ async def test_from_a_model_that_was_read_in_part_nobody_trains(
             missing.append(key)
             raise
 
-    monkeypatch.setattr("trainer.service.blobs.read", noted)
+    monkeypatch.setattr("fedstream.trainer.service.blobs.read", noted)
     own = trainer(hand, redis, task)
     await hand.create()
     async with running(own, context()):

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
-from broker.errors import ConfigError, DataError
-from runtime.config import Section, load
-from trainer.in_memory import Bytes, InMemory
-from trainer.task import Classes, Dirichlet, Iid, Natural, TaskSettings, load_task
-from trainer.tasks import BUILT_IN, digits, mnist
-from trainer.vector import initial
+from fedstream.broker.errors import ConfigError, DataError
+from fedstream.runtime.config import Section, load
+from fedstream.trainer.in_memory import Bytes, InMemory
+from fedstream.trainer.task import Classes, Dirichlet, Iid, Natural, TaskSettings, load_task
+from fedstream.trainer.tasks import BUILT_IN, digits, mnist
+from fedstream.trainer.vector import initial
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -138,8 +138,8 @@ def test_download_is_torchvisions_and_only_for_what_is_missing(
     def download(dataset: str, root: Path) -> None:
         asked.append((dataset, root))
 
-    monkeypatch.setattr("trainer.digits.download", download)
-    monkeypatch.setattr("trainer.cifar.download", download)
+    monkeypatch.setattr("fedstream.trainer.digits.download", download)
+    monkeypatch.setattr("fedstream.trainer.cifar.download", download)
     settings = TaskSettings(data_root=str(root), download=True)
     mnist(settings)
     assert asked == []

@@ -11,23 +11,23 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from broker.client import RedisSettings
-from broker.errors import ConfigError, DataError
-from broker.layout import Model
-from broker.messages import GiveUp, Upload
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.errors import ConfigError, DataError
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import GiveUp, Upload
 from fedstream.config import read
+from fedstream.runtime.config import dump
+from fedstream.runtime.tasks import LeaseSettings
 from fedstream.simulation import simulate
-from runtime.config import dump
-from runtime.tasks import LeaseSettings
+from fedstream.trainer.answer import as_sent
+from fedstream.trainer.choices import SolverGroup, Solvers
+from fedstream.trainer.compression import NoCompression
+from fedstream.trainer.devices import DeviceSettings
+from fedstream.trainer.service import Trainer, TrainerSettings
+from fedstream.trainer.solvers import Proximal, Scaffold, Sgd, SolverSettings, Trained, Work
+from fedstream.trainer.task import Task
+from fedstream.trainer.vector import layout_of
 from tests.support import Hand, context, running, wait_until
-from trainer.answer import as_sent
-from trainer.choices import SolverGroup, Solvers
-from trainer.compression import NoCompression
-from trainer.devices import DeviceSettings
-from trainer.service import Trainer, TrainerSettings
-from trainer.solvers import Proximal, Scaffold, Sgd, SolverSettings, Trained, Work
-from trainer.task import Task
-from trainer.vector import layout_of
 
 DEVICES = 6
 

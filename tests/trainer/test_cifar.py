@@ -13,19 +13,25 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from broker.errors import DataError
-from trainer import cifar
-from trainer.cifar import Crop, afl_network, cifar10_afl, cifar10_fedasync, fedasync_network
-from trainer.solvers import Sgd, Work
-from trainer.task import Classes, Dirichlet, Iid, TaskSettings
-from trainer.vector import initial, layout_of, load
+from fedstream.broker.errors import DataError
+from fedstream.trainer import cifar
+from fedstream.trainer.cifar import (
+    Crop,
+    afl_network,
+    cifar10_afl,
+    cifar10_fedasync,
+    fedasync_network,
+)
+from fedstream.trainer.solvers import Sgd, Work
+from fedstream.trainer.task import Classes, Dirichlet, Iid, TaskSettings
+from fedstream.trainer.vector import initial, layout_of, load
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-    from broker.layout import Model
-    from trainer.in_memory import Bytes, InMemory
+    from fedstream.broker.layout import Model
+    from fedstream.trainer.in_memory import Bytes, InMemory
 
 
 def images(count: int, seed: int) -> Bytes:
@@ -241,4 +247,4 @@ def test_no_name_of_python_is_handed_out() -> None:
     unpickler = cifar._Unpickler(io.BytesIO())
     for module, name in (("numpy", "dtype"), ("_codecs", "encode"), ("numpy", "ndarray")):
         given = unpickler.find_class(module, name)
-        assert given is None or getattr(given, "__module__", "") == "trainer.cifar"
+        assert given is None or getattr(given, "__module__", "") == "fedstream.trainer.cifar"

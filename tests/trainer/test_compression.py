@@ -12,23 +12,23 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from broker import blobs
-from broker.client import RedisSettings
-from broker.errors import ConfigError
-from broker.layout import Floats, Model
-from broker.messages import GiveUp, Upload
+from fedstream.broker import blobs
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.layout import Floats, Model
+from fedstream.broker.messages import GiveUp, Upload
 from fedstream.config import read
+from fedstream.runtime.tasks import LeaseSettings
 from fedstream.simulation import simulate
-from runtime.tasks import LeaseSettings
+from fedstream.trainer.answer import as_sent
+from fedstream.trainer.choices import SolverGroup
+from fedstream.trainer.compression import Bf16, Compression, NoCompression, TopK, compress
+from fedstream.trainer.devices import DeviceSettings
+from fedstream.trainer.service import Trainer, TrainerSettings
+from fedstream.trainer.solvers import Sgd, SolverSettings, Trained
+from fedstream.trainer.task import Task
+from fedstream.trainer.vector import layout_of
 from tests.support import Hand, context, running, wait_until
-from trainer.answer import as_sent
-from trainer.choices import SolverGroup
-from trainer.compression import Bf16, Compression, NoCompression, TopK, compress
-from trainer.devices import DeviceSettings
-from trainer.service import Trainer, TrainerSettings
-from trainer.solvers import Sgd, SolverSettings, Trained
-from trainer.task import Task
-from trainer.vector import layout_of
 
 
 def compressed(values: list[float], how: Compression) -> list[float]:

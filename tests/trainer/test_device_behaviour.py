@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from trainer.devices import (
+from fedstream.trainer.devices import (
     AlwaysAvailable,
     Availability,
     Behaviour,

@@ -14,16 +14,16 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from broker.client import RedisSettings
-from broker.messages import Withdraw
-from runtime.tasks import LeaseSettings
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.messages import Withdraw
+from fedstream.runtime.tasks import LeaseSettings
+from fedstream.trainer.devices import DeviceSettings
+from fedstream.trainer.hanging import returns
+from fedstream.trainer.service import Trainer, TrainerSettings
+from fedstream.trainer.solvers import Sgd, Trained, Work
+from fedstream.trainer.task import Task
+from fedstream.trainer.vector import layout_of
 from tests.support import Hand, context, counted, running, wait_until
-from trainer.devices import DeviceSettings
-from trainer.hanging import returns
-from trainer.service import Trainer, TrainerSettings
-from trainer.solvers import Sgd, Trained, Work
-from trainer.task import Task
-from trainer.vector import layout_of
 
 
 class Hangs(Task):
@@ -54,7 +54,7 @@ def task() -> Iterator[Hangs]:
 async def test_a_trainer_whose_training_hangs_is_told_and_ends(
     hand: Hand, redis: RedisSettings, task: Hangs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainer.hanging._LOOK_S", 0.01)
+    monkeypatch.setattr("fedstream.trainer.hanging._LOOK_S", 0.01)
     hand.layout = layout_of(task.model())
     trainer = Trainer(
         TrainerSettings(drain_s=0.1), Sgd(), DeviceSettings(), LeaseSettings(seconds=0.2),
@@ -81,7 +81,7 @@ async def test_a_trainer_whose_training_hangs_is_told_and_ends(
 async def test_training_that_comes_back_in_time_is_not_taken_for_one_that_hangs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("trainer.hanging._LOOK_S", 0.001)
+    monkeypatch.setattr("fedstream.trainer.hanging._LOOK_S", 0.001)
     training: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     told = iter([False, True, False, False, True])  # told, taken back, told again
 
@@ -104,9 +104,9 @@ def test_a_process_whose_thread_hangs_ends_all_the_same() -> None:
     program = """
 import asyncio, sys, threading
 from concurrent.futures import ThreadPoolExecutor
-from runtime.http import HttpSettings
-from runtime.logging import LogSettings
-from runtime.service import serve
+from fedstream.runtime.http import HttpSettings
+from fedstream.runtime.logging import LogSettings
+from fedstream.runtime.service import serve
 
 class Stuck:
     role = "trainer"

@@ -14,15 +14,21 @@ from structlog.testing import capture_logs
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from broker import blobs
-from broker.client import RedisSettings
-from broker.errors import ConfigError
-from broker.keys import TRAINERS
-from broker.layout import Floats, Model, vector_of
-from broker.messages import Event, GiveUp, Trigger, Upload
-from broker.records import Commit
-from broker.streams import Group
-from runtime.tasks import LeaseSettings
+from fedstream.broker import blobs
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.keys import TRAINERS
+from fedstream.broker.layout import Floats, Model, vector_of
+from fedstream.broker.messages import Event, GiveUp, Trigger, Upload
+from fedstream.broker.records import Commit
+from fedstream.broker.streams import Group
+from fedstream.runtime.tasks import LeaseSettings
+from fedstream.trainer.devices import DeviceSettings, OnOff
+from fedstream.trainer.service import Initiative, Trainer, TrainerSettings
+from fedstream.trainer.solvers import Scaffold, Sgd, SolverSettings, Work, solve
+from fedstream.trainer.task import Task
+from fedstream.trainer.vector import layout_of, load, read
+from fedstream.trainer.workspace import Workspace
 from tests.support import (
     Clock,
     Hand,
@@ -35,12 +41,6 @@ from tests.support import (
     running,
     wait_until,
 )
-from trainer.devices import DeviceSettings, OnOff
-from trainer.service import Initiative, Trainer, TrainerSettings
-from trainer.solvers import Scaffold, Sgd, SolverSettings, Work, solve
-from trainer.task import Task
-from trainer.vector import layout_of, load, read
-from trainer.workspace import Workspace
 
 H = 7
 HELD = 3  # the step in whose middle the task is interrupted
@@ -408,8 +408,8 @@ class Course:
 def course(monkeypatch: pytest.MonkeyPatch) -> Course:
     """In place of a drawn one."""
     course = Course()
-    monkeypatch.setattr("trainer.service.eligible", course)
-    monkeypatch.setattr("trainer.service._LOOK_S", 0.01)
+    monkeypatch.setattr("fedstream.trainer.service.eligible", course)
+    monkeypatch.setattr("fedstream.trainer.service._LOOK_S", 0.01)
     return course
 
 

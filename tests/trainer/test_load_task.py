@@ -17,16 +17,16 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from broker.errors import ConfigError, DataError
-from trainer import torchvision_ops
-from trainer.task import Task, TaskSettings, load_task
+from fedstream.broker.errors import ConfigError, DataError
+from fedstream.trainer import torchvision_ops
+from fedstream.trainer.task import Task, TaskSettings, load_task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 PROGRAM = """
 from torch import nn
-from trainer.task import Task
+from fedstream.trainer.task import Task
 
 class Mine(Task):
     devices = 4
@@ -128,7 +128,8 @@ def test_names_that_lead_nowhere(write: Callable[[str, str], Path], tmp_path: Pa
 def test_an_error_of_ours_in_the_users_program_stays_what_it_is(
     write: Callable[[str, str], Path],
 ) -> None:
-    text = "from broker.errors import DataError\ndef task(): raise DataError('no pictures')\n"
+    text = "from fedstream.broker.errors import DataError\n"
+    text += "def task(): raise DataError('no pictures')\n"
     with pytest.raises(DataError, match=r"^no pictures$"):
         load_task(f"{write('without_data.py', text)}:task", TaskSettings())
 
@@ -159,8 +160,9 @@ def test_default_metrics_cover_all_data_without_dropout() -> None:
 
 
 def test_settings_are_read_without_importing_torch() -> None:
-    modules = "trainer.task, trainer.solvers, trainer.devices, trainer.partitions"
-    code = f"import sys, {modules}; sys.exit('torch' in sys.modules)"
+    modules = ("task", "solvers", "devices", "partitions")
+    imports = "; ".join(f"import fedstream.trainer.{name}" for name in modules)
+    code = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 

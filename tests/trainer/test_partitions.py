@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.errors import DataError
-from trainer.partitions import Rows, by_classes, by_dirichlet, contiguous, iid
+from fedstream.broker.errors import DataError
+from fedstream.trainer.partitions import Rows, by_classes, by_dirichlet, contiguous, iid
 
 
 def labels_of(classes: int, each: int = 40) -> Rows:

@@ -10,22 +10,22 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from broker import blobs
-from broker.client import RedisSettings
-from broker.errors import ConfigError
-from broker.keys import Keys
-from broker.layout import Model
-from broker.messages import Upload
 from fedstream import Task, config
-from runtime.service import Service
-from runtime.tasks import LeaseSettings
+from fedstream.broker import blobs
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.keys import Keys
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Upload
+from fedstream.runtime.service import Service
+from fedstream.runtime.tasks import LeaseSettings
+from fedstream.trainer.devices import DeviceSettings
+from fedstream.trainer.evaluator import Evaluator, EvaluatorSettings
+from fedstream.trainer.placement import placed
+from fedstream.trainer.service import Trainer, TrainerSettings
+from fedstream.trainer.solvers import Sgd, Work, solve
+from fedstream.trainer.vector import layout_of, load, read
 from tests.support import Hand, context, model_of, running, wait_until
-from trainer.devices import DeviceSettings
-from trainer.evaluator import Evaluator, EvaluatorSettings
-from trainer.placement import placed
-from trainer.service import Trainer, TrainerSettings
-from trainer.solvers import Sgd, Work, solve
-from trainer.vector import layout_of, load, read
 
 Place = Literal["cpu", "cuda"]
 

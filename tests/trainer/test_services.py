@@ -14,26 +14,26 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from broker import blobs
-from broker.client import RedisSettings
-from broker.errors import FedstreamError, LayoutMismatch
-from broker.keys import TRAINERS
-from broker.layout import Model
-from broker.messages import Event, GiveUp, Presence, Trigger, Upload
-from broker.records import Commit
-from broker.streams import Group
-from runtime.participation import ParticipationGroup
-from runtime.steps import FixedSteps
-from runtime.tasks import LeaseSettings
+from fedstream.broker import blobs
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.errors import FedstreamError, LayoutMismatch
+from fedstream.broker.keys import TRAINERS
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Event, GiveUp, Presence, Trigger, Upload
+from fedstream.broker.records import Commit
+from fedstream.broker.streams import Group
+from fedstream.runtime.participation import ParticipationGroup
+from fedstream.runtime.steps import FixedSteps
+from fedstream.runtime.tasks import LeaseSettings
+from fedstream.trainer.answer import as_sent
+from fedstream.trainer.compression import NoCompression
+from fedstream.trainer.devices import DeviceSettings, FixedLatency
+from fedstream.trainer.evaluator import Evaluator, EvaluatorSettings
+from fedstream.trainer.service import Initiative, Trainer, TrainerSettings
+from fedstream.trainer.solvers import Cancelled, Sgd, Trained, Work
+from fedstream.trainer.task import Task
+from fedstream.trainer.vector import layout_of
 from tests.support import Clock, Hand, Pauses, Proxy, context, counted, running, wait_until
-from trainer.answer import as_sent
-from trainer.compression import NoCompression
-from trainer.devices import DeviceSettings, FixedLatency
-from trainer.evaluator import Evaluator, EvaluatorSettings
-from trainer.service import Initiative, Trainer, TrainerSettings
-from trainer.solvers import Cancelled, Sgd, Trained, Work
-from trainer.task import Task
-from trainer.vector import layout_of
 
 
 class Point(nn.Module):
@@ -87,7 +87,7 @@ Make = Callable[..., Trainer]
 def pauses(monkeypatch: pytest.MonkeyPatch) -> Pauses:
     """The trainer's, of a fiftieth of a second at most."""
     pauses = Pauses(0.02)
-    monkeypatch.setattr("trainer.service.pause", pauses)
+    monkeypatch.setattr("fedstream.trainer.service.pause", pauses)
     return pauses
 
 

@@ -9,12 +9,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.errors import DataError
-from trainer import shakespeare as module
-from trainer.shakespeare import SYMBOLS, CharacterModel, Role, chosen, roles_in, shakespeare
-from trainer.solvers import Sgd, Work
-from trainer.task import Classes, Dirichlet, Iid, TaskSettings
-from trainer.vector import initial, load
+from fedstream.broker.errors import DataError
+from fedstream.trainer import shakespeare as module
+from fedstream.trainer.shakespeare import (
+    SYMBOLS,
+    CharacterModel,
+    Role,
+    chosen,
+    roles_in,
+    shakespeare,
+)
+from fedstream.trainer.solvers import Sgd, Work
+from fedstream.trainer.task import Classes, Dirichlet, Iid, TaskSettings
+from fedstream.trainer.vector import initial, load
 
 if TYPE_CHECKING:
     from pathlib import Path

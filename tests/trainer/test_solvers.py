@@ -16,9 +16,9 @@ from pydantic import TypeAdapter, ValidationError
 from torch import Tensor, nn
 from torch.utils.data import Dataset, TensorDataset
 
-from broker.errors import ConfigError, DataError, LayoutMismatch
-from broker.layout import Model
-from trainer.solvers import (
+from fedstream.broker.errors import ConfigError, DataError, LayoutMismatch
+from fedstream.broker.layout import Model
+from fedstream.trainer.solvers import (
     Cancelled,
     Proximal,
     Scaffold,
@@ -29,8 +29,8 @@ from trainer.solvers import (
     gather,
     solve,
 )
-from trainer.task import Task
-from trainer.vector import initial, layout_of, load, read
+from fedstream.trainer.task import Task
+from fedstream.trainer.vector import initial, layout_of, load, read
 
 DATA = Path(__file__).parents[1] / "data"
 ANSWERS = json.loads((DATA / "known_answers_local.json").read_text())
@@ -287,7 +287,7 @@ class Clock(Quadratic):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.now = 100.0
-        monkeypatch.setattr("trainer.solvers.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("fedstream.trainer.solvers.time.monotonic", lambda: self.now)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self.now += 2.0

@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from broker.errors import LayoutMismatch
-from broker.layout import Model
-from trainer.task import Task
-from trainer.vector import initial, layout_of, load, read, to_delta
+from fedstream.broker.errors import LayoutMismatch
+from fedstream.broker.layout import Model
+from fedstream.trainer.task import Task
+from fedstream.trainer.vector import initial, layout_of, load, read, to_delta
 
 
 class Mixed(nn.Module):

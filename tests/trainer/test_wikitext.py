@@ -11,11 +11,11 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
-from broker.errors import DataError
-from trainer.solvers import Sgd, Work
-from trainer.task import Classes, Dirichlet, Iid, Natural, TaskSettings
-from trainer.vector import initial, load
-from trainer.wikitext import WordModel, wikitext2
+from fedstream.broker.errors import DataError
+from fedstream.trainer.solvers import Sgd, Work
+from fedstream.trainer.task import Classes, Dirichlet, Iid, Natural, TaskSettings
+from fedstream.trainer.vector import initial, load
+from fedstream.trainer.wikitext import WordModel, wikitext2
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,12 +18,12 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from broker.errors import BadMessage, ConfigError, LayoutMismatch
-from broker.layout import Model
-from trainer.solvers import Cancelled, Proximal, Scaffold, Sgd, Trained, Work
-from trainer.task import Task
-from trainer.vector import initial, layout_of, load, read
-from trainer.workspace import Workspace
+from fedstream.broker.errors import BadMessage, ConfigError, LayoutMismatch
+from fedstream.broker.layout import Model
+from fedstream.trainer.solvers import Cancelled, Proximal, Scaffold, Sgd, Trained, Work
+from fedstream.trainer.task import Task
+from fedstream.trainer.vector import initial, layout_of, load, read
+from fedstream.trainer.workspace import Workspace
 
 STEPS = 7
 

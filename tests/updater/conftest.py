@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from broker.client import RedisSettings
-from broker.keys import Keys
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.keys import Keys
+from fedstream.updater.journal import JournalSettings
+from fedstream.updater.service import Updater, UpdaterSettings
+from fedstream.updater.strategies import FedAsyncSettings, FedAvgSettings
 from tests.support import Hand, model_of
 from tests.updater.journalled import HALF
-from updater.journal import JournalSettings
-from updater.service import Updater, UpdaterSettings
-from updater.strategies import FedAsyncSettings, FedAvgSettings
 
 JOURNAL = set(JournalSettings.model_fields) - set(UpdaterSettings.model_fields)
 

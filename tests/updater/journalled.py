@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from broker.client import Client, Command
-from broker.errors import NoRun
-from broker.messages import Upload
+from fedstream.broker.client import Client, Command
+from fedstream.broker.errors import NoRun
+from fedstream.broker.messages import Upload
+from fedstream.updater.journal import RoundClosed, Taken, segments
+from fedstream.updater.rules import Constant
+from fedstream.updater.service import Updater
+from fedstream.updater.strategies import FedAsyncSettings
 from tests.support import Hand, context, running
-from updater.journal import RoundClosed, Taken, segments
-from updater.rules import Constant
-from updater.service import Updater
-from updater.strategies import FedAsyncSettings
 
 HALF = FedAsyncSettings(alpha=0.5, staleness=Constant())
 

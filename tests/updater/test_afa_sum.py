@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from broker.layout import Model
+from fedstream.broker.layout import Model
+from fedstream.updater.strategies import AfaCsSettings, State, Update
 from tests.support import layout_of, model_of
-from updater.strategies import AfaCsSettings, State, Update
 
 LAYOUT = layout_of(64)
 DEVICES = 10

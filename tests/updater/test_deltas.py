@@ -9,14 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from broker.client import Client
-from broker.keys import Keys
-from broker.messages import Upload
-from tests.support import Hand, context, counted, layout_of, running, wait_until
-from tests.updater.journalled import held, reasons
-from updater import refusals
-from updater.refusals import LARGEST_DELTA
-from updater.strategies import (
+from fedstream.broker.client import Client
+from fedstream.broker.keys import Keys
+from fedstream.broker.messages import Upload
+from fedstream.updater import refusals
+from fedstream.updater.refusals import LARGEST_DELTA
+from fedstream.updater.strategies import (
     AfaCdSettings,
     AfaCsSettings,
     FedAsyncSettings,
@@ -24,6 +22,8 @@ from updater.strategies import (
     Rule,
     ScaffoldSettings,
 )
+from tests.support import Hand, context, counted, layout_of, running, wait_until
+from tests.updater.journalled import held, reasons
 
 FEDBUFF = FedBuffSettings(buffer_size=1)
 AFA_CD = AfaCdSettings(buffer_size=1, server_lr=0.5)

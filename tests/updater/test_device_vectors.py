@@ -15,18 +15,15 @@ import numpy as np
 import pytest
 from safetensors import safe_open
 
-from broker import blobs
-from broker.client import Client, RedisSettings
-from broker.errors import BlobDamaged, ConfigError, Fenced
-from broker.layout import Floats, Layout, Model, vector_of
-from broker.ledger import _SCRIPTS
-from broker.messages import Upload
-from tests.journals import Scribe
-from tests.support import Hand, Proxy, context, layout_of, model_of, running, wait_until
-from tests.updater.journalled import fails, held, reasons, records
-from trainer.task import TaskSettings, load_task
-from trainer.vector import initial
-from updater.journal import (
+from fedstream.broker import blobs
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import BlobDamaged, ConfigError, Fenced
+from fedstream.broker.layout import Floats, Layout, Model, vector_of
+from fedstream.broker.ledger import _SCRIPTS
+from fedstream.broker.messages import Upload
+from fedstream.trainer.task import TaskSettings, load_task
+from fedstream.trainer.vector import initial
+from fedstream.updater.journal import (
     VECTORS,
     JournalDamaged,
     JournalError,
@@ -38,11 +35,11 @@ from updater.journal import (
     Writer,
     segments,
 )
-from updater.progress import Progress, take
-from updater.rebuild import NotRecorded, recovered, standing_of
-from updater.recorder import Recorder
-from updater.replay import Replayer
-from updater.strategies import (
+from fedstream.updater.progress import Progress, take
+from fedstream.updater.rebuild import NotRecorded, recovered, standing_of
+from fedstream.updater.recorder import Recorder
+from fedstream.updater.replay import Replayer
+from fedstream.updater.strategies import (
     AfaCdSettings,
     AfaCsSettings,
     DeviceVectors,
@@ -53,6 +50,9 @@ from updater.strategies import (
     ScaffoldSettings,
     State,
 )
+from tests.journals import Scribe
+from tests.support import Hand, Proxy, context, layout_of, model_of, running, wait_until
+from tests.updater.journalled import fails, held, reasons, records
 
 M = 10
 AFA_CS = AfaCsSettings(buffer_size=2, server_lr=0.5)
@@ -691,7 +691,7 @@ def test_a_release_that_does_not_know_of_vectors_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two(folder, AFA_CS)
-    monkeypatch.setattr("updater.journal.reading.KNOWN", set())
+    monkeypatch.setattr("fedstream.updater.journal.reading.KNOWN", set())
     with pytest.raises(JournalError, match=r"needs 'device vectors', .* read it with a newer one"):
         segments(folder)
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from broker.client import Client
-from broker.records import End
+from fedstream.broker.client import Client
+from fedstream.broker.records import End
+from fedstream.updater.ended import NAME, Ended
+from fedstream.updater.journal import JournalError, JournalFull, Taken, segments
+from fedstream.updater.strategies import FedAvgSettings
 from tests.journals import Scribe
 from tests.support import Hand, context, running, wait_until
 from tests.updater.journalled import backed_up, go_back, held, records
-from updater.ended import NAME, Ended
-from updater.journal import JournalError, JournalFull, Taken, segments
-from updater.strategies import FedAvgSettings
 
 
 def end(n: int, version: int | None = None) -> End:
@@ -47,7 +47,7 @@ def test_it_knows_what_was_added_before_and_after_it_is_written(index: Ended) ->
 
 
 def test_what_waits_in_memory_is_bounded(index: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("updater.ended._WAITING", 4)
+    monkeypatch.setattr("fedstream.updater.ended._WAITING", 4)
     for n in range(10):
         index.add(end(n))
     assert len(index._waiting) == 2
@@ -233,8 +233,8 @@ async def test_a_redis_that_is_older_than_what_is_remembered_brings_no_second_re
     make: Any, hand: Hand, client: Client, folder: Path, restarted: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("updater.course._REMEMBERED", 2)
-    monkeypatch.setattr("updater.service.BLOCK_MS", 20)
+    monkeypatch.setattr("fedstream.updater.course._REMEMBERED", 2)
+    monkeypatch.setattr("fedstream.updater.service.BLOCK_MS", 20)
     async with running(make(segment_versions=3, lease_s=0.5), context()):
         await hand.join()
         tasks = await hand.open(8)
@@ -272,7 +272,7 @@ async def test_a_buffered_update_is_no_second_one_at_its_own_version(
     make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its end carries its tau: no version was made by it."""
-    monkeypatch.setattr("updater.course._REMEMBERED", 1)
+    monkeypatch.setattr("fedstream.updater.course._REMEMBERED", 1)
     async with running(make(FedAvgSettings(clients_per_round=9)), context()):
         await hand.join()
         first = await hand.admitted(1.0)

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from broker.client import Client
-from broker.custody import ended_unlike
-from broker.keys import TRAINERS
-from broker.messages import CloseRound, Trigger, Upload, Withdraw
-from broker.records import LOST, End
 from fedstream import dead
+from fedstream.broker.client import Client
+from fedstream.broker.custody import ended_unlike
+from fedstream.broker.keys import TRAINERS
+from fedstream.broker.messages import CloseRound, Trigger, Upload, Withdraw
+from fedstream.broker.records import LOST, End
 from tests.support import Hand, context, running, wait_until
 from tests.updater.journalled import backed_up, go_back
 
@@ -97,7 +97,7 @@ async def test_one_that_ends_while_the_updater_repairs_is_taken_back(
         await _withdrawn(hand, trigger, upload)
         return found
 
-    monkeypatch.setattr("broker.ledger.ended_unlike", overtaken)
+    monkeypatch.setattr("fedstream.broker.ledger.ended_unlike", overtaken)
     async with running(make(), context()):
         await hand.reaches(1)
         await _is_applied_alone(hand, trigger)

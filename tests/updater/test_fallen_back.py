@@ -8,21 +8,21 @@ from typing import Any, Literal
 
 import pytest
 
-from broker.client import Client, RedisSettings
-from broker.custody import ended_unlike
-from broker.messages import CloseRound, Trigger, Upload, Withdraw
-from broker.records import LOST, End
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.custody import ended_unlike
+from fedstream.broker.messages import CloseRound, Trigger, Upload, Withdraw
+from fedstream.broker.records import LOST, End
+from fedstream.updater.strategies import FedAvgSettings
 from tests.support import Hand, Proxy, context, running, wait_until
 from tests.updater.journalled import backed_up, go_back, held, reasons, records
 from tests.updater.test_faults import COMMIT, CREATE, Disk, makes_more
-from updater.strategies import FedAvgSettings
 
 ROUNDS = FedAvgSettings(clients_per_round=9)
 
 
 def idle_after(monkeypatch: pytest.MonkeyPatch, milliseconds: int) -> None:
     """The updater is idle when the queue was empty for so long."""
-    monkeypatch.setattr("updater.service.BLOCK_MS", milliseconds)
+    monkeypatch.setattr("fedstream.updater.service.BLOCK_MS", milliseconds)
 
 
 Why = Literal["timed out", "deadline passed"]
@@ -284,7 +284,7 @@ async def test_redis_falls_back_once_more_while_the_updater_repairs(
             await go_back(client, backups.pop())
         return found
 
-    monkeypatch.setattr("broker.ledger.ended_unlike", overtaken)
+    monkeypatch.setattr("fedstream.broker.ledger.ended_unlike", overtaken)
     idle_after(monkeypatch, 20)
     async with running(make(ROUNDS), context()):
         await hand.join()

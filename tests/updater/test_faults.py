@@ -13,14 +13,29 @@ from typing import Any
 
 import pytest
 
-from broker import blobs
-from broker.client import Client, RedisSettings
-from broker.errors import ConfigError
-from broker.layout import PAGE, Model
-from broker.ledger import _SCRIPTS
-from broker.messages import CloseRound, Upload
-from broker.records import End as Ended
-from broker.records import Head, Run
+from fedstream.broker import blobs
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.layout import PAGE, Model
+from fedstream.broker.ledger import _SCRIPTS
+from fedstream.broker.messages import CloseRound, Upload
+from fedstream.broker.records import End as Ended
+from fedstream.broker.records import Head, Run
+from fedstream.updater.changes import Change
+from fedstream.updater.journal import (
+    JournalDamaged,
+    JournalError,
+    RoundClosed,
+    Segment,
+    Taken,
+    Tear,
+    segments,
+)
+from fedstream.updater.journal.frames import BEGINNING, packed
+from fedstream.updater.progress import Progress
+from fedstream.updater.rebuild import recovered
+from fedstream.updater.recovery import Recovery
+from fedstream.updater.strategies import FedAvgSettings
 from tests.journals import Scribe
 from tests.support import (
     Hand,
@@ -43,21 +58,6 @@ from tests.updater.journalled import (
     reasons,
     records,
 )
-from updater.changes import Change
-from updater.journal import (
-    JournalDamaged,
-    JournalError,
-    RoundClosed,
-    Segment,
-    Taken,
-    Tear,
-    segments,
-)
-from updater.journal.frames import BEGINNING, packed
-from updater.progress import Progress
-from updater.rebuild import recovered
-from updater.recovery import Recovery
-from updater.strategies import FedAvgSettings
 
 LATE = {"sync": "interval", "sync_s": 3600.0}  # what is done stays in the queue until it is idle
 COMMIT = _SCRIPTS["commit"]._sha.encode()
@@ -70,7 +70,7 @@ def idle_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets for how many milliseconds the queue is empty before the updater is idle: 20."""
 
     def idle_after(milliseconds: int) -> None:
-        monkeypatch.setattr("updater.service.BLOCK_MS", milliseconds)
+        monkeypatch.setattr("fedstream.updater.service.BLOCK_MS", milliseconds)
 
     idle_after(20)
     return idle_after
@@ -535,7 +535,7 @@ async def test_two_updates_of_one_task_are_applied_once_though_they_are_read_tog
 async def test_what_is_remembered_stays_bounded_over_restarts(
     make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("updater.course._REMEMBERED", 2)
+    monkeypatch.setattr("fedstream.updater.course._REMEMBERED", 2)
     for _ in range(3):
         updater = make()
         await makes(hand, updater, 1.0, 1.0, 1.0)
@@ -732,7 +732,7 @@ async def test_what_the_journal_has_has_no_second_record_after_adopting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Whether it was in memory or in the index."""
-    monkeypatch.setattr("updater.course._REMEMBERED", remembered)
+    monkeypatch.setattr("fedstream.updater.course._REMEMBERED", remembered)
     async with running(make(), context()):
         uploads = await makes_more(hand, 4.0, 4.0, 4.0)
     end.begins()
@@ -970,7 +970,7 @@ def test_a_message_that_nobody_could_read_again_is_not_written(
 ) -> None:
     scribe = Scribe(tmp_path)
     size = scribe.writer.size
-    monkeypatch.setattr("updater.journal.writing.MOST", 500)
+    monkeypatch.setattr("fedstream.updater.journal.writing.MOST", 500)
     with pytest.raises(JournalError, match=r"a message of \d+ bytes, at most 500"):
         scribe.refuse(reason="x" * 500)
     scribe.close()

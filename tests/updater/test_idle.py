@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from broker.client import Client
+from fedstream.broker.client import Client
 from tests.support import Hand, at_rest, context, layout_of, running, wait_until
 from tests.updater.journalled import forget_newest
 from tests.updater.test_faults import Disk, makes_more
@@ -16,7 +16,7 @@ from tests.updater.test_faults import Disk, makes_more
 @pytest.fixture(autouse=True)
 def soon_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """The updater is idle when the queue was empty for 20 ms."""
-    monkeypatch.setattr("updater.service.BLOCK_MS", 20)
+    monkeypatch.setattr("fedstream.updater.service.BLOCK_MS", 20)
 
 
 async def test_older_models_make_room_though_nothing_is_to_be_written(

@@ -14,11 +14,9 @@ from typing import Any
 import msgpack
 import pytest
 
-from broker.layout import PAGE
-from tests.journals import Scribe
-from tests.support import layout_of
-from updater.inspection import verify
-from updater.journal import (
+from fedstream.broker.layout import PAGE
+from fedstream.updater.inspection import verify
+from fedstream.updater.journal import (
     Claim,
     JournalDamaged,
     JournalError,
@@ -30,10 +28,12 @@ from updater.journal import (
     cuts,
     segments,
 )
-from updater.journal.frames import FRAME_BYTES, file_parts, frame_of, packed
-from updater.rebuild import recovered
-from updater.replay import Replayer
-from updater.strategies import AfaCsSettings
+from fedstream.updater.journal.frames import FRAME_BYTES, file_parts, frame_of, packed
+from fedstream.updater.rebuild import recovered
+from fedstream.updater.replay import Replayer
+from fedstream.updater.strategies import AfaCsSettings
+from tests.journals import Scribe
+from tests.support import layout_of
 
 
 def written(folder: Path, updates: int = 6, **options: Any) -> Path:

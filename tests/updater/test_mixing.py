@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker.layout import Floats, Model
+from fedstream.broker.layout import Floats, Model
+from fedstream.updater.mixing import BLOCK, mix, norm
 from tests.support import layout_of
-from updater.mixing import BLOCK, mix, norm
 
 sizes = st.sampled_from(
     [0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 3]

@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from fedstream.journal_pages import verdict
+from fedstream.updater.inspection import verify
+from fedstream.updater.journal import segments
+from fedstream.updater.rebuild import Diverged, recovered
+from fedstream.updater.replay import Replayer
+from fedstream.updater.rules import Exponential, Polynomial
+from fedstream.updater.strategies import FedAsyncSettings, FedBuffSettings, Rule
 from tests.journals import Scribe
-from updater.inspection import verify
-from updater.journal import segments
-from updater.rebuild import Diverged, recovered
-from updater.replay import Replayer
-from updater.rules import Exponential, Polynomial
-from updater.strategies import FedAsyncSettings, FedBuffSettings, Rule
 
 RULES: tuple[Rule, ...] = (
     FedAsyncSettings(staleness=Exponential(a=0.3)),
@@ -70,7 +70,7 @@ def test_what_is_mixed_with_is_the_recorded_weight(
     written: Callable[..., dict[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where another float32 comes of it, as a bit of a float64 does at the right place."""
-    monkeypatch.setattr("updater.rebuild._WEIGHTS", 1e-3)
+    monkeypatch.setattr("fedstream.updater.rebuild._WEIGHTS", 1e-3)
     digests = written(RULES[0], a_hair_more)
     [segment] = segments(tmp_path)
     assert recovered(segment).digest == digests[8]

@@ -13,13 +13,10 @@ from typing import Any
 
 import pytest
 
-from broker.errors import Fenced
-from broker.layout import PAGE, Model
-from broker.messages import Upload
-from tests.journals import Scribe
-from tests.support import Hand, context, layout_of, model_of, running, wait_until
-from tests.updater.journalled import records
-from updater.journal import (
+from fedstream.broker.errors import Fenced
+from fedstream.broker.layout import PAGE, Model
+from fedstream.broker.messages import Upload
+from fedstream.updater.journal import (
     Claim,
     JournalError,
     JournalFull,
@@ -28,10 +25,13 @@ from updater.journal import (
     SegmentHead,
     Taken,
 )
-from updater.progress import Progress
-from updater.rebuild import standing_of
-from updater.recorder import Recorder
-from updater.strategies import FedAsyncSettings, State
+from fedstream.updater.progress import Progress
+from fedstream.updater.rebuild import standing_of
+from fedstream.updater.recorder import Recorder
+from fedstream.updater.strategies import FedAsyncSettings, State
+from tests.journals import Scribe
+from tests.support import Hand, context, layout_of, model_of, running, wait_until
+from tests.updater.journalled import records
 
 FIRST = "00000001-000000.journal"
 LAYOUT = layout_of(PAGE)  # a payload of four pages

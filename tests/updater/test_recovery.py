@@ -13,15 +13,13 @@ from typing import Any
 
 import pytest
 
-from broker.client import Client, RedisSettings
-from broker.errors import ConfigError, Fenced
-from broker.layout import Model
-from broker.ledger import _SCRIPTS
-from broker.messages import CloseRound
-from tests.support import Hand, Proxy, context, counted, running, wait_until
-from tests.updater.journalled import backed_up, fails, go_back, held, makes, reasons, records
-from updater.ended import NAME
-from updater.journal import (
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import ConfigError, Fenced
+from fedstream.broker.layout import Model
+from fedstream.broker.ledger import _SCRIPTS
+from fedstream.broker.messages import CloseRound
+from fedstream.updater.ended import NAME
+from fedstream.updater.journal import (
     JournalError,
     JournalSettings,
     Segment,
@@ -30,9 +28,11 @@ from updater.journal import (
     segments,
     writing,
 )
-from updater.rebuild import recovered
-from updater.recorder import Recorder
-from updater.strategies import FedAvgSettings
+from fedstream.updater.rebuild import recovered
+from fedstream.updater.recorder import Recorder
+from fedstream.updater.strategies import FedAvgSettings
+from tests.support import Hand, Proxy, context, counted, running, wait_until
+from tests.updater.journalled import backed_up, fails, go_back, held, makes, reasons, records
 
 
 @contextmanager
@@ -177,7 +177,7 @@ async def test_the_queue_makes_again_what_the_journal_lost(
     make: Any, hand: Hand, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = {"sync": "interval", "sync_s": 3600.0}
-    monkeypatch.setattr("updater.service.BLOCK_MS", 3_600_000)  # it is never idle
+    monkeypatch.setattr("fedstream.updater.service.BLOCK_MS", 3_600_000)  # it is never idle
     async with running(make(**late), context()):
         await hand.join()
         await hand.admitted(4.0)
@@ -190,7 +190,7 @@ async def test_the_queue_makes_again_what_the_journal_lost(
         assert (await hand.ledger.look()).head.retained == 4
     shutil.rmtree(folder)
     shutil.move(tmp_path / "copy", folder)
-    monkeypatch.setattr("updater.service.BLOCK_MS", 20)
+    monkeypatch.setattr("fedstream.updater.service.BLOCK_MS", 20)
     told = await hand.published()
     async with running(make(**late), context()) as updater:
         await wait_until(lambda: len(records(folder)) == 4)
@@ -247,7 +247,7 @@ async def test_a_task_older_than_the_journal_is_refused(
     make: Any, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it was applied before, in a segment that is gone, nobody could say."""
-    monkeypatch.setattr("updater.course._REMEMBERED", 1)
+    monkeypatch.setattr("fedstream.updater.course._REMEMBERED", 1)
     async with running(make(segment_versions=1, keep_segments=1), context()):
         await hand.join()
         for number in range(1, 8):

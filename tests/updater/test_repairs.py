@@ -8,16 +8,16 @@ from typing import Any
 import pytest
 import structlog
 
-from broker import blobs
-from broker.client import Client
-from broker.keys import Keys
+from fedstream.broker import blobs
+from fedstream.broker.client import Client
+from fedstream.broker.keys import Keys
 from tests.support import Hand, context, counted, layout_of, running, wait_until
 
 
 @pytest.fixture(autouse=True)
 def often_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks around whenever nothing has come for so long."""
-    monkeypatch.setattr("updater.service.BLOCK_MS", 20)
+    monkeypatch.setattr("fedstream.updater.service.BLOCK_MS", 20)
 
 
 async def _delete(client: Client, key: str) -> None:

@@ -19,10 +19,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from broker.layout import PAGE, Model
-from tests.journals import GOLDEN, LAYOUT, Scribe
-from tests.support import layout_of
-from updater.journal import (
+from fedstream.broker.layout import PAGE, Model
+from fedstream.updater.journal import (
     JournalDamaged,
     JournalError,
     Place,
@@ -32,9 +30,11 @@ from updater.journal import (
     Tear,
     reading,
 )
-from updater.rebuild import Diverged, NotRecorded
-from updater.replay import Moment, Replayer
-from updater.strategies import FedAsyncSettings, FedAvgSettings
+from fedstream.updater.rebuild import Diverged, NotRecorded
+from fedstream.updater.replay import Moment, Replayer
+from fedstream.updater.strategies import FedAsyncSettings, FedAvgSettings
+from tests.journals import GOLDEN, LAYOUT, Scribe
+from tests.support import layout_of
 
 FEDAVG = FedAvgSettings(clients_per_round=3, weighting="samples")
 LARGE = layout_of(1_100_000, integers=2)  # larger than what is read at once

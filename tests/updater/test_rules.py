@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from updater.rules import (
+from fedstream.updater.rules import (
     Constant,
     ConstantAlpha,
     Exponential,

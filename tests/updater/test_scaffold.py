@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
-from broker.layout import Model
-from trainer.solvers import Scaffold, Work
-from trainer.task import Task
-from trainer.vector import initial, load, read, to_delta
-from updater.strategies import ScaffoldSettings, State, Update
+from fedstream.broker.layout import Model
+from fedstream.trainer.solvers import Scaffold, Work
+from fedstream.trainer.task import Task
+from fedstream.trainer.vector import initial, load, read, to_delta
+from fedstream.updater.strategies import ScaffoldSettings, State, Update
 
 KNOWN = json.loads((Path(__file__).parents[1] / "data" / "known_answers_scaffold.json").read_text())
 

@@ -11,12 +11,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from broker.client import Client, RedisSettings
-from broker.errors import BlobMissing, ConfigError, Fenced
-from broker.keys import Keys
-from broker.layout import Model
-from broker.ledger import _SCRIPTS
-from broker.messages import CloseRound, RoundEnd, Upload
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import BlobMissing, ConfigError, Fenced
+from fedstream.broker.keys import Keys
+from fedstream.broker.layout import Model
+from fedstream.broker.ledger import _SCRIPTS
+from fedstream.broker.messages import CloseRound, RoundEnd, Upload
+from fedstream.updater.decider import LARGE
+from fedstream.updater.intake import BATCH
+from fedstream.updater.rules import Constant, Polynomial
+from fedstream.updater.strategies import FedAsyncSettings, FedAvgSettings, State, Update
 from tests.support import (
     Hand,
     Proxy,
@@ -29,10 +33,6 @@ from tests.support import (
     wait_until,
 )
 from tests.updater.journalled import HALF, backed_up, fails, go_back
-from updater.decider import LARGE
-from updater.intake import BATCH
-from updater.rules import Constant, Polynomial
-from updater.strategies import FedAsyncSettings, FedAvgSettings, State, Update
 
 
 async def refused(hand: Hand, reason: str, n: int = 1) -> None:
@@ -652,7 +652,7 @@ async def test_told_to_stop_it_returns_and_lets_the_next_one_in(
 async def test_it_is_alive_however_long_version_0_takes(
     make: Any, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("updater.recovery._BEAT_S", 0.01)
+    monkeypatch.setattr("fedstream.updater.recovery._BEAT_S", 0.01)
     ready, watched, beats = threading.Event(), context(), list[str]()
     monkeypatch.setattr(watched.health, "beat", beats.append)
     updater = make()

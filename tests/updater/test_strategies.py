@@ -18,11 +18,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from broker.errors import FedstreamError
-from broker.layout import Layout, Model
-from tests.support import layout_of, model_of
-from updater.rules import Hinge, Polynomial
-from updater.strategies import (
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.layout import Layout, Model
+from fedstream.updater.rules import Hinge, Polynomial
+from fedstream.updater.strategies import (
     AfaCdSettings,
     AfaCsSettings,
     DeviceVectors,
@@ -36,6 +35,7 @@ from updater.strategies import (
     StrategySettings,
     Update,
 )
+from tests.support import layout_of, model_of
 
 KNOWN = json.loads((Path(__file__).parents[1] / "data" / "known_answers_server.json").read_text())
 SETTINGS: TypeAdapter[Rule] = TypeAdapter(StrategySettings)

@@ -12,13 +12,20 @@ from typing import Any
 
 import pytest
 
-from broker.client import Client, Command, RedisSettings
-from broker.errors import Fenced
+from fedstream.broker.client import Client, Command, RedisSettings
+from fedstream.broker.errors import Fenced
+from fedstream.updater.journal import (
+    Claim,
+    JournalError,
+    JournalFull,
+    newest_epoch,
+    segments,
+    writing,
+)
+from fedstream.updater.rebuild import recovered
+from fedstream.updater.service import Updater
 from tests.support import Hand, Proxy, context, running, wait_until
 from tests.updater.journalled import backed_up, go_back, records
-from updater.journal import Claim, JournalError, JournalFull, newest_epoch, segments, writing
-from updater.rebuild import recovered
-from updater.service import Updater
 
 STEPS = ("leads", "claimed", "listed", "read", "linking", "begun", "looking", "looked")
 
@@ -83,9 +90,9 @@ def stops_at(step: str, updater: Updater, monkeypatch: pytest.MonkeyPatch) -> Ga
         case "claimed":
             around("claim", first=False)
         case "listed":
-            monkeypatch.setattr("updater.recovery.segments", behind(segments))
+            monkeypatch.setattr("fedstream.updater.recovery.segments", behind(segments))
         case "read":
-            monkeypatch.setattr("updater.recovery.recovered", behind(recovered))
+            monkeypatch.setattr("fedstream.updater.recovery.recovered", behind(recovered))
         case "linking":
             monkeypatch.setattr(writing, "_named", before(writing._named))
         case "begun":
@@ -221,7 +228,7 @@ async def test_who_was_claimed_over_is_fenced_whatever_redis_forgets(
     make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch, forgets: str
 ) -> None:
     """It looks for a successor before it leads anew, and before it publishes anew."""
-    monkeypatch.setattr("updater.service.BLOCK_MS", 20)
+    monkeypatch.setattr("fedstream.updater.service.BLOCK_MS", 20)
     async with running(make(lease_s=0.4), context(), may_fail=True) as leading:
         await hand.join()
         await hand.admitted(4.0)

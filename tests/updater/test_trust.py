@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from broker.messages import Upload
+from fedstream.broker.messages import Upload
+from fedstream.updater.refusals import by_word
+from fedstream.updater.replay import Replayer
+from fedstream.updater.rules import Constant, Polynomial
+from fedstream.updater.strategies import FedAsyncSettings, FedBuffSettings, State
 from tests.journals import Scribe
 from tests.support import Hand, context, layout_of, model_of, running, wait_until
-from updater.refusals import by_word
-from updater.replay import Replayer
-from updater.rules import Constant, Polynomial
-from updater.strategies import FedAsyncSettings, FedBuffSettings, State
 
 FADING = FedAsyncSettings(alpha=0.5, staleness=Polynomial(a=1.0))
 

@@ -10,19 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from broker import blobs
-from broker.layout import Layout, Model, Tensor
-from broker.messages import Upload
+from fedstream.broker import blobs
+from fedstream.broker.layout import Layout, Model, Tensor
+from fedstream.broker.messages import Upload
 from fedstream.config import read
 from fedstream.simulation import simulate
-from tests.support import Hand, context, model_of, running, wait_until
-from tests.updater.journalled import HALF, records
-from updater import refusals
-from updater.journal import Taken
-from updater.mixing import count, distance, norm
-from updater.norms import Norms, sizes
-from updater.progress import Progress
-from updater.strategies import (
+from fedstream.updater import refusals
+from fedstream.updater.journal import Taken
+from fedstream.updater.mixing import count, distance, norm
+from fedstream.updater.norms import Norms, sizes
+from fedstream.updater.progress import Progress
+from fedstream.updater.strategies import (
     AfaCdSettings,
     FedAsyncSettings,
     FedAvgSettings,
@@ -32,6 +30,8 @@ from updater.strategies import (
     State,
     Update,
 )
+from tests.support import Hand, context, model_of, running, wait_until
+from tests.updater.journalled import HALF, records
 
 UPLOAD = Upload(
     task="t", attempt="1", device=1, trainer="t1", tau=0, base="b", layout="l", digest="d",

@@ -18,10 +18,10 @@ that its successor has named: nobody reads that, and nothing of it was ever comm
 do what their names say.
 """
 
-from updater.journal.claims import Claim, newest_epoch
-from updater.journal.errors import JournalDamaged, JournalError, JournalFull
-from updater.journal.frames import FORMAT, Place
-from updater.journal.messages import (
+from fedstream.updater.journal.claims import Claim, newest_epoch
+from fedstream.updater.journal.errors import JournalDamaged, JournalError, JournalFull
+from fedstream.updater.journal.frames import FORMAT, Place
+from fedstream.updater.journal.messages import (
     SUFFIX,
     VECTORS,
     Counts,
@@ -33,7 +33,7 @@ from updater.journal.messages import (
     Taken,
     name_of,
 )
-from updater.journal.reading import (
+from fedstream.updater.journal.reading import (
     Chunk,
     Cut,
     Ending,
@@ -44,8 +44,8 @@ from updater.journal.reading import (
     cuts,
     segments,
 )
-from updater.journal.settings import JournalSettings
-from updater.journal.writing import FILE_MODE, FOLDER_MODE, Writer, sync_file
+from fedstream.updater.journal.settings import JournalSettings
+from fedstream.updater.journal.writing import FILE_MODE, FOLDER_MODE, Writer, sync_file
 
 __all__ = [
     "FILE_MODE",

@@ -26,9 +26,9 @@ import socket
 import time
 from pathlib import Path
 
-from broker.errors import Fenced
-from updater.journal.errors import JournalError
-from updater.journal.writing import FILE_MODE, made_folder, sync_folder, translated
+from fedstream.broker.errors import Fenced
+from fedstream.updater.journal.errors import JournalError
+from fedstream.updater.journal.writing import FILE_MODE, made_folder, sync_folder, translated
 
 _NAMES = re.compile(r"([0-9]{8})(-[0-9]{6}\.journal|\.claim)")
 _STEP_NS = 1_000_000_000

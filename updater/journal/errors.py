@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from broker.errors import FedstreamError
+from fedstream.broker.errors import FedstreamError
 
 
 class JournalError(FedstreamError):

@@ -20,7 +20,7 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from broker.layout import PAGE
+from fedstream.broker.layout import PAGE
 
 FORMAT = 2
 MOST = 16 << 20  # bytes of a message; a longer one is no message of ours

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from broker.messages import Contribution, Count, Message, Name, Outcome, Upload
+from fedstream.broker.messages import Contribution, Count, Message, Name, Outcome, Upload
 
 SUFFIX = ".journal"
 VECTORS = "device vectors"  # what a segment with some of them needs

@@ -20,11 +20,11 @@ from typing import Any
 
 import numpy as np
 
-from broker.errors import BadMessage, LayoutMismatch
-from broker.layout import PAGE, Layout, Model
-from broker.messages import Message, decode
-from updater.journal.errors import JournalDamaged, JournalError
-from updater.journal.frames import (
+from fedstream.broker.errors import BadMessage, LayoutMismatch
+from fedstream.broker.layout import PAGE, Layout, Model
+from fedstream.broker.messages import Message, decode
+from fedstream.updater.journal.errors import JournalDamaged, JournalError
+from fedstream.updater.journal.frames import (
     BEGINNING,
     FILE_BYTES,
     FORMAT,
@@ -35,7 +35,7 @@ from updater.journal.frames import (
     frame_of,
     is_whole,
 )
-from updater.journal.messages import (
+from fedstream.updater.journal.messages import (
     KINDS,
     KNOWN,
     SUFFIX,

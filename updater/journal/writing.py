@@ -15,13 +15,13 @@ from mmap import mmap
 from pathlib import Path
 from threading import Lock
 
-from broker.errors import Fenced
-from broker.layout import PAGE, Model, vector_of
-from broker.messages import Message
-from updater.journal.errors import JournalError, JournalFull
-from updater.journal.frames import BEGINNING, MOST, file_page, filled, packed
-from updater.journal.messages import DeviceVector, SegmentHead, Standing, name_of
-from updater.strategies.vectors import DeviceVectors
+from fedstream.broker.errors import Fenced
+from fedstream.broker.layout import PAGE, Model, vector_of
+from fedstream.broker.messages import Message
+from fedstream.updater.journal.errors import JournalError, JournalFull
+from fedstream.updater.journal.frames import BEGINNING, MOST, file_page, filled, packed
+from fedstream.updater.journal.messages import DeviceVector, SegmentHead, Standing, name_of
+from fedstream.updater.strategies.vectors import DeviceVectors
 
 FOLDER_MODE = 0o700  # the journal has every update: nobody else's business
 FILE_MODE = 0o600

@@ -7,15 +7,15 @@ from typing import Annotated, Any, TypeAlias
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from broker.errors import ConfigError
-from broker.messages import first_wrong
-from updater.strategies.afa import AfaCdSettings, AfaCsSettings
-from updater.strategies.fedasync import FedAsyncSettings
-from updater.strategies.fedavg import FedAvgSettings
-from updater.strategies.fedbuff import FedBuffSettings
-from updater.strategies.scaffold import ScaffoldSettings, without_batch
-from updater.strategies.strategy import Decision, Memory, State, Strategy, Update
-from updater.strategies.vectors import DeviceVectors
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.messages import first_wrong
+from fedstream.updater.strategies.afa import AfaCdSettings, AfaCsSettings
+from fedstream.updater.strategies.fedasync import FedAsyncSettings
+from fedstream.updater.strategies.fedavg import FedAvgSettings
+from fedstream.updater.strategies.fedbuff import FedBuffSettings
+from fedstream.updater.strategies.scaffold import ScaffoldSettings, without_batch
+from fedstream.updater.strategies.strategy import Decision, Memory, State, Strategy, Update
+from fedstream.updater.strategies.vectors import DeviceVectors
 
 __all__ = [
     "AfaCdSettings",

@@ -12,12 +12,12 @@ from typing import Annotated, ClassVar, Literal
 import numpy as np
 from pydantic import Field
 
-from broker.layout import Model
-from runtime.config import Section
-from updater.mixing import add, count
-from updater.strategies.batches import Batch
-from updater.strategies.strategy import Memory, State, Update
-from updater.strategies.vectors import DeviceVectors
+from fedstream.broker.layout import Model
+from fedstream.runtime.config import Section
+from fedstream.updater.mixing import add, count
+from fedstream.updater.strategies.batches import Batch
+from fedstream.updater.strategies.strategy import Memory, State, Update
+from fedstream.updater.strategies.vectors import DeviceVectors
 
 # Versions until the sum is made anew, or as many as there are devices: it costs an update at most.
 _SUMMED_ANEW = 100

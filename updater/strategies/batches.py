@@ -13,11 +13,11 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from broker.layout import Model
-from broker.messages import Sends
-from updater.mixing import add, count, toward
-from updater.strategies.strategy import Decision, Memory, State, Update
-from updater.strategies.vectors import DeviceVectors
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Sends
+from fedstream.updater.mixing import add, count, toward
+from fedstream.updater.strategies.strategy import Decision, Memory, State, Update
+from fedstream.updater.strategies.vectors import DeviceVectors
 
 
 class Batch(ABC):

@@ -6,12 +6,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from broker.layout import Model
-from broker.messages import Sends
-from runtime.config import Section
-from updater.mixing import mix
-from updater.rules import AlphaSchedule, ConstantAlpha, Polynomial, Staleness
-from updater.strategies.strategy import Decision, State, Update
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Sends
+from fedstream.runtime.config import Section
+from fedstream.updater.mixing import mix
+from fedstream.updater.rules import AlphaSchedule, ConstantAlpha, Polynomial, Staleness
+from fedstream.updater.strategies.strategy import Decision, State, Update
 
 
 class FedAsyncSettings(Section):

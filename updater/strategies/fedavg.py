@@ -6,11 +6,11 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from broker.layout import Model
-from broker.messages import Sends
-from runtime.config import Section
-from updater.mixing import count, mix
-from updater.strategies.strategy import Decision, Memory, State, Update
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Sends
+from fedstream.runtime.config import Section
+from fedstream.updater.mixing import count, mix
+from fedstream.updater.strategies.strategy import Decision, Memory, State, Update
 
 
 class FedAvgSettings(Section):

@@ -6,10 +6,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from runtime.config import Section
-from updater.rules import Constant, Staleness
-from updater.strategies.batches import Batch
-from updater.strategies.strategy import Update
+from fedstream.runtime.config import Section
+from fedstream.updater.rules import Constant, Staleness
+from fedstream.updater.strategies.batches import Batch
+from fedstream.updater.strategies.strategy import Update
 
 
 class FedBuffSettings(Section):

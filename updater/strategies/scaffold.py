@@ -6,12 +6,12 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from broker.layout import Model
-from runtime.config import Section
-from updater.mixing import add
-from updater.strategies.batches import Batch
-from updater.strategies.strategy import Memory, State, Update
-from updater.strategies.vectors import DeviceVectors
+from fedstream.broker.layout import Model
+from fedstream.runtime.config import Section
+from fedstream.updater.mixing import add
+from fedstream.updater.strategies.batches import Batch
+from fedstream.updater.strategies.strategy import Memory, State, Update
+from fedstream.updater.strategies.vectors import DeviceVectors
 
 
 class ScaffoldSettings(Section):

@@ -13,9 +13,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from broker.layout import Model
-from broker.messages import Sends
-from updater.strategies.vectors import DeviceVectors
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Sends
+from fedstream.updater.strategies.vectors import DeviceVectors
 
 
 @dataclass(frozen=True, slots=True)

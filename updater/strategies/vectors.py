@@ -7,8 +7,8 @@ import tempfile
 
 import numpy as np
 
-from broker.errors import FedstreamError
-from broker.layout import Floats
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.layout import Floats
 
 IN_MEMORY = 1 << 30  # bytes; more are in files
 _BLOCK = 64 << 20  # bytes of vectors that room is made for at once

@@ -7,13 +7,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from broker.errors import ConfigError
-from broker.keys import POOL
-from broker.rights import user_of
-from coordinator.scheduling import Anarchic, InFlight
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.keys import POOL
+from fedstream.broker.rights import user_of
 from fedstream.config import Settings
+from fedstream.coordinator.scheduling import Anarchic, InFlight
+from fedstream.runtime.config import load
 from fedstream.services import ROLES
-from runtime.config import load
 from tests.k8s.cluster.manifests import Manifest, Manifests, texts
 from tests.k8s.policy.workloads import (
     Workload,
