@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import suppress
+from mmap import mmap
 
 import msgpack
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstream.broker.errors import LayoutMismatch
-from fedstream.broker.layout import Layout, Model, Tensor
+from fedstream.broker.layout import PAGE, Layout, Model, Tensor
 
 BATCH_NORM = Layout(
     (
@@ -108,6 +109,17 @@ def test_floats_integers_and_parameters_are_views_into_one_buffer() -> None:
     assert model.buffer[: 8 * 4].view(np.int64)[0] == 7
     assert model.buffer[8 * 4 :].view(np.float32)[6] == 1.0
     assert model.digest() != before
+
+
+def test_pages_are_the_block_of_ones_own_up_to_its_last_page() -> None:
+    """What the journal writes at once, past the system's cache; all else it copies first."""
+    model = Model(BATCH_NORM)
+    model.buffer[:] = 1
+    assert model.pages
+    assert len(model.pages) == PAGE
+    assert bytes(model.pages) == bytes(model.buffer) + bytes(PAGE - BATCH_NORM.nbytes)
+    short = np.frombuffer(mmap(-1, PAGE), np.uint8, BATCH_NORM.nbytes)  # begins with a page
+    assert Model(BATCH_NORM, short[:]).pages is None
 
 
 def test_a_copy_shares_nothing() -> None:
