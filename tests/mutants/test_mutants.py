@@ -83,10 +83,12 @@ def tree(tmp_path: Path) -> Path:
     for path, text in PROJECT.items():
         (tmp_path / "tree" / path).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "tree" / path).write_text(text)
+    (tmp_path / "tree/fedstream/broker").symlink_to("../broker")
     return tmp_path / "tree"
 
 
 PROJECT = {
+    "fedstream/__init__.py": "",
     "broker/scripts.py": """
 class Script:
     def __init__(self, name):

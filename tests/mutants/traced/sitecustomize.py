@@ -15,7 +15,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).resolve().parents[3]
 NO_TEST = "no test"  # what runs while tests are collected
 
 
@@ -81,7 +81,7 @@ class Tracer:
 
 
 def _path_of(code: CodeType) -> str:
-    path = Path(code.co_filename)
+    path = Path(code.co_filename).resolve()  # fedstream/broker is a link to broker
     if not path.is_relative_to(ROOT):
         return ""
     inside = path.relative_to(ROOT)
