@@ -81,7 +81,10 @@ class Tracer:
 
 
 def _path_of(code: CodeType) -> str:
-    path = Path(code.co_filename).resolve()  # fedstream/broker is a link to broker
+    path = Path(code.co_filename)
+    if not path.is_absolute():  # <string>
+        return ""
+    path = path.resolve()  # fedstream/broker is a link to broker
     if not path.is_relative_to(ROOT):
         return ""
     inside = path.relative_to(ROOT)
