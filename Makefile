@@ -6,23 +6,31 @@ BIN := .venv/bin
 # Nothing is installed but what requirements/ lists, and of it no other files than those of its hashes.
 INSTALL := pip install --quiet --disable-pip-version-check --require-hashes --no-deps
 
-.PHONY: run test lint types unit docs k8s-check chaos chaos-mutants fuzz mutants bench reproduce lock dist sbom constraints clean
+.PHONY: run test lint format types unit docs help k8s-check chaos chaos-mutants fuzz mutants bench reproduce lock dist sbom constraints clean
+
+help:  ## list the targets
+	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 run: .venv/installed  ## train the handwritten digits on this machine
 	$(BIN)/fedstream run
 
 test: lint types docs k8s-check unit  ## all that CI checks
 
-lint: .venv/installed .venv-tools/installed
+lint: .venv/installed .venv-tools/installed  ## ruff, spelling, the workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	.venv-tools/bin/codespell
 	.venv-tools/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yaml
 	.venv-tools/bin/zizmor --offline --quiet --persona=pedantic .github
 
-types: .venv/installed
+format: .venv/installed  ## rewrite the code as lint wants it, where ruff can
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: .venv/installed  ## mypy
 	$(BIN)/mypy
 
-unit: .venv/installed
+unit: .venv/installed  ## all tests
 	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder  # most wait for a process; the long ones not last
 
 docs: .venv-docs/installed  ## the documentation as a site, in site/; a broken link or anchor fails
@@ -99,5 +107,5 @@ sbom: .venv-tools/installed .venv-runtime/installed  ## dist/fedstream.cdx.json:
 constraints: .venv/installed  ## pin what is installed now; then make lock
 	$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
-clean:
+clean:  ## remove what is built and installed
 	rm -rf .venv .venv-checkov .venv-docs .venv-tools .venv-runtime build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -50,6 +50,27 @@ def test_everything_broken_is_reported_and_fails(tmp_path: Path) -> None:
     assert found == []
 
 
+def test_the_pages_beside_docs_link_to_what_is_there() -> None:
+    """The site leaves these out, and so does its check of links."""
+    link = re.compile(r"\]\((?!https?://)([^)#]*)(?:#([^)]*))?\)")
+    links = [
+        (page, *found) for page in ROOT.glob("*.md") for found in link.findall(page.read_text())
+    ]
+    assert links
+    for page, target, anchor in links:
+        path = ROOT / target if target else page
+        assert path.exists(), f"{page.name}: {target}"
+        if anchor:
+            headings = re.findall(r"^#+ (.*)$", path.read_text(), re.MULTILINE)
+            assert anchor in {slug(one) for one in headings}, f"{page.name}: {target}#{anchor}"
+
+
+def slug(heading: str) -> str:
+    """The anchor that GitHub and mkdocs give a heading."""
+    text = re.sub(r"\[([^\]]*)\]\([^)]*\)|`", r"\1", heading).lower()
+    return re.sub(r"[^\w\- ]", "", text).strip().replace(" ", "-")
+
+
 REFERENCE = ROOT / "docs" / "reference"
 SCHEMA = Settings.model_json_schema()
 
