@@ -9,7 +9,7 @@ __all__ = ["Task", "__version__", "by_classes", "by_dirichlet", "contiguous", "i
 if TYPE_CHECKING:
     from fedstream.trainer.partitions import by_classes, by_dirichlet, contiguous, iid
     from fedstream.trainer.task import Task
-else:  # unseen by type checkers, to which every name would exist
+else:  # hidden from type checkers: with __getattr__, they would accept any name
     _FROM = {
         "Task": "fedstream.trainer.task",
         "by_classes": "fedstream.trainer.partitions",
@@ -19,7 +19,7 @@ else:  # unseen by type checkers, to which every name would exist
     }
 
     def __getattr__(name: str) -> object:
-        """The names for users' tasks, when they are asked for: commands start without numpy."""
+        """Import the names for users' tasks on first use, so that commands start without numpy."""
         if name not in _FROM:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(_FROM[name]), name)

@@ -1,4 +1,4 @@
-"""`fedstream`, and `python -m fedstream`: signals first, which takes no time; then the rest."""
+"""`fedstream` and `python -m fedstream`: set up signals before the slow imports."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ SERVICES = ("coordinator", "scheduler", "updater", "trainer", "evaluator")
 
 
 def main() -> None:
-    """The entry point; exit codes are those of :func:`fedstream.cli.main`.
+    """Run the command line; exit codes are those of :func:`fedstream.cli.main`.
 
-    A service that is told to stop before it has begun has stopped cleanly: 0. Any other command was
-    interrupted: 130.
+    A signal during start-up means a clean stop for a service (exit code 0) and an interruption for
+    any other command (130).
     """
     is_service = sys.argv[1:2] in [[name] for name in SERVICES]
     signals.leave_at_once(0 if is_service else signals.INTERRUPTED)
@@ -23,7 +23,7 @@ def main() -> None:
         signals.interrupt()
     try:
         command()
-    except KeyboardInterrupt:  # outside of what catches it: while the command line is being read
+    except KeyboardInterrupt:  # raised while the command line is parsed, where nothing catches it
         sys.exit(signals.INTERRUPTED)
 
 

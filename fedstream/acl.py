@@ -1,4 +1,4 @@
-"""`fedstream acl`: the users that a Redis of our own needs, as the file that it reads them from."""
+"""`fedstream acl`: the ACL file with the users that fedstream's Redis needs."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _PREFIX = "FEDSTREAM_PASSWORD_"
 
 
 def file_of(run: str, environ: Mapping[str, str], sites: Sequence[str] = ()) -> str:
-    """The file's text, with passwords from the environment. Raises ConfigError.
+    """Text of the ACL file, with passwords from the environment. Raises ConfigError.
 
-    ``sites``: those that have users besides the pool, whose user is that of the role trainer.
+    ``sites`` get a user each. The pool must not be among them: it uses the trainer role's user.
     """
     given = {role: environ.get(_PREFIX + role.upper(), "") for role in (*ROLES, *PARTS)}
     named: dict[str, str] = {}
@@ -41,12 +41,12 @@ def file_of(run: str, environ: Mapping[str, str], sites: Sequence[str] = ()) -> 
 
 
 def variable(site: str) -> str:
-    """The one with a site's password: FEDSTREAM_PASSWORD_SITE_HOSPITAL_A for hospital-a."""
+    """Variable with a site's password: FEDSTREAM_PASSWORD_SITE_HOSPITAL_A for hospital-a."""
     return f"{_PREFIX}SITE_{re.sub('[.-]', '_', site).upper()}"
 
 
 def write(path: Path, text: str) -> None:
-    """Writes it whole or not at all, for owner and group: Redis may run as another user.
+    """Write the file atomically, readable by its group: Redis may run as another user.
 
     Raises ConfigError.
     """

@@ -15,7 +15,7 @@ from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.commands import dead, looking, services, training
 from fedstream.terminal import line
 
-_NOBODY_ELSE = 0o077  # of a file's mode: rights of group and others
+_NOBODY_ELSE = 0o077  # the mode bits of group and others
 
 app = typer.Typer(
     help=__doc__, no_args_is_help=True, pretty_exceptions_enable=False,
@@ -58,13 +58,13 @@ def _main(
 
 
 def main() -> None:
-    """The entry point. Exit codes: 0 done, 1 failed, 2 a wrong configuration or command line."""
-    # Updates and models tell of people's data: what a command writes is its own user's alone.
+    """Run the command line. Exit codes: 0 done, 1 failed, 2 wrong configuration or command line."""
+    # Updates and models reveal something about people's data, so only this user may read our files.
     os.umask(os.umask(_NOBODY_ELSE) | _NOBODY_ELSE)
     for name in ("stdout", "stderr"):
-        if getattr(sys, name) is None:  # it was closed: nobody wants to hear it
-            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115  (as long as we live)
-    # A path or the last words of a process may be no text, and a terminal may not know our signs.
+        if getattr(sys, name) is None:  # closed by the caller
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: PTH123, SIM115  (open until exit)
+    # Paths and log lines may hold undecodable bytes, and the terminal may lack our characters.
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
@@ -75,11 +75,11 @@ def main() -> None:
     except FedstreamError as error:
         line(f"fedstream: {error}", err=True)
         sys.exit(1)
-    except OSError as error:  # a disk that is full, a file or folder that is not ours
+    except OSError as error:  # a full disk, or a file or folder without permission
         where = "" if error.filename is None else f"{error.filename}: "
         line(f"fedstream: {where}{error.strerror or error}", err=True)
         try:
             sys.stdout.flush()
-        except OSError:  # and again when Python ends, unless it goes elsewhere
+        except OSError:  # Python flushes again at exit, which would fail the same way
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(1)

@@ -1,4 +1,4 @@
-"""Which columns of a table a terminal has room for."""
+"""Choice of the table columns that fit a terminal."""
 
 from __future__ import annotations
 
@@ -8,11 +8,10 @@ GAP = 2  # between two columns
 
 
 def fitting(widths: Mapping[str, int], important: Sequence[str], room: int | None) -> list[str]:
-    """The columns that fit side by side, in their order: the most important first, then whatever
-    else there is room for.
+    """Columns that fit side by side, in table order, chosen by importance.
 
-    ``widths`` are in cells; ``important`` begins with what is shown in any case. ``room``: the
-    terminal's width; None: there is no terminal, and all are shown.
+    ``widths`` are in cells. ``important`` lists the most important first; its first column is
+    always shown. ``room`` is the terminal's width; None (no terminal) shows all.
     """
     if room is None:
         return list(widths)

@@ -1,7 +1,7 @@
 """The whole configuration: one table per part, each declared beside what it configures.
 
-Every service reads the same file, so that what two of them must agree on is written once. The
-defaults train the built-in task `digits` well, with ten devices of two classes each.
+Every service reads the same file, so shared settings are written once. The defaults train the
+built-in task `digits` well, with ten devices of two classes each.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from fedstream.updater.strategies import (
 
 
 class RunSettings(Section):
-    """What is to be done, and when it is done."""
+    """Name, goal and seed of a run."""
 
     name: str = "demo"
     versions: Annotated[int, Field(ge=1, le=2**53)] = 400  # the run ends with this one
     target_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None  # or when this is reached
-    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # of version 0 and of the scheduler's draws
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # for version 0 and the scheduler's draws
 
 
 class Settings(Section):
-    """All of it."""
+    """The whole configuration."""
 
     run: RunSettings = RunSettings()
     redis: RedisSettings = RedisSettings()
@@ -67,8 +67,8 @@ class Settings(Section):
     task: TaskSettings = TaskSettings()
     strategy: StrategySettings = FedAsyncSettings()
     solver: SolverSettings = Sgd()
-    solvers: tuple[SolverGroup, ...] = ()  # of devices that train otherwise
-    participation: tuple[ParticipationGroup, ...] = ()  # devices more or less often, or longer
+    solvers: tuple[SolverGroup, ...] = ()  # for devices that train differently
+    participation: tuple[ParticipationGroup, ...] = ()  # rate and length of some devices' tasks
     scheduler: SchedulerSettings = SchedulerSettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
     lease: LeaseSettings = LeaseSettings()
@@ -81,7 +81,7 @@ class Settings(Section):
 
     @model_validator(mode="after")
     def _agree(self) -> Settings:
-        """What one table says must suit the others; the message names both keys."""
+        """Check the tables against one another; messages name both keys."""
         policy, strategy = self.scheduler.policy, self.strategy
         if isinstance(strategy, FedAvgSettings) and not isinstance(policy, Rounds | None):
             raise ValueError(  # noqa: TRY004  (what pydantic takes from a validator)
@@ -103,11 +103,11 @@ class Settings(Section):
                 "scheduler.policy.kind = 'none' leaves the triggers to the devices: set "
                 "trainer.anarchic too, such as trainer.anarchic.rate = 1.0"
             )
-        Participation(self.scheduler.steps, self.participation)  # raises where a device is twice
+        Participation(self.scheduler.steps, self.participation)  # raises on duplicate devices
         return self
 
     def _check_solvers(self) -> None:
-        """What devices do and send has to be what the strategy takes."""
+        """Check that the strategy accepts what the devices' solvers send."""
         rule, others = self.strategy, Solvers(self.solver, self.solvers).others
         whose = {"": self.solver} | {f" of device {d}": other for d, other in others.items()}
         for of, solver in whose.items():
@@ -126,7 +126,7 @@ class Settings(Section):
                 )
 
     def _check_rounds(self, policy: Rounds) -> None:
-        """A round has to be able to make a version."""
+        """Check that a round can make a version."""
         rule = self.strategy
         if isinstance(rule, FedAsyncSettings):
             raise ValueError(  # noqa: TRY004  (what pydantic takes from a validator)
@@ -152,7 +152,7 @@ class Settings(Section):
 
     @property
     def policy(self) -> Policy:
-        """The scheduler's policy: the one that is named, else the one that suits the strategy."""
+        """The scheduler's policy as configured, or else the strategy's default."""
         policy = self.scheduler.policy
         if policy is None:
             policy = Rounds() if isinstance(self.strategy, FedAvgSettings) else InFlight()
@@ -162,20 +162,20 @@ class Settings(Section):
 
     @property
     def rule(self) -> Rule:
-        """The strategy as this run has it: in rounds it drops what is late."""
+        """The strategy as this run uses it: in rounds it drops late updates."""
         if isinstance(self.policy, Rounds) and self.strategy.max_staleness is None:
             return self.strategy.model_copy(update={"max_staleness": 0})
         return self.strategy
 
     @property
     def staleness(self) -> Staleness:
-        """A simulation's: the one that is named, else the one that suits the strategy."""
+        """The simulation's staleness as configured, or else the policy's default."""
         if self.simulation.staleness is not None:
             return self.simulation.staleness
         return NoStaleness() if isinstance(self.policy, Rounds) else UniformStaleness()
 
 
-_OPTIONS = {  # keys that have an option of their own
+_OPTIONS = {  # command-line options and the keys they set
     "--task": "task.name",
     "--strategy": "strategy.name",
     "--devices": "task.devices",
@@ -187,13 +187,16 @@ _OPTIONS = {  # keys that have an option of their own
 
 
 def options(**given: object) -> list[Option]:
-    """Those that were given, by their parameters' names: ``updates``, ``data_root``."""
+    """Options that were given, by parameter name: ``updates``, ``data_root``."""
     named = ((f"--{name.replace('_', '-')}", value) for name, value in given.items())
     return [Option(name, _OPTIONS[name], value) for name, value in named if value is not None]
 
 
 def read(path: Path | None, sets: Sequence[str] = (), options: Sequence[Option] = ()) -> Settings:
-    """The configuration: file, then environment, ``sets``, ``options``. Raises ConfigError."""
+    """Read the configuration. Raises ConfigError.
+
+    Later layers override earlier ones: file, environment, ``sets``, ``options``.
+    """
     settings = load(Settings, path=path, environ=os.environ, sets=sets, options=options)
     given = (option.name for option in options if option.key == "run.name")
     check_name(next(given, "run.name"), settings.run.name)

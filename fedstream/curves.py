@@ -1,4 +1,4 @@
-"""The picture of a run: accuracy and loss, staleness, and who took part."""
+"""The picture of a run: accuracy, loss, staleness and updates per device."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _TEST, _TRAIN, _FAINT = "#1f5fa8", "#d9772b", "#eec39c"
-_MOST_BARS = 40  # of devices, one by one, and of staleness
+_MOST_BARS = 40  # in the panels of devices and of staleness
 STYLE: Any = {  # matplotlib names every key in its type
     "font.size": 9.0,
     "axes.spines.top": False,
@@ -39,18 +39,19 @@ STYLE: Any = {  # matplotlib names every key in its type
 
 @dataclass(frozen=True)
 class Scale:
-    """How far an axis goes, and how."""
+    """Upper end of an axis, and whether it is logarithmic."""
 
     top: float
-    left_out: int = 0  # values above it, or that are no numbers
+    left_out: int = 0  # values above the top or not finite
     log: bool = False
 
 
 def scale(values: Sequence[float]) -> Scale:
-    """An axis from zero that shows what is usual: a few values out of all proportion are left out.
+    """Choose an axis from zero that shows the usual values and leaves out a few extreme ones.
 
-    Those are values of more than 10 times the 98th percentile. Where the values grew 100 times as
-    large as they usually are, the run diverged, which a logarithmic axis shows.
+    If the maximum exceeds 10 times the 98th percentile, the axis ends at 1.5 times that percentile.
+    If all values are positive and the 98th percentile exceeds 100 times the median, the run
+    diverged, and the axis is logarithmic.
     """
     known = np.array([value for value in values if isfinite(value)])
     lost = len(values) - len(known)
@@ -65,9 +66,9 @@ def scale(values: Sequence[float]) -> Scale:
 
 
 def smooth(values: Sequence[float], window: int) -> tuple[list[int], list[float]]:
-    """The median of a value and up to ``window - 1`` before it, at up to 1000 places, and these.
+    """Running median over ``window`` values, as (places, medians), at fewer than 2000 places.
 
-    The median, because a single value may be out of all proportion.
+    A median, because single values may be extreme.
     """
     array = np.array(values, float)
     array[~np.isfinite(array)] = np.nan
@@ -77,9 +78,9 @@ def smooth(values: Sequence[float], window: int) -> tuple[list[int], list[float]
 
 
 def bars(late: Mapping[int, int]) -> tuple[list[int], list[int], int]:
-    """Staleness as bars: where each begins, how many updates are in it, and how wide it is.
+    """Staleness histogram, as (start of each bar, updates in each bar, bar width).
 
-    What only one update in a hundred exceeds is in the last bar, if it reaches far.
+    If the maximum exceeds 40, the last bar collects about the most stale 1 % of the updates.
     """
     most, total, seen = max(late), sum(late.values()), 0
     last = most
@@ -88,7 +89,7 @@ def bars(late: Mapping[int, int]) -> tuple[list[int], list[int], int]:
             seen += late[last]
             if seen >= 0.99 * total:
                 break
-        last = min(last + 1, most)  # with the last bar
+        last = min(last + 1, most)  # room for the collecting bar
     width = -(-(last + 1) // _MOST_BARS)
     begins = list(range(0, last + 1, width))
     counts = [0] * len(begins)
@@ -100,7 +101,7 @@ def bars(late: Mapping[int, int]) -> tuple[list[int], list[int], int]:
 def draw(
     path: Path, title: str, history: History, *, created: float, devices: int, time: str = "seconds"
 ) -> None:
-    """Writes the picture as PNG; the versions' times count from ``created``, in ``time``."""
+    """Write the picture as PNG; times count from ``created``, in the unit named by ``time``."""
     from matplotlib import rc_context
 
     with rc_context(STYLE):
@@ -111,13 +112,13 @@ def draw(
 def picture(
     title: str, history: History, *, created: float, devices: int, time: str = "seconds"
 ) -> Figure:
-    """The picture itself."""
-    # Figure rather than pyplot: no global state, no display, half the import.
+    """Draw the picture; arguments as for :func:`draw`."""
+    # Figure rather than pyplot: no global state, no display, half the import time.
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12.5, 6.6), layout="constrained")
     panels = figure.subplots(2, 3, width_ratios=(1.15, 1.15, 1))
-    # A task's name may be anything: it is no formula, and nothing that can't be printed.
+    # A task's name may be any text: don't read it as a formula, and escape control characters.
     figure.suptitle(visible(title), x=0.01, ha="left", fontsize=11, parse_math=False)
     since = {n: max(0.0, v.time - created) for n, v in history.versions.items()}
     of_version = {n: float(n) for n in history.versions}
@@ -210,7 +211,7 @@ def _devices(axes: Axes, history: History, devices: int) -> None:
     if not made:
         _nothing(axes, "no updates")
         return
-    counts = [made[device] for device in range(devices)]  # one that made none has its place too
+    counts = [made[device] for device in range(devices)]  # including devices without updates
     if devices <= _MOST_BARS:
         axes.bar(range(devices), counts, color=_TEST)
         axes.locator_params("x", integer=True, nbins=10)

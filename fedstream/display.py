@@ -1,4 +1,4 @@
-"""What `fedstream run` shows while it runs: a bar on a terminal, lines elsewhere, or nothing."""
+"""Progress of `fedstream run`: a bar on a terminal, lines elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from fedstream.observer import History
 from fedstream.terminal import cell, console, cut, line, spaced
 
 _LINE_EVERY_S = 3.0
-_STALLED_S = 5.0  # without a version; of a run whose versions are far apart, 10 of those
+_STALLED_S = 5.0  # without a version; at least 10 times the usual interval between versions
 
 
 class Display(Protocol):
-    """Where a run is shown."""
+    """Output of a run in progress."""
 
     def header(self, rows: Mapping[str, str]) -> None:
-        """What runs, and where."""
+        """Show what runs, and where."""
 
     def say(self, text: str) -> None:
-        """Something happened."""
+        """Report something that happened."""
 
     def show(self, view: View | None, history: History, *, stopping: bool) -> None:
-        """How far it is; called several times a second. No view: the run is not there yet."""
+        """Show progress; called several times a second. ``view`` is None until the run exists."""
 
     def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
-        """What came out."""
+        """Show the result."""
 
     def close(self) -> None:
-        """Gives the terminal back."""
+        """Restore the terminal."""
 
 
 def duration(seconds: float) -> str:
-    """Seconds as a clock shows them: 0:42, 1:02:03."""
+    """Seconds in clock notation: 0:42, 1:02:03."""
     whole = round(seconds)
     hours, rest = divmod(whole, 3600)
     minutes, last = divmod(rest, 60)
@@ -48,7 +48,7 @@ def duration(seconds: float) -> str:
 
 
 def pace(view: View, history: History, now: float) -> str:
-    """Rate and time left."""
+    """Rate and time left, or why there is none."""
     rate = history.rate(now)
     left = view.run.versions - view.head.version
     if view.run.state == "finished" or left <= 0:
@@ -63,26 +63,26 @@ def pace(view: View, history: History, now: float) -> str:
 
 
 def short(task: str) -> str:
-    """A task's name without the folders of its file."""
+    """Task name without the folders of its file."""
     return task.rpartition("/")[2]
 
 
 def doing(view: View | None, history: History, now: float, *, stopping: bool) -> str:
-    """What goes on: the pace, unless the services are not there yet, or not any more."""
+    """Current activity: the pace, unless the services are starting or stopping."""
     if stopping:
         return "stopping the services"
     return "starting the services" if view is None else pace(view, history, now)
 
 
 def figures(view: View, history: History) -> str:
-    """The other numbers, in a line."""
+    """Accuracy, staleness and counts, in one line."""
     parts = []
     if measured := history.measured:
         version, metrics = measured
         if "accuracy" in metrics:
             parts.append(f"accuracy {metrics['accuracy']:.3f} at {version}")
     parts.append(f"staleness {history.recent_staleness():.1f}")
-    if view.run.state == "running":  # afterwards nobody trains: these say nothing
+    if view.run.state == "running":  # meaningless once training is over
         parts += [
             f"open {len(view.open)}",
             f"queue {view.backlog}",
@@ -95,7 +95,7 @@ def figures(view: View, history: History) -> str:
 
 
 def outcomes(tasks: Mapping[str, int]) -> str:
-    """The identity of the tasks, in words: 402 issued = 400 applied + 2 open."""
+    """Task balance in words: 402 issued = 400 applied + 2 open."""
     parts = [
         f"{count} {spaced(name)}" for name, count in tasks.items() if name != "issued" and count
     ]
@@ -103,13 +103,13 @@ def outcomes(tasks: Mapping[str, int]) -> str:
 
 
 def result_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What came out, as rows of two."""
+    """Result as rows of (name, value)."""
     rows = [("result", f"{numbers['state']}: {numbers['why']}")]
     if numbers["accuracy"] is not None:
         text = f"{numbers['accuracy']:.4f}"
         if numbers["measured_version"] != numbers["versions"]:
             text += f" at version {numbers['measured_version']}"
-        if numbers["best_accuracy"] is not None:  # else it never was a number
+        if numbers["best_accuracy"] is not None:  # None: never a finite number
             best, at = numbers["best_accuracy"], numbers["best_accuracy_version"]
             text += f" (best {best:.4f} at version {at})"
         rows.append(("accuracy", text))
@@ -131,7 +131,7 @@ def result_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 class Lines:
-    """Lines of text, for a file or a pipe."""
+    """Plain lines of text, for a file or a pipe."""
 
     def __init__(self) -> None:
         self._shown = -_LINE_EVERY_S
@@ -163,7 +163,7 @@ class Lines:
 
 
 class Quiet:
-    """Nothing on stdout, which is a program's; what happens goes to stderr."""
+    """No output on stdout, which is reserved for JSON; events go to stderr."""
 
     def header(self, rows: Mapping[str, str]) -> None:
         pass
@@ -182,7 +182,7 @@ class Quiet:
 
 
 class Bar:
-    """A bar that moves, on a terminal."""
+    """Progress bar on a terminal."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -236,7 +236,7 @@ class Bar:
 
 
 def two_columns(rows: Iterable[tuple[str, object]]) -> Table:
-    """Names and what there is to say of each."""
+    """Table of names and values."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="cyan", no_wrap=True)
     table.add_column(overflow="fold")
@@ -246,7 +246,7 @@ def two_columns(rows: Iterable[tuple[str, object]]) -> Table:
 
 
 def choose(*, as_json: bool) -> Display:
-    """The display that suits where the output goes."""
+    """Choose the display for where the output goes."""
     if as_json:
         return Quiet()
     here = console()

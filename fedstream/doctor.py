@@ -1,8 +1,8 @@
-"""`fedstream doctor`: looks at a deployment, and says what to change.
+"""`fedstream doctor`: checks a deployment and says what to change.
 
-Each line is something that was read or measured; what can't be looked at from here is said to be
-not checked. Nothing is changed, neither in Redis nor on the journal's volume: a file without a name
-is written there, and gone.
+Each line reports something read or measured; what can't be examined from here is reported as not
+checked. Nothing is changed in Redis. On the journal's volume, an unnamed temporary file is written
+to measure syncs; it disappears when closed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _ROUND_TRIPS = 20
 _LEADERS = ("scheduler", "updater")
-_WITH_TASK = ("trainer", "evaluator", "updater")  # of the roles, who loads it
+_WITH_TASK = ("trainer", "evaluator", "updater")  # the roles that load the task
 _NEEDS_CONFIG = "needs the deployment's configuration: --config"
 _COLORS: dict[Level, str] = {
     "ok": "green", "warning": "yellow", "problem": "red", "not checked": ""
@@ -43,10 +43,10 @@ _COLORS: dict[Level, str] = {
 async def examine(
     settings: Settings, *, configured: bool = True, now: Callable[[], float] = time.time
 ) -> list[Finding]:
-    """All findings. A user of a role's name is looked at as that role.
+    """Collect all findings. If the Redis user is named after a role, check that role's needs only.
 
-    ``configured``: the settings are the deployment's; else they say no more than where Redis is,
-    and the name of the run. Raises ConfigError where they do not even say that.
+    ``configured``: the settings are the deployment's; otherwise they only say where Redis is and
+    what the run is called. Raises ConfigError if they don't even say that.
     """
     client = Client(settings.redis, "doctor")
     user = user_of(settings.redis)
@@ -81,12 +81,12 @@ def _elsewhere(role: str, where: str) -> str:
 
 
 def user_of(redis: RedisSettings) -> str:
-    """The user that Redis is asked as."""
+    """Redis user of these settings."""
     return redis.username or urlsplit(redis.url).username or "default"
 
 
 class _Look:
-    """A look at Redis. What comes after the first exchange may be refused, each for itself."""
+    """The checks of Redis. After the first exchange, each check may be refused on its own."""
 
     def __init__(
         self,
@@ -109,10 +109,10 @@ class _Look:
         self._info: judged.Info | None = None
         self._view: View | None = None
         self.run: Run | None = None
-        self.asked = False  # whether Redis has said if it has the run
+        self.asked = False  # whether Redis has told if it holds the run
 
     async def all(self) -> list[Finding]:
-        """Every finding about Redis and the run in it."""
+        """Collect every finding about Redis and the run in it."""
         redis = self._settings.redis
         try:
             await self._client.call("PING")
@@ -161,7 +161,7 @@ class _Look:
         redis, budget = self._settings.redis, self._settings.scheduler.memory_budget
         info = judged.parsed(await self._client.call("INFO"))
         part = list(judged.part(info, cluster=redis.cluster, sentinel=redis.sentinel is not None))
-        if "maxmemory" not in info:  # a sentinel has no data, and says nothing of memory
+        if "maxmemory" not in info:  # a sentinel holds no data and doesn't report memory
             return [judged.version(info), *part]
         self._info = info
         try:
@@ -170,7 +170,7 @@ class _Look:
             if judged.refusal(error) is None:
                 raise
             found = []
-        save = found[1].decode() if found else None  # some that are managed say nothing
+        save = found[1].decode() if found else None  # some managed services don't tell
         return [
             judged.version(info),
             *part,
@@ -183,7 +183,7 @@ class _Look:
         return [judged.rights(self._user, what, asked, await judged.allowed(self._client, asked))]
 
     async def _users(self) -> Iterable[Finding]:
-        """The users of the roles, if this is none of the services' own, which may not ask."""
+        """Check the roles' users. A service's own user can't: it may not ask about others."""
         findings: list[Finding] = []
         if self._user in ROLES and self._user != "operator":
             return findings
@@ -219,7 +219,7 @@ class _Look:
         )  # fmt: skip
 
     async def _tasks(self) -> Iterable[Finding]:
-        """What is open, and what is left."""
+        """Count open tasks, the queue and dead letters."""
         if self.run is None:
             return []
         self._view = view = await self._ledger.look()
@@ -237,11 +237,11 @@ class _Look:
         return findings
 
     async def _services(self) -> Iterable[Finding]:
-        """Who serves the run, and leases that nobody will ever give back."""
+        """Find missing services, and leader leases that never expire."""
         findings = []
         for role in _LEADERS:
             key = self._keys.leader(role)
-            if await self._client.call("PTTL", key) == -1:  # -2: it is not there
+            if await self._client.call("PTTL", key) == -1:  # no expiry; -2: no such key
                 findings.append(
                     problem(
                         "services",
@@ -287,7 +287,7 @@ class _Look:
 
 
 async def _tried(about: str, check: Awaitable[Iterable[Finding]]) -> list[Finding]:
-    """The findings of a check; what this user may not ask is not checked."""
+    """Run a check; what this user may not ask is reported as not checked."""
     try:
         return list(await check)
     except BrokerError as error:
@@ -296,7 +296,7 @@ async def _tried(about: str, check: Awaitable[Iterable[Finding]]) -> list[Findin
 
 
 def summary(findings: Sequence[Finding]) -> dict[str, Any]:
-    """For programs."""
+    """Findings as plain values, for JSON."""
     levels = [finding.level for finding in findings]
     return {
         "problems": levels.count("problem"),
@@ -306,7 +306,7 @@ def summary(findings: Sequence[Finding]) -> dict[str, Any]:
 
 
 def show(findings: Sequence[Finding]) -> None:
-    """Prints a line for each."""
+    """Print a line for each finding."""
     width = max(len(finding.about) for finding in findings)
     here = console()
     for finding in findings:
@@ -316,5 +316,5 @@ def show(findings: Sequence[Finding]) -> None:
 
 
 def exit_code(findings: Sequence[Finding]) -> int:
-    """1 if there are problems."""
+    """Exit code: 1 if there are problems, otherwise 0."""
     return int(any(finding.level == "problem" for finding in findings))
