@@ -1,4 +1,4 @@
-"""What a device sends of what it trained: the trainers and the simulation make it here alone."""
+"""Turning a trained model into what a device sends, for trainers and the simulation alike."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ def as_sent(
     sends: Sends,
     compression: Compression,
 ) -> Trained:
-    """Makes of ``into``, which holds x_new, what is sent; what training took, as plain numbers.
+    """Convert ``into``, which holds x_new, to what is sent; return the result as plain numbers.
 
-    ``trained`` is what train() returned, ``base`` x_tau, ``device_control`` c_i (None: zero).
-    Of a delta the parameters alone are compressed.
+    ``trained`` is what train() returned, ``base`` is x_tau, ``device_control`` is c_i (None: zero).
+    Only the parameters of a delta are compressed.
 
-    Raises TypeError or ValueError if train() returned something else than it has to; ConfigError if
-    a model is to be compressed.
+    Raises TypeError or ValueError if train() returned anything invalid; ConfigError if compression
+    is configured but models, not deltas, are sent.
     """
     from fedstream.trainer import vector
 

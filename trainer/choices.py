@@ -1,8 +1,8 @@
-"""Devices that train otherwise than the rest.
+"""Per-device solvers.
 
 Anarchic Federated Learning, section 3: 'each worker is able to completely take control of its own
-optimization process'. Groups of devices have a solver of their own by configuration (``solvers``),
-and any device by :meth:`trainer.task.Task.solver_of`.
+optimization process'. The configuration (``solvers``) gives groups of devices a solver of their
+own, and :meth:`trainer.task.Task.solver_of` any single device.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KINDS: dict[str, type[Sgd]] = {"sgd": Sgd, "proximal": Proximal, "scaffold": Sc
 
 
 class SolverGroup(Section):
-    """Some devices' solver: keys that are not given are those of ``solver``."""
+    """The solver of some devices; keys left out are taken from ``solver``."""
 
     devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
     kind: Literal["sgd", "proximal", "scaffold"] | None = None
@@ -38,7 +38,7 @@ class SolverGroup(Section):
     compression: Compression | None = None
 
     def of(self, usual: SolverSettings) -> SolverSettings:
-        """These devices' solver, beside the usual one. Raises ValidationError."""
+        """The usual solver with these devices' changes. Raises ValidationError."""
         kind = self.kind or usual.kind
         known = _KINDS[kind].model_fields
         given = self.model_dump(exclude_none=True, exclude={"devices"})
@@ -50,7 +50,7 @@ class Solvers:
     """Every device's solver."""
 
     def __init__(self, usual: SolverSettings, groups: Sequence[SolverGroup] = ()) -> None:
-        """Raises ValueError if a group makes no solver, or a device is in two of them."""
+        """Raises ValueError if a group's solver is invalid, or a device is in two groups."""
         self.usual = usual
         self.others: dict[int, SolverSettings] = {}
         for n, group in enumerate(groups):
@@ -70,7 +70,7 @@ class Solvers:
 
 
 def chosen(task: Task, device: int, solvers: Solvers) -> SolverSettings:
-    """What a device trains with. Raises TypeError if the task chooses something else."""
+    """The solver that a device trains with. Raises TypeError if the task returns anything else."""
     solver = task.solver_of(device, solvers[device])
     if not isinstance(solver, Sgd):
         raise TypeError(

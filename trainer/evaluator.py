@@ -1,4 +1,4 @@
-"""The evaluator: follows the versions, measures the newest on the test data, tells the metrics."""
+"""The evaluator: follows versions, evaluates the newest on the test data, reports the metrics."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ if TYPE_CHECKING:
     from fedstream.trainer.task import Task as Learning
 
 
-_GONE_S = 0.1  # between two tries to read a model
+_GONE_S = 0.1  # between attempts to read a model
 
 
 class EvaluatorSettings(Section):
-    """How often the model is measured."""
+    """How often, and where, the model is evaluated."""
 
-    every: Annotated[int, Field(ge=1)] = 10  # versions; the last one of a run is always measured
+    every: Annotated[int, Field(ge=1)] = 10  # versions; a run's last version is always evaluated
     threads: Threads = 1  # of torch
     device: Place = "cpu"  # of torch
     drain_s: Annotated[float, Field(gt=0)] = 20.0
 
 
 class Evaluator:
-    """The service. ``load`` makes the user's task; ``target`` is an accuracy that ends the run."""
+    """The service. ``load`` creates the user's task; reaching accuracy ``target`` ends the run."""
 
     role = "evaluator"
 
@@ -76,7 +76,7 @@ class Evaluator:
         return ()
 
     async def run(self, context: Context) -> None:
-        """Measures until stop."""
+        """Evaluate until stopped."""
         self._context = context
         self._metrics = Gauge(
             "fedstream_metric", "The newest measurement.", ["metric"], registry=context.registry
@@ -111,7 +111,7 @@ class Evaluator:
         self._module: nn.Module = untrained(self._learning).to(place)
 
     async def _step(self) -> None:
-        """Measures the newest version if it is due, else waits for the next."""
+        """Evaluate the newest version if it is due, else wait for the next."""
         try:
             run = await self._ledger.run()
         except NoRun:
@@ -128,14 +128,14 @@ class Evaluator:
     def _is_due(self, head: Head, state: str) -> bool:
         if self._measured is None:
             return True
-        behind = head.version - self._measured  # below 0: the run was begun anew
+        behind = head.version - self._measured  # negative: the run was restarted
         return behind < 0 or behind >= self._settings.every or (state == "finished" and behind != 0)
 
     async def _measure(self, head: Head, model: Model) -> None:
         try:
             key = self._keys.model(head.blob)
             await blobs.read(self._client, key, model, digest=head.digest)
-        except BlobMissing:  # it was the newest no more, or Redis lost it
+        except BlobMissing:  # superseded meanwhile, or lost by Redis
             await pause(self._context.stop, _GONE_S)
             return
         try:
@@ -158,10 +158,10 @@ class Evaluator:
         if self._target is not None and metrics.get("accuracy", 0.0) >= self._target:
             why = f"accuracy {metrics['accuracy']:.4f} at version {head.version}"
             await self._ledger.finish(why)
-        self._measured = head.version  # last: what was not told is measured again
+        self._measured = head.version  # last: an unreported measurement is repeated
 
     async def _report(self, error: Exception, head: Head) -> None:
-        """A user's metrics raised: the run goes on, unmeasured."""
+        """Report that the user's metrics raised; the run goes on without this measurement."""
         self._context.log.error("metrics raised", version=head.version, exc_info=error)
         await self._ledger.tell(
             Event(
@@ -172,7 +172,7 @@ class Evaluator:
         )  # fmt: skip
 
     def _evaluate(self, model: Model) -> dict[str, float]:
-        """The task's metrics; runs in a thread."""
+        """The task's metrics. Runs in a worker thread."""
         from fedstream.trainer import vector
 
         if self._data is None:

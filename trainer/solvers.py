@@ -1,9 +1,9 @@
-"""Local training: what a device does with x_tau before it answers with x_new.
+"""Local training: how a device gets from x_tau to the x_new it sends back.
 
-torch is imported where it is used: services that only read these settings start without it.
+torch is imported inside functions, so that services that only read the settings start without it.
 """
 
-# ruff: noqa: SLF001  (torch's operations on lists, torch._foreach_*, are private by name alone)
+# ruff: noqa: SLF001  (torch's list operations, torch._foreach_*, are private in name only)
 
 from __future__ import annotations
 
@@ -33,34 +33,35 @@ if TYPE_CHECKING:
 
 
 class Sgd(Section):
-    """Plain minibatch SGD: FedAsync, option I; also the local steps of FedAvg, FedBuff and AFL."""
+    """Plain minibatch SGD: FedAsync, option I; also the local solver of FedAvg, FedBuff and AFL."""
 
     kind: Literal["sgd"] = "sgd"
     lr: Annotated[float, Field(gt=0)] = 0.3
     """gamma (eta_L in AFL)"""
     batch_size: Annotated[int, Field(ge=0)] = 50
-    """0: the whole partition in each step, the full gradient"""
+    """0: the whole partition in each step, i.e. the full gradient"""
     sampling: Literal["passes", "fresh"] = "passes"
-    """Minibatches are the parts of shuffled passes over the data, or each is drawn anew (AFL)."""
+    """passes: minibatches are slices of shuffled passes over the data; fresh: each minibatch is
+    drawn from all of it (AFL)"""
     momentum: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """of torch.optim.SGD; it starts from zero in every task"""
+    """as in torch.optim.SGD; starts from zero in every task"""
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
-    """Times x, a part of the gradient, as in torch.optim.SGD."""
+    """as in torch.optim.SGD: weight_decay * x is added to the gradient"""
     clip_norm: Annotated[float, Field(gt=0)] | None = None
-    """The largest norm, over all parameters, that the loss's gradient keeps."""
+    """upper bound on the norm of the loss's gradient, over all parameters; None: no clipping"""
     compression: Compression = NoCompression()
-    """of what is sent, once the training is done"""
+    """applied to the delta once training is done"""
 
 
 class Proximal(Sgd):
-    """SGD that is held to the model it started from: FedAsync, option II; FedProx."""
+    """SGD with a penalty on the distance from its start: FedAsync, option II; FedProx."""
 
     kind: Literal["proximal"] = "proximal"  # type: ignore[assignment]  # narrows the tag
     rho: Annotated[float, Field(ge=0)] = 0.01
 
 
 class Scaffold(Sgd):
-    """SGD that is corrected for how a device differs from all (Karimireddy et al., option II)."""
+    """SGD with a correction for client drift: SCAFFOLD (Karimireddy et al., option II)."""
 
     kind: Literal["scaffold"] = "scaffold"  # type: ignore[assignment]  # narrows the tag
 
@@ -75,7 +76,7 @@ class Scaffold(Sgd):
 
 
 def _kind(settings: object) -> object:
-    """The tag of a solver; a table without ``kind``, such as one override of lr, means sgd."""
+    """The tag of a solver; a table without ``kind``, e.g. one that only sets lr, means sgd."""
     if isinstance(settings, dict):
         return settings.get("kind", "sgd")
     return getattr(settings, "kind", None)
@@ -96,7 +97,7 @@ SolverSettings = Annotated[
 class Cancelled(Exception):
     """Training was stopped between two batches.
 
-    ``workspace`` is where it stopped, for another replica to go on; None if that was not kept.
+    ``workspace`` lets another replica resume from there; None if it was not kept.
     """
 
     def __init__(self, workspace: Workspace | None = None) -> None:
@@ -106,16 +107,16 @@ class Cancelled(Exception):
 
 @dataclass(frozen=True)
 class Work:
-    """One piece of local training, of exactly one length: ``steps``, ``epochs`` or ``seconds``.
+    """One piece of local training; exactly one of ``steps``, ``epochs`` and ``seconds`` is set.
 
-    Vectors hold one float32 for each of the model's parameters, in the layout's order.
+    Vectors hold one float32 per parameter of the model, in the layout's order.
     """
 
     device: int
     task: str
     """the task's id"""
     version: int
-    """tau, the version that the model is"""
+    """tau, the model's version"""
     seed: int
     steps: int | None
     """H"""
@@ -123,15 +124,15 @@ class Work:
     solver: SolverSettings
     cancelled: Callable[[], bool]
     seconds: float | None = None
-    """a time budget: steps are taken until it is spent, at least one"""
+    """a time budget: at least one step, then more until it is spent"""
     base: str | None = None
-    """digest of x_tau, for the workspace; None: that of the model as it comes"""
+    """digest of x_tau, for the workspace; None: computed from the model if needed"""
     control: Floats | None = None
-    """c of SCAFFOLD, published with x_tau; None: zero. Other solvers don't look at it."""
+    """c of SCAFFOLD, published with x_tau; None: zero. Other solvers ignore it."""
     device_control: Floats | None = None
-    """c_i of SCAFFOLD; None: zero, the device's first time"""
+    """c_i of SCAFFOLD; None: zero, as in the device's first task"""
     resume: Workspace | None = None
-    """where to go on; x_tau, c and c_i are then the workspace's"""
+    """where to resume; x_tau, c and c_i are then taken from the workspace"""
 
     def __post_init__(self) -> None:
         given = [length for length in (self.steps, self.epochs, self.seconds) if length is not None]
@@ -146,41 +147,41 @@ class Work:
 
 @dataclass(frozen=True)
 class Trained:
-    """What training took: steps done, size of the device's partition, mean loss over the steps."""
+    """The result of training: steps done, size of the partition, mean loss over the steps."""
 
     steps: int
     samples: int
     loss: float
     control: Floats | None = None
-    """c_i+ of SCAFFOLD, to be kept for the device; as little finite as the model"""
+    """c_i+ of SCAFFOLD, to be kept for the device; not finite if the model isn't"""
     lr: float | None = None
-    """gamma, where it was not the solver's: the mean over the steps, if it changed"""
+    """gamma if it differs from the solver's lr; if it varied, its mean over the steps"""
 
 
 def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
-    """Train ``model`` in place, from x_tau as it comes, by exactly H steps (FedAsync, algorithm 1)
+    """Train ``model``, which holds x_tau, in place by exactly H steps (FedAsync, algorithm 1):
 
         x <- x - gamma g,       g = grad f(x; z)                        SGD, option I
                                   + rho (x - x_tau)                     proximal, option II
                                   + c - c_i                             SCAFFOLD
 
-    on the trainable parameters; ``epochs`` passes are epochs * ceil(samples / batch_size) steps,
-    and a time budget takes as many as come. The gradient is clipped, and then weight decay added,
-    before the solver's own term; momentum takes the sum. SCAFFOLD ends with
+    on the trainable parameters. ``epochs`` passes are epochs * ceil(samples / batch_size) steps; a
+    time budget takes as many steps as fit. The gradient is clipped first, then weight decay is
+    added, then the solver's own term; momentum accumulates the sum. SCAFFOLD ends with
 
         c_i+ = c_i - c + (x_tau - x_new) / (H gamma)        zero for parameters not trained
 
-    Everything random (minibatches, dropout) follows from ``work.seed``: the same work on the same
-    machine gives the same bits, a time budget aside, be it interrupted and resumed or not. Dropout
-    draws from torch's global generators, which are put back afterwards, so one process does one
-    piece of work at a time.
+    All randomness (minibatches, dropout) derives from ``work.seed``: except with a time budget, the
+    same work on the same machine gives the same bits, even if it is interrupted and resumed.
+    Dropout draws from torch's global generators, which are restored afterwards, so a process must
+    do only one piece of work at a time.
 
-    A loss that is not finite doesn't end it: the updater refuses such an update, with a count.
+    A non-finite loss does not stop training: the updater refuses the update and counts it.
 
-    Raises Cancelled at the next batch once ``work.cancelled()``, the model being x_tau again;
-    DataError, naming the device, if its data is empty, not map-style, or not what the task's loss
-    takes; LayoutMismatch, ConfigError or BadMessage if what is to be resumed or a control is of
-    another model, other work or another torch.
+    Raises Cancelled before the next batch once ``work.cancelled()`` is true, with the model reset
+    to x_tau; DataError, naming the device, if its data is empty, not map-style, or does not suit
+    the task's loss; LayoutMismatch, ConfigError or BadMessage if the workspace or a control
+    variate belongs to another model, other work or another torch.
     """
     import torch
 
@@ -203,7 +204,7 @@ def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Train
 
 
 def _begun(model: nn.Module, trained: list[nn.Parameter], samples: int, work: Work) -> _Training:
-    """Training as it begins, or goes on from the workspace."""
+    """Training at its start, or resumed from the workspace."""
     saved = work.resume
     if saved is None:
         return _Training(model, trained, samples, work)
@@ -221,10 +222,10 @@ def _begun(model: nn.Module, trained: list[nn.Parameter], samples: int, work: Wo
 
 
 class _Training:
-    """Local training between two of its steps. It seeds torch's global generators.
+    """The state of local training between two steps. Creating it seeds torch's global generators.
 
-    What is done to every parameter is done by torch's operations on lists: a small model's time
-    goes to starting operations, not to their arithmetic.
+    All parameters are updated by torch's list operations, because small models spend their time
+    launching operations, not computing.
     """
 
     def __init__(
@@ -238,7 +239,7 @@ class _Training:
         self._generators = _global_generators(trained[0])
         torch.manual_seed(work.seed)
         steps = work.epochs * self._minibatches.epoch if work.epochs else work.steps
-        # What tells this work from other: the workspace of other work can't be resumed.
+        # Identifies this work: a workspace of other work must not be resumed.
         self._about: dict[str, Any] = {
             "task": work.task,
             "device": work.device,
@@ -253,7 +254,7 @@ class _Training:
         self._step, self._began_s = 0, time.monotonic()
         self._loss = torch.zeros((), dtype=torch.float64, device=trained[0].device)
         self._x_tau = [tensor.detach().clone() for tensor in _state(model)]
-        starts = zip(model.parameters(), self._x_tau, strict=False)  # the buffers' come after
+        starts = zip(model.parameters(), self._x_tau, strict=False)  # buffers come last
         self._start = [x_tau for x, x_tau in starts if x.requires_grad]
         self._x = [x.detach() for x in trained]  # the same memory, without a graph
         self._rho = solver.rho if isinstance(solver, Proximal) else 0.0
@@ -264,9 +265,9 @@ class _Training:
             self._correction = torch._foreach_sub(c, c_i)
 
     def goes_on(self) -> bool:
-        """Whether another step is to be done."""
+        """Whether to take another step."""
         if self._budget_s < math.inf:
-            self._loss.item()  # waits for a GPU: what is spent is the time of steps that are done
+            self._loss.item()  # waits for the GPU: the budget must count finished steps
         return self._step == 0 or (self._step < self._steps and self._seconds() < self._budget_s)
 
     def minibatch(self) -> torch.Tensor:
@@ -279,11 +280,11 @@ class _Training:
 
         gradients = torch.autograd.grad(loss, self._trained, materialize_grads=True)
         torch._foreach_sub_(self._x, self._direction(gradients), alpha=self._solver.lr)
-        self._loss += loss.detach().view(())  # not .item(): that would wait for a GPU each time
+        self._loss += loss.detach().view(())  # not .item(): it would wait for the GPU each step
         self._step += 1
 
     def result(self) -> Trained:
-        """What was done."""
+        """The result, once no step is left."""
         import torch
 
         control = None
@@ -295,7 +296,7 @@ class _Training:
         return Trained(self._step, samples, self._loss.item() / self._step, control)
 
     def stop(self) -> Workspace:
-        """What it takes to go on from here. The model is x_tau again."""
+        """Return all that is needed to resume here, and reset the model to x_tau."""
         from fedstream.trainer.vector import layout_of, read
 
         layout = layout_of(self._model)
@@ -323,7 +324,7 @@ class _Training:
         )
 
     def skip_to(self, saved: Workspace) -> None:
-        """Go on where it was saved; the model is already the one from there."""
+        """Resume where ``saved`` stopped; the model already holds its parameters."""
         for name, ours in self._about.items():
             if (theirs := getattr(saved, name)) != ours:
                 raise ConfigError(
@@ -336,7 +337,7 @@ class _Training:
         if self._solver.momentum:
             self._momentum = _split(saved.momentum, self._model)
         self._minibatches.skip_to(saved.minibatches, saved.position)
-        # On another kind of machine a generator may have no state here: it stays as it was seeded.
+        # A workspace from a machine without a GPU lacks that generator's state: keep it as seeded.
         for generator, state in zip(self._generators, saved.generators, strict=False):
             _restore(generator, state)
 
@@ -344,7 +345,7 @@ class _Training:
         return time.monotonic() - self._began_s
 
     def _direction(self, gradients: Tensors) -> Tensors:
-        """g, of the loss's gradients, which are not written to: two may be the same tensor."""
+        """g from the loss's gradients. They are not written to: two may share one tensor."""
         import torch
 
         g, solver = gradients, self._solver
@@ -365,10 +366,10 @@ class _Training:
 
 
 class Minibatches:
-    """Rows of one minibatch after another, for ever.
+    """An endless sequence of minibatches, as row numbers.
 
-    They are the parts of shuffled passes, the smaller last one kept; where each is to be drawn
-    anew, a pass ends with its first.
+    They are slices of shuffled passes, including the smaller last one. With ``fresh`` sampling,
+    each pass ends after its first minibatch.
     """
 
     def __init__(self, samples: int, solver: SolverSettings, seed: int) -> None:
@@ -382,22 +383,22 @@ class Minibatches:
 
     @property
     def epoch(self) -> int:
-        """Minibatches that make as many samples as there are."""
+        """The number of minibatches that covers as many samples as there are."""
         return math.ceil(self._samples / self._size)
 
     @property
     def place(self) -> tuple[bytes, int]:
-        """The generator's state before the current pass was drawn, minibatches taken of it."""
+        """The generator's state before it drew the current pass, and minibatches taken from it."""
         return _bytes(self._before), self._taken
 
     def skip_to(self, state: bytes, taken: int) -> None:
-        """Go on at a place."""
+        """Resume at a ``place``."""
         _restore(self._generator, state)
         self._shuffle()
         self._taken = taken
 
     def next(self) -> torch.Tensor:
-        """Row numbers."""
+        """The row numbers of the next minibatch."""
         if self._taken == len(self._pass):
             self._shuffle()
         self._taken += 1
@@ -413,18 +414,18 @@ class Minibatches:
 
 
 def _state(model: nn.Module) -> Iterator[torch.Tensor]:
-    """All that training may change."""
+    """Every tensor that training may change."""
     yield from model.parameters()
     yield from model.buffers()
 
 
 def _of_vector(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters whose numbers are a vector's, in its order (:mod:`trainer.vector`)."""
+    """The parameters that make up a vector, in its order (:mod:`trainer.vector`)."""
     return [x for x in model.parameters() if x.is_floating_point()]
 
 
 def _split(vector: Floats | None, model: nn.Module) -> Tensors:
-    """A vector's part for each parameter that is trained; None: zeros."""
+    """The part of a vector that belongs to each trained parameter; None: zeros."""
     import torch
 
     parameters = _of_vector(model)
@@ -440,7 +441,7 @@ def _split(vector: Floats | None, model: nn.Module) -> Tensors:
 
 
 def _join(parts: Tensors, model: nn.Module) -> Floats:
-    """The vector of these parts; zero for parameters that are not trained."""
+    """The vector made of these parts; zero for parameters that are not trained."""
     import torch
 
     rest = iter(parts)
@@ -450,7 +451,7 @@ def _join(parts: Tensors, model: nn.Module) -> Floats:
 
 
 def _global_generators(where: torch.Tensor) -> list[torch.Generator]:
-    """torch's own, from which dropout draws: the CPU's, and the GPU's if the tensor is on one."""
+    """torch's global generators, which dropout uses: the CPU's, and that of ``where``'s GPU, if any."""
     import torch
 
     gpu = [torch.cuda.default_generators[where.get_device()]] if where.is_cuda else []
@@ -472,13 +473,13 @@ def _restore(generator: torch.Generator, state: bytes) -> None:
 
 
 def gather(data: Dataset[Any], rows: torch.Tensor) -> Any:
-    """The batch of these rows: torch's default collation of the items, by indexing if it can be.
+    """Collate these rows into a batch, as torch does by default; index tensors where possible.
 
     Raises DataError if the items cannot be collated.
     """
     from torch.utils.data import TensorDataset, default_collate
 
-    if type(data) is TensorDataset:  # a subclass may have items of its own
+    if type(data) is TensorDataset:  # a subclass may override __getitem__
         # several times as fast as tensor[rows]
         return [tensor.index_select(0, rows.to(tensor.device)) for tensor in data.tensors]
     items = [data[row] for row in rows.tolist()]
@@ -489,7 +490,7 @@ def gather(data: Dataset[Any], rows: torch.Tensor) -> Any:
 
 
 def size_of(data: Dataset[Any], device: int) -> int:
-    """How many samples. Raises DataError where there are none, or it has no length."""
+    """The number of samples. Raises DataError if there are none, or the data has no length."""
     try:
         size = len(data)  # type: ignore[arg-type]  # torch's Dataset declares no length
     except TypeError:

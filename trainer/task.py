@@ -1,6 +1,6 @@
-"""What is learned: the class that a user's program derives from, and how it is found by name.
+"""Learning tasks: the class that users subclass, and loading a task by name.
 
-torch is imported where it is used: services that only read these settings start without it.
+torch is imported inside functions, so that services that only read the settings start without it.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ _EVALUATION_BATCH = 512
 class Task(ABC):
     """A model, the devices' data, and optionally test data, loss, metrics and local training.
 
-    The defaults are those of classification: items ``(x, y)``, the model gives scores of shape
-    (batch, classes), y holds class numbers. Sequences fit too: scores of shape (batch, classes, T)
-    for y of shape (batch, T).
+    The defaults suit classification: items are ``(x, y)``, the model returns scores of shape
+    (batch, classes), and y holds class numbers. Sequences work too, with scores of shape
+    (batch, classes, T) and y of shape (batch, T).
     """
 
     devices: int | None = None
-    """How many devices the data is split over, where the task knows."""
+    """The number of devices that the data is split over; None: unknown to the task."""
 
     @abstractmethod
     def model(self) -> nn.Module:
         """A new, untrained model. Its weights may be random: torch is seeded before the call.
 
-        Its integer buffers stay as they are, but for batch norms' counters; an update with others
-        is refused. Where training changes some (a quantiser's zero points, a flag), the model names
-        them by patterns: ``model.changing_integers = ("*.zero_point",)``.
+        Apart from batch norms' counters, training must leave its integer tensors unchanged, or the
+        update is refused. If it changes others (a quantiser's zero points, a flag), the model must
+        name them by pattern: ``model.changing_integers = ("*.zero_point",)``.
         """
 
     @abstractmethod
@@ -54,21 +54,21 @@ class Task(ABC):
         """The data of one device: map-style, the same at every call."""
 
     def test_data(self) -> Dataset[Any] | None:
-        """The data that models are judged by, map-style; None: they are not judged."""
+        """The data to evaluate models on, map-style; None: models are not evaluated."""
         return None
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
-        """The scalar to minimise on one collated batch: by default the mean cross entropy."""
+        """The scalar to minimise on one collated batch; by default the mean cross entropy."""
         from torch.nn.functional import cross_entropy
 
         x, y = examples(model, batch)
         return cross_entropy(model(x), y)
 
     def metrics(self, model: nn.Module, data: Dataset[Any]) -> dict[str, float]:
-        """Named measures of ``model`` on ``data``: by default ``accuracy`` and ``loss``, the mean
-        cross entropy, over all of it. Puts the model into evaluation mode.
+        """The metrics of ``model`` on all of ``data``, by name.
 
-        Raises DataError if the data is empty or its items are not (x, y).
+        By default ``accuracy`` and ``loss``, the mean cross entropy. Puts the model into evaluation
+        mode. Raises DataError if the data is empty or its items are not (x, y).
         """
         import torch
         from torch.nn.functional import cross_entropy
@@ -87,19 +87,19 @@ class Task(ABC):
         return {"accuracy": hits / answers, "loss": loss / answers}
 
     def solver_of(self, device: int, solver: SolverSettings) -> SolverSettings:
-        """What a device trains with: by default ``solver``, as the configuration has it.
+        """The solver that a device trains with; by default ``solver``, the configured one.
 
-        The same at every call, for a task that was interrupted goes on with it.
+        It must be the same at every call, because an interrupted task resumes with it.
         """
         return solver
 
     def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
-        """Train ``model`` in place on one device's data: by default by ``solvers.solve``."""
+        """Train ``model`` in place on one device's data; by default with ``solvers.solve``."""
         return solve(self, model, data, work)
 
 
 def examples(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
-    """The inputs and classes of a batch, where the model is.
+    """The inputs and classes of a batch, on the model's device.
 
     Raises DataError if the items of the data set are not (x, y).
     """
@@ -133,17 +133,17 @@ class Dirichlet(Section):
 
     kind: Literal["dirichlet"] = "dirichlet"
     alpha: Annotated[float, Field(gt=0)] = 0.5
-    """Small: few classes on each device; large: devices that look alike."""
+    """Small: each device has few classes; large: devices look alike."""
 
 
 class Natural(Section):
-    """As the data itself is divided: by speaking roles, or by place in the text."""
+    """Devices follow the data's own structure: speaking roles, or stretches of a text."""
 
     kind: Literal["natural"] = "natural"
 
 
 def _kind(settings: object) -> object:
-    """The tag of a partition; a table without ``kind`` is told by its key."""
+    """The tag of a partition; a table without ``kind`` is recognised by its key."""
     if isinstance(settings, dict):
         return settings.get("kind", "dirichlet" if "alpha" in settings else "classes")
     return getattr(settings, "kind", None)
@@ -163,24 +163,24 @@ PartitionSettings = Annotated[
 
 
 class TaskSettings(Section):
-    """Which task, and for the built-in ones how their data is found and split."""
+    """Which task to learn, and where built-in tasks find their data and how they split it."""
 
     name: str = "digits"
     """A built-in task (:mod:`trainer.tasks`), ``path/to/file.py:attribute`` or
     ``package.module:attribute``."""
     devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    """None: as many as suit the task."""
+    """None: the task's default."""
     partition: PartitionSettings | None = None
-    """None: the one that suits the task; for the digits and MNIST ``classes`` with p = 2."""
+    """None: the task's default; for digits and MNIST, ``classes`` with p = 2."""
     data_root: str | None = None
-    """Folder of data sets; the environment's ``FEDSTREAM_DATA`` where it is not given."""
+    """Folder of data sets; None: the environment variable ``FEDSTREAM_DATA``."""
     download: bool = False
     seed: Annotated[int, Field(ge=0)] = 0
     """of the partition"""
 
 
 def untrained(task: Task) -> nn.Module:
-    """The task's model. Raises ConfigError if that is none, and whatever ``model()`` raises."""
+    """The task's model. Raises ConfigError if it isn't a Module, or whatever ``model()`` raises."""
     from torch import nn
 
     module: object = task.model()
@@ -191,7 +191,7 @@ def untrained(task: Task) -> nn.Module:
 
 
 def samples_of(test_data: Dataset[Any]) -> int:
-    """How many there are to measure by. Raises DataError if there are none, or no length."""
+    """The number of test samples. Raises DataError if there are none, or no length."""
     try:
         samples = len(test_data)  # type: ignore[arg-type]  # torch's Dataset declares no length
     except TypeError:
@@ -205,8 +205,10 @@ def samples_of(test_data: Dataset[Any]) -> int:
 
 
 def measured(task: Task, module: nn.Module, data: Dataset[Any]) -> dict[str, float]:
-    """What ``task.metrics`` says of a model. Raises DataError if that is no number by name, and
-    whatever ``metrics()`` raises."""
+    """The metrics of a model, according to ``task.metrics``.
+
+    Raises DataError if they are not a dict of numbers by name, or whatever ``metrics()`` raises.
+    """
     found: object = task.metrics(module, data)
     try:
         return {str(name): float(value) for name, value in found.items()}  # type: ignore[attr-defined]
@@ -215,14 +217,14 @@ def measured(task: Task, module: nn.Module, data: Dataset[Any]) -> dict[str, flo
 
 
 def runs_program(spec: str) -> bool:
-    """Whether loading the task of that name runs a program that is not ours."""
+    """Whether loading the task of this name runs a program that isn't ours."""
     return bool(spec.rpartition(":")[0])
 
 
 def load_task(spec: str, settings: TaskSettings) -> Task:
-    """The task of that name; ``settings`` are for the built-in ones.
+    """Load the task of this name; ``settings`` apply to built-in tasks only.
 
-    Raises ConfigError, naming what and where, if there is no such task or its program fails;
+    Raises ConfigError, saying what and where, if there is no such task or its program fails;
     DataError if its data is missing.
     """
     source, _, attribute = spec.rpartition(":")
@@ -256,9 +258,9 @@ def load_task(spec: str, settings: TaskSettings) -> Task:
 def _import(source: str) -> ModuleType:
     """Import a module by its dotted name or its file.
 
-    A file is imported by its stem, with its folder at the end of the path: so the user's program
-    can import its neighbours, and a spawned process, which inherits the path but not the modules,
-    finds it again under the same name.
+    A file is imported under its stem, with its folder appended to ``sys.path``. That way the user's
+    program can import its neighbours, and a spawned process, which inherits the path but not the
+    modules, finds it under the same name.
     """
     from fedstream.trainer import torchvision_ops
 
@@ -283,13 +285,13 @@ def _import(source: str) -> ModuleType:
 
 
 def _is_found(name: str, file: Path) -> bool:
-    """Whether importing ``name`` gives this file, rather than another module of the name."""
+    """Whether importing ``name`` gives this file rather than another module of that name."""
     spec = None if "." in name else importlib.util.find_spec(name)
     return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file
 
 
 def words(error: Exception) -> str:
-    """An exception in one line, with the place in the program that raised it."""
+    """An exception in one line, with the place that raised it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
