@@ -1,8 +1,8 @@
-"""What a device leaves out of its update: a lossy transformation of the delta that it sends.
+"""Lossy compression of the delta that a device sends.
 
 Anarchic Federated Learning, algorithm 1: 'with extra processing if so desired', which section 3
-calls 'rescaling, compression for communication-efficiency, etc.'. What is sent is what a receiver
-would decode, in float32: training sees what is lost, but no bytes are saved yet.
+calls 'rescaling, compression for communication-efficiency, etc.'. Devices send what a receiver
+would decode, in float32: training is affected by what is lost, but no bytes are saved yet.
 """
 
 from __future__ import annotations
@@ -19,36 +19,36 @@ if TYPE_CHECKING:
 
 
 class NoCompression(Section):
-    """The delta as it is."""
+    """Send the delta unchanged."""
 
     kind: Literal["none"] = "none"
 
 
 class Bf16(Section):
-    """Every value rounded to the nearest bfloat16, ties to even: at most 2^-8 of it off."""
+    """Round every value to the nearest bfloat16, ties to even: a relative error of at most 2^-8."""
 
     kind: Literal["bf16"] = "bf16"
 
 
 class TopK(Section):
-    """The k values of largest size, the others zero; of equal ones those that come first.
+    """Keep the k values of largest magnitude and zero the others; on ties the first ones win.
 
     top_k of *Sparsified SGD with Memory* (Stich, Cordonnier, Jaggi 2018), definition 2.2, without
-    its memory: what is left out is lost.
+    the memory: what is left out is lost.
     """
 
     kind: Literal["topk"] = "topk"
     share: Annotated[float, Field(gt=0, le=1)]
-    """k over the number of parameters; k is rounded, and at least 1"""
+    """k as a share of the parameters; k is rounded, and at least 1"""
 
 
 Compression = Annotated[NoCompression | Bf16 | TopK, Field(discriminator="kind")]
 
 
 def compress(delta: Floats, how: Compression) -> None:
-    """Puts what a receiver would decode in place of ``delta``, a vector of any length.
+    """Overwrite ``delta``, a vector of any length, with what a receiver would decode.
 
-    One that is not finite stays so, and the updater refuses it.
+    A delta that is not finite stays so, and the updater refuses it.
     """
     match how:
         case Bf16():

@@ -1,7 +1,6 @@
-"""Simulated devices: how long one takes for a task, whether it vanishes midway, and when it is
-there at all.
+"""Simulated devices: how long a task takes, drop-outs, and availability.
 
-For experiments and demonstrations on one machine, where real devices' differences are missing.
+For experiments and demonstrations on one machine, which lacks the differences of real devices.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class ExponentialLatency(Section):
 
 
 class LognormalLatency(Section):
-    """Log-normal with mean ``mean_s`` seconds; ``sigma`` is the deviation of its logarithm."""
+    """Log-normal with mean ``mean_s`` seconds; its logarithm has standard deviation ``sigma``."""
 
     kind: Literal["lognormal"] = "lognormal"
     mean_s: Positive
@@ -72,7 +71,7 @@ class AlwaysAvailable(Section):
 
 
 class OnOff(Section):
-    """Eligible and not by turns, for exponential times with means ``mean_on_s``, ``mean_off_s``."""
+    """Alternates between eligible and not, each for an exponential time with the given mean."""
 
     kind: Literal["on_off"] = "on_off"
     mean_on_s: Positive
@@ -80,7 +79,7 @@ class OnOff(Section):
 
 
 class Diurnal(Section):
-    """Eligible for one stretch of each ``period_s``, the same at each device but for its begin."""
+    """Eligible for one stretch per ``period_s``; devices differ only in when it starts."""
 
     kind: Literal["diurnal"] = "diurnal"
     period_s: Positive = 86400.0
@@ -99,17 +98,17 @@ class DeviceSettings(Section):
     latency: Annotated[Latency, Field(discriminator="kind")] = NoLatency()
     slow_devices: tuple[Annotated[int, Field(ge=0)], ...] = ()
     slow_factor: Positive = 20.0
-    """The latency of ``slow_devices`` is multiplied by this."""
+    """Multiplies the latency of ``slow_devices``."""
     dropout: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Probability that a device vanishes in the middle of a task."""
+    """Probability that a device drops out in the middle of a task."""
 
 
 @dataclass(frozen=True, slots=True)
 class Behaviour:
     """What one device does with one task.
 
-    ``latency_s`` is the whole time from the task to the upload, training included: whoever has
-    trained in less sleeps the rest.
+    ``latency_s`` is the whole time from task to upload, including training; a trainer that is
+    faster sleeps for the rest.
     """
 
     latency_s: float
@@ -117,10 +116,10 @@ class Behaviour:
 
 
 def behaviour(settings: DeviceSettings, device: int, seed: int) -> Behaviour:
-    """What ``device`` does in the task of this ``seed``: a function of its arguments only."""
-    # seeding by text is hashed, so that neighbouring seeds and devices draw independently
+    """What ``device`` does in the task with this ``seed``; depends on the arguments only."""
+    # a text seed is hashed, so that neighbouring seeds and devices draw independently
     draw = random.Random(f"{seed}/{device}")
-    drops_out = draw.random() < settings.dropout  # first: another latency leaves drop-outs alone
+    drops_out = draw.random() < settings.dropout  # drawn first: independent of the latency kind
     factor = settings.slow_factor if device in settings.slow_devices else 1.0
     return Behaviour(factor * _latency_s(settings.latency, draw), drops_out)
 
@@ -140,18 +139,18 @@ def _latency_s(latency: Latency, draw: random.Random) -> float:
             return draw.lognormvariate(math.log(mean_s) - sigma**2 / 2, sigma)
 
 
-# Availability. Two kinds of events come to a device, each kind in blocks of time of its own: calls
-# that make it eligible and calls that make it ineligible. What it is, the latest call says; one
-# that changes nothing is no change. Two Poisson processes of such calls are exactly the alternating
-# exponential process: whatever the state, the call that ends it is an exponential time away. A
-# block's calls are drawn from a seed of its own, one in the mean, so any time is found at once,
-# however late; and blocks before time 0 make the process stationary from the start.
+# Availability. A device receives two kinds of calls: to be eligible and to be ineligible. The
+# latest call decides its state; a call that repeats the current state changes nothing. With two
+# Poisson processes of calls, this is exactly the alternating exponential process: in either state,
+# the call that ends it is an exponential time away. Each kind of call has its own blocks of time,
+# and each block draws its calls, one on average, from its own seed. So any time can be looked up
+# directly, however late, and blocks before time 0 make the process stationary from the start.
 
 
 def eligible(settings: Availability, device: int, seed: int, at_s: float) -> bool:
-    """Whether ``device`` may work at ``at_s`` seconds: a function of its arguments only.
+    """Whether ``device`` may work at ``at_s`` seconds; depends on the arguments only.
 
-    ``seed`` is of the whole simulation, not of a task: it and the device make one course of time.
+    ``seed`` is the whole run's, not a task's: seed and device determine one timeline.
     """
     match settings:
         case AlwaysAvailable() | Diurnal(share=1.0):
@@ -162,7 +161,7 @@ def eligible(settings: Availability, device: int, seed: int, at_s: float) -> boo
 
 
 def next_change(settings: Availability, device: int, seed: int, at_s: float) -> float:
-    """The first time after ``at_s`` at which :func:`eligible` is another; inf if there is none."""
+    """The first time after ``at_s`` at which :func:`eligible` changes; inf if it never does."""
     match settings:
         case AlwaysAvailable() | Diurnal(share=1.0):
             return math.inf
@@ -172,14 +171,14 @@ def next_change(settings: Availability, device: int, seed: int, at_s: float) -> 
 
 
 def state(settings: Availability, device: int, seed: int, at_s: float, *, busy: bool) -> State:
-    """What ``device`` is at ``at_s`` seconds; ``busy``: it has a task in hand."""
+    """The state of ``device`` at ``at_s`` seconds; ``busy``: it is working on a task."""
     if not eligible(settings, device, seed, at_s):
         return "ineligible"
     return "working" if busy else "idle"
 
 
 class _Calls:
-    """The times at which one device is told ``to`` be eligible, or not to be."""
+    """The times of one device's calls to be eligible (``to``) or ineligible (not ``to``)."""
 
     def __init__(self, settings: OnOff | Diurnal, device: int, seed: int, *, to: bool) -> None:
         self._settings = settings
@@ -191,13 +190,13 @@ class _Calls:
             case Diurnal(period_s=period_s):
                 self._block_s = period_s
 
-    # A block's border, which is rounded, may lie beyond its calls: a search begins one block early.
+    # Rounding may put a call outside its block, so searches start one block early.
 
     def latest(self, at_s: float) -> float:
-        """The latest call that is not after ``at_s``."""
+        """The latest call at or before ``at_s``."""
         for block in count(math.floor(at_s / self._block_s) + 1, -1):
             if block * self._block_s > at_s:
-                continue  # and so are its calls, which take longer to draw
+                continue  # so are all its calls: save drawing them
             if past := [call for call in self._in(block) if call <= at_s]:
                 return past[-1]
         raise AssertionError("count() ended")
@@ -216,7 +215,7 @@ class _Calls:
             case OnOff():
                 draw = random.Random(f"{self._course}/{self._to}/{block}")
                 calls, after = [], draw.expovariate(1.0)
-                while after < 1.0:  # of the block, which is the mean time between two calls
+                while after < 1.0:  # in blocks, whose length is the mean time between calls
                     calls.append(begin_s + after * self._block_s)
                     after += draw.expovariate(1.0)
                 return calls

@@ -1,4 +1,4 @@
-"""Training that does not come back: nobody can stop a thread from outside."""
+"""Detecting training that hangs: a thread can't be stopped from outside."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOOK_S = 1.0
 async def returns(
     training: asyncio.Future[Any], cancelled: Callable[[], bool], *, patience_s: float
 ) -> bool:
-    """Waits for training: False if it goes on for so long after it was to stop."""
+    """Wait for training; False if it is still running ``patience_s`` after ``cancelled()``."""
     told_at: float | None = None
     while True:
         done, _ = await asyncio.wait({training}, timeout=min(_LOOK_S, patience_s))

@@ -1,4 +1,4 @@
-"""How long a trainer waits for a Redis that is away."""
+"""How long a trainer waits for an unavailable Redis."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ if TYPE_CHECKING:
 
 
 class Patience:
-    """``most_s`` seconds, or without end (None), since Redis served last.
+    """Gives up ``most_s`` seconds after Redis last served a request; None: never.
 
-    Away is also a Redis that answers but cannot serve now: it loads, fails over, or may not write.
+    A Redis that answers but can't serve (loading, failing over, read-only) counts as unavailable.
     """
 
     def __init__(self, most_s: float | None) -> None:
         self._most_s = most_s
-        self.heard = time.monotonic()  # Redis, the last time
+        self.heard = time.monotonic()  # when Redis last served
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Where Redis is asked at regular times. Raises FedstreamError if it is away too long."""
+        """Wrap a regular request to Redis. Raises FedstreamError if Redis is away for too long."""
         try:
             yield
         except FedstreamError as error:

@@ -1,6 +1,6 @@
-"""Where models and data lie while torch computes: in the machine's memory, or on a GPU.
+"""Where models and data are while torch computes: in main memory or on a GPU.
 
-torch is imported where it is used: services that only read these settings start without it.
+torch is imported inside functions, so that services that only read the settings start without it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Threads: TypeAlias = Annotated[int, Field(ge=1, le=1024)]  # more than any machi
 
 
 def check(key: str, place: Place) -> None:
-    """Raises ConfigError, naming the key, if torch can't compute there."""
+    """Check that torch can compute there. Raises ConfigError, naming the key, if it can't."""
     import torch
 
     if place == "cuda" and not torch.cuda.is_available():
@@ -30,7 +30,7 @@ def check(key: str, place: Place) -> None:
 
 
 def placed(data: Dataset[Any], place: Place) -> Dataset[Any]:
-    """The data there, where it is tensors; else as it is, for the loss to move."""
+    """Move a TensorDataset there; return other data as it is, for the loss to move."""
     from torch.utils.data import TensorDataset
 
     if place == "cpu" or type(data) is not TensorDataset:

@@ -1,8 +1,8 @@
-"""The trainer: takes a task and the newest model, trains off the event loop, answers.
+"""The trainer: takes a task and the newest model, trains off the event loop, and answers.
 
-In a pool any replica serves any device's partition; a trainer that owns devices serves only theirs.
-While a task runs, its lease is renewed; a trainer that loses the lease stops at the next batch, one
-that is told to stop hands the task back. Whatever kills it, the task is delivered again, and the
+In the pool, any replica serves any device's partition; a trainer that owns devices serves only
+those. It renews its lease while a task runs. A trainer that loses the lease stops at the next
+batch; one that is told to stop hands the task back. If it dies, the task is redelivered, and the
 first answer counts.
 """
 
@@ -77,44 +77,44 @@ if TYPE_CHECKING:
 
     from fedstream.trainer.task import Task as Learning
 
-# Of a task: from a small model's download to an hour of training.
+# Histogram buckets: from a small model's download to an hour of training.
 _SECONDS = (
     0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5,
     1, 2, 5, 10, 30, 60, 180, 600, 1800, 3600,
 )  # fmt: skip
 _SAID = {"upload": "uploaded", "give_up": "gave up", "lease lost": "lease lost"}
 _HEARTBEAT_S = 2.0
-_GOODBYE_S = 2.0  # a Redis that hangs must not outlast the drain
-_LOOK_S = 0.1  # between two looks whether a device has become eligible
-_OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # a workspace of other work, or torch
-_REST_S = 10.0  # at most, after tasks that raised: where all do, the scheduler triggers new ones
-_PARTITIONS_KEPT = 64  # data sets of devices that are kept open
-# Of Redis's memory: with workspaces it may be so full. Models and updates go on to the scheduler's
-# 0.8, and must find room.
+_GOODBYE_S = 2.0  # so that a hanging Redis can't outlast the drain
+_LOOK_S = 0.1  # between checks whether a device has become eligible
+_OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # a workspace of other work, or other torch
+_REST_S = 10.0  # longest pause after a task raised: if all do, the scheduler keeps triggering more
+_PARTITIONS_KEPT = 64  # devices' data sets kept open
+# Share of Redis's memory above which no workspace is kept. The scheduler lets models and updates
+# grow to 0.8, and they need that room.
 _WORKSPACES_SHARE = 0.5
 
 
 class Initiative(Section):
-    """An anarchic trainer decides by itself when to take part and how many steps to do."""
+    """How an anarchic trainer decides by itself when to take part and how many steps to do."""
 
-    rate: Annotated[float, Field(gt=0)] = 1.0  # per second, while it has nothing to do
+    rate: Annotated[float, Field(gt=0)] = 1.0  # triggers per second while idle
     steps: Steps = Epochs()
 
 
 class TrainerSettings(Section):
-    """What one trainer serves, and what it may use."""
+    """What one trainer serves, and the resources it may use."""
 
-    site: str = POOL  # whose trainers trust each other: one user of Redis
-    # Devices; () is a replica of the pool.
+    site: str = POOL  # trainers of one site trust each other: they share a Redis user
+    # Device numbers; (): a replica of the pool.
     owns: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=OWNED)] = ()
     anarchic: Initiative | None = None
     threads: Threads = 1  # of torch
-    device: Place = "cpu"  # of torch; what it trains on comes back as float32
-    blob_expiry_s: Annotated[float, Field(gt=0)] = 600.0  # an update that is never admitted
-    workspace_bytes: Annotated[int, Field(ge=0)] = 64 << 20  # a larger one is not saved
+    device: Place = "cpu"  # of torch; updates are float32 either way
+    blob_expiry_s: Annotated[float, Field(gt=0)] = 600.0  # of an update that is never admitted
+    workspace_bytes: Annotated[int, Field(ge=0)] = 64 << 20  # larger workspaces are not saved
     workspace_expiry_s: Annotated[float, Field(gt=0)] = 3600.0
-    redis_away_s: Annotated[float, Field(gt=0)] | None = None  # then it ends; None: it waits
-    ends_with_run: bool | None = None  # when that is finished; else it idles
+    redis_away_s: Annotated[float, Field(gt=0)] | None = None  # then it exits; None: wait forever
+    ends_with_run: bool | None = None  # True: exit when the run is finished; else idle
     drain_s: Annotated[float, Field(gt=0)] = 20.0
 
     @model_validator(mode="after")
@@ -133,7 +133,7 @@ class TrainerSettings(Section):
 
 @dataclass(frozen=True)
 class _Start:
-    """What training starts from, or goes on with."""
+    """Where training starts or resumes."""
 
     version: int  # tau
     digest: str  # of x_tau
@@ -144,7 +144,7 @@ class _Start:
 
 @dataclass(frozen=True)
 class _Answered:
-    """A model that was trained, as it is uploaded."""
+    """A trained model, ready for upload."""
 
     trained: Trained
     model: Model
@@ -152,7 +152,7 @@ class _Answered:
 
 
 class Trainer:
-    """The service. ``load`` makes the user's task; it is called once, off the event loop."""
+    """The service. ``load`` creates the user's task; it is called once, off the event loop."""
 
     role = "trainer"
 
@@ -184,19 +184,19 @@ class Trainer:
         self._outbox = Outbox(self._client, keys, settings.site)
         stream = keys.tasks_of(member(settings.site, name)) if settings.owns else keys.tasks
         self._tasks = Group(self._client, stream, TRAINERS, name)
-        self._unsure: str | None = "crash"  # we may hold tasks that we don't know of, and why
+        self._unsure: str | None = "crash"  # why we may hold tasks that we don't know of
         self._swept = 0.0
         self._run: Run | None = None
-        self._base: tuple[Head, Model] | None = None  # the newest version that we have
+        self._base: tuple[Head, Model] | None = None  # the newest version we have
         self._out: Model | None = None
         self._now: Task | None = None
-        self._saved_for = ""  # the task of which a workspace is in Redis
+        self._saved_for = ""  # the task whose workspace is in Redis
         self._patience = Patience(settings.redis_away_s)
         self._raised: set[str] = set()
         self._answers = 0
-        self._rng = random.Random()  # of back-off and initiative; training is seeded by its task
+        self._rng = random.Random()  # for back-off and initiative; tasks seed training
         self._rests = Backoff(0.01, _REST_S, rng=self._rng)
-        self._rest_s = 0.0  # before the next task: this one raised
+        self._rest_s = 0.0  # before the next task, if this one raised
         self._thread = ThreadPoolExecutor(1, "training")
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
@@ -204,7 +204,7 @@ class Trainer:
         return ()
 
     async def run(self, context: Context) -> None:
-        """Works until stop; a task in hand goes back at the next batch."""
+        """Work until stopped; hand back a task in progress at the next batch."""
         self._context = context
         self._done = Counter(
             "fedstream_trainer_tasks", "Tasks by what became of them here.", ["end"],
@@ -233,7 +233,7 @@ class Trainer:
                     devices = self._served()
                     rate = initiative.rate * parts.mean(devices)
                     anarchy = partial(self._take_initiative, parts, devices, rate)
-                    # A wait of 20 means is as good as impossible.
+                    # Waiting 20 times the mean is as good as impossible.
                     patience_s = 30.0 + 20.0 / rate
                     group.create_task(repeat(context, "initiative", anarchy, within_s=patience_s))
         finally:
@@ -246,7 +246,7 @@ class Trainer:
             self._thread.shutdown(wait=False)
 
     def _prepare(self) -> None:
-        """Loads torch and the task, in the thread that trains."""
+        """Load torch and the task, in the training thread."""
         import torch
 
         from fedstream.trainer.vector import layout_of
@@ -254,7 +254,7 @@ class Trainer:
         place = self._settings.device
         check("trainer.device", place)
         torch.set_num_threads(self._settings.threads)
-        torch.backends.cudnn.deterministic = True  # the same task again gives the same bits
+        torch.backends.cudnn.deterministic = True  # redoing a task gives the same bits
         self._learning = learning = self._load()
         self._module = untrained(learning).to(place)
         self._layout = layout_of(self._module)
@@ -263,7 +263,11 @@ class Trainer:
         )
 
     async def _joined(self) -> bool:
-        """Whether the run is there and this trainer's model is the run's."""
+        """Join the run; False if it doesn't exist yet.
+
+        Raises LayoutMismatch if the run has another model, ConfigError if solver and strategy don't
+        fit together.
+        """
         try:
             with self._patience.asking():
                 run = await self._ledger.run()
@@ -304,7 +308,7 @@ class Trainer:
                 self._name, self._settings.owns, device=device, answers=self._answers
             )
             if self._settings.ends_with_run:
-                with suppress(NoRun):  # the updater makes it again
+                with suppress(NoRun):  # the updater will publish it again
                     if (await self._ledger.run()).state == "finished":
                         self._context.log.info("the run is finished")
                         self._context.stop.set()
@@ -317,7 +321,7 @@ class Trainer:
     async def _take_initiative(
         self, parts: Participation, devices: Sequence[int], rate: float
     ) -> None:
-        """Anarchic: triggers a task for one of its devices, when it is free for one."""
+        """Trigger a task for one of this anarchic trainer's devices, if it is idle."""
         rng = self._rng
         await pause(self._context.stop, rng.expovariate(rate))
         if self._now is not None or self._rest_s or self._context.stop.is_set():
@@ -325,12 +329,12 @@ class Trainer:
         try:
             run = await self._ledger.run()
         except NoRun:
-            return  # Redis was emptied; the updater publishes it again
+            return  # Redis was emptied; the updater will publish the run again
         if run.state == "finished":
             return
         device = devices[parts.pick(rng, devices)]
         if not self._is_eligible(device):
-            return  # it decides nothing now
+            return  # an ineligible device does not act
         length = parts.length(rng, device)
         trigger = Trigger(
             task=task_id(time.time_ns() // 1_000_000),
@@ -347,7 +351,7 @@ class Trainer:
     # one task
 
     async def _step(self) -> None:
-        """One task: one that was ours, one that another lost, or a new one."""
+        """Perform one task: our own from before, one that another trainer lost, or a new one."""
         if self._rest_s and await pause(self._context.stop, self._rest_s):
             return
         self._rest_s = 0.0
@@ -365,7 +369,7 @@ class Trainer:
                     self._now = None
 
     async def _unreadable(self, entry: Entry, error: BadMessage) -> None:
-        """Has a coordinator move an entry to ``dead``: trainers have no right to write there."""
+        """Have a coordinator move an entry to ``dead``; trainers may not write there."""
         stream = self._tasks.stream
         dead = Dead(
             stream=stream.removeprefix(self._keys.prefix), entry=entry.id, reason=str(error),
@@ -374,8 +378,8 @@ class Trainer:
         await self._outbox.answer(stream, entry, dead)
 
     async def _next(self) -> list[Entry]:
-        """The next entry, if there is one within a second."""
-        why, self._unsure = self._unsure, "trouble"  # unless what follows comes back
+        """The next entry; empty if none arrives within a second."""
+        why, self._unsure = self._unsure, "trouble"  # until proven otherwise
         if why is not None:
             await self._tasks.ensure()
             entries, _ = await self._tasks.claim(
@@ -398,7 +402,7 @@ class Trainer:
         return entries  # in hand: sure again once it is answered
 
     async def _perform(self, entry: Entry, task: Task) -> None:
-        """A task from its model to its answer."""
+        """Carry out a task, from fetching the model to sending the answer."""
         started = time.monotonic()
         attempt = secrets.token_hex(6)
         self._context.trace("taken", attempt=attempt)
@@ -432,7 +436,7 @@ class Trainer:
     async def _answer(
         self, task: Task, attempt: str, started: float, lost: asyncio.Event
     ) -> Upload | GiveUp:
-        """What the trainer has to say to a task. Raises Cancelled."""
+        """The answer to a task. Raises Cancelled."""
 
         def late() -> bool:
             return task.deadline is not None and time.time() > task.deadline
@@ -457,9 +461,9 @@ class Trainer:
         lost: asyncio.Event,
         late: Callable[[], bool],
     ) -> Upload | GiveUp:
-        """Trains, and says what came of it; or why nothing did. Raises Cancelled.
+        """Train and return the upload, or the reason for giving up. Raises Cancelled.
 
-        ``late``: no answer counts any more.
+        ``late`` says whether the task's deadline has passed.
         """
 
         def cancelled() -> bool:
@@ -499,7 +503,7 @@ class Trainer:
             await self._report(error, task, start.version)
             return give_up(f"raised {type(error).__name__:.100}")
         self._rests.reset()
-        # One that is told to stop now answers at once: what it has trained would be lost.
+        # If told to stop now, it answers at once rather than lose the trained model.
         left_s = simulated.latency_s - (time.monotonic() - started)
         await self._device_time(left_s, lambda: lost.is_set() or late())
         return Upload(
@@ -512,7 +516,7 @@ class Trainer:
         )  # fmt: skip
 
     async def _trained(self, start: _Start, work: Work, cancelled: Callable[[], bool]) -> _Answered:
-        """Trains; where the device becomes ineligible midway, it finishes later. Raises Cancelled.
+        """Train; if the device becomes ineligible midway, finish later. Raises Cancelled.
 
         Asynchronous Federated Optimization, 'flexibility'.
         """
@@ -522,7 +526,7 @@ class Trainer:
                     self._thread, self._train, start, work
                 )
                 if not await returns(training, cancelled, patience_s=self._settings.drain_s):
-                    # The drain gives it as long again; then the process ends, thread or not.
+                    # The drain waits as long again; then the process ends, hung thread or not.
                     self._context.log.error(
                         "training hangs: this trainer ends, and has to be started again",
                         told_to_stop_s=self._settings.drain_s,
@@ -539,7 +543,7 @@ class Trainer:
     # where training starts
 
     async def _start(self, task: Task) -> _Start:
-        """What another replica, or this one, has left of the task; else the newest version."""
+        """The task's workspace, left by any replica; without one, the newest version."""
         saved = await self._saved(task)
         if saved is not None:
             _, x_tau = saved.models(self._layout.without_controls())
@@ -547,7 +551,7 @@ class Trainer:
         head, base = await self._newest()
         control: Floats | None = None
         if self._controls:
-            control = np.zeros(self._layout.parameters, np.float32)  # as it is the first time
+            control = np.zeros(self._layout.parameters, np.float32)  # zero the first time
             key = self._keys.control(self._site, task.device)
             try:
                 await blobs.recall(self._client, key, vector_of(control))
@@ -556,8 +560,8 @@ class Trainer:
         return _Start(head.version, head.digest, base, control)
 
     async def _saved(self, task: Task) -> Workspace | None:
-        """The task's workspace, if there is one that is of use here."""
-        # Others of the site may have written it, of any length: no more than one may have is read.
+        """The task's workspace, if there is a usable one."""
+        # Other trainers of the site may write anything there, so don't read beyond the size limit.
         most, key = self._settings.workspace_bytes, self._keys.workspace(self._site, task.task)
         data = await self._client.call("GETRANGE", key, 0, most)
         if not data:
@@ -579,7 +583,7 @@ class Trainer:
         self._context.log.warning("workspace of no use: begun anew", reason=str(error))
 
     async def _save(self, task: str, workspace: Workspace | None) -> None:
-        """Keeps a workspace for whoever goes on with the task; without one it begins anew."""
+        """Save a workspace, so that the task can be resumed; without one it starts over."""
         if workspace is None:
             return
         data = workspace.encode()
@@ -595,7 +599,7 @@ class Trainer:
             self._context.log.warning("workspace not saved", reason=str(error))
             return
         self._saved_for = task
-        # After the fact: where many save at once, each looks at what came before it as well.
+        # Check afterwards: if many save at once, each then counts the workspaces saved before it.
         try:
             used, most = await self._ledger.memory()
         except FedstreamError as error:
@@ -608,7 +612,7 @@ class Trainer:
         self._context.log.info("workspace saved", step=workspace.step, bytes=len(data))
 
     async def _unsave(self, task: str) -> None:
-        """Nobody needs the task's workspace any more, if there is one."""
+        """Delete the task's workspace, if this trainer saved or read one."""
         if self._saved_for == task:
             with suppress(FedstreamError):  # else it expires
                 await self._client.call("UNLINK", self._keys.workspace(self._site, task))
@@ -621,16 +625,16 @@ class Trainer:
         return eligible(self._devices.availability, device, self._run.seed, at_s)
 
     async def _eligible(self, device: int, cancelled: Callable[[], bool]) -> None:
-        """Waits until the device may train. Raises Cancelled."""
+        """Wait until the device may train. Raises Cancelled."""
         while not self._is_eligible(device):
             await pause(self._context.stop, _LOOK_S)
             if cancelled():
                 raise Cancelled
 
     async def _said(self, entry: Entry, answer: Upload | GiveUp) -> bool:
-        """Uploads and answers, through trouble that passes: the work is done, it must not be lost.
+        """Upload and answer, retrying transient errors so that finished work isn't lost.
 
-        Repeating it is harmless: an answer is said once. False if the lease is over.
+        Retrying is harmless: answering is idempotent. False if the lease was lost.
         """
         update = self._keys.update(answer.blob) if isinstance(answer, Upload) else ""
         expire_s = self._settings.blob_expiry_s
@@ -644,7 +648,7 @@ class Trainer:
                         ahead = await blobs.prepare(
                             self._client, update, self._out, expire_s=expire_s
                         )
-                        # Not again unasked: it may be admitted by then, and must not expire.
+                        # Don't rewrite it unasked: once admitted, it must not expire.
                         unwritten = False
                     said = await self._outbox.answer(
                         self._tasks.stream, entry, answer, expire_s=expire_s, ahead=ahead
@@ -654,15 +658,15 @@ class Trainer:
                     raise
                 self._context.log.warning("answer not said yet", reason=str(error))
                 if isinstance(error, OutOfMemory):
-                    await self._unsave(answer.task)  # the update is smaller than that
+                    await self._unsave(answer.task)  # to make room for the update
                 await pause(self._context.stop, backoff.next())
             else:
                 if said != "unwritten":
                     return said == "said"
-                unwritten = True  # it expired while Redis was away, or never got there
+                unwritten = True  # it expired during an outage, or never arrived
 
     def _train(self, start: _Start, work: Work) -> _Answered:
-        """Trains the module from x_tau; runs in the training thread."""
+        """Train the module from x_tau. Runs in the training thread."""
         from fedstream.trainer import vector
 
         vector.load(start.model, self._module)
@@ -675,7 +679,7 @@ class Trainer:
         return _Answered(took, out, out.digest())
 
     async def _newest(self) -> tuple[Head, Model]:
-        """The newest version; one that vanishes while it is read was the newest no more."""
+        """Read the newest version; if it vanishes meanwhile, it was superseded, so try again."""
         with self._seconds.labels("download").time():
             while True:
                 head = await self._ledger.head()
@@ -701,7 +705,7 @@ class Trainer:
 
     @asynccontextmanager
     async def _leased(self, entry: Entry) -> AsyncIterator[asyncio.Event]:
-        """Renews the lease inside the block; the event says that it is lost."""
+        """Renew the lease inside the block; the event is set if it is lost."""
         lost = asyncio.Event()
 
         async def renew() -> None:
@@ -721,10 +725,10 @@ class Trainer:
             renewing.cancel()
             await asyncio.wait({renewing})
             if not renewing.cancelled():
-                renewing.result()  # raises what ended it
+                renewing.result()  # re-raises if renewing failed
 
     async def _device_time(self, seconds: float, cancelled: Callable[[], bool]) -> None:
-        """Waits as long as the simulated device would take, or until stop. Raises Cancelled."""
+        """Wait as long as the simulated device would take, or until stopped. Raises Cancelled."""
         until = time.monotonic() + seconds
         while (left := until - time.monotonic()) > 0:
             stopped = await pause(self._context.stop, min(left, 0.25))
@@ -734,7 +738,7 @@ class Trainer:
                 return
 
     async def _report(self, error: Exception, task: Task, version: int) -> None:
-        """A user's task raised: its traceback once, then a line each time."""
+        """Report a task that raised: with a traceback the first time, then in one line."""
         frames = traceback.extract_tb(error.__traceback__)
         where = f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}"
         log = self._context.log.bind(version=version)

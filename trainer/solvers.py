@@ -451,7 +451,7 @@ def _join(parts: Tensors, model: nn.Module) -> Floats:
 
 
 def _global_generators(where: torch.Tensor) -> list[torch.Generator]:
-    """torch's global generators, which dropout uses: the CPU's, and that of ``where``'s GPU, if any."""
+    """torch's global generators, used by dropout: the CPU's and, for a GPU tensor, its GPU's."""
     import torch
 
     gpu = [torch.cuda.default_generators[where.get_device()]] if where.is_cuda else []

@@ -1,6 +1,6 @@
-"""What an interrupted piece of local training leaves, so that any replica can go on from there.
+"""A snapshot of interrupted local training, from which any replica can resume.
 
-As bytes it is a checksum and a msgpack map, in which vectors lie as they are, little-endian:
+It is encoded as a checksum and a msgpack map, in which vectors are raw little-endian bytes:
 
     xxh3_64(map) ++ {"v": schema, field: value, ...}
 """
@@ -22,11 +22,11 @@ from fedstream.broker.messages import first_wrong
 SCHEMA = 1
 
 _CHECKSUM = 8  # bytes
-_MOST = 16  # lists, and elements of one: there is one, of a state for each generator
+_MOST = 16  # lists, and elements per list; an honest workspace has one list, of generator states
 
 
 class _Few:
-    """Lets only few lists or maps through: of a byte each, 64 MiB of them would take gigabytes."""
+    """Limits the number of lists and maps: 64 MiB of one-byte lists would decode to gigabytes."""
 
     def __init__(self) -> None:
         self._left = _MOST
@@ -39,7 +39,7 @@ class _Few:
 
 
 def _vector(dtype: str) -> PlainValidator:
-    """Takes a vector of this dtype, or its bytes."""
+    """A validator that accepts a vector of this dtype, or its bytes."""
 
     def read(value: object) -> npt.NDArray[Any]:
         if isinstance(value, bytes):
@@ -55,15 +55,14 @@ Count = Annotated[int, Field(ge=0)]
 Block = Annotated[npt.NDArray[np.uint8], _vector("u1")]
 """The buffer of a :class:`broker.layout.Model`."""
 Vector = Annotated[Floats, _vector("<f4")]
-"""One number for each parameter, in the layout's order."""
+"""One float32 per parameter, in the layout's order."""
 
 
 class Workspace(BaseModel):
-    """Local training between two of its steps: whose it is, how far it came, what it goes on with.
+    """The state of local training between two steps, with the identity of the work.
 
-    Training that is resumed from it gives the bits that it would have given uninterrupted, on the
-    same machine. What a model's layout does not carry is not in it: buffers that are not persistent
-    and the digits that float64 has over float32.
+    On the same machine, resumed training gives the same bits as uninterrupted training. The
+    exceptions are what a layout does not carry: non-persistent buffers and float64's extra digits.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
@@ -87,27 +86,27 @@ class Workspace(BaseModel):
     step: Count
     """steps done"""
     seconds: float
-    """that they took"""
+    """time spent on them"""
     loss: float
-    """their sum"""
+    """sum of their losses"""
     minibatches: bytes
     """state of the minibatches' generator before it drew the current pass"""
     position: Count
-    """minibatches taken of that pass"""
+    """minibatches taken from that pass"""
     generators: tuple[bytes, ...]
-    """states of torch's global ones, which dropout draws from: the CPU's, the model's GPU's"""
+    """states of torch's global generators, used by dropout: the CPU's, then the model's GPU's"""
 
     x: Block
     """the model so far"""
     x_tau: Block
     momentum: Vector | None = None
     control: Vector | None = None
-    """c of SCAFFOLD, as it came with x_tau; None: zero"""
+    """c of SCAFFOLD, as published with x_tau; None: zero"""
     device_control: Vector | None = None
-    """c_i of SCAFFOLD, as it was at the start; None: zero"""
+    """c_i of SCAFFOLD at the start of the task; None: zero"""
 
     def encode(self) -> bytes:
-        """The workspace as bytes, the same ones for the same workspace."""
+        """The workspace as bytes; deterministic."""
         fields = msgpack.packb({"v": SCHEMA, **self.__dict__}, default=_raw)
         assert isinstance(fields, bytes)  # noqa: S101  (packb's type is Any)
         return xxhash.xxh3_64_digest(fields) + fields
@@ -133,7 +132,7 @@ class Workspace(BaseModel):
             raise BadMessage(f"workspace: {first_wrong(error)}") from error
 
     def models(self, layout: Layout) -> tuple[Model, Model]:
-        """The model so far, and x_tau. Raises LayoutMismatch if they are of another layout."""
+        """The model so far, and x_tau. Raises LayoutMismatch if their layout is another."""
         if self.layout != layout.signature:
             raise LayoutMismatch("the workspace was saved with a model of another layout")
         return Model(layout, self.x), Model(layout, self.x_tau)
