@@ -1,9 +1,9 @@
 """Blobs: models and updates as Redis hashes of chunks of about 1 MiB.
 
-Chunks move 2 to 5 times faster than one value of 100 MB and stay far from Redis's limit of 512 MB
-for one value. A blob is written before the entry that names it, once, under a name that is never
-used again, with an expiry that admission removes: what a crashed writer leaves behind goes away by
-itself.
+Chunks move 2 to 5 times faster than a single value of 100 MB and stay far below Redis's limit of
+512 MB per value. A blob is written once, before the entry that names it, and its name is never
+reused. It has an expiry that admission removes, so leftovers of a crashed writer go away by
+themselves.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from fedstream.broker.client import Client, Command
 from fedstream.broker.errors import BlobDamaged, BlobMissing, Foreign
 from fedstream.broker.layout import Model
 
-# Bytes: a MiB less what Redis puts in front of it. One byte more would take 1.25 MiB of its memory.
+# Bytes: 1 MiB less Redis's header. One byte more would take 1.25 MiB of Redis's memory.
 CHUNK = (1 << 20) - 64
-WINDOW = 8  # chunks on their way at once: bounds the memory that a transfer takes on top
+WINDOW = 8  # chunks in flight: bounds the extra memory that a transfer takes
 
 _SIZE = b"size"
 _DIGEST = b"digest"
 
 
 async def write(client: Client, key: str, model: Model, *, expire_s: float) -> None:
-    """Writes the model's bytes under ``key``, to expire ``expire_s`` after the last of them."""
+    """Write the model's bytes under ``key``, expiring ``expire_s`` seconds after the last write."""
     data = model.buffer.data
     expire: Command = ("PEXPIRE", key, round(expire_s * 1000))
-    # Size and expiry come first, together and alone: no half-written blob is there for ever, and
-    # one that expired while it was written has no size.
+    # Size and expiry come first, in one transaction: a half-written blob can't stay for ever, and a
+    # blob that expired while it was written has no size.
     await client.pipeline([("MULTI",), ("HSET", key, _SIZE, data.nbytes), expire, ("EXEC",)])
     for first in range(0, data.nbytes, WINDOW * CHUNK):
         starts = range(first, min(first + WINDOW * CHUNK, data.nbytes), CHUNK)
@@ -40,10 +40,11 @@ async def write(client: Client, key: str, model: Model, *, expire_s: float) -> N
 
 
 async def prepare(client: Client, key: str, model: Model, *, expire_s: float) -> Sequence[Command]:
-    """Writes the model; one of a single chunk rides ahead of the script that names it instead.
+    """Write the model now, or return the commands that write it if it fits into one chunk.
 
-    The commands for that, all or nothing. They save a round trip; as an argument of the script the
-    chunk would be copied into Lua, which costs Redis more than all the rest.
+    The commands, one transaction, go ahead of the script that names the blob and save a round trip.
+    Passed to the script as an argument, the chunk would be copied into Lua, which costs Redis more
+    than everything else.
     """
     data = model.buffer.data
     if data.nbytes > CHUNK:
@@ -54,11 +55,11 @@ async def prepare(client: Client, key: str, model: Model, *, expire_s: float) ->
 
 
 async def read(client: Client, key: str, into: Model, *, digest: str) -> None:
-    """Reads the blob under ``key`` into a model and checks size and digest.
+    """Read the blob under ``key`` into a model and check its size and digest.
 
-    Takes whatever length a chunk has, so it is for what no site can write: models, and updates
-    whose lengths admission has checked. Raises BlobMissing if it is not there, BlobDamaged if its
-    bytes are not those announced; the model's bytes are undefined then.
+    Accepts chunks of any length, so use it only for blobs that no site can write: models, and
+    updates whose lengths admission has checked. Raises BlobMissing if the blob is not there,
+    BlobDamaged if its bytes are not those announced; the model's bytes are then undefined.
     """
     data = into.buffer
     chunks = -(-data.nbytes // CHUNK)
@@ -78,29 +79,32 @@ async def read(client: Client, key: str, into: Model, *, digest: str) -> None:
             at += len(chunk)
     if at != data.nbytes:
         raise BlobDamaged(f"blob {key} ends after {at} of {data.nbytes} bytes")
-    # A large one takes longer than the event loop can spare.
+    # Hashing a large blob would block the event loop for too long.
     own = into.digest() if chunks < 2 else await asyncio.to_thread(into.digest)
     if own != digest:
         raise BlobDamaged(f"blob {key} has digest {own}, announced was {digest}")
 
 
 async def _asked(client: Client, key: str, numbers: range) -> list[Any]:
-    """The size that a blob says, and those of its chunks."""
+    """Fetch a blob's stated size, followed by the chunks ``numbers``."""
     rest: list[Command] = [("HGET", key, n) for n in numbers[1:]]
     begin, *more = await _of(client, key, [("HMGET", key, _SIZE, *numbers[:1]), *rest])
     return [*begin, *more]
 
 
 async def _of(client: Client, key: str, commands: Sequence[Command]) -> list[Any]:
-    """The replies to what is asked of a blob. Raises BlobDamaged if something else is there."""
+    """Send commands about a blob. Raises BlobDamaged if the key holds something else."""
     try:
         return await client.pipeline(commands)
-    except Foreign as error:  # whoever may write updates may put anything in the place of one
+    except Foreign as error:  # a site may write anything under an update's key
         raise BlobDamaged(f"{key} is no blob") from error
 
 
 async def keep(client: Client, key: str, size: int) -> bool:
-    """Takes the blob's expiry away: whether all of its ``size`` bytes are there. Reads none."""
+    """Remove the blob's expiry and return whether all ``size`` bytes are there.
+
+    Checks only the chunks' lengths; reads no chunk.
+    """
     lengths = [len(b"%d" % size), *(min(CHUNK, size - at) for at in range(0, size, CHUNK))]
     parts = (_SIZE, *range(len(lengths) - 1))
     asked: list[Command] = [("HSTRLEN", key, part) for part in parts]
@@ -112,9 +116,9 @@ async def keep(client: Client, key: str, size: int) -> bool:
 
 
 async def recall(client: Client, key: str, into: Model) -> bool:
-    """Reads what was handed out under ``key``, which has its digest: whether there was any.
+    """Read the handed-out blob under ``key``, which carries its own digest; False if none.
 
-    Raises BlobDamaged or BlobMissing if another takes its place meanwhile: read it again.
+    Raises BlobDamaged or BlobMissing if the blob is replaced meanwhile: read it again.
     """
     digest = await client.call("HGET", key, _DIGEST)
     if digest is None:

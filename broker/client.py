@@ -1,13 +1,13 @@
 """The only contact with redis-py: connections, commands, pipelines, scripts, and their errors.
 
-redis-py's ``Redis`` object repeats commands whose reply was lost, which would repeat an ``XADD``
-and strand what an ``XREADGROUP`` handed out. So this client drives redis-py's *connections* itself:
-a command is sent once; a reply that doesn't come is an :class:`Unavailable`, and whoever called
-decides what a repetition means. Replies come in RESP2's shapes, always as bytes.
+redis-py's ``Redis`` object retries commands whose reply was lost, which would repeat an ``XADD``
+and strand entries that an ``XREADGROUP`` delivered. So this client drives redis-py's *connections*
+directly: each command is sent once, a missing reply raises :class:`Unavailable`, and the caller
+decides whether a retry is safe. Replies have RESP2 shapes, always as bytes.
 
-Where sentinels or a cluster say which node to talk to (:mod:`broker.places`), they are asked before
-a connection is made, and asked again after trouble. A command is sent to another node only if the
-first one has said that it did not do it.
+With sentinels or a cluster (:mod:`broker.places`), the client asks which node to use before it
+connects, and again after a failure. It resends a command to another node only if the first node
+said that it did not execute it.
 """
 
 from __future__ import annotations
@@ -45,15 +45,14 @@ Argument = bytes | memoryview | str | int | float
 Command = Sequence[Argument]
 
 _READ = 1 << 20  # bytes taken from a connection at once
-_ASKED_S = 2.0  # one sentinel, or one node of a cluster, for the way
-_HOPS = 4  # nodes that send us on before it is trouble
+_ASKED_S = 2.0  # time-out for asking one sentinel or cluster node
+_HOPS = 4  # redirects to follow before giving up
 _DENIED = re.compile(r"\b(NOPERM|WRONGPASS) |The user executing the script can't|ACL failure")
-# MISCONF: a snapshot failed. BUSY: a script that runs too long. In a script's error the code is not
-# the first.
+# MISCONF: a snapshot failed. BUSY: a script has run for too long. Errors raised inside a script
+# don't start with the code.
 _PASSING = re.compile(r"\b(NOREPLICAS|MISCONF|BUSY|TRYAGAIN|CLUSTERDOWN|MASTERDOWN|LOADING) ")
-# What says that this is the wrong node now, in a script's words too: Redis 7's, and those of later
-# ones and of Valkey. UNBLOCKED: the stream that was waited for is gone, or the node is no master
-# any more.
+# Errors that mean this is now the wrong node, including those raised inside scripts by Redis 7,
+# later releases and Valkey. UNBLOCKED: the stream we blocked on is gone, or the node was demoted.
 _ELSEWHERE = (
     exceptions.AskError,
     exceptions.ReadOnlyError,
@@ -63,7 +62,8 @@ _ELSEWHERE = (
 _ELSEWHERE_TOO = re.compile(
     r"\b(UNBLOCKED|READONLY) |ttempted to (access a non|execute a .* while the cluster)"
 )
-# What a URL may say. Of an object's name redis-py would make no object but a traceback, later.
+# Options allowed in a URL. redis-py also accepts options that take an object, but keeps the text
+# as it is and fails later with a traceback.
 _OPTIONS = {
     "connection_class", "host", "port", "path", "db", "username", "password", "client_name",
     "socket_timeout", "socket_connect_timeout", "socket_keepalive", "retry_on_timeout",
@@ -72,22 +72,22 @@ _OPTIONS = {
     "ssl_ciphers",
 }  # fmt: skip
 _SAID = (exceptions.ResponseError, exceptions.AuthenticationError)
-_OF_THE_URL = {"connection_class", "host", "port"}  # which redis-py would take as options too
-# Another type than ours under a key, or a stream at whose end nothing can be added.
+_OF_THE_URL = {"connection_class", "host", "port"}  # redis-py accepts them as options too
+# A key of the wrong type, or a stream whose last id is so high that nothing can be appended.
 _FOREIGN = re.compile(r"WRONGTYPE |exhausted the last possible ID|equal or smaller than the target")
 _UNTRUSTED = re.compile(r"certificate verify failed: ([^(]+)")
 
 
 @dataclass(frozen=True, slots=True)
 class _Elsewhere:
-    """A node for one exchange: that of another slot, or one that is taking ours over."""
+    """A node for one exchange: the owner of another slot, or one importing our slot."""
 
     place: Address
-    asking: bool  # it has to be told that it is to answer all the same
+    asking: bool  # commands must be preceded by ASKING
 
 
 class _Parser(_AsyncHiredisParser):
-    """redis-py's, which takes no more bytes than it may: others may decide what is in a reply."""
+    """redis-py's parser with a byte limit: others may control how long a reply is."""
 
     __slots__ = ("left",)
 
@@ -96,10 +96,10 @@ class _Parser(_AsyncHiredisParser):
         self.left = inf
 
     async def read_from_socket(self) -> bool:
-        """Raises ReplyTooLarge, and ConnectionError at the end."""
+        """Read more bytes; raise ReplyTooLarge at the limit, ConnectionError at end of stream."""
         if self.left <= 0:
             raise ReplyTooLarge
-        assert self._stream is not None  # noqa: S101  (it is connected)
+        assert self._stream is not None  # noqa: S101  (connected)
         read = await self._stream.read(self._read_size)
         if not read:
             raise exceptions.ConnectionError("Connection closed by server.")
@@ -109,19 +109,22 @@ class _Parser(_AsyncHiredisParser):
 
 
 class Client:
-    """Commands to one Redis, each done at most once. Safe for concurrent tasks of one loop."""
+    """Client for one Redis that runs each command at most once.
+
+    Safe for concurrent tasks on one event loop.
+    """
 
     def __init__(
         self, settings: RedisSettings, name: str = "", *, loads_scripts: bool = True
     ) -> None:
-        """``loads_scripts``: whether this user may; trainers must wait until a service has."""
+        """``loads_scripts``: whether this user may load scripts; trainers wait for a service to."""
         self.loads_scripts = loads_scripts
         options = _options(settings)
         self._make = options.pop("connection_class")
         self._options = options | {
             "protocol": 2,
             "decode_responses": False,
-            "socket_timeout": None,  # one time-out around the whole exchange instead
+            "socket_timeout": None,  # a single time-out covers the whole exchange instead
             "socket_connect_timeout": settings.timeout_s,
             "socket_read_size": _READ,
             "driver_info": None,
@@ -131,10 +134,10 @@ class Client:
         self._timeout_s = settings.timeout_s
         self._idle: list[Connection] = []
         self._closed = False
-        self._lost = False  # since then no connection was made
-        self.reconnects = 0  # times that Redis was reached again after it was lost
+        self._lost = False  # Redis was lost, and no connection was made since
+        self.reconnects = 0  # reconnections after Redis was lost
         place = (str(options.get("host", "localhost")), int(options.get("port", 6379)))
-        self._place: Address | None = place  # None: to be asked for
+        self._place: Address | None = place  # None: ask the guide
         self._path = options.get("path")
         self._guide: Guide | None = None
         self._guide_options: dict[str, Any] = {}
@@ -151,33 +154,37 @@ class Client:
             self._guide = Cluster(place)
         if self._guide is not None:
             self._place = None
-        self._generation = 0  # connections of an earlier one go to a node that is not it any more
+        self._generation = 0  # connections of earlier generations lead to a stale node
 
     @property
     def address(self) -> str:
-        """Where Redis is, without credentials: for messages."""
+        """Redis's address without credentials, for messages."""
         if self._path is not None:
             return str(self._path)
         return f"{self._place[0]}:{self._place[1]}" if self._place else str(self._guide)
 
     def bind(self, key: str) -> None:
-        """What is said will be about keys of this one's slot: it matters in a cluster alone."""
+        """Use the node of this key's slot from now on; only matters in a cluster."""
         if isinstance(self._guide, Cluster) and self._guide.slot != key_slot(key.encode()):
             self._guide.slot = key_slot(key.encode())
             self._forget()
 
     async def call(self, *command: Argument, wait_s: float = 0.0) -> Any:
-        """The reply to one command; ``wait_s`` is how long the command itself may block."""
+        """Send one command and return its reply.
+
+        ``wait_s``: seconds the command itself may block.
+        """
         return (await self.pipeline((command,), wait_s=wait_s))[0]
 
     async def pipeline(
         self, commands: Sequence[Command], *, wait_s: float = 0.0, most: float = inf
     ) -> list[Any]:
-        """The replies to several commands sent in one write; raises the first error among them.
+        """Send several commands in one write and return their replies.
 
-        ``wait_s`` is how long they may block. ``most``: bytes that all replies may have, to within
-        a read of 1 MiB, where somebody else decides what is in them. Beyond that ReplyTooLarge is
-        raised, when Redis has done all that it was told.
+        Raises the first error among the replies. ``wait_s``: seconds the commands may block.
+        ``most``: limit in bytes on all replies together, accurate to one read of 1 MiB, for replies
+        whose length others control. Beyond it ReplyTooLarge is raised, although Redis executes
+        every command.
         """
         once: _Elsewhere | None = None
         hops = 0
@@ -187,21 +194,22 @@ class Client:
             if failure is None:
                 return replies
             undone = not any(_is_done(c, r) for c, r in zip(commands, replies, strict=True))
-            # MovedError is an AskError too
+            # MovedError is a subclass of AskError
             if undone and isinstance(failure, exceptions.AskError) and self._guide and hops < _HOPS:
                 hops += 1
                 once = self._sent_on(failure)
                 continue
             translated = self._translated(failure)
             if _is_elsewhere(failure):
-                # Without a guide a name may lead elsewhere by now: a Service's, a managed Redis's.
+                # Without a guide, the host name may resolve to another node by now: a Kubernetes
+                # Service, a managed Redis.
                 self._lost = True
                 self._forget(None if self._guide else self._place)
             raise translated from failure
 
     def _sent_on(self, failure: exceptions.AskError) -> _Elsewhere | None:
-        """Where to go for this once; None: from now on, the slot has moved for good."""
-        # A node that doesn't know its own name says none: it is where we are.
+        """Follow a redirect: the node for this exchange alone, or None if the slot has moved."""
+        # A node that doesn't know its own name sends an empty host: it means itself.
         here = self._place[0] if self._place else ""
         place = (failure.host or here, failure.port)
         if not isinstance(failure, exceptions.MovedError):
@@ -220,7 +228,10 @@ class Client:
         most: float,
         once: _Elsewhere | None = None,
     ) -> list[Any]:
-        """The replies, errors among them. ``once``: not from where everything else goes."""
+        """Send commands and return the replies, errors included.
+
+        ``once``: a node for this exchange alone.
+        """
         connection: Connection | None = None
         transport: asyncio.WriteTransport | None = None
         sent = tuple(_asking(commands)) if once and once.asking else commands
@@ -235,7 +246,7 @@ class Client:
                 transport = _transport(connection)
                 await connection.send_packed_command(_pack(sent), check_health=False)  # type: ignore[arg-type]
                 cast(_Parser, connection._parser).left = most  # noqa: SLF001
-                # One at a time and to the end: an error reply leaves the rest in order.
+                # Read every reply, even after an error reply: the connection stays in step.
                 for command in sent:
                     asked = command[0]
                     replies.append(await _reply(connection))
@@ -249,7 +260,7 @@ class Client:
             if self._guide is not None and generation == self._generation:
                 self._forget()
             raise translated from error
-        except BaseException:  # cancelled: the reply may still come, and must meet nobody
+        except BaseException:  # cancelled: a late reply must not reach the next caller
             await self._drop(connection, transport)
             raise
         if self._closed or once is not None or generation != self._generation:
@@ -260,7 +271,7 @@ class Client:
         return [reply for command, reply in kept if command is not _ASKING]
 
     async def _rested(self) -> Connection | None:
-        """One that was used before, and that Redis has not closed since: its ``timeout``."""
+        """An idle connection that Redis has not closed since (its ``timeout`` setting)."""
         while self._idle:
             connection = self._idle.pop()
             if not connection._reader.at_eof():  # type: ignore[union-attr]  # noqa: SLF001
@@ -269,7 +280,7 @@ class Client:
         return None
 
     async def _connected(self, place: Address | None = None) -> Connection:
-        """A new connection: to a node, or to the one that is to be talked to now."""
+        """Connect to ``place``, by default to the current node."""
         if place is None and self._guide is not None:
             place = self._place = self._place or await self._guide.find(self._ask)
         connection = await self._opened(place, self._options)
@@ -290,7 +301,7 @@ class Client:
         opened: list[asyncio.WriteTransport] = []
 
         async def greet(connection: Connection) -> None:
-            opened.append(_transport(connection))  # redis-py forgets it when this fails
+            opened.append(_transport(connection))  # redis-py drops its reference on failure
             await connection.on_connect()
 
         connection = self._make(**options, redis_connect_func=greet)
@@ -299,12 +310,12 @@ class Client:
         except BaseException:
             await self._drop(connection, *opened)
             raise
-        # asyncio's 64 KiB pause and resume the socket four times for every chunk.
+        # asyncio's 64 KiB limit would pause and resume the socket four times for each chunk.
         connection._reader._limit = _READ  # noqa: SLF001
         return cast(Connection, connection)
 
     async def _ask(self, node: Address, question: tuple[str, ...]) -> Any:
-        """The reply of a node that may know the way. Raises BrokerError."""
+        """Ask a node for the current address and return its reply. Raises BrokerError."""
         connection: Connection | None = None
         try:
             async with asyncio.timeout(min(self._timeout_s, _ASKED_S)):
@@ -317,21 +328,21 @@ class Client:
             await self._drop(connection)
 
     def _forget(self, place: Address | None = None) -> None:
-        """From now on ``place`` is the node, or is to be asked for."""
+        """Use ``place`` from now on, or ask the guide if None; close idle connections."""
         self._place = place
         self._generation += 1
         for connection in self._idle:
             _transport(connection).abort()
-            connection._close()  # type: ignore[no-untyped-call]  # noqa: SLF001  (at once)
+            connection._close()  # type: ignore[no-untyped-call]  # noqa: SLF001  (immediate)
         self._idle.clear()
 
     async def _drop(
         self, connection: Connection | None, transport: asyncio.WriteTransport | None = None
     ) -> None:
-        """Closes a connection at once, without TLS's good-bye: somebody would have to wait for it.
+        """Close a connection at once, without waiting for a TLS shutdown.
 
-        What waits in ``transport`` is not sent any more: whoever gave it up may have another use
-        for its memory, and another idea of what should happen.
+        Unsent data in ``transport`` is discarded: the caller that gave up may reuse its memory, or
+        no longer want the command executed.
         """
         if transport is None and connection is not None and connection.is_connected:
             transport = _transport(connection)
@@ -344,7 +355,7 @@ class Client:
         if isinstance(error, BrokerError):
             return error
         if type(error) is exceptions.ConnectionError and isinstance(error.__cause__, _SAID):
-            error = error.__cause__  # redis-py greets a Unix socket's Redis while it connects
+            error = error.__cause__  # on Unix sockets, redis-py wraps errors of its handshake
         text = _words(error)
         where = f"Redis at {address or self.address}"
         denied = (exceptions.AuthenticationError, exceptions.NoPermissionError)
@@ -382,29 +393,29 @@ class Client:
         return BrokerError(f"{where}: {text}")
 
     def hurry(self, seconds: float) -> None:
-        """From now on an answer must come in ``seconds``: for good-byes, which must not hold up."""
+        """Cap the time-out at ``seconds`` from now on, so that a good-bye can't delay shutdown."""
         self._timeout_s = min(self._timeout_s, seconds)
 
     async def close(self) -> None:
-        """Closes the connections that are idle, and those in use when their reply is in."""
+        """Close idle connections now, and busy ones once their replies are read."""
         self._closed = True
         while self._idle:
             await self._drop(self._idle.pop())
 
 
 def _options(settings: RedisSettings) -> dict[str, Any]:
-    """What redis-py's connections are made with. Raises ConfigError."""
+    """Build the keyword arguments for redis-py's connections. Raises ConfigError."""
     shown = re.sub(r"//.*@", "//...@", settings.url)  # without credentials
     try:
         options: dict[str, Any] = {"connection_class": Connection, **parse_url(settings.url)}
     except ValueError as error:
-        # What of a password looks like a port is in the error's words.
+        # Don't show the error: part of a password may look like a port, and it quotes that.
         unquoted = "special characters of a password must be percent-encoded, or in redis.password"
         why = unquoted if "@" in settings.url else error
         raise ConfigError(f"redis.url: {shown!r} is not allowed: {why}") from error
     url = urlsplit(settings.url)
     path = url.path.strip("/")
-    if "path" not in options and path and not path.isdecimal():  # it would be taken for none
+    if "path" not in options and path and not path.isdecimal():  # redis-py would ignore it
         raise ConfigError(f"redis.url: {shown!r}: {path!r} is no number of a database")
     said = parse_qs(url.query, keep_blank_values=True).keys()
     for option in sorted((options.keys() - _OPTIONS) | (said & _OF_THE_URL)):
@@ -416,7 +427,7 @@ def _options(settings: RedisSettings) -> dict[str, Any]:
         name = re.search(r"argument '(\w+)'", str(error))
         other = f"option {name[1] if name else ''!r} does not go with its scheme"
         raise ConfigError(f"redis.url: {shown!r}: {other}") from error
-    except exceptions.RedisError as error:  # a value that TLS does not know
+    except exceptions.RedisError as error:  # an invalid TLS option
         raise ConfigError(f"redis.url: {shown!r}: {error}") from error
     if settings.username is not None:
         options["username"] = settings.username
@@ -433,7 +444,7 @@ def _options(settings: RedisSettings) -> dict[str, Any]:
 
 
 def _transport(connection: Connection) -> asyncio.WriteTransport:
-    """That of a connection that is open."""
+    """The transport of an open connection."""
     return connection._writer.transport  # type: ignore[union-attr]  # noqa: SLF001
 
 
@@ -442,12 +453,12 @@ def _words(error: Exception) -> str:
 
 
 def _is_elsewhere(error: Exception) -> bool:
-    """Whether the node says that it is not, or no more, the one to talk to."""
+    """Whether the error says that this is not, or no longer, the right node."""
     return isinstance(error, _ELSEWHERE) or bool(_ELSEWHERE_TOO.search(str(error)))
 
 
 async def _reply(connection: Connection) -> Any:
-    """The next reply, or the error that it is."""
+    """Read the next reply; an error reply is returned, not raised."""
     try:
         return await connection.read_response(disconnect_on_error=False)
     except exceptions.ResponseError as error:
@@ -455,7 +466,7 @@ async def _reply(connection: Connection) -> Any:
 
 
 async def _check_role(connection: Connection) -> None:
-    """Raises ReadOnlyError if this is no master: a sentinel may not know yet."""
+    """Raise ReadOnlyError unless this is the master: a sentinel's answer may be stale."""
     await connection.send_command("ROLE", check_health=False)
     role, *_ = await connection.read_response(disconnect_on_error=False)
     if role != b"master":
@@ -463,7 +474,7 @@ async def _check_role(connection: Connection) -> None:
 
 
 def _is_done(command: Command, reply: Any) -> bool:
-    """Whether a command had an effect: a MULTI that was not executed has none."""
+    """Whether a command took effect; MULTI and commands that were only queued did not."""
     failed = isinstance(reply, exceptions.ResponseError)
     return not failed and command[0] != "MULTI" and reply != b"QUEUED"
 
@@ -472,7 +483,7 @@ _ASKING: Command = ("ASKING",)
 
 
 def _asking(commands: Sequence[Command]) -> Iterator[Command]:
-    """The commands for a node that is only taking a slot over: it holds for one, or one MULTI."""
+    """Prefix commands with ASKING, which covers one command or one MULTI, for an importing node."""
     inside = False
     for command in commands:
         if not inside:
@@ -482,7 +493,10 @@ def _asking(commands: Sequence[Command]) -> Iterator[Command]:
 
 
 def _pack(commands: Sequence[Command]) -> list[Buffer]:
-    """The commands in Redis's protocol. Memory views are not copied: 44 MB would be, twice."""
+    """Encode commands in Redis's protocol without copying memory views.
+
+    A 44 MB model would otherwise be copied twice.
+    """
     packed: list[Buffer] = []
     small: list[bytes] = []
     for command in commands:
@@ -496,7 +510,7 @@ def _pack(commands: Sequence[Command]) -> list[Buffer]:
                 packed += (b"".join(small), argument)
                 small = [b"\r\n"]
             else:
-                # A command is an array of arguments: one alone is an array of one, less its head.
+                # Pack the argument as a command of its own, then strip the array header.
                 small.append(hiredis.pack_command((argument,)).removeprefix(b"*1\r\n"))
     packed.append(b"".join(small))
     return packed

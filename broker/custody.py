@@ -1,8 +1,8 @@
-"""That the keys of a run hold what they should, that no open task is forgotten, or ended otherwise.
+"""Clean-up and repair of a run's keys: foreign values, leftovers of sites, and lost tasks.
 
-Users by ACL leave a trainer no way to spoil what others rely on. Where something foreign stands
-nevertheless, it is put aside where that costs nothing that can't be said again (registers, inboxes,
-tasks, which are given up and triggered anew), and named where it would: the run's own state.
+ACL users leave a trainer no way to damage what others rely on. If a key holds a foreign value all
+the same, it is quarantined where that loses nothing that can't be recreated (registers, inboxes,
+and tasks, which are given up and triggered again). In the run's own state it is only reported.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ _MEND = Script("mend")
 _SCAN = Script("scan")
 _DROP = Script("drop_copies")
 _FIND = Script("find_lost")
-_OF_UPDATER = ("applied", "buffered")  # coordinators end no task so
-_ASIDE_MS = 7 * 24 * 3600 * 1000  # what was put aside stays there for an operator to look at
+_OF_UPDATER = ("applied", "buffered")  # outcomes that coordinators never set
+_ASIDE_MS = 7 * 24 * 3600 * 1000  # time that quarantined keys stay for an operator to inspect
 
-_AT_ONCE = 500  # keys that one script looks at: Redis does nothing else meanwhile
+_AT_ONCE = 500  # keys per script call: Redis is blocked meanwhile
 
-_OF_SITES = ("update:", "workspace:")  # what sites write and nobody deletes if they forget it
+_OF_SITES = ("update:", "workspace:")  # written by sites; leaked if a site forgets the expiry
 _WORKSPACES = "workspace:"
-_COPIES = "control:"  # what sites were given of what a strategy remembers of their devices
-_FORGOTTEN_MS = 600_000  # what has no expiry is gone after this
-_LONGEST_MS = 24 * 3600 * 1000  # an expiry further off is as good as none
-_STEP = 1000  # keys that one step looks at: a site may write any number
+_COPIES = "control:"  # per-site copies of a strategy's device state
+_FORGOTTEN_MS = 600_000  # expiry given to keys without one
+_LONGEST_MS = 24 * 3600 * 1000  # longer expiries are cut to this
+_STEP = 1000  # keys per scan step: a site may write any number
 
 _MENDED = {
     "triggers": "stream", "tasks": "stream", "events": "stream",
@@ -47,7 +47,7 @@ _NAMED = {
 
 
 def in_parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
-    """Any number of them, as many at a time as one exchange may be about."""
+    """Split items into batches small enough for one exchange."""
     for at in range(0, len(items), _AT_ONCE):
         yield items[at : at + _AT_ONCE]
 
@@ -55,10 +55,10 @@ def in_parts(items: Sequence[T]) -> Iterator[Sequence[T]]:
 async def mend(
     client: Client, keys: Keys, *, inboxes: Iterable[str], owners: Iterable[str], most: int
 ) -> list[tuple[str, str]]:
-    """Puts aside what has no business under a key: [(key, what it held)].
+    """Quarantine foreign values: [(key, what it held)].
 
-    ``inboxes``: the sites; ``owners``: trainers with a stream of tasks; ``most``: entries of an
-    inbox: one with more is deleted, nobody could read them all.
+    ``inboxes``: sites that have an inbox. ``owners``: trainers that have a task stream. ``most``:
+    entries allowed in an inbox; a longer one is deleted, since nobody could read it all.
     """
     wanted = {getattr(keys, name): (kind, 0) for name, kind in _MENDED.items()}
     wanted |= {keys.inbox(site): ("stream", most) for site in inboxes}
@@ -75,7 +75,7 @@ async def mend(
 
 
 async def foreign(client: Client, keys: Keys) -> list[tuple[str, str]]:
-    """Keys of the run's state that hold another type than theirs: [(key, what it holds)]."""
+    """Find keys of the run's state that hold the wrong type: [(key, what it holds)]."""
     names = [getattr(keys, name) for name in _NAMED]
     kinds = await client.pipeline([("TYPE", name) for name in names])
     return [
@@ -86,20 +86,20 @@ async def foreign(client: Client, keys: Keys) -> list[tuple[str, str]]:
 
 
 async def some_keys(client: Client, keys: Keys, cursor: bytes) -> tuple[bytes, list[bytes]]:
-    """The run's keys that one step through Redis's comes upon, and where that step ended.
+    """Scan one step through Redis's keys: the next cursor, and the run's keys found.
 
-    ``cursor``: where the one before it ended, ``b"0"`` at first and behind the last. Keys whose
-    names are longer than any of ours are let go.
+    ``cursor``: returned by the previous step; ``b"0"`` starts a scan, and marks its end when
+    returned. Keys with longer names than any of ours are set to expire.
     """
     cursor, found = await _SCAN(client, keys.__dict__, cursor, keys.prefix + "*", _STEP)
     return cursor, found
 
 
 async def expire_forgotten(client: Client, keys: Keys, some: Iterable[bytes]) -> list[str]:
-    """Gives an expiry to what sites wrote without one: those of ``some`` keys that it changed.
+    """Limit the expiry of keys that sites wrote: the keys in ``some`` that were changed.
 
-    Trainers of ours set one before all else, but a site may write what it likes. What is admitted
-    meanwhile has another key by then, and is not made to expire.
+    Our trainers set an expiry first of all, but a site may write what it likes. An update admitted
+    meanwhile has been renamed, so it doesn't expire.
     """
     ours = tuple((keys.prefix + kind).encode() for kind in _OF_SITES)
     names = [name for name in some if name.startswith(ours)]
@@ -117,11 +117,10 @@ async def expire_forgotten(client: Client, keys: Keys, some: Iterable[bytes]) ->
 async def expire_unowned(
     client: Client, keys: Keys, some: Iterable[bytes], owners: Iterable[str]
 ) -> list[str]:
-    """Gives an expiry to streams of tasks of trainers that are not on the register: which of
-    ``some`` keys it changed.
+    """Expire task streams of unregistered trainers: the keys in ``some`` that were changed.
 
-    A site may make any number of them. What such a trainer says later takes the expiry back.
-    ``owners``: trainers that own devices, and are to be struck off first if they are not there.
+    A site may create any number of them. An announcement by such a trainer removes the expiry.
+    ``owners``: trainers that own devices; their streams are kept until they are deregistered.
     """
     ours, known = f"{keys.tasks}:".encode(), {owner.encode() for owner in owners}
     named = {name: name.removeprefix(ours).removeprefix(f"{POOL}/".encode()) for name in some}
@@ -143,10 +142,10 @@ async def expire_unowned(
 async def cap_workspaces(
     client: Client, keys: Keys, some: Iterable[bytes], held: dict[str, int], most: int
 ) -> set[str]:
-    """Lets those of ``some`` keys go that are workspaces beyond ``most`` bytes of their site, or
-    no workspaces at all: the sites. The pool's stay.
+    """Expire invalid workspaces, and those beyond ``most`` bytes per site: the sites concerned.
 
-    ``held``: what each site had in the keys before these; it grows by what these have.
+    The pool's workspaces are kept. ``held``: bytes of each site in the keys seen so far; updated
+    with those of ``some``.
     """
     ours = (keys.prefix + _WORKSPACES).encode()
     places = {
@@ -168,7 +167,7 @@ async def cap_workspaces(
 
 
 async def _lengths(client: Client, names: Sequence[bytes]) -> list[int | None]:
-    """Of strings; None: something else is there."""
+    """Measure strings, in bytes; None for keys of another type."""
     if not names:
         return []
     try:
@@ -181,8 +180,11 @@ async def _lengths(client: Client, names: Sequence[bytes]) -> list[int | None]:
 
 
 async def drop_copies(client: Client, keys: Keys, some: Iterable[bytes]) -> int:
-    """Deletes those of ``some`` keys that are a device's vector as a site was given it, where the
-    site serves that device no more or the run is over: how many. An open task keeps its copy."""
+    """Delete stale copies of device state among ``some`` keys: how many.
+
+    A copy is stale when its site no longer serves the device or the run is over, unless an open
+    task still needs it.
+    """
     ours = (keys.prefix + _COPIES).encode()
     copies = [name.decode(errors="replace") for name in some if name.startswith(ours)]
     if not copies:
@@ -193,10 +195,11 @@ async def drop_copies(client: Client, keys: Keys, some: Iterable[bytes]) -> int:
 async def find_lost(
     client: Client, keys: Keys, event: bytes, seen: Mapping[str, str]
 ) -> tuple[int, dict[str, str]]:
-    """Gives open tasks up whose entry is gone and whose answer is not on its way.
+    """Give up open tasks whose entry is gone and whose answer is not in flight.
 
-    How many those were, and what the next search is to be told as ``seen``: a task is lost only if
-    it was found so before, and all was read since that was said by then.
+    Returns how many were given up, and the ``seen`` argument for the next search: a task counts as
+    lost only if an earlier search found it without an entry, and every message sent by then has
+    been read since.
     """
     arguments: list[Any] = [part for pair in seen.items() for part in pair]
     lost, flat = await _FIND(client, keys.__dict__, TRAINERS, event, *arguments)
@@ -207,10 +210,11 @@ async def find_lost(
 async def ended_unlike(
     client: Client, keys: Keys, done: Callable[[str], End | None], look: str
 ) -> list[End]:
-    """The ends, by ``done``, of tasks that are open in Redis or that others ended otherwise there.
+    """Find tasks that are open or ended differently in Redis: their ends according to ``done``.
 
-    So it is where Redis fell back: those tasks were open again, for whoever came first. ``look`` is
-    noted down beforehand: where it stands, Redis has not gone back behind this look.
+    This happens after Redis fell back to an older state: the tasks were open again, and anyone
+    could end them. ``look`` is written to Redis first: while it is there, Redis has not fallen back
+    behind this look-up.
     """
     _, opened, ended = await client.pipeline(
         [("HSET", keys.tokens, "look", look), ("HKEYS", keys.open), ("ZRANGE", keys.ended, 0, -1)]

@@ -2,21 +2,21 @@
 
     FedstreamError
     ├── ConfigError           a key or value that is not allowed; the message names it
-    ├── DataError             data that is missing or does not fit; says where it was sought
+    ├── DataError             data that is missing or does not fit; says where it was expected
     └── BrokerError
         ├── Unavailable       Redis cannot be reached or cannot serve now     (retriable)
         │   ├── OutOfMemory   Redis is full: back-pressure                    (retriable)
-        │   └── NoScript      Redis does not know a script (any more)         (retriable)
-        ├── Foreign           a key holds what is not ours                    (retriable)
-        ├── ReplyTooLarge     a reply longer than the caller takes            (retriable)
+        │   └── NoScript      Redis does not have a script (any more)         (retriable)
+        ├── Foreign           a key holds a foreign value                     (retriable)
+        ├── ReplyTooLarge     a reply exceeds the caller's limit              (retriable)
         ├── BadMessage        an entry that cannot be decoded
         ├── LayoutMismatch    a model of another shape than the run's
         ├── BlobMissing       a blob that is gone: expired, deleted or never written
         ├── BlobDamaged       a blob whose bytes do not match its digest or size
         ├── NoRun             the run was not created yet
-        └── Fenced            another process has taken this role over
+        └── Fenced            another process has taken over this role
 
-``retriable`` says whether the same call may succeed later without anything being changed.
+``retriable`` says whether the same call may succeed later without any change.
 """
 
 from __future__ import annotations
@@ -51,19 +51,19 @@ class OutOfMemory(Unavailable):
 
 
 class NoScript(Unavailable):
-    """Redis was asked for a script by its digest and does not know it."""
+    """Redis does not have the script with the requested digest."""
 
 
 class Foreign(BrokerError):
-    """A key of ours holds a value of another type, or ids of a day to come."""
+    """One of our keys holds a value of another type, or a stream with ids in the future."""
 
-    retriable = True  # a coordinator puts it aside
+    retriable = True  # a coordinator quarantines it
 
 
 class ReplyTooLarge(BrokerError):
-    """A reply that was longer than the caller takes: its connection was dropped half-read."""
+    """A reply exceeded the caller's limit; its connection was dropped half-read."""
 
-    retriable = True  # what Redis did for it is done: the caller reads that in smaller parts
+    retriable = True  # Redis has executed the commands: the caller reads smaller parts
 
 
 class BadMessage(BrokerError):
@@ -75,7 +75,7 @@ class LayoutMismatch(BrokerError):
 
 
 class BlobMissing(BrokerError):
-    """A blob that is not there (any more)."""
+    """A blob that does not exist (any more)."""
 
     def __init__(self, name: str) -> None:
         super().__init__(f"blob {name} is not there: expired, deleted or never written")
@@ -91,4 +91,4 @@ class NoRun(BrokerError):
 
 
 class Fenced(BrokerError):
-    """Another process holds this role now; this one must stop writing."""
+    """Another process now holds this role; this one must stop writing."""

@@ -1,7 +1,7 @@
-"""Every key that a run has in Redis, named in one place.
+"""Names of all the keys that a run has in Redis.
 
-All keys of a run share the hash tag ``{run}``, so that they live in one slot of a cluster and a
-script may touch any of them.
+All keys of a run share the hash tag ``{run}``, so they live in one slot of a cluster and a script
+may touch any of them.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from fedstream.broker.errors import ConfigError
 
 COORDINATORS = "coordinators"  # the group that reads `triggers` and every `inbox:<site>`
 TRAINERS = "trainers"  # the group that reads `tasks` and every `tasks:<site>/<owner>`
-POOL = "pool"  # the operator's own site: its trainers serve every device that nobody owns
+POOL = "pool"  # the operator's own site: its trainers serve all unowned devices
 
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
 
 
 def check_name(what: str, name: str) -> str:
-    """The name, if it may be part of a key; else ConfigError."""
+    """Return the name if it may be part of a key. Raises ConfigError."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{what}: {name!r} is no name: letters, digits, '.', '_' and '-', at most 63, "
@@ -28,15 +28,15 @@ def check_name(what: str, name: str) -> str:
 
 
 def member(site: str, trainer: str) -> str:
-    """What a trainer of a site is called in the registers: those of the pool by their name alone.
+    """A trainer's name in the registers: ``site/trainer``, or just ``trainer`` for the pool.
 
-    No name has a slash in it, so nobody is called like a trainer of another site.
+    Names contain no slash, so trainers of different sites can't collide.
     """
     return trainer if site == POOL else f"{site}/{trainer}"
 
 
 def site_of(name: str) -> str:
-    """The site of a trainer by what it is called."""
+    """The site of a trainer, from its name in the registers."""
     return name.rpartition("/")[0] or POOL
 
 
@@ -46,24 +46,24 @@ class Keys:
     def __init__(self, run: str) -> None:
         self.name = check_name("run.name", run)
         self.prefix = prefix = f"fedstream:{{{run}}}:"
-        # what is, as hashes and sorted sets
+        # state: hashes, sets and sorted sets
         self.run = prefix + "run"  # the run's record: state, layout, target
         self.head = prefix + "head"  # the newest version
         self.kept = prefix + "kept"  # versions whose blob is still there
         self.lineage = prefix + "lineage"  # version -> digest, of the newest versions
         self.open = prefix + "open"  # task -> trigger, for all tasks not yet ended
         self.admitted = prefix + "admitted"  # task -> the attempt that was admitted
-        self.ended = prefix + "ended"  # the newest ended tasks, in order of their ids
+        self.ended = prefix + "ended"  # the newest ended tasks, ordered by id
         self.counts = prefix + "counts"  # tasks by outcome and reason, strays by reason
-        self.tokens = prefix + "tokens"  # role -> fencing token; "look" of who repairs
-        self.trainers = prefix + "trainers"  # trainer -> what it said of itself
-        self.alive = prefix + "alive"  # trainer -> when it was last heard, Redis's clock
+        self.tokens = prefix + "tokens"  # role -> fencing token; "look" during a repair
+        self.trainers = prefix + "trainers"  # trainer -> its latest description of itself
+        self.alive = prefix + "alive"  # trainer -> when it was last heard from, Redis's clock
         self.owners = prefix + "owners"  # device -> the trainer that owns it
-        self.pool = prefix + "pool"  # trainers that own nothing: they serve what nobody owns
-        self.rates = prefix + "rates"  # what each site did in the second that '' says
-        self.letters = prefix + "letters"  # whose each letter in `dead` is
-        self.sites = prefix + "sites"  # those that have an inbox
-        # what flows, as streams
+        self.pool = prefix + "pool"  # trainers that own nothing: they serve the unowned devices
+        self.rates = prefix + "rates"  # each site's activity in one second, stored under ''
+        self.letters = prefix + "letters"  # site|id of each letter in `dead`
+        self.sites = prefix + "sites"  # sites that have an inbox
+        # streams
         self.triggers = prefix + "triggers"
         self.tasks = prefix + "tasks"
         self.queue = prefix + "queue"
@@ -72,15 +72,15 @@ class Keys:
         self.dead = prefix + "dead"
 
     def inbox(self, site: str) -> str:
-        """All that a site's trainers say. They can append to it, and nothing else."""
+        """The stream of a site's messages; its trainers can append to it and no more."""
         return f"{self.prefix}inbox:{site}"
 
     def tasks_of(self, owner: str) -> str:
-        """The tasks of a trainer that owns devices: see :func:`member`."""
+        """The task stream of a trainer that owns devices; for its name see :func:`member`."""
         return f"{self.tasks}:{owner if '/' in owner else f'{POOL}/{owner}'}"
 
     def leader(self, role: str) -> str:
-        """The lease of a role that one process holds at a time."""
+        """The lease of a role, held by one process at a time."""
         return f"{self.prefix}leader:{role}"
 
     def model(self, blob: str) -> str:
@@ -88,29 +88,29 @@ class Keys:
         return f"{self.prefix}model:{blob}"
 
     def update(self, blob: str) -> str:
-        """The blob of an update as its site writes it; its name begins with the site."""
+        """The blob of an update not yet admitted; its name begins with the site."""
         return f"{self.prefix}update:{blob}"
 
     def queued(self, blob: str) -> str:
-        """The same once it is admitted: out of its site's reach, until the updater is done."""
+        """The blob of an admitted update, out of its site's reach until the updater is done."""
         return f"{self.prefix}queued:{blob}"
 
     def device(self, device: int) -> str:
-        """What a strategy remembers of a device (SCAFFOLD's c_i)."""
+        """The blob of a strategy's state for a device (SCAFFOLD's c_i)."""
         return f"{self.prefix}device:{device}"
 
     def staged(self, device: int, digest: str) -> str:
-        """The same while it is written: the same name is always the same bytes."""
+        """The device state while it is being written; equal names mean equal bytes."""
         return f"{self.device(device)}:{digest}"
 
     def control(self, site: str, device: int) -> str:
-        """The same, as it was when a site was given a task of this device."""
+        """A site's copy of the device state, taken when it was sent a task for the device."""
         return f"{self.prefix}control:{site}/{device}"
 
     def workspace(self, site: str, task: str) -> str:
-        """What an interrupted task left for whoever of its site goes on with it."""
+        """The saved progress of an interrupted task, for a trainer of its site to resume."""
         return f"{self.prefix}workspace:{site}/{task}"
 
     def quarantine(self, key: str) -> str:
-        """Where something goes that has no business under a key of ours."""
+        """The key to which a foreign value under ``key`` is moved."""
         return f"{self.prefix}quarantine:{key.removeprefix(self.prefix)}"

@@ -1,15 +1,15 @@
-"""Layout of a model, and the model itself as one block of bytes.
+"""The layout of a model, and the model itself as one block of bytes.
 
-A model travels, rests and is mixed as one flat float32 vector. The layout names what lies where:
-parameters first, then floating-point buffers (BatchNorm's statistics), then, for SCAFFOLD, the
-control variate of each parameter, and beside the vector the integer buffers, which are never
-averaged: first those that stay as they are in version 0 (position ids, masks), then counters, which
-may grow (BatchNorm's ``num_batches_tracked``), then those that may take any value of their dtype.
+A model is sent, stored and mixed as one flat float32 vector. The layout says where each tensor
+lies: parameters first, then floating-point buffers (BatchNorm's statistics), then, for SCAFFOLD,
+the control variate of each parameter. Integer buffers are kept beside the vector and never
+averaged: first those that stay as in version 0 (position ids, masks), then counters, which may
+grow (BatchNorm's ``num_batches_tracked``), then those that may take any value of their dtype.
 The bytes of a model are
 
     int64[integers] ++ float32[floats]        little-endian, integers first so that both are aligned
 
-and the layout's signature, checked wherever a model changes hands, tells two layouts apart.
+The layout's signature tells layouts apart and is checked wherever a model changes hands.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Integers = npt.NDArray[np.int64]
 
 PAGE = 4096  # bytes
 
-LARGEST = 1 << 40  # bytes of a model; no machine here holds more
+LARGEST = 1 << 40  # bytes of a model; more than any machine holds
 
 _ORDER: tuple[Kind, ...] = (
     "parameter", "buffer", "control", "integer", "counter", "variable"
@@ -60,8 +60,10 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Layout:
-    """The tensors of a model, ordered: parameters, floating-point buffers, controls, integers that
-    stay, counters, variable integers."""
+    """The tensors of a model, in order.
+
+    Parameters, floating-point buffers, controls, constant integers, counters, variable integers.
+    """
 
     tensors: tuple[Tensor, ...]
 
@@ -82,33 +84,33 @@ class Layout:
 
     @cached_property
     def parameters(self) -> int:
-        """Elements of the vector that are trained: ``floats[:parameters]``."""
+        """Number of trained elements of the vector: ``floats[:parameters]``."""
         return self._count("parameter")
 
     @cached_property
     def floats(self) -> int:
-        """Elements of the float32 vector: parameters, floating-point buffers and controls."""
+        """Number of elements in the float32 vector: parameters, float buffers and controls."""
         return self.parameters + self._count("buffer") + self.controls
 
     @cached_property
     def controls(self) -> int:
-        """Elements of the control variate, the vector's end: as many as parameters, or 0."""
+        """Number of elements in the control variate at the vector's end: ``parameters`` or 0."""
         return self._count("control")
 
     @cached_property
     def integers(self) -> int:
-        """Elements of the int64 vector beside it."""
+        """Number of elements in the int64 vector."""
         return sum(self._count(kind) for kind in OF_INTEGERS)
 
     @cached_property
     def counters(self) -> slice:
-        """The counters' place in the int64 vector, behind the integers that stay."""
+        """The counters' slice of the int64 vector, after the constant integers."""
         stay = self._count("integer")
         return slice(stay, stay + self._count("counter"))
 
     @cached_property
     def variables(self) -> tuple[tuple[slice, int, int], ...]:
-        """Place, least and largest value of each integer tensor that may take any of its dtype."""
+        """Slice, minimum and maximum of each integer tensor that may take any value."""
         found, at = [], self.counters.stop
         for tensor in self.tensors:
             if tensor.kind == "variable":
@@ -120,12 +122,12 @@ class Layout:
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of one model."""
+        """Size of one model in bytes."""
         return 4 * self.floats + 8 * self.integers
 
     @cached_property
     def signature(self) -> str:
-        """Digest of the layout: equal exactly if two layouts are equal."""
+        """Digest of the layout: equal if and only if the layouts are equal."""
         return digest_of(self.encode())
 
     def with_controls(self) -> Layout:
@@ -136,20 +138,20 @@ class Layout:
         return Layout(tuple(sorted(tensors, key=lambda tensor: _ORDER.index(tensor.kind))))
 
     def without_controls(self) -> Layout:
-        """The layout of the module itself."""
-        if not self.controls:  # it is asked for with every model that is loaded
+        """The layout of the user's module alone."""
+        if not self.controls:  # a shortcut: called for every model that is loaded
             return self
         return Layout(tuple(t for t in self.tensors if t.kind != "control"))
 
     def encode(self) -> bytes:
-        """The layout as msgpack, the same bytes for the same layout."""
+        """The layout as msgpack; equal layouts give equal bytes."""
         rows = [[t.name, list(t.shape), t.dtype, t.kind] for t in self.tensors]
         packed = msgpack.packb(rows)
         assert isinstance(packed, bytes)  # noqa: S101  (packb's type is Any)
         return packed
 
     @classmethod
-    @lru_cache(4)  # a status is read with every task, its layout hardly ever changes
+    @lru_cache(4)  # decoded with every task's status, and hardly ever different
     def decode(cls, data: bytes) -> Layout:
         """The layout that :meth:`encode` wrote. Raises LayoutMismatch for anything else."""
         try:
@@ -160,7 +162,7 @@ class Layout:
 
 
 def _tensor(name: str, shape: list[int], dtype: str, kind: Kind) -> Tensor:
-    """A row of an encoded layout. Raises TypeError or ValueError if it is none."""
+    """A tensor from a row of an encoded layout. Raises TypeError or ValueError if malformed."""
     if not (isinstance(name, str) and isinstance(dtype, str) and isinstance(shape, list)):
         raise TypeError("a tensor is a name, a shape, a dtype and a kind")
     if not all(type(length) is int and length >= 0 for length in shape):
@@ -175,8 +177,8 @@ def _tensor(name: str, shape: list[int], dtype: str, kind: Kind) -> Tensor:
 class Model:
     """A model of a given layout: one buffer, with ``floats`` and ``integers`` as views into it.
 
-    The buffer belongs to the model; whoever keeps it must not let two models share one. One that
-    the model made itself fills whole pages, so that it can go to disk as it is.
+    The buffer belongs to this model alone: never share one between models. A buffer that the model
+    allocated itself fills whole pages, so it can be written to disk directly.
     """
 
     __slots__ = ("buffer", "floats", "integers", "layout")
@@ -186,7 +188,7 @@ class Model:
             block = np.empty(layout.nbytes + 2 * PAGE, dtype=np.uint8)
             start = -block.ctypes.data % PAGE
             buffer = block[start : start + layout.nbytes]
-            block[start + layout.nbytes :] = 0  # it goes to disk, and is nobody else's business
+            block[start + layout.nbytes :] = 0  # goes to disk: must not leak old memory
         if buffer.dtype != np.uint8 or buffer.shape != (layout.nbytes,):
             raise LayoutMismatch(
                 f"the layout takes {layout.nbytes} bytes, the buffer has {buffer.nbytes}"
@@ -199,10 +201,10 @@ class Model:
 
     @property
     def pages(self) -> memoryview | None:
-        """The buffer up to the end of its last page; None if it was given, and may end before."""
+        """The buffer including its last page's padding; None if it was passed in without any."""
         block, start = self.buffer.base, self.buffer.ctypes.data
         if not isinstance(block, np.ndarray) or block.dtype != np.uint8 or start % PAGE:
-            return None  # it is not our own block
+            return None  # not a block that we allocated
         first = start - block.ctypes.data
         filled = self.layout.nbytes + -self.layout.nbytes % PAGE
         return block[first : first + filled].data if first + filled <= block.nbytes else None
@@ -223,17 +225,17 @@ class Model:
         return self.floats[self.layout.floats - self.layout.controls :]
 
     def digest(self) -> str:
-        """Of the bytes; see :mod:`broker.digest`."""
+        """Digest of the model's bytes; see :mod:`broker.digest`."""
         return digest_of(self.buffer.data)
 
     def copy(self) -> Model:
-        """A model of the same layout and values with a buffer of its own."""
+        """A copy of the model with its own buffer."""
         return Model(self.layout, self.buffer.copy())
 
     def tensors(self) -> dict[str, npt.NDArray[Any]]:
         """The module's tensors by name, in their shapes: views for float32 and int64, else copies.
 
-        dtypes that numpy lacks (bfloat16) come as float32, the width in which they are mixed.
+        dtypes that numpy lacks (bfloat16) are returned as float32, the precision used for mixing.
         """
         found: dict[str, npt.NDArray[Any]] = {}
         at = {"float": 0, "integer": 0}
@@ -249,6 +251,6 @@ class Model:
 
 
 def vector_of(values: Floats) -> Model:
-    """A vector as a model of its own, which shares its memory."""
+    """A model that wraps a vector and shares its memory."""
     layout = Layout((Tensor("vector", values.shape, "float32", "parameter"),))
     return Model(layout, values.view(np.uint8))

@@ -17,10 +17,10 @@ _YIELD = Script("yield")
 
 
 class Lease:
-    """A role under a name. The token grows with every holder and is checked by every write.
+    """A role held under a name, with a token that grows with each holder and guards each write.
 
-    The lease only decides who may try; correctness rests on the token: a holder that was stopped
-    past its lease and goes on finds its token foreign.
+    The lease only decides who may try; correctness rests on the token. A holder that was paused
+    past the end of its lease finds itself fenced when it resumes.
     """
 
     def __init__(self, client: Client, keys: Keys, role: str, name: str, *, seconds: float) -> None:
@@ -35,11 +35,14 @@ class Lease:
 
     @property
     def token(self) -> str:
-        """What every write of the holder shows."""
+        """The fencing token that the holder presents with every write."""
         return f"{self.number}:{self.nonce}"
 
     async def acquire(self, *, at_least: int = 0) -> bool:
-        """Takes the role unless another holds it. The token is above ``at_least``."""
+        """Take the role unless another holds it: whether it was taken.
+
+        The token's number is above ``at_least``.
+        """
         number = await _ACQUIRE(
             self._client,
             self._keys,
@@ -53,7 +56,7 @@ class Lease:
         return self.number > 0
 
     async def hold(self) -> bool:
-        """Renews the lease. False: Redis lost it, acquire again. Raises Fenced."""
+        """Renew the lease. False: Redis lost the token, acquire again. Raises Fenced."""
         holder = f"{self.name}|{self.nonce}"
         reply = await _HOLD(
             self._client, self._keys, self.role, self.token, holder, self._milliseconds
@@ -63,9 +66,9 @@ class Lease:
         return bool(reply == b"held")
 
     async def release(self) -> None:
-        """Lets the next one in without waiting for the lease to run out.
+        """Give up the lease, so that a successor need not wait for it to expire.
 
-        The last thing that a holder says: a Redis that hangs does not hold it up for long.
+        This is the holder's last call, with a short time-out in case Redis hangs.
         """
         self._client.hurry(_GOODBYE_S)
         await _YIELD(self._client, self._keys, f"{self.name}|{self.nonce}")

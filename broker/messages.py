@@ -1,17 +1,17 @@
-"""What the services say to each other: small, frozen, versioned messages in msgpack.
+"""The messages between services: small, frozen and versioned, in msgpack.
 
 A stream entry has one field ``m``: a msgpack map with the schema version ``v``, the kind ``k`` and
-the message's fields. Weights never ride in a message; it names a blob.
+the message's fields. A message never contains weights; it names a blob.
 
-Services one release apart understand each other. A reader ignores fields that it does not know, in
-nested maps as well, and fills in defaults for those that are missing; scripts pick the fields they
-need. So a release may add a field that has a default, and stop reading one that it still writes.
-Whatever else changes (a field that is required, renamed, gone, or means something else; a new value
-of a closed set, such as an outcome) takes a new schema in two releases: the first one reads it
-(``READS``) and goes on writing the old one, the next one writes it (``SCHEMA``) and reads both. A
-new kind is read one release before it is written, or is buried as unreadable without harm. Triggers
-and tasks, which scripts unpack, never have a field of bytes: Redis's cmsgpack knows none. Bytes of
-every kind are kept in ``tests/data/messages``: a test reads them, and compares what is written.
+Services one release apart understand each other. A reader ignores unknown fields, in nested maps
+too, and fills in defaults for missing ones; scripts pick the fields they need. So a release may add
+a field that has a default, and stop reading one that it still writes. Any other change (a field
+that is required, renamed, removed or redefined; a new value of a closed set, such as an outcome)
+needs a new schema and two releases: the first reads it (``READS``) but still writes the old one,
+the next writes it (``SCHEMA``) and reads both. A new kind must be readable one release before it is
+written; otherwise older readers bury it as unreadable, which does no harm. Triggers and tasks,
+which scripts unpack, never have a bytes field: Redis's cmsgpack does not support one. Sample bytes
+of every kind are in ``tests/data/messages``: a test decodes them and compares the encoding.
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from fedstream.broker.errors import BadMessage
 from fedstream.broker.keys import POOL
 
-SCHEMA = 1  # what this release writes
-READS = (1,)  # and what it reads: also what the releases before and after it write
+SCHEMA = 1  # the schema that this release writes
+READS = (1,)  # the schemas that it reads: also those of the releases before and after it
 
 Count = Annotated[int, Field(ge=0)]
 Name = Annotated[str, Field(min_length=1, max_length=200)]
-# Of tasks and attempts: without the signs that join them in blobs' names and in the ledger.
+# Ids of tasks and attempts, without the separators used in blob names and in the ledger.
 Id = Annotated[str, Field(pattern=r"^[^|.]{1,200}$")]
 Outcome = Literal["applied", "buffered", "refused", "given_up", "dead"]
-Overdue = Literal["timed out", "deadline passed"]  # of tasks: of its own, and of a round's
+Overdue = Literal["timed out", "deadline passed"]  # of a task by itself; of a round
 Sends = Literal["model", "delta"]  # x_new, or x_new - x_tau in place of its parameters
-# Devices that a trainer owns at most: what names more may be longer than coordinators take in.
+# Most devices that a trainer may own: a longer list might exceed the coordinators' size limit.
 OWNED = 50_000
 A = TypeVar("A", bound="Message")
 B = TypeVar("B", bound="Message")
@@ -60,14 +60,14 @@ class Message(BaseModel):
         packed = msgpack.packb(
             {"v": SCHEMA, "k": self.kind, **fields},
             default=_plain,
-            unicode_errors="replace",  # a user's file name may hold what is no text
+            unicode_errors="replace",  # a user's file name may not be valid text
         )
         assert isinstance(packed, bytes)  # noqa: S101  (packb's type is Any)
         return packed
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
-        """The message of this kind in ``data``. Raises BadMessage."""
+        """Decode a message of this kind. Raises BadMessage."""
         return decode(data, cls)
 
 
@@ -78,7 +78,7 @@ def _plain(value: object) -> dict[str, Any]:
 
 
 class Task(Message):
-    """Train: which device, how long, from which seed (and, in rounds, from which version)."""
+    """An order to train: which device, how long, which seed, and in rounds which version."""
 
     kind: ClassVar[str] = "task"
     task: Id
@@ -97,15 +97,15 @@ class Task(Message):
 
 
 class Trigger(Task):
-    """A task is wanted: by the scheduler, or by an anarchic device itself."""
+    """A request for a task, by the scheduler or by an anarchic device itself."""
 
     kind: ClassVar[str] = "trigger"
     why: str = ""
-    origin: Name = "scheduler"  # else the trainer that asked for it
+    origin: Name = "scheduler"  # or the trainer that asked for it
 
 
 class CloseRound(Message):
-    """The round on top of a version ends now; its unanswered tasks are given up."""
+    """A request to end the round on top of a version and give up its unanswered tasks."""
 
     kind: ClassVar[str] = "close_round"
     version: Count
@@ -114,7 +114,7 @@ class CloseRound(Message):
 
 
 class Withdraw(Message):
-    """Nobody waits for these tasks any more: those that were not answered are given up."""
+    """A request to give up those of these tasks that are still unanswered."""
 
     kind: ClassVar[str] = "withdraw"
     tasks: tuple[Id, ...]
@@ -122,7 +122,7 @@ class Withdraw(Message):
 
 
 class Upload(Message):
-    """A device has trained x_tau into x_new, which lies in a blob."""
+    """An update: a device trained x_tau into x_new, which lies in a blob."""
 
     kind: ClassVar[str] = "upload"
     task: Id
@@ -135,32 +135,32 @@ class Upload(Message):
     digest: Name
     size: Count  # bytes
     samples: Count  # in the device's data
-    steps: Count  # H, as done
+    steps: Count  # H, as performed
     lr: float  # gamma
     loss: float | None = None  # mean training loss over the steps
     seconds: float = 0.0  # that the device took
-    seed: int | None = None  # of its training, which the task drew
+    seed: int | None = None  # of the training, drawn by the task
     sends: Sends = "model"
-    # What a trainer says here counts for nothing: admission writes what it knows.
-    site: Name = POOL  # by the inbox that it came through
+    # Admission overwrites these: a trainer's values are ignored.
+    site: Name = POOL  # of the inbox that the update came through
     handed: Count | None = None  # the newest version when the task was handed out; None: trusted
 
     @property
     def blob(self) -> str:
-        """The blob's name. It follows from site, task and attempt: nobody can name another's."""
+        """The blob's name, derived from site, task and attempt so that it can't be another's."""
         return f"{self.site}/{self.task}.{self.attempt}"
 
     @property
     def since(self) -> int:
-        """The version from which its staleness counts: of a site that is not trusted, not tau.
+        """The version from which staleness counts: tau, or for untrusted sites at most ``handed``.
 
-        A device that does not tell the truth could not be fresher than its task.
+        A lying device can't appear fresher than its task.
         """
         return self.tau if self.handed is None else min(self.tau, self.handed)
 
 
 class GiveUp(Message):
-    """A device will not finish this task."""
+    """Notice that a device will not finish a task."""
 
     kind: ClassVar[str] = "give_up"
     task: Id
@@ -171,7 +171,7 @@ class GiveUp(Message):
 
 
 class Presence(Message):
-    """A trainer is there, owns these devices and no others; or it leaves."""
+    """A trainer's announcement: it is alive and owns exactly these devices, or it leaves."""
 
     kind: ClassVar[str] = "presence"
     trainer: Name
@@ -179,12 +179,12 @@ class Presence(Message):
     leaves: bool = False
     host: Annotated[str, Field(max_length=255)] = ""
     pid: Count = 0
-    device: Count | None = None  # that it trains for now
-    answers: Count = 0  # that it has given
+    device: Count | None = None  # the device it is training for now
+    answers: Count = 0  # given so far
 
 
 class RoundEnd(Message):
-    """A control entry of the queue: what arrived for this version is all there will be."""
+    """A control entry in the queue: no more updates will arrive for this version."""
 
     kind: ClassVar[str] = "round_end"
     version: Count
@@ -207,13 +207,13 @@ class Contribution(BaseModel):
 
 
 class Version(Message):
-    """A version of the global model was published."""
+    """A published version of the global model."""
 
     kind: ClassVar[str] = "version"
     version: Count
     time: float  # seconds since 1970, the updater's clock
     epoch: Count
-    parent: Count | None = None  # of version 0, and of one that was published again
+    parent: Count | None = None  # None: version 0, or a version published again
     digest: Name
     blob: Name
     size: Count
@@ -221,7 +221,7 @@ class Version(Message):
 
 
 class Event(Message):
-    """Something that an observer may want to know. ``what`` says which fields are there."""
+    """Something an observer may want to know. ``what`` determines which fields are set."""
 
     kind: ClassVar[str] = "event"
     what: Name  # outcome, stray, evaluation, trainer, run, error
@@ -236,7 +236,7 @@ class Event(Message):
     weight: float | None = None
     metrics: dict[str, float] | None = None
     text: str | None = None
-    site: str | None = None  # of an error, whose trainer said it; of what is refused or dead, whose
+    site: str | None = None  # whose trainer reported an error, or whose task was refused or dead
 
 
 class Dead(Message):
@@ -260,7 +260,7 @@ def decode(data: bytes, first: type[A], second: type[B], third: type[C], /) -> A
 @overload
 def decode(data: bytes, /, *kinds: type[Message]) -> Message: ...
 def decode(data: bytes, /, *kinds: type[Message]) -> Message:
-    """The message in ``data``, which must be one of ``kinds``. Raises BadMessage."""
+    """Decode a message, which must be one of ``kinds``. Raises BadMessage."""
     try:
         fields = msgpack.unpackb(data, use_list=False, strict_map_key=True)
     except (ValueError, msgpack.UnpackException) as error:
@@ -272,7 +272,7 @@ def decode(data: bytes, /, *kinds: type[Message]) -> Message:
     cls = next((kind for kind in kinds if kind.kind == fields.get("k")), None)
     if cls is None:
         expected = " or ".join(kind.kind for kind in kinds)
-        # Not its repr: what a stranger wrote may be deeper than that goes, or very long.
+        # reprlib, since foreign data may be very long, or nested too deeply for repr().
         raise BadMessage(f"a message of kind {reprlib.repr(fields.get('k'))}, expected {expected}")
     try:
         return cls.model_validate(fields)
@@ -285,13 +285,13 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def first_wrong(error: ValidationError) -> str:
-    """The first field that is wrong, and why."""
+    """Describe the first invalid field."""
     first = error.errors()[0]
     return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
 
 
 def task_id(time_ms: int, entropy: bytes | None = None) -> str:
-    """A UUIDv7 (RFC 9562): ordered by time, unique by 74 random bits."""
+    """Make a UUIDv7 (RFC 9562): ordered by time, unique by 74 random bits."""
     noise = int.from_bytes(entropy or secrets.token_bytes(10), "big") & ((1 << 74) - 1)
     number = (time_ms & ((1 << 48) - 1)) << 80
     number |= 0x7 << 76 | (noise >> 62) << 64 | 0b10 << 62 | noise & ((1 << 62) - 1)
@@ -303,6 +303,6 @@ _TASK_ID = re.compile(r"([0-9a-f]{8})-([0-9a-f]{4})-7[0-9a-f]{3}-[89ab][0-9a-f]{
 
 
 def time_of(task: str) -> float | None:
-    """When a task's id was made, in seconds since 1970; None if it is no UUIDv7."""
+    """The creation time of a task id, in seconds since 1970; None if it is not a UUIDv7."""
     found = _TASK_ID.fullmatch(task)
     return int(found[1] + found[2], 16) / 1000 if found else None
