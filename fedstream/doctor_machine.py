@@ -1,4 +1,4 @@
-"""What `fedstream doctor` finds on this machine: the journal's volume, the task, torch."""
+"""`fedstream doctor`'s checks of this machine: the journal's volume, the task, torch."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _CGROUP = Path("/sys/fs/cgroup/cpu.max")
 
 
 def volume(settings: Settings, model_bytes: int | None) -> Iterator[Finding]:
-    """Where the journal is, or would be: whether it can be written, how fast, and its room."""
+    """Check the journal's volume, existing or planned: write access, sync time and free space."""
     about, folder = "journal volume", Path(settings.journal.dir)
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     try:
@@ -71,7 +71,7 @@ def volume(settings: Settings, model_bytes: int | None) -> Iterator[Finding]:
 def _space(settings: Settings, folder: Path, free: int, model_bytes: int | None) -> Finding:
     about, journal = "journal space", settings.journal
     present = sum(file.stat().st_size for file in folder.glob(f"*{SUFFIX}"))
-    # What retention keeps, and a segment more before it deletes.
+    # The journal grows one segment beyond keep_bytes before retention deletes.
     wanted = max(0, journal.keep_bytes + journal.segment_bytes - present)
     text = f"{size(free)} free; the journal has {size(present)} and may grow by {size(wanted)}"
     if model_bytes is not None and free < 2 * model_bytes:
@@ -95,7 +95,7 @@ def _free(there: Path) -> int:
 
 
 def _synced(folder: Path) -> tuple[float, bool]:
-    """(median seconds of a sync, whether writes go past the cache), by a file without a name."""
+    """Measure syncs of an unnamed temporary file, as (median seconds, writes bypass the cache)."""
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file, mmap(-1, _SYNC_BYTES) as pages:
         past_cache = _past_cache(file.fileno())
         pages[:] = os.urandom(_SYNC_BYTES)
@@ -109,7 +109,7 @@ def _synced(folder: Path) -> tuple[float, bool]:
 
 
 def _past_cache(file: int) -> bool:
-    """Has the file written past the system's cache, if it can be: the journal's way."""
+    """Bypass the page cache for this file if possible, as the journal does: whether it worked."""
     import fcntl
 
     if not hasattr(os, "O_DIRECT"):
@@ -124,7 +124,10 @@ def _past_cache(file: int) -> bool:
 
 
 def journal(settings: Settings, run: Run | None, *, asked: bool) -> Finding:
-    """Whether the journal is this run's. ``run``: what Redis has, if it could be ``asked``."""
+    """Check that the journal belongs to this run.
+
+    ``run``: the run that Redis holds; ``asked``: whether Redis could be asked.
+    """
     about, folder = "journal", Path(settings.journal.dir)
     name = settings.run.name
     try:
@@ -178,7 +181,7 @@ def _of_run(settings: Settings, newest: Segment, count: int, run: Run | None) ->
 
 @dataclass(frozen=True)
 class Loaded:
-    """What could be loaded of the user's task."""
+    """The parts of the user's task that could be loaded."""
 
     task: Task | None = None
     devices: int | None = None
@@ -186,10 +189,10 @@ class Loaded:
 
 
 def task(settings: Settings) -> tuple[Loaded, list[Finding]]:
-    """Loads the task, makes its model, and looks at one device's data and the test data."""
+    """Load the task, make its model, and try one device's data and the test data."""
     from fedstream.services import task_of
 
-    # Looking fetches nothing.
+    # A check must not download data.
     kept = settings.model_copy(
         update={"task": settings.task.model_copy(update={"download": False})}
     )
@@ -205,7 +208,7 @@ def task(settings: Settings) -> tuple[Loaded, list[Finding]]:
         return Loaded(), [problem("task", f"torch: {error}", "install fedstream with its packages")]
     findings = list(data_root(settings, loaded=True))
     loaded = Loaded(found)
-    # What a user's program may raise is any exception; `blamed` says what and where.
+    # A user's program may raise any exception; `blamed` makes it a DataError that says where.
     try:
         module = _untrained(found)
         loaded, text = _model(settings, found, module)
@@ -247,7 +250,7 @@ def _untrained(found: Task) -> nn.Module:
 
 
 def _data(settings: Settings, found: Task, module: nn.Module) -> str:
-    """One device's data, as a batch that goes through the model."""
+    """Pass a batch of one device's data through the model."""
     import torch
 
     from fedstream.simulation.training import blamed
@@ -260,7 +263,7 @@ def _data(settings: Settings, found: Task, module: nn.Module) -> str:
         data = found.device_data(device)
         samples = _length(data, who)
         text = f"{who} has {samples} samples"
-        if type(found).train is not Task.train:  # it may not use loss(), nor batches of ours
+        if type(found).train is not Task.train:  # it may not use loss() or batches
             return f"{text}; the task trains by itself"
         batch = gather(data, torch.arange(min(2, samples)))
         loss = found.loss(module.eval(), batch)
@@ -270,7 +273,7 @@ def _data(settings: Settings, found: Task, module: nn.Module) -> str:
 
 
 def _test_data(found: Task, module: nn.Module) -> str:
-    """The test data, and the metrics of two of its samples."""
+    """Load the test data and compute the metrics of two samples."""
     import torch
     from torch.utils.data import Subset
 
@@ -293,7 +296,7 @@ def _length(data: Dataset[Any], what: str) -> int:
 
 
 def data_root(settings: Settings, *, loaded: bool) -> Iterator[Finding]:
-    """The folder of data sets, where one is named."""
+    """Check the folder of data sets, if one is configured."""
     key = "task.data_root" if settings.task.data_root else "FEDSTREAM_DATA"
     folder = settings.task.data_root or os.environ.get("FEDSTREAM_DATA")
     if not folder:
@@ -305,7 +308,7 @@ def data_root(settings: Settings, *, loaded: bool) -> Iterator[Finding]:
     else:
         yield ok("data root", f"{folder} can be read")
         return
-    # A task that was loaded all the same did without it.
+    # A task that loaded anyway doesn't need the folder.
     yield warning("data root", text, change) if loaded else problem("data root", text, change)
 
 
@@ -313,7 +316,7 @@ def data_root(settings: Settings, *, loaded: bool) -> Iterator[Finding]:
 
 
 def computing(settings: Settings, role: str | None) -> Iterator[Finding]:
-    """The threads that are asked for beside the cores there are, and CUDA where it is wanted."""
+    """Compare configured threads with available cores, and check for CUDA if configured."""
     import torch
 
     from fedstream.trainer.placement import check
@@ -334,7 +337,7 @@ def computing(settings: Settings, role: str | None) -> Iterator[Finding]:
 
 
 def _cores() -> float:
-    """That this process may use: by affinity, and by its control group."""
+    """Cores that this process may use, by affinity and control group."""
     cores = float(
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     )

@@ -1,6 +1,6 @@
-"""What `fedstream doctor` makes of what Redis says: of INFO, the clock, the rights, a run's record.
+"""`fedstream doctor`'s judgement of Redis: INFO, the clock, rights, and a run's record.
 
-All but :func:`allowed` is a pure function of values.
+All functions are pure, except for :func:`allowed`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from fedstream.findings import Finding, counted, not_checked, ok, problem, size,
 
 Info = Mapping[str, str]
 
-OLDEST, NEWEST = (6, 2), 8  # of Redis, that fedstream is made for
-_SKEW_S = 1.0  # clocks that differ by more deserve a word
-_SLOW = 0.1  # of redis.timeout_s: a round trip that takes longer
-_FULL = 0.9  # of maxmemory
-_LEAST_MODELS = 3  # the newest, an update of it, and what becomes of both
+OLDEST, NEWEST = (6, 2), 8  # Redis versions that fedstream is made for
+_SKEW_S = 1.0  # warn if clocks differ by more
+_SLOW = 0.1  # warn if a round trip takes more than this share of redis.timeout_s
+_FULL = 0.9  # warn if more than this share of maxmemory is used
+_LEAST_MODELS = 3  # the newest, an update to it, and the version made of both
 
 
 def parsed(reply: bytes) -> Info:
-    """INFO's lines."""
+    """Fields of INFO's reply."""
     lines = (line.partition(":") for line in reply.decode(errors="replace").splitlines())
     return {name: value for name, colon, value in lines if colon}
 
 
 def version(info: Info) -> Finding:
-    """Whether it is a server that fedstream is made for."""
+    """Check that fedstream supports this version of the server."""
     about = "redis version"
     if "valkey_version" in info:
         return ok(about, f"Valkey {info['valkey_version']}")
@@ -55,7 +55,7 @@ def version(info: Info) -> Finding:
 
 
 def part(info: Info, *, cluster: bool, sentinel: bool) -> Iterator[Finding]:
-    """Which part the node plays: a master, a replica, a sentinel, one of a cluster."""
+    """Check the node's role: a master, a replica, a sentinel, or one of a cluster."""
     about = "redis node"
     if info.get("redis_mode") == "sentinel":
         yield problem(
@@ -88,7 +88,7 @@ def part(info: Info, *, cluster: bool, sentinel: bool) -> Iterator[Finding]:
 
 
 def persistence(info: Info, save: str | None) -> Iterator[Finding]:
-    """What Redis writes to disk. ``save``: its setting, None if that may not be read."""
+    """Check what Redis writes to disk. ``save``: its setting; None if it may not be read."""
     about = "redis persistence"
     if info.get("loading") == "1":
         yield problem(about, "is loading its data from disk", "wait until it is done")
@@ -125,7 +125,10 @@ def persistence(info: Info, save: str | None) -> Iterator[Finding]:
 
 
 def limit(info: Info, *, budget: int | None) -> Finding:
-    """Whether memory has a limit, and nothing is evicted at it. ``budget``: the scheduler's own."""
+    """Check that memory is limited and no keys are evicted at the limit.
+
+    ``budget``: ``scheduler.memory_budget`` in bytes.
+    """
     about = "redis maxmemory"
     most, policy = int(info["maxmemory"]), info["maxmemory_policy"]
     if most and policy != "noeviction":
@@ -154,16 +157,16 @@ def limit(info: Info, *, budget: int | None) -> Finding:
 
 @dataclass(frozen=True)
 class Need:
-    """What a run takes in Redis, in models."""
+    """Memory that a run needs in Redis, counted in models."""
 
     model_bytes: int
-    open: int  # tasks at a time: each has an update, in the end
+    open: int  # open tasks, each of which ends in an update
     queue: int  # updates
-    kept: int  # versions, and what is kept for devices
+    kept: int  # versions, and vectors kept for devices
 
     @property
     def models(self) -> int:
-        """With 2 in the making, as the scheduler counts."""
+        """Total, including 2 models in the making, as the scheduler counts."""
         return self.open + self.queue + self.kept + 2
 
 
@@ -176,7 +179,10 @@ def need(
     queue: int,
     keep: tuple[int, int],
 ) -> Need:
-    """What a run will take. ``keep``: versions and bytes of them that the updater keeps."""
+    """Estimate what a run will need.
+
+    ``keep``: the number and bytes of versions that the updater keeps.
+    """
     most = max(1, trainers)
     match policy:
         case Rounds(size=k):
@@ -193,7 +199,7 @@ def need(
 
 
 def room(info: Info, wants: Need | None, *, budget: int | None) -> Finding:
-    """Whether Redis's memory holds the run. ``budget``: the scheduler's own."""
+    """Check that the run fits Redis's memory. ``budget``: ``scheduler.memory_budget`` in bytes."""
     about = "redis memory"
     used, most = int(info["used_memory"]), int(info["maxmemory"])
     now = f"uses {size(used)}" + (f" of {size(most)}" if most else "")
@@ -232,7 +238,7 @@ def room(info: Info, wants: Need | None, *, budget: int | None) -> Finding:
 
 
 def latency(seconds: Sequence[float], timeout_s: float) -> Finding:
-    """Round trips beside the time-out of one exchange."""
+    """Compare round trips with the time-out of one exchange."""
     about, slowest = "redis latency", max(seconds)
     text = (
         f"round trip {1000 * median(seconds):.2f} ms, median of {len(seconds)}; slowest "
@@ -248,7 +254,11 @@ def latency(seconds: Sequence[float], timeout_s: float) -> Finding:
 
 
 def clock(asked: Sequence[tuple[float, float, float]], policy: Policy) -> Finding:
-    """(before, Redis's time, after) of each exchange, in seconds; the quickest says most."""
+    """Compare this machine's clock with Redis's.
+
+    ``asked``: (before, Redis's time, after) of each exchange, in seconds; the fastest is used, as
+    the most precise.
+    """
     about = "clock"
     before, theirs, after = min(asked, key=lambda one: one[2] - one[0])
     skew, unsure = (before + after) / 2 - theirs, max(0.0, (after - before) / 2)
@@ -269,7 +279,7 @@ def clock(asked: Sequence[tuple[float, float, float]], policy: Policy) -> Findin
 
 # rights
 
-# Each command with arguments that are whole: what is asked of is never done. K: a key.
+# Each command with complete sample arguments; it is only checked, never executed. K: a key.
 _SAMPLES: dict[str, tuple[str, ...]] = {
     "acl|dryrun": ("default", "ping"), "acl|getuser": ("default",), "acl|log": (), "acl|whoami": (),
     "asking": (),
@@ -301,13 +311,13 @@ _SAMPLES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 _READERS = ("hget", "hgetall", "get", "xlen", "xrange", "pttl")
 _MAY = Script("may")
-_BOTH = ("xreadgroup", "hset", "set")  # where no script is sent
+_BOTH = ("xreadgroup", "hset", "set")  # for roles that may not send scripts
 _WRITERS = ("xadd", "hset", "hincrby", "pexpire")
 
 
 @dataclass(frozen=True)
 class Asked:
-    """A command that a role has to be allowed, in words, and whole."""
+    """A command that a role must be allowed: in words, and complete."""
 
     what: str
     command: tuple[str, ...]
@@ -319,7 +329,7 @@ def _whole(command: str, key: str) -> tuple[str, ...]:
 
 
 def required(role: str, keys: Keys, redis: RedisSettings, site: str = POOL) -> list[Asked]:
-    """What a role has to be allowed: each command on a key of its own, and each key."""
+    """Everything a role must be allowed: each command on one of its keys, and each key."""
     return [asked for one in parts(role, site) for asked in _required(one, keys, redis)]
 
 
@@ -336,7 +346,7 @@ def _required(rights: Rights, keys: Keys, redis: RedisSettings) -> list[Asked]:
     own = keys.prefix + next(name for listed in names.values() for name in listed)
     found = [Asked(one.replace("|", " ").upper(), _whole(one, own)) for one in may]
     of_kind = {
-        # Redis takes the keys of a script for read and written.
+        # Redis requires read and write access to all keys of a script.
         "both": next((one for one in ("evalsha", *_BOTH) if one in may), ""),
         "reads": next((one for one in _READERS if one in may), ""),
         "writes": next((one for one in _WRITERS if one in may), ""),
@@ -351,7 +361,7 @@ def _required(rights: Rights, keys: Keys, redis: RedisSettings) -> list[Asked]:
 
 
 def rights_of(user: str, keys: Keys, redis: RedisSettings) -> tuple[str, list[Asked]]:
-    """(for what, what has to be allowed): a role's user, or one that all services share."""
+    """Required rights of a user, of a role or shared by all services, as (purpose, rights)."""
     if user in ROLES:
         return f"fedstream {user}", required(user, keys, redis)
     if user.startswith("trainer-"):
@@ -363,9 +373,10 @@ def rights_of(user: str, keys: Keys, redis: RedisSettings) -> tuple[str, list[As
 
 
 async def allowed(client: Client, asked: Sequence[Asked]) -> list[bool] | None:
-    """Whether the user of this connection may send each; nothing is done. None: can't be asked.
+    """Check which commands this connection's user may send, without executing them.
 
-    Redis 7 checks them inside a script. Before, they are queued in a transaction that is discarded.
+    None if that can't be found out. Redis 7 checks the commands inside a script; for older
+    versions, they are queued in a transaction that is discarded.
     """
     packed = msgpack.packb([one.command for one in asked], use_bin_type=False)
     try:
@@ -386,7 +397,7 @@ async def allowed(client: Client, asked: Sequence[Asked]) -> list[bool] | None:
 
 async def _queued(client: Client, command: tuple[str, ...]) -> bool:
     if command[0] in ("MULTI", "EXEC"):
-        return True  # the transaction was
+        return True  # allowed() has just sent a transaction
     try:
         await client.pipeline([("MULTI",), command, ("DISCARD",)])
     except BrokerError as error:
@@ -395,12 +406,12 @@ async def _queued(client: Client, command: tuple[str, ...]) -> bool:
 
 
 def rights(user: str, what: str, asked: Sequence[Asked], may: Sequence[bool] | None) -> Finding:
-    """Whether a user may do what its role does."""
+    """Check that a user has the rights its role needs."""
     about = f"rights of {user}"
     if may is None:
         return not_checked(about, "needs Redis 7 and EVALSHA, or MULTI and DISCARD")
     unmet = (one.what for one, good in zip(asked, may, strict=True) if not good)
-    missing = list(dict.fromkeys(unmet))  # several roles may need one command, each on its keys
+    missing = list(dict.fromkeys(unmet))  # several roles may need the same command, on other keys
     if missing:
         more = f" and {len(missing) - 5} more" if len(missing) > 5 else ""
         return problem(
@@ -412,7 +423,7 @@ def rights(user: str, what: str, asked: Sequence[Asked], may: Sequence[bool] | N
 
 
 def refusal(error: BrokerError) -> str | None:
-    """What the user may not do, or this Redis has not; None if the error is another."""
+    """Reason, if the error is a missing right or unknown command; None for any other error."""
     text = str(error)
     if denied := re.search(r"no permissions to run the '([^']+)'", text):
         return f"may not {denied[1].upper().replace('|', ' ')}"
@@ -432,7 +443,10 @@ def agreement(
     layout: Layout | None,
     devices: int | None,
 ) -> Iterator[Finding]:
-    """The configuration beside the run that Redis has. None: of the task, which did not load."""
+    """Compare the configuration with the run in Redis.
+
+    ``layout`` and ``devices`` are None if the task did not load.
+    """
     about = "run"
     found = []
     if run.strategy != strategy:

@@ -1,9 +1,9 @@
-"""`fedstream replay --redis`: recorded updates go through live services once more, in their time.
+"""`fedstream replay --redis`: feeds recorded updates through live services at recorded times.
 
-The feeder is scheduler and trainers at once: it opens a task for each recorded update and answers
-it with the recorded bytes, once the live run has the version that it was trained from. So an update
-is as stale as it was. What coordinator and updater make of it is theirs. The next tasks are open by
-then: only the way of an answer takes time.
+The feeder acts as scheduler and trainers: it opens a task for each recorded update and answers it
+with the recorded bytes once the live run has the version it was trained from. So each update is as
+stale as it was. Coordinator and updater decide for themselves what becomes of it. Tasks are opened
+ahead, so that only answering takes time.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ from fedstream.updater.rebuild import is_used, recorded
 
 IN_FLIGHT = 4  # tasks
 _LEASE_S = 5.0
-_EXPIRE_S = 600.0  # of an update that is written and not admitted
-_LOOK_S = 1.0  # between two looks at a run in which nothing happens
-_CLOSED_S = 0.01  # between two looks at a round that ends: one without updates is no news
-_GIVEN_MS = 50  # to wait for a task that was opened
+_EXPIRE_S = 600.0  # lifetime of an update that is written but not admitted
+_LOOK_S = 1.0  # polling interval while nothing happens
+_CLOSED_S = 0.01  # polling interval while a round ends: an empty round announces nothing
+_GIVEN_MS = 50  # to wait for a task just opened
 _NAME = "replay"
 
 Recorded: TypeAlias = tuple[Segment, Record, Taken | RoundClosed]
@@ -63,20 +63,20 @@ Recorded: TypeAlias = tuple[Segment, Record, Taken | RoundClosed]
 
 @dataclass
 class _Open:
-    """A task of ours."""
+    """A task opened by the feeder."""
 
     segment: Segment
     record: Record
     message: Taken
-    entry: Entry | None = None  # once it was given to us
+    entry: Entry | None = None  # once delivered to us
     answered: bool = False
 
 
 class Feeder:
-    """Feeds the run of ``keys``, which must have no scheduler and no trainers of its own."""
+    """Feeder of the run of ``keys``, which must have no scheduler and no trainers of its own."""
 
     def __init__(self, redis: RedisSettings, keys: Keys, folder: Path, speed: float) -> None:
-        """``speed``: how many times as fast as it was. Raises JournalError."""
+        """Open the journal. ``speed`` is a multiple of the recorded one. Raises JournalError."""
         self._chain = segments(folder)
         if not self._chain:
             raise JournalError(f"{folder}: there is no journal")
@@ -89,20 +89,20 @@ class Feeder:
         self._tasks = Group(self._client, keys.tasks, TRAINERS, _NAME)
         self._todo = self._records()
         self._next = next(self._todo, None)
-        self._trigger: Trigger | None = None  # of the next one
-        self._open: dict[str, _Open] = {}  # by task, in the order of the journal
-        self._wait_s = 0.0  # until there is more to do, unless there is news
-        self._closing = False  # a round, and the live run has not done so yet
-        self._offset = 0  # of the live run's versions from the recorded ones
-        self._began: tuple[float, float] | None = None  # on our clock, and on the queue's then
-        self._told = False  # that there is no run
-        self._unsure = True  # whether we hold tasks that we don't know of
+        self._trigger: Trigger | None = None  # for the next record
+        self._open: dict[str, _Open] = {}  # by task, in journal order
+        self._wait_s = 0.0  # until there is more to do, barring news
+        self._closing = False  # asked to close a round, and the live run hasn't yet
+        self._offset = 0  # from recorded versions to the live run's
+        self._began: tuple[float, float] | None = None  # start: our clock, recorded clock
+        self._told = False  # warned that there is no run
+        self._unsure = True  # we may hold tasks that we don't know of
         self._before: View | None = None
         self._after: View | None = None
-        self.recorded: Counter[str] = Counter()  # outcomes of what was fed
+        self.recorded: Counter[str] = Counter()  # recorded outcomes of the updates fed
 
     def _records(self) -> Iterator[Recorded]:
-        """What can be fed: refused updates are recorded without their bytes."""
+        """Records that can be fed; refused updates can't, as their bytes are not recorded."""
         for segment, cut in cuts(self._chain):
             for record in segment.records(cut):
                 message = record.message
@@ -111,14 +111,14 @@ class Feeder:
 
     @property
     def live(self) -> dict[str, int]:
-        """What the live run made of its tasks meanwhile, by outcome."""
+        """Number of the live run's tasks that ended since the start, by outcome."""
         if self._before is None or self._after is None:
             return {}
         before, after = self._before.outcomes, self._after.outcomes
         return {outcome: after[outcome] - before[outcome] for outcome in OUTCOMES}
 
     async def run(self, context: Context) -> None:
-        """Feeds until the journal's end, the run's, or stop. Raises FedstreamError."""
+        """Feed until the journal or the run ends, or until stopped. Raises FedstreamError."""
         self._context = context
         context.log.info("taking the scheduler's lease", speed=self._speed)
         try:
@@ -138,7 +138,7 @@ class Feeder:
             self._context.stop.set()
 
     async def _look_last(self) -> None:
-        """Counts the outcomes, once what was answered has one."""
+        """Count the outcomes once all answers have one, or after a second."""
         until = time.monotonic() + _LOOK_S
         view = await self._ledger.look()
         while self._is_waiting(view) and (left := until - time.monotonic()) > 0:
@@ -151,7 +151,7 @@ class Feeder:
         return any(task.answered and name in there for name, task in self._open.items())
 
     async def _step(self) -> bool:
-        """Answers what can be answered and opens what is due: whether all is done."""
+        """Open due tasks and answer those that can be answered; returns whether all is done."""
         try:
             view = await self._look()
         except NoRun as error:
@@ -176,7 +176,7 @@ class Feeder:
         return False
 
     async def _look(self) -> View:
-        """The run, at once if there may be something to do, else when there is news of it."""
+        """Look at the run, at once if there may be something to do, else when there is news."""
         if self._after is None or self._unsure or self._waits_for_task or self._wait_s <= 0:
             return await self._ledger.look()
         block_ms = max(1, round(1000 * min(self._wait_s, _LOOK_S)))
@@ -184,7 +184,7 @@ class Feeder:
 
     @property
     def _waits_for_task(self) -> bool:
-        """Whether the next to be answered was not given to us yet."""
+        """Whether the next task to answer has not been delivered to us yet."""
         mine = (task for task in self._open.values() if not task.answered)
         first = next(mine, None)
         return first is not None and first.entry is None
@@ -193,20 +193,20 @@ class Feeder:
         there = {trigger.task for trigger in view.open}
         for name, task in list(self._open.items()):
             if name not in there:
-                if not task.answered and view.run.state != "finished":  # that reply was lost
+                if not task.answered and view.run.state != "finished":  # answered; reply lost
                     self.recorded[task.message.outcome] += 1
                 del self._open[name]
 
     def _due_s(self, message: Taken | RoundClosed) -> float:
-        """Seconds until it is time for a record."""
+        """Seconds until a record is due."""
         now = time.monotonic()
         self._began = self._began or (now, message.received)
         return self._began[0] + (message.received - self._began[1]) / self._speed - now
 
     async def _open_next(self, view: View) -> float:
-        """Opens tasks that are due; ends a round when all that came before has arrived.
+        """Open tasks that are due; close a round when everything before its end has arrived.
 
-        Seconds until there is more to do, unless there is news before.
+        Returns the seconds until there is more to do, unless news comes first.
         """
         if self._closing and (view.triggers or view.backlog):
             return _CLOSED_S
@@ -224,7 +224,7 @@ class Feeder:
                 self._next, self._closing = next(self._todo, None), True
                 return _CLOSED_S
             trigger = self._trigger = self._trigger or self._triggering(message.upload)
-            if trigger not in view.open:  # else it was opened, and the reply was lost
+            if trigger not in view.open:  # else it is open already, and the reply was lost
                 if room <= 0:
                     return _LOOK_S
                 if not await self._ledger.trigger(self._lease.token, IN_FLIGHT, issued, [trigger]):
@@ -242,7 +242,7 @@ class Feeder:
         )  # fmt: skip
 
     async def _receive(self) -> None:
-        """Takes the tasks that are given to us, those first that were before trouble."""
+        """Receive our tasks; after an error, first reclaim those already delivered to us."""
         entries: list[Entry] = []
         if self._unsure:
             await self._tasks.ensure()
@@ -263,7 +263,7 @@ class Feeder:
             self._open[name].entry = entry
 
     async def _answer(self, view: View) -> None:
-        """Answers the tasks, in their order, whose versions the run has."""
+        """Answer, in order, the tasks whose base version the run has."""
         head = view.head
         waiting = self._is_waiting(view)
         for name, task in self._open.items():
@@ -272,7 +272,7 @@ class Feeder:
             if task.entry is None:
                 return
             upload = task.message.upload
-            if not waiting:  # whatever the live run did otherwise
+            if not waiting:  # all answers have outcomes, so the live run may have diverged
                 self._offset = head.version - upload.tau - task.message.staleness
             tau = max(0, upload.tau + self._offset)
             if tau > head.version:
@@ -287,14 +287,14 @@ class Feeder:
                     }
                 ),
             )  # fmt: skip
-            if said == "unwritten":  # it expired meanwhile: the task is still ours
+            if said == "unwritten":  # the update has expired; the task is still ours
                 self._unsure = True
                 return
             task.answered = waiting = True
             self.recorded[task.message.outcome] += 1
 
     async def _say(self, task: _Open, entry: Entry, upload: Upload) -> str:
-        """Sends the recorded update: what came of that."""
+        """Send the recorded update; returns the outbox's verdict."""
         model = await asyncio.to_thread(_loaded, task.segment, task.record)
         ahead = await blobs.prepare(
             self._client, self._keys.update(upload.blob), model, expire_s=_EXPIRE_S
@@ -312,7 +312,7 @@ def _loaded(segment: Segment, record: Record) -> Model:
 
 
 def feed(settings: Settings, folder: Path, speed: float) -> tuple[Feeder, bool]:
-    """Feeds until the end or a signal: the feeder, and whether it was the end.
+    """Feed until the end or a signal; returns the feeder and whether it reached the end.
 
     Raises FedstreamError.
     """
@@ -340,12 +340,12 @@ def feed(settings: Settings, folder: Path, speed: float) -> tuple[Feeder, bool]:
 
 
 def numbers(feeder: Feeder) -> dict[str, Mapping[str, int]]:
-    """Outcomes as they were recorded, and as they were now."""
+    """Outcomes as recorded, and in the live run."""
     return {"recorded": dict(feeder.recorded), "live": feeder.live}
 
 
 def show(feeder: Feeder) -> None:
-    """Prints the outcomes."""
+    """Print the outcomes."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     for name in ("outcome", "recorded", "now"):
         table.add_column(name, justify="left" if name == "outcome" else "right")

@@ -1,4 +1,4 @@
-"""What a look at a deployment found: the lines of `fedstream doctor`."""
+"""Findings about a deployment: the lines of `fedstream doctor`."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Level = Literal["ok", "warning", "problem", "not checked"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at: how it is, and what to change."""
+    """One thing that was checked: its condition and what to change."""
 
     level: Level
     about: str
@@ -22,27 +22,27 @@ class Finding:
 
 
 def ok(about: str, text: str) -> Finding:
-    """It is as it has to be."""
+    """A finding that all is well."""
     return Finding("ok", about, text)
 
 
 def warning(about: str, text: str, change: str) -> Finding:
-    """It works, and costs something or may end badly."""
+    """A finding of something that works but is costly or risky."""
     return Finding("warning", about, text, change)
 
 
 def problem(about: str, text: str, change: str = "") -> Finding:
-    """It does not work. Without ``change`` the text says what to do."""
+    """A finding of something that doesn't work. Without ``change``, the text says what to do."""
     return Finding("problem", about, text, change)
 
 
 def not_checked(about: str, why: str) -> Finding:
-    """It could not be looked at from here."""
+    """A finding that something can't be checked from here."""
     return Finding("not checked", about, why)
 
 
 def size(count: float) -> str:
-    """Bytes in words."""
+    """Number of bytes with a unit."""
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= factor:
             return f"{count / factor:.1f} {unit}"
@@ -50,5 +50,5 @@ def size(count: float) -> str:
 
 
 def counted(number: int, what: str) -> str:
-    """A number of things."""
+    """Number with a noun, in the plural unless it is 1."""
     return f"{number} {what}{'' if number == 1 else 's'}"

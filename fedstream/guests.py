@@ -1,4 +1,4 @@
-"""Trainers that joined a run from another terminal: they leave with it, and it waits for them."""
+"""Trainers that joined a run from another terminal: a finished run waits for them to leave."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
 
 
 async def gone(ledger: Ledger, ours: Collection[str], most_s: float) -> None:
-    """Waits until no other trainers than ``ours`` are on the register, ``most_s`` at most."""
+    """Wait until only ``ours`` are on the trainers' register, for at most ``most_s`` seconds."""
     until = time.monotonic() + most_s
     while time.monotonic() < until:
         try:
             there = await ledger.trainers()
         except FedstreamError:
-            return  # whatever it is: nobody can say good-bye there
+            return  # without Redis, trainers can't sign off either
         if not there.keys() - ours:
             return
         await asyncio.sleep(0.1)

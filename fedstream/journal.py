@@ -16,7 +16,7 @@ from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.commands.options import OUTCOMES, TrustRecorded, named, one_of
 from fedstream.terminal import Step, adding, line, progress, verbatim
 
-# What a command needs is imported in it: `--help` answers at once.
+# Commands import what they need inside, so that `--help` is fast.
 if TYPE_CHECKING:
     from fedstream.broker.layout import Model
     from fedstream.updater.inspection import Made
@@ -32,7 +32,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
 
 @contextmanager
 def _bar(what: str, total: int, *, quiet: bool) -> Iterator[Step]:
-    """A bar over the bytes of a journal."""
+    """Progress bar over the bytes of a journal."""
     with progress(what, total, quiet=quiet, parts=False) as step:
         yield adding(step, total)
 
@@ -99,7 +99,7 @@ def show(
 
 
 def _range(text: str | None) -> tuple[int | None, int | None]:
-    """The versions that ``A`` or ``A..B`` mean."""
+    """First and last version of ``A`` or ``A..B``. Raises ConfigError."""
     if text is None:
         return None, None
     first, dots, last = text.partition("..")
@@ -111,8 +111,10 @@ def _range(text: str | None) -> tuple[int | None, int | None]:
 
 
 def _from(chain: list[Segment], version: int) -> list[Segment]:
-    """The segments in which records of this version or later are. Raises JournalError if the
-    journal does not have it."""
+    """Segments with records of this version or later.
+
+    Raises JournalError if the journal does not have the version.
+    """
     from fedstream.updater.inspection import entries, newest, since
     from fedstream.updater.journal import JournalError
 
@@ -123,7 +125,7 @@ def _from(chain: list[Segment], version: int) -> list[Segment]:
         raise JournalError(
             f"{last.path.parent}: version {version} is not there: the newest is {newest(chain)}"
         )
-    # The record that made it may be the last of the segment before the one that begins with it.
+    # The record that made this version may be the last one of the previous segment.
     return list(since(chain, max(version - 1, chain[0].standing.version)))
 
 
@@ -273,7 +275,7 @@ def bisect(
     if isnan(bound):
         raise ConfigError(f"--{'below' if below is not None else 'above'} nan: must be a number")
 
-    def is_good(value: float) -> bool:  # what is no number is neither
+    def is_good(value: float) -> bool:  # NaN is not good
         return value >= bound if below is not None else value <= bound
 
     with opened(path) as chain:
@@ -346,7 +348,7 @@ def export(
 
 
 def _write(out: Path, model: Model, about: dict[str, str]) -> None:
-    """Whole or not at all: the file is written aside and renamed."""
+    """Write the model atomically: to a temporary file that is then renamed."""
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import save_file

@@ -1,4 +1,4 @@
-"""`fedstream journal bisect`: the update with which a metric went bad."""
+"""`fedstream journal bisect`: finds the update with which a metric went bad."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fedstream.updater.shares import direction
 if TYPE_CHECKING:
     from fedstream.config import Settings
 
-_MEASUREMENTS = 50  # about so many where nobody says how often
+_MEASUREMENTS = 50  # approximate number, unless `every` is given
 
 Measure = Callable[[int, Model], float]
 
@@ -41,7 +41,7 @@ class Cause:
 
 @dataclass(frozen=True)
 class Crossing:
-    """Two versions, one after the other: the first is good, the second is not."""
+    """Two successive versions, of which the first is good and the second is not."""
 
     version: int  # the second
     before: float
@@ -51,7 +51,7 @@ class Crossing:
 
 @dataclass
 class Search:
-    """What was measured, by version, and what was found."""
+    """Measurements by version, and the crossing found."""
 
     every: int
     measured: dict[int, float] = field(default_factory=dict)
@@ -65,17 +65,17 @@ def search(
     is_good: Callable[[float], bool],
     every: int | None = None,
 ) -> Search:
-    """Finds a version whose metric is bad while that of the one before it is good.
+    """Find a version whose metric is bad while the version before it is good.
 
-    Forward: the first version, every N-th (``every``; if not given, so that about 50 are measured)
-    and the newest are measured, until one is bad after an earlier one was good. Then each version
-    since that one is measured, until the first that is bad. So the crossing that is found is real,
-    and the first in its interval; a fall that recovers between two measured versions before it goes
-    unseen, unless ``every`` is 1. Raises JournalError.
+    The search goes forward. It measures the first version, every N-th (``every``; by default chosen
+    for about 50 measurements) and the newest, until one is bad after an earlier one was good. Then
+    it measures each version after that last good one, up to the first bad one. So the crossing
+    found is real and the first in its interval; an earlier dip that recovers between two measured
+    versions goes unseen unless ``every`` is 1. Raises JournalError.
     """
     last = newest(chain)
     found = Search(every or max(1, (last - chain[0].standing.version) // _MEASUREMENTS))
-    good: int | None = None  # the last version that was
+    good: int | None = None  # the last good version
     for move in history(chain):
         version = move.message.version
         due = isinstance(move.message, Standing) or version == last or version % found.every == 0
@@ -97,7 +97,7 @@ def _first(
     is_good: Callable[[float], bool],
     measured: dict[int, float],
 ) -> Crossing | None:
-    """The first bad version behind a good one, measuring those that were not measured yet."""
+    """Find the first bad version after a good one, measuring any not yet measured."""
     before = measured[good]
     causes: list[Cause] = []
     for move in history(chain):
@@ -138,7 +138,10 @@ def _cause(message: Taken, move: Move) -> Cause:
 
 
 def judge(settings: Settings, metric: str) -> Measure:
-    """Measures models by a metric of the task, on its test data. Raises ConfigError, DataError."""
+    """Function that measures a model by one of the task's metrics on its test data.
+
+    Raises ConfigError, DataError.
+    """
     metrics_of, name = measuring(settings), settings.task.name
     if metrics_of is None:
         raise DataError(f"task {name!r} has no test data to measure a model by")
@@ -153,7 +156,7 @@ def judge(settings: Settings, metric: str) -> Measure:
 
 
 def measuring(settings: Settings) -> Callable[[int, Model], dict[str, float]] | None:
-    """The task's metrics of a version's model on its test data; None where it has none.
+    """Function that computes the task's metrics of a model; None if the task has no test data.
 
     Raises ConfigError, DataError.
     """
@@ -163,7 +166,7 @@ def measuring(settings: Settings) -> Callable[[int, Model], dict[str, float]] | 
 
     torch.set_num_threads(settings.evaluator.threads)
     name = settings.task.name
-    with redirect_stdout(stderr), _told(f"task {name!r}"):  # stdout may be a program's
+    with redirect_stdout(stderr), _told(f"task {name!r}"):  # stdout may be read by a program
         task = load_task(name, settings.task)
         data, module = task.test_data(), untrained(task)
     if data is None:
@@ -185,7 +188,7 @@ def measuring(settings: Settings) -> Callable[[int, Model], dict[str, float]] | 
 
 @contextmanager
 def _told(what: str) -> Iterator[None]:
-    """What a user's program raises is told in a line. Raises DataError."""
+    """Turn whatever a user's program raises into a one-line DataError."""
     try:
         yield
     except FedstreamError:

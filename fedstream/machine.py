@@ -1,4 +1,4 @@
-"""What a result was measured on."""
+"""Description of the machine that a result was measured on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 
 
 def described() -> dict[str, str | int]:
-    """Machine, versions and date."""
+    """Describe machine, package versions and date."""
     cpuinfo = Path("/proc/cpuinfo")
     models = (
         [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines()

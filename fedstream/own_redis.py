@@ -1,4 +1,4 @@
-"""What run.toml says of a Redis that a run brought itself, and that ends with it."""
+"""run.toml of a run that brings its own Redis, which ends with the run."""
 
 from __future__ import annotations
 
@@ -12,17 +12,17 @@ if TYPE_CHECKING:
     from fedstream.config import Settings
 
 MARK = "# redis.url is of a Redis that ends with this run\n"  # the file's first line
-_AWAY_S = 30.0  # such a Redis, away for so long, does not come back
+_AWAY_S = 30.0  # once such a Redis has been away this long, it won't come back
 
 
 def is_meant(settings: Settings, config: Path | None) -> bool:
-    """Whether the configuration leads to such a Redis, by the file that it was read from."""
+    """Whether the configuration, read from ``config``, points to a run's own Redis."""
     text = config.read_text(encoding="utf-8") if config is not None else ""
     return text.startswith(MARK) and tomllib.loads(text)["redis"]["url"] == settings.redis.url
 
 
 def without_lost(settings: Settings, config: Path | None) -> Settings:
-    """The configuration without the URL of such a Redis, which a run that was killed left in it."""
+    """The configuration without the URL of an own Redis, which a killed run left in run.toml."""
     if not is_meant(settings, config):
         return settings
     kept = {name: getattr(settings.redis, name) for name in settings.redis.model_fields_set}
@@ -31,9 +31,9 @@ def without_lost(settings: Settings, config: Path | None) -> Settings:
 
 
 def joining(settings: Settings, config: Path | None) -> Settings:
-    """The configuration of a trainer that joins a run here: it ends with the run.
+    """The configuration for a trainer that joins a run with its own Redis and ends with it.
 
-    If the run did not finish, but was interrupted or killed, it ends some time after its Redis.
+    If the run is interrupted or killed, the trainer ends once its Redis has been away for 30 s.
     """
     if not is_meant(settings, config):
         return settings

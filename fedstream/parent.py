@@ -1,4 +1,4 @@
-"""Services that `fedstream run` started end with it, however it ends."""
+"""Services started by `fedstream run` end with it, however it ends."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ import signal
 import threading
 import time
 
-VARIABLE = "FEDSTREAM_PARENT"  # in the environment: the process to end with
+VARIABLE = "FEDSTREAM_PARENT"  # environment variable: id of the process to end with
 _LOOK_S = 1.0
 
 
 def end_with_parent() -> None:
-    """If ``fedstream run`` started this process: stop it as SIGTERM does once that is gone.
+    """If ``fedstream run`` started this process, send SIGTERM to it once the parent is gone.
 
-    A thread that looks: it works on every system, and a parent that ended before is noticed too.
+    A thread polls: this works on every system, and also notices a parent that has already ended.
     """
     if parent := os.environ.get(VARIABLE):
         threading.Thread(target=_watch, args=(int(parent),), name="parent", daemon=True).start()

@@ -1,4 +1,4 @@
-"""A port that is kept for a process of ours: until it has started, and while it restarts."""
+"""A port reserved for a child process until it has started and while it restarts."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, Self
 
 
 class HeldPort:
-    """A port that nobody else is given until it is closed; a context manager that closes it.
+    """Port reserved until closed; a context manager closes it.
 
-    A socket is bound to it and never listens. A process of ours can listen there all the same, as
-    one that sets SO_REUSEADDR may (asyncio and Redis do), while the kernel gives the port to no
-    connection and no socket that asks for any. Elsewhere than on Linux the two exclude each other,
-    so that there it was only free a moment ago.
+    A socket is bound to the port but never listens. A process that sets SO_REUSEADDR (asyncio and
+    Redis do) can still listen there, while the kernel assigns the port to no connection and no
+    socket that asks for any free one. This works on Linux only. Elsewhere the two sockets exclude
+    each other, so the port is released at once and another process may take it.
     """
 
     def __init__(
@@ -21,7 +21,10 @@ class HeldPort:
         address: Any = ("127.0.0.1", 0),
         family: socket.AddressFamily = socket.AF_INET,
     ) -> None:
-        """Port 0: any that is free. Raises OSError if somebody listens there, or nobody may."""
+        """Reserve a port; 0 means any free one.
+
+        Raises OSError if another process listens there or this user may not.
+        """
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         try:
             self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -34,7 +37,7 @@ class HeldPort:
             self.close()
 
     def close(self) -> None:
-        """Others may have it again."""
+        """Release the port."""
         self._socket.close()
 
     def __enter__(self) -> Self:

@@ -1,4 +1,4 @@
-"""Who serves a run now, and deleting one that nobody serves."""
+"""Services that are serving a run now, and deletion of a run without any."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from fedstream.broker.errors import BrokerError, FedstreamError, NoRun
 from fedstream.broker.keys import COORDINATORS, Keys
 from fedstream.broker.ledger import Ledger
 
-_SILENT_S = 10.0  # a trainer that was not heard for so long is gone
-_COORDINATOR_IDLE_MS = 3000  # one that is alive reads every second
+_SILENT_S = 10.0  # a trainer without a heartbeat for this long is gone
+_COORDINATOR_IDLE_MS = 3000  # a live coordinator reads every second
 _LEADERS = ("scheduler", "updater")
 
 
 async def serving(client: Client, keys: Keys) -> list[str]:
-    """The services that are alive, as far as Redis shows: evaluators leave no trace."""
+    """Names of live services, as far as Redis shows; evaluators leave no trace."""
     ledger = Ledger(client, keys, "presence")
     leaders = [role for role in _LEADERS if await client.call("EXISTS", keys.leader(role))]
-    # One that said good-bye is on the register until a coordinator sweeps, if one is there.
+    # A trainer that signed off stays on the register until a coordinator sweeps it.
     gone = {*await ledger.silent(_SILENT_S), *await ledger.left()}
     trainers = [name for name in await ledger.trainers() if name.encode() not in gone]
     return [*await _coordinators(client, keys), *leaders, *trainers]
@@ -28,13 +28,13 @@ async def _coordinators(client: Client, keys: Keys) -> list[str]:
     except BrokerError as error:
         if error.retriable:
             raise
-        return []  # there is no such stream, or no such group
+        return []  # no such stream or group
     found = (dict(zip(row[::2], row[1::2], strict=True)) for row in rows)
     return [one[b"name"].decode() for one in found if one[b"idle"] < _COORDINATOR_IDLE_MS]
 
 
 async def purgeable(client: Client, keys: Keys, *, force: bool) -> int:
-    """How many keys of the run there are to delete.
+    """Number of keys of the run that can be deleted.
 
     Raises NoRun if there are none, and FedstreamError if the run is being served.
     """
@@ -50,6 +50,6 @@ async def purgeable(client: Client, keys: Keys, *, force: bool) -> int:
 
 
 async def purge(client: Client, keys: Keys, *, force: bool) -> int:
-    """Deletes the run's keys: how many there were. Raises as :func:`purgeable` does."""
+    """Delete the run's keys; returns how many there were. Raises as :func:`purgeable` does."""
     await purgeable(client, keys, force=force)
     return await Ledger(client, keys, "purge").purge()

@@ -1,4 +1,4 @@
-"""What a run that goes on did before: from its journal, and from the table that it left."""
+"""History of a resumed run, from its journal and metrics.csv."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TEST = "test_"
 
 
 def recall(history: History, journal: Path, table: Path) -> None:
-    """Puts versions and measurements into a history. Raises JournalError."""
+    """Add recorded versions and measurements to a history. Raises JournalError."""
     chain = segments(journal)
     try:
         for version in made(chain):

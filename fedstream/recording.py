@@ -1,8 +1,8 @@
-"""What a recording says of its run: a run's folder, or a journal, which may be a stranger's.
+"""Settings of a recording: a run's folder or a journal, possibly from someone you don't trust.
 
-A recording names the task that it was made with, and to load a task of one's own is to run its
-program. So a name that comes from a recording alone is not followed: whoever looks at the recording
-names the task, or says that this one may be trusted. Built-in tasks are our own program.
+A recording names the task it was made with, and loading a user's task runs its program. So a task
+named by the recording alone is not loaded: the user must name the task or trust the recorded one.
+Built-in tasks are fedstream's own code and always load.
 """
 
 from __future__ import annotations
@@ -32,18 +32,19 @@ def settings_of(
     otherwise: str = "",
     **given: object,
 ) -> Settings:
-    """What the run was configured with, as far as the task needs it.
+    """Read the run's configuration, as far as the task needs it.
 
-    ``config``, else the run's own, else the defaults with the task that its journal names.
-    ``given`` are the command's own options. ``otherwise``: what could be done without the task.
-    Raises ConfigError for a task that only the recording names, unless it is ``trusted``.
+    It comes from ``config``, else from the run's own file, else from the defaults with the task
+    named by the journal. ``given`` are the command's own options. ``otherwise``: text for the error
+    that says what can be done without the task. Raises ConfigError if only the recording names the
+    task, unless it is ``trusted``.
     """
     if config is not None:
         return read(config, sets, options(**given))
     journal = journal_of(folder).resolve()
     left = (journal / CONFIG, journal.parent / CONFIG)
     file = next((file for file in left if file.is_file()), None)
-    # Below whatever the user says. Nor is anything fetched because a recording says so.
+    # The user's environment overrides these. A recording must not make us download anything.
     recorded = {_DOWNLOAD: "false"}
     if file is None:
         with opened(folder) as chain:
@@ -60,7 +61,7 @@ def settings_of(
 def check_task(
     settings: Settings, where: Path, sets: Sequence[str], task: object, otherwise: str = ""
 ) -> None:
-    """Raises ConfigError if nobody but the recording at ``where`` named the task.
+    """Raise ConfigError if only the recording at ``where`` named the task.
 
     ``sets`` and ``task`` are the command's ``--set`` and ``--task``.
     """
