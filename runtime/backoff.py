@@ -1,4 +1,4 @@
-"""Waiting: how long before the next try, and a pause that a stop ends."""
+"""Exponential back-off, and a pause that ends early on stop."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ if TYPE_CHECKING:
 class Backoff:
     """Exponential back-off with full jitter: uniform in [0, min(most_s, first_s * 2**n)] seconds.
 
-    Full jitter spreads the clients of a Redis that comes back best (AWS Architecture Blog,
-    "Exponential Backoff And Jitter").
+    Full jitter best spreads out the clients that reconnect to a restarted Redis (AWS Architecture
+    Blog, "Exponential Backoff And Jitter").
     """
 
     def __init__(self, first_s: float = 0.05, most_s: float = 5.0, *, rng: random.Random) -> None:
@@ -30,12 +30,12 @@ class Backoff:
         return self._rng.uniform(0, ceiling_s)
 
     def reset(self) -> None:
-        """It worked: the next wait is a first one."""
+        """Start over from the shortest wait, after a success."""
         self._ceiling_s = self._first_s
 
 
 async def pause(stop: asyncio.Event, seconds: float) -> bool:
-    """Wait ``seconds``, or until ``stop`` is set; whether it is."""
+    """Wait for ``seconds`` or until ``stop`` is set; return whether it is set."""
     with suppress(TimeoutError):
         async with asyncio.timeout(seconds):
             await stop.wait()

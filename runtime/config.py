@@ -1,8 +1,8 @@
 """Configuration: one TOML file, overridden by the environment, overridden by ``--set``.
 
-``load`` merges the three layers and validates the result once against a pydantic model. Whatever
-is wrong is reported together, one line per key, each with the value, what is allowed and where it
-came from. ``dump`` writes resolved settings back as TOML.
+``load`` merges the three layers and validates the result once against a pydantic model. All errors
+are reported together, one line per key, each with the value, its source and what is allowed.
+``dump`` writes resolved settings back as TOML.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ M = TypeVar("M", bound=BaseModel)
 
 _PREFIX = "FEDSTREAM_"
 _TAGS = ("kind", "name")  # the fields that choose between alternative tables
-_SHOWN = 80  # characters of a wrong value that a message repeats
+_SHOWN = 80  # characters of an invalid value that a message shows
 
 
 class Section(BaseModel):
@@ -54,16 +54,16 @@ class Section(BaseModel):
 
 
 class Option(NamedTuple):
-    """A key of the configuration that the command line gives by a name of its own."""
+    """A configuration key set by its own command-line option."""
 
-    name: str  # as it was typed: --updates
+    name: str  # as typed: --updates
     key: str  # run.versions
     value: object
 
 
 @dataclass
 class _Leaf:
-    """A value, where it came from, and the text it was written as (environment and --set)."""
+    """A value, its source, and the text it was written as (environment and --set only)."""
 
     value: object
     source: str
@@ -83,34 +83,34 @@ def load(
 ) -> M:
     """Read and validate the settings; later layers win: file, environment, ``a.b.c=value`` sets.
 
-    ``options`` are keys with an option of their own on the command line, the last of the sets.
+    ``options`` are keys with their own command-line option; they override the sets.
 
-    ``FEDSTREAM_<SECTION>__<KEY>`` is a key of the configuration, to any depth; a name without a
-    double underscore is not (Kubernetes sets ``FEDSTREAM_<SERVICE>_PORT`` and the like). Values
-    from environment and sets are TOML, or else strings. A layer that changes the ``kind`` or
-    ``name`` of a table with alternatives drops the keys that earlier layers gave it: they
-    belonged to the other kind.
+    ``FEDSTREAM_<SECTION>__<KEY>`` sets a configuration key, at any depth; names without a double
+    underscore are ignored (Kubernetes sets ``FEDSTREAM_<SERVICE>_PORT`` and the like). Values from
+    environment and sets are parsed as TOML, or else taken as strings. A layer that changes the
+    ``kind`` or ``name`` of a table with alternatives drops the keys that earlier layers set in it:
+    they belonged to the other kind.
 
-    Raises ConfigError, with one line for every key that is wrong.
+    Raises ConfigError, with one line for every invalid key.
     """
     tree: _Tree = {}
     try:
         for layer in (_from_file(path), _from_environment(environ), _from_sets(sets, options)):
             tree = _merge(tree, layer, [schema])
         return _validate(schema, tree)
-    except RecursionError:  # of the TOML reader, or of ours: what we know is a few levels deep
+    except RecursionError:  # in the TOML parser or our code; valid keys are a few levels deep
         raise ConfigError("configuration: a key or a value is nested too deeply") from None
 
 
 def dump(settings: BaseModel) -> str:
-    """TOML text of settings; ``load`` of it gives equal ones, but for secrets, which are left out.
+    """Settings as TOML text; loading it gives equal settings, except for secrets.
 
-    None is left out too: TOML has none.
+    Secrets are left out, and so is None, which TOML lacks.
     """
     return tomli_w.dumps(settings.model_dump(mode="json", exclude_none=True))
 
 
-# Layers: each a tree of its own whose leaves know their source.
+# Layers: each is a tree whose leaves know their source.
 
 
 def _from_file(path: Path | None) -> _Tree:
@@ -154,7 +154,7 @@ def _from_sets(sets: Iterable[str], options: Iterable[Option]) -> _Tree:
 
 
 def _parse(text: str, source: str) -> _Tree | _Leaf:
-    """One TOML value; text that is none is a string."""
+    """Parse one TOML value; anything else is a string."""
     _check_text(text, source)
     try:
         table = tomllib.loads(f"value = {text}")
@@ -202,8 +202,8 @@ def _differs(old: _Tree | _Leaf | None, new: _Tree | _Leaf | None) -> bool:
     return isinstance(old, _Leaf) and isinstance(new, _Leaf) and old.value != new.value
 
 
-# Validation. JSON, because pydantic's strict mode takes a list for a tuple and a string for a
-# path from JSON, and from Python values it does not.
+# Validation, by way of JSON: from JSON, pydantic's strict mode accepts a list for a tuple and a
+# string for a path; from Python values it does not.
 
 
 def _validate(schema: type[M], tree: _Tree) -> M:
@@ -229,14 +229,14 @@ def _plain(node: _Tree | _Leaf) -> object:
 
 
 class _Wrong:
-    """One of pydantic's complaints, in terms of the keys that the user wrote."""
+    """A pydantic error, in terms of the keys that the user wrote."""
 
     def __init__(self, schema: type[BaseModel], tree: _Tree, details: ErrorDetails) -> None:
         self.details = details
         self.tree = tree
         self.key: list[str | int] = []
-        self.types: list[object] = [schema]  # what the key may be
-        self.holder: list[object] = []  # what the table around it may be
+        self.types: list[object] = [schema]  # the key's possible types
+        self.holder: list[object] = []  # those of the table around it
         for part in details["loc"]:
             if isinstance(part, str) and len(self.types) > 1:  # not a key: names an alternative
                 self.types = [one for one in self.types if part in _labels(one)] or self.types
@@ -248,18 +248,24 @@ class _Wrong:
         self.node = _find(tree, self.key)
 
     def becomes_text(self) -> bool:
-        """Take the text of a value where a string is wanted: a password may be digits only."""
+        """Replace a value by its text where a string is expected; return whether it was.
+
+        A password may consist of digits only.
+        """
         leaf, details = self.node, self.details
         if not isinstance(leaf, _Leaf) or leaf.text is None or details["type"] != "string_type":
             return False
-        if leaf.value != details["input"]:  # an item of a list: the text is the list's
+        if leaf.value != details["input"]:  # a list item: the text is the whole list's
             return False
         leaf.value = leaf.text
         return True
 
     def becomes_default(self) -> bool:
-        """Take the kind of a table that names none from the key's default, unless one of its keys
-        is another kind's: ``strategy.alpha=0.3`` is about the strategy that there is without it."""
+        """Fill in a table's missing kind from the key's default; return whether it was.
+
+        Not if the table has a key that only another kind has: ``strategy.alpha=0.3`` alone
+        configures the default strategy.
+        """
         if self.details["type"] != "union_tag_not_found":
             return False
         *_, key, tag = self.key
@@ -277,7 +283,7 @@ class _Wrong:
         return False
 
     def given(self) -> str:
-        """The key, its value unless that is a table, and its sources."""
+        """The key, its value unless it is a table or may be secret, and its sources."""
         text = _dotted(self.key) or "configuration"
         absent = self.details["type"] in ("missing", "union_tag_not_found")
         if isinstance(self.node, _Leaf) and not absent and not self._may_be_secret():
@@ -287,7 +293,7 @@ class _Wrong:
         return f"{text} (from {', '.join(sources)})" if sources else text
 
     def _may_be_secret(self) -> bool:
-        """Whether it is a secret's value, or one misspelt beside a secret: not to be shown."""
+        """Whether the value may be a secret: by its type, or as an unknown key beside a secret."""
         unknown = self.details["type"] == "extra_forbidden"
         fields = [one.model_fields for one in self.holder if _is_model(one)] if unknown else []
         beside = [_alternatives(f.annotation) for table in fields for f in table.values()]
@@ -342,11 +348,11 @@ def _sources(node: _Tree | _Leaf) -> Iterator[str]:
             yield from _sources(inner)
 
 
-# The schema: which types a key may have. A list of more than one means that there are alternatives.
+# The schema: the types that a key may have. More than one means that there are alternatives.
 
 
 def _alternatives(annotation: object) -> list[object]:
-    """The members of a union (one for any other type), without None."""
+    """The members of a union (any other type: itself), without None."""
     if get_origin(annotation) is Annotated:
         return _alternatives(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
@@ -369,7 +375,7 @@ def _inside(types: Iterable[object], key: str | int) -> list[object]:
 
 
 def _labels(one: object) -> list[str]:
-    """What pydantic may call an alternative in ``loc``: its name, or a value of its tag."""
+    """Names that pydantic may give an alternative in ``loc``: its type's, or a value of its tag."""
     labels = [getattr(one, "__name__", str(one))]
     if _is_model(one):
         tags = [one.model_fields[tag].annotation for tag in _TAGS if tag in one.model_fields]

@@ -1,4 +1,4 @@
-"""How many lines of one kind are logged: what the outside can cause must not fill a disk."""
+"""Rate limits for log lines by kind, so that nothing from outside can fill the disk."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-_KINDS = 256  # that are remembered; the one not seen for longest is forgotten
+_KINDS = 256  # remembered; the least recently seen is evicted
 
 
 @dataclass
@@ -21,7 +21,7 @@ class _Kind:
 
 
 class Flood:
-    """Lets ``burst`` lines of a kind through at once, and ``per_s`` a second after that.
+    """A token bucket per kind of line: ``burst`` lines at once, then ``per_s`` a second.
 
     ``clock`` is monotonic, in seconds.
     """
@@ -38,7 +38,7 @@ class Flood:
         self._kinds: OrderedDict[object, _Kind] = OrderedDict()
 
     def passes(self, kind: object) -> int | None:
-        """None if this line is left out, else how many of its kind were since the last one."""
+        """None to drop this line, else how many of its kind were dropped since the last one."""
         now = self._clock()
         known = self._kinds.setdefault(kind, _Kind(self._burst, now))
         self._kinds.move_to_end(kind)

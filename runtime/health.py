@@ -1,7 +1,7 @@
 """Health: loops that must beat (liveness), checks that must hold (readiness), and their routes.
 
-Liveness says that the process does what it is for, readiness that it can take work now. Neither
-looks at anything outside the process: a Redis that is down must not get the services restarted.
+Liveness says that the process is doing its job, readiness that it can take work now. Neither probes
+anything outside the process: an outage of Redis must not get the services restarted.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from prometheus_client import generate_latest as render
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-# A second series for every counter, which nobody asks for.
-disable_created_metrics()  # type: ignore[no-untyped-call]  # its package has no type for it
+# Without this, every counter has a second series, `_created`, that we don't use.
+disable_created_metrics()  # type: ignore[no-untyped-call]  # untyped in its package
 
 
 @dataclass
@@ -33,7 +33,7 @@ class _Loop:
 
 
 class Health:
-    """What a process promises, and whether it keeps it. ``clock`` is monotonic, in seconds."""
+    """The heartbeats and checks of a process. ``clock`` is monotonic, in seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -41,30 +41,30 @@ class Health:
         self._checks: dict[str, Callable[[], bool]] = {}
 
     def expect(self, name: str, within_s: float) -> None:
-        """From now on ``name`` must beat at least every ``within_s`` seconds."""
+        """Require a beat of ``name`` at least every ``within_s`` seconds from now on."""
         self._loops[name] = _Loop(within_s, self._clock())
 
     def beat(self, name: str) -> None:
-        """``name`` is alive. KeyError if it is not expected."""
+        """Record that ``name`` is alive. Raises KeyError if it is not expected."""
         self._loops[name].last = self._clock()
 
     def release(self, name: str) -> None:
-        """``name`` has ended as it should: it need not beat any more, nor be ready."""
+        """Forget ``name``, which ended as intended: it need neither beat nor be ready any more."""
         del self._loops[name]
         self._checks.pop(name, None)
 
     def overdue(self) -> list[str]:
-        """The loops that should have beaten by now, and by how much; empty: alive."""
+        """List the overdue loops, and by how much they are late; empty: alive."""
         now = self._clock()
         late = {name: now - loop.last - loop.within_s for name, loop in self._loops.items()}
         return [f"{name}: {by:.1f} s overdue" for name, by in late.items() if by > 0]
 
     def ready_when(self, name: str, check: Callable[[], bool]) -> None:
-        """Work can be taken only while ``check()`` is true; it must not wait for anything."""
+        """Be ready only while ``check()`` is true; it must not block."""
         self._checks[name] = check
 
     def not_ready(self) -> list[str]:
-        """The names of the checks that do not hold; empty: ready."""
+        """List the names of the checks that fail; empty: ready."""
         return [name for name, check in self._checks.items() if not check()]
 
 

@@ -1,12 +1,12 @@
-"""Serving HTTP: bounded in connections, in time and in memory, whoever is at the other end.
+"""Serving HTTP, bounded in connections, time and memory whatever the clients do.
 
-A service has two ports. What it answers to the outside (only the coordinator has such routes) is on
-``http.port``. Probes and metrics are on ``http.health_port``, with connections of their own, so
-that nobody who fills the first one can have a service restarted.
+A service has two ports. Its own routes (only the coordinator has any) are on ``http.port``. Probes
+and metrics are on ``http.health_port``, with a separate connection limit, so that filling the first
+port can't get a service restarted.
 
-aiohttp ends a connection on which no whole request arrived in time, bounds lines and headers, and
-reads on slowly where nobody takes what was parsed. It knows no limit of connections and waits for a
-reader for ever: that is here.
+aiohttp closes connections on which no complete request arrives in time, limits the size of lines
+and headers, and applies back-pressure to clients that send too fast. It neither limits the number
+of connections nor drops slow readers: this module does.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _CLOSE_S = 2.0  # for requests still being answered when the service has ended
-_LINGER_S = 2.0  # for a body that nobody asked for
+_LINGER_S = 2.0  # for the unread rest of a request's body
 _HEADERS = 64  # of a request, each of at most 8 KiB
 _HEALTH_CONNECTIONS = 64
 _FULL = b'{"error": "too many connections: try again later"}'
@@ -40,29 +40,29 @@ _REFUSAL = (
 
 
 class HttpSettings(Section):
-    """Where a service listens, and how much of it the outside may take."""
+    """Where a service listens, and its limits on clients."""
 
     host: str = "127.0.0.1"
-    port: int = Field(default=0, ge=0, le=65535)  # of its own routes; 0: any that is free
+    port: int = Field(default=0, ge=0, le=65535)  # of its own routes; 0: any free port
     health_port: int = Field(default=0, ge=0, le=65535)  # of probes and metrics; likewise
     token: Annotated[Annotated[SecretStr, Field(min_length=16)] | None, Field(exclude=True)] = None
-    connections: Annotated[int, Field(ge=1)] = 256  # at a time, on ``port``
-    idle_s: Annotated[float, Field(gt=0)] = 15.0  # without a whole request: then it is closed
-    write_s: Annotated[float, Field(gt=0)] = 15.0  # a reader that takes nothing is cut
+    connections: Annotated[int, Field(ge=1)] = 256  # concurrent, on ``port``
+    idle_s: Annotated[float, Field(gt=0)] = 15.0  # to close a connection without a complete request
+    write_s: Annotated[float, Field(gt=0)] = 15.0  # to cut off a reader that takes nothing
 
 
 def problem(status: int, text: str, *, retry_after_s: int | None = None) -> web.Response:
-    """An error as every route says it. ``retry_after_s``: when it may have passed."""
+    """An error response in the form that all routes use. ``retry_after_s``: when to try again."""
     headers = None if retry_after_s is None else {"Retry-After": str(retry_after_s)}
     return web.json_response({"error": text}, status=status, headers=headers)
 
 
 class _Refused(asyncio.Protocol):
-    """A connection too many: told so, and not listened to."""
+    """A connection over the limit: it gets a 503, and its input is ignored."""
 
 
 class _Connection(web.RequestHandler):
-    """A connection that is cut when its reader takes nothing for ``write_s`` seconds."""
+    """A connection that is aborted when its reader takes nothing for ``write_s`` seconds."""
 
     __slots__ = ("_cut", "_http", "_log", "_most", "_wire")
 
@@ -95,8 +95,8 @@ class _Connection(web.RequestHandler):
             wire.write(_REFUSAL)
             wire.close()
             return
-        # Whatever the kernel has not taken yet counts as not read: also the last bytes of an
-        # answer, for which a connection that is closed would wait without end.
+        # All bytes that the kernel has not yet taken count as unread, including the end of a
+        # response: closing a connection would wait for them for ever.
         wire.set_write_buffer_limits(high=0)
         self._wire = wire
         super().connection_made(transport)
@@ -127,10 +127,10 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What can't be read as a request, or a handler that failed; ends the connection."""
+        """Answer an unreadable request or a handler's failure, and close the connection."""
         begun = request.writer.output_size > 0
         if begun and isinstance(exc, ConnectionError):
-            raise exc  # whoever read it went away, or was cut
+            raise exc  # the reader went away, or was cut off
         if status < 500:
             said = " ".join((message or str(exc)).split())
             text = f"not a request that can be read: {said}"[:200]
@@ -147,7 +147,7 @@ class _Connection(web.RequestHandler):
 
 @web.middleware
 async def _as_json(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """What aiohttp says in text, such as that there is no such route, as ``{"error": ...}``."""
+    """Turn aiohttp's plain-text errors, such as an unknown route, into ``{"error": ...}``."""
     try:
         return await handler(request)
     except web.HTTPException as error:
@@ -173,10 +173,11 @@ def _paths(app: web.Application) -> set[str]:
 def application(
     routes: Sequence[web.AbstractRouteDef], is_stopping: Callable[[], bool]
 ) -> web.Application:
-    """Routes whose errors are JSON.
+    """Build an application whose errors are JSON.
 
-    While ``is_stopping`` every answer ends its connection: else it would be cut at the end, perhaps
-    under a request that is on its way. Whoever connects anew is served by another replica.
+    While ``is_stopping()``, every response says ``Connection: close``: otherwise kept connections
+    would be cut at the end, perhaps with a request in flight. A client that reconnects reaches
+    another replica.
     """
 
     async def end_connection(_request: web.Request, response: web.StreamResponse) -> None:
@@ -194,9 +195,9 @@ def application(
 async def listening(
     app: web.Application, http: HttpSettings, port: int, most: int, log: FilteringBoundLogger
 ) -> AsyncIterator[int]:
-    """Serves the application inside the block: the port. Raises FedstreamError.
+    """Serve the application inside the block, which gets the port. Raises FedstreamError.
 
-    ``most``: connections at a time; one more is answered 503 and closed.
+    ``most``: concurrent connections; any more get a 503 and are closed.
     """
     loop = asyncio.get_running_loop()
     runner = web.AppRunner(app, shutdown_timeout=_CLOSE_S)
@@ -210,7 +211,7 @@ async def listening(
         stack.push_async_callback(runner.cleanup)
         try:
             server = await loop.create_server(connected, http.host, port)
-        except (OSError, UnicodeError) as error:  # UnicodeError: it can be no host's name
+        except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
             reason = getattr(error, "strerror", None) or error
             raise FedstreamError(
                 f"cannot listen on host {http.host!r}, port {port}: {reason}"
@@ -227,9 +228,9 @@ async def serving(
     is_stopping: Callable[[], bool],
     log: FilteringBoundLogger,
 ) -> AsyncIterator[None]:
-    """Serves a service's routes and its health inside the block. Raises FedstreamError."""
+    """Serve a service's routes and its health inside the block. Raises FedstreamError."""
     async with AsyncExitStack() as stack:
-        # First and last: probes see the start and the drain.
+        # Opened first and closed last: probes see the start and the drain.
         app = application(health, is_stopping)
         at = listening(app, http, http.health_port, _HEALTH_CONNECTIONS, log)
         ports = {"health_port": await stack.enter_async_context(at)}

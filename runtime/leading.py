@@ -1,4 +1,4 @@
-"""Roles that one process holds at a time: waiting for the lease, and working while it lasts."""
+"""Leadership of a role: wait for its lease, and work while holding it."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from fedstream.broker.lease import Lease
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.service import Context, repeat
 
-_PAUSE_S = 10.0  # at most between two looks at a lease: a loop must beat within 30 s
+_PAUSE_S = 10.0  # at most, between checks of a lease: a loop must beat within 30 s
 
 
 async def lead(
     context: Context, lease: Lease, work: Callable[[], Coroutine[Any, Any, None]]
 ) -> None:
-    """Waits for the role, then works and renews the lease until stop.
+    """Wait for the role, then work and renew the lease until stop.
 
-    At the end it releases the lease: the next one need not wait for it to run out. A process that
-    waits is ready: it could take over. Raises Fenced if the role is taken away.
+    Releases the lease at the end, so that a successor need not wait for it to expire. A waiting
+    process is ready: it could take over. Raises Fenced if the role is taken away.
     """
     pause_s = min(lease.seconds / 4, _PAUSE_S)
     leading = Gauge(
@@ -35,14 +35,14 @@ async def lead(
         return lease.number > 0
 
     async def hold() -> None:
-        # Not held: Redis lost it. Nobody else can have had it since, unless they were quicker.
+        # If it is not held, Redis lost it: take it back, unless another process was quicker.
         if not await lease.hold() and not await lease.acquire(at_least=lease.number):
             raise Fenced(f"another {lease.role} took over while Redis was away")
         await pause(context.stop, pause_s)
 
     await repeat(context, "standby", take)
     if not lease.number:
-        return  # stopped while it waited
+        return  # stopped while waiting
     context.log.info("leading", epoch=lease.number)
     leading.set(1)
     try:

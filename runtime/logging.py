@@ -1,10 +1,10 @@
-"""Logging: structlog for our own lines; the standard library's come out in the same form.
+"""Logging: structlog for our own lines; the standard library's get the same form.
 
 One event is one line on stderr: JSON for machines, aligned text on a terminal. Values bound with
-``structlog.contextvars`` (task, device, version) ride on every line of the asyncio task.
+``structlog.contextvars`` (task, device, version) appear on every line of the asyncio task.
 
-Of warnings and errors of one kind only some are written (:mod:`runtime.flood`): whoever can cause
-them must not fill the disk. The next one that is says how many were left out.
+Warnings and errors are rate-limited by kind (:mod:`runtime.flood`), so that whatever causes them
+can't fill the disk. The next of our own lines that passes says how many were left out.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _LOUD = ("warning", "error", "critical", "exception")
 
 
 class LogSettings(Section):
-    """What is logged, and in which form."""
+    """What is logged, and in what form."""
 
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "json", "console"] = "auto"  # auto: console on a terminal, else JSON
-    tasks: bool = False  # a line for each step of each task; with level debug always
+    tasks: bool = False  # log each step of each task; always on at level debug
 
     @model_validator(mode="after")
     def _lines_that_are_written(self) -> Self:
@@ -46,14 +46,14 @@ class LogSettings(Section):
 
     @property
     def traces(self) -> bool:
-        """Whether tasks leave lines."""
+        """Whether each step of each task is logged."""
         return self.tasks or self.level == "debug"
 
 
 class _Lines:
-    """A stream of lines of which one that can't be written is lost, and no more than that.
+    """A stream that drops lines it can't write, instead of raising.
 
-    A full disk makes the services wait, and they say so: that must not be what ends them.
+    Services wait while the disk is full, and log that: the log lines must not end them.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -69,7 +69,7 @@ class _Lines:
 
 
 def _sparing(flood: Flood) -> Processor:
-    """Leaves out what is too much. Raises structlog.DropEvent."""
+    """A processor that drops lines over the limit. Raises structlog.DropEvent."""
 
     def spare(_logger: WrappedLogger, method: str, event: EventDict) -> EventDict:
         if method not in _LOUD:
@@ -83,7 +83,7 @@ def _sparing(flood: Flood) -> Processor:
 
 
 class _Spare(logging.Filter):
-    """The same for the standard library's lines, whose kind is their logger: texts may vary."""
+    """The same limit for the standard library's lines, by logger, since their texts may vary."""
 
     def __init__(self, flood: Flood) -> None:
         super().__init__()
@@ -96,7 +96,7 @@ class _Spare(logging.Filter):
 
 
 def _escape(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict:
-    """What others wrote is not obeyed by the terminal; JSON has escapes of its own."""
+    """Escape untrusted text for the terminal; JSON does its own escaping."""
     return {
         key: visible(value, lines=key == "exception") if isinstance(value, str) else value
         for key, value in event.items()
@@ -104,12 +104,12 @@ def _escape(_logger: WrappedLogger, _method: str, event: EventDict) -> EventDict
 
 
 def stamp(seconds: float) -> str:
-    """A time since 1970 as the lines have it."""
+    """A time, in seconds since 1970, in the format of the log lines."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
 
 
 def configure(settings: LogSettings, **bound: object) -> None:
-    """Set logging up for this process; ``bound`` (run, service) rides on every line."""
+    """Set up logging for this process; ``bound`` (run, service) appears on every line."""
     terminal = sys.stderr.isatty()
     flood = Flood()
     level = logging.getLevelNamesMapping()[settings.level.upper()]
@@ -122,7 +122,7 @@ def configure(settings: LogSettings, **bound: object) -> None:
         structlog.contextvars.merge_contextvars,
         bind,
         structlog.processors.add_log_level,
-        # Maybe: what became of a task is told after a wait, but bears the time when it happened.
+        # Maybe: a task's outcome is logged after a wait, but stamped with when it happened.
         structlog.processors.MaybeTimeStamper(fmt="iso", utc=True),
     ]
     ending: list[Processor]

@@ -1,7 +1,7 @@
-"""How often each device takes part, and how long it trains: groups of devices that differ.
+"""How often each device takes part and how long it trains, by groups of devices.
 
 Anarchic Federated Learning, section 3: each worker may use 'a time-varying number of local update
-steps', and decides when it takes part. Schedulers, anarchic trainers and simulations draw by this.
+steps', and decides when it takes part. Schedulers, anarchic trainers and simulations draw from it.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from fedstream.runtime.steps import Length, Steps
 
 
 class ParticipationGroup(Section):
-    """Some devices' part in a run."""
+    """How often some devices take part, and how long they train."""
 
     devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
     rate: Annotated[float, Field(gt=0)] = 1.0
-    """relative to that of devices in no group, which is 1"""
+    """relative to devices in no group, whose rate is 1"""
     steps: Steps | None = None
     """None: the usual ones"""
 
 
 class Participation:
-    """Every device's part."""
+    """How often every device takes part, and how long it trains."""
 
     def __init__(self, usual: Steps, groups: Sequence[ParticipationGroup] = ()) -> None:
         """Raises ValueError if a device is in two groups."""
@@ -44,15 +44,15 @@ class Participation:
                 self._steps[device] = group.steps or usual
 
     def rates(self, devices: Sequence[int]) -> list[float]:
-        """Of these devices, relative to the usual one."""
+        """The rates of these devices, relative to the usual rate."""
         return list(map(self._rates.get, devices, repeat(1.0)))
 
     def mean(self, devices: Sequence[int]) -> float:
-        """The mean of some devices' rates."""
+        """The mean of these devices' rates."""
         return fmean(self.rates(devices)) if self._rates else 1.0
 
     def pick(self, rng: random.Random, devices: Sequence[int]) -> int:
-        """The place in ``devices`` of one of them, drawn with probability proportional to rate."""
+        """An index into ``devices``, drawn with probability proportional to the device's rate."""
         if not self._rates:
             return rng.randrange(len(devices))
         return rng.choices(range(len(devices)), self.rates(devices))[0]

@@ -35,13 +35,13 @@ _CANCELLED_S = 2.0  # for a cancelled service to end
 
 @dataclass
 class Context:
-    """What the runtime gives a service; one per process."""
+    """What the runtime provides to a service; one per process."""
 
     stop: asyncio.Event  # set: take no new work
     health: Health
     registry: CollectorRegistry
     log: FilteringBoundLogger
-    traces: bool = False  # whether each step of each task leaves a line
+    traces: bool = False  # whether to log each step of each task
     retries: Counter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -53,13 +53,13 @@ class Context:
         )
 
     def watch(self, client: Client) -> None:
-        """Counts among the metrics how often the client had to find its Redis again."""
+        """Export the client's number of reconnections as a metric."""
         self.registry.register(_Reconnects(client))
 
     def trace(self, what: str, *, at: float | None = None, **about: object) -> None:
-        """A step of one task (``task`` is its id), if such lines are wanted.
+        """Log a step of one task (``task`` is its id), if ``traces`` is on.
 
-        ``at``: when it happened, in seconds since 1970, where that is not now.
+        ``at``: when it happened, in seconds since 1970; None: now.
         """
         if self.traces:
             when = {} if at is None else {"timestamp": stamp(at)}
@@ -67,7 +67,7 @@ class Context:
 
 
 class _Reconnects:
-    """What a client counts, as it is when it is asked for."""
+    """A collector that reads the client's counter at each scrape."""
 
     def __init__(self, client: Client) -> None:
         self._client = client
@@ -88,12 +88,12 @@ class Service(Protocol):
         """The service's name in logs, such as ``updater``."""
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        """HTTP routes of its own, besides health and metrics, on a port of their own."""
+        """Its own HTTP routes, served on a separate port from health and metrics."""
 
     async def run(self, context: Context) -> None:
         """Work until ``context.stop`` is set, then drain and return.
 
-        Readiness checks are registered before the first await: HTTP is already served.
+        Register readiness checks before the first await: HTTP is already being served.
         """
 
 
@@ -104,15 +104,15 @@ async def repeat(
     *,
     within_s: float = 30.0,
 ) -> None:
-    """Call ``step`` until stop, or until it returns true, through trouble that passes.
+    """Call ``step`` until stop, or until it returns true, and retry transient failures.
 
-    A retriable FedstreamError is waited out with jittered back-off; every other exception
-    propagates. The loop beats before every step; liveness expects that within ``within_s``
-    seconds, and a step that may take longer beats by itself. Ready: the last step succeeded.
+    A retriable FedstreamError is retried with jittered back-off; every other exception propagates.
+    The loop beats before every step; liveness expects a beat every ``within_s`` seconds, so a step
+    that may take longer must beat by itself. The loop is ready while its last step succeeded.
     """
     log = context.log.bind(loop=name)
     retries = context.retries.labels(name)
-    # A wait is at most half the promise, so that the loop also beats in time while it waits.
+    # Wait at most half of within_s, so that the loop also beats in time while it backs off.
     backoff = Backoff(most_s=min(5.0, within_s / 2), rng=random.Random())
     trouble_since: float | None = None
     works = False
@@ -148,17 +148,17 @@ async def repeat(
 def serve(
     service: Service, *, http: HttpSettings, log: LogSettings, run: str, name: str, drain_s: float
 ) -> int:
-    """Run a service as this process; the exit code.
+    """Run a service as this process and return the exit code.
 
     Stop order, on SIGTERM, SIGINT or when the service returns:
 
-    1. ``stop`` is set: not ready any more, the loops take no new work.
-    2. The service drains and returns. One that has not after ``drain_s`` seconds is cancelled,
-       and the process then leaves by ``os._exit``: a hanging thread would hold it for ever.
-    3. HTTP closes: last, so that probes and metrics see the drain.
+    1. ``stop`` is set: the process is no longer ready, and its loops take no new work.
+    2. The service drains and returns. If it has not after ``drain_s`` seconds, it is cancelled and
+       the process ends by ``os._exit``: a hanging thread would block a normal exit for ever.
+    3. HTTP closes last, so that probes and metrics see the drain.
 
     Kubernetes' grace period must exceed ``drain_s`` by 5 s. A second signal ends the process at
-    once, with 128 + its number.
+    once, with exit code 128 + its number.
 
     Exit codes: 0 stopped cleanly; 1 a FedstreamError, or a drain that took too long; 2 a
     ConfigError; 70 any other exception.
@@ -175,7 +175,7 @@ def serve(
 
 
 def _report(error: BaseException, log: FilteringBoundLogger) -> int:
-    """Log what ended the service; the exit code that says so."""
+    """Log the error that ended the service and return its exit code."""
     causes = list(_causes(error))
     if not all(isinstance(cause, FedstreamError) for cause in causes):
         log.error("crashed", exc_info=error)
@@ -186,7 +186,7 @@ def _report(error: BaseException, log: FilteringBoundLogger) -> int:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """The exceptions themselves, out of the groups in which task groups raise them."""
+    """The exceptions inside the groups that task groups raise."""
     if isinstance(error, BaseExceptionGroup):
         for inner in error.exceptions:
             yield from _causes(inner)
@@ -212,25 +212,25 @@ async def _live(
         stop.set()
 
     with Stop() as signals:
-        # Not in the handler itself: it may interrupt a line that is being logged.
+        # Not in the handler itself: it may interrupt a log call.
         signals.listen(lambda name: loop.call_soon_threadsafe(begin_stop, name))
         own, health = service.routes(), routes(context.health, context.registry)
         async with serving(own, health, http, stop.is_set, log):
             clean = await _drained(service, context, drain_s)
     if not clean:
-        # Not through a normal exit: it waits for threads, and one that hangs may be the reason.
+        # A normal exit would wait for threads, and a hanging thread may be the reason.
         os._exit(1)
 
 
 async def _drained(service: Service, context: Context, drain_s: float) -> bool:
-    """Run the service to its end; whether it returned at most ``drain_s`` seconds after stop."""
+    """Run the service to its end; return whether it ended within ``drain_s`` seconds of stop."""
     work = asyncio.create_task(service.run(context), name=service.role)
     stopping = asyncio.create_task(context.stop.wait(), name="stop")
     await asyncio.wait((work, stopping), return_when=asyncio.FIRST_COMPLETED)
     context.stop.set()
     await asyncio.wait((work, stopping), timeout=drain_s)
     if work.done():
-        await work  # raises what it raised
+        await work  # raises its exception
         return True
     context.log.error("cancelled: the drain took too long", drain_s=drain_s)
     work.cancel()

@@ -1,9 +1,9 @@
-"""SIGINT and SIGTERM, from a command's first moment to its last. Imports nothing that takes time.
+"""SIGINT and SIGTERM, from a command's start to its end. Imports nothing slow.
 
-First, while modules are loaded and nothing is begun, either one ends the process at once
-(:func:`leave_at_once`). Then a command that only looks is interrupted where it is
-(:func:`interrupt`); one that has something to finish or to undo is told (:class:`Stop`), and so is
-a service. Whatever the phase, a second signal ends the process at once, with 128 + its number.
+At first, while modules are imported and no work has begun, either signal ends the process at once
+(:func:`leave_at_once`). After that, a read-only command is interrupted where it is
+(:func:`interrupt`); a service, or a command with work to finish or undo, is notified
+(:class:`Stop`). A second signal always ends the process at once, with exit code 128 + its number.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     Handler = Callable[[int, FrameType | None], None]
 
-INTERRUPTED = 130  # exit code of a command that the first one ended, whichever of the two it was
+INTERRUPTED = 130  # exit code of a command ended by its first signal, whichever it was
 BOTH = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -33,10 +33,10 @@ def _end(number: int, _frame: FrameType | None) -> None:
 
 
 def leave_at_once(code: int) -> None:
-    """From now on either ends this process with ``code``, by a line on stderr and nothing else."""
+    """From now on, either signal ends this process with ``code`` after a line on stderr."""
 
     def leave(number: int, _frame: FrameType | None) -> None:
-        with suppress(OSError):  # nobody may listen
+        with suppress(OSError):  # stderr may be closed
             os.write(2, f"fedstream: {signal.Signals(number).name} before it began\n".encode())
         os._exit(code)
 
@@ -44,9 +44,9 @@ def leave_at_once(code: int) -> None:
 
 
 def interrupt() -> None:
-    """From now on the first one raises KeyboardInterrupt, and a second one ends the process.
+    """From now on, the first signal raises KeyboardInterrupt, and a second ends the process.
 
-    The second: what is being loaded may swallow an exception that it does not expect.
+    The second is needed because a module being imported may swallow the exception.
     """
 
     def first(_number: int, _frame: FrameType | None) -> None:
@@ -57,19 +57,19 @@ def interrupt() -> None:
 
 
 class Stop:
-    """Inside the block the first signal is kept until somebody listens, who is then told its name.
+    """Keep the first signal inside the block until there is a listener, and pass on its name.
 
-    A second one calls ``at_once``, in the middle of whatever goes on, and ends the process. These
-    are plain handlers, not the event loop's: it must also end a process whose loop is stuck.
+    A second signal calls ``at_once``, interrupting whatever is running, and ends the process. These
+    are plain handlers rather than the event loop's, so that they work even if the loop is stuck.
     """
 
     def __init__(self) -> None:
-        self.name: str | None = None  # of the first that came
+        self.name: str | None = None  # of the first signal
         self.at_once: Callable[[], object] = lambda: None
         self._told: Callable[[str], object] | None = None
 
     def listen(self, told: Callable[[str], object] | None) -> None:
-        """``told`` is called now if one came already; None: nobody listens any more."""
+        """Set the listener, called now if a signal has already arrived; None removes it."""
         self._told = told
         if told is not None and self.name is not None:
             told(self.name)

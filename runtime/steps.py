@@ -1,5 +1,7 @@
-"""How long a task trains: H, the number of local steps. Schedulers draw it, and so do anarchic
-devices, and simulations."""
+"""How long a task trains: H, the number of local steps.
+
+Schedulers, anarchic devices and simulations draw it.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,19 @@ from pydantic import Field
 
 from fedstream.runtime.config import Section
 
-Count = Annotated[int, Field(ge=1, le=1_000_000_000)]  # more are never done
+Count = Annotated[int, Field(ge=1, le=1_000_000_000)]  # more than any task does
 
 
 @dataclass(frozen=True, slots=True)
 class Length:
-    """Of a task: one of these is given."""
+    """The length of a task; exactly one of these is set."""
 
     steps: int | None = None
     """H"""
     epochs: int | None = None
     """passes over the device's data"""
     seconds: float | None = None
-    """a time budget: as many steps as come, at least one"""
+    """a time budget: as many steps as fit, at least one"""
 
 
 class FixedSteps(Section):
@@ -44,7 +46,7 @@ class UniformSteps(Section):
     c: Count = 5
 
     def draw(self, rng: random.Random) -> Length:
-        """Another for each task."""
+        """A new draw for each task."""
         return Length(steps=rng.randint(1, 2 * self.c))
 
 
@@ -60,7 +62,7 @@ class Epochs(Section):
 
 
 class Seconds(Section):
-    """As many steps as the device does in this time, at least one."""
+    """As many steps as the device manages in this time, at least one."""
 
     kind: Literal["seconds"] = "seconds"
     s: Annotated[float, Field(gt=0)] = 1.0

@@ -1,4 +1,4 @@
-"""The lease of a training task: what coordinator and trainers must agree on."""
+"""The lease of a training task, on which coordinator and trainers must agree."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from fedstream.runtime.config import Section
 
 
 class LeaseSettings(Section):
-    """A lease is renewed at a quarter of its time; when it runs out, another trainer may have it.
+    """A task's lease, renewed after a quarter of its time; once it expires, others may take over.
 
-    Trainers renew from the event loop while they train in a thread, so the lease need not cover a
-    task's duration, only a pause of the process.
+    Trainers renew from the event loop while they train in a thread, so the lease need only outlast
+    a pause of the process, not the task.
     """
 
     seconds: Annotated[float, Field(gt=0)] = 15.0

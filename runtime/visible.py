@@ -1,20 +1,19 @@
-"""What others wrote, made fit for a terminal.
+"""Make untrusted text safe to show on a terminal.
 
-A name, a reason or a log's line may hold what a terminal obeys (escape sequences), what turns the
-text around (bidirectional overrides), and what ends a line early. It is shown as Python would write
-it down: an escape becomes ``\\x1b``.
+A name, a reason or a log line may contain escape sequences, bidirectional overrides or line breaks.
+They are shown as Python's escapes: an escape character becomes ``\\x1b``.
 """
 
 from __future__ import annotations
 
-_MOST = 16_384  # characters: nothing of ours is as long
+_MOST = 16_384  # characters; our own texts are all shorter
 
 
 def visible(value: object, *, lines: bool = False) -> str:
-    """The text of a value, with whatever can't be printed written out; ``lines`` keeps its lines.
+    """The text of a value with unprintable characters escaped; ``lines`` keeps newlines and tabs.
 
-    What can be printed is what :meth:`str.isprintable` says: no control, format or private
-    character, no surrogate, no space but the usual one.
+    Printable is what :meth:`str.isprintable` says: no control, format or private-use characters,
+    no surrogates, no spaces but U+0020. Very long texts are cut.
     """
     text = str(value)
     if text.isprintable() and len(text) <= _MOST:
