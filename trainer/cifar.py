@@ -1,8 +1,8 @@
 """CIFAR-10 with the convolutional networks of FedAsync and of Anarchic Federated Learning (AFL).
 
-Images stay as they are in memory, bytes of shape (3, 32, 32). The first layer of both models makes
-its input of them: random crops and flips in training, the centre in evaluation. So both take a
-whole batch at once, and follow from the seed of the work like everything else that is random.
+Images stay in memory as bytes of shape (3, 32, 32). Both models start with a layer that turns them
+into its input: random crops and flips in training, the centre in evaluation. That way a whole batch
+is augmented at once, with random numbers derived from the work's seed like all others.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _SIDE = 32
 def cifar10_fedasync(settings: TaskSettings) -> InMemory:
     """CIFAR-10 in crops of 24x24, as in FedAsync's experiments: 100 devices of 500 images.
 
-    The paper doesn't say how images were dealt out; they are alike unless the settings say
-    otherwise. Raises DataError if the data is missing or damaged.
+    The paper doesn't say how images were split; the default is ``iid``. Raises DataError if the
+    data is missing or damaged.
     """
     return _cifar10("cifar10-fedasync", fedasync_network, settings, devices=100, partition=Iid())
 
@@ -70,10 +70,10 @@ def fedasync_network() -> nn.Module:
 
 
 def afl_network() -> nn.Module:
-    """AFL's network (appendix E.1), whose 1,024 inputs to the first dense layer mean crops of
-    28x28 and no padding: 645,450 parameters.
+    """AFL's network (appendix E.1): 645,450 parameters.
 
-    Bytes of shape (batch, 3, 32, 32) to scores of shape (batch, 10).
+    Its first dense layer has 1,024 inputs, which implies crops of 28x28 and no padding. Maps bytes
+    of shape (batch, 3, 32, 32) to scores of shape (batch, 10).
     """
     return nn.Sequential(
         Crop(28),
@@ -87,9 +87,9 @@ def afl_network() -> nn.Module:
 class Crop(nn.Module):
     """Bytes of shape (batch, 3, 32, 32) to floats of shape (batch, 3, size, size).
 
-    In training a crop at random, mirrored in half of the cases; in evaluation the centre. Channels
-    are centred and scaled by mean and deviation of the training images. Random numbers are torch's
-    on the CPU, so that they are the same wherever the model is.
+    In training, crops are random and half of them are mirrored; in evaluation, the centre is taken.
+    Channels are normalised by mean and standard deviation of the training images. Random numbers
+    are drawn on the CPU, so that they are the same wherever the model is.
     """
 
     mean: Tensor
@@ -98,7 +98,7 @@ class Crop(nn.Module):
     def __init__(self, size: int) -> None:
         super().__init__()
         self._size = size
-        # not persistent: constants, which are neither trained nor mixed, and do not travel
+        # not persistent: constants are neither trained, mixed nor sent
         for name, values in (
             ("mean", (0.4914, 0.4822, 0.4465)),
             ("deviation", (0.2470, 0.2435, 0.2616)),
@@ -146,9 +146,10 @@ def _cifar10(
 
 
 def _batch(path: Path) -> tuple[Tensor, Tensor]:
-    """Images of shape (images, 3, 32, 32), bytes, and labels of shape (images,), from 0 to 9.
+    """Images, bytes of shape (images, 3, 32, 32), and labels from 0 to 9, of shape (images,).
 
-    A file's digest doesn't matter here: torchvision checks what it downloads.
+    The file's digest isn't checked here: torchvision checks its downloads. Raises DataError if the
+    file is missing or damaged.
     """
     try:
         with path.open("rb") as file:
@@ -167,7 +168,7 @@ def _batch(path: Path) -> tuple[Tensor, Tensor]:
             and len(labels) > 0
             and all(type(label) is int and 0 <= label <= 9 for label in labels)
         ):
-            images = torch.from_numpy(data.copy())  # a copy: torch wants what it may write
+            images = torch.from_numpy(data.copy())  # a copy: torch wants writable arrays
             return images.view(-1, 3, _SIDE, _SIDE), torch.tensor(labels)
     raise DataError(
         f"{path} is not a batch of CIFAR-10, 'data' of shape (images, 3072) and as many 'labels' "
@@ -176,10 +177,10 @@ def _batch(path: Path) -> tuple[Tensor, Tensor]:
 
 
 class _Unpickler(pickle.Unpickler):
-    """Reads lists, tables, numbers, texts and arrays of bytes, and nothing else.
+    """Unpickles lists, dicts, numbers, strings and byte arrays, and nothing else.
 
-    A pickle names the functions that make it, any function. Those of an array of bytes are replaced
-    by harmless ones; every other name is refused.
+    A pickle can name any function to be called. Those needed for byte arrays are replaced by
+    harmless ones; every other name is refused.
     """
 
     def find_class(self, module: str, name: str) -> object:
@@ -187,7 +188,7 @@ class _Unpickler(pickle.Unpickler):
             case "numpy.core.multiarray" | "numpy._core.multiarray", "_reconstruct":
                 return _empty_array
             case "numpy", "ndarray":
-                return None  # only handed to the function above
+                return None  # only passed to _reconstruct, which ignores it
             case "numpy", "dtype":
                 return _byte
             case "_codecs", "encode":
@@ -196,7 +197,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _empty_array(*_: object) -> Bytes:
-    """What the pickle then fills."""
+    """An array for the pickle to fill."""
     return np.empty(0, np.uint8)
 
 
@@ -207,7 +208,7 @@ def _byte(kind: object, *_: object) -> np.dtype[np.uint8]:
 
 
 def _encoded(text: str, encoding: object) -> bytes:
-    """How Python 3 writes bytes for Python 2."""
+    """The bytes that Python 3 pickled as text for Python 2."""
     if encoding != "latin1":
         raise pickle.UnpicklingError(f"it holds text in {encoding!r}")
     return text.encode("latin1")

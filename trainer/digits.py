@@ -1,4 +1,4 @@
-"""Handwritten digits: scikit-learn's small ones, and MNIST."""
+"""Handwritten digits: scikit-learn's small data set, and MNIST."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ _DEVICES = 10
 
 
 def digits(settings: TaskSettings) -> InMemory:
-    """scikit-learn's 1,797 handwritten digits of 8x8 pixels; it is installed with the package.
+    """scikit-learn's 1,797 handwritten digits of 8x8 pixels, which are installed with fedstream.
 
-    Within each class every fifth is for testing. The model is a perceptron with one hidden layer.
-    Pixels are centred: FedAsync over devices of two classes then takes larger steps and reaches .95
-    in 400 updates; with pixels from 0 to 1 the best that was tried reached .93.
+    Every fifth image of each class is held out for testing. The model is a perceptron with one
+    hidden layer. Pixels are centred: with two classes per device, FedAsync can then take larger
+    steps and reaches .95 in 400 updates; with pixels from 0 to 1 the best setting tried reached
+    .93.
     """
     table = _digits_table()
     pixels, labels = table[:, :-1], table[:, -1].astype(np.int64)
@@ -51,8 +52,8 @@ def digits(settings: TaskSettings) -> InMemory:
 def mnist(settings: TaskSettings) -> InMemory:
     """MNIST with multinomial logistic regression from zero, as in AFL's experiments.
 
-    Pixels are (x/255 - .1307)/.3081: its numbers come out with these. Raises DataError if the data
-    is missing or damaged.
+    Pixels are scaled to (x/255 - .1307)/.3081, which reproduces the paper's numbers. Raises
+    DataError if the data is missing or damaged.
     """
     root = data_root("mnist", settings)
     folder = root / "MNIST" / "raw"
@@ -76,9 +77,9 @@ def _split(train: TensorDataset, settings: TaskSettings) -> list[TensorDataset]:
 
 
 def _digits_table() -> npt.NDArray[np.float64]:
-    """scikit-learn's own file, a row for each image: 64 pixels from 0 to 16, then the label.
+    """scikit-learn's own file, one row per image: 64 pixels from 0 to 16, then the label.
 
-    Its load_digits reads it likewise, but importing that takes as long as torch, in every service.
+    load_digits reads the same file, but importing it takes as long as torch, in every service.
     """
     package = importlib.util.find_spec("sklearn")
     folder = Path(package.origin).parent if package and package.origin else Path("sklearn")
@@ -110,14 +111,15 @@ def _examples(folder: Path, images: str, labels: str) -> TensorDataset:
 
 
 def _find(folder: Path, name: str) -> Path | None:
-    """The file, unpacked as torchvision leaves it or packed as it is published."""
+    """The file, either unpacked, as torchvision leaves it, or compressed, as published."""
     return next((p for p in (folder / name, folder / f"{name}.gz") if p.is_file()), None)
 
 
 def _idx(folder: Path, name: str) -> Bytes:
-    """Read an IDX file of bytes (http://yann.lecun.com/exdb/mnist): its own shape, not empty.
+    """The array in an IDX file of bytes (http://yann.lecun.com/exdb/mnist), in the file's shape.
 
-    torchvision would read it too, but only unpacked, and its import takes 2 s in every trainer.
+    Raises DataError if it is missing, damaged or empty. torchvision reads only unpacked files, and
+    importing it takes 2 s in every trainer.
     """
     path = _find(folder, name)
     if path is None:
@@ -136,6 +138,6 @@ def _idx(folder: Path, name: str) -> Bytes:
         values = np.frombuffer(data, dtype=np.uint8, offset=4 + 4 * dimensions)
         if not len(values):
             raise ValueError("there is nothing in it")
-        return values.reshape(shape).copy()  # a copy: torch wants arrays that it may write
+        return values.reshape(shape).copy()  # a copy: torch wants writable arrays
     except (ValueError, IndexError, EOFError, OSError, zlib.error) as error:
         raise DataError(f"{path} is damaged: {error}; fetch it anew") from error

@@ -1,4 +1,4 @@
-"""What the built-in tasks have in common: where their data lies, and how devices get theirs."""
+"""What the built-in tasks share: finding their data and splitting it over devices."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class InMemory(Task):
-    """A task whose data is in memory: a share for each device, and test data for all."""
+    """A task with its data in memory: one share per device, and common test data."""
 
     def __init__(
         self,
@@ -57,9 +57,9 @@ class InMemory(Task):
 def split_by_class(
     train: TensorDataset, partition: PartitionSettings, devices: int, seed: int
 ) -> list[TensorDataset]:
-    """Split (x, y), y being class numbers, over devices.
+    """Split (x, y), where y holds class numbers, over devices.
 
-    Raises DataError if the data cannot be split so.
+    Raises DataError if the data can't be split that way.
     """
     labels = train.tensors[1].numpy()
     match partition:
@@ -78,14 +78,14 @@ def split_by_class(
 
 
 def deal(train: TensorDataset, rows: Sequence[partitions.Rows]) -> list[TensorDataset]:
-    """The data sets of these rows. They are views of one copy, so that none is made per task."""
+    """One data set per device's rows. All are views of one copy, so that tasks copy nothing."""
     order, sizes = torch.from_numpy(np.concatenate(rows)), [len(part) for part in rows]
     shares = zip(*(torch.split(values[order], sizes) for values in train.tensors), strict=True)
     return [TensorDataset(*share) for share in shares]
 
 
 def data_root(name: str, settings: TaskSettings) -> Path:
-    """The folder of data sets. Raises DataError if none is given; it need not exist."""
+    """The folder of data sets, which need not exist. Raises DataError if none is configured."""
     root = settings.data_root or os.environ.get("FEDSTREAM_DATA")
     if root is None:
         raise DataError(
@@ -95,7 +95,7 @@ def data_root(name: str, settings: TaskSettings) -> Path:
 
 
 def read_text(path: Path) -> str:
-    """The text of a file in UTF-8. Raises DataError if it is none or cannot be read."""
+    """The text of a UTF-8 file. Raises DataError if it can't be read or decoded."""
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -103,7 +103,7 @@ def read_text(path: Path) -> str:
 
 
 def download(dataset: str, root: Path) -> None:
-    """Have torchvision fetch one of its data sets into ``root``. Raises DataError if it cannot."""
+    """Have torchvision fetch one of its data sets into ``root``. Raises DataError if that fails."""
     torchvision_ops.declare_missing()
     from torchvision import datasets
 

@@ -1,7 +1,7 @@
-"""Split a data set over devices: alike, by classes, by random mixes of classes, or in its order.
+"""Split a data set over devices: evenly, by classes, by random mixes of classes, or in order.
 
-All return one array of row numbers per device, none of them empty, disjoint and together every row,
-as a function of their arguments only: every trainer computes the same partition for itself.
+All functions return one array of row numbers per device. The arrays are disjoint, cover all rows,
+and none is empty. They depend only on the arguments, so every trainer computes the same partition.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def iid(labels: npt.NDArray[Any], devices: int, seed: int) -> list[Rows]:
 
 
 def contiguous(samples: int, devices: int) -> list[Rows]:
-    """Deal the rows out in their order, each device a stretch of them: sizes differ by at most one.
+    """Give each device a contiguous stretch of rows: sizes differ by at most one.
 
     Raises DataError if there are fewer rows than devices.
     """
@@ -38,9 +38,9 @@ def contiguous(samples: int, devices: int) -> list[Rows]:
 def by_classes(labels: npt.NDArray[Any], devices: int, p: int, seed: int) -> list[Rows]:
     """Give every device samples of exactly ``p`` classes (AFL, appendix E.1).
 
-    The paper lets each device draw its classes by itself, which leaves classes without a device at
-    small p. Its numbers come out if every class is held by M p / classes devices instead (M
-    devices); where that is no whole number, by as near to it as possible, rounded up or down.
+    In the paper each device draws its classes independently, which leaves some classes without a
+    device at small p. Its numbers are reproduced if every class is held by M p / classes of the M
+    devices instead, rounded up for some classes and down for others if that is not an integer.
     A class's samples are split evenly over its holders.
 
     Raises DataError if p is not in 1..classes, if M p < classes (a class would be left out), or if
@@ -75,11 +75,12 @@ def by_dirichlet(labels: npt.NDArray[Any], devices: int, alpha: float, seed: int
     """Give every device a mix of classes drawn from a symmetric Dirichlet distribution.
 
     The mixes q_i ~ Dir(alpha) are those of Hsu, Qi, Brown (2019, "Measuring the Effects of
-    Non-Identical Data Distribution", section 3). They fill devices of one size until a class runs
-    out; here device i gets the share q_ic / sum_j q_jc of each class c instead: nothing is left
-    over, the order of devices has no influence, and sizes differ.
+    Non-Identical Data Distribution", section 3). The paper fills devices of equal size until a
+    class runs out. Here device i gets the share q_ic / sum_j q_jc of each class c instead: no
+    sample is left over, the order of devices doesn't matter, and sizes differ.
 
-    Raises DataError if alpha is not above 0, or if a device is left without samples.
+    Raises DataError if alpha is not above 0, if there are fewer rows than devices, or if a device
+    is left without samples.
     """
     _check_devices(len(labels), devices)
     if not alpha > 0:
@@ -87,7 +88,7 @@ def by_dirichlet(labels: npt.NDArray[Any], devices: int, alpha: float, seed: int
     draw = np.random.default_rng(seed)
     classes = np.unique(labels)
     mixes = draw.dirichlet(np.full(len(classes), alpha), size=devices)
-    mixes += np.finfo(float).tiny  # where alpha is tiny, a class may have no taker: all share it
+    mixes += np.finfo(float).tiny  # with a tiny alpha, all shares of a class may be 0: share evenly
     parts: list[list[Rows]] = [[] for _ in range(devices)]
     for name, weights in zip(classes, mixes.T, strict=True):
         rows = draw.permutation(np.flatnonzero(labels == name))
@@ -114,10 +115,10 @@ def _check_devices(samples: int, devices: int) -> None:
 
 
 def _holders(classes: int, devices: int, p: int, draw: np.random.Generator) -> list[Rows]:
-    """The devices that hold each class: p classes to every device, each class as often as another.
+    """The devices that hold each class: p classes per device, and every class equally often.
 
-    A class goes to the devices with the most places left, equals in random order. Places then
-    never differ by more than one between devices, so that the last class still finds its number.
+    A class goes to the devices with the most free places, ties broken at random. Free places then
+    never differ by more than one between devices, so that the last class still finds enough.
     """
     each, more = divmod(devices * p, classes)
     wanted = draw.permutation(np.repeat([each + 1, each], [more, classes - more]))

@@ -1,9 +1,8 @@
-"""Shakespeare's plays, character by character, as in the experiments of Anarchic Federated Learning
-(AFL): a device is a speaking role.
+"""Shakespeare's plays, character by character, as in Anarchic Federated Learning (AFL).
 
-AFL takes 143 roles and doesn't say which. Here, of all roles that are long enough to learn from and
-to be tested on, ranked by length, as many as there are devices are taken at even distances in that
-ranking. So they are as unequal as all are, and none of it depends on chance.
+Each device is a speaking role. AFL takes 143 roles and doesn't say which. Here, all roles that are
+long enough for training and testing are ranked by length, and one role per device is taken at even
+intervals. So the chosen roles vary in length as all roles do, and the choice involves no chance.
 """
 
 from __future__ import annotations
@@ -30,17 +29,17 @@ if TYPE_CHECKING:
 
     from fedstream.trainer.task import TaskSettings
 
-# LEAF's 80 symbols; other characters count as blanks
+# LEAF's 80 symbols; all other characters become blanks
 SYMBOLS = "\n !\"&'(),-.0123456789:;>?ABCDEFGHIJKLMNOPQRSTUVWXYZ[]abcdefghijklmnopqrstuvwxyz}"
 _WINDOW = 80
-_SHORTEST = 5 * (_WINDOW + 1)  # the last fifth, which is for testing, then holds a window
-_TESTED = 10_000  # windows at most: 4 s of evaluation on two cores, accuracy to .005
+_SHORTEST = 5 * (_WINDOW + 1)  # so that the last fifth, for testing, holds at least one window
+_TESTED = 10_000  # windows at most: 4 s of evaluation on two cores, accuracy within .005
 _DEVICES = 143
 
 
 @dataclass(frozen=True)
 class Role:
-    """Everything that one speaker says in one play, with single blanks between words."""
+    """Everything that one speaker says in one play, words separated by single blanks."""
 
     play: str
     speaker: str
@@ -50,7 +49,8 @@ class Role:
 class CharacterModel(nn.Module):
     """AFL's network (appendix E.1), which is LEAF's: (batch, 80) to scores of shape (batch, 80).
 
-    Character vectors of 8, two LSTM layers of 100, dense on the last state: 133,520 parameters.
+    Embeddings of size 8, two LSTM layers of 100, and a dense layer on the last state: 133,520
+    parameters.
     """
 
     def __init__(self) -> None:
@@ -66,12 +66,12 @@ class CharacterModel(nn.Module):
 
 
 def shakespeare(settings: TaskSettings) -> InMemory:
-    """The next character after 80: x of shape (80,), y a number, for every place in a role's text.
+    """Predict the next character from the last 80: x of shape (80,), y a symbol's number.
 
-    The first four fifths of a role are for training, the rest for testing, and no window reaches
-    over. The test data is every k-th window of all devices' rests, 10,000 at most.
+    The first four fifths of a role are for training and the rest for testing; no window crosses
+    that border. The test data is at most 10,000 evenly spaced windows from all devices' test parts.
 
-    Raises DataError if there are no plays, too few roles, or another partition is asked for.
+    Raises DataError if there are no plays, too few roles, or the partition is not ``natural``.
     """
     partition = settings.partition or Natural()
     if not isinstance(partition, Natural):
@@ -94,11 +94,11 @@ def shakespeare(settings: TaskSettings) -> InMemory:
 
 
 def roles_in(folder: Path) -> list[Role]:
-    """Every role of the plays in a folder, by play and speaker. Raises DataError without plays.
+    """Every role in a folder of plays, sorted by play and speaker.
 
-    A play is a text file ``play.txt`` of lines ``SPEAKER<TAB>what is said``, and ``<TAB>what is
-    said`` to go on. Nobody speaks before the first heading ``ACT``, ``<TAB>PROLOGUE`` or
-    ``<TAB>INDUCTION``.
+    Raises DataError if there are no plays. A play is a text file ``play.txt`` of lines
+    ``SPEAKER<TAB>what is said``, continued by lines ``<TAB>what is said``. Speech starts after the
+    first heading ``ACT``, ``<TAB>PROLOGUE`` or ``<TAB>INDUCTION``.
     """
     paths = sorted(folder.glob("*.txt"))
     if not paths:
@@ -114,9 +114,9 @@ def roles_in(folder: Path) -> list[Role]:
 
 
 def chosen(roles: Sequence[Role], devices: int) -> list[Role]:
-    """The roles that are devices, in the order given: the module says by which rule.
+    """The roles chosen as devices by the module's rule, in the order given.
 
-    Raises DataError if there are fewer roles of the length that is needed.
+    Raises DataError if there are fewer sufficiently long roles than devices.
     """
     ranked = sorted(
         (number for number, role in enumerate(roles) if len(role.text) >= _SHORTEST),
@@ -133,11 +133,11 @@ def chosen(roles: Sequence[Role], devices: int) -> list[Role]:
 
 _BEGIN = re.compile(r"ACT\b|\t(?:PROLOGUE|INDUCTION)\b")
 _HEADING = re.compile(r"(?:ACT|SCENE)\b|\t(?:PROLOGUE|INDUCTION|EPILOGUE)\b")
-_DIRECTION = re.compile(r"\[[^\]]*\]")  # may go over several lines
+_DIRECTION = re.compile(r"\[[^\]]*\]")  # may span several lines
 
 
 def _speakers(play: str) -> dict[str, str]:
-    """What each speaker says, stage directions and the play's title, which is repeated, left out.
+    """The text of each speaker, without stage directions and repetitions of the play's title.
 
     A speaker's name may begin on a line of its own, without a tab.
     """
@@ -152,7 +152,7 @@ def _speakers(play: str) -> dict[str, str]:
             speaker = broken = ""
             continue
         head, tab, words = line.partition("\t")
-        if not tab:  # a name that goes on in the next line; or a blank line, which ends it
+        if not tab:  # a name that continues on the next line; or a blank line, which ends it
             broken = head.strip()
             continue
         if head.strip():
@@ -164,13 +164,13 @@ def _speakers(play: str) -> dict[str, str]:
 
 
 def _symbols(text: str) -> Tensor:
-    """The numbers of a text's characters among the symbols."""
+    """The symbol numbers of a text's characters."""
     table = np.full(128, SYMBOLS.index(" "))
     table[[ord(symbol) for symbol in SYMBOLS]] = np.arange(len(SYMBOLS))
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    return torch.from_numpy(table[np.minimum(codes, 127)])  # 127 is no symbol either
+    return torch.from_numpy(table[np.minimum(codes, 127)])  # 127 is not a symbol either
 
 
 def _windows(text: Tensor) -> TensorDataset:
-    """Every 80 characters that follow each other, and the next: views of the text."""
+    """Every run of 80 characters, and the character after it, as views of the text."""
     return TensorDataset(text[:-1].unfold(0, _WINDOW, 1), text[_WINDOW:])

@@ -1,4 +1,4 @@
-"""The built-in tasks by name: real data sets, split over devices as the settings say."""
+"""The built-in tasks by name: real data sets, split over devices according to the settings."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Make ``import torchvision`` work where its compiled operators cannot be loaded.
 
-A torchvision wheel built for CUDA next to a torch that was not is a common pair (``torch==2.13.0``
-from an index of CPU builds): its library then fails to load, and the import fails because shapes
-are registered for two operators that nobody declared. Data sets and transforms need neither.
+A torchvision wheel built for CUDA is often installed beside a CPU build of torch (``torch==2.13.0``
+from an index of CPU builds). torchvision's library then fails to load, and the import fails because
+it registers shapes for two operators that are not declared. Data sets and transforms need neither.
 """
 
 from __future__ import annotations
@@ -14,13 +14,14 @@ from threading import Lock
 
 _OPERATORS = ("torchvision::nms", "torchvision::qnms")
 _SCHEMA = "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor"
-_DECLARING = Lock()  # services of one process load their tasks in threads, and twice is an error
+_DECLARING = Lock()  # declaring twice is an error, and services may load tasks in threads
 
 
 def declare_missing() -> None:
-    """Declare the two operators if torchvision's own library will not; repeating it is harmless.
+    """Declare the two operators if torchvision's own library can't; idempotent.
 
-    Loading that library is what torchvision does first itself, so where it works nothing changes.
+    It tries to load that library first, as torchvision itself does, so nothing changes where that
+    works.
     """
     import torch
 

@@ -1,11 +1,11 @@
-"""A torch module as the flat vector that travels (:mod:`broker.layout`), and back.
+"""Convert a torch module to the flat vector that is sent (:mod:`broker.layout`), and back.
 
-Names are those of ``state_dict``; what that does not carry (buffers that are not persistent) stays
-with the module. A tensor that appears under several names (tied weights) travels once, under the
-first. What a layout has beside the module's tensors, SCAFFOLD's control variate, is left alone.
+Names are those of ``state_dict``; what it leaves out (non-persistent buffers) stays with the
+module. A tensor that appears under several names (tied weights) is sent once, under the first.
+SCAFFOLD's control variate, which a layout may hold besides the module's tensors, is left alone.
 
-An integer tensor stays as it is in version 0, but for batch norms' counters, and for those that the
-module names: ``module.changing_integers = ("*.zero_point",)``, patterns of their names.
+Integer tensors keep their values from version 0, except batch norms' counters and those whose names
+match the module's patterns: ``module.changing_integers = ("*.zero_point",)``.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ if TYPE_CHECKING:
 
     from fedstream.trainer.task import Task
 
-# float16 and bfloat16 are widened, which is exact; float64 is rounded: models are mixed in float32
+# Models are mixed in float32: float16 and bfloat16 are widened exactly, float64 is rounded.
 _FLOATS = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
 _INTEGERS = {torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool}
-_COUNTER = "num_batches_tracked"  # of batch norms, torch's own and those that act like them
+_COUNTER = "num_batches_tracked"  # of torch's batch norms and others that copy them
 
 
 def layout_of(module: nn.Module) -> Layout:
     """The layout of a module: parameters, float buffers (BatchNorm's statistics), integers.
 
-    Raises LayoutMismatch, naming the tensor, for what is neither (complex, quantised, lazy).
+    Raises LayoutMismatch, naming the tensor, for any other kind (complex, quantised, lazy).
     """
     return Layout(tuple(entry for entry, _ in _tensors(module)))
 
 
 def read(module: nn.Module, out: Model) -> None:
-    """Copy the module's values into ``out``. Raises LayoutMismatch if it is of another layout."""
+    """Copy the module's values into ``out``. Raises LayoutMismatch if their layouts differ."""
     for vector, tensor in _pairs(out, module):
         vector.copy_(tensor)
 
 
 def load(model: Model, module: nn.Module) -> None:
-    """Copy the model's values into ``module``. Raises LayoutMismatch if it is of another layout."""
-    # torch takes no read-only arrays, which is what bytes from elsewhere are: those are copied
+    """Copy the model's values into ``module``. Raises LayoutMismatch if their layouts differ."""
+    # torch rejects read-only arrays, such as received bytes, so those are copied
     writable = Model(model.layout, np.require(model.buffer, requirements="W"))
     for vector, tensor in _pairs(writable, module):
         tensor.copy_(vector)
@@ -58,7 +58,8 @@ def load(model: Model, module: nn.Module) -> None:
 def initial(task: Task, seed: int, *, controls: bool = False) -> Model:
     """The task's untrained model, x_0: the same bits for the same seed on the same torch.
 
-    With ``controls`` its control variate is zero. torch's global generator is left as it was.
+    With ``controls`` it has a control variate, which is zero. torch's global generator keeps its
+    state.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -71,15 +72,15 @@ def initial(task: Task, seed: int, *, controls: bool = False) -> Model:
 
 
 def to_delta(model: Model, base: Model) -> None:
-    """Puts x_new - x_tau in place of the parameters of ``model``, which was trained from ``base``.
+    """Replace the parameters of ``model``, x_new, by x_new - x_tau; ``base`` is x_tau.
 
-    What is no parameter stays as it is: it is never an extrapolation.
+    Buffers and integers are left alone: they are never extrapolated.
     """
     np.subtract(model.parameters, base.parameters, out=model.parameters)
 
 
 def _tensors(module: nn.Module) -> list[tuple[Tensor, torch.Tensor]]:
-    """Every tensor that travels with its entry in the layout, in the layout's order."""
+    """Every tensor that is sent, with its entry in the layout, in the layout's order."""
     carried = module.state_dict(keep_vars=True)
     buffers = ((name, buffer) for name, buffer in module.named_buffers() if name in carried)
     groups: dict[Kind, list[tuple[Tensor, torch.Tensor]]] = {
@@ -107,14 +108,14 @@ def _tensors(module: nn.Module) -> list[tuple[Tensor, torch.Tensor]]:
 
 
 def _of_integers(name: str, changing: Iterable[str]) -> Kind:
-    """What may become of an integer tensor: the module says which ones change."""
+    """How an integer tensor may change: the module names the variable ones."""
     if any(fnmatchcase(name, pattern) for pattern in changing):
         return "variable"
     return "counter" if name.rpartition(".")[2] == _COUNTER else "integer"
 
 
 def _pairs(model: Model, module: nn.Module) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """For each tensor its place in the vectors, as a view in its shape, and the module's own."""
+    """Pairs of the model's and the module's tensors; the model's are views of its vectors."""
     tensors = _tensors(module)
     layout = model.layout.without_controls()
     if tuple(entry for entry, _ in tensors) != layout.tensors:
@@ -130,7 +131,7 @@ def _pairs(model: Model, module: nn.Module) -> Iterator[tuple[torch.Tensor, torc
 
 
 def _difference(model: Layout, module: Layout) -> str:
-    """The first tensor in which two layouts differ, in words."""
+    """Describe the first tensor in which two layouts differ."""
     ours, theirs = set(module.tensors), set(model.tensors)
     here = next((t for t in module.tensors if t not in theirs), None)
     there = next((t for t in model.tensors if t not in ours), None)
