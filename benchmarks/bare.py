@@ -1,8 +1,8 @@
-"""The yardstick: the same bytes over the same Redis with nothing around them.
+"""The baseline: the same bytes over the same Redis, with nothing around them.
 
 Two echo processes read the newest model and write it back as an update; one loop reads the update,
-mixes it in with the pipeline's own arithmetic and writes the new model. Plain redis-py with
-hiredis, chunks of 1 MiB, lists as queues; no checks, no digests, no ids, no leases, no recovery.
+mixes it in with the pipeline's own arithmetic and writes the new model. It uses plain redis-py with
+hiredis, chunks of 1 MiB and lists as queues: no checks, digests, ids, leases or recovery.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _echo(url: str, layout: Layout) -> None:
 
 
 def updates_per_second(url: str, parameters: int, updates: int, in_flight: int = 4) -> float:
-    """Updates a second with two echo processes and ``in_flight`` tasks on their way."""
+    """Updates per second with two echo processes and ``in_flight`` tasks in flight."""
     layout = Layout((Tensor("x", (parameters,), "float32", "parameter"),))
     client = redis.Redis.from_url(url)
     x, update, spare = Model(layout), Model(layout), Model(layout)

@@ -1,10 +1,10 @@
-"""What asynchrony is worth when devices are slow: more trainers, and one straggler.
+"""What asynchrony gains with slow devices: more trainers, and one straggler.
 
     python -m benchmarks.devices
 
-Real runs of `fedstream run` on the digits. Scaling: every device takes 0.5 s, one trainer against
-four. Straggler: one device of ten is 20 times slower than the others' 0.2 s, four trainers; the
-time until the test accuracy is .90, FedAsync against FedAvg with all ten devices in each round.
+Real runs of `fedstream run` on the digits. Scaling: one trainer against four, with every device
+taking 0.5 s. Straggler: the time until the test accuracy is .90 with four trainers, FedAsync
+against FedAvg with all ten devices in each round; one device takes 20 times the others' 0.2 s.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def _run(*options: str) -> tuple[dict[str, Any], list[dict[str, str]]]:
-    """Summary and metrics of a run."""
+    """Run fedstream; return its summary and the rows of its metrics."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "run"
         subprocess.run(
@@ -44,21 +44,21 @@ def _sets(**values: object) -> list[str]:
 
 
 def scaling() -> dict[str, float]:
-    """Updates a second with one trainer and with four, each device taking 0.5 s."""
+    """Updates per second with one trainer and with four, each device taking 0.5 s."""
     found = {}
     for trainers in (1, 4):
         _, rows = _run(
             "--trainers", str(trainers), "--updates", str(40 * trainers),
             *_sets(devices__latency__kind="fixed", devices__latency__mean_s=0.5),
         )  # fmt: skip
-        first, last = rows[trainers], rows[-1]  # all trainers are there after their first updates
+        first, last = rows[trainers], rows[-1]  # by then every trainer has started
         updates = int(last["version"]) - int(first["version"])
         found[str(trainers)] = updates / (float(last["seconds"]) - float(first["seconds"]))
     return found | {"ratio": found["4"] / found["1"]}
 
 
 def straggler() -> dict[str, dict[str, float]]:
-    """Seconds from version 0 to an accuracy of .90, and the versions that it took."""
+    """Seconds from version 0 to an accuracy of .90, and the versions and updates it took."""
     slow = _sets(
         devices__latency__kind="fixed", devices__latency__mean_s=0.2,
         devices__slow_devices="[0]", devices__slow_factor=20, evaluator__every=1,
@@ -77,7 +77,7 @@ def straggler() -> dict[str, dict[str, float]]:
 
 
 def main() -> None:
-    """Measures, prints, and writes benchmarks/results/devices.json."""
+    """Measure, print, and write benchmarks/results/devices.json."""
     found = {"machine": machine.described(), "scaling": scaling(), "straggler": straggler()}
     print(json.dumps(found, indent=1))
     RESULTS.mkdir(exist_ok=True)

@@ -1,6 +1,6 @@
-"""A task without training: a trainer returns the model as it came, so that only the pipeline works.
+"""A task without training: trainers return the model unchanged, which leaves only the pipeline.
 
-FEDSTREAM_ECHO_PARAMETERS says how many float32 parameters the model has.
+FEDSTREAM_ECHO_PARAMETERS is the number of the model's float32 parameters.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PARAMETERS = int(os.environ.get("FEDSTREAM_ECHO_PARAMETERS", "61706"))
 
 
 class Vector(nn.Module):
-    """A model that is nothing but its parameters."""
+    """A model that consists of its parameters only."""
 
     def __init__(self, size: int) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Vector(nn.Module):
 
 
 class Echo(Task):
-    """Ten devices with a sample each, and nothing to learn."""
+    """Ten devices with one sample each, and nothing to learn."""
 
     devices = 10
 
@@ -38,7 +38,7 @@ class Echo(Task):
         return TensorDataset(torch.tensor([device]))
 
     def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
-        with torch.no_grad():  # another digest each time, or trainers would not read versions anew
+        with torch.no_grad():  # changes the digest, or trainers would skip downloads
             next(model.parameters())[0] += 1e-3
         return Trained(steps=1, samples=1, loss=0.0)
 

@@ -35,18 +35,18 @@ from fedstream.redis_server import RedisServer
 RESULTS = Path(__file__).parent / "results"
 ROLES = ("coordinator", "scheduler", "updater", "trainer-1", "trainer-2")
 IN_FLIGHT = 4
-RATIO = 0.6  # of the bare loop's updates a second, at least
-REDIS_MB = 10  # of Redis itself, and of what is no model: streams, counts, buffers of connections
+RATIO = 0.6  # of the bare loop's updates per second, at least
+REDIS_MB = 10  # Redis itself and everything but models: streams, counts, connection buffers
 PARTS = ("fetch", "check", "mix", "digest", "journal", "publish")
 
 
 class Pipeline:
-    """The services as processes of their own, on a given Redis."""
+    """The services as separate processes, on a given Redis."""
 
     def __init__(
         self, url: str, parameters: int, versions: int, journal: Path, sync: str = "interval"
     ) -> None:
-        """``sync``: how the journal in the folder is kept; 'none': not at all."""
+        """``sync`` is the journal's sync setting; 'none': keep no journal."""
         self._recorded = sync != "none"
         self._env = os.environ | {
             "FEDSTREAM_ECHO_PARAMETERS": str(parameters),
@@ -64,7 +64,7 @@ class Pipeline:
         self._head = "fedstream:{demo}:head"
         self._versions = versions
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._port = HeldPort()  # of the updater, which is asked for its metrics
+        self._port = HeldPort()  # the updater's, for its metrics
 
     def _start(self, name: str) -> None:
         env = self._env
@@ -77,7 +77,7 @@ class Pipeline:
         )  # fmt: skip
 
     def measure(self) -> dict[str, Any]:
-        """Updates a second between a tenth of the versions and the last, and what they cost."""
+        """Updates per second, and their cost, from a tenth of the versions to the last."""
         for name in ROLES:
             self._start(name)
         try:
@@ -105,7 +105,7 @@ class Pipeline:
             self._stop()
 
     def _at(self, version: int) -> tuple[tuple[int, float], dict[str, float]]:
-        """(version, time) and processor seconds when the head has reached ``version``."""
+        """(version, time) and CPU seconds per process once the head has reached ``version``."""
         deadline = time.monotonic() + 300
         while time.monotonic() < deadline:
             head = int(self._client.hget(self._head, "version") or 0)
@@ -120,7 +120,7 @@ class Pipeline:
         raise SystemExit(f"version {version} was not reached in 300 s")
 
     def _way_ms(self) -> float:
-        """The median time from a task's trigger (in its id) to its version, over six hops."""
+        """The median time from a task's trigger (in its id) to its version, through six hops."""
         entries: Any = self._client.xrevrange("fedstream:{demo}:models", count=1000)
         ways = []
         for entry, fields in entries:
@@ -158,7 +158,7 @@ def _cpu(process: psutil.Process) -> float:
 
 
 def main() -> None:
-    """Measures, prints a table, and writes it to benchmarks/results."""
+    """Measure, print a table, and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--sizes", default="61706,11000000")
@@ -188,12 +188,12 @@ def main() -> None:
 
 
 def _verdicts(results: dict[str, Any]) -> list[str]:
-    """What was to be reached, what was, and whether that is enough."""
+    """One line per bound: the bound, the measured value, and whether it was held."""
     lines = []
     for size, found in results["sizes"].items():
         median, model_mb = found["median"], 4 * int(size) / 1e6
-        # No workspaces yet. Of the queue, an update that waits is an open task; what is done stays
-        # until it is on disk, which is at most two syncs' bytes.
+        # There are no workspaces. Queued updates count as tasks in flight. Finished updates stay
+        # until they are on disk, which is at most the bytes of two syncs.
         retained = -(-2 * (64 << 20) // (4 * int(size)))
         models = IN_FLIGHT + retained + found["kept"] + 2
         for what, reached, bound, is_enough in (
@@ -213,7 +213,7 @@ def _verdicts(results: dict[str, Any]) -> list[str]:
 
 
 def _table(results: dict[str, Any]) -> str:
-    """The results for people."""
+    """The results as Markdown."""
     about = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
     lines = [
         "# End to end, without training", "",
@@ -249,7 +249,7 @@ def _table(results: dict[str, Any]) -> str:
 
 
 def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median of every figure, over runs."""
+    """The median of every figure over the runs."""
     first = runs[0]
     return {
         key: _median([run[key] for run in runs])

@@ -25,11 +25,11 @@ from fedstream.redis_server import RedisServer
 from fedstream.updater.journal import segments
 from fedstream.updater.rebuild import recovered
 
-MOST = {61_706: 0.15, 11_000_000: 0.30}  # of updates a second that `interval` may cost
+MOST = {61_706: 0.15, 11_000_000: 0.30}  # share of updates per second that `interval` may cost
 
 
 def updates_per_second(size: int, sync: str) -> float:
-    """Of a pipeline with a Redis and a journal of its own."""
+    """Updates per second of a pipeline with its own Redis and journal."""
     versions = 2000 if size < 1_000_000 else 40
     with RedisServer() as server, tempfile.TemporaryDirectory() as folder:
         client = redis.Redis.from_url(server.url)
@@ -39,7 +39,7 @@ def updates_per_second(size: int, sync: str) -> float:
 
 
 def recovery_s(size: int, versions: int) -> float:
-    """Seconds from reading the first byte of a segment to the newest model."""
+    """Seconds to recover the newest model from a segment."""
     with tempfile.TemporaryDirectory() as folder:
         write(Path(folder), size, versions)
         began = time.perf_counter()
@@ -52,7 +52,7 @@ def recovery_s(size: int, versions: int) -> float:
 
 
 def main() -> None:
-    """Measures, prints a table, and writes it to benchmarks/results."""
+    """Measure, print a table, and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--sizes", default="61706,11000000")

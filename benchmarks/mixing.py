@@ -1,9 +1,9 @@
 """Would the updater gain by mixing an update in several threads? ``python -m benchmarks.mixing``.
 
-FedAsync's paper allows several updater threads under a read-write lock. Here x_{t+1} needs x_t and
-the journal's order is the model's, so what could be divided is the arithmetic of one update: slices
-give the same bits in any number of threads. Measured by turns, so that whatever else the machine
-does meets all alike.
+FedAsync's paper allows several updater threads under a read-write lock. Here x_{t+1} depends on x_t
+and the journal fixes the order of updates, so only the arithmetic of one update can be divided. Its
+slices give the same bits with any number of threads. The variants take turns, so that other load on
+the machine affects all alike.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TURNS = 60
 
 
 def measure(size: int) -> dict[int, tuple[float, float, float]]:
-    """By number of threads: best and median time, and median processor time, in ms."""
+    """Best and median wall time and median CPU time in ms, by number of threads."""
     rng = np.random.default_rng(0)
     x, new = (rng.standard_normal(size).astype(np.float32) for _ in range(2))
     made = {threads: np.empty_like(x) for threads in THREADS}
@@ -46,7 +46,7 @@ def measure(size: int) -> dict[int, tuple[float, float, float]]:
         for turn in range(TURNS + 1):
             for threads in THREADS:
                 one = _timed(partial(mix_in, threads, pool))
-                if turn:  # in the first the memory is new
+                if turn:  # the first turn touches fresh memory
                     took[threads].append(one)
     if any(one.tobytes() != made[1].tobytes() for one in made.values()):
         raise AssertionError("other bits")
@@ -58,14 +58,14 @@ def measure(size: int) -> dict[int, tuple[float, float, float]]:
 
 
 def _timed(work: Callable[[], None]) -> tuple[float, float]:
-    """(elapsed, of the processor), in ms."""
+    """(wall time, CPU time) in ms."""
     began, busy = time.perf_counter(), time.process_time()
     work()
     return 1000 * (time.perf_counter() - began), 1000 * (time.process_time() - busy)
 
 
 def main() -> None:
-    """A table."""
+    """Print a table of the results."""
     sys.stdout.write("| parameters | threads | best, ms | median, ms | processor, ms |\n")
     sys.stdout.write("|---|---|---|---|---|\n")
     for size in SIZES:

@@ -39,11 +39,11 @@ RESULTS = Path(__file__).parent / "results"
 DISK = 4 << 30  # bytes, at most
 RATIO = 0.6
 MODELS = 3  # in memory, at most
-IN_MEMORY = 8  # updates that the bare loop mixes in turn
+IN_MEMORY = 8  # updates that mixing alone cycles through
 
 
 def write(folder: Path, parameters: int, most: int = 5000) -> int:
-    """A FedAsync run's journal of up to ``most`` updates: how many."""
+    """Write the journal of a FedAsync run of at most ``most`` updates; return how many it has."""
     layout = Layout((Tensor("x", (parameters,), "float32", "parameter"),))
     count = min(most, int(0.9 * DISK) // layout.nbytes)
     settings = FedAsyncSettings()
@@ -82,7 +82,7 @@ def write(folder: Path, parameters: int, most: int = 5000) -> int:
 
 
 def read_alone(folder: Path, layout: Layout) -> float:
-    """Seconds to read the journal into the memory of one model."""
+    """Seconds to read the journal into one model's buffer."""
     into = Model(layout).buffer.data
     [path] = folder.iterdir()
     started = time.perf_counter()
@@ -93,14 +93,14 @@ def read_alone(folder: Path, layout: Layout) -> float:
 
 
 def evict(folder: Path) -> None:
-    """The journal is on the disk, and nowhere else: it was synced when it was made."""
+    """Drop the journal from the page cache. Works because it has been synced."""
     for path in folder.iterdir():
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def mix_alone(layout: Layout, count: int) -> float:
-    """Seconds to mix so many updates that are in memory."""
+    """Seconds to mix ``count`` updates that are already in memory."""
     rng = np.random.default_rng(0)
     x, spare, *updates = [Model(layout) for _ in range(2 + IN_MEMORY)]
     for model in (x, spare, *updates):
@@ -113,7 +113,7 @@ def mix_alone(layout: Layout, count: int) -> float:
 
 
 def replay(folder: Path) -> tuple[float, int]:
-    """Seconds to replay the journal, and the versions."""
+    """Seconds to replay the journal, and the number of versions that came out identical."""
     started = time.perf_counter()
     with Replayer(folder) as replayer:
         made = sum(moment.identical is True for moment in replayer)
@@ -121,7 +121,7 @@ def replay(folder: Path) -> tuple[float, int]:
 
 
 def peak(folder: Path) -> int:
-    """Bytes that replay takes at most beyond what its process takes at the start."""
+    """Peak memory of a replay in bytes, beyond its process's peak at the start."""
     code = (
         "import sys; from pathlib import Path; from benchmarks.replay import replay, high_water;"
         "begin = high_water(); replay(Path(sys.argv[1])); print(high_water() - begin)"
@@ -133,13 +133,13 @@ def peak(folder: Path) -> int:
 
 
 def high_water() -> int:
-    """The most memory that this process ever had (VmHWM), in bytes."""
+    """This process's peak memory so far (VmHWM), in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
 def measured(parameters: int, runs: int) -> dict[str, Any]:
-    """Medians over the runs; rates are updates a second."""
+    """Medians over the runs; rates are in updates per second."""
     with tempfile.TemporaryDirectory(prefix="fedstream-replay-") as name:
         folder = Path(name)
         count = write(folder, parameters)
@@ -170,7 +170,7 @@ def measured(parameters: int, runs: int) -> dict[str, Any]:
 def _run(
     folder: Path, layout: Layout, count: int, *, cold: bool
 ) -> tuple[float, float, float, float]:
-    """Seconds to read, to mix and to replay; and the ratio that counts."""
+    """Seconds to read, to mix and to replay; replay's speed as a ratio of the slower of the two."""
     prepare = evict if cold else (lambda folder: read_alone(folder, layout))
     prepare(folder)
     reading = read_alone(folder, layout)
@@ -182,7 +182,7 @@ def _run(
 
 
 def main() -> None:
-    """Prints a table and writes it as JSON."""
+    """Measure, print a table, and write the results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--sizes", default="61706,11000000")

@@ -44,22 +44,22 @@ from fedstream.redis_server import RedisServer
 RESULTS = Path(__file__).parent / "results"
 LATENCY_S = 1.0
 MEASURED = ("coordinator", "scheduler")
-LINEAR, LINEAR_UP_TO = 0.85, 16  # of as many times what one trainer does, up to so many
-CPU_MS = 2.0  # of coordinator and of scheduler, for a task
+LINEAR, LINEAR_UP_TO = 0.85, 16  # share of linear scaling to reach, up to so many trainers
+CPU_MS = 2.0  # per task, of the coordinator and of the scheduler
 READY_S = 10.0
-WITHIN_S = 300.0  # for anything that is waited for: a busy machine starts 16 trainers in minutes
+WITHIN_S = 300.0  # timeout for any wait: a busy machine takes minutes to start 16 trainers
 
 
 @dataclass(frozen=True)
 class Seen:
-    """A version of the run: its number, and when it was published."""
+    """A version of the run: its number and the time it was published."""
 
     version: int
     time: float  # seconds since 1970
 
 
 class Deployment:
-    """The services as processes of their own; a context manager that stops them."""
+    """The services as separate processes; leaving the context stops them."""
 
     def __init__(self, url: str, folder: Path, devices: int) -> None:
         self._env = os.environ | {
@@ -75,7 +75,7 @@ class Deployment:
         }
         self._client = redis.Redis.from_url(url)
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._ports: dict[str, HeldPort] = {}  # of the same
+        self._ports: dict[str, HeldPort] = {}  # of the health endpoints
 
     def __enter__(self) -> Self:
         return self
@@ -89,14 +89,14 @@ class Deployment:
             port.close()
 
     def start(self, name: str) -> float:
-        """Starts a service: the seconds until it says that it is ready."""
+        """Start a service; return the seconds until it reports ready."""
         begun = time.perf_counter()
         port = self._start(name)
         self._wait(lambda: _ready(port), f"{name} is ready")
         return time.perf_counter() - begun
 
     def _start(self, name: str) -> int:
-        """Starts a service: the port of its HTTP."""
+        """Start a service; return its HTTP port."""
         port = self._ports[name] = HeldPort()
         self._processes[name] = subprocess.Popen(
             [sys.executable, "-m", "fedstream", name.partition("-")[0], "--name", name],
@@ -106,19 +106,19 @@ class Deployment:
         return port.number
 
     def grow(self, trainers: int) -> None:
-        """Adds trainers until there are so many, and waits until each has done a task."""
+        """Add trainers until there are ``trainers``, and wait until each has done a task."""
         begun = len([name for name in self._processes if name.startswith("trainer")])
         for n in range(begun, trainers):
             self._start(f"trainer-{n + 1}")
         self._wait(lambda: len(self._served()) >= trainers, f"a task of {trainers} trainers")
 
     def _served(self) -> set[str]:
-        """The trainers that have answered."""
+        """The trainers that have answered a task."""
         register: Any = self._client.hgetall("fedstream:{demo}:trainers")
         return {name for name, about in register.items() if msgpack.unpackb(about)["answers"]}
 
     def rate(self, trainers: int, cycles: int) -> tuple[float, dict[str, float]]:
-        """Updates a second, and ms of processor time for each by service."""
+        """Updates per second, and CPU time per update in ms, by service."""
         first = self._newest()
         cpu = {name: self.cpu_s(name) for name in MEASURED}
         last = self._wait(
@@ -143,12 +143,12 @@ class Deployment:
         return next(seen for _, fields in entries if (seen := _seen(fields)).version == version)
 
     def cpu_s(self, name: str) -> float:
-        """Processor time of a service so far."""
+        """CPU seconds that a service has used so far."""
         times = psutil.Process(self._processes[name].pid).cpu_times()
         return float(times.user + times.system)
 
     def memory_mb(self, name: str) -> dict[str, float]:
-        """Resident; its share where pages are shared with other processes; what is its alone."""
+        """A service's memory: resident (rss), with shared pages divided (pss), unshared (uss)."""
         found = psutil.Process(self._processes[name].pid).memory_full_info()
         return {"rss": found.rss / 1e6, "pss": found.pss / 1e6, "uss": found.uss / 1e6}
 
@@ -170,7 +170,7 @@ def _seen(fields: dict[bytes, bytes]) -> Seen:
 
 
 def _ready(port: int) -> bool:
-    """Whether the service there says that it is ready: as a kubelet asks."""
+    """Whether the service there reports ready, asked the way a kubelet does."""
     try:
         with urllib.request.urlopen(f"http://127.0.0.1:{port}/readyz", timeout=2) as reply:
             return bool(reply.status == 200)
@@ -179,13 +179,13 @@ def _ready(port: int) -> bool:
 
 
 def measured(trainers: list[int], cycles: int) -> dict[str, Any]:
-    """One run: from no trainer to as many as there are to be."""
+    """One run, from no trainers up to the largest number."""
     with ExitStack() as stack:
         url = stack.enter_context(RedisServer()).url
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         services = stack.enter_context(Deployment(url, folder, devices=2 * max(trainers)))
         ready = {name: services.start(name) for name in ("updater", "coordinator")}
-        # Before the scheduler: there is no task yet, and the machine has nothing else to do.
+        # Before the scheduler, so that there is no task yet and the machine is otherwise idle.
         ready["trainer"] = services.start("trainer-1")
         memory = services.memory_mb("trainer-1")
         ready["scheduler"] = services.start("scheduler")
@@ -204,7 +204,7 @@ def measured(trainers: list[int], cycles: int) -> dict[str, Any]:
 
 
 def verdicts(median: dict[str, Any]) -> list[tuple[str, float, str, bool]]:
-    """What was measured, the bound, and whether it was held."""
+    """(what, measured value, bound, whether it was held) for every bound."""
     rows = []
     for n, about in median["trainers"].items():
         if 1 < int(n) <= LINEAR_UP_TO:
@@ -220,7 +220,7 @@ def verdicts(median: dict[str, Any]) -> list[tuple[str, float, str, bool]]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """The results for people."""
+    """The results as Markdown."""
     median = results["median"]
     about = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
     lines = [
@@ -252,7 +252,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
-    """The median of every figure, over runs."""
+    """The median of every figure over the runs."""
     return {
         key: _median([run[key] for run in runs])
         if isinstance(value, dict)
@@ -262,7 +262,7 @@ def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures, prints a table, and writes it to benchmarks/results."""
+    """Measure, print a table, and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--trainers", default="1,2,4,8,16,32")

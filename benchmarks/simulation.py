@@ -53,7 +53,7 @@ TABLE_2_RUN = Path(__file__).parents[1] / "experiments/results/afl-mnist-table2/
 
 
 def plain(task: Task, settings: Settings, epochs: int) -> float:
-    """Seconds for so many devices' epochs, one device after the other."""
+    """Seconds for ``epochs`` device-epochs, one device after the other."""
     module, solver = task.model(), settings.solver
     shares = [task.device_data(n % (task.devices or 1)) for n in range(epochs)]
     module.train()
@@ -70,12 +70,12 @@ def plain(task: Task, settings: Settings, epochs: int) -> float:
 
 
 def rate(outcome: Outcome) -> float:
-    """Device-epochs a second, without the measuring, which the plain loop does not do."""
+    """Device-epochs per second, not counting evaluation, which the plain loop lacks."""
     return outcome.versions[-1].epochs / (outcome.seconds - outcome.measuring)
 
 
 def flops(task: Task, batch_size: int) -> float:
-    """Of one device's epoch: a step's, counted, for as many samples as the first device has."""
+    """Operations in one device-epoch: those of one step, scaled to the first device's samples."""
     module, share = task.model(), task.device_data(0)
     with FlopCounterMode(display=False) as counter:
         torch.autograd.backward(task.loss(module, gather(share, torch.arange(batch_size))))
@@ -84,12 +84,12 @@ def flops(task: Task, batch_size: int) -> float:
 
 
 def has_bfloat16() -> bool:
-    """Whether the processor has instructions for it."""
+    """Whether the processor has bfloat16 instructions."""
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())  # noqa: SLF001
 
 
 def peak() -> float:
-    """Floating-point operations a second in a large float32 matrix product."""
+    """Floating-point operations per second in a large float32 matrix product."""
     a, seconds = torch.randn(2048, 2048), []
     for _ in range(8):
         began = time.perf_counter()
@@ -101,7 +101,7 @@ def peak() -> float:
 def paired(
     runs: int, epochs: int, loop: Callable[[], float], simulated: Callable[[], float]
 ) -> dict[str, Any]:
-    """Device-epochs a second of both, in turn."""
+    """Device-epochs per second of both, measured alternately."""
     rows = [(epochs / loop(), simulated()) for _ in range(runs)]
     return {
         "plain_per_s": round(statistics.median(row[0] for row in rows), 2),
@@ -125,7 +125,7 @@ def compared(runs: int, threads: int) -> dict[str, dict[str, Any]]:
         "CNN, float32": (CNN, (), 2, 2),
         "CNN, bfloat16": (CNN, ("simulation.precision=bfloat16",), 2, 2),
     }  # fmt: skip
-    if not has_bfloat16():  # it would be emulated, and take ten times as long
+    if not has_bfloat16():  # emulated, it takes ten times as long
         del cases["CNN, bfloat16"]
     tasks: dict[str, Task] = {}
     found = {}
@@ -147,7 +147,7 @@ def compared(runs: int, threads: int) -> dict[str, dict[str, Any]]:
 
 
 def table_2(threads: int) -> dict[str, Any]:
-    """Seconds for AFL's table 2, by one run of each kind of row."""
+    """Seconds for AFL's table 2, extrapolated from one run of each kind of row."""
     total, kinds = 0.0, {}
     for (devices, m, c), rows in TABLE_2.items():
         sets = (
@@ -168,7 +168,7 @@ def table_2(threads: int) -> dict[str, Any]:
 
 
 def accuracy(threads: int, versions: int) -> dict[str, float]:
-    """FedAsync's CNN after so many versions, by precision."""
+    """Accuracy of FedAsync's CNN after ``versions`` versions, by precision."""
     found = {}
     for precision in ("float32", "bfloat16") if has_bfloat16() else ("float32",):
         settings = read(
@@ -182,7 +182,7 @@ def accuracy(threads: int, versions: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measures, prints a table, and writes it to benchmarks/results."""
+    """Measure, print a table, and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--threads", type=int, default=2)

@@ -1,6 +1,6 @@
-"""`python -m benchmarks.unrecorded updater ...`: the services with a journal that keeps nothing.
+"""`python -m benchmarks.unrecorded updater ...`: the services with a journal that records nothing.
 
-What a journal costs is measured against this: the same program, less the bytes.
+The baseline for the journal's cost: the same program without the writes.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fedstream.updater.journal import RoundClosed, Taken
 async def append_nothing(
     self: recorder.Recorder, records: Sequence[tuple[Taken | RoundClosed | None, Sequence[Model]]]
 ) -> list[int]:
-    """Without even a thread."""
+    """Stand in for ``Recorder.append``: write nothing, and start no thread."""
     return [self.appended] * len(records)
 
 

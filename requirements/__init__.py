@@ -1,1 +1,1 @@
-"""What is installed, by hash: ``make lock`` writes the lists, pip holds installs to them."""
+"""Hash-locked requirements: ``make lock`` writes the lists, pip checks installs against them."""

@@ -1,17 +1,17 @@
-"""``make lock``: writes the lists of what is installed, each file of each package by its hash.
+"""``make lock``: write the requirement lists, with the hash of every file of every package.
 
-Versions are those of ``constraints.txt``; of what it does not name, those of the lists as they
-are. The lists are for Python 3.11 and later on Linux, macOS and Windows, and stand apart because
-not everybody installs all of them:
+``constraints.txt`` pins versions; packages that it does not name keep their version from the
+current lists. The lists suit Python 3.11 and later on Linux, macOS and Windows. They are separate
+because not everybody installs all of them:
 
 - ``torch-cpu.txt``: PyTorch's CPU build, from wherever pip is told to find it (its hashes are in
-  ``torch-cpu.sha256``), with either build of torchvision. pip takes a file whose hash the index
-  names before one in a folder, so a list that allowed both builds would never take the smaller.
-- ``torch-cuda.txt``: torch and torchvision of the package index, and what they ask for on Linux:
-  several gigabytes. On macOS it is a CPU build too.
-- ``runtime.txt``: what else fedstream depends on.
-- ``dev.txt``: what its tests add.
-- ``tools.txt``, ``docs.txt`` and ``checkov.txt``: environments of their own.
+  ``torch-cpu.sha256``), with either build of torchvision. pip prefers files whose hash the index
+  names over files in a folder, so a list that allowed both builds would never get the smaller one.
+- ``torch-cuda.txt``: torch and torchvision from the package index, with their dependencies on
+  Linux: several gigabytes. On macOS this is a CPU build too.
+- ``runtime.txt``: fedstream's other dependencies.
+- ``dev.txt``: additional dependencies of the tests.
+- ``tools.txt``, ``docs.txt`` and ``checkov.txt``: separate environments.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _CUDA = re.compile(r"nvidia-|cuda-|triton$")
 _OLDEST_PYTHON = "3.11"
 _HEADER = "# Written by `make lock`. Installed with --require-hashes --no-deps.\n"
 
-Entries = dict[str, str]  # a package's lines, by its name
+Entries = dict[str, str]  # package name to its lines
 
 
 def entries(text: str) -> Entries:
-    """A list's packages: the pin with its marker, and the hashes below it."""
+    """The packages in a list, each with its pin, marker and hashes."""
     found: Entries = {}
     name = ""
     for line in text.splitlines(keepends=True):
@@ -54,13 +54,13 @@ def _pin(lines: str) -> str:
 
 
 def read(name: str) -> Entries:
-    """One of the lists, as it is now; empty before it is first written."""
+    """The current content of a list; empty if it does not exist yet."""
     path = FOLDER / f"{name}.txt"
     return entries(path.read_text()) if path.is_file() else {}
 
 
 def cpu_builds() -> dict[str, list[str]]:
-    """The hashes of PyTorch's CPU builds, by package and version: ``torch==2.13.0``."""
+    """The hashes of PyTorch's CPU builds, by pin, e.g. ``torch==2.13.0``."""
     found: dict[str, list[str]] = {}
     for line in (FOLDER / "torch-cpu.sha256").read_text().splitlines():
         digest, file = line.split()
@@ -70,7 +70,7 @@ def cpu_builds() -> dict[str, list[str]]:
 
 
 def torch_cpu(every: Entries, builds: Mapping[str, Sequence[str]]) -> Entries:
-    """The list ``torch-cpu``. Raises SystemExit where no CPU build is known."""
+    """The list ``torch-cpu``. Raises SystemExit if there is no known CPU build of a pin."""
     for name in _TORCH:
         if (pin := _pin(every[name])) not in builds:
             raise SystemExit(
@@ -91,7 +91,7 @@ def _entry(pin: str, digests: Sequence[str]) -> str:
 def _compiled(
     known: Mapping[str, str], *arguments: str | Path, python: str = _OLDEST_PYTHON
 ) -> Entries:
-    """What uv resolves, keeping to what is known where nothing speaks against it."""
+    """What uv resolves, keeping known versions where possible."""
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "out.txt"
         out.write_text("".join(known.values()))
@@ -126,11 +126,11 @@ def _write_project() -> None:
 
 
 def main() -> None:
-    """All lists anew."""
+    """Rewrite all lists."""
     _write_project()
     for name in ("tools", "docs"):
         _write(name, _compiled(read(name), FOLDER / f"{name}.in"))
-    # One of what checkov depends on is for no older Python.
+    # One of checkov's dependencies does not support older Pythons.
     _write("checkov", _compiled(read("checkov"), FOLDER / "checkov.in", python="3.11.5"))
 
 

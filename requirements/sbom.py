@@ -1,9 +1,9 @@
-"""``make sbom``: what a release consists of, as CycloneDX has it.
+"""``make sbom``: write a release's software bill of materials in CycloneDX format.
 
     python -m requirements.sbom INTERPRETER OUT
 
-INTERPRETER is that of an environment with what fedstream depends on and nothing else. Every
-package has its version, licence, package URL and what it depends on.
+INTERPRETER belongs to an environment with fedstream's dependencies and nothing else. Every package
+is listed with its version, licence, package URL and dependencies.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def version() -> str:
-    """fedstream's own. Read, not imported: nothing of ours is installed where this runs."""
+    """fedstream's version. Parsed, not imported: fedstream is not installed where this runs."""
     for node in ast.parse((ROOT / "fedstream" / "__init__.py").read_text()).body:
         match node:
             case ast.Assign(targets=[ast.Name("__version__")], value=ast.Constant(str(text))):
@@ -27,7 +27,7 @@ def version() -> str:
 
 
 def main() -> None:
-    """Writes OUT."""
+    """Write OUT."""
     interpreter, out = (Path(argument) for argument in sys.argv[1:])
     done = subprocess.run(
         [
@@ -38,7 +38,7 @@ def main() -> None:
         check=True, capture_output=True,
     )  # fmt: skip
     bill = json.loads(done.stdout)
-    # The version is not in pyproject.toml, which is all that the tool reads of us.
+    # The tool reads only pyproject.toml, which does not contain the version.
     own = bill["metadata"]["component"]
     own |= {"version": version(), "purl": f"pkg:pypi/fedstream@{version()}"}
     out.parent.mkdir(parents=True, exist_ok=True)
