@@ -229,6 +229,7 @@ async def test_streams_of_tasks_of_trainers_that_nobody_heard_get_an_expiry(
     run: Hand, redis: RedisSettings, client: Client, keys: Keys
 ) -> None:
     await run.announce("own", 3)
+    await run.announce("pool")  # else the sweep gives up what nobody has taken yet
     names = ("north/ghost", "ghost", "own")
     for name in names:
         await Group(client, keys.tasks_of(name), TRAINERS, "t").ensure()
