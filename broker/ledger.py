@@ -1,6 +1,6 @@
-"""The ledger of a run: which tasks are open, which answer was admitted, what every task came to.
+"""The ledger of a run: open tasks, admitted answers, and the outcome of every task.
 
-Each method is one Lua script (``broker/lua``), so every change is whole or not at all, and
+Every change is one Lua script (``broker/lua``) or one command, and so is atomic:
 ``issued = applied + buffered + refused + given up + dead + open`` holds at any moment.
 """
 
@@ -62,28 +62,29 @@ _SCRIPTS = {
     )
 }  # fmt: skip
 
-_DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # somebody may have written other fields
+_DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # foreign fields may be there too
 
-# Bytes that a letter keeps of an entry, more than most of ours have: 1,000 take 80 MiB of Redis.
+# Bytes of an entry that a dead letter keeps, more than most of ours have: 1,000 letters take 80 MiB
+# of Redis's memory.
 _LETTER = 64 << 10
-_REGISTER = 64 << 20  # bytes of all that trainers say of themselves
-_WHY = 1000  # characters of a reason: a site may give one of any length
+_REGISTER = 64 << 20  # bytes of all trainers' descriptions together
+_WHY = 1000  # characters of a reason: a site may send one of any length
 
 T = TypeVar("T")
 
 
 def _packed(value: object) -> bytes:
-    """Arguments of a script. Redis's cmsgpack knows no binary type: bytes ride as strings."""
+    """Pack an argument for a script, bytes as strings: Redis's cmsgpack has no binary type."""
     packed = msgpack.packb(value, use_bin_type=False)
     assert isinstance(packed, bytes)  # noqa: S101  (packb's type is Any)
     return packed
 
 
 def _about(data: bytes) -> dict[str, Any]:
-    """What a trainer says of itself. Raises BadMessage."""
+    """Decode a trainer's description of itself. Raises BadMessage."""
     try:
         about = msgpack.unpackb(data)
-        json.dumps(about, allow_nan=False)  # it is shown so: no bytes, no keys but text and numbers
+        json.dumps(about, allow_nan=False)  # shown as JSON: no bytes, only text and number keys
     except (TypeError, ValueError, RecursionError, msgpack.UnpackException) as error:
         raise BadMessage(f"not what a trainer says: {error}") from error
     if not isinstance(about, dict) or not isinstance(about.get("owns"), list):
@@ -96,7 +97,7 @@ def _text(reply: bytes) -> str:
 
 
 def _devices(fields: Iterable[bytes], devices: int) -> tuple[int, ...]:
-    """Those of the run, in order, of the names of fields."""
+    """The run's devices among field names, in order."""
     found = (int(field) for field in fields if _DEVICE.fullmatch(field))
     return tuple(sorted(device for device in found if device < devices))
 
@@ -108,10 +109,10 @@ def _verdict(reply: Sequence[bytes]) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Decision(Generic[T]):
-    """A change not made yet: await it alone, or send its command with others in one pipeline."""
+    """A pending change: await it alone, or send its command with others in one pipeline."""
 
     command: Command
-    parsed: Callable[[Any], T]  # the command's reply
+    parsed: Callable[[Any], T]  # parses the command's reply
     _alone: Callable[[], Awaitable[Any]]
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -119,7 +120,7 @@ class Decision(Generic[T]):
 
 
 class Ledger:
-    """The state of one run in Redis, changed by scripts alone."""
+    """The state of one run in Redis, changed atomically."""
 
     def __init__(self, client: Client, keys: Keys, service: str) -> None:
         client.bind(keys.prefix)
@@ -154,7 +155,7 @@ class Ledger:
         )  # fmt: skip
 
     async def prepare(self, sites: Iterable[str] = ()) -> None:
-        """Makes Redis know the sites and the scripts, also of trainers, who may load none."""
+        """Register the sites and load every script, including those that trainers may not load."""
         await load_all(self._client)
         if names := sorted(sites):
             await self._client.call("SADD", self.keys.sites, *names)
@@ -169,22 +170,22 @@ class Ledger:
         }
         return {name: value for name, value in event.items() if value is not None}
 
-    # what is
+    # state
 
     async def look(self, *, inboxes: bool = False) -> View:
-        """Everything countable. Raises NoRun while the run was not created.
+        """Read everything countable in one step. Raises NoRun until the run is created.
 
-        ``inboxes``: their entries too, which takes Redis half a microsecond for each site.
+        ``inboxes``: also count their entries, which takes Redis half a microsecond per site.
         """
         return self._view(await self._script("look", int(inboxes)))
 
     async def look_after(
         self, view: View, *, block_ms: int, opening: Decision[int] | None = None
     ) -> tuple[int, View]:
-        """Opens tasks, waits for what ``view`` does not contain, and looks: one exchange.
+        """Open tasks, wait for news since ``view``, and look again, all in one exchange.
 
-        How many tasks were opened, and what is then, at most ``block_ms`` later. Raises NoRun, and
-        Fenced as :meth:`trigger` does.
+        Returns how many tasks were opened, and the new view, after at most ``block_ms``. Raises
+        NoRun, and Fenced as :meth:`trigger` does.
         """
         streams = (*view.told, *view.told.values())
         news: Command = ("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *streams)
@@ -223,43 +224,42 @@ class Ledger:
         )
 
     async def run(self) -> Run:
-        """The run's record. Raises NoRun."""
+        """Read the run's record. Raises NoRun."""
         record = await self._client.call("HGETALL", self.keys.run)
         if not record:
             raise NoRun(f"there is no run {self.keys.name!r} in Redis at {self._client.address}")
         return Run.parsed(tuple(record))
 
     async def head(self) -> Head | None:
-        """The newest version; None before the first."""
+        """Read the newest version; None before the first."""
         record = mapping(await self._client.call("HGETALL", self.keys.head))
         return Head.parsed(record) if record else None
 
     async def kept(self) -> dict[str, int]:
-        """Blobs of the models that can be read, with their versions, oldest first."""
+        """Read the blobs of the models that are kept, with their versions, oldest first."""
         flat = await self._client.call("ZRANGE", self.keys.kept, 0, -1, "WITHSCORES")
         return {blob.decode(): int(float(v)) for blob, v in zip(flat[::2], flat[1::2], strict=True)}
 
     async def digest(self, version: int) -> str | None:
-        """The digest of one of the newest versions."""
+        """Read a version's digest; None unless it is one of the newest."""
         found = await self._client.call("HGET", self.keys.lineage, version)
         return found.decode() if found else None
 
     async def ended(self) -> list[Upload]:
-        """The updates in the queue whose tasks have ended: they are done, and not yet deleted."""
+        """Read the updates in the queue whose tasks have ended: done, but not yet deleted."""
         rows, opened = await self._client.pipeline(
             [("XRANGE", self.keys.queue, "-", "+"), ("HKEYS", self.keys.open)]
         )
         found = []
         for _, fields in rows:
-            with suppress(BadMessage):  # which the updater will find too
+            with suppress(BadMessage):  # the updater will come across it too
                 found.append(Upload.decode(fields[1]))
         return [upload for upload in found if upload.task.encode() not in set(opened)]
 
     async def trainers(self) -> dict[str, dict[str, Any]]:
-        """What every trainer that is alive said of itself last, by name.
+        """Read the latest description of every live trainer, by name.
 
-        What is no entry of ours is not among them, whoever wrote it. Raises ReplyTooLarge where
-        sites have named more devices than anybody could show.
+        Foreign entries are left out. Raises ReplyTooLarge if sites have named too many devices.
         """
         asked: Command = ("HGETALL", self.keys.trainers)
         [flat] = await self._client.pipeline([asked], most=_REGISTER)
@@ -270,7 +270,7 @@ class Ledger:
         return dict(sorted(found.items()))
 
     async def owners(self) -> dict[int, str]:
-        """Which trainer owns which device, less what is no entry of ours."""
+        """Read which trainer owns which device, leaving out foreign entries."""
         flat = await self._client.call("HGETALL", self.keys.owners)
         found = {}
         for device, owner in zip(flat[::2], flat[1::2], strict=True):
@@ -279,14 +279,14 @@ class Ledger:
                     found[int(device)] = owner.decode()
         return found
 
-    # the scheduler's part
+    # scheduler
 
     def trigger(
         self, token: str, limit: int, draw: int, triggers: Iterable[Trigger]
     ) -> Decision[int]:
-        """Opens tasks while fewer than ``limit`` are open: how many were.
+        """Open tasks while fewer than ``limit`` are open: how many were opened.
 
-        ``draw`` is the number of tasks issued when they were drawn; if others were issued since,
+        ``draw`` is the number of tasks issued when these were drawn; if others were issued since,
         none is opened. Raises Fenced.
         """
 
@@ -299,15 +299,15 @@ class Ledger:
         return self._decision("trigger", opened, token, limit, draw, *pairs)
 
     async def ask(self, wish: CloseRound | Withdraw) -> None:
-        """Asks the coordinator to end a round, or to give tasks up."""
+        """Ask the coordinator to end a round or to give up tasks."""
         await self._client.call("XADD", self.keys.triggers, "*", "m", wish.encode())
 
-    # the coordinator's part
+    # coordinator
 
     def dispatch(self, entry: Entry, trigger: Trigger) -> Decision[str]:
-        """Makes a trigger of the scheduler a task, of the pool or of the device's owner.
+        """Turn a scheduler's trigger into a task for the device's owner, or else the pool.
 
-        What became of it: 'sent', 'ended' (before), 'repeated'.
+        Returns 'sent', 'ended' (the task already has) or 'repeated'.
         """
         about = {
             "group": COORDINATORS, "entry": entry.id, "task": trigger.task,
@@ -321,11 +321,12 @@ class Ledger:
     def take_up(
         self, site: str, entry: Entry, trigger: Trigger, *, anarchic: bool, rate: int, limit: int
     ) -> Decision[str]:
-        """Makes a trigger of a site's own device a task: what became of it.
+        """Turn a site's trigger for its own device into a task.
 
-        'sent'; 'unasked' (devices do not decide by themselves in this run), 'foreign' (it is not
-        the site's device, or none of the run's), 'limited' (more than ``rate`` a second and site,
-        or ``limit`` tasks are open), 'busy' (the device has a task), 'finished', 'repeated'.
+        Returns 'sent', 'unasked' (devices don't decide by themselves in this run), 'foreign' (the
+        device is not the site's or not in the run), 'limited' (the site exceeds ``rate`` per
+        second, or ``limit`` tasks are open), 'busy' (the device has a task), 'finished' (the run
+        has) or 'repeated'.
         """
         about = {
             "group": COORDINATORS, "entry": entry.id, "task": trigger.task,
@@ -338,7 +339,7 @@ class Ledger:
         )
 
     def close_round(self, entry: Entry, closing: CloseRound) -> Decision[str]:
-        """Gives up a round's unanswered tasks, and tells the updater through the queue."""
+        """Give up a round's unanswered tasks and tell the updater through the queue."""
         about = {
             "group": COORDINATORS, "entry": entry.id, "tasks": closing.tasks,
             "trainers": TRAINERS, "why": reasons.ROUND_OVER,
@@ -347,7 +348,7 @@ class Ledger:
         return self._decision("close_round", _text, _packed(about), end, _packed(self._event()))
 
     def withdraw(self, entry: Entry, wish: Withdraw) -> Decision[str]:
-        """Gives up those of some tasks that were not answered; their trainers lose their leases."""
+        """Give up the unanswered tasks of a request; their trainers lose their leases."""
         about = {
             "group": COORDINATORS, "entry": entry.id, "tasks": wish.tasks, "trainers": TRAINERS,
             "why": wish.why,
@@ -363,10 +364,10 @@ class Ledger:
         site: str = POOL,
         trusted: bool = True,
     ) -> Decision[tuple[str, str]]:
-        """Admits an answer to the queue, or not: ('admitted' | 'refused' | ..., reason).
+        """Admit an answer to the queue, or not: ('admitted' | 'refused' | ..., reason).
 
-        ``site``: whose inbox it came through; where it is not ``trusted``, staleness counts from
-        the version that was the newest when the task was handed out.
+        ``site``: whose inbox the answer came through. For untrusted sites, staleness counts from
+        the newest version at the time the task was handed out.
         """
         about: dict[str, object] = {
             "group": COORDINATORS, "entry": entry.id, "site": site, "trusted": trusted,
@@ -402,10 +403,10 @@ class Ledger:
         most: int,
         rate: int,
     ) -> Decision[str]:
-        """A trainer is there and owns devices, or leaves: 'heard', 'leaves', 'repeated', 'over'.
+        """Record a trainer's announcement: 'heard', 'leaves', 'repeated' or 'over'.
 
-        ``denied``: those of its devices that its site may not own. 'over': the site has ``most``
-        other trainers, or has named ``rate`` trainers and devices in this second.
+        ``denied``: devices in the announcement that the site may not own. 'over': the site already
+        has ``most`` other trainers, or has named ``rate`` trainers and devices in this second.
         """
         name = member(site, said.trainer)
         about = {
@@ -426,9 +427,10 @@ class Ledger:
     def relay(
         self, site: str, entry: Entry, event: Event | None, *, most: int, why: str
     ) -> Decision[str]:
-        """Passes on what a site tells observers, at most so often a second: 'told', 'dropped'.
+        """Relay a site's event to observers: 'told', 'dropped' or 'repeated'.
 
-        None: it is of no use. ``why``: as what it is counted where it is dropped.
+        ``event``: None if it is invalid, to be dropped. ``most``: events per second for the site.
+        ``why``: the reason under which dropped events are counted.
         """
         return self._decision(
             "relay", _text, COORDINATORS, entry.id, site, event.encode() if event else "", most,
@@ -447,11 +449,11 @@ class Ledger:
         found: Dead | None = None,
         site: str = "",
     ) -> bool:
-        """Moves an entry to ``dead``, and ends the task that it is about.
+        """Move an entry to ``dead`` and end the task it is about: whether the entry was there.
 
-        ``site``: whose stream it is, or whose inbox it was said in; the task ends only if it was
-        given that site. One that says more than it may is not kept, if it ends no task.
-        ``found``: it tells of another entry, which a trainer could not read: that one is kept.
+        ``site``: whose stream or inbox the entry was in; the task ends only if it was sent to that
+        site. Beyond the site's rate, an entry that ends no task is dropped. ``found``: a trainer's
+        report of an entry that it could not read; that entry is kept instead.
         """
         name, now = stream.removeprefix(self.keys.prefix), time.time()
         dead = found or Dead(
@@ -473,17 +475,17 @@ class Ledger:
         )  # fmt: skip
 
     async def age_letters(self, days: float) -> int:
-        """Deletes dead letters that are older: how many."""
+        """Delete dead letters older than ``days``: how many."""
         return int(await self._script("age_letters", round(days * 86_400)))
 
     async def find_lost(self, seen: Mapping[str, str]) -> tuple[int, dict[str, str]]:
-        """Gives up open tasks that nobody has any more: see :func:`broker.custody.find_lost`."""
+        """Give up open tasks that have been lost: see :func:`broker.custody.find_lost`."""
         return await find_lost(self._client, self.keys, _packed(self._event()), seen)
 
     async def leases(self, lease_ms: int, owners: Iterable[str]) -> tuple[int, list[str]]:
-        """How many tasks trainers have under a lease that holds, and the streams where one ran out.
+        """Count the tasks under a live lease, and find the streams with an expired one.
 
-        Of the pool's stream and those of ``owners``.
+        Looks at the pool's stream and those of ``owners``.
         """
         leased, lapsed = 0, list[str]()
         for some in in_parts([self.keys.tasks, *map(self.keys.tasks_of, sorted(owners))]):
@@ -493,15 +495,15 @@ class Ledger:
         return leased, lapsed
 
     async def memory(self) -> tuple[int, int]:
-        """Bytes that Redis uses, and that it may use (0: no limit)."""
+        """Read how many bytes Redis uses, and may use (0: no limit)."""
         info = await self._client.call("INFO", "memory")
         found = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
         return int(found.get(b"used_memory", 0)), int(found.get(b"maxmemory", 0))
 
     async def silent(self, seconds: float) -> list[bytes]:
-        """Trainers that were not heard for so long, and have not said good-bye.
+        """Find trainers not heard from for ``seconds`` that have not said good-bye.
 
-        As their names were written, which may be other bytes than a name's.
+        Returns names as written, which may not be valid text.
         """
         now = await self._client.call("TIME")
         names: list[bytes] = await self._client.call(
@@ -510,7 +512,7 @@ class Ledger:
         return names
 
     async def unheard(self, owners: Iterable[str]) -> list[str]:
-        """Those of these owners of devices that are not on the register."""
+        """Find the owners of devices that are not on the register."""
         unheard: list[str] = []
         for some in in_parts(sorted(owners)):
             scores = await self._client.call("ZMSCORE", self.keys.alive, *some)
@@ -518,20 +520,23 @@ class Ledger:
         return unheard
 
     async def left(self) -> list[bytes]:
-        """Trainers that said good-bye, as their names were written."""
+        """Find trainers that have said good-bye; returns names as written."""
         names: list[bytes] = await self._client.call("ZRANGEBYSCORE", self.keys.alive, 0, 0)
         return names
 
     async def settle_unserved(self, lease_ms: int) -> int:
-        """What lies in the pool where only owners are alive: theirs, or given up. How many were."""
+        """Reassign or give up the pool's tasks when no live trainer serves it: how many given up.
+
+        A task goes to its device's owner if there is one.
+        """
         event = _packed(self._event())
         return int(await self._script("settle_unserved", TRAINERS, lease_ms, event))
 
     async def leave(self, name: bytes, *, silent_s: float = 0.0) -> int | None:
-        """Strikes a trainer off the register if it was silent for so long, or has said good-bye.
+        """Deregister a trainer that has been silent for ``silent_s`` or has said good-bye.
 
-        How many tasks were given up because they waited for the devices that it owned; None if it
-        is not on the register, or was heard since.
+        Returns how many tasks waiting for its devices were given up; None if it has been heard from
+        since, or is neither registered nor an owner of devices.
         """
         shown = name.decode(errors="replace")
         left = self._event(what="trainer", text=f"{shown} left")
@@ -541,10 +546,10 @@ class Ledger:
         )
         return None if given_up < 0 else int(given_up)
 
-    # the updater's part
+    # updater
 
     async def awaits(self, upload: Upload) -> bool:
-        """Whether an update was admitted and has not ended."""
+        """Check whether an update was admitted and its task has not ended."""
         admitted = await self._client.call("HGET", self.keys.admitted, upload.task)
         return bool(admitted == upload.attempt.encode())
 
@@ -560,15 +565,14 @@ class Ledger:
         held: Sequence[int] = (),
         mean_staleness: float = 0.0,
     ) -> Committed:
-        """Makes the run with its first version, or publishes its newest over whatever is there.
+        """Create the run with its first version, or publish its newest one over Redis's state.
 
-        'created'; 'unwritten': the model's blob is not there; 'lost': the token is not; 'moved':
-        Redis fell back once more meanwhile, or this comes late. ``counts``
-        are the run's, for a Redis that was emptied, and ``journalled`` those of the ends that the
-        journal has; with ``done``, how a task ended, also for one that fell back: what it has
-        open, or ended otherwise since, ends as it did. What was open and is not known there any
-        more is given up.
-        Raises Fenced.
+        Returns 'created', 'unwritten' (the model's blob is missing), 'lost' (the token is missing)
+        or 'moved' (Redis fell back again meanwhile, or this request is late). ``counts``: the run's
+        counts, for a Redis that was emptied. ``journalled``: the counts of the ends in the journal.
+        ``done``: how a task ended, for a Redis that fell back; tasks that are open there, or have
+        ended differently since, end as ``done`` says. Open tasks that Redis no longer knows are
+        given up. Raises Fenced.
         """
         about: dict[str, Any] = {
             "token": token, "run": run.record(), "counts": dict(counts or {}),
@@ -588,13 +592,14 @@ class Ledger:
     async def commit(
         self, token: str, commit: Commit, *, ahead: Sequence[Command] = ()
     ) -> Committed:
-        """Publishes, ends and deletes in one step, or does nothing at all: what happened.
+        """Publish, end tasks and delete in one step, or do nothing at all.
 
-        'done' (also when it was done before, and only the reply was lost); 'lost': Redis was
-        emptied; 'behind:<version>': its head is not this version's parent, or not `at`, or Redis
-        forgot ends that it was told; 'unwritten': the model's blob is not there. Raises Fenced.
+        Returns 'done' (also for a repetition after a lost reply), 'lost' (Redis was emptied),
+        'behind:<version>' (Redis's head is not this version's parent, or is older than `at`, or
+        Redis has forgotten ends that it was told) or 'unwritten' (the model's blob is missing).
+        Raises Fenced.
 
-        ``ahead``: what :func:`broker.blobs.prepare` left to write that blob by.
+        ``ahead``: commands from :func:`broker.blobs.prepare` that write the model's blob.
         """
         version = commit.version
         about: dict[str, Any] = {
@@ -625,11 +630,11 @@ class Ledger:
     async def hand_out(
         self, token: str, device: int, digest: str, size: int, *, ahead: Sequence[Command] = ()
     ) -> str:
-        """What was staged of a device takes the place of what whoever trains for it read so far.
+        """Replace a device's state, as its trainers read it, with the staged one.
 
-        'done'; 'lost': the token is not there; 'unwritten': what was staged is not, or it was
-        handed out already. Raises Fenced. ``ahead``: what :func:`broker.blobs.prepare` left to
-        stage it by.
+        Returns 'done', 'lost' (the token is missing) or 'unwritten' (nothing is staged, perhaps
+        because it was handed out already). Raises Fenced. ``ahead``: commands from
+        :func:`broker.blobs.prepare` that write the staged state.
         """
         reply = await self._script(
             "hand_out", token, size, digest, ahead=ahead,
@@ -638,7 +643,7 @@ class Ledger:
         return self._unless_fenced(reply, token)
 
     async def retire(self, token: str, blobs: Sequence[str]) -> str:
-        """Deletes models out of turn, which takes no memory: 'done' or 'lost'. Raises Fenced."""
+        """Delete models early, which takes no memory: 'done' or 'lost'. Raises Fenced."""
         rest = [self.keys.model(blob) for blob in blobs]
         return self._unless_fenced(await self._script("retire", token, *blobs, rest=rest), token)
 
@@ -675,20 +680,21 @@ class Ledger:
         return flattened(values)
 
     async def finish(self, why: str) -> bool:
-        """Ends the run: whether it was running."""
+        """End the run: whether it was running."""
         event = self._event(what="run", text=f"finished: {why}")
         now = time.time()
         return bool(await self._script("finish_run", why, repr(now), _packed(event)))
 
-    # an operator's part
+    # operator
 
     async def retry(self, letter: str, before: str, trigger: Trigger) -> tuple[str, str]:
-        """A dead letter's work once more, as the task that ``trigger`` says; the letter goes.
+        """Retry a dead letter's work as the task in ``trigger``, and delete the letter.
 
-        ``before`` is the task that it was about. 'sent'; else nothing was done: 'gone' (there is no
-        such letter), 'finished' (the run), 'open' (the task), 'retried' (the task, as this new
-        one), 'ended' (the task, and how it did if not as dead), 'forgotten' (how it ended), 'round'
-        (is over), 'busy' (the device has this task), 'held' (its update is buffered).
+        ``before``: the task that the letter is about. Returns a verdict and a detail: 'sent', or
+        else nothing was done: 'gone' (no such letter), 'finished' (the run), 'open' (the task
+        still is), 'retried' (already; the detail is the new task), 'ended' (not as dead; the detail
+        is the outcome), 'forgotten' (how the task ended), 'round' (it is over), 'busy' (the device;
+        the detail is its task), 'held' (an update of the device is buffered).
         """
         about: dict[str, object] = {
             "letter": letter, "before": before, "task": trigger.task, "device": trigger.device,
@@ -698,9 +704,9 @@ class Ledger:
         return _verdict(await self._script("retry", _packed(about), trigger.encode()))
 
     async def ends(self, tasks: Sequence[str]) -> list[str]:
-        """What became of tasks: 'open', an outcome, or '' where that is not remembered any more.
+        """Look up what became of tasks: 'open', an outcome, or '' if forgotten.
 
-        'retried': it was dead, and is done again as another.
+        'retried': the task was dead, and was issued again as another task.
         """
         asked: list[Command] = []
         for task in tasks:
@@ -713,18 +719,18 @@ class Ledger:
             for is_open, ended in zip(replies[::2], replies[1::2], strict=True)
         ]
 
-    # everybody's part
+    # any role
 
     async def tell(self, event: Event) -> None:
-        """Writes an event for whoever observes."""
+        """Write an event for observers."""
         await self._script("tell", event.encode())
 
     async def purge(self) -> int:
-        """Deletes every key of the run, all at once: how many there were.
+        """Delete every key of the run at once: how many there were.
 
-        For services that are alive it is as if Redis had been emptied, which they know how to mend;
-        of a run that went bit by bit they would count the rest wrongly for ever. What they write
-        between the look and the deletion are blobs, which expire.
+        To running services this looks as if Redis had been emptied, which they can repair; had the
+        keys gone one by one, their counts would stay wrong for ever. New keys written between the
+        scan and the deletion are blobs, which expire.
         """
         own = (name for name in vars(self.keys).values() if name.startswith(self.keys.prefix))
         names = {name.encode() for name in own if name != self.keys.prefix}
@@ -732,7 +738,7 @@ class Ledger:
         return int(await self._client.call("UNLINK", *sorted(names)))
 
     async def stored(self) -> set[bytes]:
-        """The keys of the run that Redis has, blobs and whatever else begins with its prefix."""
+        """Find all keys in Redis that begin with the run's prefix, blobs included."""
         names = set[bytes]()
         cursor, pattern = b"0", self.keys.prefix + "*"
         while True:

@@ -1,7 +1,7 @@
-"""What a trainer says: everything goes into its site's inbox, to which it can append and no more.
+"""A trainer's outgoing messages: all go to its site's inbox, to which it can only append.
 
-Who reads an inbox knows by its name whose words they are. What comes of them is a coordinator's
-business: nothing that others rely on is written by a trainer.
+An inbox's name tells its reader which site sent the messages. A coordinator decides what comes of
+them: trainers write nothing that others rely on.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Entry
 
 _FINISH = Script("finish_task")
-_UNHEARD = 10_000  # entries in the inbox with which nobody need say once more that it is there
+_UNHEARD = 10_000  # inbox entries above which trainers skip their announcements
 
 
 class Outbox:
-    """The words of the trainers of one site."""
+    """The sender for the trainers of one site."""
 
     def __init__(self, client: Client, keys: Keys, site: str) -> None:
         client.bind(keys.prefix)
@@ -31,7 +31,7 @@ class Outbox:
         self.site = site
 
     async def say(self, message: Trigger | Event | Presence) -> None:
-        """Appends a message. Said twice, it does no harm."""
+        """Append a message; sending it twice does no harm."""
         await self._client.call("XADD", self._inbox, "*", "m", message.encode())
 
     async def announce(
@@ -42,9 +42,10 @@ class Outbox:
         device: int | None = None,
         answers: int = 0,
     ) -> bool:
-        """Says that a trainer is alive and owns these devices, and no others.
+        """Announce that a trainer is alive and owns exactly these devices.
 
-        False, and nothing is said, while nobody reads: it would pile up.
+        Returns False and sends nothing while the inbox isn't being read, so that announcements
+        don't pile up.
         """
         if await self._client.call("XLEN", self._inbox) > _UNHEARD:
             return False
@@ -57,7 +58,7 @@ class Outbox:
         return True
 
     async def goodbye(self, trainer: str) -> None:
-        """Says that a trainer leaves: a coordinator strikes it off at its next sweep."""
+        """Say that a trainer leaves; a coordinator deregisters it at its next sweep."""
         await self.say(Presence(trainer=trainer, leaves=True))
 
     async def answer(
@@ -69,11 +70,11 @@ class Outbox:
         expire_s: float = 600.0,
         ahead: Sequence[Command] = (),
     ) -> str:
-        """Says the answer to a task and ends its lease, both or neither: what happened.
+        """Send the answer to a task and end its lease, both or neither.
 
-        A trainer that can't read a task says so by a Dead: it has no right to ``dead`` itself.
-        'said'; 'over': the lease had ended before; 'unwritten': the update's blob is not there.
-        ``ahead``: what :func:`broker.blobs.prepare` left to write it by.
+        A trainer that can't read a task answers with a Dead, as it may not write to ``dead``
+        itself. Returns 'said', 'over' (the lease had already ended) or 'unwritten' (the update's
+        blob is missing). ``ahead``: commands from :func:`broker.blobs.prepare` that write the blob.
         """
         update = answer.blob if isinstance(answer, Upload) else f"{self.site}/none"
         reply = await _FINISH(

@@ -1,7 +1,7 @@
-"""Which node to talk to, where that changes: the master that sentinels name, or a cluster's node.
+"""Discovery of the node to talk to: the master named by sentinels, or the node of a cluster slot.
 
-Pure but for the question, which whoever asks brings along. A run lives in one slot, so in a cluster
-there is one node for all of it.
+Does no I/O: the caller passes in the function that asks a node. A run lives in one slot, so in a
+cluster a single node serves all of it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Ask = Callable[[Address, tuple[str, ...]], Awaitable[Any]]
 
 
 class Guide(ABC):
-    """Nodes that know where to go, asked in turn; the one that knew is asked first next time."""
+    """Nodes that know where to go, asked in turn, starting with the last one that knew."""
 
     def __init__(self, nodes: Sequence[Address]) -> None:
         self.nodes = list(nodes)
@@ -27,12 +27,15 @@ class Guide(ABC):
         return ", ".join(f"{host}:{port}" for host, port in self.nodes)
 
     async def find(self, ask: Ask) -> Address:
-        """Where to go now. Raises Unavailable; another BrokerError if each of the nodes refuses."""
+        """Find the current node.
+
+        Raises Unavailable if no node knows; if all refuse, the first refusal (a BrokerError).
+        """
         refusals: list[BrokerError] = []
         said = "no answer"
         for node in tuple(self.nodes):
-            # Last the next time, unless it knows: those behind it must have their turn, whatever
-            # becomes of this attempt.
+            # Move it to the end unless it knows: the other nodes must get their turn even if this
+            # attempt is cut short.
             self._put(node, last=True)
             try:
                 found = self._read(node, await ask(node, self._question))
@@ -67,7 +70,7 @@ class Guide(ABC):
 
 
 class Sentinels(Guide):
-    """They name the master, and another one after a fail-over."""
+    """Sentinels, which name the master and, after a fail-over, its successor."""
 
     def __init__(self, settings: SentinelSettings) -> None:
         super().__init__([address(node) for node in settings.nodes])
@@ -86,7 +89,7 @@ class Sentinels(Guide):
 
 
 class Cluster(Guide):
-    """Any node knows which one has a slot; those that it names can be asked as well."""
+    """A cluster, any node of which knows the slots' nodes; nodes it names can be asked too."""
 
     def __init__(self, node: Address) -> None:
         super().__init__([node])
@@ -102,15 +105,15 @@ class Cluster(Guide):
         return f"the node of slot {self.slot}"
 
     def _read(self, asked: Address, reply: Any) -> Address | None:
-        """A row is: first slot, last slot, the master, its replicas."""
+        """Read rows of the form: first slot, last slot, master, replicas."""
         found = None
         there = [self._named]
         for first, last, *nodes in reply:
-            # A node that doesn't know its own name is the one that was asked.
+            # A node without a name is the one that was asked.
             places = [(n[0].decode() if n[0] else asked[0], int(n[1])) for n in nodes]
             there += places
             if self.slot is None or first <= self.slot <= last:
                 found = found or places[0]
         if found is not None:
-            self.nodes = list(dict.fromkeys(there))  # and not those that are gone
+            self.nodes = list(dict.fromkeys(there))  # drops nodes that are gone
         return found

@@ -1,8 +1,7 @@
-"""Why tasks end, as it is counted: by a closed set of reasons.
+"""The closed set of reasons by which ended tasks are counted.
 
-Each reason stays in a run's counts for ever, and is a label of a metric. What came off the wire in
-place of one of these is told as it was said, in the event of the task's end, and counted with
-others of its kind.
+Each reason stays in a run's counts for ever and is a metric label. Any other text from the wire
+appears verbatim in the event of the task's end, but is counted under a catch-all reason.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ _DEAD = frozenset({"crashed its trainers", "crashed its coordinators"})
 
 
 def of_giving_up(said: str) -> str:
-    """Why a device gave its task up, by what its trainer said."""
+    """The reason under which to count a task that a trainer gave up, from the trainer's text."""
     if said in _GIVEN_UP:
         return said
     if not said.startswith(_RAISED):
@@ -34,5 +33,8 @@ def of_giving_up(said: str) -> str:
 
 
 def of_death(said: str) -> str:
-    """Why an entry was moved to ``dead``; where not after some tries, it could not be read."""
+    """The reason under which to count an entry moved to ``dead``.
+
+    'unreadable', unless the entry was delivered too often.
+    """
     return said if said in _DEAD else "unreadable"

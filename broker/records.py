@@ -1,4 +1,4 @@
-"""What a run is and where it stands, as its records in Redis say: values, and no I/O."""
+"""Records of a run in Redis, and values read from and written to the ledger. Does no I/O."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fedstream.broker.messages import OUTCOMES, Outcome, Sends, Trigger, Version
 
 State = Literal["running", "finished"]
 
-_KEYS = b"2"  # what the keys of a run are called and hold; 1: that of release 0.1
+_KEYS = b"2"  # version of the keys' names and contents; 1: release 0.1
 
 
 def flattened(values: Mapping[str, object]) -> list[str | bytes]:
-    """A mapping as the flat list that HSET takes, without what is None."""
+    """A mapping as the flat list that HSET takes, without values that are None."""
     flat: list[str | bytes] = []
     for name, value in values.items():
         if value is not None:
@@ -31,14 +31,14 @@ def mapping(flat: Sequence[bytes]) -> dict[str, bytes]:
     return {name.decode(): value for name, value in zip(flat[::2], flat[1::2], strict=True)}
 
 
-@lru_cache(1024)  # an open task is looked at again with every other task that ends
+@lru_cache(1024)  # every view contains all open tasks, mostly the same ones as before
 def trigger_of(data: bytes) -> Trigger:
     return Trigger.decode(data)
 
 
 @dataclass(frozen=True)
 class Run:
-    """The record of a run: what was decided when it was created, and whether it is over."""
+    """The record of a run: the choices made at its creation, and whether it is over."""
 
     layout: Layout
     strategy: str
@@ -48,10 +48,10 @@ class Run:
     seed: int
     created: float  # seconds since 1970
     max_staleness: int | None = None
-    sends: Sends = "model"  # what the devices answer with
-    lineage: str = ""  # the journal's: which versions these are
+    sends: Sends = "model"  # the content of updates
+    lineage: str = ""  # the journal's id for this line of versions
     state: State = "running"
-    why: str | None = None  # it finished
+    why: str | None = None  # reason for finishing
     finished: float | None = None  # seconds since 1970
 
     def record(self) -> list[str | bytes]:
@@ -66,7 +66,7 @@ class Run:
         )
 
     @classmethod
-    @lru_cache(16)  # it is in every view, and changes once: when the run ends
+    @lru_cache(16)  # part of every view, but changes only when the run ends
     def parsed(cls, flat: tuple[bytes, ...]) -> Run:
         record = mapping(flat)
         if (keys := record.get("keys", b"1")) != _KEYS:
@@ -96,21 +96,21 @@ class Run:
 
 @dataclass(frozen=True)
 class Head:
-    """The newest version, and what the updater holds beside it."""
+    """The newest version, and the updater's state beside it."""
 
     version: int
     digest: str
     blob: str
     time: float  # seconds since 1970, the updater's clock
     epoch: int
-    held: tuple[int, ...] = ()  # devices whose updates are buffered: they wait for more
+    held: tuple[int, ...] = ()  # devices whose updates are buffered
     retained: int = 0  # entries of the queue that are done, but not yet safe in the journal
-    mean_staleness: float = 0.0  # moving average over what was applied or buffered
-    journalled: Mapping[str, int] = field(default_factory=dict)  # counts of the updater's ends
+    mean_staleness: float = 0.0  # moving average over applied and buffered updates
+    journalled: Mapping[str, int] = field(default_factory=dict)  # counts of ends in the journal
 
     @property
     def buffered(self) -> int:
-        """Updates that wait for more."""
+        """Number of buffered updates."""
         return len(self.held)
 
     @classmethod
@@ -136,40 +136,40 @@ class View:
     head: Head
     counts: Mapping[str, int]
     open: tuple[Trigger, ...]
-    admitted: int  # of the open ones: in the updater's queue
-    queue: int  # entries, admitted updates and control entries
+    admitted: int  # open tasks whose update is in the updater's queue
+    queue: int  # entries: admitted updates and control entries
     triggers: int
-    inbox: int | None  # entries of the sites' inboxes; None: not counted
+    inbox: int | None  # entries in all sites' inboxes; None: not counted
     trainers: int  # alive
     kept: int  # versions whose model can be read
     dead: int
     owned: tuple[int, ...]  # devices that a trainer owns
-    pool: bool  # where there are any: whether a trainer is there that serves the others
+    pool: bool  # whether a live trainer serves the unowned devices; False if none is owned
     now: float  # seconds since 1970, Redis's clock
     told: Mapping[str, str] = field(default_factory=dict)  # newest ids of `events` and `models`
 
     @property
     def backlog(self) -> int:
-        """Entries of the queue that the updater has not done."""
+        """Number of entries in the queue that the updater has not processed."""
         return max(0, self.queue - self.head.retained)
 
     @property
     def served(self) -> tuple[int, ...]:
-        """Devices that somebody trains for: the owned ones, and the pool all that nobody owns."""
+        """Devices that a trainer serves: the owned ones, and with a pool all others too."""
         return self.owned if self.owned and not self.pool else tuple(range(self.run.devices))
 
     @property
     def issued(self) -> int:
-        """Tasks ever triggered."""
+        """Number of tasks ever issued."""
         return self.counts.get("issued", 0)
 
     @cached_property
     def outcomes(self) -> dict[Outcome, int]:
-        """Ended tasks by outcome. With the open ones they add up to ``issued``."""
+        """Number of ended tasks by outcome; together with the open ones they equal ``issued``."""
         return {outcome: self.counts.get(outcome, 0) for outcome in OUTCOMES}
 
     def reasons(self, outcome: str) -> dict[str, int]:
-        """The counts of an outcome (or of ``stray``: uploads that ended no task) by reason."""
+        """Counts by reason of an outcome, or of ``stray``: messages that ended no task."""
         prefix = f"{outcome}:"
         return {
             name.removeprefix(prefix): n
@@ -180,7 +180,7 @@ class View:
 
 @dataclass(frozen=True)
 class End:
-    """One task ends."""
+    """The end of one task."""
 
     task: str
     attempt: str
@@ -193,18 +193,18 @@ class End:
 
 
 def counted(counts: Mapping[str, int], end: End) -> dict[str, int]:
-    """A run's counts with one more end, as the scripts count it."""
+    """A run's counts plus one more end, as the scripts would count it."""
     names = [end.outcome, f"{end.outcome}:{end.reason}"] if end.reason else [end.outcome]
     return {**counts, **{name: counts.get(name, 0) + 1 for name in names}}
 
 
 def without(counts: Mapping[str, int], part: Mapping[str, int]) -> dict[str, int]:
-    """A run's counts less those that are part of them."""
+    """A run's counts minus ``part``, without those that reach zero."""
     return {name: n - part.get(name, 0) for name, n in counts.items() if n > part.get(name, 0)}
 
 
 def ended(counts: Mapping[str, int]) -> int:
-    """Tasks that ended, by counts of outcomes."""
+    """Number of ended tasks in a run's counts."""
     return sum(counts.get(outcome, 0) for outcome in OUTCOMES)
 
 
@@ -213,26 +213,26 @@ LOST = "lost with Redis"
 
 @dataclass(frozen=True)
 class Commit:
-    """What one step of the updater changes, all at once."""
+    """The changes of one updater step, made atomically."""
 
     version: Version | None  # None: no new version, only ends
     held: Sequence[int]  # devices whose updates are buffered
     mean_staleness: float
-    at: int = 0  # the newest version then: without one to publish, Redis must have it
-    retained: int = 0  # entries that are done and stay in the queue for now
+    at: int = 0  # the updater's newest version: if none is published, Redis must have it
+    retained: int = 0  # entries that are done but stay in the queue for now
     ends: Sequence[End] = ()
-    journalled: Mapping[str, int] = field(default_factory=dict)  # ends of the journal, with these
-    before: int = 0  # and how many there were: what Redis must have been told
-    entries: Sequence[str] = ()  # of the queue, done
-    updates: Sequence[str] = ()  # blobs of updates, done
-    retired: Sequence[str] = ()  # blobs of models
-    finish: str | None = None  # why the run is over with this
+    journalled: Mapping[str, int] = field(default_factory=dict)  # counts of journalled ends, now
+    before: int = 0  # number of ends committed before: Redis must know of as many
+    entries: Sequence[str] = ()  # queue entries to delete
+    updates: Sequence[str] = ()  # blobs of updates to delete
+    retired: Sequence[str] = ()  # blobs of models to delete
+    finish: str | None = None  # why the run ends with this commit
 
 
 @dataclass(frozen=True)
 class Committed:
-    """What a commit came to."""
+    """The result of a commit."""
 
-    what: str  # 'done', or why nothing was done
-    counts: dict[str, int] = field(default_factory=dict)  # of the run, now
-    finished: bool = False  # the run
+    what: str  # 'done' or 'created', or why nothing was done
+    counts: dict[str, int] = field(default_factory=dict)  # the run's counts afterwards
+    finished: bool = False  # whether the run is finished

@@ -1,16 +1,16 @@
-"""What each role may do in Redis: its keys, and its commands. For users by ACL (Redis 7).
+"""Each role's rights in Redis: its keys and commands, for ACL users (Redis 7).
 
-A service has a user of its own, so that Redis itself holds the boundaries of the pipeline: a
-trainer can't write a model, the queue or the lineage, and nobody but the updater publishes. What is
-said here follows from what the services do; commands inside scripts are checked like any others,
-and of a script's declared keys Redis asks for both rights. Nobody has EVAL: what runs inside Redis
-is what is in ``broker/lua``.
+Each service has its own user, so Redis itself enforces the boundaries of the pipeline: a trainer
+can't write a model, the queue or the lineage, and only the updater publishes. The rights follow
+from what the services do. Redis checks commands inside scripts like any others, and requires read
+and write access to a script's declared keys. Nobody has EVAL: only the scripts in ``broker/lua``
+run inside Redis.
 
-Trainers have a user for each site, whose trainers trust each other. It can append to the site's own
-inbox, take the site's own tasks, write its own updates, and write and read its own workspaces; of
-the rest it sees the run's record, the newest version, the models, and what a strategy remembers of
-the devices that it was given tasks of. It can load no script: services do. Neither an inbox nor an
-update can it read, claim or delete, what it wrote itself included.
+Trainers share one user per site, as a site's trainers trust each other. It can append to the site's
+inbox, take the site's tasks, write the site's updates, and write and read the site's workspaces.
+Beyond that it can read the run's record, the newest version, the models, and a strategy's state of
+the devices that the site was sent tasks for. It can't load scripts: services do that. It can't
+read, claim or delete an inbox entry or an update, not even its own.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dataclasses import dataclass, replace
 from fedstream.broker.keys import POOL, Keys
 from fedstream.broker.scripts import Script, prelude
 
-# What every connection of ours may need: PING and ROLE look at Redis, the others set it up.
+# Commands that any of our connections may need: PING and ROLE as checks, the others to set it up.
 _CONNECTION = (
     "ping", "role", "select", "client|setname", "cluster|slots", "asking",
 )  # fmt: skip
@@ -31,8 +31,7 @@ _TASKS = "{tasks}"  # the streams of a site's tasks
 _BLOB_READ = ("hget", "hmget")
 _BLOB_WRITE = ("multi", "exec", "hset", "pexpire")
 
-# What `look` counts and reads, in one step, where it does not count inboxes; of most of it only the
-# length.
+# Keys that `look` reads in one step when it doesn't count inboxes; of most only the length.
 _LOOKED_AT = (
     "run", "head", "open", "admitted", "queue", "triggers", "sites", "counts", "alive",
     "kept", "dead", "owners", "pool", "events", "models",
@@ -41,13 +40,13 @@ _LOOKED_AT = (
 
 @dataclass(frozen=True)
 class Rights:
-    """Of one role: names of keys as in :class:`Keys`, with ``*`` for what a name goes on with."""
+    """The rights of one role, with key names as in :class:`Keys` and ``*`` as a wildcard."""
 
     both: tuple[str, ...] = ()  # read and written
     reads: tuple[str, ...] = ()
     writes: tuple[str, ...] = ()
     commands: tuple[str, ...] = ()  # sent by the service itself
-    scripts: tuple[str, ...] = ()  # whose commands are needed too
+    scripts: tuple[str, ...] = ()  # run by the service; their commands are allowed too
     apart: tuple[Rights, ...] = ()  # selectors: other commands for other keys
 
 
@@ -69,7 +68,7 @@ RIGHTS = {
             "leave", "measure", "settle_unserved", "find_lost", "drop_copies", "mend",
             "look", "scan", "withdraw", "age_letters",
         ),
-        apart=(  # what sites never let expire
+        apart=(  # to expire what sites leave behind
             Rights(reads=("update:*", "workspace:*", "tasks:*"), commands=("pttl", "strlen")),
             Rights(writes=("update:*", "workspace:*", "tasks:*"), commands=("pexpire",)),
         ),
@@ -120,7 +119,7 @@ RIGHTS = {
             Rights(writes=("inbox:{site}",), commands=("xadd", "xlen", "exists")),
         ),
     ),
-    # Whoever looks (status, top, doctor), mends (dead) and deletes (purge). `replay --redis` plays
+    # For status, top and doctor, for repairs (dead) and for purge. `replay --redis` acts as
     # scheduler and trainer.
     "operator": Rights(
         both=("*",),
@@ -142,8 +141,8 @@ RIGHTS = {
 }  # fmt: skip
 ROLES = tuple(RIGHTS)
 
-# Of Redis's own parts where there are sentinels: named by Redis's documentation, they have no keys
-# of ours in particular. A user is made only for those that have a password.
+# Rights of Redis's own processes where sentinels are used, from Redis's documentation; they are not
+# limited to our keys. A user is created only for those with a password.
 PARTS = {
     "replica": "+psync +replconf +ping",
     "sentinel": (
@@ -154,7 +153,7 @@ PARTS = {
 
 
 def commands(rights: Rights) -> list[str]:
-    """Every command that these rights allow, inside scripts as well, in lower case."""
+    """All commands that these rights allow, including those inside scripts, in lower case."""
     found = {*rights.commands}
     for name in rights.scripts:
         script = Script(name)
@@ -164,7 +163,7 @@ def commands(rights: Rights) -> list[str]:
 
 
 def rights_of(role: str, site: str = POOL) -> list[Rights]:
-    """What a role may do; of a trainer, those of this site. Each stands by itself."""
+    """A role's rights, for trainers those of one site: the role's own, then its selectors."""
     tasks = ("tasks", f"tasks:{POOL}/*") if site == POOL else (f"tasks:{site}/*",)
 
     def named(names: Iterable[str]) -> tuple[str, ...]:
@@ -180,9 +179,9 @@ def rights_of(role: str, site: str = POOL) -> list[Rights]:
 
 
 def rules(role: str, run: str, site: str = POOL) -> str:
-    """A role's rights in a run, as Redis's ACL has them: what follows the user's password.
+    """A role's rights in a run as ACL rules, to be placed after the user's password.
 
-    ``site``: of a trainer.
+    ``site``: the site, for trainers.
     """
     first, *apart = (_rules(one, Keys(run).prefix) for one in rights_of(role, site))
     return " ".join(["resetkeys resetchannels", first, *(f"({one})" for one in apart)])
@@ -198,19 +197,19 @@ def _rules(rights: Rights, prefix: str) -> str:
 
 
 def user_of(site: str) -> str:
-    """The name of the user of a site's trainers."""
+    """The name of the user that a site's trainers share."""
     return "trainer" if site == POOL else f"trainer-{site}"
 
 
 def acl(run: str, passwords: dict[str, str], sites: Mapping[str, str] | None = None) -> str:
-    """An ACL file for a server that serves this run: a user for each role and site, and no others.
+    """An ACL file for a server dedicated to this run, with a user for each role and site.
 
-    ``passwords`` are by role, those of ``sites`` besides the pool by site; only their hashes are in
-    the file. ``health`` may say PING, which a script that does not end keeps from being answered,
-    and needs no password: a probe has none to show.
+    ``passwords`` are by role; ``sites`` gives those of sites other than the pool, by site. The file
+    contains only their hashes. There is also a user ``health``, which can only send PING (not
+    answered while a script hangs) and has no password, since a probe can't supply one.
     """
-    # Nobody can be `default`, but Redis reads an append-only file with its rights: without them it
-    # drops what scripts wrote (redis/redis#14541).
+    # Nobody can log in as `default`, but Redis loads the append-only file with its rights: without
+    # them it drops what scripts wrote (redis/redis#14541).
     lines = ["user default off resetpass allkeys allchannels +@all"]
     for name in (*ROLES, *PARTS):
         if name in passwords:
@@ -230,7 +229,7 @@ _CALL = re.compile(
 
 
 def _sent(script: str) -> Iterator[str]:
-    """The commands in a script, and in what it calls of the prelude."""
+    """Find the commands in a script and in the prelude functions that it calls."""
     shared = prelude()
     waiting, known = [script], set[str]()
     while waiting:

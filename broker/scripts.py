@@ -1,17 +1,17 @@
-"""The Lua scripts: state changes that belong together, each checked and done in one step.
+"""The Lua scripts: changes of state that belong together, checked and made in one step.
 
-A script names the keys it touches in its first lines, ``-- keys: open counts``; they arrive in the
-script as ``key.open`` and ``key.counts``. Keys not fixed in number (blobs) come behind them, as
-``rest``. What several scripts share is in ``lua/prelude.lua``.
+A script's first line names the keys it touches, ``-- keys: open counts``; the script sees them as
+``key.open`` and ``key.counts``. Keys of variable number (blobs) follow them, as ``rest``. Code
+shared by several scripts is in ``lua/prelude.lua``.
 
-Redis takes every declared key of a script for read and written. So a key that a script only reads,
-or only writes, for a user who has no other right to it, is named in a second line, ``-- undeclared:
-run head``, and put together inside from the run's prefix; the commands on it are checked all the
-same. Undeclared keys lie in the run's one slot like the others.
+Redis requires read and write access to every declared key of a script. So a key that a script only
+reads or only writes, for a user with no other right to it, is named in a second line,
+``-- undeclared: run head``, and assembled in the script from the run's prefix; Redis still checks
+the commands on it. Undeclared keys lie in the run's slot like the others.
 
-Redis decides at a script's start whether memory is short, and then fails its first write that takes
-memory. So every script that takes memory makes such a write before it frees or deletes anything
-(``guard``): out of memory, it does nothing at all rather than half.
+Redis decides when a script starts whether it is out of memory, and if so fails the script's first
+write that takes memory. So every script that takes memory makes such a write (``guard``) before it
+frees or deletes anything: out of memory, it does nothing at all rather than half its work.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _LUA = files(__package__) / "lua"
 
 
 def prelude() -> dict[str, str]:
-    """The functions that scripts share, by name."""
+    """The bodies of the prelude's functions, by name."""
     text = (_LUA / "prelude.lua").read_text()
     return dict(re.findall(r"^local function (\w+)\((.*?)^end$", text, re.MULTILINE | re.DOTALL))
 
 
 class Script:
-    """One script of ``broker/lua``. Who meets a Redis that does not know it loads them all."""
+    """One script of ``broker/lua``; if Redis doesn't have it, all scripts are loaded."""
 
     def __init__(self, name: str) -> None:
         body = self.body = (_LUA / f"{name}.lua").read_text()
@@ -52,7 +52,8 @@ class Script:
         header = "local prefix = table.remove(ARGV)\n" if self.undeclared else ""
         header += f"local key = {{{', '.join(table)}}}\nlocal first_rest = {len(self.keys) + 1}\n"
         if self.undeclared:
-            # While a cluster moves the slot some keys are there and some here: fail before a write.
+            # While a cluster migrates the slot, its keys are split between two nodes: fail before
+            # the first write.
             header += (
                 f"redis.call('EXISTS', {', '.join(f'key.{key}' for key in self.undeclared)})\n"
             )
@@ -63,7 +64,10 @@ class Script:
     def command(
         self, keys: Mapping[str, str], *arguments: Argument, rest: Sequence[str] = ()
     ) -> Command:
-        """The command that runs it, for a pipeline. Raises NoScript there if Redis forgot it."""
+        """The command that runs the script, for a pipeline.
+
+        The pipeline raises NoScript if Redis doesn't have the script.
+        """
         named = [*(keys[name] for name in self.keys), *rest]
         prefix = (keys["prefix"],) if self.undeclared else ()
         return ("EVALSHA", self._sha, len(named), *named, *arguments, *prefix)
@@ -76,12 +80,12 @@ class Script:
         rest: Sequence[str] = (),
         ahead: Sequence[Command] = (),
     ) -> Any:
-        """Runs it. Repeats it only where Redis says that it does not know the script.
+        """Run the script; load all scripts and retry only if Redis doesn't have it.
 
-        Raises NoScript where this user may load none: somebody else does.
+        Raises NoScript if this user may not load scripts: a service will.
 
-        ``ahead``: commands that go before it in the same write. If one of them fails, that is
-        raised, but the script has run: it must look for itself.
+        ``ahead``: commands sent before the script in the same write. If one of them fails, its
+        error is raised, but the script has run all the same: it must check their effect itself.
         """
         command = self.command(keys, *arguments, rest=rest)
         try:
@@ -102,5 +106,5 @@ def _sources() -> tuple[bytes, ...]:
 
 
 async def load_all(client: Client) -> None:
-    """Makes Redis know every script there is: also those of users who may load none."""
+    """Load every script into Redis, including those for users that may not load any."""
     await client.pipeline([("SCRIPT", "LOAD", source) for source in _sources()])

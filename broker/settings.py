@@ -12,7 +12,7 @@ from fedstream.broker.errors import ConfigError
 
 _NODE = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^\[\]:/@\s]+)(?::(\d{1,5}))?")
 
-# A secret is never dumped: whoever passes settings on passes it by the environment.
+# A secret is never dumped; it is passed on to other processes in the environment.
 Secret = Annotated[SecretStr | None, Field(exclude=True)]
 
 
@@ -23,8 +23,8 @@ class _Table(BaseModel):
 class TlsSettings(_Table):
     """Files in PEM; for ``rediss://``. They are read anew for every connection."""
 
-    ca: str | None = None  # who may sign Redis's certificate, beside the system's authorities
-    cert: str | None = None  # ours, where Redis asks for one
+    ca: str | None = None  # authorities for Redis's certificate, in addition to the system's
+    cert: str | None = None  # client certificate, if Redis asks for one
     key: str | None = None
 
 
@@ -40,19 +40,19 @@ class SentinelSettings(_Table):
 class RedisSettings(_Table):
     """Where Redis is, who we are there, and how long its answers may take."""
 
-    # With sentinels only its scheme and database count; with a cluster it names any node.
+    # With sentinels, only the scheme and database are used; with a cluster, any node will do.
     url: str = "redis://127.0.0.1:6379/0"
     username: str | None = None  # instead of the URL's
     password: Secret = None  # instead of the URL's
     tls: TlsSettings | None = None
     sentinel: SentinelSettings | None = None
     cluster: bool = False
-    # For one round trip, or one window of chunks; liveness expects a sign of life within 30 s.
+    # For one round trip, or one window of chunks. Liveness expects a sign of life within 30 s.
     timeout_s: float = Field(default=10.0, gt=0, le=20)
 
     @model_validator(mode="after")
     def _agree(self) -> RedisSettings:
-        """What one key says must suit the others; the message names both."""
+        """Check that keys don't contradict each other; the message names both."""
         scheme = self.url.partition("://")[0]
         if self.sentinel is not None and self.cluster:
             raise ValueError(
@@ -72,7 +72,7 @@ class RedisSettings(_Table):
 
     @property
     def is_named(self) -> bool:
-        """Whether it says where Redis is or how to get in, or is nothing but defaults."""
+        """Whether any setting says where Redis is or how to log in; False if all are defaults."""
         others = (self.username, self.password, self.tls, self.sentinel)
         return (
             "url" in self.model_fields_set or self.cluster or any(one is not None for one in others)
@@ -80,7 +80,7 @@ class RedisSettings(_Table):
 
 
 def address(node: str) -> tuple[str, int]:
-    """Host and port of a sentinel. Raises ValueError."""
+    """Parse a sentinel's host and port. Raises ValueError."""
     found = _NODE.fullmatch(node)
     port = int(found[2] or 26379) if found else 0
     if found is None or not 0 < port < 1 << 16:
@@ -89,13 +89,13 @@ def address(node: str) -> tuple[str, int]:
 
 
 def check_files(tls: TlsSettings) -> None:
-    """Tries the files. Raises ConfigError: what can't be read now is a wrong configuration."""
+    """Check that the files are usable. Raises ConfigError if one can't be read now."""
     context = ssl.create_default_context()
     if tls.ca is not None:
         _tried("redis.tls.ca", tls.ca)
         try:
             context.load_verify_locations(tls.ca)
-        except OSError as error:  # ssl.SSLError among them
+        except OSError as error:  # includes ssl.SSLError
             raise ConfigError(f"redis.tls.ca: {tls.ca}: holds no certificate in PEM") from error
     if tls.cert is not None and tls.key is not None:
         _tried("redis.tls.cert", tls.cert)
@@ -111,7 +111,7 @@ def check_files(tls: TlsSettings) -> None:
 
 def _tried(key: str, path: str) -> None:
     try:
-        with open(path, "rb"):  # noqa: PTH123  (a path as it was written, for the message)
+        with open(path, "rb"):  # noqa: PTH123  (the path as given, for the message)
             pass
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else error

@@ -1,7 +1,7 @@
-"""Streams: appending, reading, consumer groups, and taking over what a crashed consumer left.
+"""Streams: readers, consumer groups, and recovery of entries that a crashed consumer left.
 
-Work streams have no length limit: an entry is deleted when it is acknowledged. A block is short and
-ends by itself, so that stopping never cancels a read that Redis has already answered.
+Work streams have no length limit: an entry is deleted when it is acknowledged. Blocking reads are
+short and end by themselves, so that stopping never cancels a read that Redis has already answered.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fedstream.broker.errors import BrokerError
 from fedstream.broker.scripts import Script
 
 BLOCK_MS = 1000
-PARTS = 16  # entries of the largest size that are looked at together
+PARTS = 16  # limit on one claim, in entries of the largest size
 
 _CLAIM = Script("claim")
 _RENEW = Script("renew")
@@ -29,34 +29,37 @@ class Entry:
 
     id: str
     data: bytes
-    size: int = 0  # bytes of all its fields; ``data`` is empty where that is more than was wanted
+    size: int = 0  # bytes of all its fields; ``data`` is empty if they exceed the group's limit
 
     @property
     def time(self) -> float:
-        """When Redis took it, in seconds since 1970."""
+        """When Redis stored the entry, in seconds since 1970."""
         return int(self.id.partition("-")[0]) / 1000
 
 
 def _entries(rows: Any) -> list[Entry]:
-    """Entries from a reply. An entry without our field gets empty data, which no message is."""
+    """Entries from a reply; without our field, ``data`` is empty, which decodes to no message."""
     return [_entry(*row) for row in rows]
 
 
 def _entry(id_: bytes, fields: list[bytes], size: int | None = None) -> Entry:
-    """``size``: of one whose fields Redis kept for itself."""
+    """An entry from a reply; ``size`` is given if Redis left out its fields."""
     data = dict(zip(fields[::2], fields[1::2], strict=True)).get(b"m", b"")
     return Entry(id_.decode(), data, sum(map(len, fields)) if size is None else size)
 
 
 class Reader:
-    """Reads streams from given ids on, without a group."""
+    """A reader of streams from given ids on, without a group."""
 
     def __init__(self, client: Client, after: dict[str, str]) -> None:
         self._client = client
         self._after = dict(after)
 
     async def read(self, *, count: int = 100, block_ms: int = BLOCK_MS) -> dict[str, list[Entry]]:
-        """What is new in each stream, at most ``count`` each; {} after ``block_ms``; 0 polls."""
+        """Read new entries, at most ``count`` per stream.
+
+        Returns {} if there are none within ``block_ms``; 0 polls.
+        """
         block = ("BLOCK", block_ms) if block_ms else ()
         reply = await self._client.call(
             "XREAD", "COUNT", count, *block, "STREAMS", *self._after, *self._after.values(),
@@ -68,17 +71,17 @@ class Reader:
         return found
 
     def rewind(self, stream: str, after: str = "0") -> None:
-        """Reads ``stream`` from behind ``after`` next time."""
+        """Continue ``stream`` after the id ``after`` at the next read."""
         self._after[stream] = after
 
 
 class Group:
-    """One consumer's part in a group that shares the entries of a stream."""
+    """One consumer of a group that shares the entries of a stream."""
 
     def __init__(
         self, client: Client, stream: str, group: str, consumer: str, *, largest: int | None = None
     ) -> None:
-        """``largest``: bytes of an entry that are of use, where others decide how many it has."""
+        """``largest``: bytes above which an entry's data is dropped, for streams others fill."""
         self._client = client
         self._largest = largest
         self.stream = stream
@@ -86,7 +89,7 @@ class Group:
         self.consumer = consumer
 
     async def ensure(self) -> None:
-        """Creates stream and group where they are missing."""
+        """Create the stream and the group if missing."""
         try:
             await self._client.call("XGROUP", "CREATE", self.stream, self.group, "0", "MKSTREAM")
         except BrokerError as error:
@@ -94,7 +97,10 @@ class Group:
                 raise
 
     async def read(self, *, count: int = 1, block_ms: int = BLOCK_MS) -> list[Entry]:
-        """Entries nobody was given yet; [] after ``block_ms`` without one; 0 doesn't wait."""
+        """Read entries not yet delivered to any consumer.
+
+        Returns [] if there are none within ``block_ms``; 0 doesn't wait.
+        """
         try:
             reply = await self._client.call(
                 *reading([self], count=count, block_ms=block_ms), wait_s=block_ms / 1000
@@ -109,15 +115,15 @@ class Group:
     async def claim(
         self, *, idle_ms: int, most: int, own: bool = False, quiet: bool = False, count: int = 10
     ) -> tuple[list[Entry], list[tuple[Entry, int]]]:
-        """Takes over what was idle for ``idle_ms``: (entries, [(poison, deliveries)]).
+        """Claim entries idle for ``idle_ms``: (entries, [(poison, deliveries)]).
 
-        ``own``: only what this very consumer was given before it crashed or lost the reply.
-        ``quiet``: counts no delivery, because Redis was at fault and not the entry. An entry that
-        was delivered ``most`` times already is poison: it is shown, not taken. Without a consumer
-        name nothing is taken.
+        ``own``: claim only this consumer's entries, delivered before it crashed or lost the reply,
+        however short their idle time. ``quiet``: count no delivery, because Redis was at fault and
+        not the entry. An entry already delivered ``most`` times is poison: reported, not claimed.
+        Without a consumer name, nothing is claimed.
 
-        Of a stream that others fill, what is larger than ``largest`` is taken without its data,
-        however often it was delivered, and no more comes at once than ``PARTS`` of that size.
+        With ``largest``, a larger entry is claimed without its data, however often it was
+        delivered, and one claim ends after the bytes of ``PARTS`` such entries.
         """
         taken, poison = await _CLAIM(
             self._client,
@@ -128,15 +134,15 @@ class Group:
         return _entries(taken), [(_entry(*row), int(times)) for row, times in poison]
 
     async def renew(self, entry: Entry) -> bool:
-        """Renews the lease of an entry; False if it is another's, or done."""
+        """Renew the lease on an entry; False if it is another consumer's, or done."""
         return bool(
             await _RENEW(self._client, {"stream": self.stream}, self.group, self.consumer, entry.id)
         )
 
     async def release(self, entry: Entry) -> bool:
-        """Hands an entry back, so that anybody may claim it at once; False if it is another's.
+        """Hand an entry back for anyone to claim at once; False if it is another consumer's.
 
-        It counts as no delivery: whoever is told to stop is no proof of poison.
+        Takes back the delivery count: a consumer told to stop doesn't prove the entry poison.
         """
         return bool(
             await _RELEASE(
@@ -145,18 +151,18 @@ class Group:
         )
 
     async def reap(self, *, idle_ms: int) -> list[str]:
-        """Removes consumers that asked for nothing for ``idle_ms`` and have nothing pending.
+        """Remove consumers idle for ``idle_ms`` without pending entries: their names.
 
-        Their names. One that is still there is harmed by nothing: reading adds it again.
+        A consumer that is still alive is unharmed: its next read adds it again.
         """
         reaped = await _REAP(self._client, {"stream": self.stream}, self.group, idle_ms)
         return [name.decode() for name in reaped]
 
 
 def reading(groups: Sequence[Group], *, count: int, block_ms: int) -> Command:
-    """The command that reads streams of one group and consumer together, for a pipeline.
+    """The command that reads several streams for one group and consumer, for a pipeline.
 
-    At most ``count`` entries of each stream; its reply goes to :func:`given`.
+    Reads at most ``count`` entries per stream; pass the reply to :func:`given`.
     """
     block = ("BLOCK", block_ms) if block_ms else ()
     streams = (*(group.stream for group in groups), *(">" for _ in groups))
@@ -168,11 +174,11 @@ def reading(groups: Sequence[Group], *, count: int, block_ms: int) -> Command:
 
 
 def given(groups: Sequence[Group], reply: Any) -> list[tuple[Group, Entry]]:
-    """The entries that a reply to :func:`reading` brought, with the group of each."""
+    """The entries in a reply to :func:`reading`, each with its group."""
     of = {group.stream.encode(): group for group in groups}
     return [(of[stream], entry) for stream, rows in reply or () for entry in _entries(rows)]
 
 
 def lost(error: BrokerError) -> bool:
-    """Whether a read failed because Redis was emptied under us: the group is to be made again."""
+    """Whether a read failed because Redis was emptied, so that the group must be recreated."""
     return "NOGROUP" in str(error)
