@@ -1,4 +1,4 @@
-"""A task without training: trainers return the model unchanged, which leaves only the pipeline.
+"""A task without training: trainers return nearly the same model, so only the pipeline works.
 
 FEDSTREAM_ECHO_PARAMETERS is the number of the model's float32 parameters.
 """

@@ -87,9 +87,9 @@ def afl_network() -> nn.Module:
 class Crop(nn.Module):
     """Bytes of shape (batch, 3, 32, 32) to floats of shape (batch, 3, size, size).
 
-    In training, crops are random and half of them are mirrored; in evaluation, the centre is taken.
-    Channels are normalised by mean and standard deviation of the training images. Random numbers
-    are drawn on the CPU, so that they are the same wherever the model is.
+    In training, crops are random, each mirrored with probability 1/2; in evaluation, the centre is
+    taken. Channels are normalised by the mean and standard deviation of the training images. Random
+    numbers are drawn on the CPU, so that they are the same wherever the model is.
     """
 
     mean: Tensor

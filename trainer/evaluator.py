@@ -72,7 +72,7 @@ class Evaluator:
         self._measured: int | None = None  # the version measured last
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        """None of its own."""
+        """No routes of its own."""
         return ()
 
     async def run(self, context: Context) -> None:

@@ -29,7 +29,7 @@ class Patience:
             yield
         except FedstreamError as error:
             now, most_s = time.monotonic(), self._most_s
-            if not error.retriable or isinstance(error, OutOfMemory):  # it answers
+            if not error.retriable or isinstance(error, OutOfMemory):  # Redis serves
                 self.heard = now
             elif most_s is not None and now - self.heard > most_s:
                 raise FedstreamError(

@@ -86,7 +86,7 @@ _SAID = {"upload": "uploaded", "give_up": "gave up", "lease lost": "lease lost"}
 _HEARTBEAT_S = 2.0
 _GOODBYE_S = 2.0  # so that a hanging Redis can't outlast the drain
 _LOOK_S = 0.1  # between checks whether a device has become eligible
-_OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # a workspace of other work, or other torch
+_OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # workspace of other work or another torch
 _REST_S = 10.0  # longest pause after a task raised: if all do, the scheduler keeps triggering more
 _PARTITIONS_KEPT = 64  # devices' data sets kept open
 # Share of Redis's memory above which no workspace is kept. The scheduler lets models and updates
@@ -113,7 +113,7 @@ class TrainerSettings(Section):
     blob_expiry_s: Annotated[float, Field(gt=0)] = 600.0  # of an update that is never admitted
     workspace_bytes: Annotated[int, Field(ge=0)] = 64 << 20  # larger workspaces are not saved
     workspace_expiry_s: Annotated[float, Field(gt=0)] = 3600.0
-    redis_away_s: Annotated[float, Field(gt=0)] | None = None  # then it exits; None: wait forever
+    redis_away_s: Annotated[float, Field(gt=0)] | None = None  # longest outage; None: any
     ends_with_run: bool | None = None  # True: exit when the run is finished; else idle
     drain_s: Annotated[float, Field(gt=0)] = 20.0
 
@@ -200,7 +200,7 @@ class Trainer:
         self._thread = ThreadPoolExecutor(1, "training")
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        """None of its own."""
+        """No routes of its own."""
         return ()
 
     async def run(self, context: Context) -> None:

@@ -181,7 +181,7 @@ def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Train
     Raises Cancelled before the next batch once ``work.cancelled()`` is true, with the model reset
     to x_tau; DataError, naming the device, if its data is empty, not map-style, or does not suit
     the task's loss; LayoutMismatch, ConfigError or BadMessage if the workspace or a control
-    variate belongs to another model, other work or another torch.
+    variate belongs to another model, other work or another version of torch.
     """
     import torch
 

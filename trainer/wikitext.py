@@ -94,7 +94,8 @@ def wikitext2(settings: TaskSettings) -> Words:
     device gets consecutive windows, or random ones with ``iid``. The vocabulary is that of the
     training text.
 
-    Raises DataError if the data is missing or empty, or the partition is one by classes.
+    Raises DataError if the data is missing or empty, if the test text has words that the training
+    text lacks and there is no ``<unk>`` to replace them, or if the partition is by classes.
     """
     folder = data_root("wikitext2", settings) / "wikitext-2"
     train, test = _words(folder, "train"), _words(folder, "test")
