@@ -1,6 +1,6 @@
-"""What an entry of the queue comes to: its record, and what the commit does that makes it so.
+"""The change that a queue entry makes: its journal record, and the contents of its commit.
 
-Pure but for the clock. What is decided here is in the journal before anything else happens.
+Pure except for the clock. A change is journalled before anything else happens.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from fedstream.updater.journal.messages import Counted
 from fedstream.updater.progress import Progress, Step
 from fedstream.updater.rebuild import end_of
 
-FINISHED = "run finished"  # the reason of what comes too late for it
+FINISHED = "run finished"  # the reason given for updates that come too late
 
 
 @dataclass(frozen=True)
 class Change:
-    """What one entry of the queue does."""
+    """What one queue entry does."""
 
     entry: str
     record: Taken | RoundClosed | None  # None: it was recorded before
@@ -31,36 +31,36 @@ class Change:
     version: Version | None = None
     end: End | None = None
     blob: str | None = None  # of the update
-    finish: str | None = None  # why the run is over with this
+    finish: str | None = None  # why this ends the run, if it does
     used: tuple[Model, ...] = ()  # models that it read or wrote
 
     def counted(self, counts: dict[str, int]) -> dict[str, int]:
-        """Counts of ended tasks with what it ends, unless that was counted before."""
+        """Counts of ended tasks, including the one it ends unless that was counted before."""
         return counted(counts, self.end) if self.end and self.record is not None else counts
 
     def remakes(self, ahead: Head, told: str | None) -> bool:
-        """Whether it can be one that Redis has already, and the journal lost.
+        """Whether this can be a change that Redis already has and the journal lost.
 
-        ``told``: the digest of the next version, as Redis has it.
+        ``told``: the digest of the next version in Redis.
         """
         version, record = self.version, self.record
         if version is not None and version.version <= ahead.version:
             return told == version.digest
-        # An update on a version that is not made yet: others are missing before it.
+        # An update trained from a version not yet made: others are missing before it.
         return not (isinstance(record, Taken) and record.upload.tau > record.version)
 
 
 @dataclass(frozen=True)
 class Retained:
-    """An entry that is done, and stays in the queue until its record is on disk."""
+    """A processed entry that stays in the queue until its record is on disk."""
 
-    position: int  # behind the record
+    position: int  # after the record
     entry: str
     blob: str | None
 
 
 def version_of(step: Step, digest: str, epoch: int, nonce: str) -> Version:
-    """The version that a step made, by the holder of this token."""
+    """The version that a step made, for the holder of this fencing token."""
     state = step.after.state
     return Version(
         version=state.version, time=time.time(), epoch=epoch, parent=state.version - 1,
@@ -70,7 +70,7 @@ def version_of(step: Step, digest: str, epoch: int, nonce: str) -> Version:
 
 
 def blob_of(version: int, epoch: int, nonce: str) -> str:
-    """The name of a version's model: nobody else's, and never used again for other bytes."""
+    """A unique name for a version's model, never reused for other bytes."""
     return f"{version}.{epoch}.{nonce}"
 
 
@@ -114,7 +114,7 @@ def round_closed(
     counts: dict[str, int],
     used: tuple[Model, ...],
 ) -> Change:
-    """The end of a round; ``late``: the run was over, it ends nothing."""
+    """The end of a round. ``late``: the run was already over, so it ends nothing."""
     record = RoundClosed(
         entry=entry.id, round=message.version, why=message.why, late=late,
         version=step.after.state.version, digest=version.digest if version else None,
@@ -144,5 +144,5 @@ def refused(
 
 
 def found_again(entry: Entry, upload: Upload, before: Progress, end: End) -> Change:
-    """A task that is in the journal, but Redis does not know it: it ends as it did."""
+    """A task that the journal has but Redis forgot: it ends as it did before."""
     return Change(entry.id, None, (), before, end=end, blob=upload.blob)

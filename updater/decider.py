@@ -1,4 +1,4 @@
-"""What each entry of the queue comes to: checked, mixed by the strategy, and made a change."""
+"""Turning queue entries into changes: each is checked, and mixed in by the strategy."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from fedstream.updater.strategies import State
 
 T = TypeVar("T")
 
-LARGE = 4 << 20  # bytes; arithmetic on larger models leaves the event loop
+LARGE = 4 << 20  # bytes; arithmetic on larger models runs in a thread
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decider:
-    """Turns entries into changes, each on top of the progress that the one before it made."""
+    """Turns queue entries into changes, each on top of the one before."""
 
     context: Context
     metrics: Metrics
@@ -46,7 +46,7 @@ class Decider:
     weights: bool  # the journal keeps the updates' bytes
 
     async def change(self, entry: Entry, before: Progress) -> Change | None:
-        """What an entry of the queue does; None if it is no message, or not awaited any more."""
+        """Decide what a queue entry does; None if it is undecodable or no longer expected."""
         try:
             message = decode(entry.data, Upload, RoundEnd)
         except BadMessage as error:
@@ -62,8 +62,8 @@ class Decider:
         refusal, update, sizes = await self._checked(entry, message, before)
         before = before.with_sizes(sizes)
         if refusal == "blob missing" and not await self.ledger.awaits(message):
-            # Redis went back to before it was admitted, where it may come again; or a successor of
-            # ours has done it.
+            # Redis fell back to before the update was admitted, so it may come again; or our
+            # successor has processed it.
             self.context.log.warning(
                 "update not awaited any more", task=message.task, device=message.device
             )
@@ -84,7 +84,7 @@ class Decider:
     async def _checked(
         self, entry: Entry, upload: Upload, before: Progress
     ) -> tuple[str, Model | None, Counted]:
-        """The update's content, or why it is refused; and its sizes, as they count."""
+        """Check an update: why it is refused ('' if it isn't), its content, its counted sizes."""
         refusal = self._refusal(upload, before.state)
         if refusal:
             await self.intake.unfetch(entry)
@@ -109,14 +109,14 @@ class Decider:
         return "", model, sizes
 
     def _refusal(self, upload: Upload, state: State) -> str:
-        """Why an update is refused for what it says of itself; '' if it is not."""
+        """Why an update is refused before its content is read; '' if it isn't."""
         if self.course.is_over(state.version):
             return changes.FINISHED
         if upload.tau < self.course.forgotten:
-            return "too old"  # nobody could say whether it was applied before
+            return "too old"  # there is no telling whether it was applied before
         return refusals.by_word(upload, self.course.strategy, state)
 
-    # what it comes to
+    # the changes
 
     async def _taken(
         self,
@@ -136,7 +136,7 @@ class Decider:
         )  # fmt: skip
 
     async def _round_end(self, entry: Entry, message: RoundEnd, before: Progress) -> Change:
-        """The end of a round: a version of what has arrived, unless it was made already."""
+        """End a round: make a version of what has arrived, unless it was made already."""
         late = self.course.is_over(before.state.version)
         step = Step(before) if late else close_round(self.course.strategy, before, message.version)
         version = await self._version(step)
@@ -155,12 +155,12 @@ class Decider:
         return changes.refused(entry, upload, before, reason, self.course.besides, sizes)
 
     def _found_again(self, entry: Entry, upload: Upload, before: Progress, end: End) -> Change:
-        """A task that is in the journal, but Redis does not know it."""
+        """A task that the journal has but Redis forgot."""
         self.context.log.warning("update found again", task=upload.task, device=upload.device)
         return changes.found_again(entry, upload, before, end)
 
     async def _version(self, step: Step) -> Version | None:
-        """The version that a step made."""
+        """The version that a step made, if it made one."""
         if step.made is None:
             return None
         with self.metrics.seconds.labels("digest").time():
@@ -173,7 +173,7 @@ class Decider:
         return f"version {version} reached" if last else None
 
     async def _off_loop(self, work: Callable[[], T]) -> T:
-        """Arithmetic: here if it is short, in a thread if it would hold up the event loop."""
+        """Run arithmetic: in a thread if it would block the event loop, else here."""
         run = self.course.run
         large = run is not None and run.layout.nbytes > LARGE
         return await asyncio.to_thread(work) if large else work()

@@ -1,10 +1,11 @@
-"""How tasks ended that are not among the newest any more: an index beside the journal.
+"""How older tasks ended: an index beside the journal.
 
-A Redis that goes back in time brings tasks again that ended long ago, and one task has one record
-however old that Redis is. The journal has them all; the index (SQLite, ``ended.sqlite``) finds one
-without reading it. What leaves the memory is written here before the segment that leaves it out of
-its standing; where the index is missing or damaged, or the journal is ahead of it, it is made anew
-from there. It is never ahead of the journal: what a power cut took from that has not ended.
+When Redis falls back in time, tasks that ended long ago come again, and a task may have only one
+record however old that Redis is. The journal has all the ends; the index (SQLite,
+``ended.sqlite``) finds one without reading the journal. Ends that leave memory are written here
+before the segment whose standing first omits them. If the index is missing, damaged or behind the
+journal, it is rebuilt from the journal. It is never ahead of the journal: a task whose record was
+lost in a power cut has not ended.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from fedstream.updater.rebuild import end_of
 
 NAME = "ended.sqlite"
 
-_WAITING = 10_000  # ends that are in memory, not yet in the file
+_WAITING = 10_000  # ends held in memory before they are written to the file
 _TABLES = """
 CREATE TABLE IF NOT EXISTS ended (task TEXT PRIMARY KEY, version INTEGER, about BLOB) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS by_version ON ended (version);
@@ -45,15 +46,15 @@ class Ended:
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / NAME
-        self.forgotten = 0  # tasks that ended before this version may be in it no more
+        self.forgotten = 0  # tasks that ended before this version may be missing
         self._database: sqlite3.Connection | None = None
-        self._using = Lock()  # it is written in a thread that outlives whoever waits for it
+        self._using = Lock()  # the thread that writes may outlive the task that awaits it
         self._waiting: dict[str, End] = {}
-        self._greatest = ""  # task in it
-        self._begins: dict[str, int] = {}  # segment -> version that it begins with, oldest first
+        self._greatest = ""  # of the task ids in it
+        self._begins: dict[str, int] = {}  # segment -> its first version, oldest first
 
     def open(self, lineage: str, chain: Sequence[Segment]) -> list[str]:
-        """Opens the index of a journal, or makes it anew: what of the journal it could not read.
+        """Open a journal's index, or rebuild it; return what of the journal it could not read.
 
         Raises JournalError.
         """
@@ -70,7 +71,7 @@ class Ended:
         return []
 
     def _connect(self, lineage: str, through: str) -> bool:
-        """Whether the file is whole, and knows all that is in no standing of ``through``."""
+        """Connect; False if the file is damaged, of another lineage, or behind ``through``."""
         made_folder(self.path.parent)
         os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, FILE_MODE))
         database = sqlite3.connect(self.path, check_same_thread=False)
@@ -78,10 +79,10 @@ class Ended:
             database.executescript(_TABLES)
             row = database.execute("SELECT lineage, through FROM journal").fetchone()
             [greatest] = database.execute("SELECT max(task) FROM ended").fetchone()
-            [found] = database.execute("PRAGMA quick_check(1)").fetchone()  # of every page
+            [found] = database.execute("PRAGMA quick_check(1)").fetchone()  # reads every page
         except sqlite3.DatabaseError as error:
             found = str(error)
-        if found != "ok":  # damaged: the journal has it all
+        if found != "ok":  # damaged, but the journal has everything
             database.close()
             return False
         if through and (row is None or row[0] != lineage or row[1] < through):
@@ -91,10 +92,10 @@ class Ended:
         return True
 
     def _made_of(self, chain: Sequence[Segment], lineage: str) -> list[str]:
-        """Everything that no memory has of what a journal says; what of it can't be read.
+        """Rebuild the index from a journal; return what could not be read.
 
-        Who recovers from the newest segment has its ends in memory, as far as its records hold:
-        here nobody looks whether their payloads do.
+        Leaves out the newest segment's records: recovery remembers their ends, after it has checked
+        the payloads, which are not checked here.
         """
         unread = []
         for row in chain[0].done() if chain else ():
@@ -112,7 +113,7 @@ class Ended:
         return unread
 
     def add(self, end: End) -> None:
-        """Takes in how a task ended. Raises JournalError."""
+        """Add how a task ended. Raises JournalError."""
         self._waiting[end.task] = end
         self._greatest = max(self._greatest, end.task)
         if len(self._waiting) >= _WAITING:
@@ -120,7 +121,7 @@ class Ended:
 
     def get(self, task: str) -> End | None:
         """How a task ended, if it is in the index. Raises JournalError."""
-        if task > self._greatest:  # ids are in order of time: a new task's is greater than all
+        if task > self._greatest:  # ids are ordered by time: a new task's is the greatest
             return None
         if task in self._waiting:
             return self._waiting[task]
@@ -135,9 +136,9 @@ class Ended:
         return End(*msgpack.unpackb(row[0])) if row else None
 
     def write(self, lineage: str, segment: str, version: int) -> None:
-        """Before ``segment`` begins, with ``version``: all is on disk that its standing leaves out.
+        """Write the ends that the standing of ``segment``, about to begin at ``version``, omits.
 
-        What ended before the oldest segment's beginning goes. Raises JournalError, JournalFull.
+        Deletes ends from before the oldest segment. Raises JournalError, JournalFull.
         """
         folder = self.path.parent
         self._begins = {
@@ -149,11 +150,11 @@ class Ended:
         self._begins[segment] = version
 
     def _write(self, lineage: str = "", segment: str = "", oldest: int = 0) -> int:
-        """Writes what waits; how many of those went that ended before version ``oldest``."""
+        """Write the waiting ends; delete those before version ``oldest``, and return how many."""
         try:
             with self._using:
                 if self._database is None:
-                    return 0  # it was closed meanwhile: the journal has them
+                    return 0  # closed meanwhile: the journal has the ends
                 rows = [
                     (end.task, end.version or 0, msgpack.packb(tuple(vars(end).values())))
                     for end in self._waiting.values()
@@ -170,7 +171,7 @@ class Ended:
         return gone.rowcount
 
     def close(self) -> None:
-        """Closes the file; what waits is in the journal."""
+        """Close the file; the ends that were not written are in the journal."""
         with self._using:
             if self._database is not None:
                 self._database.close()
@@ -181,7 +182,7 @@ class Ended:
     def _failed(self, error: Exception) -> JournalError:
         if "full" in str(error):
             return JournalFull(f"{self.path}: {error}")
-        if type(error) is sqlite3.DatabaseError:  # not what SQLite wrote: it was seen only now
+        if type(error) is sqlite3.DatabaseError:  # damage that opening it did not show
             with suppress(OSError):
                 self.path.unlink()
             return JournalError(f"{self.path}: {error}; the next start makes it from the journal")

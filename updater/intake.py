@@ -1,4 +1,4 @@
-"""The queue's entries and the updates that they name, read before their turn comes."""
+"""Reading queue entries, and prefetching the updates that they name."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from fedstream.broker.messages import Upload, decode
 from fedstream.broker.streams import Entry, Reader
 from fedstream.updater.course import Course
 
-BATCH = 16  # entries that are read together, and share a write to the journal where they are small
+BATCH = 16  # entries that are read together; small ones share a journal write
 
 
 class Intake:
-    """Reads the queue in order, without a group, and one update ahead of its turn."""
+    """Reads the queue in order, without a consumer group, and prefetches one update."""
 
     def __init__(self, client: Client, keys: Keys, course: Course) -> None:
         self._client = client
@@ -28,19 +28,19 @@ class Intake:
         self._reader = Reader(client, {keys.queue: "0"})
         self.backlog: deque[Entry] = deque()
         self.fetches: dict[str, asyncio.Task[Model]] = {}  # by entry
-        self.free: list[Model] = []  # to read or write into
+        self.free: list[Model] = []  # models to reuse
 
     # entries
 
     async def read(self, block_ms: int) -> bool:
-        """Takes what is new in the queue into the backlog: whether there was anything."""
+        """Read new queue entries into the backlog; return whether there were any."""
         new = await self._reader.read(count=BATCH, block_ms=block_ms)
         entries = new.get(self._keys.queue, [])
         self.backlog.extend(entries)
         return bool(entries)
 
     def rewind(self) -> None:
-        """Reads the queue from its beginning."""
+        """Go back to the beginning of the queue."""
         self.backlog.clear()
         self._reader.rewind(self._keys.queue)
 
@@ -51,7 +51,7 @@ class Intake:
         return self.free.pop() if self.free else Model(layout)
 
     async def fetched(self, entry: Entry, upload: Upload, layout: Layout) -> Model:
-        """The update's model, whose reading began while the one before was being mixed."""
+        """The update's model, usually prefetched while the one before was being mixed in."""
         fetch = self.fetches.pop(entry.id, None) or self._fetch(upload, layout)
         self._fetch_ahead(layout, 1)
         try:
@@ -61,20 +61,20 @@ class Intake:
             raise
 
     async def read_ahead(self, layout: Layout) -> None:
-        """Begins to fetch the next update, if there is one by now."""
+        """Start prefetching the next update, if there is one by now."""
         if not self.backlog:
             await self.read(block_ms=0)
         self._fetch_ahead(layout, 0)
 
     async def unfetch(self, entry: Entry) -> None:
-        """The update that was read ahead is refused unread: its memory is free again."""
+        """Free the memory of a prefetched update that is not going to be used."""
         fetch = self.fetches.pop(entry.id, None)
         if fetch is not None:
             with suppress(BrokerError):
                 self.free.append(await fetch)
 
     async def forget_fetches(self) -> None:
-        """What is being read is not wanted any more."""
+        """Cancel all prefetches."""
         for fetch in self.fetches.values():
             fetch.cancel()
         await asyncio.gather(*self.fetches.values(), return_exceptions=True)
@@ -91,13 +91,13 @@ class Intake:
         return asyncio.create_task(read(), name=f"fetch {upload.blob}")
 
     def _fetch_ahead(self, layout: Layout, place: int) -> None:
-        """Begins to read an update of the backlog: one, so that memory stays at four models."""
+        """Prefetch an update of the backlog: only one, to keep memory at four models."""
         if len(self.backlog) <= place or self.fetches:
             return
         following = self.backlog[place]
         try:
             upload = decode(following.data, Upload)
         except BadMessage:
-            return  # its turn will come, and with it its error
+            return  # reported when its turn comes
         if upload.layout == layout.signature and not self._course.ended(upload.task):
             self.fetches[following.id] = self._fetch(upload, layout)

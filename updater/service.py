@@ -1,10 +1,11 @@
-"""The updater: takes the queue in order, one update after the other, and publishes versions.
+"""The updater: processes the queue in order and publishes model versions.
 
-Every entry of the queue becomes one change: the strategy's decision (pure), a record in the
-journal, and one commit that publishes, ends tasks and deletes what is done with. What is in the
-journal has happened: trouble with Redis repeats the commit (which recognises a repetition) and
-never the update, and a restarted updater goes on from the journal, publishes what it had not, and
-recognises in the queue what it had done. An entry leaves the queue only once its record is on disk.
+Every queue entry becomes one change: the strategy's decision (pure), a journal record, and one
+commit that publishes the version, ends tasks and deletes processed entries. Once in the journal, a
+change is final: if Redis fails, the updater repeats the commit, which is idempotent, and never the
+update. A restarted updater resumes from the journal, publishes what it had not yet published, and
+recognises queue entries that it has already processed. An entry leaves the queue only once its
+record is on disk.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from fedstream.updater.recorder import Recorder
 from fedstream.updater.recovery import LOST_S, Recovery
 from fedstream.updater.strategies import StrategySettings
 
-_SILENT_S = 600.0  # without a version
+_SILENT_S = 600.0  # without a version, until that is logged
 
 
 class UpdaterSettings(Section):
@@ -54,14 +55,14 @@ class UpdaterSettings(Section):
 
     keep_versions: Annotated[int, Field(ge=2)] = 16
     keep_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # the newest two are kept at any size
-    max_norm: Annotated[float, Field(gt=0)] | None = None  # of an update's vector, Euclidean
-    norm_factor: Annotated[float, Field(ge=0)] = 30.0  # over what is usual; 0: whatever it is
+    max_norm: Annotated[float, Field(gt=0)] | None = None  # Euclidean norm of an update's vector
+    norm_factor: Annotated[float, Field(ge=0)] = 30.0  # times the usual size; 0: no limit
     lease_s: Annotated[float, Field(gt=0)] = 5.0
     drain_s: Annotated[float, Field(gt=0)] = 20.0
 
 
 class Updater:
-    """The service. ``found`` makes a run that does not exist yet: its record and version 0."""
+    """The updater service. ``found`` creates a missing run: its record and version 0."""
 
     role = "updater"
 
@@ -96,14 +97,14 @@ class Updater:
         )  # fmt: skip
         self._course = Course(strategy.build(), Ended(self._recorder.folder))
         self._intake = Intake(self._client, keys, self._course)
-        self._heard = time.monotonic()  # when a version was made, or its absence told
+        self._heard = time.monotonic()  # of the last version, or of the last log that none is made
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
-        """None of its own."""
+        """Return no routes: the updater has none of its own."""
         return ()
 
     async def run(self, context: Context) -> None:
-        """Leads, and works until stop."""
+        """Acquire the lease, and process the queue until told to stop."""
         self._context = context
         self._metrics = Metrics(context.registry)
         recorder = self._recorder
@@ -139,7 +140,7 @@ class Updater:
             self._course.index.close()
 
     async def _step(self) -> None:
-        """One entry of the queue, or what has to come before it."""
+        """Process a batch of queue entries, or do whatever has to come first."""
         try:
             await self._next()
         except OutOfMemory:
@@ -151,7 +152,7 @@ class Updater:
         if progress is None or self._recorder.head is None:
             await self._recovery.recover()
         elif self._course.unwritten:
-            await self._go_on()  # first of all: what is not in the journal yet would count as lost
+            await self._go_on()  # first: a change not yet journalled would be taken for lost
         elif self._lease.number != self._course.epoch:
             await self._recovery.compare(progress)
         elif self._course.pending and not self._may_wait(progress):
@@ -166,7 +167,7 @@ class Updater:
     # the queue
 
     async def _read(self, progress: Progress) -> None:
-        """What is new in the queue. Nothing: is Redis where we left it, or did it go back?"""
+        """Read new queue entries; if there are none, check that Redis has not fallen back."""
         if await self._intake.read(BLOCK_MS):
             return
         await self._recorder.flush()
@@ -177,20 +178,20 @@ class Updater:
         if self._course.ahead is not None and self._course.ahead.version > progress.state.version:
             await self._recovery.lost_for_good(self._course.ahead)
         elif await self._client.call("XLEN", self._keys.queue):
-            self._intake.rewind()  # what we did is there again
+            self._intake.rewind()  # processed entries are back in the queue
         else:
             await self._see_to_room(progress.state.model.layout.nbytes)
             await self._see_to_silence()
 
     async def _take_batch(self, progress: Progress) -> None:
-        """Decides on the next entries, one on top of the other."""
+        """Decide on the next entries, each on top of the one before."""
         course, backlog = self._course, self._intake.backlog
         most = max(1, min(BATCH, LARGE // max(1, progress.state.model.layout.nbytes)))
         finishing = False
         while backlog and len(course.unwritten) < most and not finishing:
             told = None
             if course.ahead is not None:
-                # Asked first: behind a change there may be no trouble, its memory is written into.
+                # Ask first: deciding writes into the strategy's memory, so nothing may fail after.
                 told = await self._ledger.digest(progress.state.version + 1)
             change = await self._decider.change(backlog[0], progress)
             if change is not None and course.ahead and not change.remakes(course.ahead, told):
@@ -203,16 +204,17 @@ class Updater:
                 finishing = change.finish is not None
 
     def _may_wait(self, progress: Progress) -> bool:
-        """Whether the next updates are decided on before these are committed: small models only,
-        of which there may be more than four in memory."""
+        """Whether to decide on the next updates before these are committed.
+
+        Only for small models, of which more than four may be in memory."""
         small = progress.state.model.layout.nbytes <= blobs.CHUNK
         return bool(self._intake.backlog) and small and self._course.ahead is None
 
     async def _go_on(self) -> None:
-        """Writes to the journal what was decided on, and meanwhile goes on without it.
+        """Journal the changes decided on, and meanwhile get on with other work.
 
-        What was written before is committed, the next update is fetched, and a large model's chunks
-        go to Redis. Trouble leaves undone what it struck, to be done in its turn.
+        Commits the changes journalled before, prefetches the next update, and writes a large
+        model's chunks to Redis. Whatever fails here is left to its regular turn.
         """
         changes = self._course.unwritten
         appending = asyncio.create_task(
@@ -225,7 +227,7 @@ class Updater:
         finally:
             with self._metrics.seconds.labels("journal").time():
                 positions = await appending
-            # Fewer, where the disk is full: the rest is tried again, and says so.
+            # Fewer if the disk is full: the rest is retried, which raises if nothing fits.
             self._course.unwritten = changes[len(positions) :]
             for change, position in zip(changes, positions, strict=False):
                 self._happened(change, position)
@@ -233,10 +235,10 @@ class Updater:
     async def _settle_all(self, recorded: Sequence[tuple[Change, int]]) -> None:
         for change, position in recorded:
             if not await self._settle(change, position):
-                return  # the rest comes to nothing without it
+                return  # the rest depends on it
 
     def _happened(self, change: Change, position: int) -> None:
-        """A change is in the journal: it is now what is."""
+        """Apply a change that is in the journal, and therefore final."""
         run = self._course.run
         self._course.happened(change, position)
         if change.finish is not None and run is not None:
@@ -250,14 +252,14 @@ class Updater:
                 staleness=end.staleness, weight=end.weight,
             )  # fmt: skip
 
-    # making it so in Redis
+    # committing to Redis
 
     async def _settle(self, change: Change, position: int) -> bool:
-        """Publishes and commits what the journal has; trouble leaves it pending: whether it is."""
+        """Publish and commit a journalled change; return False if it is still pending."""
         publish = change.version
         if self._course.ahead is not None and publish is not None:
             if publish.version <= self._course.ahead.version:
-                publish = None  # Redis has this very version
+                publish = None  # Redis already has this version
             else:
                 self._course.ahead = None
         with self._metrics.seconds.labels("publish").time():
@@ -277,9 +279,10 @@ class Updater:
         publish: Version | None = None,
         ahead: Sequence[Command] = (),
     ) -> bool:
-        """One commit, and what follows if it is not done: whether it is.
+        """Commit once, and react if that is not accepted; return whether it was.
 
-        It deletes from the queue what is done and on disk; the rest of that is retained.
+        The commit deletes from the queue the processed entries whose records are on disk; the other
+        processed entries are retained.
         """
         done_with = [*self._course.retained]
         if change is not None:
@@ -307,7 +310,7 @@ class Updater:
             self._course.told, self._course.besides = told, without(done.counts, told)
             self._publisher.deleted(commit.retired)
             if done.finished != self._course.finished and len(self._course.pending) < 2:
-                self._course.epoch = 0  # somebody ended it, or Redis forgot that it ended: compare
+                self._course.epoch = 0  # someone ended the run, or Redis forgot its end: compare
         elif done.what == "unwritten":
             self._publisher.forget_written()
         elif done.what == "lost":
@@ -317,14 +320,17 @@ class Updater:
         return done.what == "done"
 
     async def _handed_out(self, change: Change) -> bool:
-        """Whether the change's device may have another task: trainers have what it has to know."""
+        """Hand out the vector that the change's device needs before it gets another task.
+
+        Returns False if Redis was emptied meanwhile.
+        """
         end = change.end
         if end is None or end.device is None or end.weight is None:
-            return True  # nothing was used of it
+            return True  # the update was not used
         return await self._recovery.hand_out(change.after.state, {end.device})
 
     async def _write_ahead(self, change: Change) -> None:
-        """Writes a large model while its update is being journalled."""
+        """Write a large model while its update is being journalled."""
         model = change.after.state.model
         if (
             change.version is not None
@@ -334,7 +340,7 @@ class Updater:
             await self._publisher.prepare(change.version, model)
 
     def _adopt_change(self, change: Change, published: Version | None) -> None:
-        """A change is committed."""
+        """Take note that a change was committed."""
         self._course.pending.popleft()
         in_use = {id(model) for model in self._course.models()}
         self._intake.free += [model for model in change.used if id(model) not in in_use]
@@ -354,13 +360,16 @@ class Updater:
                 )
 
     async def _see_to_room(self, size: int) -> None:
-        """Nothing comes: perhaps because there is no room for it. Nobody else may free models."""
+        """Free older models if there is no room in Redis for another update.
+
+        That may be why the queue is empty, and only the updater may free models.
+        """
         used, limit = await self._ledger.memory()
         if limit and used + size > limit:
             await self._make_room()
 
     async def _see_to_silence(self) -> None:
-        """Says so, once in a while, when no version is made although tasks are open."""
+        """Log an error now and then while tasks are open but no version is made."""
         now = time.monotonic()
         if now - self._heard < _SILENT_S or self._course.finished:
             return
@@ -373,7 +382,7 @@ class Updater:
             )  # fmt: skip
 
     async def _make_room(self) -> None:
-        """Redis is full: older models go before anything is written again."""
+        """Delete older models: Redis is full, and nothing can be written before."""
         removed = await self._publisher.make_room()
         if removed:
             self._context.log.warning("Redis is full: older models removed", models=removed)
