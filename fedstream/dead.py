@@ -1,9 +1,8 @@
-"""`fedstream dead`: what could not be processed, and what an operator does about it.
+"""`fedstream dead`: inspects, retries and drops dead letters.
 
-The task that a dead letter was about has ended, and stays ended. A retry is a new task for the same
-device and as many steps: it is counted as issued, and comes to an outcome of its own. Two letters
-may be about one task (its entry crashed trainers, an answer to it coordinators): it is retried
-once.
+A dead letter's task has ended, and stays so. A retry is a new task for the same device, with the
+same number of steps; it counts as issued and gets its own outcome. Two letters may concern one task
+(its entry crashed trainers, an answer to it crashed coordinators); it is retried once.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ from fedstream.terminal import cell, clock, console, number, spaced
 
 _KINDS = (Task, Trigger, Upload, GiveUp, CloseRound, RoundEnd, Withdraw)
 _AT = "%Y-%m-%d %H:%M:%S"
-_PAGE = 100  # letters that are read at once: they may be long
-_SHOWN = 200  # bytes of an entry that nobody can read
+_PAGE = 100  # letters per read: they may be long
+_SHOWN = 200  # bytes shown of an undecodable entry
 
 
 @dataclass(frozen=True)
@@ -49,13 +48,13 @@ class Letter:
 
     id: str
     dead: Dead
-    message: Message | None  # None: it can't be read
-    unreadable: str = ""  # why not
-    ended: str = ""  # its task: as Ledger.ends says; '' also if there is none
+    message: Message | None  # None: undecodable
+    unreadable: str = ""  # why it is undecodable
+    ended: str = ""  # outcome of its task, from Ledger.ends; '' also if it has no task
 
     @property
     def task(self) -> str | None:
-        """The task that it is about."""
+        """The task it concerns."""
         return getattr(self.message, "task", None)
 
     @property
@@ -66,13 +65,13 @@ class Letter:
 
 @dataclass(frozen=True)
 class Letters:
-    """All of them, and how many are gone because there were too many, or they were too old."""
+    """All dead letters, and the number lost because they were too many or too old."""
 
     letters: tuple[Letter, ...]  # the oldest first
     lost: int
 
     def find(self, wanted: Sequence[str]) -> list[Letter]:
-        """Those with these ids, or about these tasks. Raises FedstreamError."""
+        """Letters with these ids or task ids. Raises FedstreamError."""
         found: list[Letter] = []
         for name in wanted:
             those = [one for one in self.letters if name in (one.id, one.task)]
@@ -83,7 +82,7 @@ class Letters:
 
 
 async def read(client: Client, keys: Keys) -> Letters:
-    """The dead letters of a run. Raises NoRun."""
+    """Read the dead letters of a run. Raises NoRun."""
     ledger = Ledger(client, keys, "dead")
     view = await ledger.look()
     rows: list[Any] = []
@@ -121,7 +120,7 @@ def _letter(id_: str, fields: dict[bytes, bytes]) -> Letter:
 
 
 def again(letter: Letter, now: float) -> Trigger:
-    """The new task that does a letter's work again. Raises FedstreamError where there is none."""
+    """Make the trigger that redoes a letter's work. Raises FedstreamError if that's impossible."""
     message = letter.message
     if message is None:
         raise FedstreamError(f"it can't be read ({letter.unreadable}): nobody knows what to do")
@@ -148,7 +147,7 @@ def again(letter: Letter, now: float) -> Trigger:
 
 
 async def retry(client: Client, keys: Keys, letter: Letter) -> Trigger:
-    """Triggers a letter's work again, and deletes the letter. Raises FedstreamError."""
+    """Trigger a letter's work again, and delete the letter. Raises FedstreamError."""
     trigger = again(letter, time.time())
     before = letter.task or ""
     verdict, detail = await Ledger(client, keys, "dead").retry(letter.id, before, trigger)
@@ -171,7 +170,7 @@ _WHY_NOT = {
 
 
 async def drop(client: Client, keys: Keys, letters: Sequence[Letter]) -> int:
-    """Deletes letters: how many were there."""
+    """Delete letters; returns how many existed."""
     if not letters:
         return 0
     return int(await client.call("XDEL", keys.dead, *(letter.id for letter in letters)))
@@ -181,7 +180,7 @@ async def drop(client: Client, keys: Keys, letters: Sequence[Letter]) -> int:
 
 
 def plain(letter: Letter) -> dict[str, Any]:
-    """A letter for programs."""
+    """Letter as plain values, for JSON."""
     return {
         "id": letter.id,
         "time": letter.dead.time,
@@ -201,18 +200,18 @@ def plain(letter: Letter) -> dict[str, Any]:
 
 
 def show(found: Letters) -> None:
-    """Prints the table of all."""
+    """Print all letters as a table."""
     console().print(page(found))
 
 
 def show_each(letters: Sequence[Letter]) -> None:
-    """Prints all that is in some letters."""
+    """Print some letters in full."""
     for letter in letters:
         console().print(details(letter))
 
 
 def page(found: Letters) -> RenderableType:
-    """All letters as a table."""
+    """Table of all letters."""
     if not found.letters and not found.lost:
         return "no dead letters"
     table = Table(box=None, pad_edge=False, header_style="dim")
@@ -237,7 +236,7 @@ def page(found: Letters) -> RenderableType:
 
 
 def details(letter: Letter) -> RenderableType:
-    """One letter with all that is in it."""
+    """Full contents of one letter."""
     dead, message = letter.dead, letter.message
     rows: list[tuple[str, object]] = [
         ("letter", f"{letter.id}, at {clock(dead.time, _AT)}"),

@@ -1,9 +1,9 @@
-"""`fedstream run`: every service as a process of its own on this machine, until the run is done.
+"""`fedstream run`: runs every service as a process on this machine until the run ends.
 
-The order: whatever can be wrong is found before anything starts (configuration, output folder,
-Redis, task); then Redis, then the services, which wait for one another by themselves. A run ends
-when its last version is measured, when it is interrupted, or when it can't go on; whichever it is,
-the services stop in order and what there is to report is written.
+Configuration, output folder, Redis and task are checked before anything starts. Then Redis starts,
+then the services, which wait for one another. A run ends when its last version is measured, when it
+is interrupted, or when it can't continue. In each case, the services stop in order and the results
+are written.
 """
 
 from __future__ import annotations
@@ -56,37 +56,37 @@ if TYPE_CHECKING:
 LOGS = "logs"
 
 _REDIS_WITHIN_S = 10.0
-_MEASURED_WITHIN_S = 120.0  # the evaluator may take so long for the last version
-# Of the pool's: a site must not end the operator's run.
-_MOST_FAILED = 10  # tasks that raised or killed their trainer, with no update in between
-_MOST_REFUSED = 100  # updates, with none that was taken in between: the model stays as it is
-_GUESTS_S = 6.0  # for trainers that joined: a few heartbeats
+_MEASURED_WITHIN_S = 120.0  # how long the evaluator may take for the last version
+# Counted in the pool only: a site must not end the operator's run.
+_MOST_FAILED = 10  # tasks in a row that raised or killed their trainer
+_MOST_REFUSED = 100  # updates in a row: the model isn't changing any more
+_GUESTS_S = 6.0  # a few heartbeats, for trainers that joined to leave
 _OURS = ("FEDSTREAM_CONFIG", "FEDSTREAM_NAME")
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What `fedstream run` was asked for."""
+    """The user's request to `fedstream run`."""
 
     settings: Settings
     out: Path
     trainers: int = 2
-    port: int | None = None  # of the coordinator; None: any that is free
+    port: int | None = None  # the coordinator's; 0: any free one; None: http.port
     resume: bool = False
 
     @property
     def own_redis(self) -> bool:
-        """Whether the run brings its own Redis: none was named."""
+        """Whether the run brings its own Redis, because none was configured."""
         return not self.settings.redis.is_named
 
 
 @dataclass(frozen=True)
 class Subject:
-    """What the parent knows of the task, after trying it once."""
+    """What the parent learned about the task by loading it once."""
 
     module: nn.Module
     devices: int
-    tested: bool  # there is data to measure by
+    tested: bool  # the task has test data
     torch: str
 
 
@@ -99,12 +99,12 @@ class Ending:
 
     @property
     def code(self) -> int:
-        """The exit code that says so."""
+        """Exit code."""
         return {"finished": 0, "interrupted": INTERRUPTED, "failed": 1}[self.state]
 
 
 def default_out(name: str, now: datetime) -> Path:
-    """A folder of its own for every run."""
+    """Default output folder, one for each run."""
     return Path("runs") / f"{name}-{now:%Y%m%d-%H%M%S}"
 
 
@@ -115,9 +115,10 @@ def environment(
     pid: int,
     token: SecretStr | None = None,
 ) -> dict[str, str]:
-    """What services inherit: not the overrides, which are in the resolved configuration already.
+    """Environment of the services, without overrides: the resolved configuration contains those.
 
-    URL, passwords and token travel here: `ps` must not show them, and passwords are in no file.
+    Redis URL, passwords and token are passed here, because `ps` must not show them, and passwords
+    and token are written to no file.
     """
     kept = {
         name: value
@@ -139,12 +140,12 @@ def environment(
 
 
 def programs(settings: Settings, trainers: int, config: Path, port: int) -> list[Program]:
-    """The services of a run, in the order in which they are started."""
-    # Any port: they are on one machine.
+    """Services of a run, in starting order."""
+    # Free ports: all services share one machine.
     file = ("--config", str(config), "--set", "http.port=0", "--set", "http.health_port=0")
     listen = ("--set", f"http.port={port}")
     return [
-        # Those that load torch first: they take longest.
+        # First those that load torch, which takes longest.
         Program("updater", "updater", file, settings.updater.drain_s),
         *(
             Program(f"trainer-{n}", "trainer", file, settings.trainer.drain_s)
@@ -157,9 +158,9 @@ def programs(settings: Settings, trainers: int, config: Path, port: int) -> list
 
 
 def run(plan: Plan, display: Display) -> tuple[int, dict[str, Any]]:
-    """Runs it to its end: the exit code and the summary.
+    """Run to the end; returns the exit code and the summary.
 
-    Raises FedstreamError, before anything was started, if it can't be.
+    Raises FedstreamError before anything starts if the run is impossible.
     """
     _check_folder(plan)
     plan = _with_paths(plan)
@@ -170,7 +171,7 @@ def run(plan: Plan, display: Display) -> tuple[int, dict[str, Any]]:
         if not plan.own_redis:
             asyncio.run(_check_redis(plan, display))
         subject = examine(plan.settings)
-        stop = stack.enter_context(Stop())  # from here on there is something to undo
+        stop = stack.enter_context(Stop())  # from here on, a signal must clean up
         server: RedisServer | None = None
         url = plan.settings.redis.url
         if plan.own_redis:
@@ -179,7 +180,7 @@ def run(plan: Plan, display: Display) -> tuple[int, dict[str, Any]]:
             stack.enter_context(server)
             url = server.url
         if stop.name is not None:
-            raise KeyboardInterrupt  # nothing was written yet
+            raise KeyboardInterrupt  # nothing has been written yet
         with usable(plan.out):
             (plan.out / LOGS).mkdir(parents=True, exist_ok=True)
             _write_config(plan, url)
@@ -189,12 +190,12 @@ def run(plan: Plan, display: Display) -> tuple[int, dict[str, Any]]:
         finally:
             display.close()
             if plan.own_redis:
-                _write_config(plan, None)  # that Redis is gone: the file can be run again
+                _write_config(plan, None)  # drop the dead Redis's URL, so the file can be reused
 
 
 @contextmanager
 def usable(out: Path) -> Iterator[None]:
-    """Trouble with the folder is the user's to mend: raises ConfigError."""
+    """Turn OSErrors about the folder into ConfigError, because the user has to fix them."""
     try:
         yield
     except OSError as error:
@@ -214,9 +215,9 @@ def _check_folder(plan: Plan) -> None:
 
 
 def _with_paths(plan: Plan) -> Plan:
-    """The paths in the configuration hold wherever it is read.
+    """Make paths absolute, so that the configuration works from any working directory.
 
-    A local run's journal is in its folder, wherever a configuration used before had it.
+    A local run's journal is always in the run's own folder, whatever the configuration says.
     """
     settings = plan.settings
     journal = settings.journal.model_copy(update={"dir": str(plan.out.absolute() / FOLDER)})
@@ -234,7 +235,7 @@ def _with_paths(plan: Plan) -> Plan:
 
 
 def _check_journal(plan: Plan) -> None:
-    """A run goes on from its journal. Raises JournalError if there is none, or it is over."""
+    """Check that a journal can be resumed. Raises JournalError if it's missing or finished."""
     folder = Path(plan.settings.journal.dir)
     chain = segments(folder)
     try:
@@ -250,12 +251,12 @@ def _check_journal(plan: Plan) -> None:
 
 
 def _port(plan: Plan) -> HeldPort:
-    """The coordinator's port, ours before it starts so that it has the same after a restart."""
+    """Reserve the coordinator's port before it starts, so that it keeps it across restarts."""
     http = plan.settings.http
     wanted = http.port if plan.port is None else plan.port
     try:
         found = socket.getaddrinfo(http.host or None, wanted, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError) as error:  # UnicodeError: no name can be as long
+    except (OSError, UnicodeError) as error:  # UnicodeError: the name is too long
         why = error.strerror if isinstance(error, OSError) else error
         raise ConfigError(f"http.host = {http.host!r}: no such host: {why}") from error
     family, _, _, _, address = found[0]
@@ -270,7 +271,10 @@ def _port(plan: Plan) -> HeldPort:
 
 
 async def _check_redis(plan: Plan, display: Display) -> None:
-    """Waits a little for a Redis that was named; what it holds must suit. Raises FedstreamError."""
+    """Wait briefly for the configured Redis, and check that the run can start or resume there.
+
+    Raises FedstreamError.
+    """
     client = Client(plan.settings.redis, "run")
     keys = Keys(plan.settings.run.name)
     try:
@@ -279,7 +283,7 @@ async def _check_redis(plan: Plan, display: Display) -> None:
         try:
             view = await observer.look()
         except NoRun:
-            return  # a run that is resumed goes on from its journal
+            return  # a resumed run continues from its journal
         if view.run.state == "finished":
             raise FedstreamError(
                 f"run {keys.name!r} is finished ({view.run.why}): take another name with --set "
@@ -323,7 +327,7 @@ async def _reached(client: Client, display: Display) -> None:
 
 
 def examine(settings: Settings) -> Subject:
-    """Loads the task once, here, so that what is wrong with it is said before anything starts.
+    """Load the task here once, so that its errors are reported before anything starts.
 
     Raises ConfigError or DataError with the place in the user's program.
     """
@@ -333,7 +337,7 @@ def examine(settings: Settings) -> Subject:
     from fedstream.trainer.vector import layout_of
 
     check_used(settings)
-    with redirect_stdout(sys.stderr):  # stdout may be a program's
+    with redirect_stdout(sys.stderr):  # stdout may be read by a program
         task = task_of(settings)
         try:
             module = untrained(task)
@@ -348,7 +352,7 @@ def examine(settings: Settings) -> Subject:
             raise
         except Exception as error:
             raise DataError(_user_error(settings, "test_data()", error)) from error
-        if test_data is not None and type(task).metrics is Task.metrics:  # else it may be anything
+        if test_data is not None and type(task).metrics is Task.metrics:  # else any data
             samples_of(test_data)
         devices = devices_of(settings, task)
         look_over(task, devices, trained_here=True)
@@ -360,7 +364,7 @@ def _user_error(settings: Settings, what: str, error: Exception) -> str:
 
 
 def _write_config(plan: Plan, url: str | None) -> None:
-    """run.toml, resolved. ``url``: where Redis is now, or None to leave that open."""
+    """Write the resolved run.toml. ``url``: Redis's current URL, or None to leave it out."""
     settings = plan.settings
     redis = settings.redis.model_copy(update={"url": url} if url else {})
     log = settings.log.model_copy(update={"format": "json"})
@@ -371,7 +375,7 @@ def _write_config(plan: Plan, url: str | None) -> None:
         text = tomli_w.dumps(tables)
     elif plan.own_redis:
         text = own_redis.MARK + text
-    aside = plan.out / f".{CONFIG}"  # whole or not at all, though the disk be full
+    aside = plan.out / f".{CONFIG}"  # write atomically, even if the disk is full
     aside.unlink(missing_ok=True)
     try:
         aside.touch(mode=0o600, exist_ok=False)  # the URL may hold a password
@@ -383,7 +387,7 @@ def _write_config(plan: Plan, url: str | None) -> None:
 
 
 class LocalRun:
-    """A run while it runs."""
+    """A run in progress."""
 
     def __init__(
         self,
@@ -416,12 +420,12 @@ class LocalRun:
         self._started = time.time()
         self._ending: Ending | None = None
         self._over = asyncio.Event()
-        self._told: set[str] = set()  # what was said once already
+        self._told: set[str] = set()  # keys of messages to show only once
         self._finished_since: float | None = None
-        self._lost_since: float | None = None  # Redis
+        self._lost_since: float | None = None  # since when Redis has been away
 
     async def live(self, stop: Stop) -> tuple[int, dict[str, Any]]:
-        """From the start of the services to the last file: the exit code and the summary."""
+        """Run from the first service to the last file; returns the exit code and the summary."""
         loop = asyncio.get_running_loop()
         stop.at_once = self._kill
         stop.listen(lambda name: loop.call_soon_threadsafe(self._signalled, name))
@@ -436,12 +440,12 @@ class LocalRun:
             history = self._observer.history
             try:
                 recall(history, Path(self._settings.journal.dir), self._plan.out / report.METRICS)
-            except JournalError as error:  # the updater needs the newest segment alone
+            except JournalError as error:  # not fatal: the updater needs only the newest segment
                 self._display.say(f"not all that was before can be told: {error}")
-            with suppress(NoRun):  # a new Redis: it goes on from its journal
+            with suppress(NoRun):  # a new Redis: the run continues from its journal
                 await self._observer.catch_up()
             history.forget_failures()
-        await asyncio.sleep(0)  # a signal that came meanwhile is told
+        await asyncio.sleep(0)  # let a pending signal be handled
         if not self._over.is_set():
             self._supervisor.start()
         try:
@@ -477,7 +481,7 @@ class LocalRun:
     # how it ends
 
     def _end(self, ending: Ending) -> None:
-        """The first reason counts."""
+        """End the run; the first ending counts."""
         if self._ending is None:
             self._ending = ending
             self._over.set()
@@ -487,26 +491,25 @@ class LocalRun:
         self._end(Ending("interrupted", f"by {name}"))
 
     def _kill(self) -> None:
-        """Ends everything that is ours at once."""
+        """Kill all services and the run's own Redis at once."""
         self._supervisor.kill()
         self._display.close()
         if self._server is not None:
             self._server.kill()
 
     async def _stopped(self) -> None:
-        """Stops the services, and reads on meanwhile: what they still do is part of the run."""
+        """Stop the services, and keep reading: what they do while draining belongs to the run."""
         stopped = asyncio.Event()
         stopping = asyncio.create_task(self._supervisor.stop(), name="stop")
         stopping.add_done_callback(lambda _: stopped.set())
         try:
             while not stopped.is_set():
                 await self._step(stopped)
-        finally:  # whatever can't be shown or read: nothing of ours is left running
+        finally:  # even if reading or showing fails, leave no service running
             await stopping
 
     async def _step(self, over: asyncio.Event) -> None:
-        """Reads what is new and shows it. Trouble with Redis is waited out if it can pass; else
-        it ends the run."""
+        """Read and show news. Retriable Redis errors are waited out; others end the run."""
         try:
             await self._observer.step()
         except NoRun:
@@ -529,7 +532,7 @@ class LocalRun:
         self._display.show(view, history, stopping=self._over.is_set())
 
     def _judge(self) -> None:
-        """Says what is worth a line, and finds out whether this is the end."""
+        """Report notable events, and decide whether the run has ended."""
         history, view = self._observer.history, self._observer.view
         for kind, event in list(history.errors.items()):
             self._once(f"error {kind}", _raised(event))
@@ -571,7 +574,7 @@ class LocalRun:
             self._display.say(line)
 
     async def _worked(self, program: Program, pid: int) -> bool:
-        """Whether a process had begun to work: a trainer that is on the register had."""
+        """Whether a process had begun to work; known only of trainers, by the register."""
         if program.role != "trainer":
             return False
         try:
@@ -583,7 +586,7 @@ class LocalRun:
     # what is left
 
     async def _reported(self) -> tuple[int, dict[str, Any]]:
-        """Writes the files, from what the services left."""
+        """Write the result files from what the services left."""
         ending = self._ending or Ending("failed", "it was given up")
         view: View | None = None
         model: Model | None = None
@@ -632,7 +635,7 @@ class LocalRun:
     def _written(
         self, numbers: dict[str, Any], view: View | None, model: Model | None
     ) -> Iterator[str]:
-        """Writes the files, and names each once it is whole. Raises OSError."""
+        """Write the files, yielding each one's name once complete. Raises OSError."""
         out, history, settings = self._plan.out, self._observer.history, self._settings
         report.write_summary(out, numbers)
         yield report.SUMMARY
@@ -662,7 +665,7 @@ class LocalRun:
 
 
 def _is_running(pid: int) -> bool:
-    """Whether a child of ours has not ended; leaves it to be waited for."""
+    """Whether a child process is still running; does not reap it."""
     try:
         return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
     except ChildProcessError:
@@ -681,6 +684,6 @@ def _last_error(errors: Mapping[tuple[str, str], Event]) -> str:
 
 
 def _last_line(event: Event) -> str:
-    """What an error was, without its traceback."""
+    """Last line of an error's traceback."""
     text = (event.text or "").strip()
     return text.splitlines()[-1] if text else "see the logs"

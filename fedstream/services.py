@@ -1,4 +1,4 @@
-"""Builds each service from the configuration. torch is imported only by those that need it."""
+"""Construction of each service from the configuration; only some of them import torch."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
     from fedstream.broker.layout import Model
     from fedstream.trainer.task import Task
 
-DEVICES = 10  # where neither the configuration nor the task says how many
-_LOOK_S = 1.0  # in which a run's data are looked over before it begins
+DEVICES = 10  # default, if neither the configuration nor the task sets a number
+_LOOK_S = 1.0  # time limit for checking the devices' data before a run
 
 
 def task_of(settings: Settings) -> Task:
-    """The user's task, or a built-in one, which the other keys suit. Raises ConfigError."""
+    """Load the task and check the other keys against it. Raises ConfigError."""
     task = load_task(settings.task.name, settings.task)
     devices_of(settings, task)
     return task
 
 
 def devices_of(settings: Settings, task: Task) -> int:
-    """How many devices the run has. Raises ConfigError where another key says otherwise."""
+    """Number of devices of the run. Raises ConfigError if another key contradicts it."""
     devices = settings.task.devices or task.devices or DEVICES
     strategy, slow = settings.strategy, settings.devices.slow_devices
     if (
@@ -72,10 +72,10 @@ def devices_of(settings: Settings, task: Task) -> int:
 
 
 def look_over(task: Task, devices: int, *, trained_here: bool) -> None:
-    """Raises DataError if the data set of a device is empty, is none, or can't be had.
+    """Raise DataError if a device's data is empty, not a data set, or can't be loaded.
 
-    What it takes more than a second to look at is left to the training. ``trained_here``: the data
-    is on this machine; else nothing is said if it can't be had.
+    Checking stops after a second; training will find the remaining errors. ``trained_here``: the
+    data is on this machine; otherwise, data that can't be loaded is not an error.
     """
     from fedstream.trainer.solvers import size_of
 
@@ -85,7 +85,7 @@ def look_over(task: Task, devices: int, *, trained_here: bool) -> None:
             data = task.device_data(device)
         except Exception as error:
             if not trained_here:
-                return  # whoever trains there says what it was
+                return  # the trainer that has the data will report the error
             if isinstance(error, FedstreamError):
                 raise
             raise DataError(f"device {device}: {words(error)}") from error
@@ -95,7 +95,7 @@ def look_over(task: Task, devices: int, *, trained_here: bool) -> None:
 
 
 def check_used(settings: Settings) -> None:
-    """Raises ConfigError for a key that is of no use to a task of one's own."""
+    """Raise ConfigError for keys that have no effect on a user's own task."""
     task = settings.task
     if not runs_program(task.name):
         return
@@ -113,7 +113,7 @@ def check_used(settings: Settings) -> None:
 
 
 def found(settings: Settings) -> tuple[Run, Model]:
-    """A new run: its record, and version 0 drawn from the run's seed."""
+    """Make a new run: its record, and version 0 drawn from the run's seed."""
     from fedstream.trainer.vector import initial
 
     task = task_of(settings)
@@ -195,7 +195,7 @@ ROLES = tuple(_BUILDERS)
 
 
 def serve_role(role: str, settings: Settings, name: str) -> int:
-    """Runs a service as this process until it is told to stop: the exit code."""
+    """Run a service in this process until told to stop; returns the exit code."""
     service, drain_s = _BUILDERS[role](settings, Keys(settings.run.name), name)
     return serve(
         service, http=settings.http, log=settings.log, run=settings.run.name, name=name,

@@ -1,4 +1,4 @@
-"""`fedstream simulate`: a run in virtual time, and the files that it leaves in a folder."""
+"""`fedstream simulate`: a run in virtual time, and its result files."""
 
 from __future__ import annotations
 
@@ -42,15 +42,18 @@ _CODES = {"finished": 0, "interrupted": INTERRUPTED, "failed": 1}
 
 
 def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[int, dict[str, Any]]:
-    """Simulates it, and writes the files: the exit code and the summary. Raises FedstreamError."""
+    """Simulate and write the files; returns the exit code and the summary.
+
+    Raises FedstreamError.
+    """
     _check_folder(out)
     check_used(settings)
     settings = _with_paths(settings)
-    with redirect_stdout(sys.stderr):  # stdout may be a program's
+    with redirect_stdout(sys.stderr):  # stdout may be read by a program
         task = task_of(settings)
     history = History()
-    # Ctrl-C or SIGTERM ends the run with what there is. Both are taken: the first process of a
-    # container is not ended by a signal that it doesn't take.
+    # Ctrl-C or SIGTERM ends the run and keeps partial results. Both need handlers: a container's
+    # first process ignores signals that it doesn't handle.
     with Stop() as stop:
         stop.at_once = partial(console(err=True).show_cursor, True)
         with (
@@ -91,7 +94,7 @@ def _check_folder(out: Path) -> None:
 
 @contextmanager
 def _folder(out: Path, settings: Settings, *, begun: Callable[[], bool]) -> Iterator[None]:
-    """The folder with run.toml; after an error before the first version it is as it was."""
+    """Create the folder with run.toml; undo that on an error before version 1."""
     missing = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         with usable(out):
@@ -108,7 +111,7 @@ def _folder(out: Path, settings: Settings, *, begun: Callable[[], bool]) -> Iter
 
 
 def _with_paths(settings: Settings) -> Settings:
-    """The paths in the configuration hold wherever it is read."""
+    """Make paths absolute, so that the configuration works from any working directory."""
     task, (file, _, attribute) = settings.task, settings.task.name.rpartition(":")
     if file.endswith(".py"):
         task = task.model_copy(update={"name": f"{Path(file).absolute()}:{attribute}"})
@@ -118,7 +121,7 @@ def _with_paths(settings: Settings) -> Settings:
 
 
 def _as_toml(settings: Settings) -> str:
-    """run.toml, resolved: with a Redis only if one was named, so that services can run it too."""
+    """Text of the resolved run.toml; redis.url only if given, so that services can use it too."""
     tables = tomllib.loads(dump(settings))
     if "url" not in settings.redis.model_fields_set:
         del tables["redis"]["url"]
@@ -127,7 +130,7 @@ def _as_toml(settings: Settings) -> str:
 
 @contextmanager
 def _progress(versions: int, *, quiet: bool) -> Iterator[Callable[[VersionMade], None]]:
-    """What is measured and the time left: a bar on a terminal, elsewhere a line now and then."""
+    """Progress with metrics and time left: a bar on a terminal, occasional lines elsewhere."""
     here = console(err=True)
     if quiet:
         yield lambda _made: None
@@ -151,7 +154,7 @@ def _progress(versions: int, *, quiet: bool) -> Iterator[Callable[[VersionMade],
 
 
 class _Lines:
-    """Progress for a file or a pipe."""
+    """Progress as lines, for a file or a pipe."""
 
     def __init__(self, versions: int) -> None:
         self._versions = versions
@@ -159,7 +162,7 @@ class _Lines:
         self._measured = ""
 
     def show(self, made: VersionMade) -> None:
-        """A line, if the last one is a while ago."""
+        """Print a line if the last one was at least 3 s ago."""
         if made.metrics:
             self._measured = f" · {_in_words(made.metrics)}"
         now = time.monotonic()
@@ -218,7 +221,7 @@ def summary(settings: Settings, outcome: Outcome, history: History) -> dict[str,
 def _write(
     settings: Settings, out: Path, outcome: Outcome, history: History, numbers: dict[str, Any]
 ) -> list[str]:
-    """The files' names."""
+    """Write the files; returns their names."""
     from fedstream import curves
 
     title = (
@@ -241,7 +244,7 @@ def _write(
 
 
 def _show(outcome: Outcome, numbers: dict[str, Any], files: list[str]) -> None:
-    """The result as a table."""
+    """Print the result as a table."""
     rows = {
         "run": f"{numbers['run']}: {outcome.state} ({outcome.why})",
         "measured": _in_words(numbers["metrics"]) or "not measured",

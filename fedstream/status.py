@@ -1,4 +1,4 @@
-"""`fedstream status`: a run as it is now, in a table."""
+"""`fedstream status`: the current state of a run, as a table."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from fedstream.coordinator.app import status
 from fedstream.display import outcomes, two_columns
 from fedstream.terminal import cell, clock, console, number, spaced
 
-_ANSWER_S = 15.0  # a coordinator's own patience with Redis is 10
+_ANSWER_S = 15.0  # more than the 10 s that a coordinator waits for Redis
 _PASSING = (502, 503, 504)
 _DEVICES_SHOWN = 20
-_MOST_BYTES = 64 << 20  # of an answer
+_MOST_BYTES = 64 << 20  # limit for an answer
 
 
 class _Tasks(BaseModel):
@@ -35,7 +35,7 @@ class _Tasks(BaseModel):
 
 
 class _Answer(BaseModel):
-    """What is shown of a coordinator's answer: whoever answers may be somebody else."""
+    """Fields used of a coordinator's answer, validated because another server may be answering."""
 
     model_config = ConfigDict(strict=True, allow_inf_nan=False)
 
@@ -67,14 +67,14 @@ class _Answer(BaseModel):
 
 
 async def read(client: Client, keys: Keys) -> dict[str, Any]:
-    """The same as the coordinator's HTTP status. Raises NoRun."""
+    """Read from Redis what a coordinator's HTTP status returns. Raises NoRun."""
     ledger = Ledger(client, keys, "status")
     view = await ledger.look(inboxes=True)
     return status(keys.name, view) | {"register": await ledger.trainers(), "register_more": 0}
 
 
 def fetch(url: str, run: str, token: SecretStr | None = None) -> dict[str, Any]:
-    """The same from a coordinator, for whoever may not ask Redis.
+    """Fetch the status from a coordinator, for users without access to Redis.
 
     ``url`` is its address, with or without a path before ``/v1``. Raises FedstreamError.
     """
@@ -105,7 +105,7 @@ def fetch(url: str, run: str, token: SecretStr | None = None) -> dict[str, Any]:
 
 def _request(url: str, token: SecretStr | None) -> Request:
     request = Request(url)  # noqa: S310  (http or https)
-    if token is not None:  # not for where a redirection leads
+    if token is not None:  # never sent on to a redirect's target
         request.add_unredirected_header("Authorization", f"Bearer {token.get_secret_value()}")
     return request
 
@@ -116,17 +116,17 @@ def _is_address(url: str) -> bool:
         is_there = bool(parts.hostname) and parts.port != 0
     except ValueError:
         return False
-    # Credentials would be in messages.
+    # A URL with credentials is rejected, because error messages would show it.
     return parts.scheme in ("http", "https") and is_there and "@" not in parts.netloc
 
 
 def _problem(body: bytes) -> str:
-    """What a coordinator says is wrong."""
+    """A coordinator's error text; empty if there is none."""
     return str(_parsed(body).get("error", ""))
 
 
 def _parsed(body: bytes) -> dict[str, Any]:
-    """A JSON object; an empty one if it is something else."""
+    """Parse a JSON object; empty if the body is anything else."""
     try:
         value = json.loads(body)
     except ValueError:
@@ -135,7 +135,7 @@ def _parsed(body: bytes) -> dict[str, Any]:
 
 
 def show(about: Mapping[str, Any]) -> None:
-    """Prints it."""
+    """Print the status."""
     console().print(page(about))
 
 
@@ -176,7 +176,7 @@ def _rows(about: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def trainers(register: Mapping[str, Mapping[str, Any]]) -> Table:
-    """What the trainers say of themselves."""
+    """Table of the trainers, as they describe themselves."""
     table = Table(box=None, pad_edge=False, header_style="dim")
     table.add_column("trainer", style="cyan")
     table.add_column("host")
@@ -195,7 +195,7 @@ def trainers(register: Mapping[str, Mapping[str, Any]]) -> Table:
 
 
 def _owned(devices: object) -> str:
-    """The devices that a trainer owns, as far as a table has room."""
+    """Devices that a trainer owns, at most 20 of them."""
     if not isinstance(devices, list | tuple) or not devices:
         return "any"
     more = len(devices) - _DEVICES_SHOWN
