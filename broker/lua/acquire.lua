@@ -1,6 +1,6 @@
 -- keys: leader tokens
--- The lease of a role, and a token larger than every one before it. A process of the same name is
--- the same pod or a supervised restart: it need not wait for its own lease to run out.
+-- Takes a role's lease and issues a token larger than all before it. A process of the same name is
+-- the same pod or a supervised restart: it need not wait for its own lease to expire.
 local role, name, nonce, ttl, at_least = unpack(ARGV)
 local holder = redis.call('GET', key.leader)
 if holder and string.match(holder, '^(.*)|') ~= name then

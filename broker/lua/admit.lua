@@ -1,9 +1,10 @@
 -- keys: stream open admitted ended events counts rates
 -- undeclared: run head lineage queue
--- Admission by metadata: a task of this site, first answer, device, layout, size, base, staleness now.
--- ARGV: what was said, the entry for the queue, the event's fields. rest: the blob where its site wrote it,
--- and where it goes once admitted, so that no site can change what the updater will read. Of a site that
--- is not trusted the staleness counts from the version that was the newest when the task was handed out.
+-- Admits an answer by its metadata: a task of this site, first answer, device, layout, size, base,
+-- current staleness. ARGV: the answer, the entry for the queue, the event's fields. rest: the
+-- blob's key as its site wrote it, and its key once admitted, where no site can change what the
+-- updater will read. For untrusted sites, staleness counts from the newest version at the time the
+-- task was handed out.
 local a, event = cmsgpack.unpack(ARGV[1]), cmsgpack.unpack(ARGV[3])
 local blob, admitted = KEYS[first_rest], KEYS[first_rest + 1]
 guard()
@@ -15,7 +16,7 @@ local function astray(why)
   return {'stray', why}
 end
 
--- The same answer, told again: what stands under the site's key by now is not what was admitted.
+-- The same answer again: a blob now under the site's key is not the one that was admitted.
 local function again()
   redis.call('UNLINK', blob)
   return {'admitted', ''}
@@ -27,8 +28,8 @@ local function refused(why)
   return {'refused', why}
 end
 
--- What its blob lacks of the bytes that it should have, or has besides them. Asks for lengths alone: nobody
--- has to hold what is too long to find that out, and the updater reads what is admitted without asking.
+-- Why the blob's size is wrong, or nil. Checks only lengths, so an oversized blob need not be read
+-- to be refused; the updater reads admitted blobs without checking again.
 local function unlike(size)
   local digits = redis.pcall('HSTRLEN', blob, 'size')
   if type(digits) == 'table' or digits == 0 then return 'blob missing' end
@@ -50,7 +51,8 @@ if not trigger then
   return astray(outcome == 'given_up' and 'late' or 'answered twice')
 end
 local task = cmsgpack.unpack(trigger)
--- One that was handed out to nobody: Redis went back to before that. The pool may say it then.
+-- Without a site the task was never handed out: Redis fell back to before that. Then only trusted
+-- sites may answer it.
 if task.site ~= a.site and (task.site or not a.trusted) then return astray("another site's task") end
 local first = redis.call('HGET', key.admitted, a.task)
 if first == a.attempt then return again() end
@@ -79,7 +81,7 @@ if a.tau < since then return refused('unknown base') end -- older than its task
 if max_staleness and head - since > tonumber(max_staleness) then return refused('too stale') end
 local why = unlike(size)
 if why then return refused(why) end
-redis.call('UNLINK', admitted) -- RENAME would delete it on the spot, however large
+redis.call('UNLINK', admitted) -- RENAME would delete it synchronously, however large
 redis.call('RENAME', blob, admitted)
 redis.call('PERSIST', admitted)
 redis.call('HSET', key.admitted, a.task, a.attempt)

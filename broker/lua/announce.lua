@@ -1,14 +1,15 @@
 -- keys: stream trainers alive owners pool tasks open counts rates
 -- undeclared: run head events
--- A trainer is there, and owns the devices that it says: unless the run has no such device, its site may
--- not own it, or another that is alive does (the first one keeps it). Or it leaves: then it was last heard
--- at 0. ARGV: what it said, what is kept of that, two events.
+-- Registers a trainer and the devices that it claims, except devices that the run doesn't have,
+-- that its site may not own, or that another live trainer owns (the first one keeps them). If the
+-- trainer leaves, its last-heard time becomes 0. ARGV: the announcement, what to keep of it, two
+-- events.
 --
--- Tasks for devices new to it that nobody has taken from the pool yet become its own: they were
--- dispatched before it came, and nobody else has the data.
+-- Tasks for its new devices that are still unclaimed in the pool move to it: they were dispatched
+-- before it came, and no other trainer has the data.
 local a = cmsgpack.unpack(ARGV[1])
 
--- The devices that a trainer on the register says are its own.
+-- The devices that a registered trainer claims.
 local function devices_of(name)
   local ok, about = pcall(cmsgpack.unpack, redis.call('HGET', key.trainers, name) or '')
   local said = ok and type(about) == 'table' and type(about.owns) == 'table' and about.owns or {}
@@ -21,10 +22,10 @@ end
 
 local name = a.name
 local own = stream_of(name)
-redis.call('EXISTS', own) -- as for undeclared keys: fails here where a cluster is moving it
+redis.call('EXISTS', own) -- as for undeclared keys: fails here while a cluster migrates it
 guard()
 if not take(key.stream, a.group, a.entry) then return 'repeated' end
--- What it costs: every device that it names is looked up, and all trainers where there may be too many.
+-- Charged by cost: each named device is looked up, and all trainers are if there may be too many.
 local is_new, alive = not redis.call('ZSCORE', key.alive, name), redis.call('ZCARD', key.alive)
 local all = is_new and alive >= a.most
 if not within('announced ' .. a.site, a.rate, 1 + #a.owns + (all and math.floor(alive / 5) or 0)) then
@@ -53,7 +54,7 @@ for _, device in ipairs(a.denied) do denied[device] = true end
 local now = redis.call('TIME')
 redis.call('ZADD', key.alive, now[1] .. '.' .. string.format('%06d', now[2]), name)
 redis.call('HSET', key.trainers, name, ARGV[2])
-redis.call('PERSIST', own) -- it may have been made, and found to be nobody's, before its owner was heard
+redis.call('PERSIST', own) -- it may have got an expiry while its owner was unknown
 if #a.owns == 0 then redis.call('SADD', key.pool, name) else redis.call('SREM', key.pool, name) end
 for device in pairs(before) do
   if not wants[device] and redis.call('HGET', key.owners, device) == name then
@@ -76,7 +77,7 @@ for _, device in ipairs(a.owns) do
     redis.call('HSET', key.owners, device, name)
     got[device], any = true, true
   end
-  if why and not before[device] then -- once, and not with every announcement
+  if why and not before[device] then -- told once, not with every announcement
     local event = cmsgpack.unpack(ARGV[4])
     event.device, event.text = device, name .. ' does not get device ' .. device .. ': ' .. why
     tell_of(a.site, event)

@@ -1,10 +1,10 @@
 -- keys: stream open admitted ended events counts rates letters
 -- undeclared: dead
--- An entry that can't be processed leaves its stream for `dead`; its task, if it has one, ends,
--- unless another answer to it was admitted, or a site (ARGV[7], if it is from one) was not given it.
+-- Moves an entry that can't be processed to `dead`. Its task, if any, ends, unless an answer to it
+-- was admitted, or the entry came from a site (ARGV[7]) that the task wasn't sent to.
 --
--- A site's letters push out none but its own: of each the newest are kept, by an index of whose they are.
--- Those that end no task it could send without end: within a rate.
+-- A site's letters displace only its own: the newest of each site are kept, using an index by site.
+-- A site could send letters that end no task without limit, so those are rate-limited.
 local KEPT, KEPT_OF_SITE, RATE_OF_SITE = 1000, 100, 10
 local group, entry, dead, task, reason, event, site = unpack(ARGV)
 guard()
@@ -24,7 +24,7 @@ local first, last = '[' .. whose .. '|', '(' .. whose .. '}'
 local over = redis.call('ZLEXCOUNT', key.letters, first, last) + 1 - kept
 for _, one in ipairs(redis.call('ZRANGEBYLEX', key.letters, first, last, 'LIMIT', 0, math.max(over, 0))) do
   redis.call('ZREM', key.letters, one)
-  local there = redis.call('XDEL', key.dead, string.sub(one, #whose + 2)) -- an operator may have dropped it
+  local there = redis.call('XDEL', key.dead, string.sub(one, #whose + 2)) -- may be gone already
   if there == 1 then count('dead_letters_lost') end
 end
 local letter = redis.call('XADD', key.dead, '*', 'm', dead)

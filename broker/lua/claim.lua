@@ -1,8 +1,8 @@
 -- keys: stream
--- Takes over what was idle for long enough, and shows what was delivered `most` times: poison. Of
--- what is taken quietly the last delivery was no fault of the entry. Where others fill the stream
--- (`largest`), a larger entry is taken without its fields, but with their bytes, and after the bytes of
--- so many `parts` of that size no more is looked at.
+-- Claims entries that have been idle for long enough, and reports poison: entries delivered `most`
+-- times. A quiet claim doesn't blame the entry for its last delivery. With `largest`, for streams
+-- that others fill, a larger entry is claimed without its fields, but with their size in bytes, and
+-- the claim ends after `parts` times `largest` bytes.
 local group, me, idle, most, only, limit, how, largest, parts = unpack(ARGV)
 most, limit = tonumber(most) + (how == 'quiet' and 1 or 0), tonumber(limit)
 largest = tonumber(largest) or math.huge
@@ -15,7 +15,7 @@ local function size_of(entry)
   return size
 end
 
-repeat -- on to the end where poison, or what may not be taken, fills a page
+repeat -- read on if a page is full of poison or of entries that can't be claimed
   local window = only ~= '' and {from, '+', limit, only} or {'IDLE', idle, from, '+', limit}
   local page = redis.pcall('XPENDING', key.stream, group, unpack(window))
   if page.err then

@@ -4,7 +4,7 @@ local a = cmsgpack.unpack(ARGV[1])
 local sent = sent_to(a.tasks)
 guard()
 if not take(key.triggers, a.group, a.entry) then return 'repeated' end
--- what was admitted is in the queue, before the end of the round
+-- admitted updates are already in the queue, ahead of the end of the round
 withdraw(a.tasks, sent, a.trainers, a.why, ARGV[3])
 redis.call('XADD', key.queue, '*', 'm', ARGV[2])
 return 'closed'

@@ -1,9 +1,9 @@
 -- keys: tokens run head blob models kept lineage queue open admitted ended events counts
--- Everything that follows from what the updater did, in one step and only by its rightful holder. A Redis
--- that fell back is found by its newest version, or by how many ends of the journal's it was told: as many
--- as were committed before at least.
--- ARGV: the change, the version's entry ('' if there is none). rest: blobs to delete. Repeated after a
--- lost reply, it does the rest again, which changes nothing.
+-- Commits the results of one updater step atomically, if the caller holds the role. A Redis that
+-- fell back to an older state is detected by its newest version, or by the number of journalled
+-- ends it was told, which must be at least as many as were committed before. ARGV: the change, the
+-- version's entry ('' if there is none). rest: blobs to delete. Idempotent: may be repeated after a
+-- lost reply.
 local a = cmsgpack.unpack(ARGV[1])
 local foreign = fenced(a.token, 'updater')
 if foreign then return foreign end
@@ -23,13 +23,13 @@ if a.version and not repeated then
 elseif not a.version and head < a.at then
   return 'behind:' .. head
 end
--- Also of a repetition: what rode ahead of the request that came late gave the model an expiry again.
+-- Also when repeated: the commands sent ahead of a late request gave the model an expiry again.
 if a.version then redis.call('PERSIST', key.blob) end
 redis.call('HSET', key.head, unpack(a.head))
--- Fewer: this request comes late, or the journal lost its end and comes to it again.
+-- Fewer ends than told: this request is late, or the journal lost its tail and is catching up.
 if ends >= told then redis.call('HSET', key.head, 'journalled', a.journalled) end
 for _, ended in ipairs(a.ends) do
-  -- The first time, since it is not told already. Redis forgot even that the task was issued.
+  -- Unknown, and not told before: Redis forgot even that the task was issued.
   if end_as_journalled(unpack(ended)) == 'unknown' and told < ends then
     count('issued')
     redis.call('HSET', key.open, ended[1], '')

@@ -1,7 +1,8 @@
 -- keys: tokens run head blob models kept lineage open admitted ended events counts
--- The run with the version that it starts from, or its newest version again because Redis lost it. A
--- Redis that was emptied, or is older than the journal (`a.ends`: of what is open there, or was
--- ended otherwise since), gets the run's counts too, so that they and the scheduler's draws go on.
+-- Creates the run with its first version, or publishes its newest version again because Redis lost
+-- it. If Redis was emptied, or is older than the journal, the run's counts are restored too, so
+-- that they and the scheduler's draws continue. `a.ends`: in an older Redis, the journal's ends of
+-- tasks that are open there or have ended differently since.
 local a = cmsgpack.unpack(ARGV[1])
 local foreign = fenced(a.token, 'updater')
 if foreign then return foreign end
@@ -10,7 +11,7 @@ local forgot = a.ends or redis.call('EXISTS', key.run) == 0
 guard()
 if redis.call('HGET', key.blob, 'size') ~= a.size then return 'unwritten' end
 redis.call('PERSIST', key.blob)
-local had, told = ends_of(redis.call('HGET', key.head, 'journalled')) -- among what is counted here
+local had, told = ends_of(redis.call('HGET', key.head, 'journalled')) -- included in Redis's counts
 local journalled, ends = ends_of(a.journalled)
 if forgot then
   local function add(name) had[name] = (had[name] or 0) + 1 end
@@ -22,13 +23,13 @@ if forgot then
     end
   end
   local counts = pairs_of(redis.call('HGETALL', key.counts))
-  if tonumber(counts.issued) == 0 then -- it was emptied: all that is known counts
+  if tonumber(counts.issued) == 0 then -- Redis was emptied: restore all known counts
     counts = a.counts
-  elseif ends >= told then -- else the journal lost its end, which is counted here, and comes to it again
-    -- What coordinators ended is as this Redis has it: that of another past may be the same tasks.
+  elseif ends >= told then -- else the journal lost its tail, which is counted here
+    -- Keep Redis's counts of ends by coordinators: those it forgot may concern the same tasks.
     for name, n in pairs(journalled) do counts[name] = (counts[name] or 0) + n - (had[name] or 0) end
   end
-  -- What is missing then was issued, has not ended, and is not open here: nobody will answer.
+  -- The rest was issued, but has neither ended nor is open here: it will never be answered.
   local lost = 'given_up:' .. LOST
   local before = counts[lost] or 0
   local known = redis.call('HLEN', key.open) - before
@@ -42,7 +43,7 @@ if forgot then
 end
 local state, why, finished = unpack(redis.call('HMGET', key.run, 'state', 'why', 'finished'))
 redis.call('HSET', key.run, unpack(a.run))
-if state == 'finished' then -- somebody ended it meanwhile: it stays ended
+if state == 'finished' then -- the run was finished meanwhile, and stays so
   redis.call('HSET', key.run, 'state', state, 'why', why, 'finished', finished)
 end
 redis.call('HSET', key.head, unpack(a.head))

@@ -1,8 +1,9 @@
 -- keys: stream open tasks owners counts rates ended
 -- undeclared: run head
--- A trigger becomes a task. The scheduler's are in `open` already; one that came through a site's inbox
--- (`a.site`) enters it here: where devices decide by themselves, for a device of that site, within its
--- rate and the limit, one at a time. A device that a trainer owns is that trainer's to serve.
+-- Turns a trigger into a task. The scheduler's triggers are already in `open`. One from a site's
+-- inbox (`a.site`) is added here, if devices decide by themselves in this run, the device is the
+-- site's and has no open task, and neither the site's rate nor the limit is exceeded. An owned
+-- device is served by its owner.
 local a = cmsgpack.unpack(ARGV[1])
 local function is_busy(device)
   for _, trigger in ipairs(redis.call('HVALS', key.open)) do
@@ -11,7 +12,7 @@ local function is_busy(device)
 end
 local owner = redis.call('HGET', key.owners, a.device)
 local stream, memory, copy = places(a.device, owner)
-redis.call('EXISTS', stream, memory, copy) -- as for undeclared keys: fails here where a cluster is moving it
+redis.call('EXISTS', stream, memory, copy) -- fails here while a cluster migrates them
 guard()
 if not take(key.stream, a.group, a.entry) then return 'repeated' end
 local trigger = redis.call('HGET', key.open, a.task)

@@ -1,9 +1,9 @@
 -- keys: owners open
 -- undeclared: run
--- Deletes copies of what a strategy remembers of devices (rest) which nobody will read: the site does not
--- serve the device now, or the run is over, and no open task of the device was sent to that site. How many.
+-- Deletes copies of device state (rest) that will not be read: the site no longer serves the device
+-- or the run is over, and no open task for the device was sent to that site. Returns how many.
 local running = redis.call('HGET', key.run, 'state') == 'running'
-local read -- by whoever has an open task, once that is asked
+local read -- the copies that open tasks need, filled on first use
 local function is_read(copy)
   if not read then
     read = {}

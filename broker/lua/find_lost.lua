@@ -1,15 +1,16 @@
 -- keys: tasks triggers open admitted ended events counts
 -- undeclared: run
--- Open tasks whose entry is gone, and whose answer is not on its way: nobody will end them. An answer and
--- the end of its entry are one step, as are a trigger and its task; so a task is lost if it has no entry
--- and everything was read that was said before that was seen. ARGV: the trainers' group, the event's
--- fields, and of each task that had none when it was looked for before, the newest id of what was said
--- then. How many were lost, and those seen now, with the ids.
+-- Gives up open tasks whose entry is gone and whose answer is not in flight: nothing else would end
+-- them. An answer is sent and its entry deleted in one step, and so are a trigger and its task. So
+-- a task is lost if it was seen without an entry, and every message sent before that has been read.
+-- ARGV: the trainers' group, the event's fields, and for each task that the previous search saw
+-- without an entry, the newest message id at that time. Returns how many tasks were lost, and the
+-- tasks without an entry now, each with its id.
 local group, event = ARGV[1], ARGV[2]
 local seen, now, lost = {}, {}, 0
 for i = 3, #ARGV, 2 do seen[ARGV[i]] = ARGV[i + 1] end
 
-local delivered = {} -- the newest entry of each stream that was given to a trainer
+local delivered = {} -- the newest entry delivered to a trainer, by stream
 local function newest_delivered(stream)
   if not delivered[stream] then
     delivered[stream] = '0-0'
@@ -25,10 +26,10 @@ end
 local function is_gone(stream, entry)
   if not redis.call('XRANGE', stream, entry, entry)[1] then return true end
   if not is_up_to(entry, newest_delivered(stream)) then return false end
-  return not redis.call('XPENDING', stream, group, entry, entry, 1)[1] -- acknowledged, and left there
+  return not redis.call('XPENDING', stream, group, entry, entry, 1)[1] -- only acknowledged
 end
 
-local ends = {} -- of each stream the oldest and the newest entry: asked once, they may be large
+local ends = {} -- the oldest and newest entry by stream, read once as entries may be large
 local function ends_of(stream)
   if not ends[stream] then
     local first = redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]

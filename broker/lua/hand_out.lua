@@ -1,12 +1,12 @@
 -- keys: tokens staged device
--- What a strategy remembers of a device takes the place of what it remembered before, whole and only by
--- the updater's rightful holder. ARGV: token, size in bytes, digest. Repeated after a lost reply, it finds
--- what was staged gone, and the same already there.
+-- Replaces a strategy's state of a device with the staged one, atomically and only for the holder
+-- of the updater's role. ARGV: token, size in bytes, digest. When repeated after a lost reply, the
+-- staged state is gone and already in place.
 local token, size, digest = unpack(ARGV)
 local foreign = fenced(token, 'updater')
 if foreign then return foreign end
 if redis.call('HGET', key.staged, 'size') ~= size then return 'unwritten' end
-redis.call('HSET', key.staged, 'digest', digest) -- takes memory: without any, nothing is done
+redis.call('HSET', key.staged, 'digest', digest) -- takes memory: if there is none, nothing is done
 redis.call('PERSIST', key.staged)
-redis.call('RENAME', key.staged, key.device) -- where it is denied, what was there stays
+redis.call('RENAME', key.staged, key.device) -- if this is denied, the previous state stays
 return 'done'

@@ -1,10 +1,10 @@
 -- keys: trainers alive owners pool tasks open admitted ended events counts
--- A trainer leaves (ARGV[2] is 0), or was not heard for so many seconds; one that said good-bye was last
--- heard at 0. If it owned devices, what waits for it is given up: nobody else has their data. -1, or
--- how many tasks that was.
+-- Deregisters a trainer that leaves (ARGV[2] is 0) or was not heard from for ARGV[2] seconds; the
+-- last-heard time of one that has said good-bye is 0. Tasks waiting for it are given up: no other
+-- trainer has its devices' data. Returns how many, or -1 if the trainer stays or isn't known.
 local name, silent, left, lost, gone = ARGV[1], tonumber(ARGV[2]), ARGV[3], ARGV[4], ARGV[5]
 local heard = redis.call('ZSCORE', key.alive, name)
-local owned = {} -- also by one that was never heard: nobody serves these devices
+local owned = {} -- also if the owner was never heard from: its devices are unserved
 for device, owner in pairs(pairs_of(redis.call('HGETALL', key.owners))) do
   if owner == name then owned[#owned + 1] = device end
 end
@@ -12,7 +12,7 @@ if not heard and #owned == 0 then return -1 end
 local now = redis.call('TIME')
 if heard and silent > 0 and now[1] + now[2] / 1e6 - tonumber(heard) < silent then return -1 end
 local given_up, waiting = 0, stream_of(name)
-redis.call('EXISTS', waiting) -- as for undeclared keys: fails here where a cluster is moving it
+redis.call('EXISTS', waiting) -- as for undeclared keys: fails here while a cluster migrates it
 guard()
 redis.call('ZREM', key.alive, name)
 redis.call('HDEL', key.trainers, name)

@@ -1,7 +1,8 @@
 -- keys:
 -- undeclared: run head open admitted queue triggers sites counts alive kept dead owners pool events models
--- Everything countable, and the newest event's and version's ids: whatever came before is in it.
--- ARGV: 1 if the inboxes are counted as well. There is one for every site, and the scheduler looks for every version.
+-- Everything countable, and the ids of the newest event and version: the view includes all up to
+-- them. ARGV[1]: 1 to count the inboxes as well. There is one per site, and the scheduler looks at
+-- every version, so it leaves them out.
 local function newest(stream)
   local entry = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
   return entry and entry[1] or '0-0'

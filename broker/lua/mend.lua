@@ -1,8 +1,8 @@
 -- keys:
--- Whatever has no business under one of these keys is put aside: another type, or a stream whose ids are
--- of a day to come, at whose end nothing can be added. rest: pairs of a key and its place aside. ARGV: for
--- how long it is kept there (ms), then of each pair the type and the most entries (0: any number; one
--- with more is deleted). What was found: key, and what.
+-- Quarantines foreign values: keys of another type, and streams with ids over a day in the future,
+-- to which it may be impossible to append. rest: pairs of a key and its quarantine key. ARGV: how
+-- long to keep quarantined keys (ms), then for each pair the type and the most entries (0: no
+-- limit; a longer stream is deleted). Returns what was found: pairs of a key and a description.
 local found = {}
 for i = first_rest, #KEYS, 2 do
   local name, aside, n = KEYS[i], KEYS[i + 1], 2 + i - first_rest

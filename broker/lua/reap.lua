@@ -1,5 +1,5 @@
 -- keys: stream
--- Removes consumers that are gone. One with pending entries stays: they would go with it.
+-- Removes idle consumers. One with pending entries stays, since they would be deleted with it.
 local group, idle = ARGV[1], tonumber(ARGV[2])
 local consumers = redis.pcall('XINFO', 'CONSUMERS', key.stream, group)
 if consumers.err then return {} end

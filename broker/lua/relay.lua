@@ -1,6 +1,6 @@
 -- keys: stream events counts rates
--- What a site tells observers goes on to them, within its rate. ARGV: group, entry, site, event ('': it
--- is of no use), most a second, under what it is counted if it does not go on.
+-- Relays a site's event to observers, within its rate. ARGV: group, entry, site, event ('' if
+-- invalid), the most per second, the reason under which it is counted if dropped.
 local group, entry, site, event, most, why = unpack(ARGV)
 guard()
 if not take(key.stream, group, entry) then return 'repeated' end

@@ -1,5 +1,5 @@
 -- keys: stream
--- Hands an entry back, if it is still ours: anybody may claim it at once, and it was no delivery.
+-- Hands an entry back if it is still ours: anyone may claim it at once, and no delivery is counted.
 local group, me, id = unpack(ARGV)
 local row = redis.pcall('XPENDING', key.stream, group, id, id, 1)
 if row.err or not row[1] or row[1][2] ~= me then return 0 end

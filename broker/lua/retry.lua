@@ -1,7 +1,8 @@
 -- keys: run head open triggers dead ended counts
--- A dead letter's work once more, as a new task: the task that it was about has ended. The letter goes.
--- Two letters may be about one task: how it ended is from now on that it was retried, and as which.
--- ARGV: letter, task before, new task, device, version (rounds only); the new task's trigger.
+-- Retries a dead letter's work as a new task, because the old one has ended, and deletes the
+-- letter. Two letters may be about one task, so its outcome becomes 'retried', with the id of the
+-- new task. ARGV: letter, old task, new task, device, version (rounds only); the new task's
+-- trigger.
 local a = cmsgpack.unpack(ARGV[1])
 guard()
 if not redis.call('XRANGE', key.dead, a.letter, a.letter)[1] then return {'gone', ''} end

@@ -1,7 +1,7 @@
 -- keys: tasks alive pool owners open admitted ended events counts
 -- undeclared: head
--- Where every trainer that is alive owns devices, nobody takes from the pool. A task that lies there
--- without a lease (idle for ARGV[2] ms) goes to its device's owner; without one it is given up.
+-- If every live trainer owns devices, no trainer reads the pool's stream. A task left there without
+-- a live lease (idle for ARGV[2] ms) moves to its device's owner; if there is none, it is given up.
 local group, lease, event = ARGV[1], tonumber(ARGV[2]), ARGV[3]
 if pool_serves() or redis.call('ZCOUNT', key.alive, '(0', '+inf') == 0 then return 0 end
 guard()

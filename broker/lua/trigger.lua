@@ -1,7 +1,8 @@
 -- keys: tokens open counts
 -- undeclared: run triggers
--- The scheduler's tasks enter `open` only while it holds fewer than N. Draw n makes the n-th task
--- issued, so a repetition after a lost reply, which would issue draw n twice, is recognised.
+-- Adds the scheduler's tasks to `open` while it holds fewer than the limit. The n-th draw makes the
+-- n-th issued task, so a repetition after a lost reply, which would issue a draw twice, is
+-- detected.
 local token, limit, draw = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3])
 local foreign = fenced(token, 'scheduler')
 if foreign then return foreign end

@@ -1,5 +1,5 @@
 -- keys: triggers open admitted tasks ended events counts
--- Tasks that were open for too long are given up.
+-- Gives up tasks that have been open for too long.
 local a = cmsgpack.unpack(ARGV[1])
 local sent = sent_to(a.tasks)
 guard()
