@@ -60,7 +60,7 @@ class Keys:
         self.alive = prefix + "alive"  # trainer -> when it was last heard from, Redis's clock
         self.owners = prefix + "owners"  # device -> the trainer that owns it
         self.pool = prefix + "pool"  # trainers that own nothing: they serve the unowned devices
-        self.rates = prefix + "rates"  # each site's activity in one second, stored under ''
+        self.rates = prefix + "rates"  # each site's activity in the second under ''
         self.letters = prefix + "letters"  # site|id of each letter in `dead`
         self.sites = prefix + "sites"  # sites that have an inbox
         # streams

@@ -15,7 +15,7 @@ from fedstream.broker.errors import BrokerError
 from fedstream.broker.scripts import Script
 
 BLOCK_MS = 1000
-PARTS = 16  # limit on one claim, in entries of the largest size
+PARTS = 16  # limit on the bytes of one claim, as a multiple of the largest entry
 
 _CLAIM = Script("claim")
 _RENEW = Script("renew")
