@@ -1,7 +1,7 @@
-"""What the updater has in Redis beside the ledger: models, and what devices have to know.
+"""What the updater keeps in Redis besides the ledger: models, and the devices' vectors.
 
-All of it is written before the script that names it, which asks for the token, and is deleted by
-such a script. What none ever names expires.
+All of it is written before the script that names it, and deleted by such a script; these scripts
+check the fencing token. What no script ever names expires.
 """
 
 from __future__ import annotations
@@ -32,60 +32,60 @@ class Publisher:
         self._keep_versions = keep_versions
         self._keep_bytes = keep_bytes
         self._kept: dict[str, int] = {}  # blob -> version, oldest first
-        self._written = ""  # the blob of the pending version, once all of it is there
+        self._written = ""  # the blob of the pending version, once completely written
 
     # models
 
     async def look(self) -> None:
-        """Learns which models there are."""
+        """Ask Redis which models it has."""
         self._kept = await self._ledger.kept()
 
     async def prepare(self, version: Version | None, model: Model) -> Sequence[Command]:
-        """Writes a version's model before the commit that publishes it, or has it ride along."""
+        """Write a version's model, or return the commands that write it ahead of its commit."""
         if version is None or version.blob == self._written:
-            return ()  # a reply was lost: it may be published by now, and must not expire
+            return ()  # if a reply was lost, it may be published already and must not expire
         key = self._ledger.keys.model(version.blob)
         ahead = await blobs.prepare(self._client, key, model, expire_s=_UNNAMED_S)
         self._written = version.blob
         return ahead
 
     async def write(self, version: Version, model: Model) -> None:
-        """Writes a version's model, whatever was there."""
+        """Write a version's model, replacing whatever was there."""
         key = self._ledger.keys.model(version.blob)
         await self._client.call("UNLINK", key)
         await blobs.write(self._client, key, model, expire_s=_UNNAMED_S)
 
     async def keep(self, blob: str, size: int) -> bool:
-        """Whether all of a version's model is there; an expiry that it was given late is gone."""
+        """Remove any expiry of a version's model; return whether all of the model is there."""
         return await blobs.keep(self._client, self._ledger.keys.model(blob), size)
 
     async def read(self, blob: str, model: Model, digest: str) -> None:
-        """Reads a version's model. Raises BlobMissing, or BlobDamaged if it has another digest."""
+        """Read a version's model. Raises BlobMissing, or BlobDamaged if its digest differs."""
         await blobs.read(self._client, self._ledger.keys.model(blob), model, digest=digest)
 
     def forget_written(self) -> None:
-        """What was prepared expired while Redis was away, never got there, or is of no use."""
+        """Forget the prepared model: it expired, never reached Redis, or is of no use."""
         self._written = ""
 
     def published(self, version: Version) -> None:
-        """A version was committed."""
+        """Take note that a version was committed."""
         self._kept[version.blob] = version.version
 
     def outlived(self, size: int) -> tuple[str, ...]:
-        """Models of ``size`` bytes to delete so that with one more the limits hold."""
+        """The models to delete so that one more of ``size`` bytes stays within the limits."""
         by_bytes = self._keep_bytes // max(size, 1)
-        # Two: whoever reads the newest when the next is published shall come to an end.
+        # At least two: a reader of the newest must be able to finish when the next is published.
         most = max(2, min(self._keep_versions, by_bytes))
         surplus = len(self._kept) + 1 - most
         return tuple(list(self._kept)[:surplus]) if surplus > 0 else ()
 
     def deleted(self, outlived: Sequence[str]) -> None:
-        """They are gone."""
+        """Take note that these models were deleted."""
         for blob in outlived:
             self._kept.pop(blob, None)
 
     async def make_room(self) -> int:
-        """Redis is full: frees all models but the newest: how many."""
+        """Delete all models but the newest, because Redis is full; return how many."""
         self._kept = self._kept or await self._ledger.kept()
         older = list(self._kept)[:-1]
         if not older or await self._ledger.retire(self._lease.token, older) != "done":
@@ -96,9 +96,9 @@ class Publisher:
     # devices
 
     async def hand_out(self, vectors: DeviceVectors, devices: set[int]) -> bool:
-        """Hands out what whoever trains for these devices has to know: whether it did.
+        """Hand out these devices' vectors, for the trainers that train for them.
 
-        False if Redis was emptied meanwhile.
+        Returns False if Redis was emptied meanwhile.
         """
         keys = self._ledger.keys
         for device in devices:
@@ -112,7 +112,7 @@ class Publisher:
         return True
 
     async def recall(self, vectors: DeviceVectors) -> list[str]:
-        """Takes what was handed out in place of what is remembered; why some of it is lost."""
+        """Replace remembered vectors by those handed out; return why any of these are lost."""
         keys, lost = self._ledger.keys, []
         for device in range(len(vectors)):
             vector = Model(vector_of(vectors[device]).layout)

@@ -1,4 +1,4 @@
-"""From a journal back to the models: what recovery and replay share."""
+"""Rebuilding models from a journal: what recovery and replay share."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from fedstream.updater.norms import Norms
 from fedstream.updater.progress import Progress, Step, close_round, take
 from fedstream.updater.strategies import DeviceVectors, Memory, State, Strategy, strategy_of
 
-_SHORT = 1e-30  # gamma H; less is no training
-# How far two machines' C libraries may be apart in a weight: by its last bits, or by so little that
-# no model shows it.
+_SHORT = 1e-30  # the smallest gamma H that counts as training
+# How far a weight may differ between two machines' C libraries: in its last bits, or by too little
+# to show in any model.
 _WEIGHTS, _NO_WEIGHT = 1e-12, 1e-60
 _END: TypeAdapter[End] = TypeAdapter(End)
 
 
 class Diverged(JournalError):
-    """The journal does not give what it says that it gave."""
+    """Rebuilding from the journal gives another result than the one recorded."""
 
 
 class NotRecorded(JournalError):
@@ -47,7 +47,7 @@ class NotRecorded(JournalError):
 def standing_of(
     progress: Progress, why: str, *, digest: str, time: float, **more: object
 ) -> tuple[Standing, tuple[Model, ...]]:
-    """Where a run stands as a record, and the models that are its payload."""
+    """The record of where a run stands, and the models that are its payload."""
     state, memory = progress.state, progress.state.memory
     standing = Standing.model_validate(
         {
@@ -62,13 +62,13 @@ def standing_of(
 
 
 class Rebuild:
-    """Takes a run further by what a journal says, and holds it to that.
+    """Advances a run by a journal's records, and checks it against them.
 
-    Holds two models and the strategy's memory, and what it was given to load updates into.
+    Holds two models, the strategy's memory, and the models that updates were loaded into.
     """
 
     def __init__(self, segment: Segment) -> None:
-        """Begins with the standing of ``segment``. Raises JournalError."""
+        """Begin with the standing of ``segment``. Raises JournalError."""
         said, strategy = segment.standing, rule_of(segment)
         model = Model(segment.layout)
         memory = Model(segment.layout) if said.memory is not None else None
@@ -84,23 +84,23 @@ class Rebuild:
         self.strategy = strategy
         self.digest = said.digest  # of the newest version
         self.time = said.time
-        self.reweighed = 0  # updates whose weight this machine computes differently, by a hair
+        self.reweighed = 0  # updates whose weight this machine computes minimally differently
         self._free: list[Model] = []
 
     def spare(self) -> Model:
-        """A model to write into; what is not used any more goes back to :meth:`free`."""
+        """A model to write into; return it with :meth:`free` when done."""
         return self._free.pop() if self._free else Model(self.progress.state.model.layout)
 
     def free(self, *models: Model) -> None:
-        """These are not used any more, unless the run's state is made of them."""
+        """Take these models back for reuse, except those that the run's state holds."""
         in_use = {id(model) for model in self.progress.state.models()}
         self._free += [model for model in models if id(model) not in in_use]
 
     def follow(self, record: Record, update: Model | None) -> Step:
-        """One record. ``update``: its payload, where it is an update that was used; it is freed.
+        """Follow one record. ``update``: its payload if it is a used update; it is freed.
 
-        Every outcome and digest must be the recorded one, and every weight what the rule gives but
-        for its last bits, else Diverged is raised.
+        Raises Diverged unless every outcome and digest is the recorded one, and every weight is
+        what the rule gives, up to its last bits.
         """
         step = self.take(record, update)
         if is_used(record.message) and update is not None:
@@ -109,7 +109,7 @@ class Rebuild:
         return step
 
     def take(self, record: Record, update: Model | None) -> Step:
-        """The first half of :meth:`follow`, behind which ``update`` is the caller's again."""
+        """Do the first half of :meth:`follow`; ``update`` is the caller's again afterwards."""
         message, before = record.message, self.progress
         if isinstance(message, Taken):
             before = before.with_sizes(message.sizes)
@@ -131,7 +131,7 @@ class Rebuild:
         return step
 
     def _check_fits(self, record: Record, upload: Upload) -> None:
-        """No updater would have used what the rule cannot take. Raises JournalDamaged."""
+        """Raise JournalDamaged for a used update that no updater would have used."""
         state, rule = self.progress.state, self.strategy
         why = unfit(rule, upload)
         if upload.tau > state.version:
@@ -144,7 +144,7 @@ class Rebuild:
             raise JournalDamaged(f"{record.place.where}: an update was used that cannot be: {why}")
 
     def check(self, record: Record, step: Step) -> None:
-        """The second half: is what came out what the journal says? Raises Diverged."""
+        """Do the second half: compare the result with the record. Raises Diverged."""
         message, version = record.message, step.after.state.version
         if not isinstance(message, Taken | RoundClosed):
             return
@@ -181,7 +181,7 @@ class Rebuild:
 
 
 def rule_of(segment: Segment) -> Strategy:
-    """The strategy that a segment was written by. Raises JournalDamaged if there is no such."""
+    """The strategy that a segment was written with. Raises JournalDamaged if it is unknown."""
     head = segment.head
     try:
         return strategy_of(head.strategy, head.devices)
@@ -190,7 +190,7 @@ def rule_of(segment: Segment) -> Strategy:
 
 
 def _vectors(segment: Segment, strategy: Strategy) -> DeviceVectors | None:
-    """What the strategy remembers of the devices, from wherever it was last written."""
+    """The strategy's vectors of the devices, each from the segment that it was last written to."""
     here, elsewhere = segment.standing.here, segment.elsewhere
     if strategy.devices is None or not (here or elsewhere):
         return None
@@ -235,10 +235,10 @@ def is_used(message: Message) -> TypeGuard[Taken]:
 
 
 def unfit(rule: Strategy, upload: Upload) -> str:
-    """Why a rule has no use for an update, for what it says of itself; '' if it has."""
+    """Why a rule cannot use an update, by its metadata; '' if it can."""
     if rule.devices is not None and upload.device >= rule.devices:
         return "unknown device"
-    # Its inverse must be a float32, and zero times that be zero.
+    # The inverse of gamma H must be a finite float32, so that zero times it is zero.
     if rule.per_step and not (upload.steps > 0 and _SHORT <= upload.lr * upload.steps < math.inf):
         return "no steps"
     return ""
@@ -256,7 +256,7 @@ def recorded(record: Record, update: Model | None) -> Model:
 
 @dataclass
 class Recovered:
-    """What a journal says of where its run stands."""
+    """Where a run stands, according to its journal."""
 
     head: SegmentHead
     progress: Progress | None  # None: the updates since the checkpoint have no weights
@@ -266,24 +266,24 @@ class Recovered:
     time: float  # of the version
     made: tuple[Contribution, ...]  # the updates in it
     journalled: dict[str, int]  # tasks by how they ended
-    counts: dict[str, int]  # of the run besides, as Redis had them last
+    counts: dict[str, int]  # the run's other counts, as Redis last had them
     done: dict[str, End]  # by task, oldest first
     rounds: list[str]  # entries that ended rounds, oldest first
     forgotten: int
     finished: str | None
-    ending: Ending  # of the segment, behind what counts
+    ending: Ending  # of the segment, after the last record that counts
     norms: Norms  # of the newest updates, with or without their weights
     stored: dict[int, str] = field(default_factory=dict)  # device -> segment with its vector
     records: int = 0
-    reweighed: int = 0  # updates whose weight this machine computes differently, by a hair
+    reweighed: int = 0  # updates whose weight this machine computes minimally differently
     torn_bytes: int = 0
     torn: Tear | None = None  # where a crash tore a record
 
 
 def recovered(segment: Segment, until: str | None = None) -> Recovered:
-    """Follows the newest segment to its end, or to the end of the version of digest ``until``.
+    """Follow the newest segment to its end, or to the end of the version with digest ``until``.
 
-    Raises JournalError, Diverged among it.
+    Raises JournalError, including Diverged.
     """
     said = segment.standing
     rebuild = Rebuild(segment)
@@ -323,7 +323,7 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
 
 
 def _ends(segment: Segment) -> Iterator[End]:
-    """How tasks ended lately, by the standing. Raises JournalDamaged."""
+    """The recent ends of tasks, from the standing. Raises JournalDamaged."""
     names = [one.name for one in fields(End)]
     for row in segment.done():
         try:
@@ -334,7 +334,7 @@ def _ends(segment: Segment) -> Iterator[End]:
 
 
 def _followed(found: Recovered, rebuild: Rebuild, segment: Segment, record: Record) -> bool:
-    """Takes a record in; False if its update's bytes never got to the disk: the tail is torn."""
+    """Follow a record; False if its update's bytes never reached the disk: the tail is torn."""
     update: Model | None = None
     if is_used(record.message):
         if not record.payload_bytes:
@@ -354,7 +354,7 @@ def _followed(found: Recovered, rebuild: Rebuild, segment: Segment, record: Reco
 
 
 def end_of(record: Taken) -> End:
-    """How a task ended, as its record says it."""
+    """How a task ended, according to its record."""
     used = record.outcome in ("applied", "buffered")
     return End(
         task=record.upload.task, attempt=record.upload.attempt, outcome=record.outcome,

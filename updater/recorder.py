@@ -1,4 +1,4 @@
-"""The journal as the updater writes it: in a thread, on disk as soon as the settings say."""
+"""Writing the updater's journal: in a thread, and synced as the settings say."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 @dataclass
 class _Since:
-    """What came into the segment since it was begun."""
+    """What was added to the segment since it began."""
 
     begun: float = 0.0  # monotonic
     size: int = 0  # of its beginning
@@ -60,12 +60,12 @@ class Recorder:
         self.stored: dict[int, str] = {}  # device -> the segment that holds its vector
         self._claim: Claim | None = None
         self._syncing: asyncio.Task[None] | None = None
-        self._now = asyncio.Event()  # set: it need not wait any longer
+        self._now = asyncio.Event()  # set: sync without waiting any longer
         self._appending = ThreadPoolExecutor(1, "journal")
 
     @property
     def head(self) -> SegmentHead | None:
-        """The head of the segment that is written."""
+        """The head of the segment being written."""
         return self._writer.head if self._writer else None
 
     @property
@@ -75,18 +75,18 @@ class Recorder:
 
     @property
     def ending(self) -> Ending | None:
-        """Where the segment that is written ends."""
+        """Where the segment being written ends."""
         writer = self._writer
         return Ending(writer.path, writer.size, writer.chain) if writer else None
 
     @property
     def appended(self) -> int:
-        """The position behind the last record."""
+        """The position after the last record."""
         return self._before + (self._writer.size if self._writer else 0)
 
     @property
     def safe(self) -> int:
-        """The position before which nothing can be lost, as the settings understand it."""
+        """The position up to which records are safe, by the settings' standard."""
         if self._settings.sync == "never" or self._writer is None:
             return self.appended
         return self.appended - self._writer.unsynced
@@ -105,13 +105,14 @@ class Recorder:
         )
 
     async def newest_epoch(self) -> int:
-        """The newest epoch of which the folder has a segment or another's claim; -1: none."""
+        """The newest epoch with a segment or another updater's claim in the folder; -1: none."""
         return await self._in_thread(lambda: newest_epoch(self.folder, besides=self._claim))
 
     async def claim(self, epoch: int) -> None:
-        """From now on nobody who leads an older epoch commits anything that is not read from here.
+        """Claim the journal for an epoch; do so before reading it.
 
-        To be made before anything is read. Raises Fenced, JournalError.
+        After that, the leader of an older epoch can commit nothing that is missing from what is
+        read. Raises Fenced, JournalError.
         """
         if self._claim is not None and self._claim.epoch == epoch:
             return
@@ -125,11 +126,12 @@ class Recorder:
         vectors: DeviceVectors | None = None,
         after: Path | None = None,
     ) -> str:
-        """A new segment; the oldest go if there are too many: why one stays, '' if all went.
+        """Begin a segment, and delete the oldest if there are too many.
 
-        The one before, our own or another's (``after``), is closed, and on disk whatever the
-        settings are: what the new one cuts it to must be there. Of the devices' vectors it holds
-        those that changed, and those of segments that go.
+        Returns why one could not be deleted, '' if all were. The segment before, our own or
+        another's (``after``), is closed and synced whatever the settings: the part of it that the
+        new one counts must be on disk. Of the devices' vectors, the new segment holds those that
+        changed and those whose segment is deleted.
         """
         await self._synced()
         before, claim = self._writer, self._claim
@@ -137,7 +139,7 @@ class Recorder:
             raise RuntimeError("the journal was not claimed")
 
         def begun() -> tuple[Writer, str]:
-            # Whoever has a successor begins nothing.
+            # An updater that has a successor must not begin a segment.
             claim.check(before.path if before is not None else None)
             if before is not None:
                 self._sync(before)
@@ -163,9 +165,9 @@ class Recorder:
             try:
                 claim.settle()
                 for path in outlived:
-                    claim.check()  # nor does it delete what the successor needs
+                    claim.check()  # nor may it delete what the successor needs
                     _delete(path)
-            except JournalError as error:  # the new one is there: it is what is gone on with
+            except JournalError as error:  # the new segment exists: go on with it
                 return writer, str(error)
             return writer, ""
 
@@ -179,8 +181,9 @@ class Recorder:
         return left
 
     def _due(self, vectors: DeviceVectors | None, outlived: set[str]) -> tuple[set[int], set[int]]:
-        """The devices whose vectors a new segment has to hold: they changed, or their segment
-        goes, or an operator who made room has deleted it.
+        """The devices whose vectors a new segment must hold: those changed, and those gone.
+
+        Gone: their segment is about to be deleted, or an operator has deleted it to make room.
         """
         if vectors is None:
             self.stored = {}
@@ -192,11 +195,11 @@ class Recorder:
     async def append(
         self, records: Sequence[tuple[Taken | RoundClosed | None, Sequence[Model]]]
     ) -> list[int]:
-        """Adds records with their payloads, synced together: the position behind each.
+        """Append records with their payloads, synced together; return the position after each.
 
-        Behind what is None is where the one before it ends. Where the disk is full there are fewer
-        positions than records: the others were not added. What was, stays: a successor may have
-        read it. Raises JournalFull if not even the first fits.
+        For None, that is the position after the record before it. If the disk is full there are
+        fewer positions than records: the others were not added. Those that were added stay: a
+        successor may have read them. Raises JournalFull if not even the first fits.
         """
         writer, claim = self._writer, self._claim
         if writer is None or claim is None:
@@ -213,7 +216,7 @@ class Recorder:
                     raise
             if self._settings.sync == "always" and writer.size > before:
                 self._sync(writer)
-            claim.check(writer.path)  # behind the record, and before the commit
+            claim.check(writer.path)  # after the record, and before the commit
             return sizes
 
         sizes = await self._in_thread(append)
@@ -225,7 +228,7 @@ class Recorder:
         return [self._before + size for size in sizes]
 
     async def check_last(self) -> None:
-        """Raises Fenced if another updater goes on from here.
+        """Raise Fenced if another updater has gone on from here.
 
         Redis may have forgotten that it ever led; the files have not.
         """
@@ -234,7 +237,7 @@ class Recorder:
             await self._in_thread(lambda: claim.check(writer.path))
 
     async def _sync_in_time(self, writer: Writer) -> None:
-        """Begins to write to disk what is due; waits only where the disk does not keep up."""
+        """Start syncing what is due; wait only if the disk does not keep up."""
         if self._syncing is not None and self._syncing.done():
             await self._synced()
         if self._syncing is None:
@@ -246,14 +249,14 @@ class Recorder:
             await self._synced()
 
     async def _sync_after(self, writer: Writer, now: asyncio.Event) -> None:
-        """Syncs until all is on disk, beside the appending thread: nobody waits for the disk."""
+        """Sync until everything is on disk, in a thread of its own so that appends don't wait."""
         while writer.unsynced:
             await pause(now, self._settings.sync_s)
             now.clear()
             await asyncio.to_thread(self._sync, writer)
 
     async def _synced(self) -> None:
-        """Has what is due on disk at once. Raises what a sync raised."""
+        """Finish the sync that is due, without further delay. Raises what a sync raised."""
         syncing, self._syncing = self._syncing, None
         self._now.set()
         if syncing is not None:
@@ -266,14 +269,14 @@ class Recorder:
             self._told(time.monotonic() - began)
 
     async def flush(self) -> None:
-        """Everything is on disk, unless the settings don't want that."""
+        """Put everything on disk, unless the settings say never to sync."""
         await self._synced()
         writer = self._writer
         if writer is not None and writer.unsynced and self._settings.sync != "never":
             await self._in_thread(lambda: self._sync(writer))
 
     async def close(self) -> None:
-        """Flushes and closes. A claim behind which nothing was begun is withdrawn."""
+        """Flush and close. A claim under which no segment was begun is withdrawn."""
         try:
             await self.flush()
             if self._claim is not None and self._writer is None:
@@ -286,7 +289,10 @@ class Recorder:
             self._appending.shutdown()
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
-        """Runs to its end even if it is cancelled: half a record would be lost with its reason."""
+        """Run work in the appending thread, and wait for its end even if cancelled.
+
+        Otherwise the file could be closed in the middle of a record.
+        """
         running = asyncio.get_running_loop().run_in_executor(self._appending, work)
         try:
             return await asyncio.shield(running)
@@ -296,13 +302,15 @@ class Recorder:
             raise
 
     def _outlived(self, newest: str) -> list[Path]:
-        """The segments beyond the limits once ``newest`` is there, the oldest first: no gap if
-        their deletion stops midway. One is always kept. Clears away what crashed writers left.
+        """The segments beyond the limits once ``newest`` is there, which is always kept.
+
+        Oldest first, so that an interrupted deletion leaves no gap. Also clears away what crashed
+        writers left.
         """
         s = self._settings
         if not self.folder.is_dir():
             return []
-        for aside in self.folder.glob("*.tmp"):  # whoever made it crashed before it was whole
+        for aside in self.folder.glob("*.tmp"):  # its writer crashed before it was complete
             if aside.name < newest:
                 _delete(aside)
         paths = sorted(
@@ -313,7 +321,7 @@ class Recorder:
         for number, path in enumerate(paths, 1):
             try:
                 about = path.stat()
-            except FileNotFoundError:  # an operator makes room
+            except FileNotFoundError:  # an operator is making room
                 continue
             kept_bytes += about.st_size
             if (
@@ -326,7 +334,7 @@ class Recorder:
 
 
 def _delete(path: Path) -> None:
-    """Raises JournalError."""
+    """Delete a file. Raises JournalError."""
     try:
         path.unlink(missing_ok=True)
     except OSError as error:

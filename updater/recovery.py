@@ -1,7 +1,7 @@
-"""Becoming the updater of a run, and finding Redis where the journal is.
+"""Taking over a run, and reconciling Redis with the journal.
 
-A restarted updater takes the run up where the journal has it. Redis may be behind it, empty, or
-ahead of a journal that lost its end: :meth:`Recovery.compare` tells, and mends what it can.
+A restarted updater resumes the run where the journal ends. Redis may be behind that, empty, or
+ahead of a journal that lost its end: :meth:`Recovery.compare` finds out, and repairs what it can.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ from fedstream.updater.strategies import (
 
 T = TypeVar("T")
 
-LOST_S = 0.1  # between two looks at a Redis that was emptied
-_BEAT_S = 10.0  # while it works for long
+LOST_S = 0.1  # between two looks at an emptied Redis
+_BEAT_S = 10.0  # between heartbeats during long work
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recovery:
-    """Brings journal, Redis and ``course`` together."""
+    """Reconciles the journal, Redis and ``course``."""
 
     context: Context
     metrics: Metrics
@@ -80,9 +80,9 @@ class Recovery:
     # from the journal
 
     async def recover(self) -> None:
-        """Takes the run up where the journal has it, or makes it."""
+        """Resume the run from the journal, or create it."""
         if not await self._claim():
-            return  # another was quicker: the lease's loop finds out
+            return  # another updater was faster: the lease's loop will notice
         chain = await asyncio.to_thread(segments, self.recorder.folder)
         try:
             run, head = await self._seen()
@@ -105,15 +105,15 @@ class Recovery:
                 segment.close()
 
     async def _open_index(self, lineage: str, chain: list[Segment]) -> None:
-        """How all tasks ended that the journal has; what of it can't be read is said."""
+        """Open the index of the journal's ended tasks; log what can't be read."""
         for why in await self._patiently(lambda: self.course.index.open(lineage, chain)):
             self.context.log.error("tasks that ended long ago are not known", why=why)
 
     async def _claim(self) -> bool:
-        """Claims the journal before it is read: whether it is ours.
+        """Claim the journal before reading it; return whether it is ours.
 
-        From then on whoever leads an older epoch commits nothing that is not read now, even if
-        Redis forgot who leads.
+        From then on, the leader of an older epoch commits nothing that is missing from what is read
+        now, even if Redis forgot who leads.
         """
         newest = await self.recorder.newest_epoch()
         if self.lease.number <= newest and not await self.lease.acquire(at_least=newest):
@@ -122,14 +122,14 @@ class Recovery:
         return True
 
     async def _seen(self) -> tuple[Run | None, Head | None]:
-        """The run as Redis has it."""
+        """The run and its head as Redis has them; None for both if it has no run."""
         try:
             return await self.ledger.run(), await self.ledger.head()
         except NoRun:
             return None, None
 
     async def _begin(self) -> None:
-        """A new run: its version 0 is the journal's first record."""
+        """Begin a new run, with version 0 as the journal's first checkpoint."""
         run, model = await self._patiently(self.found)
         self.course.run = replace(run, lineage=secrets.token_hex(8))
         progress = Progress(State(0, model))
@@ -141,7 +141,7 @@ class Recovery:
         )  # fmt: skip
 
     async def _resume(self, chain: list[Segment], run: Run | None, head: Head | None) -> None:
-        """Rebuilds the newest version from the journal."""
+        """Resume the run: rebuild the newest version from the journal."""
         newest = chain[-1]
         self._check_journal(newest.head, run)
         began = time.monotonic()
@@ -167,10 +167,10 @@ class Recovery:
             )
 
     async def _from_redis(self, newest: Segment, found: Recovered, head: Head | None) -> Recovered:
-        """A journal without weights and the model that Redis has; if told to adopt, its own."""
+        """Complete a journal without weights by Redis's model, or by a checkpoint's if adopting."""
         before = found.checkpoint
         if head is not None:
-            # Of the version behind it, that was not published, the queue has the update.
+            # If the next version was journalled but not published, the queue has its update.
             digest = head.digest
             until = await self._patiently(lambda: recovered(newest, digest))
             if (until.version, until.digest) == (head.version, head.digest):
@@ -198,7 +198,7 @@ class Recovery:
         return found
 
     def _check_journal(self, head: SegmentHead, run: Run | None) -> None:
-        """The journal must be this run's. Raises ConfigError."""
+        """Raise ConfigError unless the journal is this run's."""
         if head.run != self.keys.name:
             raise self._foreign(f"the journal of run {head.run!r}", here=True)
         if run is not None and run.lineage != head.lineage:
@@ -225,7 +225,7 @@ class Recovery:
         )
 
     def _take_over(self, found: Recovered, run: Run | None) -> None:
-        """What the journal says is what is."""
+        """Set the run's state to what the journal says."""
         if found.progress is None:
             raise RuntimeError("a run without a model")
         head = found.head
@@ -246,7 +246,7 @@ class Recovery:
         self._go_on_from(found.progress, found.digest, found.time)
 
     def _recall(self, found: Recovered) -> None:
-        """What has ended by the journal."""
+        """Remember the tasks and rounds that ended according to the journal."""
         self.course.done, self.course.forgotten = {}, found.forgotten
         self.course.rounds = dict.fromkeys(found.rounds)
         for end in found.done.values():
@@ -260,7 +260,7 @@ class Recovery:
         norms: Norms | None = None,
         after: Ending | None = None,
     ) -> None:
-        """Told to go on without what a journal lost: Redis's newest model begins a segment.
+        """Go on from Redis's newest model in a new segment, without what the journal lost.
 
         ``norms``: of the newest updates in the journal; None: there is no journal. ``after``: as in
         :meth:`begin_segment`.
@@ -268,7 +268,7 @@ class Recovery:
         model = Model(run.layout)
         await self.publisher.read(head.blob, model, head.digest)
         ended, counts = await self.ledger.ended(), dict((await self.ledger.look()).counts)
-        # What was remembered of the devices is as good as it was; a batch begins anew.
+        # The devices' vectors are as good as before; a batch begins anew.
         known = self.course.progress.state.memory.devices if self.course.progress else None
         vectors = await self._recalled(run, known)
         memory = Memory(devices=vectors)
@@ -283,10 +283,10 @@ class Recovery:
         self.course.done = self.course.journalled()
         for upload in ended:
             if self.course.ended(upload.task) is None:
-                # How it ended, nobody knows; that it did, is enough not to use it again.
+                # How it ended is lost; knowing that it did is enough not to use it again.
                 lost = End(upload.task, upload.attempt, "given_up", LOST, upload.device)
                 self.course.remember(lost)
-        if norms is not None:  # and of what ended since the journal does, nobody knows even that
+        if norms is not None:  # tasks that ended after the journal's end may be unknown
             self.course.forgotten = head.version
         self.course.told = dict(head.journalled)
         self.course.besides = without(counts, head.journalled)
@@ -301,7 +301,7 @@ class Recovery:
         self.context.log.error("going on from Redis's newest model", version=head.version)
 
     async def begin_segment(self, why: str, *, after: Ending | None = None) -> None:
-        """A segment that begins with where the run stands. ``after``: another's; None: our own."""
+        """Begin a segment with the run's state, after another updater's (``after``) or our own."""
         course, mine = self.course, self.recorder.head
         run, progress = course.run, course.progress
         if run is None or progress is None:
@@ -338,7 +338,7 @@ class Recovery:
         course.sealed = course.finished
 
     def _go_on_from(self, progress: Progress, digest: str, made_at: float) -> None:
-        """Reads the queue from its beginning on top of ``progress``."""
+        """Go on from ``progress``, reading the queue from its beginning."""
         self.intake.rewind()
         self.course.pending.clear()
         self.course.retained.clear()
@@ -348,10 +348,10 @@ class Recovery:
             self.course.strategy = self.rule.build(self.course.run.devices)
         self.metrics.version.set(progress.state.version)
 
-    # beside Redis
+    # reconciling Redis
 
     async def compare(self, progress: Progress) -> None:
-        """Is Redis where the journal is? Behind it, or empty, it gets the newest version again."""
+        """Reconcile Redis with the journal: publish the newest version if Redis lacks it."""
         epoch, mine, pending = self.lease.number, self.course.run, self.course.pending
         run, head = await self._seen()
         if run is None or head is None:
@@ -363,7 +363,7 @@ class Recovery:
             await self._publish_again(f"version {head.version}")
             return
         there, told = ended(head.journalled), ended(self.course.told)
-        if there < told:  # what was forgotten made no version
+        if there < told:  # the ends that Redis forgot made no version
             await self._publish_again(f"{there} of {told} ends")
             return
         if run.state == "finished" and not self.course.finished:
@@ -372,7 +372,7 @@ class Recovery:
             await self._publish_again("a run that goes on")
             return
         if (head.version, head.digest) != (progress.state.version, self.course.digest):
-            await self.recorder.check_last()  # whoever made it may be a successor of ours
+            await self.recorder.check_last()  # our successor may have made it
         if head.version > progress.state.version:
             if self.course.ahead is None:
                 self.context.log.error(
@@ -388,7 +388,7 @@ class Recovery:
             await self._publish_again(f"version {head.version} without its model")
             return
         elif any(one.version and one.version.version < head.version for one, _ in pending):
-            # It was published again, and the reply was lost: those before it fit no head any more.
+            # It was republished and the reply lost: changes before it no longer fit the head.
             await self._publish_again(f"version {head.version} before its turn")
             return
         elif epoch != self.course.epoch:
@@ -399,9 +399,9 @@ class Recovery:
         self.course.epoch = epoch
 
     async def _publish_again(self, why: str) -> None:
-        """Redis does not have the newest version: it gets it, and the counts that it lacks."""
+        """Publish the newest version, and the counts, that Redis lacks."""
         run, progress = self.course.run, self.course.progress
-        # At once: the lease may be taken again meanwhile, and the version is then of another epoch.
+        # Both now: the lease may be retaken meanwhile, and the version would have another epoch.
         epoch, token = self.lease.number, self.lease.token
         if run is None or progress is None:
             return
@@ -416,7 +416,7 @@ class Recovery:
             size=state.model.layout.nbytes, updates=self.course.made,
         )  # fmt: skip
         await self.publisher.write(version, state.model)
-        if not await self.hand_out(state):  # whoever sees the version finds them
+        if not await self.hand_out(state):  # readers of the version need the vectors
             return
         journalled = self.course.tally
         reply = await self.ledger.create(
@@ -424,7 +424,7 @@ class Recovery:
             done=self.course.ended, held=tuple(one.device for one in progress.held),
             mean_staleness=progress.mean_staleness,
         )  # fmt: skip
-        if reply.what != "created":  # emptied once more, or fallen back
+        if reply.what != "created":  # Redis was emptied again, or fell back
             await pause(self.context.stop, LOST_S)
             return
         self.course.told, self.course.besides = journalled, without(reply.counts, journalled)
@@ -434,7 +434,10 @@ class Recovery:
         self._go_on_from(progress, self.course.digest, self.course.time)
 
     async def lost_for_good(self, head: Head) -> None:
-        """Redis has versions that neither the journal nor the queue can make."""
+        """Adopt Redis's versions, which neither the journal nor the queue can make again.
+
+        Raises JournalError unless told to adopt, or never to sync.
+        """
         if not (self.journal.adopt or self.journal.sync == "never"):
             raise JournalError(
                 f"the journal in {self.recorder.folder} ends with version "
@@ -448,9 +451,9 @@ class Recovery:
             await self._adopt(run, head, norms=progress.norms)
 
     async def hand_out(self, state: State, devices: set[int] | None = None) -> bool:
-        """Hands out what these devices, or all, have to know (SCAFFOLD's c_i).
+        """Hand out the vectors of these devices, or of all (SCAFFOLD's c_i).
 
-        False if Redis was emptied meanwhile.
+        Returns False if Redis was emptied meanwhile.
         """
         vectors = state.memory.devices
         if vectors is None or not self.course.strategy.controls:
@@ -462,7 +465,7 @@ class Recovery:
         return done
 
     async def _recalled(self, run: Run, known: DeviceVectors | None) -> DeviceVectors | None:
-        """What the devices have to know as Redis has it; what it has not, as it was known."""
+        """The devices' vectors from Redis, or from ``known`` where Redis has none."""
         rule = self.rule.build(run.devices)
         if not rule.controls or rule.devices is None:
             return known
@@ -472,13 +475,14 @@ class Recovery:
         return vectors
 
     def finish(self, run: Run) -> None:
-        """The run is over: by its last version, or because somebody said so."""
+        """End the run: it made its last version, or someone ended it."""
         self.course.run = run
         self.context.log.info("run finished", why=run.why)
 
     async def _patiently(self, work: Callable[[], T]) -> T:
-        """What may take minutes, in a thread. The loop beats meanwhile: a restart would only begin
-        it again."""
+        """Run work that may take minutes in a thread, and keep up the heartbeat.
+
+        A restart would only begin it again."""
         working = asyncio.create_task(asyncio.to_thread(work))
         try:
             while not working.done():

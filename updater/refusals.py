@@ -1,7 +1,7 @@
-"""Why an update is refused, by what it says of itself and by its size: pure decisions.
+"""Why an update is refused, by its metadata and by its content: pure decisions.
 
-The updater and the simulation take them here and nowhere else. What else may be wrong with an
-update (a run that is over, a blob that is gone) is about the pipeline, and the updater's own.
+The updater and the simulation decide here and nowhere else. Other reasons (the run is over, a blob
+is gone) concern the pipeline, and are the updater's own.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from fedstream.updater.progress import Progress
 from fedstream.updater.rebuild import unfit
 from fedstream.updater.strategies import State, Strategy
 
-MOST_COUNTED = 1_000_000  # minibatches that a batch norm's counter may be ahead of the model's
-LARGEST = 1e37  # norm; between models of at most this, no difference overflows float32,
-LARGEST_DELTA = 1e30  # and of deltas of at most this, no batch's sum times its rate
+MOST_COUNTED = 1_000_000  # minibatches by which a batch norm's counter may lead the model's
+LARGEST = 1e37  # norm; the difference of two models within it cannot overflow float32,
+LARGEST_DELTA = 1e30  # nor can a batch's sum of deltas within this, times its rate
 
 
 def by_word(upload: Upload, rule: Strategy, state: State) -> str:
-    """Why it is refused before it is read; '' if it is not."""
+    """Why an update is refused by its metadata, before it is read; '' if it isn't."""
     limit = rule.max_staleness
     if upload.tau > state.version:
         return "unknown base"
@@ -47,9 +47,9 @@ def by_content(
     max_norm: float | None,
     norm_factor: float,
 ) -> tuple[str, Counted]:
-    """Why one that :func:`by_word` let pass is refused for what is in it; '' if it is not.
+    """Why an update that passed :func:`by_word` is refused by its content; '' if it isn't.
 
-    Also its sizes, as they count for what is usual: () if they don't.
+    Also returns its sizes as counted towards what is usual; () if they don't count.
     """
     x = before.state.model
     refusal = by_norm(upload, rule, norm(update.floats), max_norm) or by_integers(update, x)
@@ -60,7 +60,7 @@ def by_content(
 
 
 def by_integers(update: Model, x: Model) -> str:
-    """Why it is refused for its integers, next to those of the model ``x``."""
+    """Why an update is refused by its integers, compared with model ``x``; '' if it isn't."""
     layout, new, old = x.layout, update.integers, x.integers
     stay, counters = slice(layout.counters.start), layout.counters
     allowed = not layout.integers or (
@@ -76,7 +76,7 @@ def by_integers(update: Model, x: Model) -> str:
 
 
 def by_norm(upload: Upload, rule: Strategy, size: float, max_norm: float | None) -> str:
-    """Why one that :func:`by_word` let pass is refused for its vector's norm; '' if it is not."""
+    """Why an update that passed :func:`by_word` is refused by its norm; '' if it isn't."""
     if not math.isfinite(size):
         return "not finite"
     largest = LARGEST if rule.sends == "model" else LARGEST_DELTA
