@@ -1,4 +1,4 @@
-"""Who may ask the coordinator over HTTP: everybody, or who says the token (``http.token``)."""
+"""Access to the coordinator over HTTP: open, or by token (``http.token``)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def guarded(handler: Handler, token: SecretStr | None) -> Handler:
-    """The handler for those who say ``Authorization: Bearer TOKEN``, 401 for others (RFC 6750)."""
+    """Require ``Authorization: Bearer TOKEN`` for a handler, else answer 401 (RFC 6750)."""
     if token is None:
         return handler
     wanted = f"Bearer {token.get_secret_value()}".encode()

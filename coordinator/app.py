@@ -1,6 +1,6 @@
-"""What the coordinator answers over HTTP: the run's status, and models as safetensors.
+"""The coordinator's HTTP API: the run's status, and models as safetensors.
 
-No answer grows with what a run holds: the register comes in pages, models from one shared copy.
+Its memory does not grow with the run: the register is paged, and downloads share a model's copy.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from fedstream.coordinator.access import Handler, guarded
 from fedstream.coordinator.downloads import Downloads, send
 from fedstream.runtime.http import problem
 
-_DIGITS = 18  # no version has as many
-_PAGE = 100  # trainers of the register in one answer
-_PAGE_BYTES = 1 << 16  # and what they say of themselves, which is theirs to choose
+_DIGITS = 18  # more than any version has
+_PAGE = 100  # trainers of the register in one response
+_PAGE_BYTES = 1 << 16  # of their entries, whose length they choose themselves
 _RETRY_S = 2
 
 
 def status(name: str, view: View) -> dict[str, Any]:
-    """A run's status as plain data, of a view with its inboxes: for HTTP, `fedstream status`."""
+    """A run's status as plain data, from a view with inboxes; for HTTP and `fedstream status`."""
     run, head = view.run, view.head
     return {
         "run": name,
@@ -67,10 +67,10 @@ def status(name: str, view: View) -> dict[str, Any]:
 def page(
     register: Mapping[str, Mapping[str, Any]], after: str = "", most: int = _PAGE
 ) -> tuple[dict[str, Mapping[str, Any]], int]:
-    """Some of the register, from the first name beyond ``after``; and how many come behind them.
+    """A page of the register from the first name after ``after``, and how many names remain.
 
-    A page ends before it grows too long; a trainer that alone is too long comes with no more than
-    its name.
+    Pages are limited in bytes too; a trainer's entry that is too long by itself is replaced by its
+    size.
     """
     names = sorted(name for name in register if name > after)
     found: dict[str, Mapping[str, Any]] = {}
@@ -88,9 +88,9 @@ def page(
 
 
 class App:
-    """The routes of the coordinator. ``downloads``: of models, at a time.
+    """The routes of the coordinator. ``downloads``: concurrent, of models.
 
-    With a token, status and models are for those who say it.
+    If there is a token, status and models require it.
     """
 
     def __init__(
@@ -106,13 +106,13 @@ class App:
         """GET routes under /v1."""
         return (
             web.get("/v1/runs/{run}", guarded(self._answering(self._status), self._token)),
-            # For autoscalers, which have no token: no more than how many tasks are open.
+            # For autoscalers, which have no token: only open tasks, live trainers and the state.
             web.get("/v1/runs/{run}/scaling", self._answering(self._scaling)),
             web.get("/v1/models/{version}", guarded(self._answering(self._model), self._token)),
         )
 
     def _answering(self, handler: Handler) -> Handler:
-        """The handler, with trouble as an answer: 503 if it may pass, 404 where nothing is."""
+        """Wrap a handler: 404 if the run or model is missing, 503 if retriable, else 500."""
 
         async def answer(request: web.Request) -> web.StreamResponse:
             try:
@@ -127,7 +127,7 @@ class App:
         return answer
 
     async def _status(self, request: web.Request) -> web.StreamResponse:
-        """``?after=NAME``: the register from the next name on; ``?limit=N``: so many at most."""
+        """The status and a page of the register: ``?limit=N`` at most, after ``?after=NAME``."""
         if answer := self._another(request):
             return answer
         after, limit = request.query.get("after", ""), request.query.get("limit", str(_PAGE))
@@ -140,10 +140,10 @@ class App:
         return web.json_response(about | {"register": found, "register_more": more})
 
     async def _scaling(self, request: web.Request) -> web.StreamResponse:
-        """How much there is to do for trainers, for whoever sets their number (KEDA).
+        """The number of open tasks, for autoscalers (KEDA).
 
-        Nothing before the run is there and after it is finished, rather than an error: an
-        autoscaler that gets none keeps the trainers that it has.
+        It is 0 rather than an error before the run exists and after it has finished: on an error,
+        an autoscaler keeps the trainers that it has.
         """
         if answer := self._another(request):
             return answer
@@ -156,14 +156,14 @@ class App:
         return web.json_response({"open": tasks, "trainers": view.trainers, "state": state})
 
     def _another(self, request: web.Request) -> web.StreamResponse | None:
-        """The answer to who asks for a run that is not served here; None if it is."""
+        """A 404 if the requested run is not served here, else None."""
         name = request.match_info["run"]
         if name == self._keys.name:
             return None
         return problem(404, f"this deployment serves run {self._keys.name!r}, not {name[:80]!r}")
 
     async def _model(self, request: web.Request) -> web.StreamResponse:
-        """A model as safetensors. Its digest is the ETag: a copy that is current costs nothing."""
+        """A model as safetensors. Its digest is the ETag: a current copy is not sent again."""
         wanted = request.match_info["version"]
         if wanted != "latest" and not (wanted.isdecimal() and len(wanted) < _DIGITS):
             return problem(400, f"{wanted[:40]!r} is no version: a number, or 'latest'")
@@ -177,12 +177,12 @@ class App:
             except BlobMissing:
                 now = await self._ledger.head()
                 if now is None or now.version == head.version or wanted != "latest":
-                    break  # else what was the latest is no more: take what is
+                    break  # else the latest was evicted meanwhile: try the new one
         kept = (await self._ledger.kept()).values()
         return problem(404, f"version {wanted} is not kept; kept are {_ranges(kept)}")
 
     async def _copy(self, request: web.Request, version: int) -> web.StreamResponse:
-        """A version's model, unless the client has it. Raises BlobMissing."""
+        """A version's model, or 304 if the client has it. Raises BlobMissing, Busy, BlobDamaged."""
         kept = {number: blob for blob, number in (await self._ledger.kept()).items()}
         digest = await self._ledger.digest(version)
         if version not in kept or digest is None:
@@ -197,7 +197,7 @@ class App:
 
 
 def _ranges(versions: Iterable[int]) -> str:
-    """Versions in few words: 3, 5-20."""
+    """Versions as ranges: 3, 5-20."""
     parts: list[list[int]] = []
     for version in sorted(versions):
         if parts and version == parts[-1][1] + 1:

@@ -1,4 +1,4 @@
-"""Models on their way to whoever asked over HTTP: each once in memory, however many read it."""
+"""Model downloads over HTTP: each model is in memory once, however many clients read it."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Layout, Model
 
-_SLICE = 1 << 18  # bytes handed to a connection at once: what a slow reader keeps from being freed
-_MODELS = 2  # different ones in memory at a time: while a version is read, the next may come
+_SLICE = 1 << 18  # bytes written to a connection at once, and so held up by a slow reader
+_MODELS = 2  # distinct, in memory at a time: the next version may come while one is being read
 
 
 class Busy(FedstreamError):
-    """As much as may be under way is; it passes."""
+    """The limit on downloads is reached; try again later."""
 
     retriable = True
 
 
 class _Body:
-    """A model as safetensors, as long as somebody reads it."""
+    """A model as safetensors, kept only while someone reads it."""
 
     __slots__ = ("__weakref__", "data")
 
@@ -37,7 +37,7 @@ class _Body:
 
 
 class Downloads:
-    """At most ``most`` at a time, of at most two different models."""
+    """At most ``most`` downloads at a time, of at most two different models."""
 
     def __init__(self, client: Client, keys: Keys, most: int) -> None:
         self._client = client
@@ -50,7 +50,7 @@ class Downloads:
 
     @contextmanager
     def place(self) -> Iterator[None]:
-        """One of the places, inside the block. Raises Busy."""
+        """Hold one of the download slots inside the block. Raises Busy."""
         if self._now >= self._most:
             raise Busy(f"{self._most} downloads are under way: try again later")
         self._now += 1
@@ -60,7 +60,7 @@ class Downloads:
             self._now -= 1
 
     async def body(self, layout: Layout, version: int, blob: str, digest: str) -> _Body:
-        """A model; one that is being read, or is on its way, is shared.
+        """Get a model, sharing the copy that is being read or loaded, if any.
 
         Raises Busy, BlobMissing, BlobDamaged.
         """
@@ -74,14 +74,13 @@ class Downloads:
         return await asyncio.shield(making)
 
     def _is_made(self, digest: str, making: asyncio.Task[_Body]) -> None:
-        """Whoever waits has what came of it. If all went away, nobody is to be told why it failed:
-        asyncio would log that otherwise."""
+        """Retrieve a load's exception, which asyncio would log if all clients had gone away."""
         del self._making[digest]
         if not making.cancelled():
             making.exception()
 
     async def _made(self, layout: Layout, version: int, blob: str, digest: str) -> _Body:
-        """Reads and checks a model. One after the other: each takes a few copies for a moment."""
+        """Read and check a model, one at a time: each briefly needs a few copies in memory."""
         async with self._turn:
             if len(self._bodies) >= _MODELS:
                 raise Busy(f"{_MODELS} other versions are being read: try again later")
@@ -95,7 +94,7 @@ class Downloads:
 
 
 async def send(request: web.Request, body: _Body, headers: dict[str, str]) -> web.StreamResponse:
-    """Answers with a body, slice by slice as it is read. The connection cuts slow readers."""
+    """Send a body slice by slice, as the client reads it. The connection aborts slow readers."""
     response = web.StreamResponse(headers=headers)
     response.content_type = "application/octet-stream"
     response.content_length = len(body.data)

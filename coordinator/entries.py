@@ -1,7 +1,6 @@
-"""What coordinators read, and what each entry comes to: triggers, and what sites say.
+"""Decisions on the entries that coordinators read: triggers, and messages from sites.
 
-A site is known by the inbox that its words came through. What it says of itself, its devices and
-its tasks counts only as far as its own trainers, devices and tasks are concerned.
+A site is identified by its inbox. Its messages can affect only its own trainers, devices and tasks.
 """
 
 from __future__ import annotations
@@ -38,17 +37,17 @@ if TYPE_CHECKING:
 Decided: TypeAlias = "tuple[Decision[Any], Callable[[Any], None]]"
 
 LARGEST = 1 << 18  # bytes of an entry in a site's inbox
-_EVENTS = 10  # of a site, a second
+_EVENTS = 10  # per second and site
 _TEXT = 8000  # characters
 
 
 class Entries:
-    """Decisions about entries, and how what came of them is told."""
+    """Makes decisions on entries, and reports their outcomes."""
 
     def __init__(
         self, ledger: Ledger, settings: CoordinatorSettings, context: Context, *, anarchic: bool
     ) -> None:
-        """``anarchic``: devices decide by themselves when they train."""
+        """``anarchic``: devices decide for themselves when to train."""
         self._ledger = ledger
         self._settings = settings
         self._context = context
@@ -61,10 +60,10 @@ class Entries:
             "fedstream_tasks_dispatched", "Triggers by what became of them.", ["verdict"],
             registry=context.registry,
         )  # fmt: skip
-        self._idle: set[str] = set()  # trainers that could serve no device, and were told of
+        self._idle: set[str] = set()  # trainers without devices that were reported
 
     def of_triggers(self, entry: Entry) -> Decided:
-        """A trigger becomes a task, a round is closed, or overdue tasks are given up.
+        """Turn a trigger into a task, close a round, or give up overdue tasks.
 
         Raises BadMessage.
         """
@@ -77,7 +76,7 @@ class Entries:
         return self._ledger.dispatch(entry, message), tell
 
     def of_site(self, site: Site, entry: Entry) -> Decided | Dead:
-        """What a site says; a Dead is to be buried. Raises BadMessage."""
+        """Decide on a site's message; the caller must bury a returned Dead. Raises BadMessage."""
         if entry.size > LARGEST:
             return self._dropped(site, entry, "message too long", bytes=entry.size)
         match decode(entry.data, Upload, GiveUp, Dead, Trigger, Presence, Event):
@@ -92,7 +91,7 @@ class Entries:
                 return self._of_own(site, entry, trigger)
             case Presence() as said:
                 return self._of_presence(site, entry, said)
-            case Event(what="error", device=int()) as event:  # without one: the evaluator's
+            case Event(what="error", device=int()) as event:  # no device: the evaluator's
                 told = Event(
                     what="error", service=member(site.name, event.service), time=time.time(),
                     task=event.task, device=event.device, version=event.version,
@@ -106,7 +105,7 @@ class Entries:
                 raise BadMessage(f"a site has no business to say {other.kind}")
 
     def _relayed(self, site: Site, entry: Entry, event: Event | None, why: str) -> Decided:
-        """``why``: under what it is counted if it does not go on; None never does."""
+        """Relay an event to observers. None, or one over the limit, is counted under ``why``."""
         decision = self._ledger.relay(site.name, entry, event, most=_EVENTS, why=why)
         return decision, lambda _: None
 
@@ -115,7 +114,7 @@ class Entries:
         return self._relayed(site, entry, None, why)
 
     def _of_own(self, site: Site, entry: Entry, trigger: Trigger) -> Decided:
-        """A device's own trigger. Its task's name, and who asked for it, are ours to say."""
+        """Decide on a device's own trigger. The task's id and origin are set here, not by it."""
         most = self._settings
         asked = ((trigger.steps, most.most_steps), (trigger.epochs, most.most_epochs))
         if any((n or 0) > limit for n, limit in (*asked, (trigger.seconds, most.most_seconds))):
@@ -147,12 +146,12 @@ class Entries:
         )  # fmt: skip
         return decision, lambda _: None
 
-    # what came of it
+    # outcomes
 
     def _tell_dispatched(
         self, message: Trigger | CloseRound | Withdraw, at: float, verdict: str
     ) -> None:
-        """``at``: when it was decided, in seconds since 1970; a wait came between."""
+        """``at``: when it was decided, in seconds since 1970, before the wait for more entries."""
         self._dispatched.labels(verdict).inc()
         if isinstance(message, Trigger):
             what = "dispatched" if verdict == "sent" else "not dispatched"

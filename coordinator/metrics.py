@@ -1,7 +1,7 @@
-"""The run as a whole in numbers for Prometheus, as it was seen last.
+"""Run-wide metrics for Prometheus, as of the last look at the run.
 
-Every coordinator says the same: over replicas the maximum counts, never the sum. Names and meanings
-are in docs/reference/metrics.md.
+Every coordinator exports the same values: take the maximum over replicas, never the sum. Names and
+meanings are in docs/reference/metrics.md.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Labels = Mapping[tuple[str, ...], float]
 
 @dataclass(frozen=True)
 class Seen:
-    """What one look found."""
+    """The result of one look at the run and its Redis."""
 
     at: float  # seconds since 1970, the coordinator's clock
     memory: int  # bytes that Redis uses
@@ -31,18 +31,18 @@ class Seen:
 
 
 class RunMetrics:
-    """A collector; what it says is as old as the last look."""
+    """A collector of what the last look found."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seen: Seen | None = None
         registry.register(self)
 
     def saw(self, seen: Seen) -> None:
-        """From now on this is how things are."""
+        """Replace what the last look found."""
         self._seen = seen
 
     def collect(self) -> Iterator[Metric]:
-        """For the registry."""
+        """Yield the metrics, for the registry."""
         seen = self._seen
         at = seen.at if seen else 0.0
         yield _gauge("run_looked_timestamp_seconds", "When Redis answered last; 0: never.", at)
@@ -84,9 +84,10 @@ def _of_run(view: View, training: int, event_at: float) -> Iterator[Metric]:
 
 
 def open_by_state(view: View, training: int) -> dict[str, int]:
-    """Open tasks: answered (and in the queue), training, and the rest, which waits.
+    """Count open tasks by state: answered (in the queue), training, and the rest, waiting.
 
-    They add up to what is open. An entry may outlive its task for a moment, so they are bounded.
+    The counts add up to the open tasks. They are capped, since an entry may briefly outlive its
+    task.
     """
     left = len(view.open)
     answered = min(left, view.admitted)
@@ -95,7 +96,7 @@ def open_by_state(view: View, training: int) -> dict[str, int]:
 
 
 def _ends(view: View) -> Labels:
-    """Every outcome from the beginning, so that a rate sees the first; '' is without a reason."""
+    """Ended tasks by outcome and reason ('': none); zeros included, so that rates see the first."""
     ends: dict[tuple[str, ...], float] = {}
     for outcome, count in view.outcomes.items():
         reasons = view.reasons(outcome)

@@ -1,6 +1,6 @@
-"""Rounds: how many devices one asks, when it is over, and what becomes of one with too few answers.
+"""Rounds: how many devices are asked, when a round ends, and what happens at too few answers.
 
-Pure functions, by which the scheduler and the simulation go alike.
+Pure functions, used by the scheduler and the simulation alike.
 """
 
 from __future__ import annotations
@@ -14,27 +14,27 @@ from fedstream.runtime.config import Section
 
 
 class Rounds(Section):
-    """Rounds of k devices, all of which train from one version.
+    """Rounds of k devices that all train from the same version.
 
-    A round is over when as many have answered as the strategy takes for a version; at the time-out,
-    if at least ``min_answers`` have; or when all have that there are. Only its own answers count:
-    what comes later is too stale. At a time-out with fewer answers the round goes on for as long
-    again: those that have not answered are given up, others are asked, and the answers stay.
+    A round ends when the strategy has enough answers for a version; at the time-out, if there are
+    at least ``min_answers``; or when all available devices have answered. Later answers are too
+    stale and don't count. At a time-out with fewer answers the round is extended by the same time:
+    unanswered tasks are given up, other devices are asked, and the answers so far are kept.
 
-    No device answers twice in a round: where k is more than the devices there are, or than memory
-    has room for, a round is of so many.
+    No device answers twice in a round, so a round is no larger than the number of devices, nor than
+    memory has room for.
     """
 
     kind: Literal["rounds"] = "rounds"
     k: Annotated[int, Field(ge=1)] | None = None
-    """None: as many as the strategy takes for a version; more: the slowest are not waited for"""
+    """None: as many as the strategy takes for a version; if more, the slowest are not awaited"""
     min_answers: Annotated[int, Field(ge=1)] = 1
-    """without which no version is made"""
+    """fewest answers that a version is made of"""
     timeout_s: Annotated[float, Field(gt=0)] = 600.0
 
     @property
     def size(self) -> int:
-        """k. The configuration fills it in where it is not given (``Settings.policy``)."""
+        """k. If not given, the configuration fills it in (``Settings.policy``)."""
         if self.k is None:
             raise RuntimeError("rounds without a size: the strategy's batch was not filled in")
         return self.k
@@ -42,44 +42,45 @@ class Rounds(Section):
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """A round as it stands."""
+    """The state of a round."""
 
     wanted: int
-    """answers that it can have: k, or as many as there are devices or is room for"""
+    """answers that it can get: k, or fewer for lack of devices or memory"""
     answered: int
-    """answers that were taken in"""
+    """answers that the updater has buffered"""
     at_work: int
-    """tasks that may be answered yet"""
+    """tasks that may still be answered"""
     since: float
-    """when it was begun, or went on after a time-out"""
+    """when it began, or was extended after a time-out"""
     coming: int = 0
-    """answers that are not taken in yet"""
+    """answers still in the queue"""
 
 
 Verdict: TypeAlias = Literal["goes on", "over", "again"]
 
 
 def verdict(policy: Rounds, it: Round, now: float) -> Verdict:
-    """What becomes of a round now.
+    """Decide whether a round goes on.
 
-    'over': a version is made of what has arrived. 'again': its time is up with too few answers, and
-    it goes on from here with other devices.
+    'over': a version is made of the answers so far. 'again': it timed out with too few answers, and
+    continues from now with other devices.
     """
     enough = it.answered >= policy.min_answers
     if now >= it.since + policy.timeout_s:
         if enough:
             return "over"
-        return "goes on" if it.coming else "again"  # first those that are there are counted
-    # Nobody is left to ask, and the strategy would wait for more.
+        return "goes on" if it.coming else "again"  # count the queued answers first
+    # There is no device left to ask, but the strategy would wait for more answers.
     complete = it.answered >= it.wanted and not it.at_work
     return "over" if enough and complete and it.wanted < policy.size else "goes on"
 
 
 def wanted(policy: Rounds, devices: int, room: int | None) -> tuple[int, str]:
-    """(answers that a round can have, why they are fewer) with so many devices and updates' room.
+    """(answers that a round can get, what holds it back, if anything).
 
-    At least 1; ``min_answers`` where there are devices for them: they need not all be there at the
-    same time. Queue and staleness can't hold a round back: the queue waits for its answers.
+    ``room``: updates that memory has room for; None: no known limit. The number is at least 1, and
+    at least ``min_answers`` if there are enough devices: the updates need not all be in memory at
+    once. Queue and staleness can't hold a round back: the queue is waiting for its answers.
     """
     k = max(1, min(policy.size, devices))
     if room is None or room >= k:

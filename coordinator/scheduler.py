@@ -1,8 +1,8 @@
 """The scheduler: triggers training tasks, and thereby controls staleness and the updater's load.
 
-It holds no state that matters: whatever it needs it reads, whenever an event says that something
-changed; `plan` decides; one script opens the tasks. Opening, waiting and looking again are one
-exchange: for small updates exchanges are what a task costs. One scheduler leads, by lease.
+It holds no essential state: on each event it reads what it needs, `plan` decides, and one script
+opens the tasks. Opening, waiting and looking again take a single round trip, since with small
+updates round trips are the main cost of a task. One scheduler leads, by lease.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from fedstream.runtime.participation import Participation, ParticipationGroup
 from fedstream.runtime.service import Context, repeat
 from fedstream.runtime.steps import FixedSteps, Steps
 
-BUDGET_SHARE = 0.8  # of Redis's own limit, where no budget is given
-_ASK_AGAIN_S = 10.0  # for the end of a round that nobody seems to have heard
-_BUDGET_HOLDS_S = 10.0  # then Redis is asked again: an operator may have given it more memory
+BUDGET_SHARE = 0.8  # of Redis's own limit, if no budget is given
+_ASK_AGAIN_S = 10.0  # for the end of a round, or tasks to be given up, if the request seems lost
+_BUDGET_HOLDS_S = 10.0  # then Redis's limit is read again: an operator may have raised it
 
 
 class SchedulerSettings(Section):
-    """When tasks are triggered, how long they are, and what holds them back."""
+    """When tasks are triggered, how long they train, and what holds them back."""
 
     policy: Policy | None = None  # None: the one that suits the strategy
     steps: Steps = FixedSteps()
@@ -64,8 +64,8 @@ class SchedulerSettings(Section):
 class Scheduler:
     """The service.
 
-    ``is_eligible`` says of a device of the run whether it may begin a task at a time (seconds since
-    1970), where devices' availability is simulated; None: they always may.
+    ``is_eligible``: for simulated availability, whether a device of the run may begin a task at a
+    given time (seconds since 1970); None: always.
     """
 
     role = "scheduler"
@@ -93,13 +93,13 @@ class Scheduler:
         self._lease = Lease(self._client, keys, self.role, name, seconds=settings.lease_s)
         self._budget = settings.memory_budget
         self._budget_until = 0.0
-        self._view: View | None = None  # None: at the start, and after trouble
+        self._view: View | None = None  # None: at the start, and after an error
         self._last = 0.0
         self._round = (-1, 0.0)  # version, since when
-        self._asked: tuple[int, tuple[str, ...]] = (-1, ())  # to close
+        self._asked: tuple[int, tuple[str, ...]] = (-1, ())  # version and tasks of the last close
         self._asked_at = 0.0
-        self._since: dict[str, float] = {}  # open tasks: when they were opened, as is known
-        self._given_up: dict[str, float] = {}  # tasks that are overdue: when that was said
+        self._since: dict[str, float] = {}  # open tasks: when they were opened, as far as known
+        self._given_up: dict[str, float] = {}  # overdue tasks: when giving up was last asked
         self._held = ""
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
@@ -107,7 +107,7 @@ class Scheduler:
         return ()
 
     async def run(self, context: Context) -> None:
-        """Leads, and triggers until stop."""
+        """Wait for the lease, then trigger tasks until stop."""
         self._context = context
         self._triggered = Counter(
             "fedstream_tasks_triggered", "Tasks opened.", registry=context.registry
@@ -140,7 +140,7 @@ class Scheduler:
         await repeat(self._context, "schedule", self._step, within_s=60.0)
 
     async def _step(self) -> None:
-        """Decides on what it saw last, and does it; then waits for news and looks again."""
+        """Act on the last view, then wait for events and look again."""
         view, self._view = self._view, None
         try:
             if view is None:
@@ -155,7 +155,7 @@ class Scheduler:
             await pause(self._context.stop, 0.2)
 
     async def _decide(self, view: View) -> View:
-        """Does what the plan says, until there is news or it is time to plan anew: what is then."""
+        """Carry out the plan, wait for events or the next planning time, return the new view."""
         if self._settings.memory_budget is None and time.monotonic() >= self._budget_until:
             self._budget = await self._redis_budget()
             self._budget_until = time.monotonic() + _BUDGET_HOLDS_S
@@ -201,7 +201,7 @@ class Scheduler:
         )  # fmt: skip
         if seen.is_eligible is None:
             return planned()
-        # Where few of many devices are eligible, to find them takes long: the lease goes on.
+        # In a thread: finding the few eligible of many devices is slow, and the lease must be kept.
         return await asyncio.to_thread(planned)
 
     def _show_held(self, by: str) -> None:
@@ -217,7 +217,7 @@ class Scheduler:
         )
 
     async def _close(self, view: View, version: int, tasks: tuple[str, ...]) -> None:
-        """Asks the coordinator to end a round: once, unless that was lost on the way."""
+        """Ask the coordinator to end a round; repeat only a request that seems lost."""
         before, among = self._asked
         now = time.monotonic()
         if version == before and set(tasks) <= set(among):
@@ -228,9 +228,9 @@ class Scheduler:
         self._asked, self._asked_at = (version, tasks), now
 
     async def _withdraw(self, overdue: Sequence[tuple[str, Overdue]]) -> None:
-        """Asks the coordinator to give tasks up: once, unless that was lost on the way.
+        """Ask the coordinator to give tasks up; repeat only requests that seem lost.
 
-        One whose answer is in the queue stays open until the updater is at it.
+        A task whose answer is in the queue stays open until the updater reaches it.
         """
         now, asked = time.monotonic(), self._given_up
         self._given_up = {task: asked[task] for task, _ in overdue if task in asked}
@@ -245,7 +245,7 @@ class Scheduler:
 
     def _situation(self, view: View) -> Situation:
         now, is_eligible = time.time(), self._is_eligible
-        self._last = min(self._last, now)  # a clock that was ahead holds nothing back
+        self._last = min(self._last, now)  # a clock that was set back must not hold tasks back
         self._since = {t.task: self._since.get(t.task) or opened_at(t, now) for t in view.open}
         version, buffered = view.head.version, view.head.buffered
         begun = buffered or any(trigger.version == version for trigger in view.open)
@@ -260,7 +260,7 @@ class Scheduler:
             backlog=view.backlog,
             kept=view.kept + vectors(view.run.layout, view.run.devices),
             held=view.head.held,
-            # Of what is in the queue and not done, the rest is the ends of rounds.
+            # Entries of the queue that are not admitted answers are the ends of rounds.
             round_ending=self._asked[0] == version and view.backlog > view.admitted,
             mean_staleness=view.head.mean_staleness,
             trainers=view.trainers,
@@ -273,11 +273,11 @@ class Scheduler:
         )
 
     async def _redis_budget(self) -> int:
-        """Bytes that the run may take in Redis; 0: no limit is known."""
+        """Bytes that the run may use in Redis; 0: no known limit."""
         _, limit = await self._ledger.memory()
         return int(limit * BUDGET_SHARE)
 
 
 def vectors(layout: Layout, devices: int) -> int:
-    """In models: what Redis holds of the devices (SCAFFOLD's c_i), each with its site's copy."""
+    """The size, in models, of the devices' vectors (SCAFFOLD's c_i) with their sites' copies."""
     return -(-2 * 4 * layout.controls * devices // max(1, layout.nbytes))

@@ -1,7 +1,7 @@
-"""When to trigger a task, for whom, and when to give one up: functions of what is seen and a draw.
+"""When to trigger tasks, for which devices, and when to give them up: functions without state.
 
-Draw n belongs to the n-th task ever issued and is a function of (seed, n) alone, so that a
-scheduler that takes over goes on with the very draws its predecessor would have made.
+Draw n belongs to the n-th task ever issued and depends on (seed, n) alone, so that a scheduler that
+takes over continues with exactly the draws that its predecessor would have made.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from fedstream.runtime.participation import Participation
 
 Positive = Annotated[float, Field(gt=0)]
 
-_CATCH_UP_S = 1.0  # what a Poisson process missed for longer is lost, and not made up for at once
+_CATCH_UP_S = 1.0  # a Poisson process makes up for at most this much missed time
 
 
 class InFlight(Section):
-    """N tasks in flight; without n, as many as trainers are alive. Delays are exponential."""
+    """N tasks in flight; without n, one per live trainer. Delays are exponential."""
 
     kind: Literal["in_flight"] = "in_flight"
     n: Annotated[int, Field(ge=1)] | None = None
@@ -33,7 +33,7 @@ class InFlight(Section):
 
 
 class Poisson(Section):
-    """Triggers at the times of a Poisson process, as long as fewer than n tasks are in flight."""
+    """Triggers at the times of a Poisson process, while fewer than n tasks are in flight."""
 
     kind: Literal["poisson"] = "poisson"
     rate: Positive = 1.0  # per second
@@ -41,7 +41,7 @@ class Poisson(Section):
 
 
 class Anarchic(Section):
-    """No triggers: devices decide by themselves (Anarchic Federated Learning)."""
+    """No triggers: devices decide for themselves (Anarchic Federated Learning)."""
 
     kind: Literal["none"] = "none"
 
@@ -54,7 +54,7 @@ HELD_BY = ("memory", "queue", "staleness")
 
 @dataclass(frozen=True)
 class HoldBack:
-    """What holds the scheduler back."""
+    """The limits that hold the scheduler back."""
 
     max_queue: int  # entries
     target_staleness: float | None  # versions, mean
@@ -63,35 +63,35 @@ class HoldBack:
 
 @dataclass(frozen=True)
 class Situation:
-    """What the scheduler sees."""
+    """The state of the run, as the scheduler sees it."""
 
     now: float  # seconds since 1970
     issued: int  # tasks so far: the next draw
     version: int
     open: tuple[Trigger, ...]
-    queue: int  # entries, whose updates take memory
-    backlog: int  # of them, those that the updater has not done
-    kept: int  # versions
-    held: tuple[int, ...]  # devices whose updates are buffered: they wait for more
+    queue: int  # entries; their updates take memory
+    backlog: int  # of them, those that the updater has not handled
+    kept: int  # versions, and devices' vectors counted in models
+    held: tuple[int, ...]  # devices whose updates are buffered
     round_ending: bool  # this round's end is in the queue
     mean_staleness: float
     trainers: int  # alive
     model_bytes: int
     devices: tuple[int, ...]  # that can be reached
-    last: float  # when it triggered last (Poisson: when that was due), or took office
-    round_since: float  # when the round was begun, or went on after a time-out
-    since: Mapping[str, float] = field(default_factory=dict)  # when tasks were opened, as is known
+    last: float  # when it last triggered (Poisson: when that was due), or began to lead
+    round_since: float  # when the round began, or was extended after a time-out
+    since: Mapping[str, float] = field(default_factory=dict)  # when tasks were opened, if known
     is_eligible: Callable[[int], bool] | None = None  # whether a device may begin now; None: all
 
     def idle(self, busy: Container[int]) -> list[int]:
-        """Devices beside those that are busy, whether or not they may begin now."""
+        """Devices that are not busy, whether or not they may begin now."""
         return [device for device in self.devices if device not in busy]
 
     def take(self, rng: random.Random, idle: list[int], parts: Participation) -> int | None:
-        """A device that may begin now, drawn from ``idle`` by the rates; None: there is none.
+        """Draw a device that may begin now from ``idle``, by the rates; None if there is none.
 
-        It leaves the list, as do those that were drawn before it and may not begin. So a plan asks
-        no device twice and only as many as it has to: for thousands that takes its time.
+        It is removed from the list, as are devices drawn before it that may not begin. So a plan
+        checks no device twice, and no more than it must: checking thousands is slow.
         """
         while idle:
             device = idle.pop(parts.pick(rng, idle))
@@ -102,16 +102,16 @@ class Situation:
 
 @dataclass(frozen=True)
 class Plan:
-    """What the scheduler does now, and when it looks again if nothing happens before."""
+    """What the scheduler does now, and when it plans again if nothing happens first."""
 
     triggers: tuple[Trigger, ...] = ()
     limit: int = 0  # tasks open at the same time
-    close: tuple[int, tuple[str, ...]] | None = None  # a version's round ends: its open tasks
+    close: tuple[int, tuple[str, ...]] | None = None  # end a round: version, open tasks
     wake_at: float | None = None  # seconds since 1970
-    last: float = 0.0  # the next situation's, if there are triggers
+    last: float = 0.0  # for the next situation, if there are triggers
     held: str = ""  # why there are fewer tasks than the policy wants
     overdue: tuple[tuple[str, Overdue], ...] = ()  # tasks to be given up, and why
-    again: bool = False  # the round goes on from now on, with other devices
+    again: bool = False  # the round is extended from now, with other devices
 
 
 def in_flight(policy: InFlight | Poisson, seen: Situation) -> int:
@@ -121,11 +121,11 @@ def in_flight(policy: InFlight | Poisson, seen: Situation) -> int:
 
 
 def held_back(wanted: int, hold: HoldBack, seen: Situation) -> tuple[int, str]:
-    """(N, why) after what holds back most. N is never below 1, so that the run goes on."""
+    """(N, why) by the tightest limit. N is never below 1, so that the run goes on."""
     limits = [(wanted, "")]
     room = _room(hold, seen)
     if room is not None:
-        # open + queue must fit, open being what may still be added to
+        # open + queue must fit; only open can be limited here
         limits.append((max(1, room - seen.queue), "memory"))
     if seen.backlog >= hold.max_queue:
         limits.append((1, "queue"))
@@ -135,14 +135,14 @@ def held_back(wanted: int, hold: HoldBack, seen: Situation) -> tuple[int, str]:
 
 
 def _room(hold: HoldBack, seen: Situation) -> int | None:
-    """Updates that memory has room for; None: no limit is known."""
+    """Updates that memory has room for; None: no known limit."""
     if hold.memory_budget is None or not seen.model_bytes:
         return None
     return room_beside(hold.memory_budget, seen.model_bytes, seen.kept)
 
 
 def room_beside(budget: int, model_bytes: int, kept: int) -> int:
-    """Updates that a budget (bytes) has room for, beside the versions kept and 2 in the making."""
+    """Updates that fit in a budget (bytes) beside the kept versions and 2 in the making."""
     return budget // model_bytes - kept - 2
 
 
@@ -155,7 +155,7 @@ def plan(
     *,
     task_timeout_s: float = math.inf,
 ) -> Plan:
-    """What to do now. ``task_timeout_s``: of tasks without a deadline."""
+    """Decide what to do now. ``task_timeout_s`` applies to tasks without a deadline."""
     match policy:
         case Anarchic():
             todo = Plan()
@@ -178,16 +178,16 @@ def plan(
 
 
 def _end(trigger: Trigger, seen: Situation, task_timeout_s: float) -> float:
-    """When a task's time is over."""
+    """When a task's time is up."""
     if trigger.deadline is not None:
         return trigger.deadline
     return seen.since.get(trigger.task, seen.now) + task_timeout_s
 
 
 def opened_at(trigger: Trigger, now: float) -> float:
-    """When a task that is seen for the first time was opened, as far as that can be believed.
+    """When a task seen for the first time was opened, in seconds since 1970.
 
-    A device's own task may have any id: it counts from now.
+    Only the ids of the scheduler's own tasks tell; any other task counts from now.
     """
     made = time_of(trigger.task) if trigger.origin == "scheduler" else None
     return now if made is None else min(now, made)
@@ -196,7 +196,7 @@ def opened_at(trigger: Trigger, now: float) -> float:
 def _plan_in_flight(
     policy: InFlight | Poisson, parts: Participation, hold: HoldBack, seed: int, seen: Situation
 ) -> Plan:
-    """Tasks until as many are open as the policy wants, each after its delay."""
+    """Open tasks, each after its delay, until there are as many as the policy wants."""
     limit, why = held_back(in_flight(policy, seen), hold, seen)
     delay = policy.mean_delay_s if isinstance(policy, InFlight) else 1.0 / policy.rate
     idle = seen.idle({trigger.device for trigger in seen.open})
@@ -219,10 +219,10 @@ def _plan_in_flight(
 def _plan_round(
     policy: Rounds, parts: Participation, hold: HoldBack, seed: int, seen: Situation
 ) -> Plan:
-    """A round on top of the newest version: k answers, open or in; see :mod:`coordinator.rounds`.
+    """Open or end a round from the newest version, by the rules of :mod:`coordinator.rounds`.
 
-    A task that ends without an answer (given up, refused, dead) is replaced by another device's. A
-    round does not shrink to the devices that are eligible: it waits for more.
+    It keeps k tasks open or answered: one that ends without an answer (given up, refused, dead) is
+    replaced by another device's. A round doesn't shrink to the eligible devices: it waits for more.
     """
     mine = [trigger for trigger in seen.open if trigger.version == seen.version]
     past = [t for t in seen.open if t.version is not None and t.version < seen.version]
@@ -239,8 +239,8 @@ def _plan_round(
         return Plan(close=(seen.version, tuple(trigger.task for trigger in mine)), held=why)
     since = seen.now if what == "again" else seen.round_since
     deadline = since + policy.timeout_s
-    missing = k - len(mine) - len(seen.held)  # who is late is replaced once given up
-    if room is not None and room < k:  # not all of them at the same time
+    missing = k - len(mine) - len(seen.held)  # late tasks are replaced once given up
+    if room is not None and room < k:  # not all of them at once
         missing = min(missing, max(1, room - seen.queue) - len(mine))
     idle = seen.idle({trigger.device for trigger in seen.open} | set(seen.held))
     triggers: list[Trigger] = []
@@ -263,7 +263,7 @@ def _plan_round(
 
 
 def draw(seed: int, n: int) -> random.Random:
-    """Draw n of a scheduler."""
+    """The random generator of draw n."""
     return random.Random(f"{seed}:{n}")
 
 

@@ -1,8 +1,8 @@
-"""The coordinator: the front door, the queue's keeper, and the boundary of rights.
+"""The coordinator: the front door, the gatekeeper of the queue, and the security boundary.
 
-Triggers become tasks; answers are admitted to the queue by their metadata; trainers that fell
-silent are struck off; a task that crashes its trainers goes to `dead`. All state is in Redis and
-every change is one script, so any number of replicas share the work.
+It turns triggers into tasks, admits answers to the queue by their metadata, strikes off silent
+trainers, and moves tasks that crash their trainers to `dead`. All state is in Redis and every
+change is one script, so any number of replicas share the work.
 """
 
 from __future__ import annotations
@@ -50,36 +50,36 @@ from fedstream.runtime.config import Section
 from fedstream.runtime.service import Context, repeat
 from fedstream.runtime.tasks import LeaseSettings
 
-_READ = PARTS * LARGEST  # bytes that are read at once of all that sites have said
-_USUAL = 4096  # bytes of an entry that few are larger than
+_READ = PARTS * LARGEST  # bytes read at once from all inboxes
+_USUAL = 4096  # bytes that few entries exceed
 _SWEEP_S = 1.0
-_SEARCH_S = 5.0  # between two searches for tasks that nobody has
-_SWEPT_WITHIN_S = 120.0  # a dozen exchanges: a Redis that is slow must not get us restarted
-_DEAF_S = 3.0  # without a sweep: meanwhile trainers may not have been heard
+_SEARCH_S = 5.0  # between two searches for open tasks without an entry
+_SWEPT_WITHIN_S = 120.0  # a dozen round trips: a slow Redis must not get us restarted
+_DEAF_S = 3.0  # without a sweep: trainers may have gone unheard
 
 Given = tuple[Group, Entry]
 
 
 class CoordinatorSettings(Section):
-    """What is admitted, and when something or somebody counts as lost."""
+    """What is admitted, and when trainers, entries and letters expire."""
 
     max_update_bytes: Annotated[int, Field(gt=0)] = 4 << 30
-    sites: tuple[str, ...] = (POOL,)  # that are served: "name", or "name:0-9" with its devices
-    trusted_sites: tuple[str, ...] = (POOL,)  # whose word counts for how stale an update is
-    site_trainers: Annotated[int, Field(ge=1)] = 10_000  # of each site
-    announce_rate: Annotated[int, Field(ge=1)] = 50_000  # trainers and devices, a second and site
-    site_workspace_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # of each but the pool
-    inbox_limit: Annotated[int, Field(ge=1)] = 1_000_000  # entries; one with more is deleted
-    # What devices may ask for where they decide by themselves (scheduler.policy "none").
-    open_limit: Annotated[int, Field(ge=1)] = 10_000  # tasks at the same time, of all
-    trigger_rate: Annotated[int, Field(ge=1)] = 1000  # a second and site
+    sites: tuple[str, ...] = (POOL,)  # served: "name", or "name:0-9" with its devices
+    trusted_sites: tuple[str, ...] = (POOL,)  # believed about how stale an update is
+    site_trainers: Annotated[int, Field(ge=1)] = 10_000  # per site
+    announce_rate: Annotated[int, Field(ge=1)] = 50_000  # trainers and devices per second and site
+    site_workspace_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # per site, except the pool
+    inbox_limit: Annotated[int, Field(ge=1)] = 1_000_000  # entries; a longer inbox is deleted
+    # What devices may ask for if they decide for themselves (scheduler.policy "none").
+    open_limit: Annotated[int, Field(ge=1)] = 10_000  # concurrent tasks, all devices together
+    trigger_rate: Annotated[int, Field(ge=1)] = 1000  # per second and site
     most_steps: Annotated[int, Field(ge=1)] = 1_000_000
     most_epochs: Annotated[int, Field(ge=1)] = 1000
     most_seconds: Annotated[float, Field(gt=0)] = 86_400.0
-    letter_days: Annotated[float, Field(gt=0, le=10_000)] = 30.0  # then a dead letter goes
-    trainer_silence_s: Annotated[float, Field(gt=0)] = 10.0  # then it is struck off
-    redeliver_s: Annotated[float, Field(gt=0)] = 15.0  # entries of a coordinator that crashed
-    downloads: Annotated[int, Field(ge=1)] = 16  # of models over HTTP, at a time
+    letter_days: Annotated[float, Field(gt=0, le=10_000)] = 30.0  # then a dead letter is deleted
+    trainer_silence_s: Annotated[float, Field(gt=0)] = 10.0  # then a trainer is struck off
+    redeliver_s: Annotated[float, Field(gt=0)] = 15.0  # then crashed replicas' entries are claimed
+    downloads: Annotated[int, Field(ge=1)] = 16  # concurrent, of models over HTTP
     drain_s: Annotated[float, Field(gt=0)] = 15.0  # beyond redis.timeout_s
 
     @model_validator(mode="after")
@@ -92,7 +92,7 @@ class CoordinatorSettings(Section):
 
 
 class Coordinator:
-    """The service. Replicas differ in ``name`` alone."""
+    """The service. Replicas differ only in ``name``."""
 
     role = "coordinator"
 
@@ -107,7 +107,7 @@ class Coordinator:
         anarchic: bool = False,
         token: SecretStr | None = None,
     ) -> None:
-        """``anarchic``: devices decide by themselves when they train."""
+        """``anarchic``: devices decide for themselves when to train."""
         self._settings = settings
         self._anarchic = anarchic
         self._lease = lease
@@ -123,23 +123,23 @@ class Coordinator:
         self._groups = (self._triggers, *self._sites)
         self._count = max(1, min(64, _READ // _USUAL // len(self._groups)))  # entries of each
         # Groups in which we may hold entries that we don't know of, and why: a crash before this
-        # start counts as a delivery, trouble with Redis since then does not.
+        # start counts as a delivery, a failure of Redis since then does not.
         self._unsure = dict.fromkeys(self._groups, "crash")
-        self._read: list[Given] = []  # and not decided on yet
-        self._swept = 0.0  # the last time
+        self._read: list[Given] = []  # and not yet decided on
+        self._swept = 0.0  # when last
         self._hears_since = 0.0
-        self._searched = 0.0  # for tasks that nobody has, the last time
+        self._searched = 0.0  # when last, for open tasks without an entry
         self._without_entry: dict[str, str] = {}  # what the last search found
-        self._scanned = b"0"  # how far keys were looked through
-        self._held: dict[str, int] = {}  # bytes of sites' workspaces in them
-        self._named: set[tuple[str, str]] = set()  # keys that hold what they should not
+        self._scanned = b"0"  # the cursor of the scan of the run's keys
+        self._held: dict[str, int] = {}  # bytes of each site's workspaces in this scan
+        self._named: set[tuple[str, str]] = set()  # keys of the wrong type, already logged
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """Status and models, over HTTP."""
         return self._app.routes()
 
     async def run(self, context: Context) -> None:
-        """Works until stop."""
+        """Work until stop."""
         self._context = context
         self._entries = Entries(self._ledger, self._settings, context, anarchic=self._anarchic)
         self._lost = Counter(
@@ -156,7 +156,7 @@ class Coordinator:
             await self._client.close()
 
     async def _step(self) -> None:
-        """Decides on what was read last and reads on, or finds out what was given to us before."""
+        """Decide on the entries read last and read more, or first recover pending entries."""
         if self._unsure:
             await self._recover()
             return
@@ -167,10 +167,10 @@ class Coordinator:
                 await self._one_by_one(self._read)
 
     async def _recover(self) -> None:
-        """Handles what was given to us and never done.
+        """Handle our pending entries: delivered to us, but never acknowledged.
 
-        After a crash one entry at a time is claimed: if it crashes us again, it takes no other
-        with it.
+        After a crash, entries are claimed one at a time: if one crashes us again, no other counts
+        as delivered with it.
         """
         await self._ledger.prepare(site.name for site in self._sites.values())
         for group, why in tuple(self._unsure.items()):
@@ -188,7 +188,7 @@ class Coordinator:
 
     @contextmanager
     def _unless_lost(self, *groups: Group) -> Iterator[None]:
-        """Where entries are given to us: after trouble we may hold some that we don't know of."""
+        """Mark groups as unsure on an error: entries may have been delivered unnoticed."""
         try:
             yield
         except FedstreamError:
@@ -196,10 +196,10 @@ class Coordinator:
             raise
 
     async def _decided(self, read: list[Given]) -> list[Given]:
-        """Decides on entries and reads on, in one exchange: what was read.
+        """Decide on entries and read more in one round trip; return the entries read.
 
-        Redis makes the decisions before it waits for more; what came of them is told when the wait
-        is over.
+        Redis carries out the decisions before it waits for more; their outcomes are reported after
+        the wait.
         """
         decisions = await self._decisions(read)
         try:
@@ -211,8 +211,8 @@ class Coordinator:
                 wait_s=BLOCK_MS / 1000, most=_READ,
             )  # fmt: skip
         except BrokerError as error:
-            # Whatever is in the inboxes has no part in a reply that was too large: we have been
-            # given it nevertheless, and claim it in parts.
+            # The entries of a reply that was too large were delivered all the same: claim them in
+            # parts.
             if not isinstance(error, NoScript | ReplyTooLarge) and not lost(error):
                 raise
             self._unsure |= dict.fromkeys(self._groups, "trouble")
@@ -227,7 +227,7 @@ class Coordinator:
                 tell(await decision)
 
     async def _decisions(self, read: list[Given]) -> list[Decided]:
-        """What to do about entries, and how to tell what came of it; junk goes to ``dead``."""
+        """Decide on entries, and how to report each outcome; junk goes to ``dead``."""
         decisions: list[Decided] = []
         for group, entry in read:
             site = self._sites.get(group)
@@ -260,10 +260,10 @@ class Coordinator:
         found: Dead | None = None,
         site: str = "",
     ) -> None:
-        """Moves an entry to ``dead``; the task that it is about ends, if it says which.
+        """Move an entry to ``dead``, and end its task if it names one.
 
-        ``site``: whose stream it is, if it is no inbox. ``found``: what a trainer could not read,
-        and says so by this entry.
+        ``site``: whose stream it is, if not an inbox. ``found``: the unreadable entry that a
+        trainer reports by this one.
         """
         task: Task | Trigger | Upload | GiveUp | None = None
         for kind in (Task, Trigger, Upload, GiveUp):
@@ -281,7 +281,7 @@ class Coordinator:
         )  # fmt: skip
 
     async def _mend(self, owners: set[str]) -> None:
-        """Puts aside what has no business under a key, and says which of the run's state has."""
+        """Quarantine foreign data in the run's keys; log keys of its state with the wrong type."""
         sites = [site.name for site in self._sites.values()]
         mended = await mend(
             self._client, self._keys, inboxes=sites, owners=owners,
@@ -303,15 +303,15 @@ class Coordinator:
         self._named = found
 
     async def _owners(self) -> set[str]:
-        """Trainers that own devices; none where the register itself is to be mended."""
+        """Trainers that own devices; none if the register itself needs mending."""
         try:
             return set((await self._ledger.owners()).values())
         except Foreign:
             return set()
 
     async def _clear_away(self, owners: set[str]) -> None:
-        """Lets go away what a site wrote for ever, or needs no more: of some keys at each sweep."""
-        if self._scanned == b"0":  # here, since what follows its last step may fail
+        """Expire or delete keys that sites left behind for good or no longer need, some a sweep."""
+        if self._scanned == b"0":  # not after the last step, as what follows may fail
             self._held.clear()
         self._scanned, some = await some_keys(self._client, self._keys, self._scanned)
         await drop_copies(self._client, self._keys, some)
@@ -328,7 +328,7 @@ class Coordinator:
             )  # fmt: skip
 
     async def _find_lost(self) -> None:
-        """Gives up open tasks whose entry somebody deleted."""
+        """Give up open tasks whose entry was deleted."""
         if time.monotonic() - self._searched < _SEARCH_S:
             return
         lost, self._without_entry = await self._ledger.find_lost(self._without_entry)
@@ -337,10 +337,10 @@ class Coordinator:
             self._context.log.warning("open tasks had no entry any more: given up", tasks=lost)
 
     async def _sweep(self) -> None:
-        """What nobody does who is alive: for silent trainers, poison, crashed coordinators."""
+        """Clean up periodically after silent trainers, poison tasks and crashed coordinators."""
         owners = await self._owners()
         await self._mend(owners)
-        await self._clear_away(owners)  # also while Redis is full, when the next fails
+        await self._clear_away(owners)  # works even if Redis is full; the next fails then
         await self._find_lost()
         if gone := await self._ledger.age_letters(self._settings.letter_days):
             self._context.log.warning("dead letters were too old: deleted", letters=gone)
@@ -356,7 +356,7 @@ class Coordinator:
             await self._bury_all(tasks, poison, sites.get(stream, POOL))
         for group in self._groups:
             if group in self._unsure:
-                continue  # what is ours comes first: it must not meet what is claimed here
+                continue  # recover our own first: they must not mix with those claimed here
             with self._unless_lost(group):
                 entries, poison = await group.claim(
                     idle_ms=round(self._settings.redeliver_s * 1000), most=self._lease.attempts
@@ -371,24 +371,26 @@ class Coordinator:
         await pause(self._context.stop, _SWEEP_S)
 
     async def _seen(self, training: int) -> Seen:
-        """The run as it is, for whoever scrapes, with so many tasks in training."""
+        """Look at the run for the metrics. ``training``: tasks under a trainer's lease."""
         memory, limit = await self._ledger.memory()
         try:
             view = await self._ledger.look()
-        except NoRun:  # there will be one when the updater is there
+        except NoRun:  # the updater has not created it yet
             return Seen(time.time(), memory, limit)
         event_ms = view.told[self._keys.events].partition("-")[0]
         return Seen(time.time(), memory, limit, view, training, int(event_ms) / 1000)
 
     async def _strike_off_the_silent(self, owners: set[str]) -> None:
-        """Strikes off trainers that said good-bye, or were silent while they could be heard, and
-        those of ``owners`` that were never heard."""
+        """Strike off trainers that left or fell silent, and ``owners`` that were never heard.
+
+        Silence counts only while the coordinator was listening.
+        """
         for name in await self._ledger.left():
             await self._ledger.leave(name, silent_s=self._settings.trainer_silence_s)
         for owner in await self._ledger.unheard(owners):
             await self._ledger.leave(owner.encode())
         now, silence_s = time.time(), self._settings.trainer_silence_s
-        if now - self._swept > _DEAF_S:  # by the clock of the wall: a machine may have slept
+        if now - self._swept > _DEAF_S:  # wall clock: the machine may have slept
             self._hears_since = now
         if now - self._hears_since < silence_s:
             return

@@ -1,7 +1,7 @@
-"""Sites: whose trainers trust each other, and what the others allow them.
+"""Sites: groups of trainers that trust each other, and what each group may do.
 
-A site is a user of Redis, an inbox and a prefix of keys. The operator's own trainers are the site
-``pool``; every other site owns devices and trains for them alone.
+A site has a Redis user, an inbox and a key prefix. The operator's own trainers are the site
+``pool``; every other site owns devices and trains for those alone.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _FORM = "'name', or 'name:0-99,200' with the devices that it may own"
 
 @dataclass(frozen=True)
 class Site:
-    """One that the coordinators serve."""
+    """A site that the coordinators serve."""
 
     name: str
-    trusted: bool = True  # its trainers' word counts for how stale an update is
-    may_own: tuple[range, ...] | None = None  # devices; None: any that nobody owns
+    trusted: bool = True  # its trainers are believed about how stale an update is
+    may_own: tuple[range, ...] | None = None  # devices; None: any without an owner
 
     def denied(self, owns: Iterable[int]) -> list[int]:
-        """Those of these devices that it may not own."""
+        """Those of the devices ``owns`` that it may not own."""
         if self.may_own is None:
             return []
         return [device for device in owns if not any(device in some for some in self.may_own)]
