@@ -1,1 +1,1 @@
-"""Experiments: what the papers report and prove, measured with the rules that run in production."""
+"""Experiments: the papers' results and theorems, measured with the rules that run in production."""

@@ -1,4 +1,4 @@
-"""AFL's experiments: what the columns of its tables have in common, whatever the task."""
+"""AFL's experiments: the columns of its tables, which all tasks share."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ def _split(p: int, devices: int = 10) -> dict[str, object]:
 
 
 def _repeats(p: int) -> int | None:
-    """With two classes a device much depends on which two."""
+    """5 for p = 2: with two classes per device, much depends on which two."""
     return 5 if p == 2 else None
 
 
@@ -72,7 +72,7 @@ _NOTES = (
 
 
 def _panels(label: Callable[[int, str], str], names: Sequence[str]) -> tuple[Panel, ...]:
-    """A panel for every p; ``label`` names the cell of p and a name."""
+    """A panel for every p; ``label`` gives the cell's label for p and a name."""
     return tuple(
         Panel(
             f"p = {p}",
@@ -177,7 +177,7 @@ def _table_2_claims(results: Results) -> list[Claim]:
 
 
 def _shaking(results: Results, cell: str) -> float:
-    """Mean |change| of a run's accuracy from one kept version to the next, in the last 50."""
+    """Mean |change| of accuracy between kept versions, in the last third of each run."""
     changes = []
     for run in results.of(cell):
         curve = results.curves[cell, run.repeat]
@@ -204,7 +204,7 @@ _TABLE_3 = (
     (0.9072, 0.9071, 0.9052, 0.9038),
 )
 _PLAIN = ("AFA-CD", "AFL + AFA-CD")
-"""Columns beside the table's: plain steps, synchronous and constant, asynchronous and dynamic."""
+"""Our own extra columns, with plain steps: synchronous, constant and asynchronous, dynamic."""
 _SCAFFOLD: dict[str, object] = {
     "strategy.name": "scaffold",
     "strategy.per_step": True,
@@ -234,7 +234,7 @@ def _table_3_cells() -> tuple[Cell, ...]:
 
 
 def _no_worse(results: Results, claim: str, column: str, than: str) -> Claim:
-    """That a column is nowhere more than .02 below another, neither its best nor its last."""
+    """Claim that a column is nowhere more than .02 below another, by best and by last accuracy."""
 
     def gains(of: Value) -> dict[Line, float]:
         return {row: of(_label(*row, column)) - of(_label(*row, than)) for row in _ROWS_3}
@@ -267,7 +267,7 @@ def _table_3_claims(results: Results) -> list[Claim]:
 
 
 def _scaffold_cells() -> tuple[Cell, ...]:
-    """Table 3's columns of SCAFFOLD, with the server of SCAFFOLD's own paper."""
+    """Table 3's SCAFFOLD columns, with the server rule of SCAFFOLD's own paper."""
     return tuple(
         Cell(
             _label(*row, column),
@@ -311,7 +311,7 @@ def _curve(p: int, name: str) -> str:
 
 
 def _late(results: Results, p: int, name: str) -> Vector:
-    """Every repeat's mean accuracy in the last 50 rounds: one round says little of a zigzag."""
+    """Each repeat's mean accuracy in the last third of the rounds, as single rounds fluctuate."""
     cell = _curve(p, name)
     curves = [results.curves[cell, run.repeat] for run in results.of(cell)]
     return np.array([mean(c["accuracy"][c["version"] > c["version"][-1] * 2 / 3]) for c in curves])

@@ -1,11 +1,11 @@
-"""Which rule for which situation: the project's own measurement, on MNIST's logistic regression.
+"""Which rule for which situation: our own measurement, with logistic regression on MNIST.
 
-100 devices, virtual time. A task takes a second in the mean; with stragglers every fifth device
-takes ten times as long. 20 tasks are in flight, so that FedAsync's updates are 19 versions late in
-the mean; rounds wait for the slowest of ten. Each rule has a step that moves the model all the way
-(alpha .6, or the mean of the devices' models) and one of a third of it; the claims take the better
-one. Two more experiments vary the staleness, by the tasks in flight, and the number of devices, and
-compare after as many updates.
+100 devices, virtual time. A task takes a second on average; stragglers, every fifth device, take
+ten times as long. 20 tasks are in flight, so FedAsync's updates are 19 versions stale on average;
+rounds wait for the slowest of ten. Each rule runs with a full step (alpha .6, or the mean of the
+devices' models) and with a third of it; the claims use the better one. Two more experiments vary
+the staleness, through the tasks in flight, and the number of devices, and compare the rules after
+equally many updates.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ UPDATES = 2_000
 K = 10
 IN_FLIGHT = 20
 H, GAMMA = 5, 0.1
-SECONDS = UPDATES / IN_FLIGHT  # that it takes where all devices take a second
+SECONDS = UPDATES / IN_FLIGHT  # for UPDATES, if every device takes a second
 SLOW = tuple(range(0, DEVICES, 5))
 FULL, THIRD = "full step", "a third"
 ROUNDS_OF_K = "fedavg, rounds"
@@ -69,7 +69,7 @@ def _mixing(staleness: str, alpha: float) -> Sets:
 
 
 def _rules(part: float) -> dict[str, Sets]:
-    """Every rule whose step is such a part of a full one."""
+    """Every asynchronous rule, with its full step multiplied by ``part``."""
     return {
         "fedasync, constant": _mixing("constant", 0.6 * part),
         "fedasync, polynomial": _mixing("polynomial", 0.6 * part),
@@ -131,7 +131,7 @@ def _label(situation: str, rule: str, step: str) -> str:
 
 
 def _cells(situations: Mapping[str, Sets]) -> tuple[Cell, ...]:
-    """Every rule and step in every situation, whose keys win; rounds have nothing in flight."""
+    """Every rule and step in every situation, whose keys win; rounds ignore the tasks in flight."""
     cells = []
     for situation, where in situations.items():
         for rule, steps in RULES.items():
@@ -146,7 +146,7 @@ def _cells(situations: Mapping[str, Sets]) -> tuple[Cell, ...]:
 def _reached(
     results: Results, situation: str, rule: str, x: str, at: float
 ) -> tuple[float, str, str]:
-    """Accuracy where x is so much, with the better step; which that is; the rule."""
+    """(accuracy where x is ``at`` with the better step, that step, the rule)."""
     return max(
         (results.at(_label(situation, rule, step), x, at, "accuracy"), step, rule)
         for step in RULES[rule]
@@ -154,7 +154,7 @@ def _reached(
 
 
 def _order(results: Results, situation: str, x: str, at: float) -> list[tuple[float, str, str]]:
-    """The rules, from the best."""
+    """The rules, best first."""
     return sorted((_reached(results, situation, rule, x, at) for rule in RULES), reverse=True)
 
 
@@ -163,7 +163,7 @@ def _in_words(order: list[tuple[float, str, str]]) -> str:
 
 
 def in_time(results: Results) -> list[Claim]:
-    """In every situation, the rules in the order of what they reached."""
+    """For every situation, the rules ordered by accuracy at the same time."""
     found = []
     for situation in SITUATIONS:
         order = _order(results, situation, "time", SECONDS)

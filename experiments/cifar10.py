@@ -1,8 +1,8 @@
 """CIFAR-10: FedAsync's figures 2 to 8 (2019), and AFL's row of table 2 for p = 1 and 10.
 
-A CPU does both at a scale only: ``fedstream reproduce fedasync-cifar10 --scale 20`` takes two
-hours of a core (300 s a cell and more), ``afl-cifar10 --scale 500`` an hour. FedAsync's models are
-judged by every fifth test image: all of them take 20 to 30 s.
+On a CPU both are feasible only scaled down: ``fedstream reproduce fedasync-cifar10 --scale 20``
+takes two core-hours (300 s or more per cell), ``afl-cifar10 --scale 500`` one. FedAsync's models
+are evaluated on every fifth test image, since all of them take 20 to 30 s.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def images() -> InMemory:
 
 
 def all_images() -> InMemory:
-    """The same on a single device, for SGD."""
+    """The same with all data on a single device, for SGD."""
     return _with_fewer_tested(1)
 
 
@@ -77,17 +77,17 @@ _FEDAVG = fedavg(measured=10)
 
 
 def _late(rule: str, most: int) -> str:
-    """The cell that has a rule at a maximum staleness: up to b hinge is constant, at 0 all are."""
+    """The cell of a rule at a maximum staleness: hinge is constant up to b, all rules are at 0."""
     same = most == 0 or (rule == "Hinge" and most <= _B)
     return f"{'Const' if same else rule}, {most}"
 
 
-_SWEPT = ("Const", "Poly")  # by alpha, at staleness 16 alone
+_SWEPT = ("Const", "Poly")  # over alpha, only at staleness 16
 _ALPHAS = (0.3, 0.6, ALPHA)
 
 
 def _swept(rule: str, alpha: float) -> str:
-    """The cell that has a rule with an alpha at maximum staleness 16."""
+    """The cell of a rule with an alpha at maximum staleness 16."""
     return f"{rule}, 16" + (f", alpha {alpha:g}" if alpha != ALPHA else "")
 
 
@@ -142,23 +142,23 @@ _AFL_CELLS = tuple(
 
 # FedAsync's claims
 
-_MARGIN = 0.02  # of accuracy: 40 of the images that are tested; less counts as no difference
+_MARGIN = 0.02  # of accuracy: 40 test images; less counts as no difference
 
 
 def _speed(results: Results, cell: str) -> float:
-    """How fast it learns: mean accuracy after as many gradients as FedAvg's rounds took."""
+    """Speed of learning: mean accuracy at the gradient counts of FedAvg's measured rounds."""
     rounds, _, _ = results.curve("FedAvg", "gradients", "accuracy")
     return mean(results.at(cell, "gradients", gradients, "accuracy") for gradients in rounds[1:])
 
 
 def _end(results: Results, cell: str) -> float:
-    """Mean accuracy at the last three points, since a single one goes up and down."""
+    """Mean accuracy at the last three points, since single ones fluctuate."""
     _, accuracy, _ = results.curve(cell, "gradients", "accuracy")
     return float(accuracy[-3:].mean())
 
 
 def _loss(results: Results, cell: str) -> float:
-    """Training loss over the last tenth of the gradients."""
+    """Mean training loss between the last two measurements."""
     _, loss, _ = results.curve(cell, "gradients", "training_loss")
     return mean(loss[-1:])
 
@@ -187,7 +187,7 @@ def _fedasync_claims(results: Results) -> list[Claim]:
     falls[f"Const, alpha {_ALPHAS[0]:g}"] = falling(results, _swept("Const", _ALPHAS[0]))
 
     def claim(text: str, judge: Callable[[Callable[[str], float]], bool], seen: str) -> Claim:
-        """One that has to hold both over the run and at the end."""
+        """A claim that must hold both over the run and at the end."""
         held, where = judged(judge, partial(_speed, results), partial(_end, results))
         return Claim(text, held, f"{where}{seen}.")
 
@@ -287,7 +287,7 @@ def _fedasync_claims(results: Results) -> list[Claim]:
 
 # AFL's claims
 
-_TELLING = 20  # at a larger scale it is too early to tell
+_TELLING = 20  # beyond this scale the runs are too short to tell
 
 
 def _afl_claims(results: Results) -> list[Claim]:

@@ -1,4 +1,4 @@
-"""FedAsync's experiments: what its figures have in common, whatever the task."""
+"""FedAsync's experiments: the settings that its figures share, whatever the task."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def fedasync(rule: Sets, most: int, rho: float, alpha: float = ALPHA) -> Sets:
 
 
 def sgd(task: str) -> Sets:
-    """One device, which holds all data; ``task`` is that."""
+    """SGD: a single device with all data; ``task`` names a task of one device."""
     return {
         "task.name": task,
         "strategy.name": "fedasync",
@@ -50,7 +50,7 @@ def sgd(task: str) -> Sets:
 
 
 def fedavg(measured: int) -> Sets:
-    """As many gradients in rounds, ``measured`` times."""
+    """FedAvg with as many gradients as FedAsync, measured ``measured`` times."""
     return {
         "strategy.name": "fedavg",
         "strategy.clients_per_round": K,

@@ -1,16 +1,16 @@
-"""Which program made a result."""
+"""The version of the program that produced a result."""
 
 from __future__ import annotations
 
 import subprocess
 from pathlib import Path
 
-_CHECKOUT = Path(__file__).resolve().parents[1]  # not where the link to this folder is
-_CODE = ("*.py", "*.lua", "*.toml", "*.txt")  # what decides results; not the results themselves
+_CHECKOUT = Path(__file__).resolve().parents[1]  # resolved: fedstream/experiments is a link
+_CODE = ("*.py", "*.lua", "*.toml", "*.txt")  # files that affect results, not the results
 
 
 def commit(checkout: Path = _CHECKOUT) -> str:
-    """The checkout's commit, with ``+`` if its code has changes; nothing if there is no knowing."""
+    """The checkout's commit, with ``+`` if its code has changes; empty if unknown."""
     try:
         head = _git(checkout, "rev-parse", "--short=12", "HEAD")
         changed = _git(checkout, "status", "--porcelain", "--", *_CODE)

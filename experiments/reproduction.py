@@ -1,8 +1,9 @@
-"""What an experiment of a paper is: its cells, the paper's numbers, pictures, and claims.
+"""The declaration of a paper's experiment: cells, the paper's numbers, pictures and claims.
 
-An experiment is declared in a module beside this one, as a member of its ``EXPERIMENTS``, and is
-found by its name: ``fedstream reproduce NAME``. A declaration is configuration and claims; running
-(:mod:`experiments.running`), tables and pictures (:mod:`experiments.showing`) are common to all.
+An experiment is declared in a module beside this one, as a member of its ``EXPERIMENTS``, and run
+by name: ``fedstream reproduce NAME``. A declaration holds only configuration and claims; all
+experiments share running (:mod:`experiments.running`), tables and pictures
+(:mod:`experiments.showing`).
 
     BASE = {"task.name": "mnist", "strategy.name": "afa-cd", "run.versions": 150}
 
@@ -25,16 +26,16 @@ found by its name: ``fedstream reproduce NAME``. A declaration is configuration 
     )
 
 A cell is one configuration, run several times: repeat r has ``run.seed`` = ``task.seed`` = r, so
-that arrivals, minibatches and the partition are all drawn anew. Keys are those of the
-configuration, dotted; a cell's win over the base's, and one that names another ``kind`` or ``name``
-drops what the base said of that table, as in configuration files. Nothing comes from the
-environment but the folder of the data. No update is refused for being larger than is usual
-(``updater.norm_factor`` is 0): the papers' rules take whatever devices send.
+that arrivals, minibatches and the partition are all drawn anew. Keys are dotted configuration keys;
+a cell's keys override the base's, and a cell that sets another ``kind`` or ``name`` drops the
+base's keys of that table, as in configuration files. Nothing but the data folder comes from the
+environment. No update is refused for being unusually large (``updater.norm_factor`` is 0): the
+papers' rules take whatever devices send.
 
 At scale S every key in ``SCALED`` is divided by S: T, the version at which alpha decays (so that it
-stays at .4 T), and how often is measured. Everything else stays as it is.
+stays at .4 T), and the interval between measurements. Everything else is unchanged.
 
-What there is of each run: one :class:`Row` of results.csv, and its curve in curves.csv.
+Each run leaves one :class:`Row` in results.csv, and its curve in curves.csv.
 """
 
 from __future__ import annotations
@@ -65,24 +66,24 @@ SCALED = ("run.versions", "strategy.alpha_schedule.at", "simulation.evaluate_eve
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A configuration, and what the paper reports of it."""
+    """A configuration, and the number that the paper reports for it."""
 
     label: str
-    """in tables, and its name in the results"""
+    """its name in tables and results"""
     sets: Sets
     """configuration keys beyond the experiment's base"""
     paper: float | None = None
     repeats: int | None = None
-    """where it needs another number than the experiment's"""
+    """None: as many as the experiment's"""
 
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """Curves: the mean over the repeats, and its deviation as a band."""
+    """Curves: means over the repeats, with their standard deviations as bands."""
 
     title: str
     lines: Mapping[str, str]
-    """cells' labels by their names in the legend"""
+    """cell labels by name in the legend"""
     x: str = "version"
     """a column of curves.csv"""
     y: str = "accuracy"
@@ -96,11 +97,11 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """What cells came to, against a number that sets them apart."""
+    """The results of cells against a parameter in which they differ."""
 
     title: str
     lines: Mapping[str, Mapping[float, str]]
-    """for each name in the legend: cells' labels by x"""
+    """cell labels by x, for each name in the legend"""
     of: Of = "last"
     xlabel: str = ""
     ylabel: str = ""
@@ -119,7 +120,7 @@ class Picture:
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a paper says, whether it held (None: not tested at this scale), and what was seen."""
+    """A paper's claim, whether it held (None: not tested at this scale), and what was measured."""
 
     claim: str
     held: bool | None
@@ -128,7 +129,7 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """In words."""
+        """The verdict in words."""
         if self.held is None:
             return "not tested at this scale"
         return "held" if self.held else "did not hold"
@@ -136,13 +137,13 @@ class Claim:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """What a run came to: a row of results.csv. Best and last are of the experiment's metric."""
+    """A run's result: a row of results.csv. Best and last are of the experiment's metric."""
 
     cell: str
     repeat: int
     scale: float
     configuration: str
-    """digest of the keys that were set: rows of another configuration are not taken for it"""
+    """digest of the keys that were set, to recognise rows of another configuration"""
     state: str
     """finished, or failed: it diverged"""
     versions: int
@@ -155,21 +156,21 @@ class Row:
     best_version: int
     last: float
     seconds: float
-    """of the machine, without the loading of data"""
+    """wall-clock, without loading the data"""
     commit: str = ""
-    """of the program, ``+`` if there was more in it than that; nothing where it is not known"""
+    """of the program, with ``+`` if its code had changes; empty if unknown"""
 
 
 Points: TypeAlias = dict[str, Vector]
-"""A curve: by column of curves.csv, a value for every version that was kept; NaN: not measured."""
+"""A curve: for each column of curves.csv, a value per kept version; NaN: not measured."""
 
 
 class TooShort(Exception):
-    """A claim can't be judged: the runs are so short that there is nothing to take a mean of."""
+    """A claim can't be judged: the runs are too short to have anything to average."""
 
 
 def mean(values: Iterable[float]) -> float:
-    """Their mean. Raises TooShort if there are none."""
+    """The mean of the values. Raises TooShort if there are none."""
     found = list(values)
     if not found:
         raise TooShort
@@ -177,7 +178,7 @@ def mean(values: Iterable[float]) -> float:
 
 
 class Results:
-    """What there is of an experiment."""
+    """The results of an experiment so far."""
 
     def __init__(
         self,
@@ -190,21 +191,21 @@ class Results:
         self.curves = curves
         self.scale = scale
         self.command = command
-        """The last one that ran something."""
+        """the last one that ran something"""
 
     def of(self, cell: str) -> list[Row]:
         """A cell's runs."""
         return [row for row in self.rows if row.cell == cell]
 
     def values(self, cell: str, of: Of = "best") -> Vector:
-        """A number of every repeat. Raises ConfigError if there is none."""
+        """Each repeat's best or last value. Raises ConfigError if there are none."""
         found = [row.best if of == "best" else row.last for row in self.of(cell)]
         if not found:
             raise ConfigError(f"there are no results of the cell {cell!r}")
         return np.array(found)
 
     def mean(self, cell: str, of: Of = "best") -> float:
-        """Over the repeats."""
+        """The mean over the repeats."""
         return float(self.values(cell, of).mean())
 
     def deviation(self, cell: str, of: Of = "best") -> float:
@@ -213,25 +214,25 @@ class Results:
         return float(values.std(ddof=1)) if len(values) > 1 else float("nan")
 
     def curve(self, cell: str, x: str, y: str) -> tuple[Vector, Vector, Vector]:
-        """(x, mean of y, deviation of y) at every version that was kept."""
+        """(x, mean of y, deviation of y) at every kept version."""
         found = [self.curves[cell, row.repeat] for row in self.of(cell)]
         if not found:
             raise ConfigError(f"there is no curve of the cell {cell!r}")
         if y not in found[0] or x not in found[0]:
             raise ConfigError(f"no column {x!r} or {y!r}; there are {', '.join(found[0])}")
-        size = min(len(curve[y]) for curve in found)  # one that diverged is shorter
+        size = min(len(curve[y]) for curve in found)  # diverged runs are shorter
         xs, ys = (np.array([curve[name][:size] for curve in found]) for name in (x, y))
         kept = ~np.isnan(ys).any(axis=0)
         return xs.mean(axis=0)[kept], ys.mean(axis=0)[kept], ys.std(axis=0)[kept]
 
     def at(self, cell: str, x: str, value: float, y: str) -> float:
-        """The mean curve's y where x is ``value``, between two kept versions linearly."""
+        """The mean curve's y at x = ``value``, interpolated linearly between kept versions."""
         xs, ys, _ = self.curve(cell, x, y)
         return float(np.interp(value, xs, ys))
 
 
 def falling(results: Results, cell: str) -> float:
-    """How far a cell's accuracy falls from one measurement to the next, in the mean.
+    """How far a cell's accuracy falls on average from one measurement to the next.
 
     Raises TooShort.
     """
@@ -244,9 +245,9 @@ def judged(
     over: Callable[[str], float],
     end: Callable[[str], float],
 ) -> tuple[bool, str]:
-    """(whether a claim holds both over the run and at the end, where it does if only in one).
+    """(whether a claim holds both over the run and at the end, a sentence if it holds in only one).
 
-    ``over`` and ``end`` give a cell's number, ``judge`` decides by either.
+    ``over`` and ``end`` give a cell's value in each case; ``judge`` is called with each of them.
     """
     held = {"over the run": judge(over), "at the end": judge(end)}
     if len(set(held.values())) == 1:
@@ -256,13 +257,13 @@ def judged(
 
 
 def no_claims(_results: Results) -> list[Claim]:
-    """For an experiment that tests none."""
+    """The claims of an experiment that tests none."""
     return []
 
 
 @dataclass(frozen=True, slots=True)
 class Experiment:
-    """What a paper did, and what it says of it."""
+    """An experiment of a paper, and the paper's claims about it."""
 
     name: str
     title: str
@@ -274,11 +275,11 @@ class Experiment:
     metric: str = "accuracy"
     """one of the task's"""
     higher: bool = True
-    """is better"""
+    """whether a higher metric is better"""
     compare: Of = "best"
-    """which is set beside the paper's number"""
+    """which value is compared with the paper's number"""
     tolerance: float | None = None
-    """A cell further than this from the paper's number is named."""
+    """from the paper's number; cells further away are listed"""
     points: int = 75
     """of a curve in curves.csv, at most"""
     pictures: Sequence[Picture] = ()
@@ -288,7 +289,7 @@ class Experiment:
     """sentences above the table: what was decided where the paper is silent"""
 
     def repeats_of(self, cell: Cell) -> int:
-        """How often it is run."""
+        """How often a cell is run."""
         return cell.repeats or self.repeats
 
     def sets(self, cell: Cell, repeat: int, scale: float) -> dict[str, object]:
@@ -306,14 +307,14 @@ class Experiment:
 
 
 def settings_of(sets: Sets) -> Settings:
-    """The configuration that has these keys. Raises ConfigError."""
-    keys: Sets = {"updater.norm_factor": 0, **sets}  # the papers have no such rule
+    """The configuration with these keys. Raises ConfigError."""
+    keys: Sets = {"updater.norm_factor": 0, **sets}  # the papers' rules have no such limit
     given = [f"{key}={_toml(value)}" for key, value in keys.items()]
     return load(Settings, path=None, environ={}, sets=given)
 
 
 def _toml(value: object) -> str:
-    """A value as it stands in a line of TOML."""
+    """A value as inline TOML."""
     match value:
         case dict():
             return f"{{{', '.join(f'{key} = {_toml(one)}' for key, one in value.items())}}}"

@@ -1,7 +1,7 @@
-"""Runs an experiment's cells, in processes side by side, and keeps what came of them.
+"""Run an experiment's cells in parallel processes, and store their results.
 
-A run that is finished is on disk: its curve first, then its row, which says that the curve is
-whole. So a command that was interrupted, however it ended, goes on where it was.
+Each finished run is written to disk: first its curve, then its row, which marks the curve as
+complete. So a command resumes where it was interrupted, however it ended.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from fedstream.trainer.task import Task, TaskSettings
 
 ROWS, CURVES, ABOUT = "results.csv", "curves.csv", "about.json"
-_SPENT = {  # columns of curves.csv, and what they are of a version
+_SPENT = {  # columns of curves.csv, and the attributes of a version in them
     "version": "version",
     "updates": "used",
     "gradients": "gradients",
@@ -54,7 +54,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": floa
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A run that is wanted."""
+    """A run to be done."""
 
     cell: str
     repeat: int
@@ -66,7 +66,7 @@ class Job:
 
     @property
     def configuration(self) -> str:
-        """A digest of the keys that are set, the data's folder aside."""
+        """A digest of the keys that are set, except for the data folder."""
         keys = {key: value for key, value in self.sets.items() if key != "task.data_root"}
         return hashlib.sha256(json.dumps(keys, sort_keys=True).encode()).hexdigest()[:10]
 
@@ -91,11 +91,11 @@ def jobs_of(
     cells: Sequence[str] = (),
     seed: int = 0,
 ) -> list[Job]:
-    """The runs of an experiment; ``repeats`` of each cell, else as many as it says.
+    """The runs of an experiment, with ``repeats`` per cell; None: as many as it declares.
 
-    ``cells``: labels, or patterns of them; all where there are none. ``seed``: of the first repeat,
-    which is its number. Those with the same data come one after the other: a process keeps the last
-    data it read. Raises ConfigError for a pattern that no cell has.
+    ``cells``: labels or patterns; empty: all cells. ``seed``: number, and so seed, of the first
+    repeat. Runs on the same data come one after the other, since a process keeps the data that it
+    read last. Raises ConfigError for a pattern that matches no cell.
     """
     jobs = [
         job_of(experiment, cell, seed + repeat, scale, data_root)
@@ -110,7 +110,7 @@ def jobs_of(
 
 
 def chosen(experiment: Experiment, patterns: Sequence[str]) -> list[Cell]:
-    """The cells that these name, in the experiment's order. Raises ConfigError."""
+    """The cells that match any pattern, in the experiment's order. Raises ConfigError."""
     labels = [cell.label for cell in experiment.cells]
     for pattern in patterns:
         if pattern not in labels and not fnmatch.filter(labels, pattern):
@@ -156,8 +156,10 @@ def _task(settings: TaskSettings) -> Task:
 
 
 def thinned(versions: Sequence[VersionMade], most: int) -> Points:
-    """At most so many of the measured versions, evenly. ``training_loss`` is the mean over the
-    versions since the last one that is kept."""
+    """At most ``most`` of the measured versions, evenly spaced.
+
+    ``training_loss`` is the mean over the versions since the previous one that is kept.
+    """
     measured = [n for n, made in enumerate(versions) if made.metrics]
     chosen = np.linspace(0, len(measured) - 1, min(most, len(measured))).round().astype(int)
     kept = [measured[n] for n in chosen]
@@ -176,11 +178,11 @@ def thinned(versions: Sequence[VersionMade], most: int) -> Points:
     return curve
 
 
-# side by side
+# in parallel
 
 
 def results(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Row, Points]]:
-    """What comes of the jobs, as they end. Raises what a job raises."""
+    """Yield the jobs' results as they finish. Raises whatever a job raises."""
     if processes == 1:
         import torch
 
@@ -196,7 +198,7 @@ def results(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple
     try:
         for done in as_completed([pool.submit(run_job, job) for job in jobs]):
             yield done.result()
-    except BaseException:  # also Ctrl-C: nobody waits for runs that nobody will keep
+    except BaseException:  # also Ctrl-C: don't wait for runs whose results are lost
         pool.shutdown(wait=False, cancel_futures=True)
         for process in multiprocessing.active_children():
             process.terminate()
@@ -205,7 +207,7 @@ def results(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple
 
 
 def _begin(threads: int) -> None:
-    """A process that ends with the one that started it, and leaves Ctrl-C to that."""
+    """Set up a process that ends with its parent, and leaves Ctrl-C to it."""
     import torch
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -219,7 +221,7 @@ def _begin(threads: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A command that ran something, as it stands in about.json."""
+    """A command that ran something, as recorded in about.json."""
 
     command: str
     date: str
@@ -232,13 +234,13 @@ class Call:
 
 
 class Store:
-    """The folder of an experiment's results."""
+    """The folder with an experiment's results."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
     def scale(self) -> float | None:
-        """That of the results that are there; None: there are none."""
+        """The scale of the stored results; None if there are none."""
         return next((row.scale for row in self._rows()), None)
 
     def begin(
@@ -249,10 +251,11 @@ class Store:
         again: bool,
         some: Container[tuple[str, int]] | None = None,
     ) -> set[tuple[str, int]]:
-        """The runs that are there, by cell and repeat. Those of cells that are no more, or were
-        configured otherwise, are dropped from the files; ``again``: all, or ``some``.
+        """Drop outdated runs from the files; return the others, by cell and repeat.
 
-        Raises ConfigError if there are results of another scale.
+        A run is outdated if its cell no longer exists or is now configured otherwise. ``again``:
+        drop all runs too, or those in ``some``. Raises ConfigError if there are results of another
+        scale.
         """
         there = self.scale()
         if there is not None and there != scale and not (again and some is None):
@@ -283,7 +286,7 @@ class Store:
         return {(row.cell, row.repeat) for row in kept}
 
     def add(self, row: Row, curve: Points) -> None:
-        """A run that is finished."""
+        """Store a finished run."""
         lines = [
             [row.cell, row.repeat, *(_text(value) for value in values)]
             for values in zip(*curve.values(), strict=True)
@@ -292,7 +295,7 @@ class Store:
         self._append(ROWS, [field.name for field in fields(Row)], [list(asdict(row).values())])
 
     def results(self) -> Results:
-        """All that there is."""
+        """All stored results."""
         rows = self._rows()
         columns: dict[tuple[str, int], dict[str, list[float]]] = {}
         whole = {(row.cell, row.repeat) for row in rows}
@@ -312,10 +315,10 @@ class Store:
         return Results(rows, curves, rows[0].scale if rows else 1.0, command)
 
     def tell(self, experiment: Experiment, scale: float, call: Call) -> None:
-        """about.json: the commands, this one last, the machine, and the configurations."""
+        """Write about.json: the commands, this one last, the machine, and the configurations."""
         rows, calls = self._rows(), self._calls()
         if calls and (calls[-1]["command"], calls[-1]["date"]) == (call.command, call.date):
-            calls.pop()  # as it was a run ago
+            calls.pop()  # this command's entry, as of the previous run
         about = {
             "experiment": experiment.name,
             "source": experiment.source,
@@ -340,13 +343,13 @@ class Store:
     def _rows(self) -> list[Row]:
         found = {}
         for line in self._lines(ROWS):
-            # `commit` came later than some of the results
+            # some results are older than the column `commit`
             row = Row(**{f.name: _TYPES[str(f.type)](line.get(f.name, "")) for f in fields(Row)})
             found[row.cell, row.repeat] = row
         return list(found.values())
 
     def _lines(self, name: str) -> Iterator[dict[str, str]]:
-        """Whole lines: the last one may have been cut off."""
+        """The complete lines of a file: the last one may have been cut off."""
         path = self.folder / name
         if path.is_file():
             with path.open(newline="") as file:
@@ -364,14 +367,14 @@ class Store:
 
 
 def _text(value: float) -> str:
-    """Six digits, whole numbers in full; nothing where nothing was measured."""
+    """A number to six digits, whole numbers in full; empty if not measured."""
     if math.isnan(value):
         return ""
     return str(int(value)) if value == int(value) else f"{value:.6g}"
 
 
 def cores() -> int:
-    """That this process may use."""
+    """The number of cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -389,9 +392,9 @@ def run(
     command: str = "",
     say: Callable[[str], object] = lambda _: None,
 ) -> Results:
-    """Runs what is missing, and gives all that there is.
+    """Run what is missing, and return all results.
 
-    Raises ConfigError, DataError: what was finished before is kept.
+    Raises ConfigError, DataError; runs that had finished are kept.
     """
     store, began = Store(folder), time.perf_counter()
     wanted = jobs_of(
@@ -405,7 +408,7 @@ def run(
     threads = max(1, cores() // processes)
     say(f"{experiment.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them are there")
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    program = commit()  # before there are results, which may be in the checkout
+    program = commit()  # before writing results, which may be inside the checkout
     waiting, done = Counter(job.cell for job in missing), list[Row]()
     for n, (row, curve) in enumerate(results(missing, processes, threads), start=1):
         row = replace(row, commit=program)
@@ -424,8 +427,10 @@ def run(
 
 
 def left_s(waiting: Mapping[str, int], done: Sequence[Row], processes: int) -> float:
-    """Seconds that the runs of these cells will take, if each is as long as those of its cell that
-    are done, or, where there are none, as all."""
+    """Estimate the seconds left, from the mean duration of each cell's finished runs.
+
+    For a cell without finished runs, the mean over all cells is used.
+    """
     took: dict[str, list[float]] = {}
     for row in done:
         took.setdefault(row.cell, []).append(row.seconds)

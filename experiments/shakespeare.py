@@ -1,6 +1,6 @@
 """Shakespeare, character by character: AFL's row of table 2, figure 4.
 
-A round is 3,600 local steps, a minute of a core or more: ``--scale 60`` is an hour of one.
+A round is 3,600 local steps, a core-minute or more: ``--scale 60`` takes about a core-hour.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def _label(arriving: str, steps: str) -> str:
     return f"{arriving}, {steps}"
 
 
-_TELLING = 20  # at a larger scale it is too early to tell
+_TELLING = 20  # beyond this scale the runs are too short to tell
 
 
 def _claims(results: Results) -> list[Claim]:

@@ -1,4 +1,4 @@
-"""An experiment's results as a table beside the paper's numbers, and as pictures."""
+"""An experiment's results as pictures, and as a table beside the paper's numbers."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _DASHES = ("-", "--", "-.", ":")
 
 
 def show(experiment: Experiment, results: Results, folder: Path) -> None:
-    """Writes table.md and the pictures of what there is."""
+    """Write table.md and the pictures; those of the experiment only once every cell has run."""
     (folder / TABLE).write_text(table(experiment, results))
     if any(cell.paper is not None and results.of(cell.label) for cell in experiment.cells):
         differences(experiment, results, folder / DIFFERENCES)
@@ -42,12 +42,12 @@ def show(experiment: Experiment, results: Results, folder: Path) -> None:
 
 
 def missing(experiment: Experiment, results: Results) -> list[str]:
-    """Cells that were not run yet."""
+    """Cells that have not been run yet."""
     return [cell.label for cell in experiment.cells if not results.of(cell.label)]
 
 
 def beyond(experiment: Experiment, results: Results) -> list[Cell]:
-    """Cells further from the paper's number than the tolerance, at full length."""
+    """Cells further from the paper's number than the tolerance; none unless at full length."""
     return [
         cell
         for cell in experiment.cells
@@ -60,7 +60,7 @@ def beyond(experiment: Experiment, results: Results) -> list[Cell]:
 
 
 def length(experiment: Experiment, results: Results) -> str:
-    """Scale and repeats, as they stand on every picture."""
+    """Scale and repeats, as printed on every picture."""
     counts = sorted({len(found) for c in experiment.cells if (found := results.of(c.label))})
     repeats = " or ".join(map(str, counts)) + (" repeat" if counts == [1] else " repeats")
     if results.scale == 1:
@@ -72,7 +72,7 @@ def length(experiment: Experiment, results: Results) -> str:
 
 
 def table(experiment: Experiment, results: Results) -> str:
-    """Markdown: every cell, then every claim."""
+    """The results in Markdown: every cell, then every claim."""
     of = experiment.metric
     about = (
         f"{experiment.source}. Here: {length(experiment, results)}; `{results.command}`; "
@@ -110,7 +110,7 @@ def table(experiment: Experiment, results: Results) -> str:
 
 
 def _program(results: Results) -> str:
-    """Which commits the runs were made with."""
+    """The commits with which the runs were made."""
     runs = Counter(row.commit for row in results.rows)
     named = [
         commit.removesuffix("+") + " with changes" * commit.endswith("+")
@@ -158,7 +158,7 @@ def spread(results: Results, cell: str, of: Of) -> str:
 
 
 def _figure(value: float) -> str:
-    """Four digits behind the point where it is a share, two where it is a perplexity."""
+    """A share to four decimal places, or a perplexity to two."""
     return f"{value:.4f}" if abs(value) < 10 else f"{value:.2f}"
 
 
@@ -166,7 +166,7 @@ def _figure(value: float) -> str:
 
 
 def draw(experiment: Experiment, results: Results, picture: Picture, path: Path) -> None:
-    """Writes a picture as PNG, 960 pixels wide."""
+    """Draw a picture as PNG, 960 pixels wide."""
     # Figure rather than pyplot: no global state, no display, half the import.
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -224,7 +224,7 @@ def _sweep(axes: Axes, results: Results, sweep: Sweep) -> None:
 
 
 def differences(experiment: Experiment, results: Results, path: Path) -> None:
-    """Every cell's distance from the paper's number, with its deviation, and the tolerance."""
+    """Draw every cell's difference from the paper's number, its deviation, and the tolerance."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

@@ -1,8 +1,8 @@
 """WikiText-2, word by word: FedAsync's figure 3 (workshop).
 
-A CPU does it at a scale only: ``fedstream reproduce fedasync-wikitext2 --scale 20`` takes most of
-an hour of a core. Models are judged by every fortieth window of the test text, since all of it
-takes minutes.
+On a CPU it is feasible only scaled down: ``fedstream reproduce fedasync-wikitext2 --scale 20``
+takes most of a core-hour. Models are evaluated on every fortieth window of the test text, since all
+of it takes minutes.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def text() -> Words:
 
 
 def all_text() -> Words:
-    """The same on a single device, for SGD."""
+    """The same with all data on a single device, for SGD."""
     return _with_less_tested(1)
 
 
@@ -50,7 +50,7 @@ def _with_less_tested(devices: int) -> Words:
     return Words(task.model, [task.device_data(number) for number in range(devices)], some)
 
 
-_H = 2  # local steps; an epoch, which the paper does, is 30
+_H = 2  # local steps; the paper's epoch is 30
 _BASE: Sets = {
     "task.name": "fedstream.experiments.wikitext2:text",
     "run.versions": T,
@@ -80,12 +80,12 @@ _CELLS = (
 )
 
 
-_TELLING = 20  # at a larger scale it is too early to tell: no model knows more than frequencies
-_MARGIN = 0.05  # of log perplexity, 5% of perplexity; less counts as no difference
+_TELLING = 20  # beyond this scale it is too early to tell: models know only frequencies
+_MARGIN = 0.05  # of log perplexity: 5% of perplexity; less counts as no difference
 
 
 def _speed(results: Results, cell: str) -> float:
-    """How slow it learns: mean log perplexity after as many gradients as FedAvg's rounds took."""
+    """Slowness: mean log perplexity at the gradient counts of FedAvg's measured rounds."""
     rounds, _, _ = results.curve("FedAvg", "gradients", "loss")
     return mean(results.at(cell, "gradients", gradients, "loss") for gradients in rounds[1:])
 
@@ -108,7 +108,7 @@ def _claims(results: Results) -> list[Claim]:
     gradients = results.of("SGD")[0].gradients
 
     def claim(text: str, judge: Callable[[Callable[[str], float]], bool], seen: str) -> Claim:
-        """One that has to hold both over the run and at the end; of log perplexities."""
+        """A claim on log perplexities that must hold both over the run and at the end."""
         held, where = judged(judge, partial(_speed, results), partial(_end, results))
         if results.scale > _TELLING:
             return Claim(text, None, f"{seen}.")

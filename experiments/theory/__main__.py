@@ -1,6 +1,6 @@
 """``python -m experiments.theory [name ...]``: results, pictures and README.md.
 
-Without names every setting is measured anew; README.md always tells of all that have results.
+Without names, every setting is measured anew. README.md always covers all settings with results.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ HERE = Path(__file__).parent
 
 
 class Setting(Protocol):
-    """What a setting's module has."""
+    """The interface of a setting's module."""
 
     def measure(self) -> Results:
-        """The figures, as they go into the JSON file."""
+        """Measure: the figures for the JSON file."""
 
     def claims(self, found: Results) -> list[Claim]:
-        """What they say of the theorems."""
+        """What the figures say about the theorems."""
 
     def draw(self, found: Results, path: Path) -> None:
-        """The picture."""
+        """Draw the picture."""
 
 
 SETTINGS: dict[str, Setting] = {
@@ -40,7 +40,7 @@ SETTINGS: dict[str, Setting] = {
 
 
 def rounded(value: Any) -> Any:
-    """Six digits of every float: more than is meant, and a file that can be read."""
+    """Every float rounded to six digits: more than are significant, but still readable."""
     if isinstance(value, float):
         return float(f"{value:.6g}")
     if isinstance(value, list | tuple):
@@ -51,7 +51,7 @@ def rounded(value: Any) -> Any:
 
 
 def write(name: str, folder: Path) -> None:
-    """Measures a setting, and writes its results with how they came about."""
+    """Measure a setting, and write its results with the machine, versions and time taken."""
     began = time.perf_counter()
     found = rounded(SETTINGS[name].measure())
     found["how"] = described() | {"seconds": round(time.perf_counter() - began)}
@@ -60,7 +60,7 @@ def write(name: str, folder: Path) -> None:
 
 
 def main(names: list[str]) -> int:
-    """The exit status: 2 for a name that there is not."""
+    """Measure, draw and write README.md; return the exit status, 2 for an unknown name."""
     if unknown := set(names) - set(SETTINGS):
         sys.stderr.write(f"no setting {', '.join(unknown)}; there are {', '.join(SETTINGS)}\n")
         return 2

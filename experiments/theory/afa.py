@@ -1,9 +1,9 @@
 """AFA-CD's and AFA-CS's floors (Anarchic Federated Learning, theorems 1 to 4).
 
-With one Hessian, H = 1 and no noise every floor of |grad f|^2 is known: AFA-CD under arrivals of
-which device i is in a batch of m with probability pi_i tends to the optimum of the objective that
-weighs devices by pi_i / m, where |grad f|^2 = |A (sum_i (pi_i / m) b_i - mean b)|^2, whatever the
-step s = eta eta_L. The papers' bounds on the mean of E|grad f|^2, as T grows and with eta_L near 0:
+With one Hessian, H = 1 and no noise every floor of |grad f|^2 is known. If device i is in a batch
+of m with probability pi_i, AFA-CD tends to the optimum of the objective that weights devices by
+pi_i / m, where |grad f|^2 = |A (sum_i (pi_i / m) b_i - mean b)|^2, whatever the step
+s = eta eta_L. The paper's bounds on the mean of E|grad f|^2, as T grows and with eta_L near 0:
 theorem 2 (any arrivals) 6 sigma_G^2, for 2 L s + 3 (tau L s)^2 <= 1; theorem 3 (uniform arrivals)
 12 c (L s + (tau L s)^2) sigma_G^2, c = (M - m) / (m (M - 1)), for 12 c tau (L s + (tau L s)^2) < 1.
 """
@@ -39,7 +39,7 @@ Rule = AfaCdSettings | AfaCsSettings
 
 @dataclass(frozen=True, slots=True)
 class Course:
-    """What became of |grad f(x_t)|^2."""
+    """The course of |grad f(x_t)|^2 over a run."""
 
     floor: float
     """The mean after the burn-in."""
@@ -94,7 +94,7 @@ def run(
 
 
 def rounding(state: State) -> float:
-    """|kept sum - sum of what is kept|^2 / M^2 of AFA-CS: its direction's error by rounding."""
+    """|kept sum - sum of kept vectors|^2 / M^2 of AFA-CS: its direction's rounding error."""
     kept, vectors = state.memory.model, state.memory.devices
     if kept is None or vectors is None:
         raise RuntimeError("AFA-CS remembers every device")
@@ -109,7 +109,7 @@ def biased_floor(problem: Quadratics) -> float:
 
 
 def heterogeneity(problem: Quadratics) -> float:
-    """sigma_G^2 = max_i |grad f_i - grad f|^2, of devices with one Hessian."""
+    """sigma_G^2 = max_i |grad f_i - grad f|^2, for devices with one Hessian."""
     return float(problem.diversity(problem.optimum).max())
 
 
@@ -173,7 +173,7 @@ def measure(
 def _stalls(
     problem: Quadratics, steps: tuple[float, ...], paths: Results, average: float, settle: float
 ) -> Results:
-    """AFA-CS with noise, with several local steps, and without one of the devices."""
+    """AFA-CS with noise, with several local steps, and with one device missing."""
     noisy, different = replace(problem, variance=VARIANCE), uneven()
     found: Results = {"variance": VARIANCE, "local": LOCAL, "local_lrs": list(LOCAL_LRS)}
     found["cs_noise"] = []
@@ -205,7 +205,7 @@ def _stalls(
 
 
 def _worst_case() -> Results:
-    """Theorem 1's own: f_i = (x +- G)^2, and only the first device ever comes: |f'|^2 = 4 G^2."""
+    """Theorem 1's worst case: f_i = (x +- G)^2, only the first device arrives, |f'|^2 = 4 G^2."""
     found: Results = {"worst_sigma_g": [], "worst_cd": [], "worst_cs": []}
     for g in (1.0, 2.0, 4.0):
         two = Quadratics(np.full((2, 1), 2.0), np.array([[-g], [g]]))
@@ -221,7 +221,7 @@ def _worst_case() -> Results:
 
 
 def claims(found: Results) -> list[Claim]:
-    """Of theorems 1 to 4 and corollary 1."""
+    """Verdicts on theorems 1 to 4 and corollary 1."""
     steps, floor = found["steps"], found["predicted"]
     slope, rest = np.polyfit(steps, found["cd_biased"], 1)
     spread = ", ".join(f"{y:.4f} at {x:g}" for x, y in zip(steps, found["cd_biased"], strict=True))

@@ -30,12 +30,12 @@ def batches(
     steps: tuple[int, int] = (1, 1),
     repeated: bool = False,
 ) -> Iterator[Arrival]:
-    """Arrivals without end, ``size`` to a version: uniform staleness to ``oldest``, uniform H.
+    """Endless arrivals, ``size`` per version, with staleness uniform to ``oldest`` and uniform H.
 
-    The devices of a batch are drawn one after the other with these odds, without replacement
-    unless ``repeated``.
+    The devices of a batch are drawn one by one with these odds, without replacement unless
+    ``repeated``.
     """
-    # Adding Gumbel noise to log p and taking the largest is drawing without replacement.
+    # Taking the largest log p plus Gumbel noise draws without replacement.
     with np.errstate(divide="ignore"):
         log_odds = np.log(odds)
     for _ in count():

@@ -1,4 +1,4 @@
-"""What a setting says of a theorem, for the README."""
+"""Claims: what a setting's results say about a theorem, for the README."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from typing import Any, Literal
 import numpy as np
 
 Verdict = Literal["held", "did not hold", "not tested"]
-Results = dict[str, Any]  # what a setting's JSON file holds
+Results = dict[str, Any]  # the contents of a setting's JSON file
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A claim of a paper, what was measured (a sentence with its figures), and the verdict."""
+    """A paper's claim, what was measured (a sentence with its figures), and the verdict."""
 
     source: str
     claim: str
@@ -22,7 +22,7 @@ class Claim:
 
 
 def held(condition: bool) -> Verdict:
-    """Whether a claim that was tested held."""
+    """The verdict on a claim that was tested."""
     return "held" if condition else "did not hold"
 
 
@@ -32,5 +32,5 @@ def exponent(x: list[float], y: list[float]) -> float:
 
 
 def figure(value: float) -> str:
-    """Three digits."""
+    """A number to three digits."""
     return f"{value:.3g}"

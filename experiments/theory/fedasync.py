@@ -1,9 +1,9 @@
 """FedAsync, theorem 1 (2019 edition): strongly convex, option I, constant alpha.
 
 The theorem: E[F(x_T) - F*] <= beta^T gap_0 + (1 - beta^T) (V1 + V2) / (2 gamma mu^2), with
-beta = 1 - alpha + alpha (1 - gamma mu)^H_min. V2 covers the gradient at x_0, so that the second
-term is at least gap_0: true, and empty. The steps of its proof, with delays up to D kept instead
-of bounded by V2, give E gap_T <= V1 / (2 mu) + beta^(T / (D + 1)) max(0, gap_0 - V1 / (2 mu)).
+beta = 1 - alpha + alpha (1 - gamma mu)^H_min. V2 covers the gradient at x_0, so the bound never
+falls below gap_0: true, but empty. The steps of its proof, keeping delays up to D rather than
+bounding them by V2, give E gap_T <= V1 / (2 mu) + beta^(T / (D + 1)) max(0, gap_0 - V1 / (2 mu)).
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ VARIANCE, SPREAD, START = 0.5, 0.3, 3.0  # sigma^2, of the centres, every coordi
 
 
 def objective() -> Quadratics:
-    """Ten devices with one Hessian, eigenvalues .2 to 1; the text names no centres and no noise."""
+    """Ten devices with one Hessian, eigenvalues .2 to 1; the paper gives no centres or noise."""
     centres = np.random.default_rng(0).normal(0.0, SPREAD, (DEVICES, 10))
     return Quadratics(fan(0.2, 1.0, DEVICES), centres, VARIANCE)
 
 
 def bounds(problem: Quadratics, x_0: Wide, versions: int) -> tuple[Wide, Wide]:
-    """(versions + 1,) each: the theorem's bound, and the one its proof's steps give.
+    """(versions + 1,) each: the theorem's bound, and the one that its proof's steps give.
 
-    V1 = max_i E|grad f_i(x; z) - grad F(x)|^2. V2 has to hold at every x that is met; with what it
-    is at x_0 the bound is no larger than the theorem's.
+    V1 = max_i E|grad f_i(x; z) - grad F(x)|^2. V2 must hold at every x on the way; with its value
+    at x_0 the bound is no larger than the theorem's.
     """
     mu, t = problem.convexity, np.arange(versions + 1)
     beta = 1 - ALPHA + ALPHA * (1 - GAMMA * mu) ** STEPS[0]
@@ -74,7 +74,7 @@ def measure(repeats: int = 400, versions: int = 200) -> Results:
 
 
 def claims(found: Results) -> list[Claim]:
-    """Of theorem 1 and of its proof."""
+    """Verdicts on theorem 1 and its proof."""
     gap, theorem, proof = (np.array(found[key]) for key in ("gap", "theorem", "proof"))
     last, least = len(gap) - 1, (proof / gap)[1:].min()
     above = gap > proof * (1 + 1e-9)  # at T = 0 they are equal

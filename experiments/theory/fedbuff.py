@@ -22,11 +22,11 @@ from fedstream.updater.strategies import FedBuffSettings
 
 L, LOCAL, OLDEST, BUFFER, DEVICES = 0.1, 2, 1, 4, 10  # L, Q, tau, K, n
 HORIZONS = (1200, 2400, 4800, 9600, 19_200, 38_400, 76_800)
-SIDE_BY_SIDE = 8  # runs that share their arrivals and have noise of their own
+SIDE_BY_SIDE = 8  # runs with the same arrivals, each with its own noise
 
 
 def objective() -> Quadratics:
-    """Ten devices with one Hessian, eigenvalues .05 to L; centres and noise are ours."""
+    """Ten devices with one Hessian, eigenvalues .05 to L; centres and noise are our choice."""
     centres = np.random.default_rng(0).normal(0.0, 1.0, (DEVICES, 10))
     return Quadratics(fan(L / 2, L, DEVICES), centres, variance=0.05)
 
@@ -74,7 +74,7 @@ def measure(horizons: tuple[int, ...] = HORIZONS, sequences: int = 2) -> Results
 
 
 def claims(found: Results) -> list[Claim]:
-    """Of theorem 1."""
+    """Verdicts on theorem 1."""
     horizons, mean, above = found["horizons"], found["mean"], found["bound"]
     slope, of_bound = exponent(horizons, mean), exponent(horizons, above)
     last = exponent(horizons[-2:], mean[-2:])

@@ -1,4 +1,4 @@
-"""The closed loop: arrivals train, the production rule receives, versions come out."""
+"""The closed loop: arriving devices train, the production rule makes versions of their updates."""
 
 from __future__ import annotations
 
@@ -23,11 +23,10 @@ def closed_loop(
     oldest: int,
     rng: np.random.Generator,
 ) -> Iterator[State]:
-    """The state at version 0, 1, 2, ... without end; a state is valid until the next is asked for.
+    """Yield the state at versions 0, 1, 2, ... for ever; each is valid until the next is requested.
 
-    ``start`` is (runs, d): runs side by side in one model, which share their arrivals and have
-    noise of their own; the rules work element by element, so they cannot meet. ``rng`` is the
-    noise's.
+    ``start`` is (runs, d): several runs in one model, with the same arrivals but separate noise;
+    the rules work element by element, so the runs cannot interact. ``rng`` draws the noise.
     """
     layout = Layout((Tensor("x", start.shape, "float32", "parameter"),))
     pool = [Model(layout) for _ in range(3)]  # the current one, the batch's sum, a spare

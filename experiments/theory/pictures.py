@@ -1,4 +1,4 @@
-"""How the pictures look: the style of a run's own picture, bounds dashed."""
+"""The look of the pictures: the style of a run's own picture, with dashed bounds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FAINT, BOUND = "#eec39c", "#b03030"
 
 @contextmanager
 def picture(path: Path, panels: int) -> Iterator[list[Axes]]:
-    """Panels beside or below each other to draw into; written as PNG, 960 pixels wide."""
+    """Panels, one below the other, to draw into; written as PNG, 960 pixels wide."""
     # Figure rather than pyplot: no global state, no display, half the import.
     from matplotlib import rc_context
     from matplotlib.figure import Figure

@@ -1,8 +1,8 @@
 """Quadratic objectives with diagonal Hessians: every constant in the theorems is known exactly.
 
 Device i has f_i(x) = (x - b_i)' A_i (x - b_i) / 2, and f = mean f_i. A stochastic gradient is the
-gradient and Gaussian noise z with E|z|^2 = ``variance``. Devices compute in float32, as devices do;
-gaps and gradients are measured in float64.
+gradient plus Gaussian noise z with E|z|^2 = ``variance``. Devices compute in float32, as real ones
+do; gaps and gradients are measured in float64.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class Quadratics:
     def train(
         self, device: int, x: Floats, steps: int, lr: float, rng: np.random.Generator
     ) -> Floats:
-        """x_new: so many SGD steps of a device from each row of x, all in float32."""
+        """x_new: ``steps`` SGD steps of a device from each row of x, all in float32."""
         hessian, centre = self._narrow[0][device], self._narrow[1][device]
         rate, spread = np.float32(lr), np.float32((self.variance / self.dimensions) ** 0.5)
         for _ in range(steps):
@@ -94,12 +94,12 @@ class Quadratics:
 
 
 def fan(low: float, high: float, devices: int, dimensions: int = 10) -> Wide:
-    """(M, d): one Hessian for all, its eigenvalues evenly from low to high."""
+    """(M, d): one Hessian for all, its eigenvalues evenly spaced from low to high."""
     return np.tile(np.linspace(low, high, dimensions), (devices, 1))
 
 
 def stationary(problem: Quadratics, present: slice, *, steps: int, lr: float) -> Wide:
-    """(d,): where the mean of G_i over the devices that are present is zero.
+    """(d,): the point where the mean of G_i over the present devices is zero.
 
     Without noise G_i(x) = P_i (x - b_i), P_i = (I - (I - gamma A_i)^H) / (gamma H).
     """

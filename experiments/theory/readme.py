@@ -1,4 +1,4 @@
-"""README.md, from the results: every figure in it is read from a file beside it."""
+"""README.md, written from the results: every figure in it comes from a file beside it."""
 
 from __future__ import annotations
 

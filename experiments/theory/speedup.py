@@ -1,9 +1,9 @@
 """Linear speed-up: AFA-CD in m (corollaries 1 and 2) and AFA-CS in M (corollary 3).
 
-With eta_L = 1/sqrt(T) and eta = sqrt(m), or sqrt(M), the mean of E|grad f|^2 over t < T is to go as
-1/sqrt(m T), or 1/sqrt(M T): 1.41 times less with each doubling. In M that cannot be at a fixed m:
-each G of AFA-CS is used for about M/m versions at weight 1/M, so its noise enters with weight 1/m
-in all, as AFA-CD's does, and the step sqrt(M/T) only makes it larger.
+With eta_L = 1/sqrt(T) and eta = sqrt(m), or sqrt(M), the mean of E|grad f|^2 over t < T should go
+as 1/sqrt(m T), or 1/sqrt(M T): 1.41 times less with each doubling. For M this is impossible at a
+fixed m: each G of AFA-CS is used for about M/m versions at weight 1/M, so its noise enters with
+total weight 1/m, as AFA-CD's does, and the step sqrt(M/T) only makes it larger.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def measure(
 
 
 def claims(found: Results) -> list[Claim]:
-    """Of corollaries 1 to 3: by what an error is divided with each doubling."""
+    """Verdicts on corollaries 1 to 3: the factor by which the error falls with each doubling."""
     in_m = 2 ** -exponent(found["m"], found["over_m"])
     fixed, half = (2 ** -exponent(found["M"], found[key]) for key in ("fixed_m", "half"))
 
