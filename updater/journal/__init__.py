@@ -1,21 +1,22 @@
-"""The journal: what the updater did, in the order in which it did it, on disk.
+"""The journal: an ordered record on disk of what the updater did.
 
-A journal is a folder of segments. Only the epoch that made a segment ever writes to it, and a
-segment begins complete (it is written aside and linked into place) with
+A journal is a folder of segments. Only the epoch that made a segment ever writes to it. A segment
+appears complete (it is written aside and linked into place), and begins with
 
     its head      epoch, the segment before it and how much of that one counts, run, strategy
-    a standing    where the run stood: version, model, the strategy's memory, what was done lately
+    a standing    where the run stood: version, model, the strategy's memory, recent ends of tasks
 
-and goes on with a record for every entry of the queue. So a standing is a checkpoint, recovery
-reads the newest segment alone, and the oldest segments can go whenever there are too many. Each
-record holds the checksum of the one before it, and each head that of the last record which counts
-of its predecessor: from version 0 on they are one chain of SHA-256.
+followed by a record for every queue entry. So a standing is a checkpoint: recovery follows only the
+newest segment (older ones are read only for devices' vectors that did not change), and the oldest
+segments can be deleted when there are too many. Each record holds the checksum of the one before
+it, and each head that of its predecessor's last record that counts: from version 0 on, they form
+one SHA-256 chain.
 
-A writer that was stopped past its lease and goes on writes into its own segment, behind the cut
-that its successor has named: nobody reads that, and nothing of it was ever committed (``claims``).
+A writer that was paused past its lease and then goes on writes into its own segment, after the cut
+that its successor named: that part is never read, and nothing of it was committed (``claims``).
 
-``frames`` says how a record looks on disk, ``messages`` what it says; ``reading`` and ``writing``
-do what their names say.
+``frames`` defines a record's bytes on disk, and ``messages`` its content; ``reading`` and
+``writing`` do what their names say.
 """
 
 from fedstream.updater.journal.claims import Claim, newest_epoch

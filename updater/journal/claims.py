@@ -1,19 +1,20 @@
-"""Who goes on with a journal: whoever claimed it last, by a file that nobody can overlook.
+"""Claims to a journal: files that decide which updater may go on with it.
 
-Redis says who leads, and may forget it: emptied, fallen back, split. The folder does not. So
+Redis says who leads, but may forget it: it is emptied, falls back or is split. The folder does not
+forget. So
 
-    a successor makes its claim, on disk, before it looks at what its predecessors wrote;
+    a successor writes its claim to disk before it reads what its predecessors wrote;
     a leader writes a record, then looks for a newer claim, and only then commits.
 
-Whichever of the two came first, nothing is lost. If the leader saw no newer claim, its record was
-written before any successor began to read: the successor counts it, and the commit says only what
-the successor knows too. If there was one, the leader does not commit. That is all it takes: no
-clock, and no time in which a leader must stop. Claims are ordered by their epochs, which their
-names begin with as segments' do; one is made only once, and whoever finds a newer one beside its
-own does not go on. So every committed record is in the chain of the newest segment.
+Whichever comes first, nothing is lost. If the leader saw no newer claim, its record was written
+before any successor began to read: the successor counts it, and the commit says only what the
+successor knows too. If there was a newer claim, the leader does not commit. Nothing else is needed:
+no clock, and no deadline for a leader to stop. Claims are ordered by epoch, with which their names
+begin, as segments' names do. A claim is made only once, and an updater that finds one newer than
+its own stops. So every committed record is in the chain of the newest segment.
 
-The file system must show a file's name and its bytes to everybody as soon as they are written: any
-local one, and whatever is mounted on one machine at a time. What NFS needs is said in
+The file system must make a file's name and bytes visible everywhere as soon as they are written:
+any local one does, and so does any that is mounted on one machine at a time. For NFS, see
 ``docs/architecture.md``.
 """
 
@@ -35,9 +36,9 @@ _STEP_NS = 1_000_000_000
 
 
 def newest_epoch(folder: Path, *, besides: Claim | None = None) -> int:
-    """The newest epoch of which there is a segment or a claim; -1: there is none.
+    """The newest epoch with a segment or a claim; -1 if there is none.
 
-    ``besides``: one's own claim does not count. Raises JournalError.
+    ``besides``: our own claim, which does not count. Raises JournalError.
     """
     names = _listed(folder) if folder.exists() else []
     return max((_epoch(name) for name in names if besides is None or name != besides.name),
@@ -58,15 +59,18 @@ def _listed(folder: Path) -> list[str]:
 
 
 class Claim:
-    """The claim of an epoch to a journal's folder."""
+    """An epoch's claim to a journal's folder."""
 
     def __init__(self, folder: Path, epoch: int) -> None:
-        """Makes it, on disk. Raises Fenced if there is a newer one, or JournalError."""
+        """Write the claim to disk. Raises Fenced if this epoch or a newer one is taken.
+
+        Raises JournalError if it can't be written.
+        """
         self.epoch = epoch
         self.name = f"{epoch:08d}.claim"
         self._folder = folder
         self._path = folder / self.name
-        self._looked_at = 0  # the folder's time of change when it was listed
+        self._looked_at = 0  # the folder's mtime when it was listed; 0: list again
         try:
             made_folder(folder)
             flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
@@ -77,7 +81,7 @@ class Claim:
             raise translated(self._path, error) from error
         try:
             try:
-                # The name says it all; the rest is for whoever finds it.
+                # Only the name matters; the content is for an operator who finds the file.
                 about = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
                 os.write(file, json.dumps(about).encode() + b"\n")
                 os.fsync(file)
@@ -85,7 +89,7 @@ class Claim:
                 os.close(file)
             sync_folder(folder)
         except OSError as error:
-            self.withdraw()  # it may not be on disk: to be made again
+            self.withdraw()  # it may not be on disk: claim again
             raise translated(self._path, error) from error
         newer = newest_epoch(folder, besides=self)
         if newer >= epoch:
@@ -93,17 +97,17 @@ class Claim:
             raise Fenced(f"another updater has claimed {folder} meanwhile, for epoch {newer}")
 
     def check(self, segment: Path | None = None) -> None:
-        """Raises Fenced if there is a newer claim; a look at the folder's time, mostly.
+        """Raise Fenced if there is a newer claim; usually a look at the folder's mtime is enough.
 
-        ``segment``: the one that is written. JournalError if it was deleted.
+        ``segment``: the one being written. Raises JournalError if it was deleted.
         """
         try:
             changed = self._folder.stat().st_mtime_ns
         except OSError as error:
             raise JournalError(f"{self._folder}: cannot be read: {error.strerror}") from error
         if changed == self._looked_at:
-            return  # a listing takes as long as a record, where there are many segments
-        # A file system's clock has steps: a change this recent may hide another one.
+            return  # with many segments, a listing takes as long as a record
+        # File system clocks are coarse: a change this recent may hide another one.
         self._looked_at = changed if time.time_ns() - changed > _STEP_NS else 0
         names = _listed(self._folder)
         newer = max((name for name in names if _epoch(name) > self.epoch), default=None)
@@ -113,13 +117,13 @@ class Claim:
             raise JournalError(f"{segment}: was deleted while it was written: put it back")
 
     def settle(self) -> None:
-        """A segment of the epoch is there, and says the same: this and older claims can go."""
+        """Delete this and older claims: now a segment of the epoch takes their place."""
         for name in _listed(self._folder):
             if name.endswith(".claim") and -1 < _epoch(name) <= self.epoch:
                 _delete(self._folder / name)
 
     def withdraw(self) -> None:
-        """Nothing was begun, and nothing will be."""
+        """Delete the claim: no segment was begun under it, and none will be."""
         _delete(self._path)
 
 

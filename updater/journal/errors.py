@@ -1,4 +1,4 @@
-"""What may be wrong with a journal."""
+"""The journal's errors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ class JournalError(FedstreamError):
 
 
 class JournalDamaged(JournalError):
-    """What is there is not what was written."""
+    """A journal that does not hold what was written to it."""
 
 
 class JournalFull(JournalError):
-    """There is no room for another record."""
+    """A disk without room for another record."""
 
     retriable = True

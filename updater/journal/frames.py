@@ -1,4 +1,4 @@
-"""How a segment's file begins, and what a record looks like in it: pure bytes.
+"""The bytes of a segment's file: how it begins, and what a record looks like.
 
 The file's first page has magic, format and salt. A record is
 
@@ -7,10 +7,9 @@ The file's first page has magic, format and salt. A record is
     | checksum of the record before it (32) | SHA-256 of salt, all that and the message (32)
     | the message, msgpack | the payload: a model's bytes
 
-little-endian, filled up to a page behind the message and behind the payload: so they are written
-past the system's cache, which for models costs more than the disk. The payload is covered by the
-digest that the message states. The salt is drawn for each file, so that no update can contain a
-record.
+little-endian, padded to a page after the message and after the payload, so that both can be written
+past the page cache, which for models costs more than the disk. The digest in the message covers the
+payload. The salt is random for each file, so that no update can contain a record.
 """
 
 from __future__ import annotations
@@ -23,8 +22,8 @@ from pathlib import Path
 from fedstream.broker.layout import PAGE
 
 FORMAT = 2
-MOST = 16 << 20  # bytes of a message; a longer one is no message of ours
-BEGINNING = bytes(32)  # what a segment's first record follows: its message says what is before it
+MOST = 16 << 20  # bytes of a message; none of ours is longer
+BEGINNING = bytes(32)  # what a segment's first record follows; its message names the predecessor
 
 _FILE = struct.Struct("<8sI4xQ")  # magic, format, salt; alone on its page
 _MAGIC = b"fedstrm\n"
@@ -54,7 +53,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """What stands in front of a message."""
+    """The header of a message."""
 
     length: int  # of the message
     payload: int  # bytes of it
@@ -64,21 +63,21 @@ class Frame:
     checksum: bytes
 
     def end(self, at: int) -> int:
-        """The offset behind the record, if it begins ``at``."""
+        """The offset after the record, if it begins at ``at``."""
         return self.payload_at(at) + filled(self.payload)
 
     def payload_at(self, at: int) -> int:
-        """Where its payload begins, if it begins ``at``."""
+        """The offset of its payload, if the record begins at ``at``."""
         return at + filled(FRAME_BYTES + self.length)
 
 
 def file_page(salt: int) -> bytes:
-    """How a segment's file begins."""
+    """The beginning of a segment's file."""
     return _FILE.pack(_MAGIC, FORMAT, salt)
 
 
 def file_parts(data: bytes) -> tuple[int, int] | None:
-    """Format and salt of the file that begins so; None if it is no segment's."""
+    """Format and salt of the file that begins with ``data``; None if it is not a segment."""
     if len(data) < FILE_BYTES or data[: len(_MAGIC)] != _MAGIC:
         return None
     _, number, salt = _FILE.unpack_from(data)
@@ -88,14 +87,14 @@ def file_parts(data: bytes) -> tuple[int, int] | None:
 def packed(
     message: bytes, *, payload: int, synced: int, offset: int, follows: bytes, salt: int
 ) -> tuple[bytes, bytes]:
-    """Frame and message on end, and the record's checksum."""
+    """Frame and message joined, and the record's checksum."""
     frame = _FRAME.pack(_MARK, len(message), payload, synced, offset, follows)
     checksum = _checksum(salt, frame, message)
     return frame + checksum + message, checksum
 
 
 def frame_of(data: bytes | memoryview) -> Frame | None:
-    """The frame that these bytes begin with; None if it is none."""
+    """The frame that these bytes begin with; None if they don't begin with one."""
     if len(data) < FRAME_BYTES:
         return None
     mark, length, payload, synced, offset, follows = _FRAME.unpack_from(data)
@@ -105,12 +104,12 @@ def frame_of(data: bytes | memoryview) -> Frame | None:
 
 
 def is_whole(salt: int, data: bytes, checksum: bytes) -> bool:
-    """Whether frame and message are what was written. ``data``: both, and no more."""
+    """Whether frame and message are as they were written. ``data``: exactly these two."""
     return _checksum(salt, data[: _FRAME.size], data[FRAME_BYTES:]) == checksum
 
 
 def filled(length: int) -> int:
-    """So many bytes on pages of their own."""
+    """``length`` bytes rounded up to whole pages."""
     return length + -length % PAGE
 
 

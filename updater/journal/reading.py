@@ -1,10 +1,10 @@
-"""Reading a journal. Nothing is ever written, and nothing that is read is believed unchecked.
+"""Reading a journal: nothing is ever written, and nothing that is read is trusted unchecked.
 
-A record must be whole, stand where it says, and follow the one before it; the last one that a
-successor counts must be the one that it says it follows. What is not whole is the torn tail of a
-crash if nothing behind it says that it was on disk, else the file is damaged. Whatever a file
-holds, it comes to a JournalError with the place, and no memory is taken before the file is known to
-have as many bytes.
+A record must be whole, be at the offset that it states, and follow the one before it; the last one
+that a successor counts must be the one that it says it follows. An incomplete record is the torn
+tail of a crash, unless a later record says that it was on disk: then the file is damaged. Bad
+content of any kind raises a JournalError with the place, and memory is allocated only once the file
+is known to have as many bytes.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from fedstream.updater.journal.messages import (
     Taken,
 )
 
-_CHUNK = 2 << 20  # bytes that are read at once, and then to the end of a record
-_AHEAD = 16 << 20  # bytes behind a payload that the disk is asked for in advance
+_CHUNK = 2 << 20  # bytes that are read at once, extended to the end of a record
+_AHEAD = 16 << 20  # bytes after a payload that the disk is asked to prefetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Where a segment ends for whoever goes on from there."""
+    """Where a segment ends, for its successor."""
 
     path: Path
     at: int  # bytes of it that count
@@ -77,22 +77,22 @@ class Record:
     payload: int  # offset in the file
     payload_bytes: int
     synced: int
-    end: int  # offset behind it
+    end: int  # offset after it
     follows: bytes  # the chain's value before it
-    chain: bytes  # and with it
+    chain: bytes  # and after it
 
 
 @dataclass(frozen=True, slots=True)
 class Tear:
-    """Where a segment ends that a crash tore: a record that was not whole when its writer ended."""
+    """Where a crash tore a segment: at a record that was not whole when its writer died."""
 
     place: Place
-    behind: int = 0  # whole records behind it, that are lost with it
-    version: int | None = None  # the newest of theirs
+    behind: int = 0  # whole records after it, which are lost with it
+    version: int | None = None  # the newest of these records
 
     @property
     def lost(self) -> str:
-        """What went with it, in words; '' if nothing did."""
+        """What was lost with it, in words; '' if nothing was."""
         if not self.behind:
             return ""
         records = "record" if self.behind == 1 else "records"
@@ -102,28 +102,31 @@ class Tear:
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Some records of a segment on end, as they are in the file."""
+    """Consecutive records of a segment, as they are in the file."""
 
     at: int  # offset in the file
-    end: int  # offset behind the last of them, or to which the rest of the segment is no record
-    memory: mmap  # from its beginning on, and ...
+    end: int  # offset after the last of them, or the segment's end if the rest is no record
+    memory: mmap  # holds them from its beginning on, and ...
     size: int  # ... so many bytes of it
 
 
 def chunk_bytes(layout: Layout) -> int:
-    """The memory that a chunk of such models' updates takes."""
+    """The bytes of memory that a chunk takes, for models of this layout."""
     return _CHUNK + PAGE + filled(layout.nbytes)
 
 
 class Segment:
-    """A segment that is read. It is open from the first look on."""
+    """A segment to read. Its file is opened on first use."""
 
     def __init__(self, path: Path) -> None:
-        """Raises JournalError if it is none, of another format, or damaged where it begins."""
+        """Read the segment's beginning.
+
+        Raises JournalError if it is not a segment, of another format, or damaged there.
+        """
         self.path = path
-        self.torn: Tear | None = None  # once records() got there
+        self.torn: Tear | None = None  # set once records() gets there
         self._open: int | None = None
-        self._asked = 0  # the offset up to which the disk was asked for payloads
+        self._asked = 0  # the offset up to which the disk was asked to prefetch
         try:
             self.size = os.fstat(self._file).st_size
             self._check_file()
@@ -136,7 +139,7 @@ class Segment:
             if standing is None or not isinstance(standing.message, Standing):
                 raise JournalDamaged(f"{path}: its second record is not a standing")
             self._check_follows(standing, found.chain)
-            # What was done lately is long, and recovery's alone.
+            # The recent ends are long, and only recovery needs them.
             self.standing = standing.message.model_copy(update={"done": ()})
             self.standing_record = replace(standing, message=self.standing)
             self.layout = self._layout()
@@ -144,7 +147,7 @@ class Segment:
             self._check_payload(standing, models * self.layout.nbytes)
             self.elsewhere = dict(self.standing.elsewhere)  # device -> segment with its vector
             *_, last = standing, *(record for record, _ in self.vectors())
-            self.beginning = Ending(path, last.end, last.chain)  # behind that, records follow
+            self.beginning = Ending(path, last.end, last.chain)  # where the records begin
         except BaseException:
             self.close()
             raise
@@ -181,7 +184,7 @@ class Segment:
 
     @property
     def follows(self) -> Cut | None:
-        """What of its predecessor the segment counts."""
+        """How much of its predecessor the segment counts; None if it has none."""
         head = self.head
         if head.cut is None or head.follows is None:
             return None
@@ -194,7 +197,7 @@ class Segment:
         return self._open
 
     def close(self) -> None:
-        """Closes the file until it is looked at again."""
+        """Close the file; it is opened again on next use."""
         if self._open is not None:
             os.close(self._open)
             self._open = None
@@ -206,7 +209,7 @@ class Segment:
         self.close()
 
     def done(self) -> tuple[tuple[Any, ...], ...]:
-        """What the standing says was done lately: the fields of :class:`broker.records.End`."""
+        """The standing's recent ends of tasks: the fields of :class:`broker.records.End`."""
         standing = self._record(self.standing_record.place.offset)
         if standing is None or not isinstance(standing.message, Standing):
             raise JournalDamaged(f"{self.path}: its second record is not a standing any more")
@@ -224,9 +227,9 @@ class Segment:
             at, chain = record.end, record.chain
 
     def records(self, cut: Cut | None = None) -> Iterator[Record]:
-        """The records behind the beginning, up to ``cut`` or to the torn tail.
+        """The records after the beginning, up to ``cut`` or to the torn tail.
 
-        Raises JournalDamaged where one is not what was written.
+        Raises JournalDamaged at a record that is not what was written.
         """
         at, chain = self.beginning.at, self.beginning.chain
         end = self.size if cut is None else cut.at
@@ -238,7 +241,7 @@ class Segment:
     def _whole(
         self, at: int, cut: Cut | None, chain: bytes, begin: memoryview | None = None
     ) -> Record | None:
-        """The record ``at``; None where the torn tail begins. Raises JournalDamaged."""
+        """The record at ``at``; None where the torn tail begins. Raises JournalDamaged."""
         record = self._record(at, begin)
         if record is not None and (cut is None or record.end <= cut.at):
             self._check_follows(record, chain)
@@ -269,9 +272,9 @@ class Segment:
             )
 
     def tear(self, at: int, damage: str) -> None:
-        """The segment ends ``at``, where a record is not whole.
+        """End the segment at ``at``, where a record is not whole.
 
-        Raises JournalDamaged, saying ``damage``, if a later record says that it was on disk.
+        Raises JournalDamaged with the text ``damage`` if a later record says that it was on disk.
         """
         behind, version = 0, None
         for page in range(at + PAGE, self.size, PAGE):
@@ -286,10 +289,10 @@ class Segment:
         self.torn = Tear(Place(self.path, at), behind, version)
 
     def chunks(self, cut: Cut | None, memory: Iterator[mmap]) -> Iterator[Chunk]:
-        """The records of :meth:`records` as they are in the file, for :meth:`found`.
+        """The records of :meth:`records` in chunks, as they are in the file, for :meth:`found`.
 
-        Each takes the next ``memory``, :func:`chunk_bytes` of it, and more only for a long message.
-        Reads with a file of its own: another thread may use the segment. Raises JournalError.
+        Each takes the next ``memory``, of :func:`chunk_bytes`, and more only for a long message.
+        Opens the file on its own, so another thread may use the segment. Raises JournalError.
         """
         at, end = self.beginning.at, self.size if cut is None else cut.at
         with _reading(self.path) as file:
@@ -299,20 +302,20 @@ class Segment:
                 at = chunk.end
 
     def _chunk(self, file: int, at: int, end: int, into: mmap) -> Chunk:
-        """The first bytes, as many as are read at once, and then what the last record lacks."""
-        size = whole = 0  # bytes that are there, and those of them in whole records
+        """Read one chunk, and then whatever its last record lacks."""
+        size = whole = 0  # bytes read, and those of them in whole records
         wanted = min(_CHUNK, end - at)
         while True:
             if wanted > len(into):
                 into, size = mmap(-1, wanted), 0
             size += self._fill(file, at + size, memoryview(into)[size:wanted])
             if size < wanted:
-                return Chunk(at, end, into, size)  # no more than that is there
+                return Chunk(at, end, into, size)  # the file ends here
             wanted = whole + PAGE
             while wanted <= size:
                 frame = frame_of(memoryview(into)[whole:])
                 if frame is None or frame.payload not in (0, self.layout.nbytes):
-                    return Chunk(at, end, into, size)  # whoever takes it in finds out what it is
+                    return Chunk(at, end, into, size)  # found() tells what is wrong
                 wanted = frame.end(whole)
                 if wanted <= size:
                     whole, wanted = wanted, wanted + PAGE
@@ -322,7 +325,7 @@ class Segment:
                 return Chunk(at, end, into, size)
 
     def _fill(self, file: int, at: int, view: memoryview) -> int:
-        """Bytes read; fewer than there is room for only where the file ends."""
+        """Fill ``view`` from the file; return the bytes read, fewer only if the file ends."""
         size = 0
         while size < len(view):
             with self._told(at + size):
@@ -345,7 +348,7 @@ class Segment:
             while at < chunk.end:
                 record = self._whole(at, cut, chain, view[at - chunk.at :])
                 if record is None:
-                    return  # nothing counts behind a torn record
+                    return  # nothing counts after a torn record
                 payload = None
                 if record.payload_bytes:
                     self._check_payload(record, layout.nbytes)
@@ -358,10 +361,10 @@ class Segment:
         self._check_end(cut, chain)
 
     def load(self, record: Record, *into: Model) -> None:
-        """Reads a record's payload into models, one behind the other. Raises JournalDamaged."""
+        """Read a record's payload into models, one after the other. Raises JournalDamaged."""
         self._check_payload(record, sum(model.layout.nbytes for model in into))
         if not self._asked - _AHEAD < record.end <= self._asked - _AHEAD // 2:
-            # Whoever reads one payload mostly wants the next: the disk works meanwhile.
+            # A reader of one payload usually wants the next: let the disk prefetch it.
             self._asked = record.end + _AHEAD
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._file, record.end, _AHEAD, os.POSIX_FADV_WILLNEED)
@@ -380,11 +383,11 @@ class Segment:
             )
 
     def _record(self, at: int, there: memoryview | None = None) -> Record | None:
-        """The record that begins ``at``; None if there is no whole one. ``there``: its bytes.
+        """The record at ``at``; None if there is no whole one. ``there``: its bytes, if read.
 
-        Raises JournalDamaged for one that was written somewhere else.
+        Raises JournalDamaged for a record that was written at another offset.
         """
-        # Most messages come with their frame.
+        # One page holds the frame and, usually, the whole message.
         begin = self._read(PAGE, at) if there is None else bytes(there[:PAGE])
         frame = frame_of(begin)
         if frame is None or frame.end(at) > self.size:
@@ -412,7 +415,7 @@ class Segment:
 
     @contextmanager
     def _told(self, at: int) -> Iterator[None]:
-        """A disk that cannot be read is told with the place."""
+        """Turn a failure to read into a JournalError with the place."""
         try:
             yield
         except OSError as error:
@@ -439,9 +442,9 @@ def _reading(path: Path) -> Iterator[int]:
 def segments(folder: Path) -> list[Segment]:
     """The segments that count, oldest first, each but the last up to its successor's cut.
 
-    None: there is no journal. Segments of writers that were fenced are left out, and the oldest
-    ones that cannot be rebuilt, since devices' vectors went with what was before them. Raises
-    JournalError for a foreign file, and if one is missing in the middle.
+    Empty if there is no journal. Leaves out the segments of fenced writers, and the oldest ones if
+    they can't be rebuilt because devices' vectors were deleted with the segments before them.
+    Raises JournalError for a foreign file, and if a segment is missing in the middle.
     """
     try:
         names = sorted(path.name for path in folder.iterdir() if path.name.endswith(SUFFIX))
@@ -459,7 +462,7 @@ def segments(folder: Path) -> list[Segment]:
                 if chain and not (folder / name).exists():
                     return chain[::-1]  # the oldest, deleted since it was listed
                 raise
-            chain[-1].close()  # there may be more of them than files that may be open
+            chain[-1].close()  # there may be more segments than the limit on open files
             before = chain[-1].head.predecessor
             if before is not None and before >= name:
                 raise JournalDamaged(f"{folder / name}: names {before} as its predecessor")
@@ -477,11 +480,11 @@ def segments(folder: Path) -> list[Segment]:
 
 
 def _with_vectors(chain: list[Segment], names: set[str]) -> list[Segment]:
-    """The segments, newest first, as far as their devices' vectors are there.
+    """The segments, newest first, as far back as all their devices' vectors are there.
 
-    One whose segment is gone may be in a later segment again: it is looked for there.
+    A vector whose segment is gone may be repeated in a later segment: it is then taken from there.
     """
-    again: dict[int, str] = {}  # device -> where its vector is, if it is the same in the next one
+    again: dict[int, str] = {}  # device -> the segment that has the vector unchanged
     for number, segment in enumerate(chain):
         gone = {device for device, name in segment.elsewhere.items() if name not in names}
         if number and not gone <= again.keys():
@@ -492,6 +495,6 @@ def _with_vectors(chain: list[Segment], names: set[str]) -> list[Segment]:
 
 
 def cuts(chain: Sequence[Segment]) -> Iterator[tuple[Segment, Cut | None]]:
-    """Each segment with what of it counts; None: all that is whole."""
+    """Each segment with its successor's cut; None: everything whole in it counts."""
     for segment, successor in zip(chain, [*chain[1:], None], strict=True):
         yield segment, successor.follows if successor is not None else None

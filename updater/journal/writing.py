@@ -1,7 +1,7 @@
-"""Writing a segment: whole records, one behind the other, and none that was whole ever taken back.
+"""Writing a segment: whole records in order; one that was whole is never taken back.
 
-A successor may have counted any of them. What does not fit on a full disk is cut off again, down to
-the record before it: that much was never whole.
+A successor may have counted any of them. A record that does not fit on a full disk is cut off
+again, back to the record before it: it was never whole.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fedstream.updater.journal.frames import BEGINNING, MOST, file_page, filled,
 from fedstream.updater.journal.messages import DeviceVector, SegmentHead, Standing, name_of
 from fedstream.updater.strategies.vectors import DeviceVectors
 
-FOLDER_MODE = 0o700  # the journal has every update: nobody else's business
+FOLDER_MODE = 0o700  # the journal has every update: it is private
 FILE_MODE = 0o600
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class Writer:
-    """A segment that is written, by one thread at a time."""
+    """A segment being written, by one thread at a time."""
 
     def __init__(
         self,
@@ -40,17 +40,17 @@ class Writer:
         *models: Model,
         vectors: DeviceVectors | None = None,
     ) -> None:
-        """Makes the segment, whole and on disk. Raises JournalError; Fenced if it is there.
+        """Create the segment, whole and on disk. Raises JournalError; Fenced if it exists.
 
-        ``vectors``: where those are that the standing says are here.
+        ``vectors``: has those of the devices that the standing lists as ``here``.
         """
         self.path = folder / name_of(head.epoch, head.number)
         self.head = head
         self._salt = secrets.randbits(64)  # so that no update can contain a record
-        self._lock = Lock()  # between two that sync
-        self._page = mmap(-1, PAGE)  # what a message is written from
+        self._lock = Lock()  # between threads that sync
+        self._page = mmap(-1, PAGE)  # the buffer that messages are written from
         self.chain = BEGINNING  # the newest record's checksum
-        # Not another's: after Redis was emptied twice, two may try to begin the same epoch.
+        # A unique name: if Redis was emptied twice, two updaters may begin the same epoch.
         aside = self.path.with_suffix(f".{secrets.token_hex(4)}.tmp")
         try:
             made_folder(folder)
@@ -66,7 +66,7 @@ class Writer:
             for device in standing.here:
                 if vectors is None:
                     raise RuntimeError("a standing with vectors, without them")
-                # Copied: rows of one array are not pages of their own.
+                # Copied, because rows of one array don't begin on pages of their own.
                 vector = vector_of(vectors[device]).copy()
                 self.append(DeviceVector(device=device, digest=vector.digest()), vector)
             self.sync()
@@ -90,7 +90,7 @@ class Writer:
         return self.size - self._synced
 
     def append(self, message: Message, *models: Model) -> int:
-        """Adds a record: the size of the file then.
+        """Append a record; return the file's size after it.
 
         Raises JournalFull and leaves the file as it was, or JournalError.
         """
@@ -101,7 +101,7 @@ class Writer:
             encoded, payload=sum(model.layout.nbytes for model in models), synced=self._synced,
             offset=self.size, follows=self.chain, salt=self._salt,
         )  # fmt: skip
-        # Only whole models can lie behind one another, which they do in a standing alone.
+        # Only a standing has several models; they are joined without padding between them.
         alone = models[0].pages if len(models) == 1 else None
         block = _joined(models) if alone is None and models else alone
         self._write([self._paged(begin), *([block] if block else [])])
@@ -109,7 +109,7 @@ class Writer:
         return self.size
 
     def _paged(self, message: bytes) -> memoryview:
-        """Bytes on pages of their own."""
+        """The message padded to whole pages."""
         size = filled(len(message))
         if size > len(self._page):
             self._page = mmap(-1, size)
@@ -128,17 +128,17 @@ class Writer:
                 if written:
                     parts[0] = parts[0][written:]
         except OSError as error:
-            if error.errno in _FULL:  # else nobody knows what was written: it may be whole
-                with suppress(OSError):  # what is left there, the next record overwrites
+            if error.errno in _FULL:  # otherwise the record may be whole: leave it
+                with suppress(OSError):  # the next record overwrites what is left
                     os.ftruncate(self._file, self.size)
             raise translated(self.path, error) from error
         self.size = at
 
     def sync(self) -> int:
-        """Everything that was appended before the call is on disk: how many bytes that is.
+        """Put everything appended before the call on disk; return how many bytes are there.
 
-        May run beside :meth:`append`, in another thread. After it failed nobody knows what is on
-        disk: it raises JournalError, and the updater has to begin again with what is there.
+        May run in another thread than :meth:`append`, at the same time. Raises JournalError; what
+        is on disk is then unknown, and the updater has to start again from what is there.
         """
         size = self.size
         try:
@@ -150,26 +150,29 @@ class Writer:
             return self._synced
 
     def close(self) -> None:
-        """Closes the file."""
+        """Close the file."""
         os.close(self._file)
 
 
 def made_folder(folder: Path) -> None:
-    """The folder is there, and its name on disk. Raises OSError."""
+    """Create the folder if it is missing, and put its name on disk. Raises OSError."""
     if not folder.is_dir():
         folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
         sync_folder(folder.parent)
 
 
 def translated(path: Path, error: OSError) -> JournalError:
-    """Why a file cannot be written."""
+    """The JournalError that says why a file cannot be written."""
     if error.errno in _FULL:
         return JournalFull(f"{path}: no room: {error.strerror}; make some")
     return JournalError(f"{path}: cannot be written: {error.strerror}")
 
 
 def _named(aside: Path, path: Path) -> None:
-    """Unlike a renaming, a link never replaces another's. FileExistsError if there is one."""
+    """Move ``aside`` to ``path``. Raises FileExistsError if there is a file.
+
+    By a link, because a rename would replace another updater's file.
+    """
     try:
         os.link(aside, path)
     except OSError as error:
@@ -183,7 +186,7 @@ def _named(aside: Path, path: Path) -> None:
 
 
 def sync_file(path: Path) -> None:
-    """What is in a file is on disk. Raises JournalError."""
+    """Put a file's content on disk. Raises JournalError."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         try:
@@ -195,7 +198,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """A file's name is on disk only once its folder is. Raises OSError."""
+    """Put the names of a folder's files on disk. Raises OSError."""
     file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(file)
@@ -204,7 +207,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _joined(models: Sequence[Model]) -> memoryview:
-    """Models behind one another, on pages."""
+    """The bytes of models one after the other, padded to whole pages."""
     block = mmap(-1, max(PAGE, filled(sum(model.layout.nbytes for model in models))))
     at = 0
     for model in models:
@@ -214,11 +217,11 @@ def _joined(models: Sequence[Model]) -> memoryview:
 
 
 def _opened(path: Path) -> int:
-    """A new file, past the system's cache where it can be."""
+    """Create a file, bypassing the page cache if possible."""
     flags = os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC
     try:
         return os.open(path, flags | getattr(os, "O_DIRECT", 0), FILE_MODE)
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        return os.open(path, flags, FILE_MODE)  # a file system that has only its cache
+        return os.open(path, flags, FILE_MODE)  # a file system that cannot bypass the cache
