@@ -109,7 +109,7 @@ class _Look:
         self._info: judged.Info | None = None
         self._view: View | None = None
         self.run: Run | None = None
-        self.asked = False  # whether Redis has told if it holds the run
+        self.asked = False  # whether Redis has answered whether it holds the run
 
     async def all(self) -> list[Finding]:
         """Collect every finding about Redis and the run in it."""

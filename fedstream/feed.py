@@ -1,4 +1,4 @@
-"""`fedstream replay --redis`: feeds recorded updates through live services at recorded times.
+"""`fedstream replay --redis`: feeds recorded updates through live services at the recorded pace.
 
 The feeder acts as scheduler and trainers: it opens a task for each recorded update and answers it
 with the recorded bytes once the live run has the version it was trained from. So each update is as

@@ -121,7 +121,7 @@ def _read(
 
 
 def _norms(move: Move) -> Norms:
-    """Norms of a record; None where it has no update, or its base model x is unknown."""
+    """Norms of a record; None without an update, or if the model it was mixed into is unknown."""
     if move.update is None or not isinstance(move.message, Taken):
         return None, None
     sent = norm(move.update.floats)

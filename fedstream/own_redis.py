@@ -1,4 +1,4 @@
-"""run.toml of a run that brings its own Redis, which ends with the run."""
+"""run.toml of a run with a private Redis, which ends with the run."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _AWAY_S = 30.0  # once such a Redis has been away this long, it won't come back
 
 
 def is_meant(settings: Settings, config: Path | None) -> bool:
-    """Whether the configuration, read from ``config``, points to a run's own Redis."""
+    """Whether the configuration, read from ``config``, points to a run's private Redis."""
     text = config.read_text(encoding="utf-8") if config is not None else ""
     return text.startswith(MARK) and tomllib.loads(text)["redis"]["url"] == settings.redis.url
 
 
 def without_lost(settings: Settings, config: Path | None) -> Settings:
-    """The configuration without the URL of an own Redis, which a killed run left in run.toml."""
+    """The configuration without a private Redis's URL, which a killed run left in run.toml."""
     if not is_meant(settings, config):
         return settings
     kept = {name: getattr(settings.redis, name) for name in settings.redis.model_fields_set}
@@ -31,7 +31,7 @@ def without_lost(settings: Settings, config: Path | None) -> Settings:
 
 
 def joining(settings: Settings, config: Path | None) -> Settings:
-    """The configuration for a trainer that joins a run with its own Redis and ends with it.
+    """The configuration for a trainer that joins a run with a private Redis and ends with it.
 
     If the run is interrupted or killed, the trainer ends once its Redis has been away for 30 s.
     """

@@ -60,7 +60,7 @@ _MEASURED_WITHIN_S = 120.0  # how long the evaluator may take for the last versi
 # Counted in the pool only: a site must not end the operator's run.
 _MOST_FAILED = 10  # tasks in a row that raised or killed their trainer
 _MOST_REFUSED = 100  # updates in a row: the model isn't changing any more
-_GUESTS_S = 6.0  # a few heartbeats, for trainers that joined to leave
+_GUESTS_S = 6.0  # a few heartbeats: time to leave for trainers that joined
 _OURS = ("FEDSTREAM_CONFIG", "FEDSTREAM_NAME")
 
 

@@ -1,4 +1,4 @@
-"""Keeps the processes of a run alive: starts them, restarts those that die, stops them in order."""
+"""Supervisor of a run's processes: starts them, restarts those that die, stops them in order."""
 
 from __future__ import annotations
 
@@ -14,28 +14,28 @@ from pathlib import Path
 
 from fedstream.runtime.backoff import pause
 
-# Whoever makes work stops before whoever does it, so that nothing is left half done.
+# Producers of work stop before its consumers, so that nothing is left half done.
 STOP_ORDER = ("scheduler", "trainer", "coordinator", "updater", "evaluator")
 
 _FIRST_DELAY_S = 0.5
 _MOST_DELAY_S = 10.0
-_STEADY_S = 30.0  # a process that lived so long counts as one that works
+_STEADY_S = 30.0  # a process that ran this long counts as working
 _DEATHS_IN_A_ROW = 5
 _KILL_AFTER_S = 5.0  # beyond the drain
 _WRONG_CONFIGURATION = 2  # exit code
-_TAIL = 64 * 1024  # bytes of a log that are searched for a reason
+_TAIL = 64 * 1024  # bytes at the end of a log to search for a reason
 
 
 class Restarts:
-    """When a process that died is started again: a pure function of how it lived."""
+    """Restart policy of one process: depends only on how its past lives ended."""
 
     def __init__(self) -> None:
         self._in_a_row = 0
 
     def died(self, lived_s: float, *, worked: bool = False) -> float | None:
-        """Seconds to wait before the next start; None: it died too often in a row.
+        """Seconds to wait before the next start; None if it died too often in a row.
 
-        ``worked``: it did what it is for, and may have died of its work (a task that kills its
+        ``worked``: it had begun to work, so the work may have killed it (a task that kills its
         trainer goes to `dead` after some attempts).
         """
         if worked or lived_s >= _STEADY_S:
@@ -47,7 +47,7 @@ class Restarts:
 
 
 def how_it_ended(code: int) -> str:
-    """An exit code in words."""
+    """Exit code in words."""
     if code >= 0:
         return f"exited with {code}"
     try:
@@ -57,7 +57,7 @@ def how_it_ended(code: int) -> str:
 
 
 def last_words(log: str) -> str:
-    """The reason in the last error of a log (JSON lines, or whatever Python printed); or ''."""
+    """Reason given by the last error in a log, or its last line that isn't JSON; '' if neither."""
     plain = ""
     for line in reversed(log.splitlines()):
         try:
@@ -82,7 +82,7 @@ class Program:
 
 
 class Child:
-    """A program and the process that runs it now."""
+    """A program and its current process."""
 
     def __init__(self, program: Program, log: Path, supervisor: Supervisor) -> None:
         self.program = program
@@ -95,17 +95,17 @@ class Child:
         self._keeper: asyncio.Task[None] | None = None
 
     def start(self) -> None:
-        """Starts it, and again whenever it dies."""
+        """Start it, and restart it whenever it dies."""
         self._keeper = asyncio.create_task(self._keep(), name=self.program.name)
         self._keeper.add_done_callback(self._kept)
 
     def _kept(self, keeper: asyncio.Task[None]) -> None:
-        """A keeper that fails leaves its service alone: the run can't go on like that."""
+        """Fail the run if the keeper itself failed: its service is no longer supervised."""
         if not keeper.cancelled() and (error := keeper.exception()) is not None:
             self._supervisor.failed(f"{self.program.name} is not looked after any more: {error!r}")
 
     async def stop(self) -> None:
-        """SIGTERM; SIGKILL once its drain and 5 s are over."""
+        """Send SIGTERM, and SIGKILL 5 s after its drain should have ended."""
         self._stopping.set()
         self._terminate()
         if self._keeper is not None:
@@ -116,7 +116,7 @@ class Child:
             await self._keeper
 
     def kill(self) -> None:
-        """Ends it at once."""
+        """Kill it at once."""
         self._stopping.set()
         if self.process is not None and self.process.returncode is None:
             with suppress(ProcessLookupError):
@@ -132,7 +132,7 @@ class Child:
             began = time.monotonic()
             try:
                 code, pid, at = await self._one_life()
-            except OSError as error:  # no file descriptor left, no memory, a log that is not ours
+            except OSError as error:  # no file descriptor or memory left, or no access to the log
                 delay = self._died(f"cannot be started: {error}", lived_s=0.0, worked=False)
             else:
                 if self._stopping.is_set():
@@ -145,19 +145,19 @@ class Child:
                 self.restarts += 1
 
     async def _one_life(self) -> tuple[int, int, int]:
-        """Runs the program once: exit code, process id, where in the log its lines begin.
+        """Run the program once; returns exit code, process id, and where its log lines begin.
 
         Raises OSError if it can't be started.
         """
         with self._log.open("ab") as log:
             at = log.tell()
             self.process = await asyncio.create_subprocess_exec(
-                # -P: not the user's redis.py or random.py in place of the library
+                # -P: a user's redis.py or random.py must not shadow the library
                 sys.executable, "-P", "-m", "fedstream",
                 self.program.role, "--name", self.program.name, *self.program.arguments,
                 stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
                 env=dict(self._supervisor.environment),
-                # A session of its own: Ctrl-C in the terminal is for us, who know the order.
+                # Its own session: Ctrl-C must reach only us, because we stop services in order.
                 start_new_session=True,
             )  # fmt: skip
         if self._stopping.is_set():
@@ -165,7 +165,7 @@ class Child:
         return await self.process.wait(), self.process.pid, at
 
     async def _after_death(self, code: int, pid: int, lived_s: float, at: int) -> float | None:
-        """Seconds to wait before the next start; None: the run has failed."""
+        """Seconds to wait before the next start; None if the run has failed."""
         reason = self._last_words(at) if code >= 0 else ""
         how = how_it_ended(code) + (f": {reason}" if reason else "")
         if code == _WRONG_CONFIGURATION:
@@ -183,7 +183,7 @@ class Child:
             return f"its log cannot be read: {error}"
 
     def _died(self, how: str, *, lived_s: float, worked: bool) -> float | None:
-        """Counts a death and tells of it: as :meth:`_after_death`."""
+        """Count a death and report it; returns the same as :meth:`_after_death`."""
         name = self.program.name
         delay = self._policy.died(lived_s, worked=worked)
         if delay is None:
@@ -197,8 +197,8 @@ class Child:
 class Supervisor:
     """All processes of a run.
 
-    ``say`` takes a line for the user; ``failed`` why the run can't go on; ``worked`` tells whether
-    a process that died, by its program and process id, had begun to work.
+    ``say`` is called with a line for the user, ``failed`` with the reason why the run can't go on.
+    ``worked`` says whether a dead process, given by program and process id, had begun to work.
     """
 
     def __init__(
@@ -219,16 +219,16 @@ class Supervisor:
 
     @property
     def restarts(self) -> dict[str, int]:
-        """How often each service was started again."""
+        """Number of restarts of each service, by name."""
         return {child.program.name: child.restarts for child in self.children}
 
     def start(self) -> None:
-        """Starts all of them; they wait for one another by themselves."""
+        """Start all of them; they wait for one another by themselves."""
         for child in self.children:
             child.start()
 
     async def stop(self) -> None:
-        """Stops all of them, role by role, whatever goes wrong with one; raises that at the end."""
+        """Stop all of them, role by role, even if some fail; errors are raised at the end."""
         wrong: list[BaseException] = []
         for role in STOP_ORDER:
             ending = (child.stop() for child in self.children if child.program.role == role)
@@ -238,6 +238,6 @@ class Supervisor:
             raise BaseExceptionGroup("services that were not looked after", wrong)
 
     def kill(self) -> None:
-        """Ends all of them at once."""
+        """Kill all of them at once."""
         for child in self.children:
             child.kill()

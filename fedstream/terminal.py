@@ -1,8 +1,8 @@
-"""What is shown to people, on stdout and stderr: all of it goes through here.
+"""Output for people, on stdout and stderr: all of it goes through here.
 
-Most of what is shown was written by others: trainers, a stranger's journal, another machine's
-answer. So whatever is not our own text goes through :func:`line` or :func:`cell`: nothing in it is
-obeyed, neither by the terminal nor as rich's markup. Nobody else prints (``test_structure.py``).
+Most of the text comes from others: trainers, someone else's journal, another machine's answer. So
+any text but our own goes through :func:`line` or :func:`cell`, which neutralise terminal control
+sequences and rich's markup. No other module prints (``test_structure.py``).
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ Step: TypeAlias = Callable[[int], None]
 
 _WIDEST = 10_000  # cells
 _MOST_PLACED = 1e6
-_MOST_DIGITS = 15  # of a whole number: more of them say nothing to anybody
+_MOST_DIGITS = 15  # longest integer to show in full
 
 
 def line(text: object = "", *, err: bool = False) -> None:
-    """Prints a text, in its lines."""
+    """Print a text, which may have several lines."""
     stream = sys.stderr if err else sys.stdout
     stream.write(visible(text, lines=True) + "\n")
     stream.flush()
 
 
 def verbatim(text: str) -> None:
-    """Prints a text for programs as it is: JSON, which escapes by itself, or a file's content."""
+    """Print text for programs unchanged: JSON, which is escaped already, or a file's content."""
     sys.stdout.write(text)
     sys.stdout.flush()
 
 
 def confirm(question: str) -> None:
-    """Asks. Raises typer.Abort for no."""
+    """Ask a yes-or-no question. Raises typer.Abort for no."""
     typer.confirm(visible(question), abort=True)
 
 
 class _Piped(Console):
-    """For a file or a pipe: cells are padded, and blanks at a line's end are no use there."""
+    """Console for a file or a pipe, without the blanks that pad cells at line ends."""
 
     def print(self, *objects: Any, **how: Any) -> None:
         with self.capture() as caught:
@@ -66,21 +66,22 @@ class _Piped(Console):
 
 
 def console(*, err: bool = False, width: int | None = None) -> Console:
-    """Where tables and bars are drawn. Unless ``width`` is given they are as wide as the terminal;
-    where there is none, as wide as they are: what a program or grep reads is not cut.
+    """Console for tables and bars, as wide as ``width`` or else the terminal.
+
+    Without a terminal, lines are not cut, because a program or grep may read them.
     """
     here = Console(stderr=err, width=width)
     return here if here.is_terminal else _Piped(stderr=err, width=width or _WIDEST)
 
 
 def room() -> int | None:
-    """The width of the terminal that stdout is; None: it is none."""
+    """Width of stdout's terminal in cells; None if stdout is not a terminal."""
     here = console()
     return here.width if here.is_terminal else None
 
 
 def adding(step: Step, total: int) -> Step:
-    """Takes parts where ``step`` takes how much is done, and tells of them now and then."""
+    """Function that sums up increments, and now and then calls ``step`` with the sum."""
     done = told = 0
 
     def add(part: int) -> None:
@@ -95,7 +96,7 @@ def adding(step: Step, total: int) -> Step:
 
 @contextmanager
 def pressed(key: str) -> Iterator[asyncio.Event]:
-    """An event that is set once the key is pressed, if stdin is a terminal."""
+    """Event that is set once the key is pressed; never, unless stdin is a terminal."""
     event = asyncio.Event()
     if sys.stdin is None or not sys.stdin.isatty():
         yield event
@@ -107,13 +108,13 @@ def pressed(key: str) -> Iterator[asyncio.Event]:
 
     def read() -> None:
         typed = os.read(fd, 1024)
-        if not typed:  # nobody types there any more
+        if not typed:  # end of input
             loop.remove_reader(fd)
         if key.encode() in typed.lower():
             event.set()
 
     before = termios.tcgetattr(fd)
-    tty.setcbreak(fd)  # as it is typed, without the return key; Ctrl-C still is one
+    tty.setcbreak(fd)  # keys arrive without Return; Ctrl-C still interrupts
     loop.add_reader(fd, read)
     try:
         yield event
@@ -124,9 +125,9 @@ def pressed(key: str) -> Iterator[asyncio.Event]:
 
 @contextmanager
 def progress(what: str, total: int, *, quiet: bool, parts: bool = True) -> Iterator[Step]:
-    """A bar with the time left, on a terminal: what it gives takes how much is done.
+    """Progress bar with the time left, on a terminal; yields a function to set how much is done.
 
-    ``parts``: the parts are counted beside it; else they are too small to be told.
+    ``parts``: show the count of parts beside the bar; otherwise a percentage.
     """
     here = console(err=True)
     if quiet or not here.is_terminal:
@@ -134,7 +135,7 @@ def progress(what: str, total: int, *, quiet: bool, parts: bool = True) -> Itera
         return
     counted = MofNCompleteColumn() if parts else TaskProgressColumn()
     columns = TextColumn(what), BarColumn(), counted, TimeRemainingColumn(compact=True)
-    # Lines that are printed meanwhile stand above the bar; those for a file go there.
+    # Lines printed to a terminal meanwhile appear above the bar; redirected stdout is left alone.
     with Progress(
         *columns, console=here, transient=True, redirect_stdout=sys.stdout.isatty()
     ) as bar:
@@ -143,23 +144,23 @@ def progress(what: str, total: int, *, quiet: bool, parts: bool = True) -> Itera
 
 
 def cell(value: object, *, style: str = "", lines: bool = False) -> Text:
-    """A value in a table, or beside one; ``lines`` keeps its lines."""
+    """Value made safe for a table cell or a line of text; ``lines`` keeps line breaks."""
     return Text(visible(value, lines=lines), style=style)
 
 
 def cut(value: object, *, style: str = "", lines: bool = False) -> Text:
-    """The same, cut where the room for it ends."""
+    """The same as :func:`cell`, cut with an ellipsis where it doesn't fit."""
     shown = visible(value, lines=lines)
     return Text(shown, style=style, overflow="ellipsis", no_wrap=True)
 
 
 def spaced(name: str) -> str:
-    """A name of ours as people read it: given_up is 'given up'."""
+    """Identifier with spaces for underscores: 'given up' for given_up."""
     return name.replace("_", " ")
 
 
 def clock(seconds: float, form: str = "%H:%M:%S") -> str:
-    """A time since 1970 as clocks here show it; '?' for what is no time."""
+    """Local time for seconds since 1970; '?' if out of range."""
     try:
         return datetime.fromtimestamp(seconds).astimezone().strftime(form)
     except (OverflowError, ValueError, OSError):
@@ -167,12 +168,12 @@ def clock(seconds: float, form: str = "%H:%M:%S") -> str:
 
 
 def measure(value: float) -> str:
-    """An accuracy, a loss or the like with four places, unless it is out of all proportion."""
+    """Metric with four decimal places, or four significant digits from a million on."""
     return f"{value:.4f}" if abs(value) < _MOST_PLACED else f"{value:.4g}"
 
 
 def number(value: object, digits: int = 4) -> str:
-    """A number for people: of a fraction so many significant digits; nothing for None."""
+    """Number for people: floats with ``digits`` significant digits; nothing for None."""
     match value:
         case None:
             return ""

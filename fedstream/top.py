@@ -1,4 +1,4 @@
-"""`fedstream top`: a run as it goes on, in the terminal."""
+"""`fedstream top`: a live view of a run in the terminal."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from fedstream.terminal import cell, clock, console, cut, measure, number, press
 _BLOCKS = " ▁▂▃▄▅▆▇█"
 _REFRESH_S = 0.5
 _EVENTS = 8
-_TRAINERS = 10  # shown one by one
-_REMEMBERED = 10_000  # versions: as many as the streams hold, so that a longer look shows no more
+_TRAINERS = 10  # shown individually
+_REMEMBERED = 10_000  # versions, as many as the streams hold: watching longer shows no more
 _BINS = ((0, 0), (1, 1), (2, 2), (3, 4), (5, 8), (9, 16), (17, 32), (33, None))
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Values as a row of blocks; whatever is above zero can be seen."""
+    """Values as a row of blocks; every positive value is visible."""
     most = max(values, default=0)
     steps = len(_BLOCKS) - 1
     return "".join(_BLOCKS[math.ceil(steps * (v / most)) if v > 0 else 0] for v in values)
 
 
 def histogram(late: Counter[int]) -> list[tuple[str, int]]:
-    """Staleness in few bins, as (label, updates)."""
+    """Staleness in a few bins, as (label, number of updates)."""
     return [
         (
             str(low) if low == high else f"{low}+" if high is None else f"{low}-{high}",
@@ -59,7 +59,7 @@ def frame(
     view: View, history: History, trainers: Mapping[str, Mapping[str, Any]],
     heard: Mapping[str, float], now: float,
 ) -> RenderableType:  # fmt: skip
-    """One picture of the run. ``heard``: seconds since each trainer was heard last."""
+    """One frame of the view. ``heard``: seconds since each trainer's last heartbeat."""
     return Group(
         _headline(view, history, now), "", _numbers(view, history), "",
         _trainers(trainers, heard), "", _events(history),
@@ -144,7 +144,7 @@ def _events(history: History) -> Text:
 
 
 def _line(event: Event) -> str:
-    """An event in a line."""
+    """Event in one line."""
     parts = [clock(event.time), event.service]
     if event.what != "outcome":
         parts.append(event.what)
@@ -162,14 +162,14 @@ def _line(event: Event) -> str:
 
 
 async def watch(client: Client, keys: Keys, *, once: bool) -> None:
-    """Shows the run until `q` or Ctrl-C, or until its Redis ends with it.
+    """Show the run until `q` or Ctrl-C, or until its Redis ends with it.
 
-    Raises NoRun if there is none at the beginning.
+    Raises NoRun if there is no run at the start.
     """
     observer = Observer(client, keys, most=_REMEMBERED)
     await observer.look()
     await observer.catch_up()
-    # A picture has a bar that takes the room there is.
+    # A frame's bar fills the width, so piped output needs a limit.
     here = console(width=None if room() else get_terminal_size().columns)
     picture = await _picture(client, observer)
     if not once:
@@ -185,7 +185,10 @@ async def _watched(
     picture: RenderableType,
     leave: asyncio.Event,
 ) -> RenderableType:
-    """Shows the run until it is finished and its Redis is gone, or ``leave``: the last picture."""
+    """Show the run until ``leave`` is set, or it is finished and its Redis gone.
+
+    Returns the last frame.
+    """
     while not leave.is_set():
         try:
             picture = await _picture(client, observer)
@@ -213,6 +216,6 @@ async def _picture(client: Client, observer: Observer) -> RenderableType:
     heard = {
         name.decode(errors="replace"): view.now - float(at)
         for name, at in zip(scores[::2], scores[1::2], strict=True)
-        if float(at)  # 0: it said good-bye
+        if float(at)  # 0: it signed off
     }
     return frame(view, observer.history, await observer.ledger.trainers(), heard, view.now)

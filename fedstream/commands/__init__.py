@@ -1,4 +1,4 @@
-"""The commands of `fedstream`, by what they are for; `fedstream/cli.py` puts them together.
+"""The commands of `fedstream`, grouped by purpose; `fedstream/cli.py` assembles them.
 
-What a command needs is imported in it: `--help` and `--version` answer at once.
+Commands import what they need inside, so that `--help` and `--version` are fast.
 """

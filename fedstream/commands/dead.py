@@ -1,4 +1,4 @@
-"""`fedstream dead`: its commands. What they show and do is in fedstream/dead.py."""
+"""The commands of `fedstream dead`; fedstream/dead.py does the work."""
 
 from __future__ import annotations
 
@@ -116,7 +116,10 @@ def dead_drop(
 
 
 def _chosen(found: Found, wanted: list[str] | None, everything: bool) -> list[Letter]:
-    """The letters that were named. Raises FedstreamError, and ConfigError if none was."""
+    """Letters chosen by id or --all.
+
+    Raises ConfigError unless exactly one of the two is given, FedstreamError for an unknown id.
+    """
     if bool(wanted) == everything:
         raise ConfigError("name letters by their ids, or take --all")
     return list(found.letters) if everything else found.find(wanted or ())

@@ -1,4 +1,4 @@
-"""Commands that look at a run, or delete it; and Redis's ACL file."""
+"""Commands that inspect or delete a run, and the one that makes Redis's ACL file."""
 
 from __future__ import annotations
 
@@ -185,7 +185,7 @@ def doctor(
     from fedstream import report
 
     settings = settings_of(config, sets, redis=redis, run=run)
-    # Where Redis is, and which run it is about: that says nothing of how the run should be.
+    # Redis's address and the run's name alone don't say how the run should be configured.
     configured = config is not None or bool(settings.model_fields_set - {"redis", "run"})
     findings = asyncio.run(page.examine(settings, configured=configured))
     if as_json:

@@ -1,4 +1,4 @@
-"""Options that several commands have, and what a command does with them."""
+"""Options shared by several commands, and helpers that process them."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-# Here by name, so that help and completion need not load what they name; tests compare them.
+# Listed here so that help and completion load nothing; tests compare the lists with the real ones.
 TASKS = ("digits", "mnist", "cifar10-fedasync", "cifar10-afl", "wikitext2", "shakespeare")
 STRATEGIES = ("fedasync", "fedavg", "fedbuff", "afa-cd", "afa-cs", "scaffold")
 OUTCOMES = ("applied", "buffered", "refused", "given_up", "dead")
 
 
 def named(option: str, given: str, names: Collection[str]) -> str:
-    """Which of ``names`` was typed, as JSON has it or as tables show it: given_up or 'given up'.
+    """The one of ``names`` that was typed, with an underscore or a space: given_up or 'given up'.
 
     Raises ConfigError, which lists them.
     """
@@ -39,7 +39,7 @@ def named(option: str, given: str, names: Collection[str]) -> str:
 
 
 def one_of(names: Sequence[str]) -> Callable[[str], list[str]]:
-    """Completes a name in the shell."""
+    """Shell completion for ``names``."""
     return lambda incomplete: [name for name in names if name.startswith(incomplete)]
 
 
@@ -106,7 +106,7 @@ Name = Annotated[
 
 
 def settings_of(path: Path | None, sets: list[str] | None = None, **given: object) -> Settings:
-    """The configuration; ``given`` are the command's own options, by their parameters' names."""
+    """Read the configuration; ``given`` are the command's own options, by parameter name."""
     from fedstream.config import options, read
 
     return read(path, sets or (), options(**given))
@@ -118,7 +118,7 @@ def ask(
     run: str | None,
     question: Callable[[Client, Keys], Awaitable[T]],
 ) -> T:
-    """Puts a question to the Redis of a run. Raises FedstreamError."""
+    """Run a query against a run's Redis. Raises FedstreamError."""
     from fedstream.broker.client import Client
 
     settings = settings_of(path, redis=redis, run=run)
@@ -148,7 +148,7 @@ def ask(
 
 
 def leave(code: int) -> NoReturn:
-    """Ends this process without tearing the interpreter down: with torch that takes a second."""
+    """Exit without tearing down the interpreter, which takes a second with torch loaded."""
     atexit._run_exitfuncs()  # noqa: SLF001  (a user's task may have registered some)
     sys.stdout.flush()
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Commands that are one service each."""
+"""Commands that run one service each."""
 
 from __future__ import annotations
 

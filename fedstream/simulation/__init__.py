@@ -4,8 +4,8 @@
 
     outcome = simulate(read(Path("run.toml")))
 
-:mod:`arrivals` says who trains when and from which version, :mod:`training` trains, :mod:`engine`
-gives what comes of it to the server's rule.
+:mod:`arrivals` plans who trains when and from which version, :mod:`training` trains, and
+:mod:`engine` passes the updates to the server's rule.
 """
 
 from importlib import import_module
@@ -16,7 +16,7 @@ __all__ = ["Arrival", "Outcome", "RoundOver", "VersionMade", "plan", "simulate"]
 if TYPE_CHECKING:
     from fedstream.simulation.arrivals import Arrival, RoundOver, plan
     from fedstream.simulation.engine import Outcome, VersionMade, simulate
-else:  # the configuration, which every service reads, has its settings in here
+else:  # lazy: every service imports this package for its settings and must start fast
     _FROM = {"Arrival": "arrivals", "RoundOver": "arrivals", "plan": "arrivals"}
 
     def __getattr__(name: str) -> object:

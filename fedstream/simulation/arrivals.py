@@ -1,10 +1,10 @@
-"""Who trains, from which version, for how long, and in which order answers arrive.
+"""Plan of who trains, from which version, for how long, and in which order answers arrive.
 
-A plan is a function of configuration and number of devices alone: it does not depend on the
-training, and the same one can be played to the live pipeline. The n-th task is drawn as the
-scheduler draws its n-th (:func:`coordinator.scheduling.draw`).
+A plan depends only on the configuration and the number of devices, not on the training, so the same
+plan can be replayed to the live pipeline. The n-th task is drawn as the scheduler draws its n-th
+(:func:`coordinator.scheduling.draw`).
 
-Versions are counted here as if no update were ever refused for what is in it.
+Versions are counted here as if no update were ever refused for its content.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from fedstream.trainer.devices import behaviour, eligible, next_change
 if TYPE_CHECKING:
     from fedstream.config import Settings
 
-_IN_VAIN = 1000  # times in a row that a round gets too few answers
+_IN_VAIN = 1000  # give up once a round got too few answers this many times in a row
 _ALL_ANSWERED = "every device has answered"
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """A device answers."""
+    """An answer from a device."""
 
     n: int
     """number of its task"""
@@ -50,16 +50,16 @@ class Arrival:
     version: int
     """the newest when it arrives"""
     makes: bool
-    """It is the last one of its batch: a version is made."""
+    """whether it completes its batch and so makes a version"""
     oldest: int
-    """No later arrival starts from an older version than this."""
+    """no later arrival starts from an older version"""
     time: float
-    """virtual seconds; arrivals so far where there is no clock"""
+    """in virtual seconds; without a clock, the number of arrivals so far"""
 
 
 @dataclass(frozen=True, slots=True)
 class RoundOver:
-    """A round ends with what has arrived for ``version``."""
+    """The end of a round with the answers that have arrived for ``version``."""
 
     version: int
     makes: bool
@@ -72,7 +72,7 @@ Event: TypeAlias = Arrival | RoundOver
 
 
 def plan(settings: Settings, devices: int) -> Iterator[Event]:
-    """What arrives, for ever. Raises ConfigError if the configuration makes no sense here."""
+    """Plan an endless sequence of events. Raises ConfigError if the settings can't be simulated."""
     initiative, groups = settings.trainer.anarchic, settings.participation
     for key, steps in (
         ("scheduler.steps", settings.scheduler.steps),
@@ -105,9 +105,9 @@ def plan(settings: Settings, devices: int) -> Iterator[Event]:
 
 
 def _drawn(settings: Settings, devices: int, *, most: int) -> Iterator[Event]:
-    """Staleness uniform on [0, most], and on [0, t] as long as t is below that.
+    """Draw staleness uniformly on [0, min(most, t)] at version t.
 
-    No device comes twice in a batch before every device has come; in a round none does at all.
+    No device comes twice in a batch until every device has come, and none comes twice in a round.
     """
     size, limit = settings.strategy.batch, settings.rule.max_staleness
     parts = Participation(settings.scheduler.steps, settings.participation)
@@ -138,7 +138,7 @@ def _drawn(settings: Settings, devices: int, *, most: int) -> Iterator[Event]:
 
 @dataclass(frozen=True, slots=True)
 class _Task:
-    """A device at work."""
+    """A task that a device is working on."""
 
     n: int
     device: int
@@ -150,7 +150,7 @@ class _Task:
 
 
 class _Clock:
-    """Events on a virtual clock: devices begin when the policy says, and take their time."""
+    """Events on a virtual clock: devices start when the policy says, and work for some time."""
 
     def __init__(self, settings: Settings, devices: int) -> None:
         self._settings = settings
@@ -159,17 +159,17 @@ class _Clock:
         self._size = settings.strategy.batch
         self._limit = settings.rule.max_staleness
         self._seed = settings.run.seed
-        in_rounds = isinstance(settings.policy, Rounds)  # whose tasks end with them
+        in_rounds = isinstance(settings.policy, Rounds)  # tasks end with their round
         self._timeout_s = math.inf if in_rounds else settings.scheduler.task_timeout_s
         self._now = 0.0
         self._issued = 0
         self._version = 0
-        self._used = 0  # for the next version
+        self._used = 0  # answers used for the next version
         self._open: dict[int, _Task] = {}  # by device
         self._ends: list[tuple[float, int, _Task]] = []  # (time, task's number, task): a heap
 
     def events(self) -> Iterator[Event]:
-        """What arrives. Raises ConfigError."""
+        """Generate the events. Raises ConfigError."""
         if self._settings.devices.dropout == 1.0:
             raise ConfigError("devices.dropout = 1.0: every device vanishes, nothing ever arrives")
         match self._settings.policy:
@@ -190,12 +190,12 @@ class _Clock:
     # one task
 
     def _begin(self, idle: Sequence[int], parts: Participation, rng: random.Random) -> None:
-        """One of the idle devices begins with the newest version."""
+        """Start one of the idle devices from the newest version."""
         device = idle[parts.pick(rng, idle)]
         length = parts.length(rng, device)
         seed = rng.getrandbits(63)
         simulated = behaviour(self._settings.devices, device, seed)
-        part = 0.5 if simulated.drops_out else 1.0  # it vanishes half way
+        part = 0.5 if simulated.drops_out else 1.0  # drop-outs vanish halfway
         end = self._end(device, part * simulated.latency_s)
         given_up = self._now + self._timeout_s
         task = _Task(
@@ -207,7 +207,7 @@ class _Clock:
         heapq.heappush(self._ends, (min(end, given_up), task.n, task))
 
     def _end(self, device: int, seconds: float) -> float:
-        """When a device has worked so long from now on: it rests while it is not eligible."""
+        """Time at which a device has worked that long from now on; it rests while not eligible."""
         availability, at = self._settings.devices.availability, self._now
         while True:
             change = next_change(availability, device, self._seed, at)
@@ -218,7 +218,7 @@ class _Clock:
             at = change
 
     def _idle(self, busy: Container[int]) -> list[int]:
-        """The devices that may begin now."""
+        """Devices that may begin now."""
         availability = self._settings.devices.availability
         return [
             device
@@ -227,7 +227,7 @@ class _Clock:
         ]
 
     def _next_eligible(self, busy: Container[int]) -> float:
-        """When one more device may begin: none that is not busy may now."""
+        """Time at which the next device may begin, given that none can now."""
         availability = self._settings.devices.availability
         resting = (device for device in self._devices if device not in busy)
         return min(
@@ -236,13 +236,13 @@ class _Clock:
         )
 
     def _finished(self) -> _Task:
-        """The task that ends next: time goes on to its end."""
+        """Advance time to the next end of a task, and return that task."""
         self._now, _, task = heapq.heappop(self._ends)
         del self._open[task.device]
         return task
 
     def _arrived(self, task: _Task) -> Arrival:
-        """Its answer."""
+        """Arrival of a task's answer."""
         version = self._version
         self._used += self._limit is None or version - task.tau <= self._limit
         makes = self._used == self._size
@@ -254,13 +254,13 @@ class _Clock:
         )  # fmt: skip
 
     def _oldest(self, *more: _Task) -> int:
-        """The oldest version that a task is at work on, or a new one may get."""
+        """Oldest version that open tasks and ``more`` started from, or a new task would."""
         return min([self._version, *(task.tau for task in (*self._open.values(), *more))])
 
     # policies
 
     def _in_flight(self, n: int, mean_delay_s: float, *, poisson: bool) -> Iterator[Arrival]:
-        """So many tasks in flight; each after an exponential delay, as the scheduler has it."""
+        """Keep ``n`` tasks in flight, each after an exponential delay, as the scheduler does."""
         last = 0.0
         while True:
             wake = math.inf
@@ -284,13 +284,13 @@ class _Clock:
                 self._now = wake
 
     def _rounds(self, policy: Rounds) -> Iterator[Event]:
-        """Rounds of k devices, one after the other: with a round its tasks end."""
+        """Run rounds of k devices one after the other; open tasks end with their round."""
         while True:
             yield from self._round(policy, self._version)
             self._give_up()
 
     def _round(self, policy: Rounds, version: int) -> Iterator[Event]:
-        """The round on top of a version; who vanishes is replaced."""
+        """Run the round based on ``version``, replacing devices that vanish."""
         k, _ = wanted(policy, len(self._devices), room=None)
         since, answered, in_vain = self._now, set[int](), 0
         while self._version == version:
@@ -320,7 +320,10 @@ class _Clock:
                 yield self._arrived(task)
 
     def _fill(self, k: int, answered: set[int]) -> float:
-        """Asks devices until k have answered or are at work; when there may be one more to ask."""
+        """Start devices until k have answered or are at work.
+
+        Returns the time at which another device may become available; infinity if k are reached.
+        """
         while len(answered) + len(self._open) < k:
             busy = answered | self._open.keys()
             idle = self._idle(busy)
@@ -330,7 +333,7 @@ class _Clock:
         return math.inf
 
     def _give_up(self) -> None:
-        """Nobody waits for what is open."""
+        """Drop all open tasks."""
         self._open.clear()
         self._ends.clear()
 
@@ -341,7 +344,7 @@ class _Clock:
         return RoundOver(version, makes=makes, oldest=version, time=self._now, why=why)
 
     def _anarchic(self) -> Iterator[Arrival]:
-        """Each device decides by itself, after an exponential time without anything to do."""
+        """Let each device start by itself, after an exponentially distributed idle time."""
         initiative = self._settings.trainer.anarchic
         if initiative is None:
             raise ConfigError("scheduler.policy.kind = 'none' needs trainer.anarchic.rate")

@@ -1,7 +1,7 @@
-"""The simulation itself: arrivals in their order, trained, and given to the server's rule.
+"""The simulation itself: trains arrivals in order and passes them to the server's rule.
 
-The rule is the updater's own (:mod:`updater.progress`), local training the trainer's own
-(:meth:`trainer.task.Task.train`), or the same for several devices at once.
+The rule is the updater's own (:mod:`updater.progress`). Local training is the trainer's own
+(:meth:`trainer.task.Task.train`), or its equivalent for several devices at once.
 """
 
 from __future__ import annotations
@@ -36,64 +36,64 @@ if TYPE_CHECKING:
 
 Ending: TypeAlias = tuple[Literal["finished", "interrupted", "failed"], str]  # and why
 
-_AHEAD = 128  # arrivals among which those are looked for that can be trained together
+_AHEAD = 128  # arrivals to search for ones that can be trained together
 _MOST_REFUSED = 100  # updates in a row, as in `fedstream run`
 
 
 @dataclass(frozen=True, slots=True)
 class VersionMade:
-    """A version, and what was spent until it was there."""
+    """A version, and the cumulative cost of reaching it."""
 
     version: int
     updates: tuple[Contribution, ...]
-    """those in it"""
+    """updates in this version"""
     used: int
     """updates so far that went into a version"""
     gradients: int
-    """local steps in them"""
+    """local steps in those updates"""
     epochs: float
-    """passes over a device's data in them; what FedAsync calls global epochs are versions"""
+    """passes over a device's data in those updates (FedAsync's 'global epochs' are versions)"""
     communications: int
-    """models that the server sent and received, those that it refused among them"""
+    """models that the server sent and received so far, including refused ones"""
     time: float
-    """virtual seconds; arrivals where there is no clock"""
+    """in virtual seconds; without a clock, the number of arrivals"""
     loss: float | None
     """mean training loss of its updates"""
     metrics: dict[str, float]
-    """on the test data; empty where it was not measured"""
+    """on the test data; empty if not measured"""
 
 
 @dataclass
 class Outcome:
-    """What a simulation came to."""
+    """Result of a simulation."""
 
     versions: list[VersionMade]
     model: Model
-    """the newest version's"""
+    """of the newest version"""
     module: nn.Module
-    """the same as a module"""
+    """the same model as a module"""
     devices: int
     state: Literal["finished", "interrupted", "failed"]
     why: str
     refused: Counter[str] = field(default_factory=Counter)
     seconds: float = 0.0
-    """of the machine"""
+    """real time, not virtual"""
     measuring: float = 0.0
-    """seconds of these for metrics"""
+    """seconds of that spent on metrics"""
     together: int = 0
-    """updates that were trained together with others"""
+    """updates trained together with others"""
 
     @property
     def measured(self) -> list[VersionMade]:
-        """The versions that were measured."""
+        """Versions that were measured."""
         return [made for made in self.versions if made.metrics]
 
     def best(self, name: str = "accuracy") -> float:
-        """The highest value of a measure over the versions that were measured."""
+        """Highest value of a metric over the measured versions."""
         return max(made.metrics[name] for made in self.measured)
 
     def last(self, name: str = "accuracy") -> float:
-        """Its value at the last version that was measured."""
+        """Value of a metric at the last measured version."""
         return self.measured[-1].metrics[name]
 
 
@@ -106,15 +106,15 @@ def simulate(
     on_version: Callable[[VersionMade, Model], object] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> Outcome:
-    """Simulates the run that ``settings`` describe, to its end.
+    """Simulate the run that ``settings`` describe, to its end.
 
-    ``task``: the one that ``settings`` name, where it is loaded already: its data is read once for
-    many simulations. ``arrivals``: who arrives, in place of :func:`arrivals.plan`; as many as the
-    versions take. ``journal``: a folder to write a journal to. ``on_version`` hears of every
-    version, also 0; the model is valid during the call.
+    ``task``: the task that ``settings`` name, if already loaded, so that many simulations read its
+    data only once. ``arrivals``: events to use instead of :func:`arrivals.plan`; there must be
+    enough for all versions. ``journal``: a folder to write a journal to. ``on_version`` is called
+    for every version, including 0; the model is valid only during the call.
 
-    Raises ConfigError, JournalError; DataError, naming the device, also for whatever the task
-    raises; Fenced if there is a journal in the folder.
+    Raises ConfigError, JournalError; DataError, naming the device, also for anything the task
+    raises; Fenced if the folder already has a journal.
     """
     from fedstream.services import task_of
     from fedstream.simulation.training import use_of_torch
@@ -129,7 +129,7 @@ def simulate(
 
 @dataclass(slots=True)
 class _Base:
-    """A version that devices may start from."""
+    """Version that devices may start from."""
 
     model: Model
     version: int
@@ -137,10 +137,10 @@ class _Base:
 
 
 class _Run:
-    """A simulation while it runs.
+    """A simulation in progress.
 
-    The plan's versions are counted as if no update were refused; ``_bases`` has the model that was
-    the newest when the plan's version was made.
+    The plan counts versions as if no update were refused. ``_bases`` maps each of the plan's
+    versions to the model that was the newest when the plan made it.
     """
 
     def __init__(
@@ -170,9 +170,9 @@ class _Run:
         self._progress = Progress(State(0, x_0))
         self._digest = x_0.digest() if journal else "none"
         self._bases = {0: _Base(x_0, 0, self._digest)}
-        self._newest = 0  # of the plan's versions
+        self._newest = 0  # the plan's newest version
         self._ahead: deque[Event] = deque()
-        self._trained: dict[int, tuple[Trained, Job]] = {}  # by task's number
+        self._trained: dict[int, tuple[Trained, Job]] = {}  # by task number
         self._free: list[Model] = []
         self._entries = self._streak = 0
         self._refused: Counter[str] = Counter()
@@ -187,12 +187,12 @@ class _Run:
         )
 
     def close(self) -> None:
-        """Everything is on disk."""
+        """Sync the journal to disk and close it."""
         if self._journal is not None:
             self._journal.close()
 
     def outcome(self) -> Outcome:
-        """Runs it to its end."""
+        """Run the simulation to its end."""
         from fedstream.trainer.vector import load
 
         began = time.perf_counter()
@@ -223,7 +223,7 @@ class _Run:
         return self._ahead.popleft()
 
     def _trained_for(self, arrival: Arrival) -> tuple[Trained, Job]:
-        """What comes of an arrival's training, and of others' that can be trained with it."""
+        """Result of an arrival's training; also trains others ahead that can be trained with it."""
         if arrival.n not in self._trained:
             jobs = [self._job(one) for one in self._trainable(arrival)]
             for job, trained in zip(jobs, self._training.train(jobs), strict=True):
@@ -231,7 +231,7 @@ class _Run:
         return self._trained.pop(arrival.n)
 
     def _trainable(self, first: Arrival) -> list[Arrival]:
-        """``first`` and arrivals behind it whose versions are made, as many as suit the machine."""
+        """``first`` and later arrivals with known base versions, as many as train well together."""
         sizes = self._training.sizes
         if sizes == (1,):
             return [first]
@@ -244,7 +244,7 @@ class _Run:
                 break
             if isinstance(event, RoundOver) or event.version >= self._newest + left:
                 continue
-            # Its c_i is not known before its answer that comes first was taken in.
+            # The device's c_i is unknown until its earlier answer has been processed.
             waits = self._strategy.controls and event.device in devices
             devices.add(event.device)
             if event.tau <= self._newest and event.n not in self._trained and not waits:
@@ -261,7 +261,7 @@ class _Run:
         )  # fmt: skip
 
     def _follow(self, event: Event) -> None:
-        """The plan's newest version is this one now; versions that nobody starts from go."""
+        """Advance the plan's newest version, and drop versions that no device will start from."""
         if event.makes:
             self._newest += 1
             state = self._progress.state
@@ -273,7 +273,7 @@ class _Run:
         return self._free.pop() if self._free else Model(self._progress.state.model.layout)
 
     def _release(self, *models: Model) -> None:
-        """These are not used any more, unless somebody starts from them or the state has them."""
+        """Recycle models, except those that are still a base or part of the state."""
         used = {id(model) for model in self._progress.state.models()}
         used |= {id(base.model) for base in self._bases.values()}
         self._free += [model for model in models if id(model) not in used]
@@ -281,7 +281,7 @@ class _Run:
     # what arrives
 
     def _take(self, arrival: Arrival, trained: Trained, job: Job) -> None:
-        """An answer is taken in."""
+        """Process an answer."""
         before, update = self._progress, job.into
         self._answers += 1
         upload = Upload(
@@ -345,7 +345,7 @@ class _Run:
     # versions
 
     def _made(self, step: Step, at: float) -> VersionMade | None:
-        """The version that a step made, measured if it is its turn; whether it is the last."""
+        """The version that a step made, measured if due; also sets the ending if it's the last."""
         if step.made is None:
             return None
         state, updates, run = step.after.state, step.made, self._settings.run
@@ -355,7 +355,7 @@ class _Run:
             batch = self._training.solver(update.device).batch_size
             self._used += 1
             self._gradients += update.steps
-            # what a task of its own trained may have been no samples at all
+            # a user's own train() may report 0 samples
             self._epochs += update.steps / max(1, math.ceil(update.samples / (batch or math.inf)))
         every, last = self._settings.simulation.evaluate_every, state.version >= run.versions
         due = last or (every and state.version % every == 0)

@@ -1,4 +1,4 @@
-"""The journal of a simulated run, as the updater would have written it. Its clock is virtual."""
+"""The journal of a simulated run, as the updater would write it, but with virtual times."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Happened:
-    """What the simulation says of an entry, beside what came of it."""
+    """Facts about an entry that only the simulation knows."""
 
-    n: int  # of the run's entries
+    n: int  # number of the entry in the run
     time: float
-    digest: str | None  # of the version that it made
-    finished: str | None  # why the run is over with it
+    digest: str | None  # of the version it made, if any
+    finished: str | None  # why the run ended with it, if it did
 
 
 class Recorder:
-    """Writes a journal: a segment with a record for every update and every round's end."""
+    """Writer of a journal: one segment, with a record for every update and end of a round."""
 
     def __init__(
         self, folder: Path, settings: Settings, devices: int, progress: Progress, digest: str
     ) -> None:
-        """Begins it. Raises JournalError; Fenced if there is one."""
+        """Begin the journal. Raises JournalError; Fenced if there is one already."""
         self._settings = settings.journal
         head = SegmentHead(
             epoch=1, number=0, lineage=f"simulation-{settings.run.seed}", run=settings.run.name,
@@ -54,7 +54,7 @@ class Recorder:
     def taken(
         self, upload: Upload, model: Model, step: Step, about: Happened, sizes: Counted
     ) -> None:
-        """An update that was used."""
+        """Record an update that was used."""
         decision = step.decision
         if decision is None or decision.outcome == "dropped":
             raise RuntimeError("an update that was not used")
@@ -67,7 +67,7 @@ class Recorder:
     def refused(
         self, upload: Upload, reason: str, version: int, about: Happened, sizes: Counted
     ) -> None:
-        """An update that was not."""
+        """Record an update that was refused."""
         late = version - upload.tau
         self._add(upload, about, "refused", late, version, reason=reason, sizes=sizes)
 
@@ -92,7 +92,7 @@ class Recorder:
         self._writer.append(record, *payload)
 
     def round_over(self, over: RoundOver, round_: int, version: int, about: Happened) -> None:
-        """The end of the round on top of version ``round_``."""
+        """Record the end of the round based on version ``round_``."""
         record = RoundClosed(
             entry=f"{about.n}-0", round=round_, why=over.why, version=version, digest=about.digest,
             time=about.time, received=about.time, finished=about.finished,
@@ -100,6 +100,6 @@ class Recorder:
         self._writer.append(record)
 
     def close(self) -> None:
-        """Everything is on disk."""
+        """Sync everything to disk and close the journal."""
         self._writer.sync()
         self._writer.close()

@@ -17,22 +17,22 @@ class NoStaleness(Section):
 
 
 class UniformStaleness(Section):
-    """d uniform on [0, ``most``], and on [0, t] as long as t is below that (FedAsync)."""
+    """d uniform on [0, min(``most``, t)] at version t (FedAsync)."""
 
     kind: Literal["uniform"] = "uniform"
     most: Annotated[int, Field(ge=0)] = 4
 
 
 class RecentStaleness(Section):
-    """Each device starts from one of the last ``of`` versions that there are, uniformly (AFL)."""
+    """Each device starts from one of the last ``of`` existing versions, uniformly (AFL)."""
 
     kind: Literal["recent"] = "recent"
     of: Annotated[int, Field(ge=1)] = 5
 
 
 class LatencyStaleness(Section):
-    """Staleness emerges: devices take the time that ``[devices]`` says, ``scheduler.policy`` says
-    when they begin, and the clock is virtual."""
+    """Staleness emerges on a virtual clock: devices begin when ``scheduler.policy`` says, and take
+    the time that ``[devices]`` says."""
 
     kind: Literal["latency"] = "latency"
 
@@ -44,21 +44,21 @@ class SimulationSettings(Section):
     """How ``fedstream simulate`` differs from a run of services."""
 
     staleness: Annotated[Staleness, Field(discriminator="kind")] | None = None
-    """None: what suits the strategy, ``none`` for FedAvg and else ``uniform``"""
+    """None: the policy's default, ``none`` for rounds and otherwise ``uniform``"""
     evaluate_every: Annotated[int, Field(ge=0)] = 10
-    """versions; the last one is measured too; 0: that one alone"""
+    """in versions; the last one is always measured; 0: only the last"""
     device: Place = "cpu"
     precision: Literal["float32", "bfloat16"] = "float32"
-    """bfloat16: of layers while they train (autocast, channels last); the weights stay float32."""
+    """bfloat16: for layers while training (autocast, channels last); weights stay float32"""
     batched: bool = True
-    """Train as is faster and the same to rounding: together, convolutions with channels last."""
+    """train in faster ways that are equal up to rounding: devices together, channels last"""
     threads: Annotated[int, Field(ge=1)] | None = None
-    """of torch; None: as many as it takes by itself"""
+    """of torch; None: torch's own default"""
 
     @field_validator("staleness", mode="before")
     @classmethod
     def _told_by_its_key(cls, table: object) -> object:
-        """``most`` alone is about uniform staleness."""
+        """Take a table with only ``most`` as uniform staleness."""
         if isinstance(table, dict) and table.keys() == {"most"}:
             return {"kind": "uniform"} | table
         return table

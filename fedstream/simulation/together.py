@@ -1,12 +1,11 @@
 """Local training of several devices at once: the same steps on stacked models.
 
-Small models lose their time between the kernels: one kernel for all devices takes little longer
-than one for each. Gradients come from ``torch.func``, those of logistic regression from their
-formula. The minibatches are those that each device would draw alone, the result is the same to
-rounding.
+With small models, kernel launches dominate, so one kernel for all devices takes little longer than
+a kernel for one. Gradients come from ``torch.func``, or for logistic regression from a formula.
+Each device gets the minibatches that it would draw alone, and results are equal up to rounding.
 """
 
-# ruff: noqa: SLF001  (torch's operations on lists, torch._foreach_*, are private by name alone)
+# ruff: noqa: SLF001  (torch's operations on lists, torch._foreach_*, are private in name only)
 
 from __future__ import annotations
 
@@ -39,16 +38,16 @@ if TYPE_CHECKING:
 
     At = slice | torch.Tensor  # places among the devices
 
-_WIDTH = 50  # models at once: with more, their minibatches leave the cache
-_SIZES = (_WIDTH, 20, 10)  # so many, unless they are fewer: each size is traced on its own
-_REGRESSIONS = 100  # logistic regressions at once, in parts of at most
-_PART = 25  # so many: of more the minibatches leave the cache, with fewer Python takes the time
-_OFTEN = 20  # steps of one shape, before it is traced
-LEAST = 3  # with fewer, one after the other is as fast
-_PARAMETERS = 100_000  # larger models keep the machine busy by themselves
-_ROWS_BYTES = 2 << 30  # of all devices' data, which is copied to lie in one piece
+_WIDTH = 50  # models at once: with more, their minibatches don't fit the cache
+_SIZES = (_WIDTH, 20, 10)  # preferred group sizes; few, because each is traced separately
+_REGRESSIONS = 100  # logistic regressions at once, in parts of at most _PART
+_PART = 25  # with more, minibatches don't fit the cache; with fewer, Python's overhead dominates
+_OFTEN = 20  # steps of one shape before it is traced
+LEAST = 3  # with fewer devices, training one by one is as fast
+_PARAMETERS = 100_000  # larger models use the whole machine on their own
+_ROWS_BYTES = 2 << 30  # limit for all devices' data, which is copied into one block
 _MINUS_1 = torch.tensor(-1.0)
-_UNSUITED = (  # state or random numbers of their own, or kernels that are not faster so
+_UNSUITED = (  # layers with state or random numbers, or with no faster kernels for stacks
     nn.modules.batchnorm._BatchNorm,  # (their common bases have no public name)
     nn.modules.conv._ConvNd,
     nn.modules.dropout._DropoutNd,
@@ -57,7 +56,7 @@ _UNSUITED = (  # state or random numbers of their own, or kernels that are not f
 
 
 def suits(task: Task, module: nn.Module, solver: SolverSettings) -> bool:
-    """Whether training several devices together is possible, and faster."""
+    """Whether training several devices together is possible and faster."""
     parameters = list(module.parameters())
     return (
         type(task).train is Task.train
@@ -70,30 +69,30 @@ def suits(task: Task, module: nn.Module, solver: SolverSettings) -> bool:
 
 
 class _Room(threading.local):
-    """Memory for minibatches, which every thread has of its own and uses again."""
+    """Reusable memory for minibatches, separate for each thread."""
 
     def __init__(self, columns: Sequence[torch.Tensor]) -> None:
-        self.of = [column.new_empty(0) for column in columns]  # it grows to what is taken
+        self.of = [column.new_empty(0) for column in columns]  # grows on demand
 
 
 class Rows:
-    """All devices' data in one piece: a minibatch for each of several devices is one indexing."""
+    """All devices' data in one block, so that one indexing takes minibatches of many devices."""
 
     def __init__(self, shares: Sequence[TensorDataset], device: str) -> None:
         self.sizes = [len(share) for share in shares]
         columns = zip(*(share.tensors for share in shares), strict=True)
         self.columns = [_in_one_piece(column).to(device) for column in columns]
-        self.begins = torch.tensor([0, *self.sizes]).cumsum(0)  # of the devices' rows
+        self.begins = torch.tensor([0, *self.sizes]).cumsum(0)  # first row of each device
         self._room = _Room(self.columns)
 
     def take(self, rows: torch.Tensor) -> list[torch.Tensor]:
-        """The minibatches of these rows, of shape (devices, size).
+        """Minibatches of these rows, where ``rows`` has the shape (devices, size).
 
-        Valid until the same thread takes the next.
+        They are valid until the same thread's next call.
         """
         index, taken, room = rows.flatten(), [], self._room.of
         for number, column in enumerate(self.columns):
-            if len(room[number]) < len(index):  # new memory costs more than the copy
+            if len(room[number]) < len(index):  # allocating costs more than copying
                 room[number] = column.new_empty((len(index), *column.shape[1:]))
             minibatches = room[number][: len(index)]
             torch.index_select(column, 0, index.to(column.device), out=minibatches)
@@ -102,7 +101,7 @@ class Rows:
 
 
 def rows_of(data: Callable[[int], Dataset[Any]], devices: int, device: str) -> Rows | None:
-    """All devices' data; None if it is not tensors of one shape, or more than is copied."""
+    """All devices' data; None if it isn't tensors of equal shapes, or exceeds 2 GiB."""
     shares = [data(number) for number in range(devices)]
     tensors = [share.tensors for share in shares if type(share) is TensorDataset]
     if len(tensors) < devices or any(
@@ -117,10 +116,10 @@ def rows_of(data: Callable[[int], Dataset[Any]], devices: int, device: str) -> R
 
 
 def _in_one_piece(parts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """A tensor that has all the parts' rows, one after the other.
+    """Tensor with all the parts' rows in order.
 
-    In numpy's memory: it asks the kernel for large pages, in which rows from all over are found in
-    half the time.
+    Its memory comes from numpy, which asks the kernel for huge pages: gathering scattered rows then
+    takes half the time.
     """
     first, rows = parts[0], sum(len(part) for part in parts)
     memory = np.empty(sum(part.nbytes for part in parts), np.uint8)
@@ -129,7 +128,7 @@ def _in_one_piece(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class Together:
-    """Trains groups of devices."""
+    """Training of groups of devices."""
 
     def __init__(
         self,
@@ -155,7 +154,7 @@ class Together:
             return value.view(())
 
         gradients = vmap(grad_and_value(loss, argnums=tuple(range(count))))
-        # A loss of the user's own may do more than compute, which a trace would forget.
+        # A user's own loss may have side effects, which a trace would lose.
         self._gradients: Callable[..., Any]
         self._gradients = _Gradients(gradients, traceable=type(task).loss is Task.loss)
         self.sizes: tuple[int, ...] = _SIZES
@@ -166,16 +165,16 @@ class Together:
                 self._threads, self._in_parts = torch.get_num_threads(), True
         self._pool = ThreadPoolExecutor(
             self._threads, initializer=torch.set_num_threads, initargs=(1,)
-        )  # which starts a thread when there is work for it
+        )  # starts threads only when there is work
 
     def train(self, jobs: Sequence[Job]) -> list[Trained]:
-        """Writes every device's x_new into the parameters of its ``into``.
+        """Write every device's x_new into the parameters of its ``into``.
 
-        Raises Cancelled; RuntimeError where the task's loss can't be computed for several at once.
+        Raises Cancelled; RuntimeError if the task's loss can't be computed for several at once.
         """
         self._module.train()
         steps = [self._steps(job) for job in jobs]
-        # The longest first: those still at work are the first so many.
+        # Longest first, so that the devices still at work are always the leading ones.
         order = sorted(range(len(jobs)), key=lambda one: -steps[one])
         rounds = math.ceil(len(jobs) / (_PART * self._threads)) if self._in_parts else 0
         count = min(rounds * self._threads, len(jobs)) or 1
@@ -183,18 +182,18 @@ class Together:
         given = [([jobs[one] for one in part], [steps[one] for one in part]) for part in parts]
         if min(count, self._threads) == 1:
             trained = [self._part(*some) for some in given]
-        else:  # threads that share each operation wait for each other at its end: these don't
+        else:  # one thread per part: threads within each operation would wait for one another
             trained = list(self._pool.map(self._part, *zip(*given, strict=True)))
         return [trained[place % count][place // count] for place in np.argsort(order)]
 
     def _steps(self, job: Job) -> int:
-        """How many a job takes."""
+        """Number of steps of a job."""
         samples = self._rows.sizes[job.arrival.device]
         epoch = math.ceil(samples / _batch(samples, self._solver))
         return job.arrival.steps or (job.arrival.epochs or 0) * epoch
 
     def _part(self, jobs: Sequence[Job], steps: Sequence[int]) -> list[Trained]:
-        """Trains several at once, the longest first."""
+        """Train several jobs at once; the longest must come first."""
         samples = [self._rows.sizes[job.arrival.device] for job in jobs]
         seeds = [job.arrival.seed for job in jobs]
         draws = Draws(list(zip(samples, seeds, steps, strict=True)), self._solver)
@@ -220,14 +219,14 @@ class Together:
         return torch.from_numpy(np.stack(vectors)).to(self._where)
 
     def _parts(self, vectors: torch.Tensor | None) -> list[torch.Tensor]:
-        """Each parameter's part of every device's vector."""
+        """Split stacked vectors into parameters, each of shape (devices, *shape)."""
         if vectors is None:
             return []
         parts = torch.split(vectors, [shape.numel() for shape in self._shapes], dim=1)
         return [part.view(-1, *shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     def _correction(self, jobs: Sequence[Job]) -> torch.Tensor:
-        """SCAFFOLD's c - c_i of each."""
+        """SCAFFOLD's c - c_i of each device."""
         c = self._stack([job.base.controls for job in jobs])
         for n, job in enumerate(jobs):
             if job.device_control is not None:
@@ -260,9 +259,9 @@ class Together:
 
 
 class _Training:
-    """x <- x - gamma g of several devices, as :func:`trainer.solvers.solve` has it.
+    """Steps x <- x - gamma g of several devices, as in :func:`trainer.solvers.solve`.
 
-    Of each parameter there is one tensor, whose first dimension is the devices.
+    Each parameter is one tensor with the devices as its first dimension.
     """
 
     def __init__(
@@ -277,7 +276,7 @@ class _Training:
         self._momentum = [torch.zeros_like(part) for part in x] if solver.momentum else []
 
     def step(self, at: At, x: list[torch.Tensor], gradients: Tensors) -> None:
-        """Of the devices at some places; ``x`` is what is there."""
+        """Take a step of the devices at the places ``at``, whose parameters are ``x``."""
         g, solver = gradients, self._solver
         if solver.clip_norm is not None:
             norms = [torch.linalg.vector_norm(part.flatten(1), dim=1) for part in g]
@@ -302,16 +301,16 @@ class _Training:
 
 
 def _put(parts: list[torch.Tensor], at: At, values: list[torch.Tensor]) -> None:
-    """What was changed goes back to its places; a slice of them was changed in place."""
+    """Write changed values back to their places; needless for slices, which share memory."""
     if not isinstance(at, slice):
         for part, value in zip(parts, values, strict=True):
             part[at] = value
 
 
 class Draws:
-    """The rows that each of several devices' :class:`trainer.solvers.Minibatches` would give.
+    """Rows that each device's :class:`trainer.solvers.Minibatches` would draw.
 
-    Devices with as many samples begin their passes together, and are drawn for at once.
+    Devices with equally many samples begin their passes together, so they are drawn together.
     """
 
     def __init__(self, jobs: Sequence[tuple[int, int, int]], solver: SolverSettings) -> None:
@@ -325,7 +324,7 @@ class Draws:
         ]
 
     def of(self, step: int) -> list[tuple[At, torch.Tensor]]:
-        """Places of the devices still at work, and their rows; those of one size together."""
+        """Places and rows of the devices still at work, grouped by minibatch size."""
         found: dict[int, list[tuple[torch.Tensor, torch.Tensor]]] = {}
         for places, passes in self._passes:
             rows = passes.of(step)
@@ -340,7 +339,7 @@ class Draws:
 
 
 class _Passes:
-    """Shuffled passes of devices with as many samples each."""
+    """Shuffled passes of devices with equally many samples."""
 
     def __init__(
         self, samples: int, jobs: Sequence[tuple[int, int]], solver: SolverSettings
@@ -354,7 +353,7 @@ class _Passes:
         self._rows = torch.empty((len(jobs), self._used), dtype=torch.int64)
 
     def of(self, step: int) -> torch.Tensor:
-        """Rows of shape (devices still at work, size); steps are asked for one after the other."""
+        """Rows of shape (devices still at work, size); call it for each step in order."""
         first = step * self._size % self._rounded
         working = sum(steps > step for steps in self._steps)
         if first == 0:
@@ -372,10 +371,10 @@ def _batch(samples: int, solver: SolverSettings) -> int:
 
 
 class _Gradients:
-    """(gradients, loss) of several models: by ``torch.func``, what comes often by a trace of it.
+    """(gradients, loss) of several models, by ``torch.func``; traced for frequent shapes.
 
-    ``torch.func`` takes a millisecond of Python a step, whatever is computed; a trace takes less,
-    but holds for one shape, and making it takes as long as a hundred steps.
+    ``torch.func`` costs a millisecond of Python per step, whatever it computes. A trace costs less,
+    but fits only one shape, and making it takes as long as a hundred steps.
     """
 
     def __init__(self, function: Callable[..., Any], *, traceable: bool) -> None:
@@ -385,14 +384,14 @@ class _Gradients:
         self._traces: dict[tuple[torch.Size, ...], Callable[..., Any]] = {}
 
     def __call__(self, *given: torch.Tensor) -> Any:
-        """Of each model, whose parameters come first, on its minibatch."""
+        """Compute them for each model on its minibatch; ``given`` starts with the parameters."""
         shapes = tuple(tensor.shape for tensor in given)
         trace = self._traces.get(shapes)
         if trace is not None:
             return trace(*given)
         self._seen[shapes] += 1
         if self._traceable and self._seen[shapes] == _OFTEN:
-            with warnings.catch_warnings():  # torch.compile, which it advises, needs a compiler
+            with warnings.catch_warnings():  # it recommends torch.compile, which needs a compiler
                 warnings.simplefilter("ignore", DeprecationWarning)
                 self._traces[shapes] = torch.jit.trace(  # type: ignore[no-untyped-call]
                     make_fx(self._function)(*given), given, check_trace=False
@@ -401,7 +400,7 @@ class _Gradients:
 
 
 def _is_regression(task: Task, module: nn.Module, rows: Rows) -> bool:
-    """Whether it is logistic regression, all of whose classes have scores."""
+    """Whether this is logistic regression with a score for every class in the data."""
     if type(module) is not nn.Linear or type(task).loss is not Task.loss or len(rows.columns) != 2:
         return False
     x, y = rows.columns
@@ -413,9 +412,9 @@ def _is_regression(task: Task, module: nn.Module, rows: Rows) -> bool:
 
 
 class _OfRegressions(threading.local):
-    """(gradients, loss) of several logistic regressions: of the scores it is p - [class = y].
+    """(gradients, loss) of several logistic regressions; the scores' gradient is p - [class = y].
 
-    The gradients' memory is used again, that of each thread: fresh pages cost as much as the sums.
+    Each thread reuses its memory for gradients: fresh pages cost as much as the computation.
     """
 
     def __init__(self) -> None:
@@ -437,7 +436,7 @@ class _OfRegressions(threading.local):
 
 
 class _WeightsFirst(TorchFunctionMode):
-    """Linear layers as W x^T: stacked, this is twice as fast as x W^T where W has few rows."""
+    """Linear layers computed as W x^T: stacked, twice as fast as x W^T if W has few rows."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -450,7 +449,7 @@ class _WeightsFirst(TorchFunctionMode):
 
 
 class _Loss(nn.Module):
-    """The task's loss as a module, whose weights can be given from outside."""
+    """The task's loss as a module, so that weights can be passed in."""
 
     def __init__(self, task: Task, model: nn.Module) -> None:
         super().__init__()
@@ -458,5 +457,5 @@ class _Loss(nn.Module):
         self._task = task
 
     def forward(self, batch: list[torch.Tensor]) -> torch.Tensor:
-        """The loss on one minibatch."""
+        """Loss on one minibatch."""
         return self._task.loss(self.model, batch)

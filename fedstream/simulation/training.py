@@ -1,4 +1,4 @@
-"""Local training and measuring in a simulation: on CPU or CUDA, one after the other or together."""
+"""Local training and measuring in a simulation, on CPU or CUDA, one by one or together."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A device's training from a version."""
+    """A device's training that starts from a version."""
 
     arrival: Arrival
     base: Model
@@ -44,14 +44,17 @@ class Job:
     digest: str
     """of x_tau"""
     into: Model
-    """Takes what the device sends."""
+    """receives what the device sends"""
     device_control: Floats | None
     """SCAFFOLD's c_i; None: zero"""
 
 
 @contextmanager
 def use_of_torch(settings: SimulationSettings) -> Iterator[None]:
-    """torch as the settings want it, and afterwards as it was. Raises ConfigError without CUDA."""
+    """Configure torch as the settings say, and restore it afterwards.
+
+    Raises ConfigError if the settings ask for CUDA and there is none.
+    """
     check("simulation.device", settings.device)
     threads, deterministic = torch.get_num_threads(), torch.backends.cudnn.deterministic
     if settings.threads is not None:
@@ -65,7 +68,7 @@ def use_of_torch(settings: SimulationSettings) -> Iterator[None]:
 
 
 class Training:
-    """Trains what is asked for."""
+    """Local training of devices."""
 
     def __init__(
         self,
@@ -103,30 +106,30 @@ class Training:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """As many devices as are best trained together; the first is the most."""
+        """Numbers of devices that are best trained together, the largest first."""
         return self._group.sizes if self._group is not None else (1,)
 
     def train(self, jobs: Sequence[Job]) -> list[Trained]:
-        """Fills every job's ``into``. Raises Cancelled; DataError for what the task raises."""
+        """Train all jobs into their ``into``. Raises Cancelled; DataError if the task raises."""
         if self._group is None or len(jobs) < together.LEAST:
             return [self._alone(job) for job in jobs]
         try:
             trained = self._group.train(jobs)
         except Cancelled:
             raise
-        except Exception:  # a loss that looks at its values, or draws, may do that alone;
-            self._group = None  # else whose fault it is comes out so
+        except Exception:  # a loss that branches on values or draws may still work one by one;
+            self._group = None  # if not, that attempt raises the error with the device's number
             return self.train(jobs)
         self.together += len(jobs)
         return [self._as_sent(job, one) for job, one in zip(jobs, trained, strict=True)]
 
     def solver(self, device: int) -> SolverSettings:
-        """What a device trains with."""
+        """Solver that a device trains with."""
         with blamed(f"device {device}"):
             return chosen(self._task, device, self._solvers)
 
     def data(self, device: int) -> Dataset[Any]:
-        """A device's data, where the module is."""
+        """A device's data, placed where the module is."""
         if device not in self._data:
             self._data[device] = placed(self._given(device), self._settings.simulation.device)
         return self._data[device]
@@ -136,7 +139,7 @@ class Training:
             return self._task.device_data(device)
 
     def _alone(self, job: Job) -> Trained:
-        """One device's training, as a trainer does it."""
+        """Train one device as a trainer does."""
         arrival, controls = job.arrival, self._strategy.controls
         work = Work(
             device=arrival.device, task=f"task-{arrival.n}", version=job.version,
@@ -146,10 +149,10 @@ class Training:
         )  # fmt: skip
         try:
             return self._solve(job, work)
-        except DataError:  # a model may need its layers' results in the layout that it knows;
+        except DataError:  # a model may rely on contiguous activations, so try that layout
             if not self._channels_last:
                 raise
-            self._channels_last = False  # else what is wrong comes out so
+            self._channels_last = False  # if the error had another cause, it is raised again
             return self._solve(job, work)
 
     def _solve(self, job: Job, work: Work) -> Trained:
@@ -169,7 +172,7 @@ class Training:
 
     @contextmanager
     def _layout(self) -> Iterator[None]:
-        """How the module lies in memory while it trains."""
+        """Memory layout of the module while it trains."""
         if not self._channels_last:
             yield
             return
@@ -180,16 +183,16 @@ class Training:
             _lay_out(self.module, torch.contiguous_format)
 
     def _precision(self) -> AbstractContextManager[object]:
-        """How layers compute while they train."""
+        """Precision in which layers compute while they train."""
         simulation = self._settings.simulation
         if simulation.precision == "float32":
             return nullcontext()
-        # Its cache would keep the weights as they were before the first step.
+        # autocast's cache would keep the weights from before the first step.
         return torch.autocast(simulation.device, torch.bfloat16, cache_enabled=False)
 
 
 def _faster_channels_last(task: Task, module: nn.Module) -> bool:
-    """Whether layers compute the same to rounding, and faster, with the channels last: images'."""
+    """Whether channels last is faster, and equal up to rounding: for convolutions on CPU."""
     parts = list(module.modules())
     return (
         type(task).train is Task.train
@@ -203,7 +206,7 @@ def _lay_out(module: nn.Module, layout: torch.memory_format) -> None:
 
 
 class Measuring:
-    """Measures models on the task's test data, in float32."""
+    """Measurement of models on the task's test data, in float32."""
 
     def __init__(self, settings: SimulationSettings, task: Task, training: Training) -> None:
         self._task = task
@@ -213,7 +216,7 @@ class Measuring:
             self._data = placed(data, settings.device) if data is not None else None
 
     def __call__(self, model: Model) -> dict[str, float]:
-        """The measures; none if there is no test data."""
+        """Metrics of a model; empty if there is no test data."""
         if self._data is None:
             return {}
         vector.load(model, self._training.module)
@@ -223,7 +226,7 @@ class Measuring:
 
 @contextmanager
 def blamed(what: str) -> Iterator[None]:
-    """What the user's task raises is a DataError, which says what it was about."""
+    """Turn whatever the user's task raises into a DataError that says what it concerned."""
     try:
         yield
     except (FedstreamError, Cancelled):
