@@ -88,7 +88,7 @@ def page(
 
 
 class App:
-    """The routes of the coordinator. ``downloads``: concurrent, of models.
+    """The routes of the coordinator. ``downloads``: of models, at most so many at once.
 
     If there is a token, status and models require it.
     """

@@ -96,7 +96,7 @@ class Scheduler:
         self._view: View | None = None  # None: at the start, and after an error
         self._last = 0.0
         self._round = (-1, 0.0)  # version, since when
-        self._asked: tuple[int, tuple[str, ...]] = (-1, ())  # version and tasks of the last close
+        self._asked: tuple[int, tuple[str, ...]] = (-1, ())  # to close: version, tasks
         self._asked_at = 0.0
         self._since: dict[str, float] = {}  # open tasks: when they were opened, as far as known
         self._given_up: dict[str, float] = {}  # overdue tasks: when giving up was last asked

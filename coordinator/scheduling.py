@@ -77,7 +77,7 @@ class Situation:
     mean_staleness: float
     trainers: int  # alive
     model_bytes: int
-    devices: tuple[int, ...]  # that can be reached
+    devices: tuple[int, ...]  # that a trainer serves
     last: float  # when it last triggered (Poisson: when that was due), or began to lead
     round_since: float  # when the round began, or was extended after a time-out
     since: Mapping[str, float] = field(default_factory=dict)  # when tasks were opened, if known

@@ -126,7 +126,7 @@ class Coordinator:
         # start counts as a delivery, a failure of Redis since then does not.
         self._unsure = dict.fromkeys(self._groups, "crash")
         self._read: list[Given] = []  # and not yet decided on
-        self._swept = 0.0  # when last
+        self._swept = 0.0  # when the last sweep ended
         self._hears_since = 0.0
         self._searched = 0.0  # when last, for open tasks without an entry
         self._without_entry: dict[str, str] = {}  # what the last search found

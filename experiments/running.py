@@ -110,7 +110,7 @@ def jobs_of(
 
 
 def chosen(experiment: Experiment, patterns: Sequence[str]) -> list[Cell]:
-    """The cells that match any pattern, in the experiment's order. Raises ConfigError."""
+    """The cells that match any pattern, in order; without patterns, all. Raises ConfigError."""
     labels = [cell.label for cell in experiment.cells]
     for pattern in patterns:
         if pattern not in labels and not fnmatch.filter(labels, pattern):
@@ -255,7 +255,7 @@ class Store:
 
         A run is outdated if its cell no longer exists or is now configured otherwise. ``again``:
         drop all runs too, or those in ``some``. Raises ConfigError if there are results of another
-        scale.
+        scale, unless all are dropped.
         """
         there = self.scale()
         if there is not None and there != scale and not (again and some is None):

@@ -248,7 +248,7 @@ class _Wrong:
         self.node = _find(tree, self.key)
 
     def becomes_text(self) -> bool:
-        """Replace a value by its text where a string is expected; return whether it was.
+        """Replace a value by its text where a string is expected; return whether it did so.
 
         A password may consist of digits only.
         """
@@ -261,7 +261,7 @@ class _Wrong:
         return True
 
     def becomes_default(self) -> bool:
-        """Fill in a table's missing kind from the key's default; return whether it was.
+        """Fill in a table's missing kind from the key's default; return whether it did so.
 
         Not if the table has a key that only another kind has: ``strategy.alpha=0.3`` alone
         configures the default strategy.

@@ -47,8 +47,8 @@ class HttpSettings(Section):
     health_port: int = Field(default=0, ge=0, le=65535)  # of probes and metrics; likewise
     token: Annotated[Annotated[SecretStr, Field(min_length=16)] | None, Field(exclude=True)] = None
     connections: Annotated[int, Field(ge=1)] = 256  # concurrent, on ``port``
-    idle_s: Annotated[float, Field(gt=0)] = 15.0  # to close a connection without a complete request
-    write_s: Annotated[float, Field(gt=0)] = 15.0  # to cut off a reader that takes nothing
+    idle_s: Annotated[float, Field(gt=0)] = 15.0  # then a connection without a request is closed
+    write_s: Annotated[float, Field(gt=0)] = 15.0  # then a reader that takes nothing is cut off
 
 
 def problem(status: int, text: str, *, retry_after_s: int | None = None) -> web.Response:

@@ -26,7 +26,7 @@ VARIANCE, SPREAD, START = 0.5, 0.3, 3.0  # sigma^2, of the centres, every coordi
 
 
 def objective() -> Quadratics:
-    """Ten devices with one Hessian, eigenvalues .2 to 1; the paper gives no centres or noise."""
+    """Ten devices with one Hessian, eigenvalues .2 to 1; centres and noise are our choice."""
     centres = np.random.default_rng(0).normal(0.0, SPREAD, (DEVICES, 10))
     return Quadratics(fan(0.2, 1.0, DEVICES), centres, VARIANCE)
 
