@@ -1,4 +1,4 @@
-"""What a journal tells whoever looks at it afterwards: pure reading, record by record."""
+"""Inspecting a journal afterwards: it is only read, record by record."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from fedstream.updater.journal import (
 from fedstream.updater.rebuild import Diverged, NotRecorded, Rebuild, is_used
 
 FOLDER = "journal"  # in a run's output folder
-_LATER = 100  # versions in which an update is looked for that the other run took now
+_LATER = 100  # later versions in which to look for an update that the other run took now
 
 
-Read: TypeAlias = Callable[[int], object]  # hears of bytes that were read
+Read: TypeAlias = Callable[[int], object]  # is told how many bytes were read
 
 
 def _unheard(_bytes: int) -> None:
-    """Nobody wants to hear of it."""
+    """Ignore how many bytes were read."""
 
 
 @contextmanager
 def opened(path: Path) -> Iterator[list[Segment]]:
-    """The segments that count, oldest first, of a run's folder, a journal's, or one segment's file.
+    """The segments that count, oldest first, of a run's folder, a journal's, or a segment's file.
 
-    A segment by itself counts as far as it is whole. Raises JournalError.
+    A single segment counts as far as it is whole. Raises JournalError.
     """
     chain = [Segment(path)] if path.is_file() else segments(journal_of(path))
     try:
@@ -56,13 +56,13 @@ def opened(path: Path) -> Iterator[list[Segment]]:
 
 
 def journal_of(path: Path) -> Path:
-    """The journal of a run's folder; a journal's folder itself."""
+    """The journal's folder in a run's folder; a journal's own folder is returned as it is."""
     inside = path / FOLDER
     return inside if inside.is_dir() else path
 
 
 def entries(segment: Segment, cut: Cut | None) -> Iterator[tuple[Record, Entry]]:
-    """The records behind the standing with what they say; payloads are not read."""
+    """The records after the standing, with their messages; payloads are not read."""
     for record in segment.records(cut):
         if not isinstance(record.message, Taken | RoundClosed):
             raise JournalError(f"{record.place.where}: a record that does not belong here")
@@ -82,32 +82,32 @@ def newest(chain: Sequence[Segment]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A record and the models around it. They may be read until the next move."""
+    """A record and the models around it, which are valid until the next move."""
 
     record: Record
     message: Standing | Entry
-    before: Model | None  # that an update met; None: nobody knows, for want of weights
+    before: Model | None  # that an update was mixed into; None: unknown for lack of weights
     update: Model | None
     after: Model | None  # of the message's version
-    reweighed: bool = False  # this machine computes another weight, by a hair
+    reweighed: bool = False  # this machine computes a minimally different weight
 
     @property
     def is_made(self) -> bool:
-        """Whether its version begins with it."""
+        """Whether its version begins with this record."""
         return self.message.digest is not None
 
 
 def moves(
     segment: Segment, cut: Cut | None, *, models: bool = True, read: Read = _unheard
 ) -> Iterator[Move]:
-    """A segment's standing and its records, each with its models rebuilt and compared.
+    """A segment's standing and its records, each with its models rebuilt and checked.
 
-    ``models=False`` compares the payloads with their digests, and rebuilds nothing. From the first
-    update without weights on nothing can be rebuilt either. ``read`` hears of the bytes that were
-    read, one record after the other. Raises JournalError.
+    ``models=False`` only checks the payloads against their digests, and rebuilds nothing. Nor can
+    anything be rebuilt from the first update without weights on. ``read`` is told each record's
+    bytes when it was read. Raises JournalError.
     """
     rebuild = Rebuild(segment)
-    room = Model(segment.layout)  # for the updates, one after the other
+    room = Model(segment.layout)  # for one update at a time
     model: Model | None = rebuild.progress.state.model
     end = segment.standing_record.end
     read(end)
@@ -132,12 +132,12 @@ def moves(
 
 
 def counting(chain: Sequence[Segment]) -> int:
-    """The bytes of the journal that count."""
+    """The number of the journal's bytes that count."""
     return sum(segment.size if cut is None else cut.at for segment, cut in cuts(chain))
 
 
 def history(chain: Sequence[Segment], read: Read = _unheard) -> Iterator[Move]:
-    """All moves. A standing that goes on from the segment before is left out, once compared."""
+    """All moves, but for standings that continue the segment before: these are only checked."""
     ended: tuple[int, str] | None = None
     for segment, cut in cuts(chain):
         check_joint(segment, ended)
@@ -151,8 +151,8 @@ def history(chain: Sequence[Segment], read: Read = _unheard) -> Iterator[Move]:
 
 
 def check_joint(segment: Segment, ended: tuple[int, str] | None) -> None:
-    """A segment must begin with the version and digest that the one before ``ended`` with, if that
-    is known. Raises Diverged."""
+    """Raise Diverged unless a segment begins with the version and digest that the one before
+    ``ended`` with, if these are known."""
     said = segment.standing
     if ended is None or said.why != "continued" or (said.version, said.digest) == ended:
         return
@@ -163,9 +163,9 @@ def check_joint(segment: Segment, ended: tuple[int, str] | None) -> None:
 
 
 def since(chain: Sequence[Segment], version: int) -> Sequence[Segment]:
-    """The segments from the newest one on that begins with ``version`` or before it.
+    """The segments from the newest one on that begins at or before ``version``.
 
-    Raises JournalError, with the versions that there are, if none does.
+    Raises JournalError, with the oldest version that was kept, if there is none.
     """
     for number in range(len(chain) - 1, -1, -1):
         if chain[number].standing.version <= version:
@@ -207,11 +207,11 @@ class Verdict:
     first: int  # version
     last: int
     records: int = 0
-    versions: int = 0  # that are in no segment before
+    versions: int = 0  # that are in no earlier segment
     bytes: int = 0  # that count
-    behind: int = 0  # bytes behind the cut: of a writer that was fenced, nobody reads them
-    torn: int = 0  # bytes of a record that was not whole when its writer ended
-    reweighed: int = 0  # updates whose weight this machine computes differently, by a hair
+    behind: int = 0  # bytes after the cut: a fenced writer's, never read
+    torn: int = 0  # bytes from a torn record to the end of the file
+    reweighed: int = 0  # updates whose weight this machine computes minimally differently
     unweighted: bool = False  # updates without weights: models were not rebuilt
     damage: str | None = None
 
@@ -219,7 +219,7 @@ class Verdict:
 def verify(
     chain: Sequence[Segment], *, models: bool = True, read: Read = _unheard
 ) -> Iterator[Verdict]:
-    """Reads what counts; a segment's damage does not keep the next from being read."""
+    """Verify what counts of each segment, going on to the next after damage."""
     ended: tuple[int, str] | None = None
     for segment, cut in cuts(chain):
         said = segment.standing
@@ -227,7 +227,7 @@ def verify(
         verdict.versions = int(segment is chain[0] or said.why != "continued")
         try:
             check_joint(segment, ended)
-            ended = None  # if there is damage, nobody knows
+            ended = None  # unknown if this segment is damaged
             digest = _verified(segment, cut, verdict, models, read)
             ended = (verdict.last, digest)
         except JournalError as error:
@@ -242,7 +242,7 @@ def verify(
 
 
 def _verified(segment: Segment, cut: Cut | None, verdict: Verdict, models: bool, read: Read) -> str:
-    """Fills in the verdict: the digest that the segment ends with. Raises JournalError."""
+    """Fill in the verdict; return the digest that the segment ends with. Raises JournalError."""
     digest = segment.standing.digest
     for move in moves(segment, cut, models=models, read=read):
         message = move.message
@@ -263,7 +263,7 @@ def _verified(segment: Segment, cut: Cut | None, verdict: Verdict, models: bool,
 
 
 def uncounted(chain: Sequence[Segment]) -> list[str]:
-    """The other segments of the folder: of writers that were fenced, or of an earlier journal."""
+    """The folder's other segments: those of fenced writers or of an earlier journal."""
     ours = {segment.path.name for segment in chain}
     names = {path.name for path in chain[0].path.parent.iterdir() if path.name.endswith(SUFFIX)}
     return sorted(names - ours)
@@ -281,23 +281,23 @@ class Made:
     updates: tuple[Taken, ...]
     strategy: Mapping[str, Any]
     time: float  # seconds since 1970
-    adopted: bool = False  # not made of updates
+    adopted: bool = False  # from Redis, not made of updates
 
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """Where two runs part: the first version that is not the same, and why."""
+    """Where two runs diverge: the first version that differs, and why."""
 
     why: Literal["same", "prefix", "start", "adopted", "update", "order", "weight", "rule"]
     text: str
-    version: int | None  # None: they don't
-    first: int  # version that both have
+    version: int | None  # None: they don't diverge
+    first: int  # the first version that both have
     a: Made | None = None
     b: Made | None = None
 
 
 def made(chain: Sequence[Segment]) -> Iterator[Made]:
-    """The versions of a journal, the oldest being its first checkpoint; no payload is read."""
+    """A journal's versions, from its first checkpoint on; no payload is read."""
     updates: list[Taken] = []
     for segment, cut in cuts(chain):
         said, rule = segment.standing, segment.head.strategy
@@ -313,7 +313,7 @@ def made(chain: Sequence[Segment]) -> Iterator[Made]:
 
 
 def parting(a: Sequence[Segment], b: Sequence[Segment]) -> Parting:
-    """Compares two journals from the first version that both have. Raises JournalError."""
+    """Compare two journals from the first version that both have. Raises JournalError."""
     ours, theirs = made(a), made(b)
     x, y = next(ours), next(theirs)
     while x.version != y.version:
@@ -357,7 +357,7 @@ def _at_the_start(a: Segment, b: Segment, version: int) -> str:
 def _explained(
     x: Made, y: Made, after_x: Sequence[Made], after_y: Sequence[Made], first: int
 ) -> Parting:
-    """Why two versions differ whose predecessors do not."""
+    """Why two versions differ although their predecessors are the same."""
     version = min(x.version, y.version)
     if x.adopted or y.adopted:
         who = "both" if x.adopted and y.adopted else "A" if x.adopted else "B"
@@ -385,7 +385,7 @@ def _explained(
 
 
 def _content(update: Taken) -> tuple[int, str]:
-    """What makes an update the same one: not its task's id, which is never used twice."""
+    """What identifies an update across runs: not its task's id, which is never used twice."""
     return update.upload.device, update.upload.digest
 
 
@@ -396,7 +396,7 @@ def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
 
 
 def _named(version: Made) -> str:
-    """The updates of a version, as far as they fit into a line."""
+    """The updates of a version, in words: the first three, and how many more."""
     names = [
         f"device {one.upload.device} (task {one.upload.task}, {one.upload.digest[:8]})"
         for one in version.updates[:3]

@@ -1,4 +1,4 @@
-"""The updater in numbers for Prometheus."""
+"""The updater's Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class Metrics:
             "fedstream_updates", "Updates by outcome.", ["outcome", "reason"], registry=registry
         )
         for outcome in ("applied", "buffered", "refused"):
-            self.updates.labels(outcome, "")  # from the beginning, so that a rate sees the first
+            self.updates.labels(outcome, "")  # from the start, so that a rate sees the first one
         self.staleness = Histogram(
             "fedstream_staleness", "Versions that an update came late.", registry=registry,
             buckets=(0, 1, 2, 4, 8, 16, 32, 64, 128),

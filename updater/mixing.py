@@ -1,8 +1,8 @@
-"""The arithmetic on vectors: mixing two of them, and looking one over before it is used.
+"""Vector arithmetic: mixing two vectors, and measuring one before it is used.
 
-Replay must give the same bits on every machine, so a bit of a model is only ever decided by
-separate element-wise float32 subtractions, multiplications and additions: they are the same
-everywhere, which fused or reduced operations are not. Blocks keep the three passes in the cache.
+Replay must give the same bits on every machine, so models are computed only by separate
+element-wise float32 subtractions, multiplications and additions: their results are the same
+everywhere, unlike those of fused or reduced operations. Blocks keep the three passes in the cache.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ def mix(x: Model, new: Model, weight: float, into: Model) -> None:
 
 
 def count(x: Model, new: Model, into: Model) -> None:
-    """The integers of ``new`` on top of ``x``: the newer value, but a counter never goes back.
+    """Put the integers of ``new`` into ``into``, except that counters never fall below ``x``'s.
 
-    Only ``into.integers`` is written; it may be either's.
+    Only ``into.integers`` is written; ``into`` may be either.
     """
     at = x.layout.counters
     counted = np.maximum(x.integers[at], new.integers[at])
@@ -64,9 +64,10 @@ def distance(a: Floats, b: Floats) -> float:
 
 
 def norm(vector: Floats) -> float:
-    """The Euclidean norm; not finite exactly if an element is not finite.
+    """The Euclidean norm; not finite if and only if an element is not finite.
 
-    It may refuse an update (a recorded outcome) but never enters a model, so a reduction is fine.
+    It may get an update refused (a recorded outcome) but never enters a model, so a reduction is
+    fine.
     """
     total = 0.0
     with np.errstate(over="ignore", invalid="ignore"):
@@ -79,5 +80,5 @@ def _squares(block: Floats) -> float:
     squares = float(np.dot(block, block))
     if np.isfinite(squares):
         return squares
-    wide = block.astype(np.float64)  # float32 overflows from 1e19 on: look again, wider
+    wide = block.astype(np.float64)  # squares of 1e19 and more overflow float32
     return float(np.dot(wide, wide))

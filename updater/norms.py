@@ -1,17 +1,18 @@
-"""How large an update is, and whether that is usual: against updates that would ruin a model.
+"""How large an update is, and whether that is usual: a guard against updates that ruin a model.
 
-The size of an update is how far it alone would move the model, part by part: parameters, buffers,
-controls. A part may be ``factor`` times as large as the median of the newest updates; what was
-refused counts there as the limit that it was over, so that a change which most devices share gets
-through. In any case it may be a third of ``factor`` times as large as the model's own part: where
-training has converged the median is next to nothing, and an honest device that was seldom heard, or
-that takes larger steps than the others, moves the model by up to five times its own norm. Controls,
-which are gradients, vanish then themselves, so that the parameters' norm counts for them as well.
-The first updates have no median (nor those behind ones that moved nothing); they may be ``_FIRST``
-times as large as the model's own part, or as one of ones.
+An update's size is how far it alone would move the model, for each part: parameters, buffers and
+controls. A part may be ``factor`` times as large as the median of the newest updates; a refused
+update counts there as the limit that it exceeded, so that a change which most devices share gets
+through. In any case, a part may be a third of ``factor`` times as large as the model's own part:
+once training has converged, the median is close to zero, and an honest device that was seldom heard
+or takes larger steps than the others moves the model by up to five times the model's norm. Controls
+are gradients and vanish then as well, so the parameters' norm counts for them too. The first
+updates have no median, nor do those that follow updates which moved nothing; they may be ``_FIRST``
+times as large as the model's own part, or as a vector of ones.
 
-Whoever sends half of the newest updates can move a median: few devices, if they answer fast and are
-asked often. And nothing here keeps a patient few from steering the model by steps of usual size.
+Senders of half of the newest updates can move the median: a few devices are enough, if they answer
+fast and are asked often. And nothing here keeps a patient few from steering the model in steps of
+usual size.
 """
 
 from __future__ import annotations
@@ -26,18 +27,19 @@ from fedstream.updater.journal.messages import Sizes
 from fedstream.updater.mixing import distance, norm
 from fedstream.updater.strategies import Strategy
 
-_WINDOW = 101  # updates that the median is of
-_FEWEST = 20  # of which there is a median
-_OWN = 1 / 3  # of `factor`, over the model's own part
-# Over the model's own part, or one of ones: statistics of inputs that nobody scaled grow large.
+_WINDOW = 101  # newest updates that the median is taken over
+_FEWEST = 20  # updates that a median needs
+_OWN = 1 / 3  # of `factor`, relative to the model's own part
+# Relative to the model's own part, or a vector of ones: unscaled inputs have large statistics.
 _FIRST = (1e3, 1e9, 1e3)
 
 
 def sizes(upload: Upload, rule: Strategy, update: Model, x: Model) -> Sizes:
-    """How far an update alone would move each part of the model ``x``, Euclidean.
+    """How far an update alone would move each part of the model ``x``, as Euclidean norms.
 
-    Of a device that sends its model, that is how far away it is from ``x``; of one that sends a
-    delta, the delta at the rule's rate, over gamma H where the rule divides by it.
+    For parameters sent as a model, that is their distance from ``x``; for a delta, its norm times
+    the rule's rate, divided by gamma H if the rule does so. For buffers it is their distance from
+    ``x``, and for controls their norm.
     """
     if rule.sends == "model":
         moved = distance(update.parameters, x.parameters)
@@ -54,7 +56,7 @@ class Norms:
     last: tuple[Sizes, ...] = ()
 
     def judged(self, found: Sizes, factor: float, x: Model) -> tuple[bool, Sizes]:
-        """Whether an update of these sizes is usual on top of ``x``; its sizes as they count."""
+        """Whether an update of these sizes is usual for ``x``; its sizes, capped at the limits."""
         own = ((x.parameters,), (x.buffers,), (x.controls, x.parameters))
         limits = [
             self._limit(n, size, factor, vectors)
@@ -71,9 +73,9 @@ class Norms:
         if not middle:
             return _FIRST[n] * max(*map(norm, own), math.sqrt(own[0].size))
         usual = factor * middle
-        # The model's own norm takes a pass over it: only where it matters.
+        # The model's own norm takes a pass over the model: only if it matters.
         return usual if size <= usual else max(usual, factor * _OWN * max(map(norm, own)))
 
     def grown(self, counted: Sizes) -> Norms:
-        """With one update more."""
+        """With one more update."""
         return Norms((*self.last, counted)[-_WINDOW:])

@@ -1,7 +1,7 @@
-"""Where a run stands, and how an entry of the queue takes it further.
+"""Where a run stands, and how a queue entry advances it.
 
-The live updater, recovery and replay go through these two functions and no other way, so that what
-was recorded once comes out again.
+The live updater, recovery and replay all go through these two functions, so that replaying a record
+gives the same result.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from fedstream.updater.journal.messages import Counted
 from fedstream.updater.norms import Norms
 from fedstream.updater.strategies import Decision, State, Strategy, Update
 
-_STALENESS_MEMORY = 0.9  # of the moving average that the scheduler steers by
+_STALENESS_MEMORY = 0.9  # decay of the moving average that the scheduler uses
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """Version, model and memory; which updates are in the memory; how stale, and how large, updates
-    are lately.
-    """
+    """Version, model and memory; the updates held in the memory; recent staleness and sizes."""
 
     state: State
     held: tuple[Contribution, ...] = ()
@@ -29,16 +27,16 @@ class Progress:
     norms: Norms = field(default_factory=Norms)
 
     def with_sizes(self, counted: Counted) -> Progress:
-        """With an update more in what is usual; () is of none."""
+        """With one more update's sizes counted towards what is usual; () counts none."""
         return replace(self, norms=self.norms.grown(counted)) if counted else self
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What an entry came to."""
+    """The result of one queue entry."""
 
     after: Progress
-    decision: Decision | None = None  # None: the entry was no update
+    decision: Decision | None = None  # None: the entry was not an update
     made: tuple[Contribution, ...] | None = None  # the updates in the version that it made
 
 
@@ -51,9 +49,9 @@ def take(
     *,
     weight: float | None = None,
 ) -> Step:
-    """An update arrives. ``model`` is its content; ``spare`` may be written into, and kept.
+    """Take in an update. ``model`` is its content; ``spare`` may be written into, and kept.
 
-    ``weight``: that was recorded of it, where it arrives again.
+    ``weight``: the recorded weight, if the update is replayed.
     """
     update = Update(
         model=model, tau=upload.since, device=upload.device,
@@ -75,9 +73,9 @@ def take(
 
 
 def close_round(strategy: Strategy, before: Progress, version: int) -> Step:
-    """The end of the round on top of ``version``: makes a version of what has arrived, if any."""
+    """End the round on top of ``version``: make a version of what has arrived, if anything has."""
     if version != before.state.version:
-        return Step(before)  # it was full before
+        return Step(before)  # the round was full before
     state = strategy.end_round(before.state)
     if state.version == version:
         return Step(before)

@@ -1,12 +1,13 @@
-"""Replay: a journal's versions made again, one after the other, as they were or by another rule.
+"""Replay: a journal's versions made again in order, by the recorded rule or by another one.
 
     with Replayer(Path("runs/demo/journal")) as replayer:
         for moment in replayer:
             print(moment.version, moment.message.upload.device, moment.model.floats.max())
 
-As they were: every weight, outcome and digest must be the recorded one, else Diverged is raised.
-By another rule: the same updates in the same order, each as stale as it was. What was refused stays
-refused, and a round ends where it ended. Nothing is ever written to a journal.
+By the recorded rule, every outcome and digest must be the recorded one, and every weight up to its
+last bits, else Diverged is raised. Another rule gets the same updates in the same order, each as
+stale as it was; refused updates stay refused, and rounds end where they ended. Nothing is ever
+written to a journal.
 """
 
 from __future__ import annotations
@@ -49,20 +50,20 @@ from fedstream.updater.rebuild import (
 )
 from fedstream.updater.strategies import Memory, Rule, Strategy
 
-Counted: TypeAlias = tuple[Segment, Cut | None]  # and what of it counts
+Counted: TypeAlias = tuple[Segment, Cut | None]  # a segment, and how much of it counts
 
-_AHEAD = 8 << 20  # bytes that are read ahead; where models are large, one of them
+_AHEAD = 8 << 20  # bytes that are read ahead; for large models, one update
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One record, and the run after it. The models are valid until the next step: copy them."""
+    """One record, and the run after it. Copy the models: they are valid until the next step."""
 
     message: Taken | RoundClosed
     place: Place
-    step: Step  # by the rule that is replayed: what was decided, and the progress after it
-    original: Progress | None  # by the recorded rule; None: only another one is replayed
-    identical: bool | None  # its version has the recorded digest; None: it made none, or whatever
+    step: Step  # by the replayed rule: its decision, and the progress after it
+    original: Progress | None  # by the recorded rule; None if only another rule is replayed
+    identical: bool | None  # its version has the recorded digest; None: no version, or not checked
     _segment: Segment
     _record: Record
 
@@ -77,7 +78,7 @@ class Moment:
         return self.step.after.state.model
 
     def update(self) -> Model:
-        """The update, read once more: yours to keep. Ask before the replayer is closed.
+        """The update, read again and yours to keep. Call this before the replayer is closed.
 
         Raises JournalError if there is none, or it was recorded without its bytes.
         """
@@ -94,10 +95,10 @@ class Moment:
 
 
 class WhatIf:
-    """Another rule on the recorded updates, from where the recorded one stood."""
+    """Another rule applied to the recorded updates, from where the recorded rule stood."""
 
     def __init__(self, rule: Strategy, start: Progress, without: frozenset[int]) -> None:
-        """Goes on from ``start``, whose models are its own now; the devices are left out."""
+        """Go on from ``start``, taking over its models; leave out the devices ``without``."""
         self.rule = rule
         self.progress = start
         self._without = without
@@ -105,7 +106,7 @@ class WhatIf:
         self._free: list[Model] = []
 
     def take(self, record: Record, update: Model | None) -> Step:
-        """One record, with its payload where it is an update that was used."""
+        """Apply one record, with its payload if it is a used update."""
         message, before = record.message, self.progress
         used = [before.state.model]
         step = Step(before)
@@ -116,7 +117,7 @@ class WhatIf:
         ):
             spare = self._free.pop() if self._free else Model(before.state.model.layout)
             used.append(spare)
-            # Its staleness is the fact: this rule may have made fewer versions by now.
+            # Keep the recorded staleness: this rule may have made fewer versions by now.
             tau = max(0, before.state.version - message.staleness)
             upload = message.upload.model_copy(update={"tau": tau, "handed": None})
             step = take(self.rule, before, upload, recorded(record, update), spare)
@@ -129,7 +130,7 @@ class WhatIf:
         return step
 
     def _ends_round(self, record: Record) -> bool:
-        """Whether a round was over with this record: then it is, whoever was left out."""
+        """Whether a recorded round ended here; it then ends even if devices are left out."""
         message = record.message
         if not isinstance(message, Taken | RoundClosed):
             return False
@@ -141,16 +142,16 @@ class WhatIf:
 
 
 class Replayer:
-    """Steps through a journal; each iteration begins anew.
+    """Steps through a journal; each iteration starts over.
 
-    ``strategy``: another rule, or what to make of the parameters in each segment's head;
-    ``without``: devices whose updates are left out. Both count from ``from_version`` on; until
-    there the run is as it was. ``beside``: replay the recorded rule too, as ``Moment.original``.
-    ``from_version``: only what came behind this version; ``until``: the version to stop at. Both
-    are the journal's versions.
+    ``strategy``: another rule, or a function that makes one from the parameters in a segment's
+    head. ``without``: devices whose updates are left out. Both apply from ``from_version`` on; up
+    to there the run is as recorded. ``beside``: replay the recorded rule too, as
+    ``Moment.original``. ``from_version``: only yield what came after this version. ``until``: the
+    version to stop at. Both are the journal's versions.
 
-    In memory are at most three models and the strategy's memory, of small ones 8 MB read ahead;
-    ``beside`` takes two more and the other rule's memory.
+    Holds at most three models and the strategy's memory, and 8 MB read ahead if models are small;
+    ``beside`` takes two more models and the other rule's memory.
     """
 
     def __init__(
@@ -163,14 +164,17 @@ class Replayer:
         until: int | None = None,
         beside: bool = False,
     ) -> None:
-        """Raises JournalError if there is no journal, or it lacks these versions or devices."""
+        """Open the journal.
+
+        Raises JournalError if there is none, or it lacks these versions or devices.
+        """
         chain = segments(folder)
         if not chain:
             raise JournalError(f"{folder}: there is no journal")
         self.folder = folder
         self.head = chain[-1].head
-        self.checkpoints = 0  # of following segments, which are the state that was reached
-        self.adopted: list[int] = []  # versions with which a new lineage began
+        self.checkpoints = 0  # checkpoints of later segments that matched the state reached
+        self.adopted: list[int] = []  # versions adopted from Redis
         self._chain = list(cuts(chain))
         self._strategy = strategy
         self._without = without
@@ -195,7 +199,7 @@ class Replayer:
 
     @cached_property
     def newest(self) -> int:
-        """The newest version; where the journal's end is damaged, the newest before that."""
+        """The newest version; if the journal's end is damaged, the newest before the damage."""
         segment, cut = self._chain[-1]
         version = segment.standing.version
         try:
@@ -203,15 +207,15 @@ class Replayer:
                 if isinstance(record.message, Taken | RoundClosed):
                     version = record.message.version
         except JournalDamaged:
-            pass  # it is told where the replay gets there, if it does
+            pass  # reported when the replay gets there, if it does
         return version
 
     @cached_property
     def influenced(self) -> int | None:
-        """The first version in the journal with an update of a device that is left out in it.
+        """The first version in the journal that contains an update from a left-out device.
 
-        Every later version has that update's influence, and so has what was trained from one. None:
-        no version has. Of versions that were not kept nobody knows.
+        That update influences every later version, and every update trained from one. None if
+        there is no such version; versions that were not kept are not considered.
         """
         held = False
         try:
@@ -224,11 +228,11 @@ class Replayer:
                     if message.digest is not None:
                         return message.version
         except JournalDamaged:
-            pass  # it is told where the replay gets there
+            pass  # reported when the replay gets there
         return None
 
     def _check_version(self, version: int) -> None:
-        """Raises JournalError for a version that is not in the journal."""
+        """Raise JournalError for a version that is not in the journal."""
         if version < self.oldest:
             raise JournalError(
                 f"{self.folder}: version {version} was not kept; the oldest is {self.oldest}"
@@ -239,7 +243,7 @@ class Replayer:
             )
 
     def _check_devices(self) -> None:
-        """Raises JournalError for a device that is left out and was never there."""
+        """Raise JournalError for a left-out device that never took part."""
         missing = set(self._without)
         for segment, cut in self._chain if missing else ():
             for record in segment.records(cut):
@@ -254,7 +258,7 @@ class Replayer:
             )
 
     def close(self) -> None:
-        """Closes the files."""
+        """Close the files."""
         for segment, _ in self._chain:
             segment.close()
 
@@ -275,7 +279,7 @@ class Replayer:
         return self._chain[-1][0].torn
 
     def __iter__(self) -> Iterator[Moment]:
-        """Every record in order. Raises JournalError, Diverged among it."""
+        """Yield a moment for each record in order. Raises JournalError, including Diverged."""
         self.checkpoints, self.adopted = 0, []
         chain = self._chain[self._nearest() :]
         reading = _Ahead(chain)
@@ -285,7 +289,7 @@ class Replayer:
             reading.stop()
 
     def _nearest(self) -> int:
-        """The number of the segment to begin with: the nearest checkpoint, but the whole round."""
+        """The number of the segment to begin with: the nearest checkpoint that splits no round."""
         return max(
             n
             for n, said in enumerate(segment.standing for segment, _ in self._chain)
@@ -295,7 +299,7 @@ class Replayer:
         )
 
     def _moments(self, reading: _Ahead) -> Iterator[Moment]:
-        was: Rebuild | None = None  # None again where only the other rule is replayed
+        was: Rebuild | None = None  # None again once only the other rule is replayed
         what_if: WhatIf | None = None
         version, begun = -1, False
         for segment, record, update in reading:
@@ -338,19 +342,19 @@ class Replayer:
             if begun and self.changed and what_if is None and was is not None:
                 start = _copied(was.progress) if self._beside else was.progress
                 rule = self._rule(segment)
-                if type(rule) is not type(was.strategy):  # another's memory is no use to it
+                if type(rule) is not type(was.strategy):  # it can't use another rule's memory
                     start = replace(start, state=replace(start.state, memory=Memory()), held=())
                 what_if = WhatIf(rule, start, self._without)
                 was = was if self._beside else None
 
     def _continue(self, was: Rebuild, segment: Segment) -> None:
-        """The next segment of a lineage begins where the one before ended. Raises Diverged."""
+        """Go on to the next segment, which must begin where this one ended. Raises Diverged."""
         check_joint(segment, (was.progress.state.version, was.digest))
         self.checkpoints += 1
         was.strategy = rule_of(segment)
 
     def _rule(self, segment: Segment) -> Strategy:
-        """The other rule, as it is for a segment. Raises NotRecorded."""
+        """The rule to replay a segment by. Raises NotRecorded if it takes other updates."""
         recorded_as, devices = segment.head.strategy, segment.head.devices
         was = rule_of(segment)
         if self._strategy is None:
@@ -370,7 +374,7 @@ def _takes(rule: Strategy) -> str:
 
 
 def _check(was: Rebuild, step: Step, segment: Segment, record: Record) -> None:
-    """Raises Diverged; and says so if it is the update that is not what it was."""
+    """Raise Diverged if a step differs from its record, and say so if the update changed."""
     try:
         was.check(record, step)
     except Diverged as error:
@@ -397,19 +401,19 @@ Found: TypeAlias = tuple[Segment, Record | None, Model | None]
 
 
 class _Ahead:
-    """The records of segments, which a thread reads a few megabytes ahead.
+    """The records of segments, read a few megabytes ahead by a thread.
 
-    It hands over chunks of the file as they are. Read inline, a small update cost the reading and
-    the replay one after the other; handed over one by one, each waited for a thread to be woken
-    and for the interpreter. Of large models it holds one update, and reads the next one while the
-    version is compared.
+    The thread hands over chunks of the file as they are. Read inline, each small update would cost
+    its reading on top of its replay; handed over one by one, each would wait for a thread to wake
+    up and for the interpreter lock. For large models, it holds one update and reads the next one
+    while the version is compared.
     """
 
     def __init__(self, chain: Sequence[Counted]) -> None:
         self._chain = chain
         self._free: SimpleQueue[mmap | None] = SimpleQueue()  # None: stop
         self._read: SimpleQueue[Chunk | Exception | None] = SimpleQueue()  # None: segment's end
-        self._used: mmap | None = None  # given back as soon as its last record was taken in
+        self._used: mmap | None = None  # returned to `_free` once its last record was processed
         size = chunk_bytes(chain[0][0].layout)
         for _ in range(max(1, _AHEAD // size)):
             self._free.put(mmap(-1, size))
@@ -417,9 +421,9 @@ class _Ahead:
         self._thread.start()
 
     def __iter__(self) -> Iterator[Found]:
-        """Segments one after the other: of each its beginning, then its records.
+        """Yield each segment's beginning, then its records with their payloads.
 
-        With each comes its payload, valid until :meth:`free`.
+        A payload is valid until :meth:`free`.
         """
         for segment, cut in self._chain:
             yield segment, None, None
@@ -436,13 +440,13 @@ class _Ahead:
             yield chunk
 
     def free(self) -> None:
-        """The payload that was found last is not needed any more."""
+        """Release the payload that was yielded last."""
         if self._used is not None:
             self._free.put(self._used)
             self._used = None
 
     def stop(self) -> None:
-        """Ends the thread."""
+        """End the thread."""
         self._free.put(None)
         self._thread.join()
 
@@ -453,5 +457,5 @@ class _Ahead:
                 for chunk in segment.chunks(cut, memory):
                     self._read.put(chunk)
                 self._read.put(None)
-        except Exception as error:  # whoever iterates raises it
+        except Exception as error:  # raised in the thread that iterates
             self._read.put(error)

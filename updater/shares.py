@@ -1,4 +1,4 @@
-"""What each device brought to a run: numbers of its updates, and where they pointed."""
+"""What each device contributed to a run: statistics of its updates, and their directions."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from fedstream.updater.journal import Segment, Standing, Taken
 from fedstream.updater.mixing import norm
 from fedstream.updater.rebuild import is_used
 
-_SAMPLE = 1 << 16  # numbers of a model that its direction is told by
+_SAMPLE = 1 << 16  # numbers of a model that stand for its direction
 
 
 @dataclass
 class Spread:
-    """Numbers, and how they are spread; None where there are none."""
+    """Numbers and their statistics, which are None if there are no numbers."""
 
     values: array[float] = field(default_factory=lambda: array("d"))
     total: float = 0.0
 
     def add(self, value: float) -> None:
-        """One more."""
+        """Add a number."""
         self.values.append(value)
         self.total += value
 
@@ -47,7 +47,7 @@ class Spread:
         return max(self.values, default=None)
 
     def percentile(self, share: float) -> float | None:
-        """The smallest number that so many of a hundred do not exceed."""
+        """The smallest number that at least ``share`` percent do not exceed."""
         if not self.count:
             return None
         return float(np.percentile(self.values, share, method="inverted_cdf"))
@@ -55,15 +55,15 @@ class Spread:
 
 @dataclass
 class Share:
-    """A device's part in a run: how its updates ended; the rest is of those that were used."""
+    """A device's part in a run: its updates by outcome, and statistics of the used ones."""
 
     outcomes: Counter[str] = field(default_factory=Counter)
     staleness: Spread = field(default_factory=Spread)
     weight: Spread = field(default_factory=Spread)
     loss: Spread = field(default_factory=Spread)
     norm: Spread = field(default_factory=Spread)  # of what was sent, x_new or a delta
-    distance: Spread = field(default_factory=Spread)  # of x_new from x, which it was mixed into
-    cosine: Spread = field(default_factory=Spread)  # between that and the model's way from x
+    distance: Spread = field(default_factory=Spread)  # the norm of its direction
+    cosine: Spread = field(default_factory=Spread)  # of its direction and the model's later one
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +75,9 @@ class _Course:
 
 
 def direction(upload: Upload, sent: Model, x: Model) -> Floats:
-    """Where an update wants the parameters to go: x_new - x, x being the model that it was mixed
-    into; of a device that sends it x_new - x_tau."""
+    """The direction in which an update moves the parameters.
+
+    x_new - x, where x is the model that it was mixed into; for a delta, x_new - x_tau as sent."""
     if upload.sends == "delta":
         return sent.parameters
     return np.subtract(sent.parameters, x.parameters)
@@ -85,12 +86,12 @@ def direction(upload: Upload, sent: Model, x: Model) -> Floats:
 def stats(
     chain: Sequence[Segment], ahead: int, read: Read = lambda _bytes: None
 ) -> dict[int, Share]:
-    """What each device brought, by its number.
+    """Each device's share, by device number.
 
-    ``cosine`` compares an update's direction with the way the model went in the ``ahead`` versions
-    after the one with the update in it. Updates that fewer versions followed are left out of it. Of
-    large models 65,536 numbers, evenly spaced, stand for the whole, so that memory holds ``ahead``
-    versions' directions whatever their size; beside them it holds six numbers an update.
+    ``cosine`` compares an update's direction with the model's movement over the ``ahead`` versions
+    after the one that contains the update; it leaves out updates followed by fewer versions. At
+    most 65,536 evenly spaced numbers stand for a large model, so memory holds the directions of
+    ``ahead`` versions whatever the models' size; besides, it holds six numbers per update.
     """
     shares: dict[int, Share] = {}
     courses: deque[_Course] = deque()
@@ -114,7 +115,7 @@ def stats(
 
 
 def _count(share: Share, message: Taken, move: Move) -> Floats | None:
-    """Adds an update: its direction, where there are weights."""
+    """Count an update; return its direction if its weights are there."""
     share.outcomes[message.outcome] += 1
     if not is_used(message):
         return None
@@ -141,5 +142,5 @@ def _compare(course: _Course, later: Floats, shares: Mapping[int, Share]) -> Non
     length = norm(way)
     for device, wanted in course.directions:
         both = length * norm(wanted)
-        if both > 0:  # what does not move has no direction
+        if both > 0:  # a zero vector has no direction
             shares[device].cosine.add(float(np.dot(way, wanted)) / both)
