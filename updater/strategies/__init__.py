@@ -1,4 +1,4 @@
-"""Strategies, by name. A new one is a module beside these, and a member of the union here."""
+"""Strategies by name. To add one, put a module beside these and a member in the union here."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _RULES: TypeAdapter[Rule] = TypeAdapter(StrategySettings)
 
 
 def strategy_of(recorded: Mapping[str, Any], devices: int) -> Strategy:
-    """The strategy that a journal names with its parameters, for a run of so many devices.
+    """The strategy that a journal recorded by name and parameters, for a run with ``devices``.
 
     Raises ConfigError.
     """

@@ -1,8 +1,8 @@
-"""Anarchic Federated Averaging: devices choose when, and how many steps, they train.
+"""Anarchic Federated Averaging: devices choose when they train, and for how many steps.
 
 Anarchic Federated Learning (Yang, Zhang, Khanduri, Liu), algorithms 1 to 3. A device's answer is
 G = (x_tau - x_new) / (gamma H), the mean gradient over its own number of steps. ``server_lr`` is
-eta eta_L: the paper's box has eta G, its proofs and its tables need eta eta_L G.
+eta eta_L: the paper's algorithm box has eta G, but its proofs and tables need eta eta_L G.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from fedstream.updater.strategies.batches import Batch
 from fedstream.updater.strategies.strategy import Memory, State, Update
 from fedstream.updater.strategies.vectors import DeviceVectors
 
-# Versions until the sum is made anew, or as many as there are devices: it costs an update at most.
+# Versions until the sum is recomputed, or the number of devices if that is larger: a recomputation
+# adds one vector for each device, so it costs at most one addition per version.
 _SUMMED_ANEW = 100
 
 
@@ -33,12 +34,12 @@ class _AfaSettings(Section):
 
     @property
     def batch(self) -> int:
-        """The updates in a version."""
+        """The number of updates in a version."""
         return self.buffer_size
 
 
 class AfaCdSettings(_AfaSettings):
-    """AFA-CD: for devices that take part alike (cross-device)."""
+    """AFA-CD: for devices that take part equally often (cross-device)."""
 
     name: Literal["afa-cd"] = "afa-cd"
 
@@ -48,14 +49,14 @@ class AfaCdSettings(_AfaSettings):
 
 
 class AfaCsSettings(_AfaSettings):
-    """AFA-CS: for devices of which some come often and some seldom (cross-silo)."""
+    """AFA-CS: for devices of which some take part often and some seldom (cross-silo)."""
 
     name: Literal["afa-cs"] = "afa-cs"
     devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    """M; all devices of the run where it is not given"""
+    """M; by default all devices of the run"""
 
     def build(self, devices: int = 0) -> AfaCs:
-        """The strategy, for a run of so many devices."""
+        """The strategy, for a run with ``devices`` devices."""
         return AfaCs(self, self.devices or devices)
 
 
@@ -75,9 +76,9 @@ class AfaCd(Batch):
 class AfaCs(AfaCd):
     """x_{t+1} = x_t - (server_lr / M) sum_i G_i over all M devices, every m arrivals (algorithm 3).
 
-    The sum is of every device's last G (zero until it is heard), and is kept as it changes. What
-    rounding adds up in it goes by a new sum every so many versions, counted by version: a replay
-    sums anew where the run did.
+    The sum is over every device's last G (zero until it is heard), and is updated as these change.
+    To shed accumulated rounding errors it is recomputed at fixed version numbers, so that a replay
+    recomputes it where the run did.
     """
 
     def __init__(self, settings: AfaCsSettings, devices: int) -> None:
@@ -85,7 +86,7 @@ class AfaCs(AfaCd):
         self.devices: int | None = devices
 
     def begin(self, total: Model, vectors: DeviceVectors | None) -> None:
-        """The sum of what is remembered, where the sum itself was lost."""
+        """Begin with the sum of the remembered vectors, in case the sum itself was lost."""
         super().begin(total, vectors)
         if vectors is not None:
             _sum(vectors, total)
@@ -93,7 +94,7 @@ class AfaCs(AfaCd):
     def add(
         self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
     ) -> DeviceVectors:
-        """The device's new -G takes the place of its last one, in the sum too."""
+        """Replace the device's last -G by its new one, in the sum too."""
         new = update.model.parameters
         vectors = vectors or DeviceVectors(self.devices or 0, new.size)
         last = vectors.write(update.device)
@@ -103,7 +104,7 @@ class AfaCs(AfaCd):
         return vectors
 
     def step(self, state: State, spare: Model | None) -> State:
-        """The step along the mean of all devices; the sum stays."""
+        """Step along the mean over all devices; the sum is kept."""
         x, total = state.model, self.total(state)
         made = spare or Model(x.layout)
         rate = self.rate / (self.devices or 1)
@@ -117,7 +118,7 @@ class AfaCs(AfaCd):
 
 
 def _sum(vectors: DeviceVectors, total: Model) -> None:
-    """The sum over all devices, in their order."""
+    """Recompute the sum over all devices, in the order of their numbers."""
     total.parameters[:] = 0.0
     for device in sorted(vectors.heard):
         add(total.parameters, vectors[device], 1.0, into=total.parameters)

@@ -1,12 +1,12 @@
 """Rules that step along the mean of a batch: what FedBuff, AFA-CD and SCAFFOLD share.
 
-Devices send deltas x_new - x_tau. With f_i the factor that a rule gives an update, every K arrivals
+Devices send deltas x_new - x_tau. With f_i the factor that a rule gives update i, K arrivals make
 
     x_{t+1} = x_t + (server_lr / K) sum_i f_i (x_new_i - x_tau_i)
 
 Floating-point buffers become the mean of the batch's own values, never an extrapolation (a running
 variance would turn negative); integers take the newest value, counters the largest. A batch that
-ends early, because a round's time is over, is of as many as came.
+ends early because its round timed out is the mean of as many updates as arrived.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fedstream.updater.strategies.vectors import DeviceVectors
 
 
 class Batch(ABC):
-    """A rule that makes a version of K updates. A subclass says what an update's factor is."""
+    """A rule that makes a version of K updates. A subclass defines an update's factor."""
 
     sends: Sends = "delta"
     controls = False
@@ -34,15 +34,15 @@ class Batch(ABC):
         self.rate = server_lr
 
     def weigh(self, version: int, tau: int, samples: int) -> float:
-        """Every update counts alike."""
+        """Weigh every update equally."""
         return 1.0
 
     @abstractmethod
     def factor(self, update: Update, weight: float) -> float:
-        """f of an update of this weight."""
+        """f for an update of this weight."""
 
     def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
-        """Adds the update to the batch; the K-th makes the version."""
+        """Add the update to the batch; the K-th makes the version."""
         d = state.version - update.tau
         if self.max_staleness is not None and d > self.max_staleness:
             return state, Decision("dropped", 0.0, d)
@@ -58,7 +58,7 @@ class Batch(ABC):
         )
 
     def end_round(self, state: State) -> State:
-        """The step along the mean of those that came, if any did."""
+        """Step along the mean of the updates that arrived, if any."""
         return self.step(state, None) if state.memory.arrivals else state
 
     def _grown(self, memory: Memory, update: Update, factor: float, spare: Model) -> Memory:
@@ -73,19 +73,19 @@ class Batch(ABC):
         return Memory(total, arrivals, devices=vectors)
 
     def begin(self, total: Model, _vectors: DeviceVectors | None) -> None:
-        """A sum begins with zero."""
+        """Begin a sum with zero."""
         total.floats[:] = 0.0
         total.integers[:] = 0
 
     def add(
         self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
     ) -> DeviceVectors | None:
-        """Adds f (x_new - x_tau) to the sum. What is kept of each device is returned."""
+        """Add f (x_new - x_tau) to the sum; return what is kept for each device."""
         add(total.parameters, update.model.parameters, factor, into=total.parameters)
         return vectors
 
     def step(self, state: State, spare: Model | None) -> State:
-        """The version that a batch makes: here it takes the place of the sum."""
+        """Make the batch's version: here it overwrites the sum."""
         made, memory = self.total(state), state.memory
         rate = self.rate / memory.arrivals
         add(state.model.parameters, made.parameters, rate, into=made.parameters)

@@ -1,4 +1,4 @@
-"""FedAsync: one model after the other."""
+"""FedAsync: every update makes a version of its own."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class FedAsyncSettings(Section):
 
     @property
     def batch(self) -> int:
-        """The updates in a version."""
+        """The number of updates in a version."""
         return 1
 
     def build(self, _devices: int = 0) -> FedAsync:
@@ -56,7 +56,7 @@ class FedAsync:
         return rule.alpha_schedule(rule.alpha, version + 1) * rule.staleness(version - tau)
 
     def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
-        """Mixes the update in, unless it is too stale."""
+        """Mix the update in, unless it is too stale."""
         d = state.version - update.tau
         if self.max_staleness is not None and d > self.max_staleness:
             return state, Decision("dropped", 0.0, d)
@@ -67,5 +67,5 @@ class FedAsync:
         return State(state.version + 1, spare), Decision("applied", weight, d)
 
     def end_round(self, state: State) -> State:
-        """There are no rounds."""
+        """Return the state unchanged: there are no rounds."""
         return state

@@ -24,7 +24,7 @@ class FedAvgSettings(Section):
 
     @property
     def batch(self) -> int:
-        """The updates in a version."""
+        """The number of updates in a version."""
         return self.clients_per_round
 
     def build(self, _devices: int = 0) -> FedAvg:
@@ -35,8 +35,8 @@ class FedAvgSettings(Section):
 class FedAvg:
     """x_{t+1} = the mean of k devices' models, all trained from x_t; late ones are dropped.
 
-    The mean is kept as it grows, m <- m + (n / N) (x_new - m), N the weights' sum so far: the same
-    arithmetic as mixing, and no sum that outgrows float32.
+    The mean is updated incrementally, m <- m + (n / N) (x_new - m), where N is the sum of the
+    weights so far: the same arithmetic as mixing, and no sum that could overflow float32.
     """
 
     sends: Sends = "model"
@@ -51,11 +51,11 @@ class FedAvg:
         self._by_samples = settings.weighting == "samples"
 
     def weigh(self, version: int, tau: int, samples: int) -> float:
-        """n of the mean."""
+        """The update's n in the mean."""
         return float(samples) if self._by_samples else 1.0
 
     def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
-        """Averages the update in; the k-th makes the version."""
+        """Average the update in; the k-th makes the version."""
         d = state.version - update.tau
         if d > 0:
             return state, Decision("dropped", 0.0, d)
@@ -76,7 +76,7 @@ class FedAvg:
         return self._made(state, mean), Decision("applied", weight, d)
 
     def end_round(self, state: State) -> State:
-        """The mean of those that came, if any did."""
+        """Make a version of the mean of the models that arrived, if any."""
         if state.memory.model is None:
             return state
         return self._made(state, state.memory.model)

@@ -27,7 +27,7 @@ class FedBuffSettings(Section):
 
     @property
     def batch(self) -> int:
-        """The updates in a version."""
+        """The number of updates in a version."""
         return self.buffer_size
 
     def build(self, _devices: int = 0) -> FedBuff:

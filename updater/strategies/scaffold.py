@@ -15,7 +15,7 @@ from fedstream.updater.strategies.vectors import DeviceVectors
 
 
 class ScaffoldSettings(Section):
-    """SCAFFOLD. In rounds as in its paper, or asynchronous: every K arrivals."""
+    """SCAFFOLD, in rounds as in its paper, or asynchronously, every K arrivals."""
 
     has_memory: ClassVar[bool] = True
     name: Literal["scaffold"] = "scaffold"
@@ -25,16 +25,16 @@ class ScaffoldSettings(Section):
     per_step: bool = False
     """Divide what a device sends by gamma H, as AFA-CD does (AFL + SCAFFOLD)."""
     devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    """M; all devices of the run where it is not given"""
+    """M; by default all devices of the run"""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
 
     @property
     def batch(self) -> int:
-        """The updates in a version."""
+        """The number of updates in a version."""
         return self.buffer_size
 
     def build(self, devices: int = 0) -> Scaffold:
-        """The strategy, for a run of so many devices."""
+        """The strategy, for a run with ``devices`` devices."""
         return Scaffold(self, self.devices or devices)
 
 
@@ -42,9 +42,9 @@ class Scaffold(Batch):
     """x <- x + server_lr mean(x_new - x_tau), c <- c + (|S| / M) mean(c_i+ - c_i), for each S.
 
     SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (Karimireddy et al.),
-    algorithm 1. c is published with x, a device uses the c of its x_tau. The server keeps every
-    c_i too, the sum of what the device sent: trainers get that of the device that they
-    train for.
+    algorithm 1. c is published with x, and a device uses the c of its x_tau. The server also keeps
+    every c_i, the sum of what the device sent; trainers get the c_i of the device that they train
+    for.
     """
 
     controls = True
@@ -61,7 +61,7 @@ class Scaffold(Batch):
     def add(
         self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
     ) -> DeviceVectors:
-        """The sum of both parts, and the device's c_i."""
+        """Add both parts to the sum, and the change of c_i to the device's c_i."""
         super().add(update, factor, total, vectors)
         change = update.model.controls
         add(total.controls, change, 1.0, into=total.controls)
@@ -71,16 +71,16 @@ class Scaffold(Batch):
         return vectors
 
     def step(self, state: State, spare: Model | None) -> State:
-        """The version of a batch: x and c."""
+        """Make the batch's version: x and c."""
         total, c = self.total(state), state.model.controls
         add(c, total.controls, 1.0 / (self.devices or 1), into=total.controls)
         return super().step(state, spare)
 
 
 def without_batch(model: Model, vectors: DeviceVectors) -> Memory:
-    """What is remembered where a batch was given up that the c_i already have: its share of c.
+    """The memory after giving up a batch that the c_i already include: what c still lacks of it.
 
-    So the next version has c = mean(c_i) again. What it would have done to x is lost.
+    So the next version has c = mean(c_i) again. The batch's effect on x is lost.
     """
     owed = Model(model.layout)
     owed.buffer[:] = 0

@@ -1,10 +1,10 @@
-"""What a strategy is: what an arriving update does to the global model.
+"""The strategy protocol: what an arriving update does to the global model.
 
 A strategy is a pure function of its state and an update: no I/O, no clock, no randomness. The live
 updater, replay and simulation run the same classes. Vectors are large, so ownership replaces
-copying: ``receive`` may write into ``spare``, and keep it, and into what its memory holds; it never
-writes into ``state.model`` or the update's, and keeps neither. Models that the new state does not
-hold are free for reuse.
+copying: ``receive`` may write into ``spare`` and keep it, and may write into the models in its
+memory; it never writes into ``state.model`` or the update's model, and takes neither into its
+memory. Models that the new state does not hold are free for reuse.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from fedstream.updater.strategies.vectors import DeviceVectors
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a device sent that trained x_tau into x_new.
+    """What a device sent after training x_tau into x_new.
 
-    ``model`` is x_new, or, where the strategy asks for deltas, x_new - x_tau in place of the
-    parameters and c_i+ - c_i in place of the controls; buffers and integers are x_new's always.
+    ``model`` is x_new or, if the strategy asks for deltas, has x_new - x_tau in place of the
+    parameters and c_i+ - c_i in place of the controls; buffers and integers are always x_new's.
     """
 
     model: Model
@@ -33,10 +33,10 @@ class Update:
     steps: int  # H
     lr: float  # gamma
     weight: float | None = None
-    """that it was given when it was recorded; None: the strategy's ``weigh`` says.
+    """The recorded weight, if the update is replayed; None: the strategy's ``weigh`` decides.
 
-    The exponential and the power of a staleness function are the C library's: another machine's may
-    end in another bit, and the models made with it would be others."""
+    Staleness functions use the C library's exponential and power, whose last bits may differ
+    between machines; the models would then differ too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,21 +90,21 @@ class Decision:
 class Strategy(Protocol):
     """The server's rule."""
 
-    sends: Sends  # what it wants of devices
+    sends: Sends  # what devices send
     controls: bool  # the layout has a control variate (SCAFFOLD)
-    per_step: bool  # it divides by gamma H: an update without steps is of no use
-    rate: float  # by which a delta that comes alone would move the model; 1 where models are sent
-    devices: int | None  # M, where it keeps something of each
-    max_staleness: int | None  # an older update is dropped
+    per_step: bool  # it divides by gamma H, so it can't use an update without steps
+    rate: float  # by which a delta on its own would move the model; 1 if models are sent
+    devices: int | None  # M, if it keeps a vector for each
+    max_staleness: int | None  # staler updates are dropped
 
     def weigh(self, version: int, tau: int, samples: int) -> float:
         """The weight of an update trained from x_tau that arrives when ``version`` is the newest.
 
-        Its last bits are the machine's.
+        Its last bits depend on the machine.
         """
 
     def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
-        """Takes one update in. A version more means that a model was made."""
+        """Take in one update. The version goes up by one if that made a model."""
 
     def end_round(self, state: State) -> State:
-        """Nothing more will come for this version: makes the model of what has arrived."""
+        """End the round: make the next version of what has arrived, if anything has."""

@@ -1,4 +1,4 @@
-"""A vector for each device: what AFA-CS and SCAFFOLD remember of them."""
+"""A vector for each device: what AFA-CS and SCAFFOLD remember about it."""
 
 from __future__ import annotations
 
@@ -10,35 +10,34 @@ import numpy as np
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Floats
 
-IN_MEMORY = 1 << 30  # bytes; more are in files
-_BLOCK = 64 << 20  # bytes of vectors that room is made for at once
-_ROWS = 1024  # and so many of them: each is an object, which takes more than a small vector
+IN_MEMORY = 1 << 30  # bytes; the rest is in files
+_BLOCK = 64 << 20  # bytes of vectors that are allocated at once
+_ROWS = 1024  # and at most so many: each is an object, which is larger than a small vector
 
 
 class DeviceVectors:
     """M vectors of ``floats`` float32 each, zero until they are written.
 
-    Room is made for those that were written alone, whatever M is said to be. Where they come to
-    more than a gigabyte the rest lies in files, which nobody else sees and which end with the
-    process (``TMPDIR`` says where; FedstreamError without room there): the journal has what is in
-    them.
+    Only vectors that were written are allocated, however large M is. Beyond a gigabyte, the rest
+    is in unnamed temporary files that vanish with the process (in ``TMPDIR``; FedstreamError if
+    there is no room): the journal has their content.
     """
 
     def __init__(self, devices: int, floats: int, *, in_memory: int = IN_MEMORY) -> None:
-        self.heard: set[int] = set()  # whose vector was ever written
-        self.changed: set[int] = set()  # since whoever reads this emptied it
+        self.heard: set[int] = set()  # devices whose vector was ever written
+        self.changed: set[int] = set()  # those written since the reader of this set emptied it
         self._shape = (devices, floats)
         self._in_memory = in_memory
         self._vectors: dict[int, Floats] = {}
-        self._free: list[Floats] = []  # made room for, the next one last
-        self._bytes = 0  # made room for
+        self._free: list[Floats] = []  # allocated, the next one last
+        self._bytes = 0  # allocated
         self._zero = np.zeros(floats, np.float32)
 
     def __len__(self) -> int:
         return self._shape[0]
 
     def __getitem__(self, device: int) -> Floats:
-        """The device's vector, to read."""
+        """The device's vector, read-only."""
         self._check(device)
         vector = self._vectors.get(device, self._zero).view()
         vector.flags.writeable = False
@@ -56,7 +55,7 @@ class DeviceVectors:
         return self._vectors[device]
 
     def copy(self) -> DeviceVectors:
-        """The same vectors, once more."""
+        """A copy with vectors of its own."""
         copied = DeviceVectors(*self._shape, in_memory=self._in_memory)
         for device, vector in self._vectors.items():
             copied.write(device)[:] = vector
@@ -68,7 +67,7 @@ class DeviceVectors:
             raise IndexError(f"device {device} of {len(self)}")
 
     def _block(self) -> list[Floats]:
-        """Room for some more vectors, all zero."""
+        """Allocate some more vectors, all zero."""
         devices, floats = self._shape
         rows = max(1, min(devices - len(self._vectors), _ROWS, _BLOCK // (4 * floats or 1)))
         size = 4 * rows * floats
@@ -77,7 +76,7 @@ class DeviceVectors:
             return list(np.zeros((rows, floats), np.float32))
         try:
             with tempfile.TemporaryFile(prefix="fedstream-devices-") as file:
-                if hasattr(os, "posix_fallocate"):  # a disk that is full later kills by a signal
+                if hasattr(os, "posix_fallocate"):  # else a full disk would later kill by a signal
                     os.posix_fallocate(file.fileno(), 0, size)
                 return list(np.memmap(file, np.float32, "w+", shape=(rows, floats)))
         except OSError as error:
