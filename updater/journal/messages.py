@@ -82,7 +82,7 @@ class Standing(Message):
 
 
 class DeviceVector(Message):
-    """What a strategy remembers about a device. Payload: a vector as long as the parameters."""
+    """What a strategy remembers of a device. Payload: a vector as long as the parameters."""
 
     kind: ClassVar[str] = "device_vector"
     device: Count
@@ -90,7 +90,7 @@ class DeviceVector(Message):
 
 
 class Taken(Message):
-    """One update and what became of it. Payload: its bytes as received, if they are recorded."""
+    """One update and what became of it. Payload: its bytes as received, where they are recorded."""
 
     kind: ClassVar[str] = "taken"
     entry: Name  # of the queue

@@ -39,7 +39,7 @@ class _AfaSettings(Section):
 
 
 class AfaCdSettings(_AfaSettings):
-    """AFA-CD: for devices that take part equally often (cross-device)."""
+    """AFA-CD: for devices that take part alike (cross-device)."""
 
     name: Literal["afa-cd"] = "afa-cd"
 
@@ -49,7 +49,7 @@ class AfaCdSettings(_AfaSettings):
 
 
 class AfaCsSettings(_AfaSettings):
-    """AFA-CS: for devices of which some take part often and some seldom (cross-silo)."""
+    """AFA-CS: for devices of which some come often and some seldom (cross-silo)."""
 
     name: Literal["afa-cs"] = "afa-cs"
     devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None

@@ -15,7 +15,7 @@ from fedstream.updater.strategies.vectors import DeviceVectors
 
 
 class ScaffoldSettings(Section):
-    """SCAFFOLD, in rounds as in its paper, or asynchronously, every K arrivals."""
+    """SCAFFOLD. In rounds as in its paper, or asynchronous: every K arrivals."""
 
     has_memory: ClassVar[bool] = True
     name: Literal["scaffold"] = "scaffold"
