@@ -14,6 +14,7 @@ local _, ends = ends_of(a.journalled)
 if told < a.before then return 'behind:' .. head end
 local repeated = head == a.version and redis.call('HGET', key.head, 'digest') == a.digest
 if a.version and not repeated then
+  -- Ahead: this request was repeated, others followed, and now it comes after all.
   if head ~= a.version - 1 then return 'behind:' .. head end
   if redis.call('HGET', key.blob, 'size') ~= a.size then return 'unwritten' end
   redis.call('HSET', key.lineage, a.version, a.digest)

@@ -835,6 +835,19 @@ async def test_a_version_that_is_not_the_heads_child_is_not_published(
     assert await snapshot(client, keys) == before
 
 
+async def test_a_commit_that_comes_behind_its_repetition_and_later_versions_changes_nothing(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    """Redis knows more ends than it asks for, and its token is good: only the head says so."""
+    await hand.create()
+    first, second = await hand.admitted(), await hand.admitted()
+    assert await hand.commit(1, first, journalled={"applied": 1}) == "done"
+    assert await hand.commit(2, second, journalled={"applied": 2}, before=1) == "done"
+    before = await snapshot(client, keys)
+    assert await hand.commit(1, first, journalled={"applied": 1}, write=False) == "behind:2"
+    assert await snapshot(client, keys) == before
+
+
 async def test_nothing_is_committed_to_a_run_that_redis_lost(hand: Hand, client: Client) -> None:
     await hand.create()
     upload = await hand.admitted()

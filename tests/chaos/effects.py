@@ -130,6 +130,9 @@ class Life:
 
     def _on_models(self, command: Command) -> None:
         _, said = _added(command)
+        newest = max((one.version for one in self.told), default=-1)
+        if said["version"] < newest:
+            self.wrong.append(f"version {said['version']} was published behind {newest}")
         self.told.append(Told(said["version"], said["digest"], said["epoch"], said["blob"]))
         if not self.holder.endswith(f":{said['blob'].rpartition('.')[2]}"):
             self.wrong.append(

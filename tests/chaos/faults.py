@@ -37,7 +37,7 @@ class Kind(StrEnum):
     BACKUP = "backup"  # an old one is played back: any moment since the run began
     AMNESIA = "amnesia"  # a usurpation of which it is emptied; both updaters wake up, or one
     RELAPSE = "relapse"  # it goes back to before a usurpation: the first one's token is good again
-    TAKEOVER = "takeover"  # the same, while the successor still reads the journal: both are alive
+    TAKEOVER = "takeover"  # the same, while the successor takes over: both are alive
     MEMORY = "memory"  # it has none left
     ERASE = "erase"  # the newest model is gone from it
     # with Redis where sentinels watch over it
@@ -47,7 +47,7 @@ class Kind(StrEnum):
     CUT = "cut"  # all connections, with the replies that are under way
     DELAY = "delay"  # requests and replies wait, and then arrive
     PARTITION = "partition"  # one service does not reach it
-    LATE = "late"  # what a service asks arrives after it has given up waiting
+    LATE = "late"  # what a service asks arrives after it gave up waiting, or was done asking again
     # with disks
     DISK = "disk"  # there is no room for the journal
     EIO = "eio"  # the journal cannot be read, written or synced
@@ -67,7 +67,7 @@ ALONE = tuple(kind for kind in Kind if kind not in (Kind.FAILOVER, Kind.SPLIT))
 _LASTS = {
     Kind.KILL: 0.0, Kind.PAUSE: 2.0, Kind.USURP: 1.0, Kind.DOUBLE: 2.0, Kind.TWICE: 0.0,
     Kind.CLOCK: 2.0, Kind.EMPTY: 0.5, Kind.REWIND: 1.0, Kind.TORN: 0.3, Kind.BACKUP: 0.3,
-    Kind.AMNESIA: 1.0, Kind.RELAPSE: 1.0, Kind.TAKEOVER: 1.0, Kind.MEMORY: 1.5, Kind.ERASE: 0.0,
+    Kind.AMNESIA: 1.0, Kind.RELAPSE: 1.0, Kind.TAKEOVER: 0.0, Kind.MEMORY: 1.5, Kind.ERASE: 0.0,
     Kind.CUT: 0.1, Kind.DELAY: 1.5, Kind.PARTITION: 4.0, Kind.LATE: 4.0,
     Kind.FAILOVER: 0.0, Kind.SPLIT: 0.0,
     Kind.DISK: 1.5, Kind.EIO: 0.7, Kind.POWER: 0.3, Kind.BLACKOUT: 0.3, Kind.ROT: 0.0,

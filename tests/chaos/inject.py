@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import hashlib
 import random
 import signal
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager
+from collections.abc import Awaitable, Callable, Container, Iterator
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,11 @@ from fedstream.broker.keys import POOL, Keys
 from fedstream.broker.layout import Model
 from fedstream.broker.ledger import Ledger
 from fedstream.broker.messages import Event, RoundEnd, Upload, decode
+from fedstream.broker.scripts import Script
 from tests.chaos import disk, pages
+from tests.chaos.account import USED
 from tests.chaos.faults import TRAINERS, UPDATER, UPDATERS, Fault, Kind, Plan
-from tests.chaos.seams import Control
+from tests.chaos.seams import HELD_AT, Control
 from tests.chaos.sentinel import Sentineled
 from tests.chaos.server import Server
 from tests.chaos.services import Child, Services
@@ -33,6 +36,10 @@ if TYPE_CHECKING:
 _TAKEN_OVER_S = 60.0
 _TWICE_S = 10.0
 _TOLD_S = 60.0  # within which damage must be told
+_GOES_ON_S = 10.0  # within which something comes that may not come: no work, another fault
+# Of a request: the script that it runs, and what stands in none of those that publish nothing.
+_COMMIT = hashlib.sha1(Script("commit").source, usedforsecurity=False).hexdigest()
+_OF_A_VERSION = (_COMMIT.encode(), b"digest")
 _ERRNO = (("write", errno.EIO), ("sync", errno.EIO), ("read", errno.EIO))
 
 
@@ -249,26 +256,50 @@ class Injector:
                     asleep.close()
 
     async def _takeover(self, fault: Fault) -> None:
-        """The token is forgotten at some step of a take-over; both updaters live, and both work."""
+        """The token is forgotten at some step of a take-over; both updaters live, and both work.
+
+        The successor waits at that step until the first one has committed something on top of
+        what it read, or found that it may not: however fast either of them is.
+        """
         async with self._server.changing:
             size = self._redis.written if fault.share < 0.5 else 0
             sleeper = self._services[await self._leader()]
             other = next(name for name in UPDATERS if self._services[name] is not sleeper)
-            # What it takes long about is either reading the journal, or beginning its own segment.
-            slow = self._controls[other]
-            what = self._rng.choice(("reads_s", "writes_s", "writes_s"))
-            slow[what] = 0.8
-            try:
-                with ExitStack() as asleep:
-                    asleep.enter_context(sleeper.asleep())
-                    await self._holds(other, unless=sleeper)
-                    await asyncio.sleep(fault.seconds)
-                    async with self._changed(size):
-                        asleep.close()
+            control = self._controls[other]
+            with suppress(AssertionError), ExitStack() as held, ExitStack() as asleep:
+                asleep.enter_context(sleeper.asleep())
+                held.callback(control.__setitem__, "hold", 0.0)
+                control["held"] = 0.0
+                control["hold"] = HELD_AT.index(self._rng.choice(("read", "link", "link")))
+                await wait_until(
+                    lambda: sleeper.ended or control["held"] > 0, timeout=_GOES_ON_S
+                )  # not where the sleeper was about to note what it synced: both do that
+                held.enter_context(self._services[other].asleep())
+                before = self._used()
+                async with self._changed(size):
+                    asleep.close()
                 self.did["tokens forgotten while one took over"] += not sleeper.ended
-                await asyncio.sleep(2.0)  # the sleeper leads again, by right, and commits
-            finally:
-                slow[what] = 0.0
+                await wait_until(
+                    lambda: sleeper.ended or self._commits(besides=before), timeout=_GOES_ON_S
+                )
+
+    def _used(self) -> dict[str, bytes]:
+        """The tasks in the newest segment whose updates were used, each with its entry."""
+        taken = (one.message for one in pages.read(self._newest()).records if one.kind == "taken")
+        return {
+            one["upload"]["task"]: one["entry"].encode() for one in taken if one["outcome"] in USED
+        }
+
+    async def _commits(self, *, besides: Container[str]) -> bool:
+        """Whether another task's update was journalled, told, and has left the queue."""
+        used = {task: entry for task, entry in self._used().items() if task not in besides}
+        try:
+            rows = await self._server.client.call("XRANGE", self._keys.events, "-", "+")
+            queued = await self._entries(self._keys.queue)
+        except BrokerError:
+            return False
+        told = {Event.decode(fields[1]).task for _, fields in rows}
+        return any(task in told and entry not in queued for task, entry in used.items())
 
     async def _memory(self, fault: Fault) -> None:
         client = self._server.client
@@ -317,12 +348,41 @@ class Injector:
             await asyncio.sleep(fault.seconds)
 
     async def _late(self, fault: Fault) -> None:
+        if fault.target == UPDATER and fault.share < 0.5:
+            await self._late_commit()
+            return
         wire = self._wires[await self._name(fault)]
         before = wire.delivered
         async with wire.late():
             await asyncio.sleep(fault.seconds)
         await asyncio.sleep(0.1)
         self.did["requests that came too late"] += wire.delivered - before
+
+    async def _late_commit(self) -> None:
+        """A version's commit arrives once it was repeated, and others were published on top.
+
+        As where a connection breaks whose last bytes a proxy still has.
+        """
+        async with self._server.changing:
+            wire = self._wires[await self._leader()]
+            with suppress(AssertionError):
+                async with wire.straggling(*_OF_A_VERSION) as kept:
+                    await wait_until(kept.is_set, timeout=_GOES_ON_S)
+                    version = await self._version()
+                    await wait_until(lambda: self._is_past(version + 2), timeout=_GOES_ON_S)
+                    self.did["commits that came after later ones"] += 1
+            await asyncio.sleep(0.1)
+
+    async def _version(self) -> int:
+        """The newest; -1: there is none, or Redis is away."""
+        try:
+            head = await self._ledger.head()
+        except BrokerError:
+            return -1
+        return head.version if head else -1
+
+    async def _is_past(self, version: int) -> bool:
+        return await self._version() > version
 
     # disks
 
@@ -480,14 +540,6 @@ class Injector:
 
         await wait_until(leads, timeout=_TAKEN_OVER_S, what="another updater leads")
         return found
-
-    async def _holds(self, name: str, *, unless: Child) -> None:
-        """Waits until a name has the lease, or another fault has ended a process."""
-
-        async def holds() -> bool:
-            return unless.ended or await self._holder() == name
-
-        await wait_until(holds, timeout=_TAKEN_OVER_S, what=f"{name} takes over")
 
     async def _holder(self) -> str:
         """Who has the updater's lease; '' if nobody has, or Redis is away."""

@@ -123,7 +123,7 @@ MUTANTS = (
     Mutant(
         "a version is committed on any other", "broker/lua/commit.lua",
         "  if head ~= a.version - 1 then return 'behind:' .. head end\n", "",
-        (Kind.REWIND, Kind.TORN),
+        (Kind.LATE,), (7, 0, 1, 2),
     ),
     Mutant(
         "a task that is in the journal is done again", "updater/decider.py",

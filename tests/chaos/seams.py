@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import struct
 import time
 from collections.abc import Callable
@@ -25,16 +24,17 @@ CONTROL = "FEDSTREAM_CHAOS_CONTROL"  # in the environment: the file with the num
 PLATTER = "FEDSTREAM_CHAOS_PLATTER"  # and where what is on disk is, of a service with a journal
 RELEASE = "FEDSTREAM_CHAOS_RELEASE"  # and of which release its messages are
 RELEASES = ("", "earlier", "later")
-_NUMBERS = ("clock_s", "write", "sync", "read", "reads_s", "writes_s", "room")
+_NUMBERS = ("clock_s", "write", "sync", "read", "hold", "held", "room")
+HELD_AT = ("", "read", "link")  # the journal, and a segment, which so begins
 _PAGE = 4096
 _NUMBER = struct.Struct("<d")
 
 
 class Control:
     """The numbers. ``clock_s``: how far the clock is wrong. ``write``, ``sync``, ``read``: what the
-    disk says (an errno; 0: done). ``reads_s``, ``writes_s``: how long, at most, it
-    takes about anything. ``room``: one more than the bytes by which files may still grow; 0: there
-    is no end of it.
+    disk says (an errno; 0: done). ``hold``: the step of `HELD_AT` at which it waits until this is
+    another; ``held``: 1 once it got there. ``room``: one more than the bytes by which files may
+    still grow; 0: there is no end of it.
     """
 
     def __init__(self, path: Path) -> None:
@@ -86,12 +86,11 @@ def _other_release(release: str) -> None:
 
 
 class _Disk:
-    """The calls by which a journal gets to disk and back, each of which may fail or take long."""
+    """The calls by which a journal gets to disk and back, which may fail or be held up."""
 
     def __init__(self, control: Control, platter: Platter) -> None:
         self._control = control
         self._platter = platter
-        self._rng = random.Random()
 
     def install(self) -> None:
         platter = self._platter
@@ -129,10 +128,14 @@ class _Disk:
         os.pwritev = bounded  # type: ignore[assignment]  # of what the journal uses of it
 
     def _fails(self, what: str) -> None:
-        if slow_s := self._control["reads_s" if what == "read" else "writes_s"]:
-            time.sleep(self._rng.uniform(0, slow_s))
+        self._wait_at(what)
         if error := int(self._control[what]):
             raise OSError(error, os.strerror(error))
+
+    def _wait_at(self, step: str) -> None:
+        while step == HELD_AT[int(self._control["hold"])]:
+            self._control["held"] = 1.0
+            time.sleep(0.01)
 
     def _wrap(
         self,
@@ -163,6 +166,7 @@ class _Disk:
         def wrapped(path: Any, *more: Any, **options: Any) -> Any:
             if self._platter.is_inside(path):
                 self._fails("write")
+                self._wait_at(name)
                 if name != "link":
                     self._platter.keep(path, *more)
             return call(path, *more, **options)

@@ -44,6 +44,15 @@ def ended(outcome: str) -> tuple[tuple[object, ...], ...]:
     )  # fmt: skip
 
 
+TOKEN = ("HSET", PREFIX + "tokens", "updater", "3:mine")
+
+
+def version(number: int, nonce: str = "mine") -> tuple[object, ...]:
+    """A version that is published by whoever has the nonce."""
+    about = packed(k="version", version=number, digest="d", epoch=2, blob=f"{number}.2.{nonce}")
+    return ("XADD", PREFIX + "models", "MAXLEN", "~", "10000", f"{number}-0", "m", about)
+
+
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     return tmp_path / "file"
@@ -105,11 +114,13 @@ def test_an_update_in_the_queue_and_out_of_it(file: Path) -> None:
 
 
 def test_who_publishes_must_be_the_updater(file: Path) -> None:
-    token = ("HSET", PREFIX + "tokens", "updater", "3:mine")
+    assert lived(written(file, TOKEN, version(1))).wrong == []
+    other = lived(written(file, TOKEN, version(1, "else")))
+    assert "3:mine was the updater's token" in other.wrong[0]
 
-    def version(nonce: str) -> tuple[object, ...]:
-        about = packed(k="version", version=1, digest="d", epoch=2, blob=f"1.2.{nonce}")
-        return ("XADD", PREFIX + "models", "MAXLEN", "~", "10000", "8-0", "m", about)
 
-    assert lived(written(file, token, version("mine"))).wrong == []
-    assert "3:mine was the updater's token" in lived(written(file, token, version("else"))).wrong[0]
+def test_versions_do_not_go_back(file: Path) -> None:
+    """One that is published again because its model was gone is the newest still."""
+    assert lived(written(file, TOKEN, version(1), version(2), version(2))).wrong == []
+    life = lived(written(file, TOKEN, version(1), version(2), version(1)))
+    assert life.wrong == ["version 1 was published behind 2"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,9 +16,11 @@ import pytest
 
 from fedstream.broker.errors import Unavailable
 from fedstream.broker.keys import Keys
+from fedstream.broker.messages import Event
 from tests.chaos import disk, inject
 from tests.chaos.faults import UPDATERS, Fault, Kind, plan
 from tests.chaos.inject import Injector
+from tests.chaos.seams import Control
 from tests.chaos.services import Child
 from tests.support import wait_until
 
@@ -25,6 +28,7 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /pro
 
 USURP = Fault(at=0, after_s=0.0, kind=Kind.USURP, seconds=0.0)
 TWICE = Fault(at=0, after_s=0.0, kind=Kind.TWICE, seconds=0.0)
+TAKEOVER = Fault(at=0, after_s=0.0, kind=Kind.TAKEOVER, seconds=0.0)
 POWER = Fault(at=0, after_s=0.0, kind=Kind.POWER, seconds=0.0)
 
 
@@ -38,13 +42,27 @@ class Redis:
         self.holder = UPDATERS[0]
         self.queue: set[bytes] = set()
         self.asked = 0  # how often for the queue
+        self.written = 0
+        self.told: list[str] = []  # tasks that ended
 
     def bind(self, prefix: str) -> None:
         pass
 
-    async def call(self, command: str, *_args: object) -> Any:
+    async def kill(self) -> None:
+        pass
+
+    def remember(self, size: int) -> None:
+        pass
+
+    async def start(self) -> None:
+        self.life += 1
+
+    async def call(self, command: str, *args: object) -> Any:
         if command == "GET":
             return self.holder.encode()
+        if command == "XRANGE" and str(args[0]).endswith("events"):
+            events = (Event(what="outcome", service="u", time=0.0, task=task) for task in self.told)
+            return [(b"1-0", [b"m", event.encode()]) for event in events]
         if command == "XRANGE":
             self.asked += 1
             return [(entry, []) for entry in self.queue]
@@ -80,11 +98,17 @@ async def updaters(folder: Path) -> AsyncIterator[Updaters]:
             await process.wait()
 
 
-def injector(folder: Path, redis: Redis, services: Updaters, findings: list[str]) -> Injector:
+def injector(
+    folder: Path,
+    redis: Redis,
+    services: Updaters,
+    findings: list[str],
+    controls: dict[str, Control] | None = None,
+) -> Injector:
     parts: Any = SimpleNamespace(server=redis, services=services)
     return Injector(
-        plan(6, 0), folder, server=parts.server, wires={}, services=parts.services, controls={},
-        keys=Keys("chaos"), findings=findings,
+        plan(6, 0), folder, server=parts.server, wires={}, services=parts.services,
+        controls=controls or {}, keys=Keys("chaos"), findings=findings,
     )  # fmt: skip
 
 
@@ -111,6 +135,42 @@ async def test_a_fault_that_ends_wakes_nobody_whom_another_put_to_sleep(
         redis.life = 2  # it may lead again
         async with asyncio.timeout(30.0):  # half of what it has to end
             await usurping
+    assert findings == []
+
+
+@pytest.mark.parametrize("commits", [True, False])
+async def test_a_successor_waits_until_the_first_one_has_committed_or_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commits: bool
+) -> None:
+    """However long that takes."""
+    used: dict[str, bytes] = {}
+    monkeypatch.setattr(inject, "Server", Redis)
+    monkeypatch.setattr(Injector, "_used", lambda _: dict(used))
+    redis, findings = Redis(), list[str]()
+    controls = {name: Control(tmp_path / name) for name in UPDATERS}
+    async with updaters(tmp_path) as services:
+        first, successor = (services[name] for name in UPDATERS)
+        control = controls[successor.name]
+        faults = injector(tmp_path, redis, services, findings, controls)
+        taking_over = asyncio.create_task(faults.inject(TAKEOVER))
+        await wait_until(lambda: is_asleep(first) and control["hold"])
+        control["held"] = 1.0
+        await wait_until(lambda: redis.life == 2 and not is_asleep(first))
+        assert is_asleep(successor)
+        assert control["hold"]
+
+        if commits:
+            redis.told, redis.queue = ["t"], {b"1-0"}
+            used["t"] = b"1-0"  # which has still to leave the queue
+            asked = redis.asked
+            await wait_until(lambda: redis.asked > asked + 6)
+            assert is_asleep(successor)
+            redis.queue = set()
+        else:
+            first.signal(signal.SIGKILL)
+        await taking_over
+        assert not control["hold"]
+        await wait_until(lambda: not is_asleep(successor))
     assert findings == []
 
 

@@ -4,10 +4,20 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+
+
+@dataclass(frozen=True)
+class _Straggler:
+    """A request that arrives long after whoever sent it has lost the connection."""
+
+    parts: tuple[bytes, ...]  # by which it is known
+    kept: asyncio.Event = field(default_factory=asyncio.Event)
+    released: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Wire:
@@ -20,6 +30,7 @@ class Wire:
         self._asking, self._answering = asyncio.Event(), asyncio.Event()
         self._asking.set()
         self._answering.set()
+        self._straggler: _Straggler | None = None
         self._late = 0  # how many times at once what is asked is to come late
         self.delivered = 0  # requests, or parts of one, that came when nobody waited any more
 
@@ -72,6 +83,19 @@ class Wire:
             self._asking.set()
             self._late -= 1
 
+    @asynccontextmanager
+    async def straggling(self, *parts: bytes) -> AsyncIterator[asyncio.Event]:
+        """The first request with these parts loses its connection, and arrives behind the block.
+
+        All else passes, its repetition too. What it gives is set once there was such a request.
+        """
+        straggler = self._straggler = _Straggler(parts)
+        try:
+            yield straggler.kept
+        finally:
+            self._straggler = None
+            straggler.released.set()
+
     def _abort(self) -> None:
         for writer in self._open:
             writer.transport.abort()
@@ -109,12 +133,22 @@ class Wire:
                     if gone and not was_late:
                         break
                     self.delivered += gone
+                if straggler := self._straggles(data):
+                    straggler.kept.set()
+                    back.transport.abort()
+                    await straggler.released.wait()
                 to.write(data)
                 await to.drain()
-                if reader.at_eof():
+                if straggler or reader.at_eof():
                     to.write_eof()  # Redis does what it was asked, and then closes
                     return
         to.transport.abort()  # and so, when it ends, the other direction too
+
+    def _straggles(self, data: bytes) -> _Straggler | None:
+        one = self._straggler
+        if one is None or one.kept.is_set() or not all(part in data for part in one.parts):
+            return None
+        return one
 
     async def _answer(
         self, reader: asyncio.StreamReader, to: asyncio.StreamWriter, asked: asyncio.StreamWriter
