@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-from contextlib import suppress
+import signal
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,6 @@ from tests.k8s.cluster import Cluster, Pod
 from tests.k8s.cluster.image import Image
 from tests.k8s.policy.targets import kustomized
 from tests.k8s.tls import redis_tls
-from tests.support import wait_until
 
 pytestmark = [pytest.mark.k8s, pytest.mark.timeout(900)]
 
@@ -38,14 +38,20 @@ NODES = [f"sentinel-{number}.sentinels:26379" for number in range(3)]
 
 
 async def test_a_run_outlives_its_masters(tmp_path: Path, images: dict[str, Image]) -> None:
-    """One is killed and comes back empty; then all are rolled, and the master hands over."""
-    async with Cluster(tmp_path / "cluster", images) as cluster:
+    """One is killed; then all are rolled, and the master hands over.
+
+    The one that is killed comes back empty while no Sentinel answers, and the first election fails.
+    """
+    async with AsyncExitStack() as stack:
+        cluster = await stack.enter_async_context(Cluster(tmp_path / "cluster", images))
         certificate, ca = redis_tls(tmp_path, cluster)
         tls = TlsSettings(ca=str(ca))
         await cluster.apply([*kustomized(OVERLAY), certificate])
         await cluster.settled()
         nodes = tuple(cluster.here(node) for node in NODES)
-        sentinel = Client(RedisSettings(url=f"rediss://watch:w@{nodes[1]}", tls=tls))
+        sentinels = [
+            Client(RedisSettings(url=f"rediss://sentinel:s@{node}", tls=tls)) for node in nodes
+        ]
         redis = Client(
             RedisSettings.model_validate(
                 {
@@ -57,11 +63,13 @@ async def test_a_run_outlives_its_masters(tmp_path: Path, images: dict[str, Imag
                 }
             )
         )
+        for client in (*sentinels, redis):
+            stack.push_async_callback(client.close)
         ledger = Ledger(redis, Keys("demo"), "test")
 
         async def named() -> str:
             """The master's address, as the sentinels have it; its pod may just be gone."""
-            address, _ = await sentinel.call("SENTINEL", "get-master-addr-by-name", "fedstream")
+            address, _ = await sentinels[1].call("SENTINEL", "get-master-addr-by-name", "fedstream")
             return str(address.decode())
 
         async def master() -> Pod:
@@ -70,28 +78,48 @@ async def test_a_run_outlives_its_masters(tmp_path: Path, images: dict[str, Imag
             return next(pod for pod in cluster["redis"].pods if pod.address == address)
 
         async def another(than: Pod) -> bool:
-            return await named() != than.address
+            with suppress(FedstreamError):  # the Sentinel that is asked may have crashed
+                return await named() != than.address
+            return False
+
+        async def newest(least: int) -> int:
+            """The newest version if it is at least so high, else 0; Redis may be away."""
+            with suppress(FedstreamError):
+                head = await ledger.head()
+                if head is not None and head.version >= least:
+                    return head.version
+            return 0
 
         async def version(least: int) -> int:
-            """The newest, once it is at least so high; meanwhile Redis may be away."""
-            async with asyncio.timeout(120):
-                while True:
-                    with suppress(FedstreamError):
-                        head = await ledger.head()
-                        if head is not None and head.version >= least:
-                            return head.version
-                    await asyncio.sleep(0.1)
+            """The newest, once it is at least so high."""
+            return int(await cluster.until(lambda: newest(least), what=f"version {least}"))
 
         first = await master()
         assert first.name == "redis-0"
         before = await version(20)
-        first.kill()
-        await wait_until(lambda: another(first), timeout=120, what="a replica takes over")
+        for client in sentinels:  # else one that was stopped does nothing for 30 s
+            await client.call("SENTINEL", "DEBUG", "tilt-trigger", "600000")
+            await client.call("SENTINEL", "SIMULATE-FAILURE", "crash-after-election")
+        with stopped(cluster["sentinel"].pods):
+            first.kill()
+            await cluster.until(lambda: len(told(first)) > 1, what="start.sh decides")
+        assert "waiting for another" in told(first)[1], "it began as an empty master"
+        await cluster.until(
+            lambda: any(pod.restarts for pod in cluster["sentinel"].pods),
+            what="the first to be elected crashes",
+        )
+        for client in sentinels:
+            with suppress(FedstreamError):  # the one that crashed
+                await client.call("SENTINEL", "SIMULATE-FAILURE", "help")  # the others no longer do
+        await cluster.until(lambda: another(first), what="a replica takes over")
         before = await version(before + 20)
         await cluster.settled()
+        assert f"{first.address}: master is {first.address}" not in told(first)[1:], (
+            "it lost the data"
+        )
         second = await master()
         await cluster.restart("redis")
-        await wait_until(lambda: another(second), timeout=120, what="the master hands over")
+        await cluster.until(lambda: another(second), what="the master hands over")
         await cluster.settled("redis")
         await version(before + 20)
         await cluster.settled()
@@ -99,6 +127,23 @@ async def test_a_run_outlives_its_masters(tmp_path: Path, images: dict[str, Imag
             pod.name: pod.restarts for name in ("coordinator", "updater", "trainer")
             for pod in cluster[name].pods
         }  # fmt: skip
-        await redis.close()
-        await sentinel.close()
     assert set(restarts.values()) == {0}, "nobody ends for want of Redis"
+
+
+@contextmanager
+def stopped(pods: list[Pod]) -> Iterator[None]:
+    """Their processes stand still: they take connections and never answer."""
+    running = [one.running for pod in pods for one in pod.containers if one.running]
+    for each in running:
+        each.signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for each in running:
+            each.signal(signal.SIGCONT)
+
+
+def told(pod: Pod) -> list[str]:
+    """What start.sh said of the master, each time that Redis was started."""
+    lines = pod.containers[0].container.log.read_text(errors="replace").splitlines()
+    return [line for line in lines if line.startswith(f"{pod.address}: ")]

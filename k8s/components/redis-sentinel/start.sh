@@ -44,18 +44,34 @@ acting() {
   echo "$lone"
 }
 
+# The master by the word of a replica that holds data; nothing if there is none.
+followed() {
+  for host in $NODES; do
+    said=$(ask "$host" 6379 info | tr -d '\r')
+    case $said in *role:slave*db[0-9]*:keys=*) echo "$said" | sed -n 's/^master_host://p'; return ;; esac
+  done
+}
+
+# Whoever is, or was last, the master; nothing if there never was one.
+known() {
+  found=$(agreed)
+  [ -n "$found" ] || found=$(acting)
+  [ -n "$found" ] || found=$(followed) # the Sentinels may only be slow
+  echo "$found"
+}
+
 case $1 in
   redis)
     conf=/run/redis/redis.conf # Sentinel has it rewritten
-    master=$(agreed)
+    master=$(known)
     # No persistence: a master that restarts is empty, and its replicas would become so after it. One of them takes over first.
     tries=0
     while [ "$master" = "$ADDRESS" ] && [ $tries -lt 60 ]; do
+      [ $tries -gt 0 ] || echo "$ADDRESS: was the master, waiting for another to take over"
       sleep 1
       tries=$((tries + 1))
-      master=$(agreed)
+      master=$(known)
     done
-    [ -n "$master" ] || master=$(acting)
     [ -n "$master" ] || master=${NODES%% *} # the very first start
     umask 077
     cp /etc/redis/redis.conf $conf
@@ -102,6 +118,8 @@ EOF
     done
     umask 077
     # Its id is its name's: one that restarts is the same one, and not a fourth that has a vote.
+    # failover-timeout: after a failed election the next one comes after twice this time. An emptied master waits 60 s for
+    # another to take over: 10 s allows three elections in that time, 30 s only one.
     cat > $conf <<EOF
 bind $POD_IP
 $([ -z "$tls" ] && echo port 26379 || sed 's/^tls-port .*/tls-port 26379/' /etc/redis/tls.inc)
@@ -115,7 +133,7 @@ sentinel monitor $master_name $master 6379 2
 sentinel auth-user $master_name sentinel
 sentinel auth-pass $master_name "$SENTINEL_PASSWORD"
 sentinel down-after-milliseconds $master_name 5000
-sentinel failover-timeout $master_name 30000
+sentinel failover-timeout $master_name 10000
 sentinel parallel-syncs $master_name 1
 sentinel sentinel-user sentinel
 sentinel sentinel-pass "$SENTINEL_PASSWORD"

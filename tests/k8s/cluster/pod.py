@@ -40,7 +40,7 @@ _CONTAINER = {
 _MOUNT = {"name", "mountPath", "subPath", "readOnly"}
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _TMP = "/tmp"  # noqa: S108  (in the container)
-_TOLD = 15  # last lines of a log
+_TOLD = 40  # last lines of a log
 _REFERENCE = re.compile(r"\$\$|\$\(([\w.-]+)\)")
 _UNITS = {"m": 1e-3, "": 1.0, "k": 1e3, "M": 1e6, "G": 1e9, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30}
 
