@@ -40,7 +40,7 @@ NODES = [f"sentinel-{number}.sentinels:26379" for number in range(3)]
 async def test_a_run_outlives_its_masters(tmp_path: Path, images: dict[str, Image]) -> None:
     """One is killed; then all are rolled, and the master hands over.
 
-    The one that is killed comes back empty while no Sentinel answers, and the first election fails.
+    The one that is killed comes back empty while no Sentinel answers.
     """
     async with AsyncExitStack() as stack:
         cluster = await stack.enter_async_context(Cluster(tmp_path / "cluster", images))
@@ -78,9 +78,7 @@ async def test_a_run_outlives_its_masters(tmp_path: Path, images: dict[str, Imag
             return next(pod for pod in cluster["redis"].pods if pod.address == address)
 
         async def another(than: Pod) -> bool:
-            with suppress(FedstreamError):  # the Sentinel that is asked may have crashed
-                return await named() != than.address
-            return False
+            return await named() != than.address
 
         async def newest(least: int) -> int:
             """The newest version if it is at least so high, else 0; Redis may be away."""
@@ -99,18 +97,10 @@ async def test_a_run_outlives_its_masters(tmp_path: Path, images: dict[str, Imag
         before = await version(20)
         for client in sentinels:  # else one that was stopped does nothing for 30 s
             await client.call("SENTINEL", "DEBUG", "tilt-trigger", "600000")
-            await client.call("SENTINEL", "SIMULATE-FAILURE", "crash-after-election")
         with stopped(cluster["sentinel"].pods):
             first.kill()
             await cluster.until(lambda: len(told(first)) > 1, what="start.sh decides")
         assert "waiting for another" in told(first)[1], "it began as an empty master"
-        await cluster.until(
-            lambda: any(pod.restarts for pod in cluster["sentinel"].pods),
-            what="the first to be elected crashes",
-        )
-        for client in sentinels:
-            with suppress(FedstreamError):  # the one that crashed
-                await client.call("SENTINEL", "SIMULATE-FAILURE", "help")  # the others no longer do
         await cluster.until(lambda: another(first), what="a replica takes over")
         before = await version(before + 20)
         await cluster.settled()
