@@ -9,7 +9,7 @@ INSTALL := pip install --quiet --disable-pip-version-check --require-hashes --no
 .PHONY: run test lint format types unit docs help k8s-check chaos chaos-mutants fuzz mutants bench reproduce lock dist sbom constraints clean
 
 help:  ## list the targets
-	@sed -n 's/^\([a-z-]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
+	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
 
 run: .venv/installed  ## train the handwritten digits on this machine
 	$(BIN)/fedstream run

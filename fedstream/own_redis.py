@@ -6,6 +6,7 @@ import tomllib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from fedstream.broker.errors import FedstreamError
 from fedstream.broker.settings import RedisSettings
 
 if TYPE_CHECKING:
@@ -28,6 +29,25 @@ def without_lost(settings: Settings, config: Path | None) -> Settings:
     kept = {name: getattr(settings.redis, name) for name in settings.redis.model_fields_set}
     del kept["url"]
     return settings.model_copy(update={"redis": RedisSettings(**kept)})
+
+
+def refuse_ended(settings: Settings, config: Path | None) -> None:
+    """Raise FedstreamError if ``config`` is that of a run whose private Redis ended with it.
+
+    Its run.toml names no Redis any more, so another run of the same name, at the default address,
+    would be taken for it.
+    """
+    if config is None or settings.redis.is_named:
+        return
+    from fedstream.recording import CONFIG
+    from fedstream.report import SUMMARY
+
+    summary = config.with_name(SUMMARY)
+    if config.name == CONFIG and summary.is_file():
+        raise FedstreamError(
+            f"{config} is of a run that is over, and its own Redis ended with it: its numbers are "
+            f"in {summary}; if you mean another Redis, set redis.url"
+        )
 
 
 def joining(settings: Settings, config: Path | None) -> Settings:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
 
 import typer
 
-from fedstream.broker.errors import ConfigError, FedstreamError, NoRun, Unavailable
+from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
 
 if TYPE_CHECKING:
@@ -120,8 +120,10 @@ def ask(
 ) -> T:
     """Run a query against a run's Redis. Raises FedstreamError."""
     from fedstream.broker.client import Client
+    from fedstream.own_redis import refuse_ended
 
     settings = settings_of(path, redis=redis, run=run)
+    refuse_ended(settings, path)
 
     async def asked() -> T:
         client = Client(settings.redis, "cli")
@@ -130,21 +132,7 @@ def ask(
         finally:
             await client.close()
 
-    try:
-        return asyncio.run(asked())
-    except (NoRun, Unavailable) as error:
-        from fedstream.report import SUMMARY
-
-        if (
-            settings.redis.is_named
-            or path is None
-            or not (summary := path.with_name(SUMMARY)).is_file()
-        ):
-            raise
-        raise FedstreamError(
-            f"{path} is of a run that is over, and its own Redis ended with it: its numbers are in "
-            f"{summary} (redis.url is not given; {error})"
-        ) from error
+    return asyncio.run(asked())
 
 
 def leave(code: int) -> NoReturn:

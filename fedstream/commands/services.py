@@ -19,10 +19,12 @@ def _serve(role: str, path: Path | None, sets: list[str] | None, name: str | Non
 
     end_with_parent()
     settings = settings_of(path, sets)
-    if role == "trainer" and path is not None and VARIABLE not in os.environ:
-        from fedstream.own_redis import joining
+    if VARIABLE not in os.environ:  # not started by `fedstream run`
+        from fedstream.own_redis import joining, refuse_ended
 
-        settings = joining(settings, path)
+        refuse_ended(settings, path)
+        if role == "trainer":
+            settings = joining(settings, path)
     leave(serve_role(role, settings, check_name("--name", name or socket.gethostname())))
 
 

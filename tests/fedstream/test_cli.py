@@ -149,14 +149,19 @@ def test_no_other_name_is_public() -> None:
 def test_a_run_whose_redis_ended_with_it_is_where_its_summary_is(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
+    def asked(*_: object, **__: object) -> None:
+        raise AssertionError("another run of that name is asked")
+
     config = tmp_path / "run.toml"
     config.write_text("[run]\nname = 'over-and-gone'\n")
     for command in (["status"], ["top"], ["purge", "--yes"]):
         assert fedstream(*command, "--config", str(config), monkeypatch=monkeypatch) == 1
         assert "is over" not in capsys.readouterr().err  # it may yet begin
     (tmp_path / "summary.json").write_text("{}")
-    for command in (["status"], ["top"], ["purge", "--yes"]):
-        assert fedstream(*command, "--config", str(config), monkeypatch=monkeypatch) == 1
+    for command in (["status"], ["top"], ["purge", "--yes"], ["dead", "list"], ["trainer"]):
+        with monkeypatch.context() as patched:  # whatever is at the default address
+            patched.setattr("fedstream.broker.client.Client.pipeline", asked)
+            assert fedstream(*command, "--config", str(config), monkeypatch=monkeypatch) == 1
         said = capsys.readouterr().err
         assert f"{config} is of a run that is over" in said
         assert f"its numbers are in {tmp_path / 'summary.json'}" in said
