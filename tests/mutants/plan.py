@@ -15,7 +15,11 @@ TESTS = {
         "tests/updater",
         "tests/fedstream/test_dead.py",
     ),
-    "coordinator": ("tests/coordinator", "tests/broker/test_invariant.py"),
+    "coordinator": (
+        "tests/coordinator",
+        "tests/broker/test_invariant.py",
+        "tests/integration/test_traces.py",
+    ),
     "runtime": ("tests/runtime", "tests/coordinator"),
     "trainer": ("tests/trainer", "tests/updater/test_scaffold.py"),
     "updater": (
