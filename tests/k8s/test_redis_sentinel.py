@@ -80,6 +80,11 @@ async def test_a_run_outlives_its_masters(tmp_path: Path, images: dict[str, Imag
         async def another(than: Pod) -> bool:
             return await named() != than.address
 
+        async def know_replicas() -> bool:
+            """Whether every Sentinel knows the master's two replicas."""
+            asked = ("SENTINEL", "replicas", "fedstream")
+            return all([len(await client.call(*asked)) == 2 for client in sentinels])
+
         async def newest(least: int) -> int:
             """The newest version if it is at least so high, else 0; Redis may be away."""
             with suppress(FedstreamError):
@@ -95,6 +100,8 @@ async def test_a_run_outlives_its_masters(tmp_path: Path, images: dict[str, Imag
         first = await master()
         assert first.name == "redis-0"
         before = await version(20)
+        # They ask the master every 10 s; until they know its replicas, they can promote none.
+        await cluster.until(know_replicas, what="every Sentinel knows both replicas")
         for client in sentinels:  # else one that was stopped does nothing for 30 s
             await client.call("SENTINEL", "DEBUG", "tilt-trigger", "600000")
         with stopped(cluster["sentinel"].pods):
