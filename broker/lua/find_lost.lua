@@ -29,14 +29,14 @@ local function is_gone(stream, entry)
   return not redis.call('XPENDING', stream, group, entry, entry, 1)[1] -- only acknowledged
 end
 
-local ends = {} -- the oldest and newest entry by stream, read once as entries may be large
-local function ends_of(stream)
-  if not ends[stream] then
+local bounds = {} -- the oldest and newest entry by stream, read once as entries may be large
+local function bounds_of(stream)
+  if not bounds[stream] then
     local first = redis.call('XRANGE', stream, '-', '+', 'COUNT', 1)[1]
     local last = redis.call('XREVRANGE', stream, '+', '-', 'COUNT', 1)[1]
-    ends[stream] = {first and first[1], last and last[1] or '0-0'}
+    bounds[stream] = {first and first[1], last and last[1] or '0-0'}
   end
-  return unpack(ends[stream], 1, 2)
+  return unpack(bounds[stream], 1, 2)
 end
 
 guard()
@@ -46,7 +46,7 @@ for task, trigger in pairs(pairs_of(redis.call('HGETALL', key.open))) do
   local gone = redis.call('HEXISTS', key.admitted, task) == 0 and (not stream or is_gone(stream, about.entry))
   local said = stream and prefix .. 'inbox:' .. about.site or key.triggers
   local first, last
-  if gone then first, last = ends_of(said) end
+  if gone then first, last = bounds_of(said) end
   if gone and seen[task] and (not first or not is_up_to(first, seen[task])) then
     if stream then redis.call('XDEL', stream, about.entry) end
     lost = lost + end_task(task, '', 'given_up', 'entry lost', cmsgpack.unpack(event))
