@@ -5,9 +5,9 @@ and strand entries that an ``XREADGROUP`` delivered. So this client drives redis
 directly: each command is sent once, a missing reply raises :class:`Unavailable`, and the caller
 decides whether a retry is safe. Replies have RESP2 shapes, always as bytes.
 
-With sentinels or a cluster (:mod:`broker.places`), the client asks which node to use before it
-connects, and again after a failure. It resends a command to another node only if the first node
-said that it did not execute it.
+With sentinels or a cluster (:mod:`fedstream.broker.places`), the client asks which node to use
+before it connects, and again after a failure. It resends a command to another node only if the
+first node said that it did not execute it.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ class Model:
         return self.floats[self.layout.floats - self.layout.controls :]
 
     def digest(self) -> str:
-        """Digest of the model's bytes; see :mod:`broker.digest`."""
+        """Digest of the model's bytes; see :mod:`fedstream.broker.digest`."""
         return digest_of(self.buffer.data)
 
     def copy(self) -> Model:

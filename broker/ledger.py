@@ -479,7 +479,7 @@ class Ledger:
         return int(await self._script("age_letters", round(days * 86_400)))
 
     async def find_lost(self, seen: Mapping[str, str]) -> tuple[int, dict[str, str]]:
-        """Give up open tasks that have been lost: see :func:`broker.custody.find_lost`."""
+        """Give up lost open tasks: see :func:`fedstream.broker.custody.find_lost`."""
         return await find_lost(self._client, self.keys, _packed(self._event()), seen)
 
     async def leases(self, lease_ms: int, owners: Iterable[str]) -> tuple[int, list[str]]:
@@ -599,7 +599,7 @@ class Ledger:
         Redis has forgotten ends that it was told) or 'unwritten' (the model's blob is missing).
         Raises Fenced.
 
-        ``ahead``: commands from :func:`broker.blobs.prepare` that write the model's blob.
+        ``ahead``: commands from :func:`fedstream.broker.blobs.prepare` that write the model's blob.
         """
         version = commit.version
         about: dict[str, Any] = {
@@ -634,7 +634,7 @@ class Ledger:
 
         Returns 'done', 'lost' (the token is missing) or 'unwritten' (nothing is staged, perhaps
         because it was handed out already). Raises Fenced. ``ahead``: commands from
-        :func:`broker.blobs.prepare` that write the staged state.
+        :func:`fedstream.broker.blobs.prepare` that write the staged state.
         """
         reply = await self._script(
             "hand_out", token, size, digest, ahead=ahead,

@@ -74,7 +74,8 @@ class Outbox:
 
         A trainer that can't read a task answers with a Dead, as it may not write to ``dead``
         itself. Returns 'said', 'over' (the lease had already ended) or 'unwritten' (the update's
-        blob is missing). ``ahead``: commands from :func:`broker.blobs.prepare` that write the blob.
+        blob is missing). ``ahead``: commands from :func:`fedstream.broker.blobs.prepare` that write
+        the blob.
         """
         update = answer.blob if isinstance(answer, Upload) else f"{self.site}/none"
         reply = await _FINISH(

@@ -219,7 +219,7 @@ def _plan_in_flight(
 def _plan_round(
     policy: Rounds, parts: Participation, hold: HoldBack, seed: int, seen: Situation
 ) -> Plan:
-    """Open or end a round from the newest version, by the rules of :mod:`coordinator.rounds`.
+    """Open or end a round from the newest version, by :mod:`fedstream.coordinator.rounds`.
 
     It keeps k tasks open or answered: one that ends without an answer (given up, refused, dead) is
     replaced by another device's. A round doesn't shrink to the eligible devices: it waits for more.

@@ -2,8 +2,8 @@
 
 An experiment is declared in a module beside this one, as a member of its ``EXPERIMENTS``, and run
 by name: ``fedstream reproduce NAME``. A declaration holds only configuration and claims; all
-experiments share running (:mod:`experiments.running`), tables and pictures
-(:mod:`experiments.showing`).
+experiments share running (:mod:`fedstream.experiments.running`), tables and pictures
+(:mod:`fedstream.experiments.showing`).
 
     BASE = {"task.name": "mnist", "strategy.name": "afa-cd", "run.versions": 150}
 

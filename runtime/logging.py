@@ -3,8 +3,8 @@
 One event is one line on stderr: JSON for machines, aligned text on a terminal. Values bound with
 ``structlog.contextvars`` (task, device, version) appear on every line of the asyncio task.
 
-Warnings and errors are rate-limited by kind (:mod:`runtime.flood`), so that whatever causes them
-can't fill the disk. The next of our own lines that passes says how many were left out.
+Warnings and errors are rate-limited by kind (:mod:`fedstream.runtime.flood`), so that whatever
+causes them can't fill the disk. The next of our own lines that passes says how many were left out.
 """
 
 from __future__ import annotations

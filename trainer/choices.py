@@ -2,7 +2,7 @@
 
 Anarchic Federated Learning, section 3: 'each worker is able to completely take control of its own
 optimization process'. The configuration (``solvers``) gives groups of devices a solver of their
-own, and :meth:`trainer.task.Task.solver_of` any single device.
+own, and :meth:`fedstream.trainer.task.Task.solver_of` any single device.
 """
 
 from __future__ import annotations

@@ -420,7 +420,7 @@ def _state(model: nn.Module) -> Iterator[torch.Tensor]:
 
 
 def _of_vector(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that make up a vector, in its order (:mod:`trainer.vector`)."""
+    """The parameters that make up a vector, in its order (:mod:`fedstream.trainer.vector`)."""
     return [x for x in model.parameters() if x.is_floating_point()]
 
 

@@ -166,7 +166,7 @@ class TaskSettings(Section):
     """Which task to learn, and where built-in tasks find their data and how they split it."""
 
     name: str = "digits"
-    """A built-in task (:mod:`trainer.tasks`), ``path/to/file.py:attribute`` or
+    """A built-in task (:mod:`fedstream.trainer.tasks`), ``path/to/file.py:attribute`` or
     ``package.module:attribute``."""
     devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """None: the task's default."""

@@ -1,4 +1,4 @@
-"""Convert a torch module to the flat vector that is sent (:mod:`broker.layout`), and back.
+"""Convert a torch module to the flat vector of :mod:`fedstream.broker.layout`, and back.
 
 Names are those of ``state_dict``; what it leaves out (non-persistent buffers) stays with the
 module. A tensor that appears under several names (tied weights) is sent once, under the first.

@@ -53,7 +53,7 @@ def _vector(dtype: str) -> PlainValidator:
 
 Count = Annotated[int, Field(ge=0)]
 Block = Annotated[npt.NDArray[np.uint8], _vector("u1")]
-"""The buffer of a :class:`broker.layout.Model`."""
+"""The buffer of a :class:`fedstream.broker.layout.Model`."""
 Vector = Annotated[Floats, _vector("<f4")]
 """One float32 per parameter, in the layout's order."""
 

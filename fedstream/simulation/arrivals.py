@@ -2,7 +2,7 @@
 
 A plan depends only on the configuration and the number of devices, not on the training, so the same
 plan can be replayed to the live pipeline. The n-th task is drawn as the scheduler draws its n-th
-(:func:`coordinator.scheduling.draw`).
+(:func:`fedstream.coordinator.scheduling.draw`).
 
 Versions are counted here as if no update were ever refused for its content.
 """

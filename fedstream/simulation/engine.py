@@ -1,7 +1,7 @@
 """The simulation itself: trains arrivals in order and passes them to the server's rule.
 
-The rule is the updater's own (:mod:`updater.progress`). Local training is the trainer's own
-(:meth:`trainer.task.Task.train`), or its equivalent for several devices at once.
+The rule is the updater's own (:mod:`fedstream.updater.progress`). Local training is the trainer's
+own (:meth:`fedstream.trainer.task.Task.train`), or its equivalent for several devices at once.
 """
 
 from __future__ import annotations

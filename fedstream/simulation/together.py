@@ -259,7 +259,7 @@ class Together:
 
 
 class _Training:
-    """Steps x <- x - gamma g of several devices, as in :func:`trainer.solvers.solve`.
+    """Steps x <- x - gamma g of several devices, as in :func:`fedstream.trainer.solvers.solve`.
 
     Each parameter is one tensor with the devices as its first dimension.
     """
@@ -308,7 +308,7 @@ def _put(parts: list[torch.Tensor], at: At, values: list[torch.Tensor]) -> None:
 
 
 class Draws:
-    """Rows that each device's :class:`trainer.solvers.Minibatches` would draw.
+    """Rows that each device's :class:`fedstream.trainer.solvers.Minibatches` would draw.
 
     Devices with equally many samples begin their passes together, so they are drawn together.
     """

@@ -209,7 +209,7 @@ class Segment:
         self.close()
 
     def done(self) -> tuple[tuple[Any, ...], ...]:
-        """The standing's recent ends of tasks: the fields of :class:`broker.records.End`."""
+        """Recent ends in the standing: the fields of :class:`fedstream.broker.records.End`."""
         standing = self._record(self.standing_record.place.offset)
         if standing is None or not isinstance(standing.message, Standing):
             raise JournalDamaged(f"{self.path}: its second record is not a standing any more")
