@@ -27,8 +27,8 @@ _ASIDE_MS = 7 * 24 * 3600 * 1000  # time that quarantined keys stay for an opera
 
 _AT_ONCE = 500  # keys per script call: Redis is blocked meanwhile
 
-_OF_SITES = ("update:", "workspace:")  # written by sites; leaked if a site forgets the expiry
 _WORKSPACES = "workspace:"
+_OF_SITES = ("update:", _WORKSPACES)  # written by sites; leaked if a site forgets the expiry
 _COPIES = "control:"  # per-site copies of a strategy's device state
 _FORGOTTEN_MS = 600_000  # expiry given to keys without one
 _LONGEST_MS = 24 * 3600 * 1000  # longer expiries are cut to this
@@ -95,14 +95,19 @@ async def some_keys(client: Client, keys: Keys, cursor: bytes) -> tuple[bytes, l
     return cursor, found
 
 
+def _of(keys: Keys, some: Iterable[bytes], *kinds: str) -> list[bytes]:
+    """Those of the run's keys that begin with one of ``kinds``."""
+    prefixes = tuple((keys.prefix + kind).encode() for kind in kinds)
+    return [name for name in some if name.startswith(prefixes)]
+
+
 async def expire_forgotten(client: Client, keys: Keys, some: Iterable[bytes]) -> list[str]:
     """Limit the expiry of keys that sites wrote: the keys in ``some`` that were changed.
 
     Our trainers set an expiry first of all, but a site may write what it likes. An update admitted
     meanwhile has been renamed, so it doesn't expire.
     """
-    ours = tuple((keys.prefix + kind).encode() for kind in _OF_SITES)
-    names = [name for name in some if name.startswith(ours)]
+    names = _of(keys, some, *_OF_SITES)
     lives = await client.pipeline([("PTTL", name) for name in names]) if names else []
     left = dict(zip(names, lives, strict=True))
     changed = [name for name, ms in left.items() if ms == -1 or ms > _LONGEST_MS]
@@ -150,8 +155,7 @@ async def cap_workspaces(
     ours = (keys.prefix + _WORKSPACES).encode()
     places = {
         name: name.removeprefix(ours).partition(b"/")[0].decode(errors="replace")
-        for name in some
-        if name.startswith(ours)
+        for name in _of(keys, some, _WORKSPACES)
     }
     others = {name: site for name, site in places.items() if site != POOL}
     sizes = await _lengths(client, list(others))
@@ -185,8 +189,7 @@ async def drop_copies(client: Client, keys: Keys, some: Iterable[bytes]) -> int:
     A copy is stale when its site no longer serves the device or the run is over, unless an open
     task still needs it.
     """
-    ours = (keys.prefix + _COPIES).encode()
-    copies = [name.decode(errors="replace") for name in some if name.startswith(ours)]
+    copies = [name.decode(errors="replace") for name in _of(keys, some, _COPIES)]
     if not copies:
         return 0
     return int(await _DROP(client, keys.__dict__, rest=copies))
