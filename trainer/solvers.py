@@ -491,13 +491,17 @@ def gather(data: Dataset[Any], rows: torch.Tensor) -> Any:
 
 def size_of(data: Dataset[Any], device: int) -> int:
     """The number of samples. Raises DataError if there are none, or the data has no length."""
-    try:
-        size = len(data)  # type: ignore[arg-type]  # torch's Dataset declares no length
-    except TypeError:
-        raise DataError(
-            f"device {device}: device_data() returned {type(data).__name__}, which has no length: "
-            "it must return a map-style data set"
-        ) from None
+    size = length_of(data, f"device {device}: device_data()", "a map-style data set")
     if size == 0:
         raise DataError(f"device {device} has no data: its data set is empty")
     return size
+
+
+def length_of(data: Dataset[Any], source: str, wanted: str) -> int:
+    """The length of what ``source`` returned. Raises DataError, naming both, if it has none."""
+    try:
+        return len(data)  # type: ignore[arg-type]  # torch's Dataset declares no length
+    except TypeError:
+        raise DataError(
+            f"{source} returned {type(data).__name__}, which has no length: it must return {wanted}"
+        ) from None

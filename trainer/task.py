@@ -16,7 +16,7 @@ from pydantic import Discriminator, Field, Tag
 
 from fedstream.broker.errors import ConfigError, DataError, FedstreamError
 from fedstream.runtime.config import Section
-from fedstream.trainer.solvers import gather, solve
+from fedstream.trainer.solvers import gather, length_of, solve
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -192,13 +192,7 @@ def untrained(task: Task) -> nn.Module:
 
 def samples_of(test_data: Dataset[Any]) -> int:
     """The number of test samples. Raises DataError if there are none, or no length."""
-    try:
-        samples = len(test_data)  # type: ignore[arg-type]  # torch's Dataset declares no length
-    except TypeError:
-        raise DataError(
-            f"test_data() returned {type(test_data).__name__}, which has no length: it must return "
-            "a map-style data set, or None"
-        ) from None
+    samples = length_of(test_data, "test_data()", "a map-style data set, or None")
     if samples == 0:
         raise DataError("there is nothing to evaluate: the data set is empty")
     return samples
