@@ -10,7 +10,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
@@ -29,6 +28,7 @@ from fedstream.trainer.solvers import Sgd, SolverSettings, Trained
 from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of
 from tests.support import Hand, context, running, wait_until
+from tests.trainer.test_choices import Small
 
 
 def compressed(values: list[float], how: Compression) -> list[float]:
@@ -152,22 +152,6 @@ def test_what_cannot_be_compressed_is_refused_in_a_line(sets: list[str], said: s
 
 
 # in a run
-
-
-class Small(Task):
-    """Points of two classes."""
-
-    devices = 6
-
-    def model(self) -> nn.Module:
-        return nn.Linear(3, 2)
-
-    def device_data(self, device: int) -> TensorDataset:
-        x = torch.randn(20, 3, generator=torch.Generator().manual_seed(device))
-        return TensorDataset(x, (x[:, 0] > 0).long())
-
-    def test_data(self) -> TensorDataset:
-        return self.device_data(99)
 
 
 class Choosy(Small):
