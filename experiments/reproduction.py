@@ -35,7 +35,7 @@ papers' rules take whatever devices send.
 At scale S every key in ``SCALED`` is divided by S: T, the version at which alpha decays (so that it
 stays at .4 T), and the interval between measurements. Everything else is unchanged.
 
-Each run leaves one :class:`Row` in results.csv, and its curve in curves.csv.
+Each run leaves one :class:`Row` in results.csv, and its curve in curves.csv.gz.
 """
 
 from __future__ import annotations
@@ -85,9 +85,9 @@ class Panel:
     lines: Mapping[str, str]
     """cell labels by name in the legend"""
     x: str = "version"
-    """a column of curves.csv"""
+    """a column of the curves"""
     y: str = "accuracy"
-    """a column of curves.csv"""
+    """a column of the curves"""
     xlabel: str = ""
     ylabel: str = ""
     ylim: tuple[float | None, float | None] = (None, None)
@@ -162,7 +162,7 @@ class Row:
 
 
 Points: TypeAlias = dict[str, Vector]
-"""A curve: for each column of curves.csv, a value per kept version; NaN: not measured."""
+"""A curve: for each column of curves.csv.gz, a value per kept version; NaN: not measured."""
 
 
 class TooShort(Exception):
@@ -281,7 +281,7 @@ class Experiment:
     tolerance: float | None = None
     """from the paper's number; cells further away are listed"""
     points: int = 75
-    """of a curve in curves.csv, at most"""
+    """points of a stored curve, at most"""
     pictures: Sequence[Picture] = ()
     claims: Callable[[Results], Sequence[Claim]] = no_claims
     """may raise TooShort"""

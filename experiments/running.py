@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import csv
 import fnmatch
+import gzip
 import hashlib
+import io
 import json
 import math
 import multiprocessing
@@ -24,7 +26,6 @@ from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
-from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -40,8 +41,8 @@ if TYPE_CHECKING:
     from fedstream.simulation import VersionMade
     from fedstream.trainer.task import Task, TaskSettings
 
-ROWS, CURVES, ABOUT = "results.csv", "curves.csv", "about.json"
-_SPENT = {  # columns of curves.csv, and the attributes of a version in them
+ROWS, CURVES, ABOUT = "results.csv", "curves.csv.gz", "about.json"
+_SPENT = {  # columns of the curves, and the attributes of a version in them
     "version": "version",
     "updates": "used",
     "gradients": "gradients",
@@ -273,26 +274,22 @@ class Store:
             and job_of(experiment, cells[row.cell], row.repeat, scale).configuration
             == row.configuration
         ]  # fmt: skip
-        with TemporaryDirectory(dir=self.folder) as new:
-            for row in kept:
-                Store(Path(new)).add(row, found.curves[row.cell, row.repeat])
-            for name in (CURVES, ROWS):
-                if kept:
-                    (Path(new) / name).replace(self.folder / name)
-                else:
-                    (self.folder / name).unlink(missing_ok=True)
+        runs = {(row.cell, row.repeat) for row in kept}
+        self._write(CURVES, [line for line in self._lines(CURVES) if _run_of(line) in runs])
+        self._write(ROWS, [asdict(row) for row in kept])
         if not kept:
             (self.folder / ABOUT).unlink(missing_ok=True)
-        return {(row.cell, row.repeat) for row in kept}
+        return runs
 
     def add(self, row: Row, curve: Points) -> None:
         """Store a finished run."""
-        lines = [
-            [row.cell, row.repeat, *(_text(value) for value in values)]
+        run = {"cell": row.cell, "repeat": row.repeat}
+        added = [
+            run | dict(zip(curve, map(_text, values), strict=True))
             for values in zip(*curve.values(), strict=True)
         ]
-        self._append(CURVES, ["cell", "repeat", *curve], lines)
-        self._append(ROWS, [field.name for field in fields(Row)], [list(asdict(row).values())])
+        self._write(CURVES, [*self._lines(CURVES), *added])
+        self._write(ROWS, [asdict(one) for one in (*self._rows(), row)])
 
     def results(self) -> Results:
         """All stored results."""
@@ -300,8 +297,9 @@ class Store:
         columns: dict[tuple[str, int], dict[str, list[float]]] = {}
         whole = {(row.cell, row.repeat) for row in rows}
         for line in self._lines(CURVES):
-            key = line.pop("cell"), int(line.pop("repeat"))
+            key = _run_of(line)
             if key in whole:
+                del line["cell"], line["repeat"]
                 curve = columns.setdefault(key, {name: [] for name in line})
                 for name, value in line.items():
                     curve[name].append(float(value) if value else math.nan)
@@ -349,21 +347,31 @@ class Store:
         return list(found.values())
 
     def _lines(self, name: str) -> Iterator[dict[str, str]]:
-        """The complete lines of a file: the last one may have been cut off."""
         path = self.folder / name
         if path.is_file():
-            with path.open(newline="") as file:
-                lines = (line for line in file if line.endswith("\n"))
-                for line in csv.DictReader(lines):
-                    if None not in line.values():
-                        yield line
+            content = path.read_bytes()
+            text = gzip.decompress(content) if path.suffix == ".gz" else content
+            yield from csv.DictReader(io.StringIO(text.decode(), newline=""))
 
-    def _append(self, name: str, header: list[str], lines: Sequence[Sequence[object]]) -> None:
+    def _write(self, name: str, lines: Sequence[Mapping[str, object]]) -> None:
+        """Replace a file as a whole: nobody finds it half-written, however this process ends."""
         path = self.folder / name
-        new = not path.is_file()
-        with path.open("a", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")
-            writer.writerows([*([header] if new else []), *lines])
+        if not lines:
+            path.unlink(missing_ok=True)
+            return
+        text = io.StringIO(newline="")
+        writer = csv.DictWriter(text, list(lines[0]), lineterminator="\n")
+        writer.writeheader()
+        writer.writerows(lines)
+        content = text.getvalue().encode()
+        new = path.with_name(f".{name}.new")
+        new.write_bytes(gzip.compress(content, mtime=0) if path.suffix == ".gz" else content)
+        new.replace(path)
+
+
+def _run_of(line: Mapping[str, str]) -> tuple[str, int]:
+    """The run that a line of the curves belongs to."""
+    return line["cell"], int(line["repeat"])
 
 
 def _text(value: float) -> str:
