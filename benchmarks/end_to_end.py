@@ -27,10 +27,10 @@ import psutil
 import redis
 
 from benchmarks import bare
-from fedstream import machine
 from fedstream.broker.messages import Version
-from fedstream.ports import HeldPort
-from fedstream.redis_server import RedisServer
+from fedstream.experiments import machine
+from fedstream.local.ports import HeldPort
+from fedstream.local.redis_server import RedisServer
 
 RESULTS = Path(__file__).parent / "results"
 ROLES = ("coordinator", "scheduler", "updater", "trainer-1", "trainer-2")

@@ -20,10 +20,10 @@ import redis
 
 from benchmarks.end_to_end import RESULTS, Pipeline
 from benchmarks.replay import write
-from fedstream import machine
-from fedstream.redis_server import RedisServer
-from fedstream.updater.journal import segments
-from fedstream.updater.rebuild import recovered
+from fedstream.experiments import machine
+from fedstream.journal import segments
+from fedstream.journal.rebuild import recovered
+from fedstream.local.redis_server import RedisServer
 
 MOST = {61_706: 0.15, 11_000_000: 0.30}  # share of updates per second that `interval` may cost
 

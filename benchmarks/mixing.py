@@ -17,7 +17,7 @@ from statistics import median
 
 import numpy as np
 
-from fedstream.updater.mixing import BLOCK, toward
+from fedstream.strategies.mixing import BLOCK, toward
 
 SIZES = (61_706, 1_000_000, 11_000_000)
 THREADS = (1, 2, 4)

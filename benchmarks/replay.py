@@ -25,15 +25,15 @@ from typing import Any
 
 import numpy as np
 
-from fedstream import machine
 from fedstream.broker.layout import Layout, Model, Tensor
 from fedstream.broker.messages import Upload
-from fedstream.updater.journal import SegmentHead, Taken, Writer, segments
-from fedstream.updater.mixing import mix
-from fedstream.updater.progress import Progress, take
-from fedstream.updater.rebuild import standing_of
-from fedstream.updater.replay import Replayer
-from fedstream.updater.strategies import FedAsyncSettings, State
+from fedstream.experiments import machine
+from fedstream.journal import SegmentHead, Taken, Writer, segments
+from fedstream.journal.progress import Progress, take
+from fedstream.journal.rebuild import standing_of
+from fedstream.journal.replay import Replayer
+from fedstream.strategies import FedAsyncSettings, State
+from fedstream.strategies.mixing import mix
 
 RESULTS = Path(__file__).parent / "results"
 DISK = 4 << 30  # bytes, at most

@@ -36,10 +36,10 @@ import msgpack
 import psutil
 import redis
 
-from fedstream import machine
 from fedstream.broker.messages import Version
-from fedstream.ports import HeldPort
-from fedstream.redis_server import RedisServer
+from fedstream.experiments import machine
+from fedstream.local.ports import HeldPort
+from fedstream.local.redis_server import RedisServer
 
 RESULTS = Path(__file__).parent / "results"
 LATENCY_S = 1.0

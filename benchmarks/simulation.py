@@ -26,8 +26,8 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 from torch.utils.flop_counter import FlopCounterMode
 
-from fedstream import machine
-from fedstream.config import Settings, read
+from fedstream.experiments import machine
+from fedstream.settings.config import Settings, read
 from fedstream.simulation import Outcome, simulate
 from fedstream.trainer.solvers import gather
 from fedstream.trainer.task import Task, load_task

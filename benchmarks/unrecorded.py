@@ -8,9 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedstream.broker.layout import Model
-from fedstream.cli import main
-from fedstream.updater import recorder
-from fedstream.updater.journal import RoundClosed, Taken
+from fedstream.cli.app import main
+from fedstream.journal import RoundClosed, Taken, recorder
 
 
 async def append_nothing(

@@ -27,10 +27,10 @@ from fedstream.experiments.reproduction import (
     judged,
     mean,
 )
+from fedstream.strategies.staleness import Hinge
 from fedstream.trainer.cifar import cifar10_fedasync
 from fedstream.trainer.in_memory import InMemory
 from fedstream.trainer.task import TaskSettings
-from fedstream.updater.rules import Hinge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable

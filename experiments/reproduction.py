@@ -54,8 +54,8 @@ import numpy.typing as npt
 
 from fedstream import experiments
 from fedstream.broker.errors import ConfigError
-from fedstream.config import Settings
 from fedstream.runtime.config import load
+from fedstream.settings.config import Settings
 
 Vector: TypeAlias = npt.NDArray[np.float64]
 Sets: TypeAlias = Mapping[str, object]

@@ -30,12 +30,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedstream import machine
 from fedstream.broker.errors import ConfigError
-from fedstream.display import duration
+from fedstream.experiments import machine
 from fedstream.experiments.program import commit
 from fedstream.experiments.reproduction import Cell, Experiment, Points, Results, Row, settings_of
-from fedstream.parent import VARIABLE, end_with_parent
+from fedstream.local.parent import VARIABLE, end_with_parent
+from fedstream.observe.display import duration
 
 if TYPE_CHECKING:
     from fedstream.simulation import VersionMade

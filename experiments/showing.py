@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from fedstream.curves import STYLE
 from fedstream.experiments.reproduction import (
     Cell,
     Experiment,
@@ -20,6 +19,7 @@ from fedstream.experiments.reproduction import (
     Sweep,
     TooShort,
 )
+from fedstream.observe.curves import STYLE
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist

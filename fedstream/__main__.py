@@ -10,14 +10,14 @@ SERVICES = ("coordinator", "scheduler", "updater", "trainer", "evaluator")
 
 
 def main() -> None:
-    """Run the command line; exit codes are those of :func:`fedstream.cli.main`.
+    """Run the command line; exit codes are those of :func:`fedstream.cli.app.main`.
 
     A signal during start-up means a clean stop for a service (exit code 0) and an interruption for
     any other command (130).
     """
     is_service = sys.argv[1:2] in [[name] for name in SERVICES]
     signals.leave_at_once(0 if is_service else signals.INTERRUPTED)
-    from fedstream.cli import main as command
+    from fedstream.cli.app import main as command
 
     if not is_service:
         signals.interrupt()

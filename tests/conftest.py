@@ -21,8 +21,8 @@ from fedstream.broker.errors import BadMessage
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger import Ledger
 from fedstream.broker.messages import Upload
-from fedstream.cli import main
-from fedstream.redis_server import find_servers
+from fedstream.cli.app import main
+from fedstream.local.redis_server import find_servers
 from tests.broker.servers import Redis
 from tests.broker.servers import redis as redis_server
 from tests.support import Hand

@@ -14,11 +14,10 @@ import numpy as np
 
 from fedstream.broker.layout import Layout, Model
 from fedstream.broker.messages import Upload
-from fedstream.updater.journal import VECTORS, RoundClosed, SegmentHead, Standing, Taken, Writer
-from fedstream.updater.progress import Progress, Step, close_round, take
-from fedstream.updater.rebuild import standing_of
-from fedstream.updater.rules import Polynomial, StepAlpha
-from fedstream.updater.strategies import (
+from fedstream.journal import VECTORS, RoundClosed, SegmentHead, Standing, Taken, Writer
+from fedstream.journal.progress import Progress, Step, close_round, take
+from fedstream.journal.rebuild import standing_of
+from fedstream.strategies import (
     AfaCdSettings,
     AfaCsSettings,
     FedAsyncSettings,
@@ -28,6 +27,7 @@ from fedstream.updater.strategies import (
     ScaffoldSettings,
     State,
 )
+from fedstream.strategies.staleness import Polynomial, StepAlpha
 from tests.support import layout_of
 
 LAYOUT = layout_of(4)

@@ -13,8 +13,8 @@ import pytest
 import typer
 from typer.core import TyperGroup
 
-from fedstream.cli import app
-from fedstream.config import Settings
+from fedstream.cli.app import app
+from fedstream.settings.config import Settings
 
 ROOT = Path(__file__).parents[1]
 MKDOCS = ROOT / ".venv-docs" / "bin" / "mkdocs"
@@ -139,4 +139,4 @@ def test_what_a_tutorial_says_to_type_is_in_the_readme(page: str) -> None:
 
 def test_the_staleness_function_that_is_shown_is_ours() -> None:
     [shown] = blocks(ROOT / "docs" / "tutorial" / "own-strategy.md")
-    assert shown in (ROOT / "updater" / "rules.py").read_text()
+    assert shown in (ROOT / "strategies" / "staleness.py").read_text()

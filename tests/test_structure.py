@@ -11,12 +11,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("broker", "coordinator", "experiments", "fedstream", "runtime", "trainer", "updater")
+PARTS = (
+    "broker", "coordinator", "experiments", "fedstream", "journal", "runtime", "strategies",
+    "trainer", "updater",
+)  # fmt: skip
 MAY_IMPORT = {
     "broker": {"broker"},
     "runtime": {"broker", "runtime"},
     "coordinator": {"broker", "runtime", "coordinator"},
-    "updater": {"broker", "runtime", "updater"},
+    "strategies": {"broker", "runtime", "strategies"},
+    "journal": {"broker", "runtime", "strategies", "journal"},
+    "updater": {"broker", "runtime", "strategies", "journal", "updater"},
     "trainer": {"broker", "runtime", "trainer"},
     "fedstream": set(PARTS),
     "experiments": set(PARTS),
@@ -61,7 +66,9 @@ def test_a_part_imports_only_the_parts_that_it_may(part: str) -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize("part", ["broker", "runtime", "coordinator", "updater"])
+@pytest.mark.parametrize(
+    "part", ["broker", "runtime", "coordinator", "journal", "strategies", "updater"]
+)
 def test_torch_is_for_training_alone(part: str) -> None:
     assert [found for found in imports(part) if found[1].startswith("torch")] == []
 

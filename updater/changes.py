@@ -12,10 +12,10 @@ from fedstream.broker.layout import Model
 from fedstream.broker.messages import Outcome, RoundEnd, Upload, Version
 from fedstream.broker.records import End, Head, counted
 from fedstream.broker.streams import Entry
-from fedstream.updater.journal import RoundClosed, Taken
-from fedstream.updater.journal.messages import Counted
-from fedstream.updater.progress import Progress, Step
-from fedstream.updater.rebuild import end_of
+from fedstream.journal import RoundClosed, Taken
+from fedstream.journal.progress import Progress, Step
+from fedstream.journal.rebuild import end_of
+from fedstream.journal.records import Counted
 
 FINISHED = "run finished"  # the reason given for updates that come too late
 

@@ -10,10 +10,10 @@ from functools import reduce
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Contribution
 from fedstream.broker.records import End, Head, Run
+from fedstream.journal.ended import Ended
+from fedstream.journal.progress import Progress
+from fedstream.strategies import Strategy
 from fedstream.updater.changes import Change, Retained
-from fedstream.updater.ended import Ended
-from fedstream.updater.progress import Progress
-from fedstream.updater.strategies import Strategy
 
 _REMEMBERED = 10_000  # ended tasks that are recognised without an index look-up
 _ROUNDS_REMEMBERED = 1000

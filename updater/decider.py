@@ -15,15 +15,15 @@ from fedstream.broker.ledger import Ledger
 from fedstream.broker.messages import RoundEnd, Upload, Version, decode
 from fedstream.broker.records import End
 from fedstream.broker.streams import Entry
+from fedstream.journal.progress import Progress, Step, close_round, take
+from fedstream.journal.records import Counted
 from fedstream.runtime.service import Context
+from fedstream.strategies import State
 from fedstream.updater import changes, refusals
 from fedstream.updater.changes import Change
 from fedstream.updater.course import Course
 from fedstream.updater.intake import Intake
-from fedstream.updater.journal.messages import Counted
 from fedstream.updater.metrics import Metrics
-from fedstream.updater.progress import Progress, Step, close_round, take
-from fedstream.updater.strategies import State
 
 T = TypeVar("T")
 

@@ -15,7 +15,7 @@ from fedstream.broker.layout import Model, vector_of
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger import Ledger
 from fedstream.broker.messages import Version
-from fedstream.updater.strategies import DeviceVectors
+from fedstream.strategies import DeviceVectors
 
 _UNNAMED_S = 600.0
 

@@ -24,12 +24,7 @@ from fedstream.broker.lease import Lease
 from fedstream.broker.ledger import Ledger
 from fedstream.broker.messages import Version
 from fedstream.broker.records import LOST, End, Head, Run, ended, without
-from fedstream.runtime.backoff import pause
-from fedstream.runtime.service import Context
-from fedstream.updater import changes
-from fedstream.updater.course import Course
-from fedstream.updater.intake import Intake
-from fedstream.updater.journal import (
+from fedstream.journal import (
     Ending,
     JournalError,
     JournalSettings,
@@ -38,13 +33,13 @@ from fedstream.updater.journal import (
     name_of,
     segments,
 )
-from fedstream.updater.metrics import Metrics
-from fedstream.updater.norms import Norms
-from fedstream.updater.progress import Progress
-from fedstream.updater.publisher import Publisher
-from fedstream.updater.rebuild import Recovered, recovered, standing_of
-from fedstream.updater.recorder import Recorder
-from fedstream.updater.strategies import (
+from fedstream.journal.norms import Norms
+from fedstream.journal.progress import Progress
+from fedstream.journal.rebuild import Recovered, recovered, standing_of
+from fedstream.journal.recorder import Recorder
+from fedstream.runtime.backoff import pause
+from fedstream.runtime.service import Context
+from fedstream.strategies import (
     DeviceVectors,
     Memory,
     State,
@@ -52,6 +47,11 @@ from fedstream.updater.strategies import (
     strategy_of,
     without_batch,
 )
+from fedstream.updater import changes
+from fedstream.updater.course import Course
+from fedstream.updater.intake import Intake
+from fedstream.updater.metrics import Metrics
+from fedstream.updater.publisher import Publisher
 
 T = TypeVar("T")
 

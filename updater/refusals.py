@@ -12,12 +12,12 @@ import numpy as np
 
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Upload
-from fedstream.updater.journal.messages import Counted
-from fedstream.updater.mixing import norm
-from fedstream.updater.norms import sizes
-from fedstream.updater.progress import Progress
-from fedstream.updater.rebuild import unfit
-from fedstream.updater.strategies import State, Strategy
+from fedstream.journal.norms import sizes
+from fedstream.journal.progress import Progress
+from fedstream.journal.rebuild import unfit
+from fedstream.journal.records import Counted
+from fedstream.strategies import State, Strategy
+from fedstream.strategies.mixing import norm
 
 MOST_COUNTED = 1_000_000  # minibatches by which a batch norm's counter may lead the model's
 LARGEST = 1e37  # norm; the difference of two models within it cannot overflow float32,

@@ -30,22 +30,22 @@ from fedstream.broker.ledger import Ledger
 from fedstream.broker.messages import Version
 from fedstream.broker.records import Commit, Run, ended, without
 from fedstream.broker.streams import BLOCK_MS
+from fedstream.journal import JournalSettings
+from fedstream.journal.ended import Ended
+from fedstream.journal.progress import Progress
+from fedstream.journal.recorder import Recorder
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
 from fedstream.runtime.leading import lead
 from fedstream.runtime.service import Context, repeat
+from fedstream.strategies import StrategySettings
 from fedstream.updater.changes import Change, Retained
 from fedstream.updater.course import Course
 from fedstream.updater.decider import LARGE, Decider
-from fedstream.updater.ended import Ended
 from fedstream.updater.intake import BATCH, Intake
-from fedstream.updater.journal import JournalSettings
 from fedstream.updater.metrics import Metrics
-from fedstream.updater.progress import Progress
 from fedstream.updater.publisher import Publisher
-from fedstream.updater.recorder import Recorder
 from fedstream.updater.recovery import LOST_S, Recovery
-from fedstream.updater.strategies import StrategySettings
 
 _SILENT_S = 600.0  # without a version, until that is logged
 

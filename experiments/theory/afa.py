@@ -22,7 +22,7 @@ from fedstream.experiments.theory.arrivals import batches, inclusion
 from fedstream.experiments.theory.claims import Claim, Results, exponent, figure, held
 from fedstream.experiments.theory.loop import closed_loop, points
 from fedstream.experiments.theory.quadratics import Quadratics, Wide, fan, stationary
-from fedstream.updater.strategies import AfaCdSettings, AfaCsSettings, State
+from fedstream.strategies import AfaCdSettings, AfaCsSettings, State
 
 DEVICES, BATCH, OLDEST = 10, 5, 4
 BIASED = np.array([0.19, 0.19, *[0.1] * 6, 0.01, 0.01])

@@ -18,8 +18,8 @@ from fedstream.experiments.theory.arrivals import batches
 from fedstream.experiments.theory.claims import Claim, Results, figure, held
 from fedstream.experiments.theory.loop import closed_loop, points
 from fedstream.experiments.theory.quadratics import Quadratics, Wide, fan
-from fedstream.updater.rules import Constant
-from fedstream.updater.strategies import FedAsyncSettings
+from fedstream.strategies import FedAsyncSettings
+from fedstream.strategies.staleness import Constant
 
 ALPHA, GAMMA, STEPS, OLDEST, DEVICES = 0.6, 0.5, (2, 6), 4, 10
 VARIANCE, SPREAD, START = 0.5, 0.3, 3.0  # sigma^2, of the centres, every coordinate of x_0

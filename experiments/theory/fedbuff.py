@@ -18,7 +18,7 @@ from fedstream.experiments.theory.arrivals import batches
 from fedstream.experiments.theory.claims import Claim, Results, exponent, figure, held
 from fedstream.experiments.theory.loop import closed_loop, points
 from fedstream.experiments.theory.quadratics import Quadratics, fan
-from fedstream.updater.strategies import FedBuffSettings
+from fedstream.strategies import FedBuffSettings
 
 L, LOCAL, OLDEST, BUFFER, DEVICES = 0.1, 2, 1, 4, 10  # L, Q, tau, K, n
 HORIZONS = (1200, 2400, 4800, 9600, 19_200, 38_400, 76_800)

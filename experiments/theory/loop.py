@@ -10,7 +10,7 @@ import numpy as np
 from fedstream.broker.layout import Floats, Layout, Model, Tensor
 from fedstream.experiments.theory.arrivals import Arrival
 from fedstream.experiments.theory.quadratics import Quadratics
-from fedstream.updater.strategies import State, Strategy, Update
+from fedstream.strategies import State, Strategy, Update
 
 
 def closed_loop(

@@ -18,7 +18,7 @@ from fedstream.experiments.theory.arrivals import batches
 from fedstream.experiments.theory.claims import Claim, Results, exponent, figure, held
 from fedstream.experiments.theory.loop import closed_loop, points
 from fedstream.experiments.theory.quadratics import Quadratics, fan
-from fedstream.updater.strategies import AfaCdSettings, AfaCsSettings
+from fedstream.strategies import AfaCdSettings, AfaCsSettings
 
 VERSIONS, OLDEST, SIDE_BY_SIDE = 8000, 4, 16
 BATCHES = (1, 2, 4, 8, 16, 32)  # m of AFA-CD, M = 32

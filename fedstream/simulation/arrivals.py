@@ -21,7 +21,7 @@ from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.coordinator.scheduling import Anarchic, InFlight, Poisson, draw
 from fedstream.runtime.participation import Participation
 from fedstream.runtime.steps import Seconds
-from fedstream.simulation.settings import (
+from fedstream.settings.simulation import (
     LatencyStaleness,
     NoStaleness,
     RecentStaleness,
@@ -30,7 +30,7 @@ from fedstream.simulation.settings import (
 from fedstream.trainer.devices import behaviour, eligible, next_change
 
 if TYPE_CHECKING:
-    from fedstream.config import Settings
+    from fedstream.settings.config import Settings
 
 _IN_VAIN = 1000  # give up once a round got too few answers this many times in a row
 _ALL_ANSWERED = "every device has answered"

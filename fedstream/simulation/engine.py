@@ -1,6 +1,6 @@
 """The simulation itself: trains arrivals in order and passes them to the server's rule.
 
-The rule is the updater's own (:mod:`fedstream.updater.progress`). Local training is the trainer's
+The rule is the updater's own (:mod:`fedstream.journal.progress`). Local training is the trainer's
 own (:meth:`fedstream.trainer.task.Task.train`), or its equivalent for several devices at once.
 """
 
@@ -18,18 +18,18 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Contribution, Upload
+from fedstream.journal.progress import Progress, Step, close_round, take
+from fedstream.journal.records import Counted
 from fedstream.simulation.arrivals import Arrival, Event, RoundOver, plan
 from fedstream.simulation.record import Happened, Recorder
+from fedstream.strategies import State
 from fedstream.trainer.solvers import Cancelled
 from fedstream.updater import refusals
-from fedstream.updater.journal.messages import Counted
-from fedstream.updater.progress import Progress, Step, close_round, take
-from fedstream.updater.strategies import State
 
 if TYPE_CHECKING:
     from torch import nn
 
-    from fedstream.config import Settings
+    from fedstream.settings.config import Settings
     from fedstream.simulation.training import Job
     from fedstream.trainer.solvers import Trained
     from fedstream.trainer.task import Task
@@ -116,7 +116,7 @@ def simulate(
     Raises ConfigError, JournalError; DataError, naming the device, also for anything the task
     raises; Fenced if the folder already has a journal.
     """
-    from fedstream.services import task_of
+    from fedstream.settings.services import task_of
     from fedstream.simulation.training import use_of_torch
 
     with use_of_torch(settings.simulation), ExitStack() as stack:
@@ -152,7 +152,7 @@ class _Run:
         on_version: Callable[[VersionMade, Model], object] | None,
         cancelled: Callable[[], bool],
     ) -> None:
-        from fedstream.services import devices_of, look_over
+        from fedstream.settings.services import devices_of, look_over
         from fedstream.simulation.training import Measuring, Training, blamed
         from fedstream.trainer.vector import initial
 

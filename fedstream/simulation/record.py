@@ -10,17 +10,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedstream.broker.messages import Outcome, Upload
-from fedstream.updater.journal import RoundClosed, SegmentHead, Taken, Writer
-from fedstream.updater.rebuild import standing_of
+from fedstream.journal import RoundClosed, SegmentHead, Taken, Writer
+from fedstream.journal.rebuild import standing_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from fedstream.broker.layout import Model
-    from fedstream.config import Settings
+    from fedstream.journal.progress import Progress, Step
+    from fedstream.journal.records import Counted
+    from fedstream.settings.config import Settings
     from fedstream.simulation.arrivals import RoundOver
-    from fedstream.updater.journal.messages import Counted
-    from fedstream.updater.progress import Progress, Step
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 
     from torch.utils.data import Dataset
 
-    from fedstream.config import Settings
+    from fedstream.settings.config import Settings
+    from fedstream.settings.simulation import SimulationSettings
     from fedstream.simulation.arrivals import Arrival
-    from fedstream.simulation.settings import SimulationSettings
+    from fedstream.strategies import Strategy
     from fedstream.trainer.solvers import SolverSettings
-    from fedstream.updater.strategies import Strategy
 
 
 @dataclass(frozen=True, slots=True)

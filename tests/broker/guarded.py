@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from fedstream import acl
 from fedstream.broker import rights
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
+from fedstream.operate import acl
 from tests.broker.servers import redis, redis_7
 
 RUN = "guarded"

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from fedstream import services
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger import Ledger
 from fedstream.broker.records import View
-from fedstream.config import Settings
 from fedstream.runtime.config import load
 from fedstream.runtime.service import Context
+from fedstream.settings import services
+from fedstream.settings.config import Settings
 from fedstream.trainer.task import Task
 from tests.support import context, running, wait_until
 

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-from fedstream.ports import HeldPort
-from fedstream.redis_server import death_with_parent, find_servers
+from fedstream.local.ports import HeldPort
+from fedstream.local.redis_server import death_with_parent, find_servers
 
 
 @lru_cache

@@ -16,7 +16,6 @@ from pathlib import Path
 
 import pytest
 
-from fedstream import acl, presence, status
 from fedstream.broker import rights, scripts
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BrokerError, ConfigError
@@ -24,6 +23,8 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.ledger import Ledger
 from fedstream.broker.messages import Dead
 from fedstream.broker.scripts import Script
+from fedstream.observe import status
+from fedstream.operate import acl, presence
 from tests.broker.guarded import KEYS, OF_SITES, PASSWORDS, RUN, SITES, Guarded, guarded, needs_7
 from tests.broker.pipeline import Pipeline, finished, lines, pipeline, reached
 from tests.support import wait_until

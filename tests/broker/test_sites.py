@@ -21,10 +21,10 @@ from fedstream.broker.messages import Dead, Event, GiveUp, Presence, Task, Trigg
 from fedstream.broker.outbox import Outbox
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Entry, Group
+from fedstream.journal.ended import Ended
+from fedstream.strategies.fedasync import FedAsyncSettings
 from fedstream.updater.course import Course
-from fedstream.updater.ended import Ended
 from fedstream.updater.intake import Intake
-from fedstream.updater.strategies.fedasync import FedAsyncSettings
 from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
 from tests.broker.pipeline import finished, pipeline
 from tests.support import SIZE_LIMIT, Hand, wait_until

@@ -17,7 +17,7 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BrokerError, ConfigError, Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.broker.settings import TlsSettings
-from fedstream.config import read
+from fedstream.settings.config import read
 from tests.broker.certificates import authority, signed
 from tests.broker.servers import cluster, redis, redis_7
 

@@ -17,10 +17,10 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model, vector_of
 from fedstream.broker.ledger import Ledger
 from fedstream.broker.records import Head
-from fedstream.updater.journal import JournalError, segments
-from fedstream.updater.rebuild import recovered
-from fedstream.updater.replay import Replayer
-from fedstream.updater.strategies import DeviceVectors
+from fedstream.journal import JournalError, segments
+from fedstream.journal.rebuild import recovered
+from fedstream.journal.replay import Replayer
+from fedstream.strategies import DeviceVectors
 from tests.chaos.account import accounted, notes_of
 from tests.chaos.checks import Facts, Production
 from tests.chaos.effects import lived

@@ -25,14 +25,17 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from fedstream import machine
+from fedstream.experiments import machine
 from fedstream.experiments.program import commit
 from tests.chaos.checks import CHECKS
 from tests.chaos.faults import Kind
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "chaos-mutants"
-PACKAGES = ("broker", "coordinator", "fedstream", "runtime", "trainer", "updater", "tests")
+PACKAGES = (
+    "broker", "coordinator", "fedstream", "journal", "runtime", "strategies", "trainer", "updater",
+    "tests",
+)  # fmt: skip
 COLUMNS = (
     "planted", "file", "faults", "seeds", "killed by", "first complaint", "without it", "seconds",
     "commit",
@@ -74,12 +77,12 @@ MUTANTS = (
         (Kind.USURP, Kind.LATE, Kind.AMNESIA),
     ),
     Mutant(
-        "what is synced is not on disk", "updater/journal/writing.py",
+        "what is synced is not on disk", "journal/writer.py",
         "            os.fdatasync(self._file)\n", "            pass\n",
         (Kind.POWER, Kind.BLACKOUT),
     ),
     Mutant(
-        "an entry is deleted before its record is on disk", "updater/recorder.py",
+        "an entry is deleted before its record is on disk", "journal/recorder.py",
         "return self.appended - self._writer.unsynced", "return self.appended",
         (Kind.POWER,), (1, 3, 5, 6),
     ),
@@ -94,7 +97,7 @@ MUTANTS = (
         (Kind.EMPTY,),
     ),
     Mutant(
-        "an update weighs half", "updater/strategies/fedasync.py",
+        "an update weighs half", "strategies/fedasync.py",
         "return rule.alpha_schedule(", "return 0.5 * rule.alpha_schedule(",
         (Kind.KILL,),
     ),
@@ -111,12 +114,12 @@ MUTANTS = (
         (Kind.ERASE,),
     ),
     Mutant(
-        "a successor reads before it fences", "updater/journal/claims.py",
+        "a successor reads before it fences", "journal/claims.py",
         r"(-[0-9]{6}\.journal|\.claim)", r"(-[0-9]{6}\.journal)",
         (Kind.TAKEOVER,), (0, 1, 2, 3, 6, 12),
     ),
     Mutant(
-        "nobody looks for a successor", "updater/journal/claims.py",
+        "nobody looks for a successor", "journal/claims.py",
         "        if newer is not None:\n", "        if False:\n",
         (Kind.TAKEOVER, Kind.RELAPSE), (0, 1, 2, 3, 6, 12),
     ),
@@ -132,17 +135,17 @@ MUTANTS = (
         (Kind.REWIND, Kind.TORN),
     ),
     Mutant(
-        "a segment's name is not on disk", "updater/journal/writing.py",
+        "a segment's name is not on disk", "journal/writer.py",
         "            sync_folder(folder)\n", "            pass\n",
         (Kind.POWER, Kind.KILL), (1, 3, 5, 0),
     ),
     Mutant(
-        "a successor begins before its predecessor is on disk", "updater/recorder.py",
+        "a successor begins before its predecessor is on disk", "journal/recorder.py",
         "                sync_file(after)\n", "                pass\n",
         (Kind.KILL, Kind.POWER), (1, 3, 5, 6),
     ),
     Mutant(
-        "damage in a record is not noticed", "updater/journal/reading.py",
+        "damage in a record is not noticed", "journal/segment.py",
         "if not is_whole(self._salt, data, frame.checksum):", "if False:",
         (Kind.ROT,),
     ),
@@ -170,12 +173,12 @@ MUTANTS = (
         (Kind.REWIND, Kind.KILL),
     ),
     Mutant(
-        "buffers are added up", "updater/strategies/batches.py",
+        "buffers are added up", "strategies/batches.py",
         "1.0 / arrivals, into=total.buffers", "1.0, into=total.buffers",
         (Kind.KILL,), (2, 3),
     ),
     Mutant(
-        "a device's last gradient stays in the sum", "updater/strategies/afa.py",
+        "a device's last gradient stays in the sum", "strategies/afa.py",
         "np.subtract(latest, last)", "latest",
         (Kind.KILL,), (4, 10),
     ),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from fedstream import machine
+from fedstream.experiments import machine
 from tests.chaos.account import USED
 from tests.chaos.checks import LOST
 from tests.chaos.driver import Outcome

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import Unavailable
-from fedstream.ports import HeldPort
-from fedstream.redis_server import death_with_parent, find_server
+from fedstream.local.ports import HeldPort
+from fedstream.local.redis_server import death_with_parent, find_server
 from tests.chaos.effects import whole
 from tests.support import wait_until
 

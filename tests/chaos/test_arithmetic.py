@@ -8,9 +8,8 @@ import pytest
 
 from fedstream.broker.layout import Layout, Model
 from fedstream.broker.messages import Upload
-from fedstream.updater.progress import Progress, close_round, take
-from fedstream.updater.rules import Exponential, Hinge, InverseSqrtAlpha, Linear, StepAlpha
-from fedstream.updater.strategies import (
+from fedstream.journal.progress import Progress, close_round, take
+from fedstream.strategies import (
     AfaCdSettings,
     AfaCsSettings,
     FedAsyncSettings,
@@ -19,6 +18,13 @@ from fedstream.updater.strategies import (
     Rule,
     ScaffoldSettings,
     State,
+)
+from fedstream.strategies.staleness import (
+    Exponential,
+    Hinge,
+    InverseSqrtAlpha,
+    Linear,
+    StepAlpha,
 )
 from tests.chaos.arithmetic import Course, Shape
 from tests.support import layout_of

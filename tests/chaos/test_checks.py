@@ -314,7 +314,7 @@ def test_an_account_of_steps_that_is_not_the_trainers_is_found(journal: Path) ->
 def test_another_weight_than_the_rules_is_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from fedstream.updater.strategies.fedasync import FedAsync
+    from fedstream.strategies.fedasync import FedAsync
 
     weigh = FedAsync.weigh
     monkeypatch.setattr(FedAsync, "weigh", lambda self, *about: 0.5 * weigh(self, *about))

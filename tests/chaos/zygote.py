@@ -15,11 +15,11 @@ import signal
 import sys
 from typing import Any, NoReturn
 
-from fedstream import parent
+from fedstream.local import parent
 
 _PRELOADED = (
-    "fedstream.cli", "fedstream.services", "fedstream.config", "uvloop", "torch",
-    "tests.chaos.task", "fedstream.trainer.vector", "tests.chaos.seams",
+    "fedstream.cli.app", "fedstream.settings.services", "fedstream.settings.config", "uvloop",
+    "torch", "tests.chaos.task", "fedstream.trainer.vector", "tests.chaos.seams",
 )  # fmt: skip
 
 
@@ -39,7 +39,7 @@ def _become(asked: dict[str, Any]) -> NoReturn:
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        from fedstream.cli import main
+        from fedstream.cli.app import main
         from tests.chaos import seams
 
         seams.install()

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
-from fedstream.updater.journal import Taken
-from fedstream.updater.replay import Replayer
+from fedstream.journal import Taken
+from fedstream.journal.replay import Replayer
 from tests.broker.pipeline import finished, pipeline
 
 BATCH = 2

@@ -16,12 +16,12 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.lease import Lease
 from fedstream.broker.messages import CloseRound, GiveUp, RoundEnd, Trigger, Withdraw
 from fedstream.broker.records import Commit, End, Run, View
-from fedstream.config import read
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings, vectors
 from fedstream.coordinator.scheduling import Anarchic, InFlight, Poisson, Policy
 from fedstream.runtime.leading import lead
-from fedstream.services import _BUILDERS
+from fedstream.settings.config import read
+from fedstream.settings.services import _BUILDERS
 from fedstream.trainer.devices import eligible
 from tests.support import (
     Clock,

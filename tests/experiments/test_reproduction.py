@@ -14,9 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fedstream import reproduce as command
 from fedstream.broker.errors import ConfigError, DataError
-from fedstream.experiments import reproduction, running
+from fedstream.experiments import command, reproduction, running
 from fedstream.experiments.program import commit
 from fedstream.experiments.reproduction import (
     Cell,

@@ -15,7 +15,7 @@ from fedstream.experiments.theory import afa, fedasync, fedbuff, readme, speedup
 from fedstream.experiments.theory.arrivals import Arrival, batches, inclusion
 from fedstream.experiments.theory.loop import closed_loop, points
 from fedstream.experiments.theory.quadratics import Quadratics, fan, stationary
-from fedstream.updater.strategies import AfaCdSettings, AfaCsSettings
+from fedstream.strategies import AfaCdSettings, AfaCsSettings
 
 # what the measurements stand on
 

@@ -7,8 +7,8 @@ from collections.abc import Callable
 
 import pytest
 
-from fedstream import cli
-from fedstream.commands import looking, services, training
+from fedstream.cli import app as cli
+from fedstream.cli import looking, services, training
 
 Command = Callable[..., tuple[int, str, str]]
 

@@ -13,12 +13,14 @@ from typing import Any, get_args
 
 import pytest
 
-from fedstream import __version__, display, run, status
+from fedstream import __version__
 from fedstream.broker.messages import OUTCOMES
-from fedstream.cli import main
-from fedstream.commands import options, training
+from fedstream.cli import options, training
+from fedstream.cli.app import main
+from fedstream.local import run
+from fedstream.observe import display, status
+from fedstream.strategies import StrategySettings
 from fedstream.trainer.tasks import BUILT_IN
-from fedstream.updater.strategies import StrategySettings
 
 NOWHERE = "redis://127.0.0.1:1/0"
 
@@ -130,7 +132,7 @@ def test_a_run_that_is_not_there(
 
 def test_the_public_names_are_cheap() -> None:
     program = (
-        "import sys, fedstream.cli; print('numpy' in sys.modules);"
+        "import sys, fedstream.cli.app; print('numpy' in sys.modules);"
         "from fedstream import *; print(Task, by_classes, iid, 'torch' in sys.modules)"
     )
     command = [sys.executable, "-c", program]

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from fedstream import dead
 from fedstream.broker.client import Client
 from fedstream.broker.errors import FedstreamError, OutOfMemory
 from fedstream.broker.keys import COORDINATORS, TRAINERS
@@ -26,7 +25,8 @@ from fedstream.broker.messages import (
     task_id,
 )
 from fedstream.broker.streams import Group
-from fedstream.cli import main
+from fedstream.cli.app import main
+from fedstream.operate import dead
 from tests.support import Hand, full, snapshot
 
 Command = Callable[..., Awaitable[tuple[int, str, str]]]

@@ -12,13 +12,13 @@ import pytest
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from fedstream import display, top
-from fedstream import status as page
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.records import Head
 from fedstream.coordinator.app import status
-from fedstream.observer import History, Observer
+from fedstream.observe import display, top
+from fedstream.observe import status as page
+from fedstream.observe.observer import History, Observer
 from tests.fedstream.views import CREATED, event, trigger, update, version, view
 from tests.support import Hand
 

@@ -14,18 +14,19 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
-from fedstream import cli, doctor
-from fedstream import doctor_machine as machine
-from fedstream import doctor_redis as judged
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.messages import Dead
 from fedstream.broker.rights import ROLES, commands, rights_of, rules
-from fedstream.commands import looking
-from fedstream.config import Settings, read
+from fedstream.cli import app as cli
+from fedstream.cli import looking
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduling import InFlight, Poisson
-from fedstream.findings import Finding
+from fedstream.doctor import checkup as doctor
+from fedstream.doctor import machine
+from fedstream.doctor import redis as judged
+from fedstream.doctor.findings import Finding
+from fedstream.settings.config import Settings, read
 from tests.support import Hand, layout_of, snapshot
 
 Look = Callable[..., Awaitable[list[Finding]]]

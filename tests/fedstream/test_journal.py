@@ -14,18 +14,18 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from fedstream import journal as journal_commands
-from fedstream import journal_pages
 from fedstream.broker.layout import Layout, Model, Tensor
-from fedstream.columns import fitting
-from fedstream.journal_bisect import search
+from fedstream.cli import journal as journal_commands
+from fedstream.journal import Segment
+from fedstream.journal.inspection import made, model_at, opened
+from fedstream.journal.shares import stats
+from fedstream.recordings import pages as journal_pages
+from fedstream.recordings.bisect import search
+from fedstream.recordings.columns import fitting
+from fedstream.strategies import FedAsyncSettings, FedAvgSettings
 from fedstream.trainer import vector
 from fedstream.trainer.solvers import Sgd, Work, solve
 from fedstream.trainer.task import Iid, TaskSettings, load_task
-from fedstream.updater.inspection import made, model_at, opened
-from fedstream.updater.journal import Segment
-from fedstream.updater.shares import stats
-from fedstream.updater.strategies import FedAsyncSettings, FedAvgSettings
 from tests.journals import LAYOUT, Scribe
 from tests.support import model_of
 

@@ -15,9 +15,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import Keys
 from fedstream.broker.messages import GiveUp
-from fedstream.config import read
 from fedstream.runtime.service import Context
-from fedstream.services import _BUILDERS, ROLES
+from fedstream.settings.config import read
+from fedstream.settings.services import _BUILDERS, ROLES
 from tests.support import Hand, context, running, wait_until
 
 DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"

@@ -7,7 +7,7 @@ import pytest
 from fedstream.broker.client import Client
 from fedstream.broker.errors import NoRun
 from fedstream.broker.keys import Keys
-from fedstream.observer import History, Observer
+from fedstream.observe.observer import History, Observer
 from tests.fedstream.views import CREATED, event, update, version
 from tests.support import Hand
 
@@ -122,7 +122,7 @@ async def test_what_is_shown_is_not_older_than_what_was_measured(
     hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A display says both in one line."""
-    monkeypatch.setattr("fedstream.observer._LOOK_S", 1e9)  # it is not time to look again
+    monkeypatch.setattr("fedstream.observe.observer._LOOK_S", 1e9)  # it is not time to look again
     await hand.create()
     observer = Observer(hand.client, hand.keys)
     await observer.look()

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from fedstream import run as local
-from fedstream.config import Settings
-from fedstream.display import Quiet
-from fedstream.observer import History
+from fedstream.local import run as local
+from fedstream.observe.display import Quiet
+from fedstream.observe.observer import History
+from fedstream.settings.config import Settings
 from tests.fedstream.conftest import Command
 from tests.fedstream.views import event, view
 

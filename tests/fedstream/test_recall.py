@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from fedstream import report
-from fedstream.observer import History
-from fedstream.recall import recall
-from fedstream.updater.strategies import FedAvgSettings
+from fedstream.local.recall import recall
+from fedstream.observe import report
+from fedstream.observe.observer import History
+from fedstream.strategies import FedAvgSettings
 from tests.journals import Scribe
 
 

@@ -15,13 +15,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedstream import doctor, redis_server
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BrokerError, FedstreamError
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger import Ledger
-from fedstream.config import read
-from fedstream.redis_server import RedisServer, find_server, find_servers
+from fedstream.doctor import checkup as doctor
+from fedstream.local import redis_server
+from fedstream.local.redis_server import RedisServer, find_server, find_servers
+from fedstream.settings.config import read
 from tests.integration.command import is_alive
 from tests.support import Hand, wait_until
 
@@ -233,7 +234,7 @@ def test_a_program_that_is_no_redis_is_an_error_that_repeats_its_last_words(
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
 async def test_it_dies_with_the_process_that_started_it() -> None:
     code = (
-        "from fedstream.redis_server import RedisServer; import time\n"
+        "from fedstream.local.redis_server import RedisServer; import time\n"
         "server = RedisServer(); server.start(); print(server.pid, flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen(  # noqa: ASYNC220

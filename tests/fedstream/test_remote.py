@@ -13,14 +13,14 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from pydantic import SecretStr
 
-from fedstream import status
 from fedstream.broker import rights
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.broker.ledger import Ledger
 from fedstream.broker.messages import Task
-from fedstream.cli import main
+from fedstream.cli.app import main
 from fedstream.coordinator.app import App
+from fedstream.observe import status
 from tests.support import Hand
 
 Command = Callable[..., Awaitable[tuple[int, str, str]]]

@@ -16,20 +16,22 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedstream import cli, feed, replay
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.broker.keys import Keys
 from fedstream.broker.records import Run
-from fedstream.commands import looking
+from fedstream.cli import app as cli
+from fedstream.cli import looking
 from fedstream.coordinator.service import Coordinator, CoordinatorSettings
-from fedstream.feed import Feeder
+from fedstream.journal import JournalSettings, Segment
+from fedstream.operate import feed
+from fedstream.operate.feed import Feeder
+from fedstream.recordings import replay
 from fedstream.runtime.tasks import LeaseSettings
+from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings
 from fedstream.trainer.task import TaskSettings, load_task
 from fedstream.trainer.vector import initial
-from fedstream.updater.journal import JournalSettings, Segment
 from fedstream.updater.service import Updater, UpdaterSettings
-from fedstream.updater.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings
 from tests.integration.command import BLOBS
 from tests.journals import LAYOUT, Scribe
 from tests.support import Hand, Proxy, context, layout_of, model_of, running, wait_until

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from matplotlib import rc_context
 
-from fedstream import curves, report
 from fedstream.broker.layout import Model
-from fedstream.observer import History
+from fedstream.observe import curves, report
+from fedstream.observe.observer import History
 from tests.fedstream.views import CREATED, event, trigger, update, version, view
 
 FACTS = report.Facts(

@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.messages import Trigger
-from fedstream.config import Settings, read
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.coordinator.scheduling import HoldBack, Situation, plan
 from fedstream.runtime.participation import Participation
-from fedstream.services import devices_of
+from fedstream.settings.config import Settings, read
+from fedstream.settings.services import devices_of
 from fedstream.simulation import arrivals
 from fedstream.simulation.arrivals import Arrival, RoundOver
 from fedstream.trainer.devices import behaviour

@@ -16,17 +16,18 @@ import pytest
 import tomli_w
 from torch import nn
 
-from fedstream import own_redis, report
-from fedstream import run as local
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import BrokerError, ConfigError, DataError, FedstreamError, Unavailable
 from fedstream.broker.messages import Event
-from fedstream.config import Settings, options, read
-from fedstream.display import Quiet
-from fedstream.recording import CONFIG
+from fedstream.journal import JournalError, RoundClosed
+from fedstream.local import own_redis
+from fedstream.local import run as local
+from fedstream.observe import report
+from fedstream.observe.display import Quiet
 from fedstream.runtime.config import load
 from fedstream.runtime.signals import Stop
-from fedstream.updater.journal import JournalError, RoundClosed
+from fedstream.settings.config import Settings, options, read
+from fedstream.settings.recording import CONFIG
 from tests.fedstream.views import event, view
 from tests.journals import Scribe
 from tests.support import Hand
@@ -213,7 +214,7 @@ async def test_a_run_that_is_there_is_not_run_over(
 
 
 async def test_what_is_served_is_not_purged(hand: Hand) -> None:
-    from fedstream.presence import purge
+    from fedstream.operate.presence import purge
 
     await hand.create()
     await hand.announce("t")

@@ -13,15 +13,15 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedstream import services
 from fedstream.broker.errors import ConfigError, DataError, Fenced
-from fedstream.config import read
-from fedstream.services import devices_of
+from fedstream.journal.replay import Replayer
+from fedstream.settings import services
+from fedstream.settings.config import read
+from fedstream.settings.services import devices_of
 from fedstream.simulation import Outcome, VersionMade, simulate
 from fedstream.simulation.together import Draws
 from fedstream.trainer.solvers import Minibatches, Sgd, Trained, Work
 from fedstream.trainer.task import Task
-from fedstream.updater.replay import Replayer
 
 DEVICES = 6
 

@@ -8,7 +8,7 @@ from itertools import islice, pairwise
 import pytest
 
 from fedstream.broker.errors import ConfigError
-from fedstream.config import Settings, read
+from fedstream.settings.config import Settings, read
 from fedstream.simulation.arrivals import Arrival, Event, RoundOver, plan
 
 SHARES = (0.19, 0.19, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.01, 0.01)

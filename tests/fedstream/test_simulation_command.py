@@ -17,11 +17,12 @@ import torch
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
-from fedstream import simulate, simulation
+from fedstream import simulation
 from fedstream.broker.layout import Model
-from fedstream.commands import looking, training
-from fedstream.config import read
+from fedstream.cli import looking, training
+from fedstream.settings.config import read
 from fedstream.simulation import Outcome, VersionMade
+from fedstream.simulation import run as simulate
 from tests.fedstream.test_cli import fedstream
 
 Heard = Callable[[VersionMade, Model], object]

@@ -9,8 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from fedstream import supervisor
-from fedstream.supervisor import Program, Restarts, Supervisor, how_it_ended, last_words
+from fedstream.local import supervisor
+from fedstream.local.supervisor import (
+    Program,
+    Restarts,
+    Supervisor,
+    how_it_ended,
+    last_words,
+)
 
 
 def test_the_wait_doubles_until_it_is_given_up() -> None:

@@ -20,17 +20,21 @@ from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 from rich.live import Live
 
-from fedstream import dead, display, doctor, journal_pages, terminal, top
-from fedstream import status as page
+from fedstream import terminal
 from fedstream.broker.client import Client
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.messages import OUTCOMES, Contribution, Dead, Event, Trigger, Version
 from fedstream.coordinator.app import status
-from fedstream.findings import Finding
-from fedstream.journal_bisect import Cause
-from fedstream.observer import History, Observer
+from fedstream.doctor import checkup as doctor
+from fedstream.doctor.findings import Finding
+from fedstream.journal.inspection import Verdict, opened
+from fedstream.observe import display, top
+from fedstream.observe import status as page
+from fedstream.observe.observer import History, Observer
+from fedstream.operate import dead
+from fedstream.recordings import pages as journal_pages
+from fedstream.recordings.bisect import Cause
 from fedstream.runtime.visible import visible
-from fedstream.updater.inspection import Verdict, opened
 from tests.fedstream.views import CREATED, event, version, view
 from tests.journals import Scribe
 from tests.support import Hand

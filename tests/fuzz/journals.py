@@ -15,12 +15,11 @@ import msgpack
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import PAGE
-from fedstream.updater import inspection, shares
-from fedstream.updater.journal import name_of
-from fedstream.updater.journal.frames import FRAME_BYTES, file_page, filled, frame_of
-from fedstream.updater.journal.frames import packed as framed
-from fedstream.updater.rebuild import recovered
-from fedstream.updater.replay import Replayer
+from fedstream.journal import inspection, name_of, shares
+from fedstream.journal.frames import FRAME_BYTES, file_page, filled, frame_of
+from fedstream.journal.frames import packed as framed
+from fedstream.journal.rebuild import recovered
+from fedstream.journal.replay import Replayer
 from tests.fuzz.mutation import packed
 
 GOLDEN = Path(__file__).parents[1] / "data" / "journals"

@@ -23,8 +23,8 @@ from fedstream.broker.client import Client, Command, RedisSettings
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Layout, Model
 from fedstream.broker.messages import Message, decode
-from fedstream.config import Settings
 from fedstream.runtime.config import load
+from fedstream.settings.config import Settings
 from fedstream.trainer import cifar, digits
 from fedstream.trainer.workspace import Workspace
 from tests.fuzz import journals

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fedstream.config import read
+from fedstream.journal import Segment, Taken, cuts
+from fedstream.journal.inspection import entries, model_at, opened
+from fedstream.journal.rebuild import is_used, recovered
+from fedstream.settings.config import read
 from fedstream.simulation import Arrival, simulate
-from fedstream.updater.inspection import entries, model_at, opened
-from fedstream.updater.journal import Segment, Taken, cuts
-from fedstream.updater.rebuild import is_used, recovered
 from tests.integration.command import SCRIPT, TEST_GUARD_S, Command, adds_up, held
 
 pytestmark = pytest.mark.timeout(TEST_GUARD_S)

@@ -17,9 +17,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from fedstream.config import Settings, read
-from fedstream.recording import TRUST
-from fedstream.redis_server import RedisServer
+from fedstream.local.redis_server import RedisServer
+from fedstream.settings.config import Settings, read
+from fedstream.settings.recording import TRUST
 from tests.integration.command import (
     BLOBS,
     GUARD_S,
@@ -94,7 +94,7 @@ def test_a_run_leaves_every_file(digits: Digits) -> None:
 def test_the_final_model_is_the_one_that_was_measured(digits: Digits) -> None:
     from safetensors.torch import load_file
 
-    from fedstream.services import task_of
+    from fedstream.settings.services import task_of
 
     command, _ = digits
     task = task_of(Settings())

@@ -20,7 +20,7 @@ import pytest
 
 from fedstream.__main__ import SERVICES
 from fedstream.runtime.signals import Stop
-from fedstream.services import ROLES
+from fedstream.settings.services import ROLES
 from tests.integration.command import GUARD_S, TEST_GUARD_S, is_alive, wait_until
 
 AT = Path(__file__).with_name("at_moment.py")
@@ -62,7 +62,7 @@ def test_the_entry_knows_the_services() -> None:
 @pytest.mark.parametrize(
     ("role", "event", "about"),
     [
-        ("scheduler", "import", "fedstream.cli"),
+        ("scheduler", "import", "fedstream.cli.app"),
         ("scheduler", "import", "pydantic"),
         ("coordinator", "import", "uvloop"),
         ("trainer", "open", "run.toml"),
@@ -98,8 +98,9 @@ COMMANDS = {
 @pytest.mark.parametrize(
     ("command", "about"),
     [
-        ("run", "fedstream.cli"), ("run", "torch"), ("simulate", "typer"), ("simulate", "torch"),
-        ("replay", "fedstream.replay"), ("status", "fedstream.broker.client"),
+        ("run", "fedstream.cli.app"), ("run", "torch"),
+        ("simulate", "typer"), ("simulate", "torch"),
+        ("replay", "fedstream.recordings.replay"), ("status", "fedstream.broker.client"),
     ],
 )  # fmt: skip
 def test_a_command_that_is_interrupted_while_it_loads_leaves_nothing(
@@ -167,7 +168,7 @@ from fedstream.__main__ import main
 def reading():
     raise KeyboardInterrupt
 
-fedstream.cli.main = reading
+fedstream.cli.app.main = reading
 sys.argv = ["fedstream", "run"]
 main()
 """

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fedstream.recording import TRUST
+from fedstream.settings.recording import TRUST
 from tests.integration.command import SCRIPT, TEST_GUARD_S, Command
 
 POISONED, SINCE = 3, 40  # device, and the version since which it answers poison

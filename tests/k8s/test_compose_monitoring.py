@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fedstream.config import Settings
 from fedstream.runtime.config import load
-from fedstream.services import ROLES
+from fedstream.settings.config import Settings
+from fedstream.settings.services import ROLES
 from tests.k8s.policy.targets import K8S, ROOT
 
 COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text())

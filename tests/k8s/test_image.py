@@ -12,9 +12,9 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-from fedstream.config import Settings
 from fedstream.runtime.config import load
-from fedstream.services import ROLES
+from fedstream.settings.config import Settings
+from fedstream.settings.services import ROLES
 from requirements.lock import read
 from tests.k8s.policy.targets import K8S, ROOT
 

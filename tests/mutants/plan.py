@@ -21,12 +21,15 @@ TESTS = {
         "tests/integration/test_traces.py",
     ),
     "runtime": ("tests/runtime", "tests/coordinator"),
-    "trainer": ("tests/trainer", "tests/updater/test_scaffold.py"),
-    "updater": (
+    "journal": (
+        "tests/journal",
         "tests/updater",
         "tests/fedstream/test_journal.py",
         "tests/fedstream/test_replay.py",
     ),
+    "strategies": ("tests/strategies", "tests/updater"),
+    "trainer": ("tests/trainer", "tests/strategies/test_scaffold.py"),
+    "updater": ("tests/updater", "tests/journal", "tests/fedstream/test_journal.py"),
 }
 _SKIPPED = {"__init__.py", "metrics.py", "settings.py"}
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import pytest
 
 from fedstream.broker.errors import ConfigError
-from fedstream.config import read
 from fedstream.runtime.config import dump
 from fedstream.runtime.participation import Participation, ParticipationGroup
 from fedstream.runtime.steps import Epochs, FixedSteps, Length, UniformSteps
+from fedstream.settings.config import read
 
 FIVE = FixedSteps(n=5)
 GROUPS = (

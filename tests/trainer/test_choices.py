@@ -15,9 +15,9 @@ from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import ConfigError, DataError
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import GiveUp, Upload
-from fedstream.config import read
 from fedstream.runtime.config import dump
 from fedstream.runtime.tasks import LeaseSettings
+from fedstream.settings.config import read
 from fedstream.simulation import simulate
 from fedstream.trainer.answer import as_sent
 from fedstream.trainer.choices import SolverGroup, Solvers

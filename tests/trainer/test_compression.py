@@ -16,8 +16,8 @@ from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Floats, Model
 from fedstream.broker.messages import GiveUp, Upload
-from fedstream.config import read
 from fedstream.runtime.tasks import LeaseSettings
+from fedstream.settings.config import read
 from fedstream.simulation import simulate
 from fedstream.trainer.answer import as_sent
 from fedstream.trainer.choices import SolverGroup

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from fedstream import Task, config
+from fedstream import Task
 from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import ConfigError
@@ -19,6 +19,7 @@ from fedstream.broker.layout import Model
 from fedstream.broker.messages import Upload
 from fedstream.runtime.service import Service
 from fedstream.runtime.tasks import LeaseSettings
+from fedstream.settings import config
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.evaluator import Evaluator, EvaluatorSettings
 from fedstream.trainer.placement import placed

@@ -9,9 +9,9 @@ import pytest
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import Keys
-from fedstream.updater.journal import JournalSettings
+from fedstream.journal import JournalSettings
+from fedstream.strategies import FedAsyncSettings, FedAvgSettings
 from fedstream.updater.service import Updater, UpdaterSettings
-from fedstream.updater.strategies import FedAsyncSettings, FedAvgSettings
 from tests.support import Hand, model_of
 from tests.updater.journalled import HALF
 

@@ -11,10 +11,10 @@ import pytest
 from fedstream.broker.client import Client, Command
 from fedstream.broker.errors import NoRun
 from fedstream.broker.messages import Upload
-from fedstream.updater.journal import RoundClosed, Taken, segments
-from fedstream.updater.rules import Constant
+from fedstream.journal import RoundClosed, Taken, segments
+from fedstream.strategies import FedAsyncSettings
+from fedstream.strategies.staleness import Constant
 from fedstream.updater.service import Updater
-from fedstream.updater.strategies import FedAsyncSettings
 from tests.support import Hand, context, running
 
 HALF = FedAsyncSettings(alpha=0.5, staleness=Constant())

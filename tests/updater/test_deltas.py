@@ -12,9 +12,7 @@ import pytest
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.messages import Upload
-from fedstream.updater import refusals
-from fedstream.updater.refusals import LARGEST_DELTA
-from fedstream.updater.strategies import (
+from fedstream.strategies import (
     AfaCdSettings,
     AfaCsSettings,
     FedAsyncSettings,
@@ -22,6 +20,8 @@ from fedstream.updater.strategies import (
     Rule,
     ScaffoldSettings,
 )
+from fedstream.updater import refusals
+from fedstream.updater.refusals import LARGEST_DELTA
 from tests.support import Hand, context, counted, layout_of, running, wait_until
 from tests.updater.journalled import held, reasons
 

@@ -21,9 +21,7 @@ from fedstream.broker.errors import BlobDamaged, ConfigError, Fenced
 from fedstream.broker.layout import Floats, Layout, Model, vector_of
 from fedstream.broker.ledger import _SCRIPTS
 from fedstream.broker.messages import Upload
-from fedstream.trainer.task import TaskSettings, load_task
-from fedstream.trainer.vector import initial
-from fedstream.updater.journal import (
+from fedstream.journal import (
     VECTORS,
     JournalDamaged,
     JournalError,
@@ -35,11 +33,11 @@ from fedstream.updater.journal import (
     Writer,
     segments,
 )
-from fedstream.updater.progress import Progress, take
-from fedstream.updater.rebuild import NotRecorded, recovered, standing_of
-from fedstream.updater.recorder import Recorder
-from fedstream.updater.replay import Replayer
-from fedstream.updater.strategies import (
+from fedstream.journal.progress import Progress, take
+from fedstream.journal.rebuild import NotRecorded, recovered, standing_of
+from fedstream.journal.recorder import Recorder
+from fedstream.journal.replay import Replayer
+from fedstream.strategies import (
     AfaCdSettings,
     AfaCsSettings,
     DeviceVectors,
@@ -50,6 +48,8 @@ from fedstream.updater.strategies import (
     ScaffoldSettings,
     State,
 )
+from fedstream.trainer.task import TaskSettings, load_task
+from fedstream.trainer.vector import initial
 from tests.journals import Scribe
 from tests.support import Hand, Proxy, context, layout_of, model_of, running, wait_until
 from tests.updater.journalled import fails, held, reasons, records
@@ -691,7 +691,7 @@ def test_a_release_that_does_not_know_of_vectors_says_so(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two(folder, AFA_CS)
-    monkeypatch.setattr("fedstream.updater.journal.reading.KNOWN", set())
+    monkeypatch.setattr("fedstream.journal.segment.KNOWN", set())
     with pytest.raises(JournalError, match=r"needs 'device vectors', .* read it with a newer one"):
         segments(folder)
 

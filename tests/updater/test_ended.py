@@ -13,9 +13,9 @@ import pytest
 
 from fedstream.broker.client import Client
 from fedstream.broker.records import End
-from fedstream.updater.ended import NAME, Ended
-from fedstream.updater.journal import JournalError, JournalFull, Taken, segments
-from fedstream.updater.strategies import FedAvgSettings
+from fedstream.journal import JournalError, JournalFull, Taken, segments
+from fedstream.journal.ended import NAME, Ended
+from fedstream.strategies import FedAvgSettings
 from tests.journals import Scribe
 from tests.support import Hand, context, running, wait_until
 from tests.updater.journalled import backed_up, go_back, held, records
@@ -47,7 +47,7 @@ def test_it_knows_what_was_added_before_and_after_it_is_written(index: Ended) ->
 
 
 def test_what_waits_in_memory_is_bounded(index: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedstream.updater.ended._WAITING", 4)
+    monkeypatch.setattr("fedstream.journal.ended._WAITING", 4)
     for n in range(10):
         index.add(end(n))
     assert len(index._waiting) == 2

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from fedstream import dead
 from fedstream.broker.client import Client
 from fedstream.broker.custody import ended_unlike
 from fedstream.broker.keys import TRAINERS
 from fedstream.broker.messages import CloseRound, Trigger, Upload, Withdraw
 from fedstream.broker.records import LOST, End
+from fedstream.operate import dead
 from tests.support import Hand, context, running, wait_until
 from tests.updater.journalled import backed_up, go_back
 

@@ -12,7 +12,7 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.custody import ended_unlike
 from fedstream.broker.messages import CloseRound, Trigger, Upload, Withdraw
 from fedstream.broker.records import LOST, End
-from fedstream.updater.strategies import FedAvgSettings
+from fedstream.strategies import FedAvgSettings
 from tests.support import Hand, Proxy, context, running, wait_until
 from tests.updater.journalled import backed_up, go_back, held, reasons, records
 from tests.updater.test_faults import COMMIT, CREATE, Disk, makes_more

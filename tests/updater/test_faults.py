@@ -21,8 +21,7 @@ from fedstream.broker.ledger import _SCRIPTS
 from fedstream.broker.messages import CloseRound, Upload
 from fedstream.broker.records import End as Ended
 from fedstream.broker.records import Head, Run
-from fedstream.updater.changes import Change
-from fedstream.updater.journal import (
+from fedstream.journal import (
     JournalDamaged,
     JournalError,
     RoundClosed,
@@ -31,11 +30,12 @@ from fedstream.updater.journal import (
     Tear,
     segments,
 )
-from fedstream.updater.journal.frames import BEGINNING, packed
-from fedstream.updater.progress import Progress
-from fedstream.updater.rebuild import recovered
+from fedstream.journal.frames import BEGINNING, packed
+from fedstream.journal.progress import Progress
+from fedstream.journal.rebuild import recovered
+from fedstream.strategies import FedAvgSettings
+from fedstream.updater.changes import Change
 from fedstream.updater.recovery import Recovery
-from fedstream.updater.strategies import FedAvgSettings
 from tests.journals import Scribe
 from tests.support import (
     Hand,
@@ -970,7 +970,7 @@ def test_a_message_that_nobody_could_read_again_is_not_written(
 ) -> None:
     scribe = Scribe(tmp_path)
     size = scribe.writer.size
-    monkeypatch.setattr("fedstream.updater.journal.writing.MOST", 500)
+    monkeypatch.setattr("fedstream.journal.writer.MOST", 500)
     with pytest.raises(JournalError, match=r"a message of \d+ bytes, at most 500"):
         scribe.refuse(reason="x" * 500)
     scribe.close()

@@ -18,19 +18,21 @@ from fedstream.broker.errors import ConfigError, Fenced
 from fedstream.broker.layout import Model
 from fedstream.broker.ledger import _SCRIPTS
 from fedstream.broker.messages import CloseRound
-from fedstream.updater.ended import NAME
-from fedstream.updater.journal import (
+from fedstream.journal import (
     JournalError,
     JournalSettings,
     Segment,
     Taken,
     Writer,
     segments,
-    writing,
 )
-from fedstream.updater.rebuild import recovered
-from fedstream.updater.recorder import Recorder
-from fedstream.updater.strategies import FedAvgSettings
+from fedstream.journal import (
+    writer as writing,
+)
+from fedstream.journal.ended import NAME
+from fedstream.journal.rebuild import recovered
+from fedstream.journal.recorder import Recorder
+from fedstream.strategies import FedAvgSettings
 from tests.support import Hand, Proxy, context, counted, running, wait_until
 from tests.updater.journalled import backed_up, fails, go_back, held, makes, reasons, records
 

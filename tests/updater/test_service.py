@@ -17,10 +17,10 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
 from fedstream.broker.ledger import _SCRIPTS
 from fedstream.broker.messages import CloseRound, RoundEnd, Upload
+from fedstream.strategies import FedAsyncSettings, FedAvgSettings, State, Update
+from fedstream.strategies.staleness import Constant, Polynomial
 from fedstream.updater.decider import LARGE
 from fedstream.updater.intake import BATCH
-from fedstream.updater.rules import Constant, Polynomial
-from fedstream.updater.strategies import FedAsyncSettings, FedAvgSettings, State, Update
 from tests.support import (
     Hand,
     Proxy,

@@ -14,15 +14,17 @@ import pytest
 
 from fedstream.broker.client import Client, Command, RedisSettings
 from fedstream.broker.errors import Fenced
-from fedstream.updater.journal import (
+from fedstream.journal import (
     Claim,
     JournalError,
     JournalFull,
     newest_epoch,
     segments,
-    writing,
 )
-from fedstream.updater.rebuild import recovered
+from fedstream.journal import (
+    writer as writing,
+)
+from fedstream.journal.rebuild import recovered
 from fedstream.updater.service import Updater
 from tests.support import Hand, Proxy, context, running, wait_until
 from tests.updater.journalled import backed_up, go_back, records

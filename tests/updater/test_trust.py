@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from fedstream.broker.messages import Upload
+from fedstream.journal.replay import Replayer
+from fedstream.strategies import FedAsyncSettings, FedBuffSettings, State
+from fedstream.strategies.staleness import Constant, Polynomial
 from fedstream.updater.refusals import by_word
-from fedstream.updater.replay import Replayer
-from fedstream.updater.rules import Constant, Polynomial
-from fedstream.updater.strategies import FedAsyncSettings, FedBuffSettings, State
 from tests.journals import Scribe
 from tests.support import Hand, context, layout_of, model_of, running, wait_until
 

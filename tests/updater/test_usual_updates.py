@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 from fedstream.broker import blobs
 from fedstream.broker.layout import Layout, Model, Tensor
 from fedstream.broker.messages import Upload
-from fedstream.config import read
+from fedstream.journal import Taken
+from fedstream.journal.norms import Norms, sizes
+from fedstream.journal.progress import Progress
+from fedstream.settings.config import read
 from fedstream.simulation import simulate
-from fedstream.updater import refusals
-from fedstream.updater.journal import Taken
-from fedstream.updater.mixing import count, distance, norm
-from fedstream.updater.norms import Norms, sizes
-from fedstream.updater.progress import Progress
-from fedstream.updater.strategies import (
+from fedstream.strategies import (
     AfaCdSettings,
     FedAsyncSettings,
     FedAvgSettings,
@@ -30,6 +28,8 @@ from fedstream.updater.strategies import (
     State,
     Update,
 )
+from fedstream.strategies.mixing import count, distance, norm
+from fedstream.updater import refusals
 from tests.support import Hand, context, model_of, running, wait_until
 from tests.updater.journalled import HALF, records
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fedstream.redis_server import find_servers
+from fedstream.local.redis_server import find_servers
 
 _REDIS_NEEDED = (7, 0)  # %R~ in an ACL
 _POD = "POD"  # in a program's arguments: the pod's address

@@ -10,10 +10,10 @@ from urllib.parse import urlsplit
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import POOL
 from fedstream.broker.rights import user_of
-from fedstream.config import Settings
 from fedstream.coordinator.scheduling import Anarchic, InFlight
 from fedstream.runtime.config import load
-from fedstream.services import ROLES
+from fedstream.settings.config import Settings
+from fedstream.settings.services import ROLES
 from tests.k8s.cluster.manifests import Manifest, Manifests, texts
 from tests.k8s.policy.workloads import (
     Workload,

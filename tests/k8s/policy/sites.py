@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from fedstream.acl import variable
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import POOL
 from fedstream.coordinator.sites import served
+from fedstream.operate.acl import variable
 from tests.k8s.cluster.manifests import Manifest, Manifests
 from tests.k8s.policy.settings import read
 from tests.k8s.policy.workloads import Workload, workloads

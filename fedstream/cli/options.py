@@ -1,0 +1,143 @@
+"""Options shared by several commands, and helpers that process them."""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import os
+import sys
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+
+import typer
+
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.keys import Keys
+
+if TYPE_CHECKING:
+    from fedstream.broker.client import Client
+    from fedstream.settings.config import Settings
+
+T = TypeVar("T")
+
+# Listed here so that help and completion load nothing; tests compare the lists with the real ones.
+TASKS = ("digits", "mnist", "cifar10-fedasync", "cifar10-afl", "wikitext2", "shakespeare")
+STRATEGIES = ("fedasync", "fedavg", "fedbuff", "afa-cd", "afa-cs", "scaffold")
+OUTCOMES = ("applied", "buffered", "refused", "given_up", "dead")
+
+
+def named(option: str, given: str, names: Collection[str]) -> str:
+    """The one of ``names`` that was typed, with an underscore or a space: given_up or 'given up'.
+
+    Raises ConfigError, which lists them.
+    """
+    name = given.replace(" ", "_")
+    if name not in names:
+        raise ConfigError(f"{option} {given}: must be one of {', '.join(names)}")
+    return name
+
+
+def one_of(names: Sequence[str]) -> Callable[[str], list[str]]:
+    """Shell completion for ``names``."""
+    return lambda incomplete: [name for name in names if name.startswith(incomplete)]
+
+
+Config = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", envvar="FEDSTREAM_CONFIG", metavar="FILE", help="TOML file"),
+]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--set",
+        metavar="KEY=VALUE",
+        help="a configuration key, such as strategy.alpha=0.3; repeatable",
+    ),
+]
+TaskName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="TASK",
+        autocompletion=one_of(TASKS),
+        help=f"a built-in one ({', '.join(TASKS)}), path/to/file.py:attribute or "
+        "package.module:attribute",
+    ),
+]
+TrustRecorded = Annotated[
+    bool,
+    typer.Option(
+        "--trust-recorded-task",
+        help="load the task that the recording names, which runs its program",
+    ),
+]
+StrategyName = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", autocompletion=one_of(STRATEGIES), help=", ".join(STRATEGIES)),
+]
+Devices = Annotated[
+    int | None, typer.Option(metavar="N", help="devices that the data is split over")
+]
+Updates = Annotated[
+    int | None,
+    typer.Option(
+        metavar="T",
+        help="versions: the run ends with this one; each is an update, a round, or a batch",
+    ),
+]
+Out = Annotated[
+    Path | None, typer.Option(metavar="DIR", help="for results; runs/NAME-TIME if not given")
+]
+DataRoot = Annotated[
+    str | None, typer.Option(metavar="DIR", help="of data sets; else FEDSTREAM_DATA")
+]
+SummaryAsJson = Annotated[
+    bool, typer.Option("--json", help="no progress; the summary as JSON at the end")
+]
+Url = Annotated[str | None, typer.Option("--redis", metavar="URL", help="instead of redis.url")]
+RunName = Annotated[str | None, typer.Option("--run", metavar="NAME", help="instead of run.name")]
+AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
+Name = Annotated[
+    str | None,
+    typer.Option(
+        envvar="FEDSTREAM_NAME", help="unique among the replicas; the host's name if not given"
+    ),
+]
+
+
+def settings_of(path: Path | None, sets: list[str] | None = None, **given: object) -> Settings:
+    """Read the configuration; ``given`` are the command's own options, by parameter name."""
+    from fedstream.settings.config import options, read
+
+    return read(path, sets or (), options(**given))
+
+
+def ask(
+    path: Path | None,
+    redis: str | None,
+    run: str | None,
+    question: Callable[[Client, Keys], Awaitable[T]],
+) -> T:
+    """Run a query against a run's Redis. Raises FedstreamError."""
+    from fedstream.broker.client import Client
+    from fedstream.local.own_redis import refuse_ended
+
+    settings = settings_of(path, redis=redis, run=run)
+    refuse_ended(settings, path)
+
+    async def asked() -> T:
+        client = Client(settings.redis, "cli")
+        try:
+            return await question(client, Keys(settings.run.name))
+        finally:
+            await client.close()
+
+    return asyncio.run(asked())
+
+
+def leave(code: int) -> NoReturn:
+    """Exit without tearing down the interpreter, which takes a second with torch loaded."""
+    atexit._run_exitfuncs()  # noqa: SLF001  (a user's task may have registered some)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)

@@ -1,0 +1,61 @@
+"""Commands that run one service each."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedstream.broker.keys import check_name
+from fedstream.cli.options import Config, Name, Sets, leave, settings_of
+
+
+def _serve(role: str, path: Path | None, sets: list[str] | None, name: str | None) -> None:
+    from fedstream.local.parent import VARIABLE, end_with_parent
+    from fedstream.settings.services import serve_role
+
+    end_with_parent()
+    settings = settings_of(path, sets)
+    if VARIABLE not in os.environ:  # not started by `fedstream run`
+        from fedstream.local.own_redis import joining, refuse_ended
+
+        refuse_ended(settings, path)
+        if role == "trainer":
+            settings = joining(settings, path)
+    leave(serve_role(role, settings, check_name("--name", name or socket.gethostname())))
+
+
+def coordinator(config: Config = None, sets: Sets = None, name: Name = None) -> None:
+    """Turns triggers into tasks, admits answers, serves status and models over HTTP."""
+    _serve("coordinator", config, sets, name)
+
+
+def scheduler(config: Config = None, sets: Sets = None, name: Name = None) -> None:
+    """Triggers training tasks."""
+    _serve("scheduler", config, sets, name)
+
+
+def updater(
+    config: Config = None,
+    sets: Sets = None,
+    name: Name = None,
+    adopt: Annotated[
+        bool, typer.Option("--adopt", help="begin a lost journal anew with Redis's newest model")
+    ] = False,
+) -> None:
+    """Mixes updates into the global model, journals them, and publishes its versions."""
+    adopted = ["journal.adopt=true"] if adopt else []
+    _serve("updater", config, [*(sets or ()), *adopted], name)
+
+
+def trainer(config: Config = None, sets: Sets = None, name: Name = None) -> None:
+    """Trains on devices' data."""
+    _serve("trainer", config, sets, name)
+
+
+def evaluator(config: Config = None, sets: Sets = None, name: Name = None) -> None:
+    """Measures the model on the test data."""
+    _serve("evaluator", config, sets, name)

@@ -1,4 +1,0 @@
-"""The commands of `fedstream`, grouped by purpose; `fedstream/cli.py` assembles them.
-
-Commands import what they need inside, so that `--help` and `--version` are fast.
-"""

@@ -1,0 +1,1 @@
+"""`fedstream doctor`: checks a deployment and says what to change."""

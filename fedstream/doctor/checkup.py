@@ -1,0 +1,320 @@
+"""`fedstream doctor`: checks a deployment and says what to change.
+
+Each line reports something read or measured; what can't be examined from here is reported as not
+checked. Nothing is changed in Redis. On the journal's volume, an unnamed temporary file is written
+to measure syncs; it disappears when closed.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
+
+from rich.text import Text
+
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import BrokerError, NoRun
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.records import Run, View
+from fedstream.broker.rights import ROLES
+from fedstream.doctor import machine
+from fedstream.doctor import redis as judged
+from fedstream.doctor.findings import Finding, Level, not_checked, ok, problem, warning
+from fedstream.operate.presence import serving
+from fedstream.settings.services import DEVICES
+from fedstream.terminal import cell, console
+
+if TYPE_CHECKING:
+    from fedstream.settings.config import Settings
+
+_ROUND_TRIPS = 20
+_LEADERS = ("scheduler", "updater")
+_WITH_TASK = ("trainer", "evaluator", "updater")  # the roles that load the task
+_NEEDS_CONFIG = "needs the deployment's configuration: --config"
+_COLORS: dict[Level, str] = {
+    "ok": "green", "warning": "yellow", "problem": "red", "not checked": ""
+}  # fmt: skip
+
+
+async def examine(
+    settings: Settings, *, configured: bool = True, now: Callable[[], float] = time.time
+) -> list[Finding]:
+    """Collect all findings. If the Redis user is named after a role, check that role's needs only.
+
+    ``configured``: the settings are the deployment's; otherwise they only say where Redis is and
+    what the run is called. Raises ConfigError if they don't even say that.
+    """
+    client = Client(settings.redis, "doctor")
+    user = user_of(settings.redis)
+    role = user if user in ROLES else None
+    loaded, about_task = machine.Loaded(), list[Finding]()
+    if not configured:
+        about_task.append(not_checked("task, data, torch", _NEEDS_CONFIG))
+    elif role is None or role in _WITH_TASK:
+        loaded, about_task = machine.task(settings)
+        if loaded.task is not None:
+            about_task += machine.computing(settings, role)
+    else:
+        about_task.append(not_checked("task, data, torch", _elsewhere(role, "a trainer")))
+    look = _Look(settings, client, user, loaded, now, configured=configured)
+    try:
+        findings = await look.all()
+    finally:
+        await client.close()
+    if not configured:
+        findings.append(not_checked("journal", _NEEDS_CONFIG))
+    elif role in (None, "updater"):
+        layout = look.run.layout if look.run is not None else loaded.layout
+        findings += machine.volume(settings, layout.nbytes if layout is not None else None)
+        findings.append(machine.journal(settings, look.run, asked=look.asked))
+    else:
+        findings.append(not_checked("journal", _elsewhere(role, "the updater")))
+    return findings + about_task
+
+
+def _elsewhere(role: str, where: str) -> str:
+    return f"asked as {role}, which has none: ask where {where} runs"
+
+
+def user_of(redis: RedisSettings) -> str:
+    """Redis user of these settings."""
+    return redis.username or urlsplit(redis.url).username or "default"
+
+
+class _Look:
+    """The checks of Redis. After the first exchange, each check may be refused on its own."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        client: Client,
+        user: str,
+        loaded: machine.Loaded,
+        now: Callable[[], float],
+        *,
+        configured: bool,
+    ) -> None:
+        self._settings = settings
+        self._client = client
+        self._user = user
+        self._loaded = loaded
+        self._now = now
+        self._configured = configured
+        self._keys = Keys(settings.run.name)
+        self._ledger = Ledger(client, self._keys, "doctor")
+        self._info: judged.Info | None = None
+        self._view: View | None = None
+        self.run: Run | None = None
+        self.asked = False  # whether Redis has answered whether it holds the run
+
+    async def all(self) -> list[Finding]:
+        """Collect every finding about Redis and the run in it."""
+        redis = self._settings.redis
+        try:
+            await self._client.call("PING")
+        except BrokerError as error:
+            if error.retriable:
+                change = "start it, or name the right one with redis.url"
+            elif "no permissions" in str(error):
+                change = "make the users by `fedstream acl`"
+            elif "redis.password" in str(error):
+                change = "correct redis.username and redis.password"
+            else:
+                change = "correct redis.url, or redis.tls"
+            return [
+                problem("redis", str(error), change),
+                not_checked("redis and the run in it", "it could not be asked"),
+            ]
+        how = ", by TLS" if urlsplit(redis.url).scheme == "rediss" else ""
+        findings = [ok("redis", f"{self._client.address} answers user {self._user!r}{how}")]
+        for about, check in (
+            ("redis latency", self._latency), ("clock", self._clock),
+            ("redis server", self._server), (f"rights of {self._user}", self._rights),
+            ("rights of the others", self._users),
+            ("run", self._agreement), ("tasks", self._tasks), ("services", self._services),
+            ("redis memory", self._room),
+        ):  # fmt: skip
+            findings += await _tried(about, check())
+        return findings
+
+    async def _latency(self) -> Iterable[Finding]:
+        seconds = []
+        for _ in range(_ROUND_TRIPS):
+            begun = time.perf_counter()
+            await self._client.call("PING")
+            seconds.append(time.perf_counter() - begun)
+        return [judged.latency(seconds, self._settings.redis.timeout_s)]
+
+    async def _clock(self) -> Iterable[Finding]:
+        asked = []
+        for _ in range(_ROUND_TRIPS):
+            before = self._now()
+            seconds, micros = await self._client.call("TIME")
+            asked.append((before, int(seconds) + int(micros) / 1e6, self._now()))
+        return [judged.clock(asked, self._settings.policy)]
+
+    async def _server(self) -> Iterable[Finding]:
+        redis, budget = self._settings.redis, self._settings.scheduler.memory_budget
+        info = judged.parsed(await self._client.call("INFO"))
+        part = list(judged.part(info, cluster=redis.cluster, sentinel=redis.sentinel is not None))
+        if "maxmemory" not in info:  # a sentinel holds no data and doesn't report memory
+            return [judged.version(info), *part]
+        self._info = info
+        try:
+            found = await self._client.call("CONFIG", "GET", "save")
+        except BrokerError as error:
+            if judged.refusal(error) is None:
+                raise
+            found = []
+        save = found[1].decode() if found else None  # some managed services don't tell
+        return [
+            judged.version(info),
+            *part,
+            *judged.persistence(info, save),
+            judged.limit(info, budget=budget),
+        ]
+
+    async def _rights(self) -> Iterable[Finding]:
+        what, asked = judged.rights_of(self._user, self._keys, self._settings.redis)
+        return [judged.rights(self._user, what, asked, await judged.allowed(self._client, asked))]
+
+    async def _users(self) -> Iterable[Finding]:
+        """Check the roles' users. A service's own user can't: it may not ask about others."""
+        findings: list[Finding] = []
+        if self._user in ROLES and self._user != "operator":
+            return findings
+        for role in ROLES:
+            if role == self._user or await self._client.call("ACL", "GETUSER", role) is None:
+                continue
+            asked = judged.required(role, self._keys, self._settings.redis)
+            said = await self._client.pipeline(
+                [("ACL", "DRYRUN", role, *one.command) for one in asked]
+            )
+            may = [reply == b"OK" for reply in said]
+            findings.append(judged.rights(role, f"fedstream {role}", asked, may))
+        return findings
+
+    async def _agreement(self) -> Iterable[Finding]:
+        try:
+            self.run = await self._ledger.run()
+        except NoRun:
+            self.asked = True
+            return [ok("run", f"{self._keys.name!r} is not in Redis yet: the updater makes it")]
+        self.asked = True
+        settings = self._settings
+        if not self._configured:
+            made = f"made by strategy {self.run.strategy!r} with task {self.run.task!r}"
+            return [
+                ok("run", f"is {self.run.state}; {made}"),
+                not_checked("configuration beside the run's", _NEEDS_CONFIG),
+            ]
+        return judged.agreement(
+            self.run, strategy=settings.strategy.name, task=settings.task.name,
+            versions=settings.run.versions, layout=self._loaded.layout,
+            devices=self._loaded.devices,
+        )  # fmt: skip
+
+    async def _tasks(self) -> Iterable[Finding]:
+        """Count open tasks, the queue and dead letters."""
+        if self.run is None:
+            return []
+        self._view = view = await self._ledger.look()
+        findings = [
+            ok(
+                "tasks",
+                f"version {view.head.version}; {len(view.open)} open, {view.backlog} in the queue, "
+                f"{view.kept} versions kept",
+            )
+        ]
+        if view.dead:
+            findings.append(
+                warning("dead letters", f"{view.dead}", "look at them: fedstream dead list")
+            )
+        return findings
+
+    async def _services(self) -> Iterable[Finding]:
+        """Find missing services, and leader leases that never expire."""
+        findings = []
+        for role in _LEADERS:
+            key = self._keys.leader(role)
+            if await self._client.call("PTTL", key) == -1:  # no expiry; -2: no such key
+                findings.append(
+                    problem(
+                        "services",
+                        f"the lease of the {role} never runs out",
+                        f"if none is running, delete it: UNLINK {key}",
+                    )
+                )
+        if self.run is None or self.run.state == "finished":
+            return findings
+        there = await serving(self._client, self._keys)
+        register = await self._ledger.trainers()
+        missing = [role for role in _LEADERS if role not in there]
+        if not set(there) - set(_LEADERS) - set(register):
+            missing.append("coordinator")
+        if not set(there) & set(register):
+            missing.append("trainer")
+        if missing:
+            text = f"the run is not finished, and has no {', no '.join(missing)}"
+            findings.append(warning("services", text, "start what is missing"))
+        else:
+            findings.append(ok("services", ", ".join(there)))
+        return findings
+
+    async def _room(self) -> Iterable[Finding]:
+        layout = self.run.layout if self.run is not None else self._loaded.layout
+        if self._info is None:
+            return [not_checked("redis memory", "needs INFO")]
+        if layout is None or not self._configured:
+            why = "needs a task that loads, or a run" if self._configured else _NEEDS_CONFIG
+            return [
+                judged.room(self._info, None, budget=None),
+                not_checked("redis memory for the run", why),
+            ]
+        view, keep = self._view, self._settings.updater
+        devices = self.run.devices if self.run is not None else self._loaded.devices
+        wants = judged.need(
+            self._settings.policy, layout, devices=devices or DEVICES,
+            trainers=view.trainers if view is not None else 0,
+            queue=view.queue if view is not None else 0,
+            keep=(keep.keep_versions, keep.keep_bytes),
+        )  # fmt: skip
+        return [judged.room(self._info, wants, budget=self._settings.scheduler.memory_budget)]
+
+
+async def _tried(about: str, check: Awaitable[Iterable[Finding]]) -> list[Finding]:
+    """Run a check; what this user may not ask is reported as not checked."""
+    try:
+        return list(await check)
+    except BrokerError as error:
+        refused = judged.refusal(error)
+        return [problem(about, str(error)) if refused is None else not_checked(about, refused)]
+
+
+def summary(findings: Sequence[Finding]) -> dict[str, Any]:
+    """Findings as plain values, for JSON."""
+    levels = [finding.level for finding in findings]
+    return {
+        "problems": levels.count("problem"),
+        "warnings": levels.count("warning"),
+        "findings": [asdict(finding) for finding in findings],
+    }
+
+
+def show(findings: Sequence[Finding]) -> None:
+    """Print a line for each finding."""
+    width = max(len(finding.about) for finding in findings)
+    here = console()
+    for finding in findings:
+        level = cell(f"{finding.level:<11}", style=_COLORS[finding.level])
+        text = cell(f"  {finding.about:<{width}}  {finding}")
+        here.print(Text.assemble(level, text), soft_wrap=True)
+
+
+def exit_code(findings: Sequence[Finding]) -> int:
+    """Exit code: 1 if there are problems, otherwise 0."""
+    return int(any(finding.level == "problem" for finding in findings))

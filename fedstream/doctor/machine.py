@@ -1,0 +1,356 @@
+"""`fedstream doctor`'s checks of this machine: the journal's volume, the task, torch."""
+
+from __future__ import annotations
+
+import errno
+import os
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from mmap import mmap
+from pathlib import Path
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+from fedstream.broker.errors import ConfigError, DataError, FedstreamError
+from fedstream.broker.layout import Layout
+from fedstream.broker.records import Run
+from fedstream.doctor.findings import (
+    Finding,
+    counted,
+    not_checked,
+    ok,
+    problem,
+    size,
+    warning,
+)
+from fedstream.journal import SUFFIX, Segment, segments
+
+if TYPE_CHECKING:
+    from torch import nn
+    from torch.utils.data import Dataset
+
+    from fedstream.settings.config import Settings
+    from fedstream.trainer.task import Task
+
+_SYNCS = 5
+_SYNC_BYTES = 1 << 20
+_CGROUP = Path("/sys/fs/cgroup/cpu.max")
+
+
+# the journal
+
+
+def volume(settings: Settings, model_bytes: int | None) -> Iterator[Finding]:
+    """Check the journal's volume, existing or planned: write access, sync time and free space."""
+    about, folder = "journal volume", Path(settings.journal.dir)
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    try:
+        seconds, past_cache = _synced(there)
+        free = _free(there)
+    except OSError as error:
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        change = (
+            "make some, or lower journal.keep_bytes"
+            if full
+            else "let the updater's user write there, or name another folder with journal.dir"
+        )
+        yield problem(
+            about, f"{there} has no room" if full else f"{there}: {error.strerror}", change
+        )
+        return
+    where = str(folder) if there == folder else f"{folder} is not there yet, {there}"
+    cache = "past the cache" if past_cache else "through the cache, its file system has no O_DIRECT"
+    text = f"{where} can be written, {cache}; a sync of 1 MiB takes {1000 * seconds:.1f} ms"
+    if settings.journal.sync == "interval" and seconds > settings.journal.sync_s:
+        yield warning(
+            about,
+            f"{text}, more than journal.sync_s = {settings.journal.sync_s:g}",
+            "take a faster disk, or raise journal.sync_s",
+        )
+    elif settings.journal.sync == "always":
+        yield ok(about, f"{text}: at most {1 / seconds:.0f} syncs a second (journal.sync)")
+    else:
+        yield ok(about, text)
+    yield _space(settings, folder, free, model_bytes)
+
+
+def _space(settings: Settings, folder: Path, free: int, model_bytes: int | None) -> Finding:
+    about, journal = "journal space", settings.journal
+    present = sum(file.stat().st_size for file in folder.glob(f"*{SUFFIX}"))
+    # The journal grows one segment beyond keep_bytes before retention deletes.
+    wanted = max(0, journal.keep_bytes + journal.segment_bytes - present)
+    text = f"{size(free)} free; the journal has {size(present)} and may grow by {size(wanted)}"
+    if model_bytes is not None and free < 2 * model_bytes:
+        return problem(
+            about,
+            f"{size(free)} free: no segment with a model of {size(model_bytes)} can begin",
+            "make room, or lower journal.keep_bytes",
+        )
+    if free < wanted:
+        return warning(
+            about,
+            text,
+            "enlarge the volume, or lower journal.keep_bytes (at the end of it versions stop)",
+        )
+    return ok(about, text)
+
+
+def _free(there: Path) -> int:
+    found = os.statvfs(there)
+    return found.f_bavail * found.f_frsize
+
+
+def _synced(folder: Path) -> tuple[float, bool]:
+    """Measure syncs of an unnamed temporary file, as (median seconds, writes bypass the cache)."""
+    with tempfile.TemporaryFile(dir=folder, buffering=0) as file, mmap(-1, _SYNC_BYTES) as pages:
+        past_cache = _past_cache(file.fileno())
+        pages[:] = os.urandom(_SYNC_BYTES)
+        took = []
+        for n in range(_SYNCS):
+            begun = time.perf_counter()
+            os.pwrite(file.fileno(), pages, n * _SYNC_BYTES)
+            os.fdatasync(file.fileno())
+            took.append(time.perf_counter() - begun)
+    return median(took), past_cache
+
+
+def _past_cache(file: int) -> bool:
+    """Bypass the page cache for this file if possible, as the journal does: whether it worked."""
+    import fcntl
+
+    if not hasattr(os, "O_DIRECT"):
+        return False
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return False
+    return True
+
+
+def journal(settings: Settings, run: Run | None, *, asked: bool) -> Finding:
+    """Check that the journal belongs to this run.
+
+    ``run``: the run that Redis holds; ``asked``: whether Redis could be asked.
+    """
+    about, folder = "journal", Path(settings.journal.dir)
+    name = settings.run.name
+    try:
+        chain = segments(folder)
+    except FedstreamError as error:
+        return problem(about, str(error))
+    for segment in chain:
+        segment.close()
+    if chain:
+        return _of_run(settings, chain[-1], len(chain), run)
+    if run is not None and not settings.journal.adopt:
+        return problem(
+            about,
+            f"there is none in {folder}, but run {name!r} is in Redis",
+            "name the folder that holds it with journal.dir, or begin a new one with Redis's "
+            "newest model: fedstream updater --adopt",
+        )
+    return ok(about, "there is none" + (": the updater begins run and journal" if asked else ""))
+
+
+def _of_run(settings: Settings, newest: Segment, count: int, run: Run | None) -> Finding:
+    about, head, name = "journal", newest.head, settings.run.name
+    if head.run != name:
+        return problem(
+            about,
+            f"{newest.path.parent} is the journal of run {head.run!r}, not {name!r}",
+            "name the right run with run.name, or the right folder with journal.dir",
+        )
+    if run is not None and run.lineage != head.lineage:
+        return problem(
+            about,
+            f"{newest.path.parent} and Redis have two different runs of the name {name!r}",
+            "name the right folder with journal.dir, or purge the run in Redis to go on from the "
+            "journal",
+        )
+    if (was := head.strategy.get("name")) != settings.strategy.name:
+        return problem(
+            about,
+            f"strategy.name = {settings.strategy.name!r}, the journal's run was made with {was!r}",
+            "set it back, or take another run.name and journal.dir",
+        )
+    return ok(
+        about,
+        f"{counted(count, 'segment')} of run {name!r}, the newest from version "
+        f"{newest.standing.version} on",
+    )
+
+
+# the task
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """The parts of the user's task that could be loaded."""
+
+    task: Task | None = None
+    devices: int | None = None
+    layout: Layout | None = None  # with the strategy's control variate
+
+
+def task(settings: Settings) -> tuple[Loaded, list[Finding]]:
+    """Load the task, make its model, and try one device's data and the test data."""
+    from fedstream.settings.services import task_of
+
+    # A check must not download data.
+    kept = settings.model_copy(
+        update={"task": settings.task.model_copy(update={"download": False})}
+    )
+    try:
+        found = task_of(kept)
+    except FedstreamError as error:
+        about_root = data_root(settings, loaded=settings.task.download)
+        if settings.task.download:
+            fetched = "task.download = true: the first service that loads it fetches it"
+            return Loaded(), [*about_root, not_checked("task", f"{error} ({fetched})")]
+        return Loaded(), [*about_root, problem("task", str(error))]
+    except ImportError as error:
+        return Loaded(), [problem("task", f"torch: {error}", "install fedstream with its packages")]
+    findings = list(data_root(settings, loaded=True))
+    loaded = Loaded(found)
+    # A user's program may raise any exception; `blamed` makes it a DataError that says where.
+    try:
+        module = _untrained(found)
+        loaded, text = _model(settings, found, module)
+        findings.append(ok("task", text))
+        findings.append(ok("data", _data(settings, found, module)))
+        findings.append(ok("test data", _test_data(found, module)))
+    except FedstreamError as error:
+        findings.append(problem("task", str(error), "correct the task's program or its data"))
+    return loaded, findings
+
+
+def _model(settings: Settings, found: Task, module: nn.Module) -> tuple[Loaded, str]:
+    from fedstream.settings.services import devices_of
+    from fedstream.simulation.training import blamed
+    from fedstream.trainer.vector import layout_of
+
+    with blamed("model()"):
+        layout = layout_of(module)
+    controls = settings.strategy.build().controls
+    loaded = Loaded(
+        found, devices_of(settings, found), layout.with_controls() if controls else layout
+    )
+    text = (
+        f"{settings.task.name!r} has {layout.parameters} parameters, {size(layout.nbytes)}, "
+        f"{loaded.devices} devices"
+    )
+    return loaded, text
+
+
+def _untrained(found: Task) -> nn.Module:
+    import torch
+
+    from fedstream.simulation.training import blamed
+    from fedstream.trainer.task import untrained
+
+    with blamed("model()"), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return untrained(found)
+
+
+def _data(settings: Settings, found: Task, module: nn.Module) -> str:
+    """Pass a batch of one device's data through the model."""
+    import torch
+
+    from fedstream.simulation.training import blamed
+    from fedstream.trainer.solvers import gather
+    from fedstream.trainer.task import Task
+
+    device = min(settings.trainer.owns, default=0)
+    who = f"device {device}"
+    with blamed(who), torch.random.fork_rng(devices=[]), torch.no_grad():
+        data = found.device_data(device)
+        samples = _length(data, who)
+        text = f"{who} has {samples} samples"
+        if type(found).train is not Task.train:  # it may not use loss() or batches
+            return f"{text}; the task trains by itself"
+        batch = gather(data, torch.arange(min(2, samples)))
+        loss = found.loss(module.eval(), batch)
+    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+        raise DataError(f"{who}: loss() must return one number as a tensor")
+    return f"{text}; the untrained model's loss on {min(2, samples)} of them is {loss.item():.3g}"
+
+
+def _test_data(found: Task, module: nn.Module) -> str:
+    """Load the test data and compute the metrics of two samples."""
+    import torch
+    from torch.utils.data import Subset
+
+    from fedstream.simulation.training import blamed
+
+    with blamed("test data"), torch.random.fork_rng(devices=[]):
+        data = found.test_data()
+        if data is None:
+            return "none: the run is not measured"
+        samples = _length(data, "test data")
+        metrics = found.metrics(module, Subset(data, range(min(2, samples))))
+    return f"{samples} samples; measured: {', '.join(metrics)}"
+
+
+def _length(data: Dataset[Any], what: str) -> int:
+    samples = len(data)  # type: ignore[arg-type]  # torch's Dataset declares no length
+    if not samples:
+        raise DataError(f"{what}: the data set is empty")
+    return samples
+
+
+def data_root(settings: Settings, *, loaded: bool) -> Iterator[Finding]:
+    """Check the folder of data sets, if one is configured."""
+    key = "task.data_root" if settings.task.data_root else "FEDSTREAM_DATA"
+    folder = settings.task.data_root or os.environ.get("FEDSTREAM_DATA")
+    if not folder:
+        return
+    if not Path(folder).is_dir():
+        text, change = f"{key} = {folder!r} is no folder", "mount it, or name another"
+    elif not os.access(folder, os.R_OK | os.X_OK):
+        text, change = f"{key} = {folder!r} may not be read by this user", "let it read there"
+    else:
+        yield ok("data root", f"{folder} can be read")
+        return
+    # A task that loaded anyway doesn't need the folder.
+    yield warning("data root", text, change) if loaded else problem("data root", text, change)
+
+
+# torch
+
+
+def computing(settings: Settings, role: str | None) -> Iterator[Finding]:
+    """Compare configured threads with available cores, and check for CUDA if configured."""
+    import torch
+
+    from fedstream.trainer.placement import check
+
+    about, cores = "torch", _cores()
+    for part, table in (("trainer", settings.trainer), ("evaluator", settings.evaluator)):
+        if role not in (None, part):
+            continue
+        text = f"{torch.__version__}, {part}.threads = {table.threads} on {cores:g} cores"
+        try:
+            check(f"{part}.device", table.device)
+        except ConfigError as error:
+            yield problem(about, str(error))
+        if table.threads > cores:
+            yield warning(about, text, f"lower {part}.threads: they wait for one another")
+        else:
+            yield ok(about, f"{text}, {part}.device = {table.device!r}")
+
+
+def _cores() -> float:
+    """Cores that this process may use, by affinity and control group."""
+    cores = float(
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    if _CGROUP.is_file():
+        quota, period = _CGROUP.read_text().split()
+        if quota != "max":
+            cores = min(cores, int(quota) / int(period))
+    return cores

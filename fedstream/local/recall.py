@@ -1,0 +1,42 @@
+"""History of a resumed run, from its journal and metrics.csv."""
+
+from __future__ import annotations
+
+import csv
+from pathlib import Path
+
+from fedstream.journal import segments
+from fedstream.journal.inspection import made
+from fedstream.observe.observer import History, Made, Update
+
+_TEST = "test_"
+
+
+def recall(history: History, journal: Path, table: Path) -> None:
+    """Add recorded versions and measurements to a history. Raises JournalError."""
+    chain = segments(journal)
+    try:
+        for version in made(chain):
+            updates = (
+                Update(u.upload.task, u.upload.device, u.staleness, u.weight, u.upload.loss)
+                for u in version.updates
+            )
+            history.recall(version.version, Made(version.time, tuple(updates)))
+    finally:
+        for segment in chain:
+            segment.close()
+    if table.is_file():
+        with table.open(newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                _measured(history, row)
+
+
+def _measured(history: History, row: dict[str, str]) -> None:
+    named = {
+        name.removeprefix(_TEST): value
+        for name, value in row.items()
+        if value and (name == "accuracy" or name.startswith(_TEST))
+    }
+    if named and int(row["version"]) in history.versions:
+        metrics = {name: float(value) for name, value in named.items()}
+        history.measure(int(row["version"]), metrics)

@@ -1,0 +1,229 @@
+"""The picture of a run: accuracy, loss, staleness and updates per device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import isfinite, nan
+from pathlib import Path
+from statistics import fmean, median
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from fedstream.observe.observer import History
+from fedstream.runtime.visible import visible
+from fedstream.terminal import number
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+_TEST, _TRAIN, _FAINT = "#1f5fa8", "#d9772b", "#eec39c"
+_MOST_BARS = 40  # in the panels of devices and of staleness
+STYLE: Any = {  # matplotlib names every key in its type
+    "font.size": 9.0,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": 10.0,
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": "#e6e6e6",
+    "grid.linewidth": 0.7,
+    "axes.edgecolor": "#888888",
+    "legend.frameon": False,
+    "lines.linewidth": 1.6,
+}
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Upper end of an axis, and whether it is logarithmic."""
+
+    top: float
+    left_out: int = 0  # values above the top or not finite
+    log: bool = False
+
+
+def scale(values: Sequence[float]) -> Scale:
+    """Choose an axis from zero that shows the usual values and leaves out a few extreme ones.
+
+    If the maximum exceeds 10 times the 98th percentile, the axis ends at 1.5 times that percentile.
+    If all values are positive and the 98th percentile exceeds 100 times the median, the run
+    diverged, and the axis is logarithmic.
+    """
+    known = np.array([value for value in values if isfinite(value)])
+    lost = len(values) - len(known)
+    if not len(known):
+        return Scale(1.0, lost)
+    usual, high, most = (float(np.percentile(known, share)) for share in (50, 98, 100))
+    if usual > 0 and float(known.min()) > 0 and high > 100 * usual:
+        return Scale(2 * most, lost, log=True)
+    if most > 10 * high > 0:
+        return Scale(1.5 * high, lost + int((known > 1.5 * high).sum()))
+    return Scale(1.05 * most if most > 0 else 1.0, lost)
+
+
+def smooth(values: Sequence[float], window: int) -> tuple[list[int], list[float]]:
+    """Running median over ``window`` values, as (places, medians), at fewer than 2000 places.
+
+    A median, because single values may be extreme.
+    """
+    array = np.array(values, float)
+    array[~np.isfinite(array)] = np.nan
+    places = list(range(0, len(values), max(1, len(values) // 1000)))
+    windows = (array[max(0, n - window + 1) : n + 1] for n in places)
+    return places, [float(np.nanmedian(w)) if np.isfinite(w).any() else nan for w in windows]
+
+
+def bars(late: Mapping[int, int]) -> tuple[list[int], list[int], int]:
+    """Staleness histogram, as (start of each bar, updates in each bar, bar width).
+
+    If the maximum exceeds 40, the last bar collects about the most stale 1 % of the updates.
+    """
+    most, total, seen = max(late), sum(late.values()), 0
+    last = most
+    if most > _MOST_BARS:
+        for last in sorted(late):
+            seen += late[last]
+            if seen >= 0.99 * total:
+                break
+        last = min(last + 1, most)  # room for the collecting bar
+    width = -(-(last + 1) // _MOST_BARS)
+    begins = list(range(0, last + 1, width))
+    counts = [0] * len(begins)
+    for staleness, count in late.items():
+        counts[min(staleness // width, len(begins) - 1)] += count
+    return begins, counts, width
+
+
+def draw(
+    path: Path, title: str, history: History, *, created: float, devices: int, time: str = "seconds"
+) -> None:
+    """Write the picture as PNG; times count from ``created``, in the unit named by ``time``."""
+    from matplotlib import rc_context
+
+    with rc_context(STYLE):
+        drawn = picture(title, history, created=created, devices=devices, time=time)
+        drawn.savefig(path, dpi=110)
+
+
+def picture(
+    title: str, history: History, *, created: float, devices: int, time: str = "seconds"
+) -> Figure:
+    """Draw the picture; arguments as for :func:`draw`."""
+    # Figure rather than pyplot: no global state, no display, half the import time.
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12.5, 6.6), layout="constrained")
+    panels = figure.subplots(2, 3, width_ratios=(1.15, 1.15, 1))
+    # A task's name may be any text: don't read it as a formula, and escape control characters.
+    figure.suptitle(visible(title), x=0.01, ha="left", fontsize=11, parse_math=False)
+    since = {n: max(0.0, v.time - created) for n, v in history.versions.items()}
+    of_version = {n: float(n) for n in history.versions}
+    for column, (at, name) in enumerate(((of_version, "versions"), (since, time))):
+        _accuracy(panels[0][column], history, at, name)
+        _loss(panels[1][column], history, at, name)
+    _staleness(panels[0][2], history)
+    _devices(panels[1][2], history, devices)
+    return figure
+
+
+def _accuracy(axes: Axes, history: History, at: dict[int, float], name: str) -> None:
+    points = [
+        (at[v], m["accuracy"])
+        for v, m in sorted(history.evaluations.items())
+        if v in at and isfinite(m.get("accuracy", nan))
+    ]
+    axes.set(title=f"Test accuracy over {name}", xlabel=name)
+    if not points:
+        _nothing(axes, "not measured")
+        return
+    x, y = zip(*points, strict=True)
+    axes.plot(x, y, color=_TEST, marker="o", markersize=2.5)
+    axes.set_ylim(min(0.0, *y), 1.02 if max(y) <= 1 else 1.05 * max(y))
+    axes.set_xlim(left=0)
+    axes.set_title(f"Test accuracy over {name}: {y[-1]:.3f} at the end")
+
+
+def _loss(axes: Axes, history: History, at: dict[int, float], name: str) -> None:
+    trained = [
+        (at[n], fmean(losses))
+        for n, v in sorted(history.versions.items())
+        if (losses := [u.loss for u in v.updates if u.loss is not None])
+    ]
+    tested = [
+        (at[v], m["loss"])
+        for v, m in sorted(history.evaluations.items())
+        if v in at and "loss" in m
+    ]
+    axes.set(title=f"Loss over {name}", xlabel=name)
+    if not trained and not tested:
+        _nothing(axes, "not measured")
+        return
+    curves = [loss for _, loss in (*trained, *tested)]
+    shown = scale(curves)
+    if trained:
+        x, y = zip(*trained, strict=True)
+        window = max(1, len(y) // 20)
+        places, middle = smooth(y, window)
+        axes.plot(x, y, color=_FAINT, linewidth=0.6)
+        axes.plot(
+            [x[place] for place in places], middle, color=_TRAIN,
+            label=f"training, median of {window}",
+        )  # fmt: skip
+    if tested:
+        x, y = zip(*tested, strict=True)
+        axes.plot(x, y, color=_TEST, marker="o", markersize=2.5, label="test")
+    axes.set_xlim(left=0)
+    if shown.log:
+        axes.set_yscale("log")
+        axes.set_ylim(top=shown.top)
+    else:
+        axes.set_ylim(0, shown.top)
+    if shown.left_out:
+        axes.set_title(f"Loss over {name}: {shown.left_out} of {len(curves)} beyond this axis")
+    axes.legend(loc="upper right")
+
+
+def _staleness(axes: Axes, history: History) -> None:
+    late = history.staleness()
+    axes.set(title="Staleness of updates", xlabel="versions late", ylabel="updates")
+    if not late:
+        _nothing(axes, "no updates")
+        return
+    begins, counts, width = bars(late)
+    axes.bar(begins, counts, color=_TEST, width=0.8 * width, align="center")
+    axes.locator_params("x", integer=True, nbins=8)
+    if max(late) >= begins[-1] + width:
+        axes.set_xlabel(f"versions late; the last bar: {begins[-1]} and more")
+    mean = history.mean_staleness
+    if mean <= begins[-1]:
+        axes.axvline(mean, color=_TRAIN)
+    axes.set_title(f"Staleness of updates: mean {mean:.2f}, max {max(late)}")
+    axes.grid(visible=False, axis="x")
+
+
+def _devices(axes: Axes, history: History, devices: int) -> None:
+    made = history.updates_by_device()
+    axes.set(title="Updates per device", xlabel="device", ylabel="updates")
+    if not made:
+        _nothing(axes, "no updates")
+        return
+    counts = [made[device] for device in range(devices)]  # including devices without updates
+    if devices <= _MOST_BARS:
+        axes.bar(range(devices), counts, color=_TEST)
+        axes.locator_params("x", integer=True, nbins=10)
+    else:
+        counts.sort(reverse=True)
+        axes.fill_between(range(1, devices + 1), counts, color=_TEST, step="mid", linewidth=0)
+        axes.set(xlabel="devices, the busiest first", xlim=(0, devices), ylim=(0, None))
+    middle = number(float(median(counts)))
+    axes.set_title(f"Updates per device: {min(counts)} to {max(counts)}, median {middle}")
+    axes.grid(visible=False, axis="x")
+
+
+def _nothing(axes: Axes, why: str) -> None:
+    axes.text(0.5, 0.5, why, transform=axes.transAxes, ha="center", color="#888888")
+    axes.set(xticks=[], yticks=[])

@@ -1,0 +1,253 @@
+"""Progress of `fedstream run`: a bar on a terminal, lines elsewhere, or nothing."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from fedstream.broker.records import View
+from fedstream.observe.observer import History
+from fedstream.terminal import cell, console, cut, line, spaced
+
+_LINE_EVERY_S = 3.0
+_STALLED_S = 5.0  # without a version; at least 10 times the usual interval between versions
+
+
+class Display(Protocol):
+    """Output of a run in progress."""
+
+    def header(self, rows: Mapping[str, str]) -> None:
+        """Show what runs, and where."""
+
+    def say(self, text: str) -> None:
+        """Report something that happened."""
+
+    def show(self, view: View | None, history: History, *, stopping: bool) -> None:
+        """Show progress; called several times a second. ``view`` is None until the run exists."""
+
+    def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
+        """Show the result."""
+
+    def close(self) -> None:
+        """Restore the terminal."""
+
+
+def duration(seconds: float) -> str:
+    """Seconds in clock notation: 0:42, 1:02:03."""
+    whole = round(seconds)
+    hours, rest = divmod(whole, 3600)
+    minutes, last = divmod(rest, 60)
+    return f"{hours}:{minutes:02}:{last:02}" if hours else f"{minutes}:{last:02}"
+
+
+def pace(view: View, history: History, now: float) -> str:
+    """Rate and time left, or why there is none."""
+    rate = history.rate(now)
+    left = view.run.versions - view.head.version
+    if view.run.state == "finished" or left <= 0:
+        return "measuring the last version"
+    if not rate:
+        return "waiting for updates"
+    idle = history.idle_s(now)
+    if idle > max(_STALLED_S, 10 * history.usual_s):
+        return f"stalled: no version for {duration(idle)}"
+    shown = f"{rate:.1f}" if rate < 100 else f"{rate:.0f}"
+    return f"{shown} versions/s, {duration(left / rate)} left"
+
+
+def short(task: str) -> str:
+    """Task name without the folders of its file."""
+    return task.rpartition("/")[2]
+
+
+def doing(view: View | None, history: History, now: float, *, stopping: bool) -> str:
+    """Current activity: the pace, unless the services are starting or stopping."""
+    if stopping:
+        return "stopping the services"
+    return "starting the services" if view is None else pace(view, history, now)
+
+
+def figures(view: View, history: History) -> str:
+    """Accuracy, staleness and counts, in one line."""
+    parts = []
+    if measured := history.measured:
+        version, metrics = measured
+        if "accuracy" in metrics:
+            parts.append(f"accuracy {metrics['accuracy']:.3f} at {version}")
+    parts.append(f"staleness {history.recent_staleness():.1f}")
+    if view.run.state == "running":  # meaningless once training is over
+        parts += [
+            f"open {len(view.open)}",
+            f"queue {view.backlog}",
+            f"trainers {view.trainers}",
+        ]
+    for outcome in ("refused", "dead"):
+        if count := view.counts.get(outcome):
+            parts.append(f"{outcome} {count}")
+    return " · ".join(parts)
+
+
+def outcomes(tasks: Mapping[str, int]) -> str:
+    """Task balance in words: 402 issued = 400 applied + 2 open."""
+    parts = [
+        f"{count} {spaced(name)}" for name, count in tasks.items() if name != "issued" and count
+    ]
+    return f"{tasks['issued']} issued = {' + '.join(parts) or '0'}"
+
+
+def result_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Result as rows of (name, value)."""
+    rows = [("result", f"{numbers['state']}: {numbers['why']}")]
+    if numbers["accuracy"] is not None:
+        text = f"{numbers['accuracy']:.4f}"
+        if numbers["measured_version"] != numbers["versions"]:
+            text += f" at version {numbers['measured_version']}"
+        if numbers["best_accuracy"] is not None:  # None: never a finite number
+            best, at = numbers["best_accuracy"], numbers["best_accuracy_version"]
+            text += f" (best {best:.4f} at version {at})"
+        rows.append(("accuracy", text))
+    speed = f"{numbers['seconds']:.1f} s, {numbers['updates_per_s']:.1f} updates/s"
+    before = numbers["versions_before"]
+    new = f", {numbers['versions'] - before} of them" if before else ""
+    rows += [
+        ("versions", f"{numbers['versions']}{new} in {speed}"),
+        ("staleness", f"mean {numbers['mean_staleness']:.2f}, max {numbers['max_staleness']}"),
+        ("tasks", outcomes(numbers["tasks"])),
+    ]
+    for what in ("refused", "given_up", "dead", "strays"):
+        if reasons := numbers[what]:
+            text = ", ".join(f"{reason} {count}" for reason, count in reasons.items())
+            rows.append((spaced(what), text))
+    if again := {name: n for name, n in numbers["restarts"].items() if n}:
+        rows.append(("restarts", ", ".join(f"{name} {count}" for name, count in again.items())))
+    return rows
+
+
+class Lines:
+    """Plain lines of text, for a file or a pipe."""
+
+    def __init__(self) -> None:
+        self._shown = -_LINE_EVERY_S
+
+    def header(self, rows: Mapping[str, str]) -> None:
+        for name, value in rows.items():
+            line(f"{name:<10} {value}")
+        line()
+
+    def say(self, text: str) -> None:
+        line(text)
+
+    def show(self, view: View | None, history: History, *, stopping: bool) -> None:
+        if view is None or time.monotonic() - self._shown < _LINE_EVERY_S:
+            return
+        self._shown = time.monotonic()
+        done = f"version {view.head.version} of {view.run.versions}"
+        now = doing(view, history, time.time(), stopping=stopping)
+        line(f"{done} · {now} · {figures(view, history)}")
+
+    def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
+        line()
+        for name, value in result_rows(numbers):
+            line(f"{name:<10} {value}")
+        line(f"{'files':<10} {' '.join(files)}")
+
+    def close(self) -> None:
+        pass
+
+
+class Quiet:
+    """No output on stdout, which is reserved for JSON; events go to stderr."""
+
+    def header(self, rows: Mapping[str, str]) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        line(text, err=True)
+
+    def show(self, view: View | None, history: History, *, stopping: bool) -> None:
+        pass
+
+    def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Bar:
+    """Progress bar on a terminal."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._live: Live | None = None
+
+    def header(self, rows: Mapping[str, str]) -> None:
+        self._console.print(two_columns(rows.items()))
+        self._console.print()
+        self._live = Live(
+            Text("starting the services", style="dim"), console=self._console,
+            auto_refresh=False, transient=True,
+        )  # fmt: skip
+        self._live.start()
+
+    def say(self, text: str) -> None:
+        self._console.print(cell(text, style="yellow", lines=True))
+
+    def show(self, view: View | None, history: History, *, stopping: bool) -> None:
+        if self._live is None:
+            return
+        text = doing(view, history, time.time(), stopping=stopping)
+        if view is None:
+            waiting = Text(f"{text} {'.' * (int(time.monotonic() * 2) % 4)}")
+            self._live.update(waiting, refresh=True)
+            return
+        now, last = view.head.version, view.run.versions
+        bar = Table.grid(padding=(0, 1), expand=True)
+        bar.add_column(no_wrap=True)
+        bar.add_column(ratio=1)
+        bar.add_column(no_wrap=True)
+        bar.add_row(
+            f"[bold]{now}[/]/{last}",
+            ProgressBar(total=last, completed=min(now, last)),
+            f"{now / last:.0%}, {text}",
+        )
+        numbers = cut(figures(view, history), style="dim")
+        self._live.update(Group(bar, numbers), refresh=True)
+
+    def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
+        self.close()
+        colour = {"finished": "green", "interrupted": "yellow"}.get(numbers["state"], "red")
+        (result, how), *rows = result_rows(numbers)
+        self._console.print(
+            two_columns([(result, cell(how, style=colour)), *rows, ("files", "\n".join(files))])
+        )
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+
+def two_columns(rows: Iterable[tuple[str, object]]) -> Table:
+    """Table of names and values."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="cyan", no_wrap=True)
+    table.add_column(overflow="fold")
+    for name, value in rows:
+        table.add_row(name, value if isinstance(value, Text) else cell(value, lines=True))
+    return table
+
+
+def choose(*, as_json: bool) -> Display:
+    """Choose the display for where the output goes."""
+    if as_json:
+        return Quiet()
+    here = console()
+    return Bar(here) if here.is_terminal else Lines()

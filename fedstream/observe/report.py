@@ -1,0 +1,211 @@
+"""Files that a run leaves: summary, table and model. The numbers come from pure functions."""
+
+from __future__ import annotations
+
+import csv
+import json
+import platform
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from math import isfinite
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from fedstream import __version__
+from fedstream.broker.messages import OUTCOMES
+from fedstream.broker.records import View
+from fedstream.observe.observer import History, Made
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from fedstream.broker.layout import Model
+
+SUMMARY = "summary.json"
+METRICS = "metrics.csv"
+MODEL = "model.safetensors"
+CURVES = "curves.png"
+
+_COLUMNS = (
+    "version", "seconds", "updates", "staleness", "weight", "device", "task", "loss",
+    "accuracy", "test_loss",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Facts about a run that its streams don't contain."""
+
+    run: str
+    task: str
+    strategy: str
+    devices: int
+    trainers: int
+    seed: int
+    target: int  # versions
+    started: float  # seconds since 1970
+    ended: float
+    state: str  # finished, interrupted or failed
+    why: str
+    restarts: Mapping[str, int]
+    torch: str
+
+
+def summary(facts: Facts, history: History, view: View | None) -> dict[str, Any]:
+    """The run in numbers.
+
+    ``view`` must have been read after the services stopped; None: there never was a run. ``tasks``
+    adds up: issued = applied + buffered + refused + given up + dead + open. Seconds and updates per
+    second cover this invocation only, not earlier ones of a resumed run.
+    """
+    measured, last = history.measured or (None, {})
+    best = history.best_accuracy
+    late = history.staleness()
+    begun = max(facts.started, view.run.created) if view else facts.ended
+    made = [version for version in history.versions.values() if version.time > begun]
+    seconds = max((version.time for version in made), default=begun) - begun
+    updates = sum(len(version.updates) for version in made)
+    return {
+        "accuracy": last.get("accuracy"),
+        "loss": last.get("loss"),
+        "metrics": last,
+        "measured_version": measured,
+        "best_accuracy": best[1] if best else None,
+        "best_accuracy_version": best[0] if best else None,
+        "versions": view.head.version if view else 0,
+        "versions_before": _before(history, begun),
+        "versions_wanted": view.run.versions if view else facts.target,
+        "seconds": round(seconds, 3),
+        "updates_per_s": round(updates / seconds, 3) if seconds else 0.0,
+        "tasks": tasks_of(view),
+        "refused": view.reasons("refused") if view else {},
+        "given_up": view.reasons("given_up") if view else {},
+        "dead": view.reasons("dead") if view else {},
+        "strays": view.reasons("stray") if view else {},
+        "dead_letters": view.dead if view else 0,
+        "mean_staleness": round(history.mean_staleness, 4),
+        "max_staleness": max(late, default=0),
+        "restarts": dict(facts.restarts),
+        "state": facts.state,
+        "why": facts.why,
+        "run": facts.run,
+        "task": facts.task,
+        "strategy": facts.strategy,
+        "devices": facts.devices,
+        "trainers": facts.trainers,
+        "seed": facts.seed,
+        "parameters": view.run.layout.parameters if view else None,
+        "created": _stamp(view.run.created) if view else None,
+        "started": _stamp(facts.started),
+        "finished": _stamp(facts.ended),
+        "wall_seconds": round(facts.ended - facts.started, 3),
+        "fedstream": __version__,
+        "torch": facts.torch,
+        "python": platform.python_version(),
+    }
+
+
+def tasks_of(view: View | None) -> dict[str, int]:
+    """Tasks issued, and their outcomes, which add up to that number."""
+    if view is None:
+        return dict.fromkeys(("issued", *OUTCOMES, "open"), 0)
+    ended = {str(outcome): count for outcome, count in view.outcomes.items()}
+    return {"issued": view.issued, **ended, "open": len(view.open)}
+
+
+def _before(history: History, begun: float) -> int:
+    """Version that a run was resumed from; 0 for a new run."""
+    return max((n for n, version in history.versions.items() if version.time <= begun), default=0)
+
+
+def _stamp(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
+
+
+def table(history: History, created: float) -> Iterator[list[object]]:
+    """Rows of metrics.csv: one for each version, after a row with the columns' names.
+
+    ``seconds`` count from ``created``. If a version consists of several updates (rounds), its
+    staleness, weight and training loss are means, and devices and tasks are separated by spaces.
+    """
+    names = {name for metrics in history.evaluations.values() for name in metrics}
+    more = sorted(names - {"accuracy", "loss"})
+    yield [*_COLUMNS, *(f"test_{name}" for name in more)]
+    for number, version in sorted(history.versions.items()):
+        metrics = history.evaluations.get(number, {})
+        yield [
+            number,
+            f"{max(0.0, version.time - created):.4f}",
+            *_made_of(version),
+            *(_number(metrics.get(name)) for name in ("accuracy", "loss", *more)),
+        ]
+
+
+def _made_of(version: Made) -> list[object]:
+    updates = version.updates
+    losses = [u.loss for u in updates if u.loss is not None]
+    return [
+        len(updates),
+        _number(fmean([u.staleness for u in updates]) if updates else None),
+        _number(fmean([u.weight for u in updates]) if updates else None),
+        " ".join(str(u.device) for u in updates),
+        " ".join(u.task for u in updates),
+        _number(fmean(losses) if losses else None),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"
+
+
+def write_summary(out: Path, numbers: Mapping[str, Any]) -> None:
+    """Write summary.json."""
+    (out / SUMMARY).write_text(as_json(numbers) + "\n")
+
+
+def as_json(value: Any) -> str:
+    """Strictly valid JSON, for files and for ``--json``."""
+    return json.dumps(_sayable(value), indent=2, allow_nan=False)
+
+
+def _sayable(value: Any) -> Any:
+    """Value without anything JSON can't express.
+
+    A diverged model's loss may be NaN, and the last words of a process may be undecodable bytes.
+    """
+    if isinstance(value, float):
+        return value if isfinite(value) else None
+    if isinstance(value, str):
+        return value.encode(errors="backslashreplace").decode()
+    if isinstance(value, Mapping):
+        return {key: _sayable(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_sayable(inner) for inner in value]
+    return value
+
+
+def write_table(out: Path, history: History, created: float) -> None:
+    """Write metrics.csv."""
+    with (out / METRICS).open("w", newline="", encoding="utf-8") as file:
+        csv.writer(file).writerows(table(history, created))
+
+
+def write_model(out: Path, model: Model, module: nn.Module, about: Mapping[str, str]) -> None:
+    """Write model.safetensors, with the names and dtypes of ``state_dict``.
+
+    ``load_state_dict`` accepts it; tied tensors appear under each of their names.
+    """
+    from safetensors.torch import save_file
+    from torch import Tensor
+
+    from fedstream.trainer import vector
+
+    vector.load(model, module)
+    tensors = {
+        name: value.detach().clone().contiguous()
+        for name, value in module.state_dict().items()
+        if isinstance(value, Tensor)
+    }
+    save_file(tensors, out / MODEL, metadata=dict(about))

@@ -1,0 +1,356 @@
+"""`fedstream replay --redis`: feeds recorded updates through live services at the recorded pace.
+
+The feeder acts as scheduler and trainers: it opens a task for each recorded update and answers it
+with the recorded bytes once the live run has the version it was trained from. So each update is as
+stale as it was. Coordinator and updater decide for themselves what becomes of it. Tasks are opened
+ahead, so that only answering takes time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import structlog
+from prometheus_client import CollectorRegistry
+from rich.table import Table
+
+from fedstream.broker import blobs
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import FedstreamError, NoRun, Unavailable
+from fedstream.broker.keys import POOL, TRAINERS, Keys
+from fedstream.broker.layout import Model
+from fedstream.broker.lease import Lease
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import OUTCOMES, CloseRound, Task, Trigger, Upload, task_id
+from fedstream.broker.outbox import Outbox
+from fedstream.broker.records import View
+from fedstream.broker.streams import Entry, Group
+from fedstream.journal import (
+    JournalError,
+    Record,
+    RoundClosed,
+    Segment,
+    Taken,
+    cuts,
+    segments,
+)
+from fedstream.journal.rebuild import is_used, recorded
+from fedstream.runtime.backoff import pause
+from fedstream.runtime.health import Health
+from fedstream.runtime.leading import lead
+from fedstream.runtime.logging import configure
+from fedstream.runtime.service import Context, repeat
+from fedstream.runtime.signals import Stop
+from fedstream.settings.config import Settings
+from fedstream.terminal import console, spaced
+
+IN_FLIGHT = 4  # tasks
+_LEASE_S = 5.0
+_EXPIRE_S = 600.0  # lifetime of an update that is written but not admitted
+_LOOK_S = 1.0  # polling interval while nothing happens
+_CLOSED_S = 0.01  # polling interval while a round ends: an empty round announces nothing
+_GIVEN_MS = 50  # to wait for a task just opened
+_NAME = "replay"
+
+Recorded: TypeAlias = tuple[Segment, Record, Taken | RoundClosed]
+
+
+@dataclass
+class _Open:
+    """A task opened by the feeder."""
+
+    segment: Segment
+    record: Record
+    message: Taken
+    entry: Entry | None = None  # once delivered to us
+    answered: bool = False
+
+
+class Feeder:
+    """Feeder of the run of ``keys``, which must have no scheduler and no trainers of its own."""
+
+    def __init__(self, redis: RedisSettings, keys: Keys, folder: Path, speed: float) -> None:
+        """Open the journal. ``speed`` is a multiple of the recorded one. Raises JournalError."""
+        self._chain = segments(folder)
+        if not self._chain:
+            raise JournalError(f"{folder}: there is no journal")
+        self._speed = speed
+        self._keys = keys
+        self._client = Client(redis, _NAME)
+        self._ledger = Ledger(self._client, keys, _NAME)
+        self._outbox = Outbox(self._client, keys, POOL)
+        self._lease = Lease(self._client, keys, "scheduler", _NAME, seconds=_LEASE_S)
+        self._tasks = Group(self._client, keys.tasks, TRAINERS, _NAME)
+        self._todo = self._records()
+        self._next = next(self._todo, None)
+        self._trigger: Trigger | None = None  # for the next record
+        self._open: dict[str, _Open] = {}  # by task, in journal order
+        self._wait_s = 0.0  # until there is more to do, barring news
+        self._closing = False  # asked to close a round, and the live run hasn't yet
+        self._offset = 0  # from recorded versions to the live run's
+        self._began: tuple[float, float] | None = None  # start: our clock, recorded clock
+        self._told = False  # warned that there is no run
+        self._unsure = True  # we may hold tasks that we don't know of
+        self._before: View | None = None
+        self._after: View | None = None
+        self.recorded: Counter[str] = Counter()  # recorded outcomes of the updates fed
+
+    def _records(self) -> Iterator[Recorded]:
+        """Records that can be fed; refused updates can't, as their bytes are not recorded."""
+        for segment, cut in cuts(self._chain):
+            for record in segment.records(cut):
+                message = record.message
+                if isinstance(message, RoundClosed) or is_used(message):
+                    yield segment, record, message
+
+    @property
+    def live(self) -> dict[str, int]:
+        """Number of the live run's tasks that ended since the start, by outcome."""
+        if self._before is None or self._after is None:
+            return {}
+        before, after = self._before.outcomes, self._after.outcomes
+        return {outcome: after[outcome] - before[outcome] for outcome in OUTCOMES}
+
+    async def run(self, context: Context) -> None:
+        """Feed until the journal or the run ends, or until stopped. Raises FedstreamError."""
+        self._context = context
+        context.log.info("taking the scheduler's lease", speed=self._speed)
+        try:
+            await lead(context, self._lease, self._work)
+        finally:
+            await self._client.close()
+            for segment in self._chain:
+                segment.close()
+
+    async def _work(self) -> None:
+        try:
+            await repeat(self._context, "feed", self._step)
+            await self._look_last()
+        except Unavailable as error:
+            self._context.log.warning("the last outcomes are not counted", reason=str(error))
+        finally:
+            self._context.stop.set()
+
+    async def _look_last(self) -> None:
+        """Count the outcomes once all answers have one, or after a second."""
+        until = time.monotonic() + _LOOK_S
+        view = await self._ledger.look()
+        while self._is_waiting(view) and (left := until - time.monotonic()) > 0:
+            _, view = await self._ledger.look_after(view, block_ms=max(1, round(1000 * left)))
+        self._before, self._after = self._before or view, view
+
+    def _is_waiting(self, view: View) -> bool:
+        """Whether an answer has no outcome yet."""
+        there = {trigger.task for trigger in view.open}
+        return any(task.answered and name in there for name, task in self._open.items())
+
+    async def _step(self) -> bool:
+        """Open due tasks and answer those that can be answered; returns whether all is done."""
+        try:
+            view = await self._look()
+        except NoRun as error:
+            if not self._told:
+                self._told = True
+                self._context.log.warning(
+                    "waiting for the run: start its coordinator and its updater", reason=str(error)
+                )
+            await pause(self._context.stop, 0.2)
+            return False
+        self._before, self._after = self._before or view, view
+        self._forget_ended(view)
+        if view.run.state == "finished" or (self._next is None and not view.open):
+            return True
+        try:
+            self._wait_s = await self._open_next(view)
+            await self._receive()
+            await self._answer(view)
+        except FedstreamError:
+            self._unsure = True
+            raise
+        return False
+
+    async def _look(self) -> View:
+        """Look at the run, at once if there may be something to do, else when there is news."""
+        if self._after is None or self._unsure or self._waits_for_task or self._wait_s <= 0:
+            return await self._ledger.look()
+        block_ms = max(1, round(1000 * min(self._wait_s, _LOOK_S)))
+        return (await self._ledger.look_after(self._after, block_ms=block_ms))[1]
+
+    @property
+    def _waits_for_task(self) -> bool:
+        """Whether the next task to answer has not been delivered to us yet."""
+        mine = (task for task in self._open.values() if not task.answered)
+        first = next(mine, None)
+        return first is not None and first.entry is None
+
+    def _forget_ended(self, view: View) -> None:
+        there = {trigger.task for trigger in view.open}
+        for name, task in list(self._open.items()):
+            if name not in there:
+                if not task.answered and view.run.state != "finished":  # answered; reply lost
+                    self.recorded[task.message.outcome] += 1
+                del self._open[name]
+
+    def _due_s(self, message: Taken | RoundClosed) -> float:
+        """Seconds until a record is due."""
+        now = time.monotonic()
+        self._began = self._began or (now, message.received)
+        return self._began[0] + (message.received - self._began[1]) / self._speed - now
+
+    async def _open_next(self, view: View) -> float:
+        """Open tasks that are due; close a round when everything before its end has arrived.
+
+        Returns the seconds until there is more to do, unless news comes first.
+        """
+        if self._closing and (view.triggers or view.backlog):
+            return _CLOSED_S
+        self._closing = False
+        issued, room = view.issued, IN_FLIGHT - len(view.open)
+        while self._next is not None:
+            segment, record, message = self._next
+            if (due_s := self._due_s(message)) > 0:
+                return due_s
+            if isinstance(message, RoundClosed):
+                if view.open or self._open:
+                    return _LOOK_S
+                closing = CloseRound(version=view.head.version, tasks=(), why=message.why)
+                await self._ledger.ask(closing)
+                self._next, self._closing = next(self._todo, None), True
+                return _CLOSED_S
+            trigger = self._trigger = self._trigger or self._triggering(message.upload)
+            if trigger not in view.open:  # else it is open already, and the reply was lost
+                if room <= 0:
+                    return _LOOK_S
+                if not await self._ledger.trigger(self._lease.token, IN_FLIGHT, issued, [trigger]):
+                    return 0.0
+                issued, room = issued + 1, room - 1
+            self._open[trigger.task] = _Open(segment, record, message)
+            self._next, self._trigger = next(self._todo, None), None
+        return _LOOK_S
+
+    @staticmethod
+    def _triggering(upload: Upload) -> Trigger:
+        return Trigger(
+            task=task_id(time.time_ns() // 1_000_000), device=upload.device, seed=0,
+            steps=max(1, upload.steps), why=f"replay of {upload.task}",
+        )  # fmt: skip
+
+    async def _receive(self) -> None:
+        """Receive our tasks; after an error, first reclaim those already delivered to us."""
+        entries: list[Entry] = []
+        if self._unsure:
+            await self._tasks.ensure()
+            entries, _ = await self._tasks.claim(
+                idle_ms=0, most=1 << 30, own=True, quiet=True, count=1000
+            )
+            self._unsure = False
+        if not entries and any(task.entry is None for task in self._open.values()):
+            block_ms = _GIVEN_MS if self._waits_for_task else 0
+            entries = await self._tasks.read(count=IN_FLIGHT, block_ms=block_ms)
+        for entry in entries:
+            name = Task.decode(entry.data).task
+            if name not in self._open:
+                raise FedstreamError(
+                    f"run {self._keys.name!r} has a task that the replay did not open: feed a run "
+                    "that has no scheduler, begun anew"
+                )
+            self._open[name].entry = entry
+
+    async def _answer(self, view: View) -> None:
+        """Answer, in order, the tasks whose base version the run has."""
+        head = view.head
+        waiting = self._is_waiting(view)
+        for name, task in self._open.items():
+            if task.answered:
+                continue
+            if task.entry is None:
+                return
+            upload = task.message.upload
+            if not waiting:  # all answers have outcomes, so the live run may have diverged
+                self._offset = head.version - upload.tau - task.message.staleness
+            tau = max(0, upload.tau + self._offset)
+            if tau > head.version:
+                return
+            base = head.digest if tau == head.version else await self._ledger.digest(tau)
+            said = await self._say(
+                task, task.entry,
+                upload.model_copy(
+                    update={
+                        "task": name, "attempt": _NAME, "trainer": _NAME, "tau": tau,
+                        "base": base or "forgotten", "site": POOL, "handed": None,
+                    }
+                ),
+            )  # fmt: skip
+            if said == "unwritten":  # the update has expired; the task is still ours
+                self._unsure = True
+                return
+            task.answered = waiting = True
+            self.recorded[task.message.outcome] += 1
+
+    async def _say(self, task: _Open, entry: Entry, upload: Upload) -> str:
+        """Send the recorded update; returns the outbox's verdict."""
+        model = await asyncio.to_thread(_loaded, task.segment, task.record)
+        ahead = await blobs.prepare(
+            self._client, self._keys.update(upload.blob), model, expire_s=_EXPIRE_S
+        )
+        return await self._outbox.answer(
+            self._tasks.stream, entry, upload, expire_s=_EXPIRE_S, ahead=ahead
+        )
+
+
+def _loaded(segment: Segment, record: Record) -> Model:
+    model = Model(segment.layout)
+    recorded(record, model if record.payload_bytes else None)
+    segment.load(record, model)
+    return model
+
+
+def feed(settings: Settings, folder: Path, speed: float) -> tuple[Feeder, bool]:
+    """Feed until the end or a signal; returns the feeder and whether it reached the end.
+
+    Raises FedstreamError.
+    """
+    configure(settings.log, run=settings.run.name, service="replay")
+
+    async def fed(stop: Stop) -> Feeder:
+        feeder = Feeder(settings.redis, Keys(settings.run.name), folder, speed)
+        context = Context(asyncio.Event(), Health(), CollectorRegistry(), structlog.get_logger())
+        loop = asyncio.get_running_loop()
+        stop.listen(lambda _name: loop.call_soon_threadsafe(context.stop.set))
+        try:
+            await feeder.run(context)
+        finally:
+            stop.listen(None)
+        return feeder
+
+    try:
+        with Stop() as stop:
+            return asyncio.run(fed(stop)), stop.name is None
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from group
+
+
+def numbers(feeder: Feeder) -> dict[str, Mapping[str, int]]:
+    """Outcomes as recorded, and in the live run."""
+    return {"recorded": dict(feeder.recorded), "live": feeder.live}
+
+
+def show(feeder: Feeder) -> None:
+    """Print the outcomes."""
+    table = Table(box=None, pad_edge=False, header_style="dim")
+    for name in ("outcome", "recorded", "now"):
+        table.add_column(name, justify="left" if name == "outcome" else "right")
+    live = feeder.live
+    for outcome in OUTCOMES:
+        if feeder.recorded[outcome] or live.get(outcome):
+            table.add_row(spaced(outcome), str(feeder.recorded[outcome]), str(live.get(outcome, 0)))
+    console().print(table)

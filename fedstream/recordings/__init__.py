@@ -1,0 +1,1 @@
+"""What commands show of a journal: its pages, replay, bisection."""

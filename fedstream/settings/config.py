@@ -1,0 +1,203 @@
+"""The whole configuration: one table per part, each declared beside what it configures.
+
+Every service reads the same file, so shared settings are written once. The defaults train the
+built-in task `digits` well, with ten devices of two classes each.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.keys import check_name
+from fedstream.coordinator.rounds import Rounds
+from fedstream.coordinator.scheduler import SchedulerSettings
+from fedstream.coordinator.scheduling import Anarchic, InFlight, Policy
+from fedstream.coordinator.service import CoordinatorSettings
+from fedstream.journal import JournalSettings
+from fedstream.runtime.config import Option, Section, load
+from fedstream.runtime.http import HttpSettings
+from fedstream.runtime.logging import LogSettings
+from fedstream.runtime.participation import Participation, ParticipationGroup
+from fedstream.runtime.tasks import LeaseSettings
+from fedstream.settings.simulation import (
+    NoStaleness,
+    SimulationSettings,
+    Staleness,
+    UniformStaleness,
+)
+from fedstream.strategies import (
+    AfaCsSettings,
+    FedAsyncSettings,
+    FedAvgSettings,
+    Rule,
+    ScaffoldSettings,
+    StrategySettings,
+)
+from fedstream.trainer.choices import SolverGroup, Solvers
+from fedstream.trainer.devices import DeviceSettings
+from fedstream.trainer.evaluator import EvaluatorSettings
+from fedstream.trainer.service import TrainerSettings
+from fedstream.trainer.solvers import Scaffold, Sgd, SolverSettings
+from fedstream.trainer.task import TaskSettings
+from fedstream.updater.service import UpdaterSettings
+
+
+class RunSettings(Section):
+    """Name, goal and seed of a run."""
+
+    name: str = "demo"
+    versions: Annotated[int, Field(ge=1, le=2**53)] = 400  # the run ends with this one
+    target_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None  # or when this is reached
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # for version 0 and the scheduler's draws
+
+
+class Settings(Section):
+    """The whole configuration."""
+
+    run: RunSettings = RunSettings()
+    redis: RedisSettings = RedisSettings()
+    http: HttpSettings = HttpSettings()
+    log: LogSettings = LogSettings()
+    task: TaskSettings = TaskSettings()
+    strategy: StrategySettings = FedAsyncSettings()
+    solver: SolverSettings = Sgd()
+    solvers: tuple[SolverGroup, ...] = ()  # for devices that train differently
+    participation: tuple[ParticipationGroup, ...] = ()  # rate and length of some devices' tasks
+    scheduler: SchedulerSettings = SchedulerSettings()
+    coordinator: CoordinatorSettings = CoordinatorSettings()
+    lease: LeaseSettings = LeaseSettings()
+    updater: UpdaterSettings = UpdaterSettings()
+    journal: JournalSettings = JournalSettings()
+    trainer: TrainerSettings = TrainerSettings()
+    devices: DeviceSettings = DeviceSettings()
+    evaluator: EvaluatorSettings = EvaluatorSettings()
+    simulation: SimulationSettings = SimulationSettings()
+
+    @model_validator(mode="after")
+    def _agree(self) -> Settings:
+        """Check the tables against one another; messages name both keys."""
+        policy, strategy = self.scheduler.policy, self.strategy
+        if isinstance(strategy, FedAvgSettings) and not isinstance(policy, Rounds | None):
+            raise ValueError(  # noqa: TRY004  (what pydantic takes from a validator)
+                f"strategy.name = 'fedavg' needs scheduler.policy.kind = 'rounds', "
+                f"not {policy.kind!r}: leave scheduler.policy out"
+            )
+        if isinstance(policy, Rounds):
+            self._check_rounds(policy)
+        self._check_solvers()
+        if isinstance(strategy, AfaCsSettings | ScaffoldSettings):
+            remembered, devices = strategy.devices, self.task.devices
+            if remembered is not None and devices is not None and remembered != devices:
+                raise ValueError(
+                    f"strategy.devices = {remembered} is not task.devices = {devices}: "
+                    "leave strategy.devices out"
+                )
+        if isinstance(policy, Anarchic) and self.trainer.anarchic is None:
+            raise ValueError(
+                "scheduler.policy.kind = 'none' leaves the triggers to the devices: set "
+                "trainer.anarchic too, such as trainer.anarchic.rate = 1.0"
+            )
+        Participation(self.scheduler.steps, self.participation)  # raises on duplicate devices
+        return self
+
+    def _check_solvers(self) -> None:
+        """Check that the strategy accepts what the devices' solvers send."""
+        rule, others = self.strategy, Solvers(self.solver, self.solvers).others
+        whose = {"": self.solver} | {f" of device {d}": other for d, other in others.items()}
+        for of, solver in whose.items():
+            if isinstance(rule, ScaffoldSettings) != isinstance(solver, Scaffold):
+                raise ValueError(
+                    f"strategy.name = {rule.name!r} with solver.kind{of} = {solver.kind!r}: "
+                    "SCAFFOLD's server and its devices go together, set both to 'scaffold' or "
+                    "neither"
+                )
+            how = solver.compression.kind
+            if how != "none" and isinstance(rule, FedAsyncSettings | FedAvgSettings):
+                raise ValueError(
+                    f"strategy.name = {rule.name!r} with solver.compression.kind{of} = {how!r}: "
+                    "its devices send models, and only deltas can be compressed; take fedbuff, "
+                    "afa-cd, afa-cs or scaffold"
+                )
+
+    def _check_rounds(self, policy: Rounds) -> None:
+        """Check that a round can make a version."""
+        rule = self.strategy
+        if isinstance(rule, FedAsyncSettings):
+            raise ValueError(  # noqa: TRY004  (what pydantic takes from a validator)
+                f"scheduler.policy.kind = 'rounds' needs a strategy with a batch, such as "
+                f"strategy.name = 'fedavg', not {rule.name!r}"
+            )
+        key = "clients_per_round" if isinstance(rule, FedAvgSettings) else "buffer_size"
+        if policy.k is not None and policy.k < rule.batch:
+            raise ValueError(
+                f"scheduler.policy.k = {policy.k} is below strategy.{key} = {rule.batch}: "
+                "no round would ever be full"
+            )
+        if policy.min_answers > rule.batch:
+            raise ValueError(
+                f"scheduler.policy.min_answers = {policy.min_answers} is above strategy.{key} = "
+                f"{rule.batch}, with which a version is made"
+            )
+        if rule.max_staleness:
+            raise ValueError(
+                f"strategy.max_staleness = {rule.max_staleness} with scheduler.policy.kind = "
+                "'rounds': in rounds no answer is used that is late, leave it out"
+            )
+
+    @property
+    def policy(self) -> Policy:
+        """The scheduler's policy as configured, or else the strategy's default."""
+        policy = self.scheduler.policy
+        if policy is None:
+            policy = Rounds() if isinstance(self.strategy, FedAvgSettings) else InFlight()
+        if isinstance(policy, Rounds) and policy.k is None:
+            return policy.model_copy(update={"k": self.strategy.batch})
+        return policy
+
+    @property
+    def rule(self) -> Rule:
+        """The strategy as this run uses it: in rounds it drops late updates."""
+        if isinstance(self.policy, Rounds) and self.strategy.max_staleness is None:
+            return self.strategy.model_copy(update={"max_staleness": 0})
+        return self.strategy
+
+    @property
+    def staleness(self) -> Staleness:
+        """The simulation's staleness as configured, or else the policy's default."""
+        if self.simulation.staleness is not None:
+            return self.simulation.staleness
+        return NoStaleness() if isinstance(self.policy, Rounds) else UniformStaleness()
+
+
+_OPTIONS = {  # command-line options and the keys they set
+    "--task": "task.name",
+    "--strategy": "strategy.name",
+    "--devices": "task.devices",
+    "--updates": "run.versions",
+    "--redis": "redis.url",
+    "--run": "run.name",
+    "--data-root": "task.data_root",
+}
+
+
+def options(**given: object) -> list[Option]:
+    """Options that were given, by parameter name: ``updates``, ``data_root``."""
+    named = ((f"--{name.replace('_', '-')}", value) for name, value in given.items())
+    return [Option(name, _OPTIONS[name], value) for name, value in named if value is not None]
+
+
+def read(path: Path | None, sets: Sequence[str] = (), options: Sequence[Option] = ()) -> Settings:
+    """Read the configuration. Raises ConfigError.
+
+    Later layers override earlier ones: file, environment, ``sets``, ``options``.
+    """
+    settings = load(Settings, path=path, environ=os.environ, sets=sets, options=options)
+    given = (option.name for option in options if option.key == "run.name")
+    check_name(next(given, "run.name"), settings.run.name)
+    return settings

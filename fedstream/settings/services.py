@@ -1,0 +1,203 @@
+"""Construction of each service from the configuration; only some of them import torch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from fedstream.broker.errors import ConfigError, DataError, FedstreamError
+from fedstream.broker.keys import Keys
+from fedstream.broker.records import Run
+from fedstream.coordinator.rounds import Rounds
+from fedstream.coordinator.scheduler import Scheduler
+from fedstream.coordinator.scheduling import Anarchic
+from fedstream.coordinator.service import Coordinator
+from fedstream.runtime.service import Service, serve
+from fedstream.settings.config import Settings
+from fedstream.strategies import AfaCsSettings, ScaffoldSettings
+from fedstream.trainer.devices import AlwaysAvailable, eligible
+from fedstream.trainer.evaluator import Evaluator
+from fedstream.trainer.service import Trainer
+from fedstream.trainer.task import load_task, runs_program, words
+from fedstream.updater.service import Updater
+
+if TYPE_CHECKING:
+    from fedstream.broker.layout import Model
+    from fedstream.trainer.task import Task
+
+DEVICES = 10  # default, if neither the configuration nor the task sets a number
+_LOOK_S = 1.0  # time limit for checking the devices' data before a run
+
+
+def task_of(settings: Settings) -> Task:
+    """Load the task and check the other keys against it. Raises ConfigError."""
+    task = load_task(settings.task.name, settings.task)
+    devices_of(settings, task)
+    return task
+
+
+def devices_of(settings: Settings, task: Task) -> int:
+    """Number of devices of the run. Raises ConfigError if another key contradicts it."""
+    devices = settings.task.devices or task.devices or DEVICES
+    strategy, slow = settings.strategy, settings.devices.slow_devices
+    if (
+        isinstance(strategy, AfaCsSettings | ScaffoldSettings)
+        and strategy.devices is not None
+        and strategy.devices != devices
+    ):
+        raise ConfigError(
+            f"strategy.devices = {strategy.devices}, but the run has {devices} devices "
+            "(task.devices): leave strategy.devices out"
+        )
+    if max(slow, default=0) >= devices:
+        raise ConfigError(
+            f"devices.slow_devices = {list(slow)}: there is no device {max(slow)}, the run's "
+            f"{devices} (task.devices) are numbered from 0"
+        )
+    for key, groups in (("solvers", settings.solvers), ("participation", settings.participation)):
+        last = max((device for group in groups for device in group.devices), default=0)
+        if last >= devices:
+            raise ConfigError(
+                f"{key}: there is no device {last}, the run's {devices} (task.devices) are "
+                "numbered from 0"
+            )
+    policy = settings.policy
+    if isinstance(policy, Rounds) and policy.min_answers > devices:
+        raise ConfigError(
+            f"scheduler.policy.min_answers = {policy.min_answers}, but the run has {devices} "
+            "devices (task.devices): no round would ever have so many"
+        )
+    return devices
+
+
+def look_over(task: Task, devices: int, *, trained_here: bool) -> None:
+    """Raise DataError if a device's data is empty, not a data set, or can't be loaded.
+
+    Checking stops after a second; training will find the remaining errors. ``trained_here``: the
+    data is on this machine; otherwise, data that can't be loaded is not an error.
+    """
+    from fedstream.trainer.solvers import size_of
+
+    until = time.monotonic() + _LOOK_S
+    for device in range(devices):
+        try:
+            data = task.device_data(device)
+        except Exception as error:
+            if not trained_here:
+                return  # the trainer that has the data will report the error
+            if isinstance(error, FedstreamError):
+                raise
+            raise DataError(f"device {device}: {words(error)}") from error
+        size_of(data, device)
+        if time.monotonic() > until:
+            return
+
+
+def check_used(settings: Settings) -> None:
+    """Raise ConfigError for keys that have no effect on a user's own task."""
+    task = settings.task
+    if not runs_program(task.name):
+        return
+    without = {
+        "partition": task.partition is not None,
+        "data_root (--data-root)": task.data_root is not None,
+        "download": task.download,
+        "seed": task.seed != 0,
+    }
+    if useless := [key for key, given in without.items() if given]:
+        raise ConfigError(
+            f"task.{useless[0]} has no effect on {task.name!r}: a task of your own finds and "
+            "splits its data by itself; leave it out"
+        )
+
+
+def found(settings: Settings) -> tuple[Run, Model]:
+    """Make a new run: its record, and version 0 drawn from the run's seed."""
+    from fedstream.trainer.vector import initial
+
+    task = task_of(settings)
+    devices = devices_of(settings, task)
+    look_over(task, devices, trained_here=False)
+    rule = settings.rule.build()
+    model = initial(task, settings.run.seed, controls=rule.controls)
+    run = Run(
+        layout=model.layout,
+        strategy=settings.strategy.name,
+        task=settings.task.name,
+        devices=devices,
+        versions=settings.run.versions,
+        seed=settings.run.seed,
+        created=time.time(),
+        max_staleness=rule.max_staleness,
+        sends=rule.sends,
+    )
+    return run, model
+
+
+def _coordinator(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    service = Coordinator(
+        settings.coordinator, settings.lease, keys=keys, redis=settings.redis, name=name,
+        anarchic=isinstance(settings.policy, Anarchic),
+        token=settings.http.token,
+    )  # fmt: skip
+    return service, settings.coordinator.drain_s
+
+
+def _scheduler(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    availability = settings.devices.availability
+
+    def is_eligible(run: Run, device: int, now: float) -> bool:
+        return eligible(availability, device, run.seed, now - run.created)
+
+    service = Scheduler(
+        settings.scheduler, settings.policy,
+        keys=keys, redis=settings.redis, name=name, seed=settings.run.seed,
+        is_eligible=None if isinstance(availability, AlwaysAvailable) else is_eligible,
+        participation=settings.participation,
+    )  # fmt: skip
+    return service, settings.scheduler.drain_s
+
+
+def _updater(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    service = Updater(
+        settings.updater, settings.rule, settings.journal,
+        keys=keys, redis=settings.redis, name=name, found=lambda: found(settings),
+    )  # fmt: skip
+    return service, settings.updater.drain_s
+
+
+def _trainer(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    service = Trainer(
+        settings.trainer, settings.solver, settings.devices, settings.lease,
+        keys=keys, redis=settings.redis, name=name, load=lambda: task_of(settings),
+        solvers=settings.solvers, participation=settings.participation,
+    )  # fmt: skip
+    return service, settings.trainer.drain_s
+
+
+def _evaluator(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    service = Evaluator(
+        settings.evaluator, keys=keys, redis=settings.redis, name=name,
+        load=lambda: task_of(settings), target=settings.run.target_accuracy,
+    )  # fmt: skip
+    return service, settings.evaluator.drain_s
+
+
+_BUILDERS: dict[str, Callable[[Settings, Keys, str], tuple[Service, float]]] = {
+    "coordinator": _coordinator,
+    "scheduler": _scheduler,
+    "updater": _updater,
+    "trainer": _trainer,
+    "evaluator": _evaluator,
+}
+ROLES = tuple(_BUILDERS)
+
+
+def serve_role(role: str, settings: Settings, name: str) -> int:
+    """Run a service in this process until told to stop; returns the exit code."""
+    service, drain_s = _BUILDERS[role](settings, Keys(settings.run.name), name)
+    return serve(
+        service, http=settings.http, log=settings.log, run=settings.run.name, name=name,
+        drain_s=drain_s,
+    )  # fmt: skip

@@ -1,0 +1,263 @@
+"""`fedstream simulate`: a run in virtual time, and its result files."""
+
+from __future__ import annotations
+
+import platform
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout, suppress
+from functools import partial
+from pathlib import Path
+from shutil import rmtree
+from typing import Any
+
+import tomli_w
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+)
+
+from fedstream import __version__
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.messages import Version
+from fedstream.journal.inspection import FOLDER
+from fedstream.local.run import usable
+from fedstream.observe import report
+from fedstream.observe.display import duration, short, two_columns
+from fedstream.observe.observer import History
+from fedstream.runtime.config import dump
+from fedstream.runtime.signals import INTERRUPTED, Stop
+from fedstream.settings.config import Settings
+from fedstream.settings.recording import CONFIG
+from fedstream.settings.services import check_used, task_of
+from fedstream.simulation import Outcome, VersionMade, simulate
+from fedstream.terminal import console, line
+
+_LINE_EVERY_S = 3.0
+_CODES = {"finished": 0, "interrupted": INTERRUPTED, "failed": 1}
+
+
+def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[int, dict[str, Any]]:
+    """Simulate and write the files; returns the exit code and the summary.
+
+    Raises FedstreamError.
+    """
+    _check_folder(out)
+    check_used(settings)
+    settings = _with_paths(settings)
+    with redirect_stdout(sys.stderr):  # stdout may be read by a program
+        task = task_of(settings)
+    history = History()
+    # Ctrl-C or SIGTERM ends the run and keeps partial results. Both need handlers: a container's
+    # first process ignores signals that it doesn't handle.
+    with Stop() as stop:
+        stop.at_once = partial(console(err=True).show_cursor, True)
+        with (
+            _folder(out, settings, begun=lambda: len(history.versions) > 1),
+            _progress(settings.run.versions, quiet=quiet) as show,
+        ):
+
+            def heard(made: VersionMade, _model: object) -> None:
+                history.publish(
+                    Version(
+                        version=made.version, time=made.time, epoch=1, digest="none", blob="none",
+                        size=0, updates=made.updates,
+                    )
+                )  # fmt: skip
+                history.measure(made.version, made.metrics)
+                show(made)
+
+            outcome = simulate(
+                settings, task, journal=out / FOLDER if journal else None, on_version=heard,
+                cancelled=lambda: stop.name is not None,
+            )  # fmt: skip
+        numbers = summary(settings, outcome, history)
+        files = _write(settings, out, outcome, history, numbers)
+    files += [FOLDER] if journal else []
+    if not quiet:
+        _show(outcome, numbers, [str(out / name) for name in (*files, CONFIG)])
+    return _CODES[outcome.state], numbers
+
+
+def _check_folder(out: Path) -> None:
+    with usable(out):
+        taken = [name for name in (CONFIG, report.SUMMARY, FOLDER) if (out / name).exists()]
+    if taken:
+        raise FedstreamError(
+            f"{out} holds a run already ({taken[0]}): name another folder with --out"
+        )
+
+
+@contextmanager
+def _folder(out: Path, settings: Settings, *, begun: Callable[[], bool]) -> Iterator[None]:
+    """Create the folder with run.toml; undo that on an error before version 1."""
+    missing = [folder for folder in (out, *out.parents) if not folder.exists()]
+    try:
+        with usable(out):
+            out.mkdir(parents=True, exist_ok=True)
+            (out / CONFIG).write_text(_as_toml(settings), encoding="utf-8")
+        yield
+    except Exception:
+        if not begun():
+            rmtree(out / FOLDER, ignore_errors=True)
+            for undo in ((out / CONFIG).unlink, *(folder.rmdir for folder in missing)):
+                with suppress(OSError):
+                    undo()
+        raise
+
+
+def _with_paths(settings: Settings) -> Settings:
+    """Make paths absolute, so that the configuration works from any working directory."""
+    task, (file, _, attribute) = settings.task, settings.task.name.rpartition(":")
+    if file.endswith(".py"):
+        task = task.model_copy(update={"name": f"{Path(file).absolute()}:{attribute}"})
+    if task.data_root is not None:
+        task = task.model_copy(update={"data_root": str(Path(task.data_root).absolute())})
+    return settings.model_copy(update={"task": task})
+
+
+def _as_toml(settings: Settings) -> str:
+    """Text of the resolved run.toml; redis.url only if given, so that services can use it too."""
+    tables = tomllib.loads(dump(settings))
+    if "url" not in settings.redis.model_fields_set:
+        del tables["redis"]["url"]
+    return tomli_w.dumps(tables)
+
+
+@contextmanager
+def _progress(versions: int, *, quiet: bool) -> Iterator[Callable[[VersionMade], None]]:
+    """Progress with metrics and time left: a bar on a terminal, occasional lines elsewhere."""
+    here = console(err=True)
+    if quiet:
+        yield lambda _made: None
+        return
+    if not here.is_terminal:
+        yield _Lines(versions).show
+        return
+    columns = (
+        TextColumn("simulate"), BarColumn(), MofNCompleteColumn(),
+        TextColumn("{task.fields[measured]}"), TimeRemainingColumn(),
+    )  # fmt: skip
+    with Progress(*columns, console=here, transient=True) as bar:
+        task = bar.add_task("simulate", total=versions, measured="")
+
+        def show(made: VersionMade) -> None:
+            bar.update(task, completed=made.version)
+            if made.metrics:
+                bar.update(task, measured=_in_words(made.metrics))
+
+        yield show
+
+
+class _Lines:
+    """Progress as lines, for a file or a pipe."""
+
+    def __init__(self, versions: int) -> None:
+        self._versions = versions
+        self._began = self._shown = time.monotonic()
+        self._measured = ""
+
+    def show(self, made: VersionMade) -> None:
+        """Print a line if the last one was at least 3 s ago."""
+        if made.metrics:
+            self._measured = f" · {_in_words(made.metrics)}"
+        now = time.monotonic()
+        if now - self._shown < _LINE_EVERY_S or not made.version:
+            return
+        self._shown = now
+        left = (now - self._began) / made.version * (self._versions - made.version)
+        done = f"version {made.version} of {self._versions}"
+        line(f"{done} · {duration(left)} left{self._measured}", err=True)
+
+
+def _in_words(metrics: dict[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+def summary(settings: Settings, outcome: Outcome, history: History) -> dict[str, Any]:
+    """The run in numbers."""
+    import torch
+
+    measured, metrics = history.measured or (None, {})
+    best, late, last = history.best_accuracy, history.staleness(), outcome.versions[-1]
+    return {
+        "accuracy": metrics.get("accuracy"),
+        "loss": metrics.get("loss"),
+        "metrics": metrics,
+        "measured_version": measured,
+        "best_accuracy": best[1] if best else None,
+        "best_accuracy_version": best[0] if best else None,
+        "versions": last.version,
+        "versions_wanted": settings.run.versions,
+        "updates": last.used,
+        "gradients": last.gradients,
+        "device_epochs": round(last.epochs, 3),
+        "communications": last.communications,
+        "refused": dict(outcome.refused),
+        "mean_staleness": round(history.mean_staleness, 4),
+        "max_staleness": max(late, default=0),
+        "virtual_seconds": last.time,
+        "seconds": round(outcome.seconds, 3),
+        "device_epochs_per_s": round(last.epochs / outcome.seconds, 3),
+        "trained_together": outcome.together,
+        "state": outcome.state,
+        "why": outcome.why,
+        "run": settings.run.name,
+        "task": settings.task.name,
+        "strategy": settings.strategy.name,
+        "devices": outcome.devices,
+        "seed": settings.run.seed,
+        "parameters": outcome.model.layout.parameters,
+        "fedstream": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def _write(
+    settings: Settings, out: Path, outcome: Outcome, history: History, numbers: dict[str, Any]
+) -> list[str]:
+    """Write the files; returns their names."""
+    from fedstream.observe import curves
+
+    title = (
+        f"{short(settings.task.name)} · {settings.strategy.name} · {outcome.devices} devices, "
+        f"simulated · {numbers['versions']} versions"
+    )
+    about = {
+        "version": str(numbers["versions"]), "digest": outcome.model.digest(),
+        "run": settings.run.name, "task": settings.task.name,
+    }  # fmt: skip
+    with usable(out):
+        report.write_summary(out, numbers)
+        report.write_table(out, history, 0.0)
+        curves.draw(
+            out / report.CURVES, title, history, created=0.0, devices=outcome.devices,
+            time="virtual seconds" if settings.staleness.kind == "latency" else "arrivals",
+        )  # fmt: skip
+        report.write_model(out, outcome.model, outcome.module, about)
+    return [report.SUMMARY, report.METRICS, report.CURVES, report.MODEL]
+
+
+def _show(outcome: Outcome, numbers: dict[str, Any], files: list[str]) -> None:
+    """Print the result as a table."""
+    rows = {
+        "run": f"{numbers['run']}: {outcome.state} ({outcome.why})",
+        "measured": _in_words(numbers["metrics"]) or "not measured",
+        "best": f"accuracy {numbers['best_accuracy']:.4f} at version "
+        f"{numbers['best_accuracy_version']}"
+        if numbers["best_accuracy"] is not None
+        else "",
+        "versions": f"{numbers['versions']} of {numbers['updates']} updates, "
+        f"{numbers['gradients']} gradients, {numbers['device_epochs']:g} device-epochs",
+        "staleness": f"mean {numbers['mean_staleness']:.2f}, max {numbers['max_staleness']}",
+        "refused": ", ".join(f"{n} {why}" for why, n in outcome.refused.items()),
+        "took": f"{outcome.seconds:.1f} s, {numbers['device_epochs_per_s']:,.0f} device-epochs/s",
+        "files": "\n".join(files),
+    }
+    console().print(two_columns((name, value) for name, value in rows.items() if value))

@@ -1,0 +1,134 @@
+"""Claims to a journal: files that decide which updater may go on with it.
+
+Redis says who leads, but may forget it: it is emptied, falls back or is split. The folder does not
+forget. So
+
+    a successor writes its claim to disk before it reads what its predecessors wrote;
+    a leader writes a record, then looks for a newer claim, and only then commits.
+
+Whichever comes first, nothing is lost. If the leader saw no newer claim, its record was written
+before any successor began to read: the successor counts it, and the commit says only what the
+successor knows too. If there was a newer claim, the leader does not commit. Nothing else is needed:
+no clock, and no deadline for a leader to stop. Claims are ordered by epoch, with which their names
+begin, as segments' names do. A claim is made only once, and an updater that finds one newer than
+its own stops. So every committed record is in the chain of the newest segment.
+
+The file system must make a file's name and bytes visible everywhere as soon as they are written:
+any local one does, and so does any that is mounted on one machine at a time. For NFS, see
+``docs/architecture.md``.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import socket
+import time
+from pathlib import Path
+
+from fedstream.broker.errors import Fenced
+from fedstream.journal.errors import JournalError
+from fedstream.journal.writer import FILE_MODE, made_folder, sync_folder, translated
+
+_NAMES = re.compile(r"([0-9]{8})(-[0-9]{6}\.journal|\.claim)")
+_STEP_NS = 1_000_000_000
+
+
+def newest_epoch(folder: Path, *, besides: Claim | None = None) -> int:
+    """The newest epoch with a segment or a claim; -1 if there is none.
+
+    ``besides``: our own claim, which does not count. Raises JournalError.
+    """
+    names = _listed(folder) if folder.exists() else []
+    return max((_epoch(name) for name in names if besides is None or name != besides.name),
+               default=-1)  # fmt: skip
+
+
+def _epoch(name: str) -> int:
+    """The epoch of a segment or claim; -1 for other files."""
+    found = _NAMES.fullmatch(name)
+    return int(found[1]) if found else -1
+
+
+def _listed(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)  # noqa: PTH208  (names alone, once in many appends)
+    except OSError as error:
+        raise JournalError(f"{folder}: cannot be read: {error.strerror}") from error
+
+
+class Claim:
+    """An epoch's claim to a journal's folder."""
+
+    def __init__(self, folder: Path, epoch: int) -> None:
+        """Write the claim to disk. Raises Fenced if this epoch or a newer one is taken.
+
+        Raises JournalError if it can't be written.
+        """
+        self.epoch = epoch
+        self.name = f"{epoch:08d}.claim"
+        self._folder = folder
+        self._path = folder / self.name
+        self._looked_at = 0  # the folder's mtime when it was listed; 0: list again
+        try:
+            made_folder(folder)
+            flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+            file = os.open(self._path, flags, FILE_MODE)
+        except FileExistsError as error:
+            raise Fenced(f"another updater has claimed the journal: {self._path}") from error
+        except OSError as error:
+            raise translated(self._path, error) from error
+        try:
+            try:
+                # Only the name matters; the content is for an operator who finds the file.
+                about = {"host": socket.gethostname(), "pid": os.getpid(), "time": time.time()}
+                os.write(file, json.dumps(about).encode() + b"\n")
+                os.fsync(file)
+            finally:
+                os.close(file)
+            sync_folder(folder)
+        except OSError as error:
+            self.withdraw()  # it may not be on disk: claim again
+            raise translated(self._path, error) from error
+        newer = newest_epoch(folder, besides=self)
+        if newer >= epoch:
+            self.withdraw()
+            raise Fenced(f"another updater has claimed {folder} meanwhile, for epoch {newer}")
+
+    def check(self, segment: Path | None = None) -> None:
+        """Raise Fenced if there is a newer claim; usually a look at the folder's mtime is enough.
+
+        ``segment``: the one being written. Raises JournalError if it was deleted.
+        """
+        try:
+            changed = self._folder.stat().st_mtime_ns
+        except OSError as error:
+            raise JournalError(f"{self._folder}: cannot be read: {error.strerror}") from error
+        if changed == self._looked_at:
+            return  # with many segments, a listing takes as long as a record
+        # File system clocks are coarse: a change this recent may hide another one.
+        self._looked_at = changed if time.time_ns() - changed > _STEP_NS else 0
+        names = _listed(self._folder)
+        newer = max((name for name in names if _epoch(name) > self.epoch), default=None)
+        if newer is not None:
+            raise Fenced(f"another updater has taken over: {self._folder / newer}")
+        if segment is not None and segment.name not in names:
+            raise JournalError(f"{segment}: was deleted while it was written: put it back")
+
+    def settle(self) -> None:
+        """Delete this and older claims: now a segment of the epoch takes their place."""
+        for name in _listed(self._folder):
+            if name.endswith(".claim") and -1 < _epoch(name) <= self.epoch:
+                _delete(self._folder / name)
+
+    def withdraw(self) -> None:
+        """Delete the claim: no segment was begun under it, and none will be."""
+        _delete(self._path)
+
+
+def _delete(path: Path) -> None:
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise JournalError(f"{path}: cannot be deleted: {error.strerror}") from error

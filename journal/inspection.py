@@ -1,0 +1,405 @@
+"""Inspecting a journal afterwards: it is only read, record by record."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from fedstream.broker.layout import Model
+from fedstream.journal import (
+    SUFFIX,
+    Cut,
+    Entry,
+    JournalDamaged,
+    JournalError,
+    Record,
+    RoundClosed,
+    Segment,
+    Standing,
+    Taken,
+    cuts,
+    segments,
+)
+from fedstream.journal.rebuild import Diverged, NotRecorded, Rebuild, is_used
+
+FOLDER = "journal"  # in a run's output folder
+_LATER = 100  # later versions in which to look for an update that the other run took now
+
+
+Read: TypeAlias = Callable[[int], object]  # is told how many bytes were read
+
+
+def _unheard(_bytes: int) -> None:
+    """Ignore how many bytes were read."""
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[list[Segment]]:
+    """The segments that count, oldest first, of a run's folder, a journal's, or a segment's file.
+
+    A single segment counts as far as it is whole. Raises JournalError.
+    """
+    chain = [Segment(path)] if path.is_file() else segments(journal_of(path))
+    try:
+        if not chain:
+            raise JournalError(
+                f"{path}: there is no journal: name a run's folder, its journal's, or a segment"
+            )
+        yield chain
+    finally:
+        for segment in chain:
+            segment.close()
+
+
+def journal_of(path: Path) -> Path:
+    """The journal's folder in a run's folder; a journal's own folder is returned as it is."""
+    inside = path / FOLDER
+    return inside if inside.is_dir() else path
+
+
+def entries(segment: Segment, cut: Cut | None) -> Iterator[tuple[Record, Entry]]:
+    """The records after the standing, with their messages; payloads are not read."""
+    for record in segment.records(cut):
+        if not isinstance(record.message, Taken | RoundClosed):
+            raise JournalError(f"{record.place.where}: a record that does not belong here")
+        yield record, record.message
+
+
+def newest(chain: Sequence[Segment]) -> int:
+    """The newest version."""
+    version = chain[-1].standing.version
+    for _, entry in entries(chain[-1], None):
+        version = entry.version
+    return version
+
+
+# models
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A record and the models around it, which are valid until the next move."""
+
+    record: Record
+    message: Standing | Entry
+    before: Model | None  # that an update was mixed into; None: unknown for lack of weights
+    update: Model | None
+    after: Model | None  # of the message's version
+    reweighed: bool = False  # this machine computes a minimally different weight
+
+    @property
+    def is_made(self) -> bool:
+        """Whether its version begins with this record."""
+        return self.message.digest is not None
+
+
+def moves(
+    segment: Segment, cut: Cut | None, *, models: bool = True, read: Read = _unheard
+) -> Iterator[Move]:
+    """A segment's standing and its records, each with its models rebuilt and checked.
+
+    ``models=False`` only checks the payloads against their digests, and rebuilds nothing. Nor can
+    anything be rebuilt from the first update without weights on. ``read`` is told each record's
+    bytes when it was read. Raises JournalError.
+    """
+    rebuild = Rebuild(segment)
+    room = Model(segment.layout)  # for one update at a time
+    model: Model | None = rebuild.progress.state.model
+    end = segment.standing_record.end
+    read(end)
+    yield Move(segment.standing_record, segment.standing, None, None, model)
+    for record, entry in entries(segment, cut):
+        before, update = model, None
+        if record.payload_bytes and isinstance(entry, Taken):
+            update = room
+            segment.load(record, update)
+            if update.digest() != entry.upload.digest:
+                raise JournalDamaged(f"{record.place.where}: the update is not what it was")
+        if not models or (update is None and is_used(entry)):
+            model = None
+        reweighed = rebuild.reweighed
+        if model is not None:
+            step = rebuild.take(record, update)
+            rebuild.check(record, step)
+            model = step.after.state.model
+        read(record.end - end)
+        end = record.end
+        yield Move(record, entry, before, update, model, rebuild.reweighed > reweighed)
+
+
+def counting(chain: Sequence[Segment]) -> int:
+    """The number of the journal's bytes that count."""
+    return sum(segment.size if cut is None else cut.at for segment, cut in cuts(chain))
+
+
+def history(chain: Sequence[Segment], read: Read = _unheard) -> Iterator[Move]:
+    """All moves, but for standings that continue the segment before: these are only checked."""
+    ended: tuple[int, str] | None = None
+    for segment, cut in cuts(chain):
+        check_joint(segment, ended)
+        for move in moves(segment, cut, read=read):
+            message = move.message
+            if isinstance(message, Standing) and message.why == "continued" and ended is not None:
+                continue
+            if message.digest is not None:
+                ended = (message.version, message.digest)
+            yield move
+
+
+def check_joint(segment: Segment, ended: tuple[int, str] | None) -> None:
+    """Raise Diverged unless a segment begins with the version and digest that the one before
+    ``ended`` with, if these are known."""
+    said = segment.standing
+    if ended is None or said.why != "continued" or (said.version, said.digest) == ended:
+        return
+    raise Diverged(
+        f"{segment.standing_record.place.where}: the segment begins with version "
+        f"{said.version} ({said.digest}), the one before ends with version {ended[0]} ({ended[1]})"
+    )
+
+
+def since(chain: Sequence[Segment], version: int) -> Sequence[Segment]:
+    """The segments from the newest one on that begins at or before ``version``.
+
+    Raises JournalError, with the oldest version that was kept, if there is none.
+    """
+    for number in range(len(chain) - 1, -1, -1):
+        if chain[number].standing.version <= version:
+            return chain[number:]
+    raise JournalError(
+        f"{chain[0].path.parent}: version {version} was not kept: the oldest is "
+        f"{chain[0].standing.version}"
+    )
+
+
+def model_at(chain: Sequence[Segment], version: int, read: Read = _unheard) -> tuple[Model, str]:
+    """A version's model and digest, rebuilt from the nearest checkpoint. Raises JournalError."""
+    first = since(chain, version)[0]
+    limits = {segment.path: cut for segment, cut in cuts(chain)}
+    for move in moves(first, limits[first.path], read=read):
+        if move.message.version != version:
+            continue
+        if move.after is None:
+            raise NotRecorded(
+                f"{move.record.place.where}: version {version} cannot be rebuilt: updates were "
+                "recorded without their weights (journal.weights = false); the nearest checkpoint "
+                f"is version {first.standing.version}"
+            )
+        return move.after, str(move.message.digest)
+    raise JournalError(
+        f"{first.path.parent}: version {version} is not in the journal: the newest is "
+        f"{newest(chain)}"
+    )
+
+
+# verifying
+
+
+@dataclass
+class Verdict:
+    """What was found in a segment."""
+
+    segment: str
+    first: int  # version
+    last: int
+    records: int = 0
+    versions: int = 0  # that are in no earlier segment
+    bytes: int = 0  # that count
+    behind: int = 0  # bytes after the cut: a fenced writer's, never read
+    torn: int = 0  # bytes from a torn record to the end of the file
+    reweighed: int = 0  # updates whose weight this machine computes minimally differently
+    unweighted: bool = False  # updates without weights: models were not rebuilt
+    damage: str | None = None
+
+
+def verify(
+    chain: Sequence[Segment], *, models: bool = True, read: Read = _unheard
+) -> Iterator[Verdict]:
+    """Verify what counts of each segment, going on to the next after damage."""
+    ended: tuple[int, str] | None = None
+    for segment, cut in cuts(chain):
+        said = segment.standing
+        verdict = Verdict(segment.path.name, said.version, said.version)
+        verdict.versions = int(segment is chain[0] or said.why != "continued")
+        try:
+            check_joint(segment, ended)
+            ended = None  # unknown if this segment is damaged
+            digest = _verified(segment, cut, verdict, models, read)
+            ended = (verdict.last, digest)
+        except JournalError as error:
+            verdict.damage = str(error)
+        if cut is not None:
+            verdict.behind = max(0, segment.size - cut.at)
+        if segment.torn is not None:
+            verdict.torn = segment.size - segment.torn.place.offset
+            if segment.torn.behind and verdict.damage is None:
+                verdict.damage = f"torn record: {segment.torn.place.where}{segment.torn.lost}"
+        yield verdict
+
+
+def _verified(segment: Segment, cut: Cut | None, verdict: Verdict, models: bool, read: Read) -> str:
+    """Fill in the verdict; return the digest that the segment ends with. Raises JournalError."""
+    digest = segment.standing.digest
+    for move in moves(segment, cut, models=models, read=read):
+        message = move.message
+        verdict.bytes = move.record.end
+        if isinstance(message, Standing):
+            continue
+        expected = verdict.last + (message.digest is not None)
+        if message.version != expected:
+            raise Diverged(
+                f"{move.record.place.where}: version {message.version} where {expected} is due"
+            )
+        verdict.last, verdict.records = message.version, verdict.records + 1
+        verdict.versions += message.digest is not None
+        verdict.reweighed += move.reweighed
+        verdict.unweighted = verdict.unweighted or (models and move.after is None)
+        digest = message.digest or digest
+    return digest
+
+
+def uncounted(chain: Sequence[Segment]) -> list[str]:
+    """The folder's other segments: those of fenced writers or of an earlier journal."""
+    ours = {segment.path.name for segment in chain}
+    names = {path.name for path in chain[0].path.parent.iterdir() if path.name.endswith(SUFFIX)}
+    return sorted(names - ours)
+
+
+# comparing
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A version, what went into it, and by which rule."""
+
+    version: int
+    digest: str
+    updates: tuple[Taken, ...]
+    strategy: Mapping[str, Any]
+    time: float  # seconds since 1970
+    adopted: bool = False  # from Redis, not made of updates
+
+
+@dataclass(frozen=True, slots=True)
+class Parting:
+    """Where two runs diverge: the first version that differs, and why."""
+
+    why: Literal["same", "prefix", "start", "adopted", "update", "order", "weight", "rule"]
+    text: str
+    version: int | None  # None: they don't diverge
+    first: int  # the first version that both have
+    a: Made | None = None
+    b: Made | None = None
+
+
+def made(chain: Sequence[Segment]) -> Iterator[Made]:
+    """A journal's versions, from its first checkpoint on; no payload is read."""
+    updates: list[Taken] = []
+    for segment, cut in cuts(chain):
+        said, rule = segment.standing, segment.head.strategy
+        if segment is chain[0] or said.why != "continued":
+            updates.clear()
+            yield Made(said.version, said.digest, (), rule, said.time, said.why == "adopted")
+        for _, entry in entries(segment, cut):
+            if isinstance(entry, Taken) and is_used(entry):
+                updates.append(entry)
+            if entry.digest is not None:
+                yield Made(entry.version, entry.digest, tuple(updates), rule, entry.time)
+                updates.clear()
+
+
+def parting(a: Sequence[Segment], b: Sequence[Segment]) -> Parting:
+    """Compare two journals from the first version that both have. Raises JournalError."""
+    ours, theirs = made(a), made(b)
+    x, y = next(ours), next(theirs)
+    while x.version != y.version:
+        behind = ours if x.version < y.version else theirs
+        following = next(behind, None)
+        if following is None:
+            raise JournalError(
+                f"{a[0].path.parent} and {b[0].path.parent} have no version in common: "
+                f"{a[0].standing.version}..{newest(a)} and {b[0].standing.version}..{newest(b)}"
+            )
+        x, y = (following, y) if behind is ours else (x, following)
+    first = x.version
+    if x.digest != y.digest:
+        return Parting("start", _at_the_start(a[0], b[0], first), first, first, x, y)
+    while True:
+        last = x.version
+        one, other = next(ours, None), next(theirs, None)
+        if one is None and other is None:
+            return Parting("same", f"the same, versions {first} to {last}", None, first)
+        if one is None or other is None:
+            shorter = "A" if one is None else "B"
+            text = f"the same up to version {last}, with which {shorter} ends"
+            return Parting("prefix", text, last + 1, first, one, other)
+        if (one.version, one.digest) != (other.version, other.digest):
+            return _explained(one, other, list(islice(ours, _LATER)), list(islice(theirs, _LATER)),
+                              first)  # fmt: skip
+        x = one
+
+
+def _at_the_start(a: Segment, b: Segment, version: int) -> str:
+    what = f"version {version}, the first that both have, is not the same"
+    if version == 0:
+        what = "the initial models differ"
+    if a.layout != b.layout:
+        return f"{what}: they are of different layouts"
+    if version == 0 and a.head.seed != b.head.seed:
+        return f"{what}: seeds {a.head.seed} and {b.head.seed}"
+    return what
+
+
+def _explained(
+    x: Made, y: Made, after_x: Sequence[Made], after_y: Sequence[Made], first: int
+) -> Parting:
+    """Why two versions differ although their predecessors are the same."""
+    version = min(x.version, y.version)
+    if x.adopted or y.adopted:
+        who = "both" if x.adopted and y.adopted else "A" if x.adopted else "B"
+        return Parting("adopted", f"{who} went on from a model of Redis", version, first, x, y)
+    mine, others = [_content(one) for one in x.updates], [_content(one) for one in y.updates]
+    if mine == others:
+        rules = _different(x.strategy, y.strategy)
+        for one, other in zip(x.updates, y.updates, strict=True):
+            if one.weight != other.weight:
+                text = (
+                    f"the same update of device {one.upload.device} weighs {one.weight:.6g} in A "
+                    f"(staleness {one.staleness}) and {other.weight:.6g} in B (staleness "
+                    f"{other.staleness}){rules}"
+                )
+                return Parting("weight", text, version, first, x, y)
+        text = f"the same updates with the same weights came to another model{rules}"
+        return Parting("rule", text, version, first, x, y)
+    soon_mine = {_content(one) for later in (x, *after_x) for one in later.updates}
+    soon_others = {_content(one) for later in (y, *after_y) for one in later.updates}
+    if set(mine) <= soon_others and set(others) <= soon_mine:
+        text = f"the same updates in another order: {_named(x)} in A, {_named(y)} in B"
+        return Parting("order", text, version, first, x, y)
+    text = f"different updates: {_named(x)} in A, {_named(y)} in B"
+    return Parting("update", text, version, first, x, y)
+
+
+def _content(update: Taken) -> tuple[int, str]:
+    """What identifies an update across runs: not its task's id, which is never used twice."""
+    return update.upload.device, update.upload.digest
+
+
+def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    """The parameters in which two strategies differ, in words; '' if there are none."""
+    keys = [key for key in {**a, **b} if a.get(key) != b.get(key)]
+    return "".join(f"; strategy.{key} is {a.get(key)} in A, {b.get(key)} in B" for key in keys)
+
+
+def _named(version: Made) -> str:
+    """The updates of a version, in words: the first three, and how many more."""
+    names = [
+        f"device {one.upload.device} (task {one.upload.task}, {one.upload.digest[:8]})"
+        for one in version.updates[:3]
+    ]
+    more = len(version.updates) - len(names)
+    return ", ".join(names) + (f" and {more} more" if more else "") if names else "no update"

@@ -1,0 +1,81 @@
+"""How large an update is, and whether that is usual: a guard against updates that ruin a model.
+
+An update's size is how far it alone would move the model, for each part: parameters, buffers and
+controls. A part may be ``factor`` times as large as the median of the newest updates; a refused
+update counts there as the limit that it exceeded, so that a change which most devices share gets
+through. In any case, a part may be a third of ``factor`` times as large as the model's own part:
+once training has converged, the median is close to zero, and an honest device that was seldom heard
+or takes larger steps than the others moves the model by up to five times the model's norm. Controls
+are gradients and vanish then as well, so the parameters' norm counts for them too. The first
+updates have no median, nor do those that follow updates which moved nothing; they may be ``_FIRST``
+times as large as the model's own part, or as a vector of ones.
+
+Senders of half of the newest updates can move the median: a few devices are enough, if they answer
+fast and are asked often. And nothing here keeps a patient few from steering the model in steps of
+usual size.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from statistics import median
+
+from fedstream.broker.layout import Floats, Model
+from fedstream.broker.messages import Upload
+from fedstream.journal.records import Sizes
+from fedstream.strategies import Strategy
+from fedstream.strategies.mixing import distance, norm
+
+_WINDOW = 101  # newest updates that the median is taken over
+_FEWEST = 20  # updates that a median needs
+_OWN = 1 / 3  # of `factor`, relative to the model's own part
+# Relative to the model's own part, or a vector of ones: unscaled inputs have large statistics.
+_FIRST = (1e3, 1e9, 1e3)
+
+
+def sizes(upload: Upload, rule: Strategy, update: Model, x: Model) -> Sizes:
+    """How far an update alone would move each part of the model ``x``, as Euclidean norms.
+
+    For parameters sent as a model, that is their distance from ``x``; for a delta, its norm times
+    the rule's rate, divided by gamma H if the rule does so. For buffers it is their distance from
+    ``x``, and for controls their norm.
+    """
+    if rule.sends == "model":
+        moved = distance(update.parameters, x.parameters)
+    else:
+        moved = rule.rate * norm(update.parameters)
+        moved = moved / (upload.lr * upload.steps) if rule.per_step else moved
+    return moved, distance(update.buffers, x.buffers), norm(update.controls)
+
+
+@dataclass(frozen=True, slots=True)
+class Norms:
+    """The sizes of the newest updates, oldest first."""
+
+    last: tuple[Sizes, ...] = ()
+
+    def judged(self, found: Sizes, factor: float, x: Model) -> tuple[bool, Sizes]:
+        """Whether an update of these sizes is usual for ``x``; its sizes, capped at the limits."""
+        own = ((x.parameters,), (x.buffers,), (x.controls, x.parameters))
+        limits = [
+            self._limit(n, size, factor, vectors)
+            for n, (size, vectors) in enumerate(zip(found, own, strict=True))
+        ]
+        usual = all(size <= limit for size, limit in zip(found, limits, strict=True))
+        parameters, buffers, controls = map(min, found, limits)
+        return usual, (parameters, buffers, controls)
+
+    def _limit(self, n: int, size: float, factor: float, own: tuple[Floats, ...]) -> float:
+        if not size:
+            return 0.0
+        middle = median(row[n] for row in self.last) if len(self.last) >= _FEWEST else 0.0
+        if not middle:
+            return _FIRST[n] * max(*map(norm, own), math.sqrt(own[0].size))
+        usual = factor * middle
+        # The model's own norm takes a pass over the model: only if it matters.
+        return usual if size <= usual else max(usual, factor * _OWN * max(map(norm, own)))
+
+    def grown(self, counted: Sizes) -> Norms:
+        """With one more update."""
+        return Norms((*self.last, counted)[-_WINDOW:])

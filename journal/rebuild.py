@@ -1,0 +1,363 @@
+"""Rebuilding models from a journal: what recovery and replay share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields
+from typing import TypeGuard
+
+from pydantic import TypeAdapter, ValidationError
+
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.layout import Model, vector_of
+from fedstream.broker.messages import Contribution, Message, Upload, first_wrong
+from fedstream.broker.records import End, counted
+from fedstream.journal import (
+    Ending,
+    JournalDamaged,
+    JournalError,
+    Record,
+    RoundClosed,
+    Segment,
+    SegmentHead,
+    Standing,
+    Taken,
+    Tear,
+)
+from fedstream.journal.norms import Norms
+from fedstream.journal.progress import Progress, Step, close_round, take
+from fedstream.strategies import DeviceVectors, Memory, State, Strategy, strategy_of
+
+_SHORT = 1e-30  # the smallest gamma H that counts as training
+# How far a weight may differ between two machines' C libraries: in its last bits, or by too little
+# to show in any model.
+_WEIGHTS, _NO_WEIGHT = 1e-12, 1e-60
+_END: TypeAdapter[End] = TypeAdapter(End)
+
+
+class Diverged(JournalError):
+    """Rebuilding from the journal gives another result than the one recorded."""
+
+
+class NotRecorded(JournalError):
+    """The journal was kept without the updates' bytes."""
+
+
+def standing_of(
+    progress: Progress, why: str, *, digest: str, time: float, **more: object
+) -> tuple[Standing, tuple[Model, ...]]:
+    """The record of where a run stands, and the models that are its payload."""
+    state, memory = progress.state, progress.state.memory
+    standing = Standing.model_validate(
+        {
+            "why": why, "version": state.version, "digest": digest, "time": time,
+            "arrivals": memory.arrivals, "weight": memory.weight,
+            "memory": memory.model.digest() if memory.model else None,
+            "held": progress.held, "mean_staleness": progress.mean_staleness,
+            "sizes": progress.norms.last, **more,
+        }
+    )  # fmt: skip
+    return standing, tuple(state.models())
+
+
+class Rebuild:
+    """Advances a run by a journal's records, and checks it against them.
+
+    Holds two models, the strategy's memory, and the models that updates were loaded into.
+    """
+
+    def __init__(self, segment: Segment) -> None:
+        """Begin with the standing of ``segment``. Raises JournalError."""
+        said, strategy = segment.standing, rule_of(segment)
+        model = Model(segment.layout)
+        memory = Model(segment.layout) if said.memory is not None else None
+        segment.load(segment.standing_record, *([model, memory] if memory else [model]))
+        if model.digest() != said.digest or (memory and memory.digest() != said.memory):
+            raise Diverged(
+                f"{segment.standing_record.place.where}: the checkpoint's "
+                "model is not the one that was written"
+            )
+        vectors = _vectors(segment, strategy)
+        state = State(said.version, model, Memory(memory, said.arrivals, said.weight, vectors))
+        self.progress = Progress(state, said.held, said.mean_staleness, Norms(said.sizes))
+        self.strategy = strategy
+        self.digest = said.digest  # of the newest version
+        self.time = said.time
+        self.reweighed = 0  # updates whose weight this machine computes minimally differently
+        self._free: list[Model] = []
+
+    def spare(self) -> Model:
+        """A model to write into; return it with :meth:`free` when done."""
+        return self._free.pop() if self._free else Model(self.progress.state.model.layout)
+
+    def free(self, *models: Model) -> None:
+        """Take these models back for reuse, except those that the run's state holds."""
+        in_use = {id(model) for model in self.progress.state.models()}
+        self._free += [model for model in models if id(model) not in in_use]
+
+    def follow(self, record: Record, update: Model | None) -> Step:
+        """Follow one record. ``update``: its payload if it is a used update; it is freed.
+
+        Raises Diverged unless every outcome and digest is the recorded one, and every weight is
+        what the rule gives, up to its last bits.
+        """
+        step = self.take(record, update)
+        if is_used(record.message) and update is not None:
+            self.free(update)
+        self.check(record, step)
+        return step
+
+    def take(self, record: Record, update: Model | None) -> Step:
+        """Do the first half of :meth:`follow`; ``update`` is the caller's again afterwards."""
+        message, before = record.message, self.progress
+        if isinstance(message, Taken):
+            before = before.with_sizes(message.sizes)
+        used: tuple[Model, ...] = (before.state.model,)
+        if isinstance(message, RoundClosed) and not message.late:
+            step = close_round(self.strategy, before, message.round)
+        elif is_used(message):
+            self._check_fits(record, message.upload)
+            spare = self.spare()
+            used += (spare,)
+            step = take(
+                self.strategy, before, message.upload, recorded(record, update), spare,
+                weight=message.weight,
+            )  # fmt: skip
+        else:
+            step = Step(before)
+        self.progress = step.after
+        self.free(*used)
+        return step
+
+    def _check_fits(self, record: Record, upload: Upload) -> None:
+        """Raise JournalDamaged for a used update that no updater would have used."""
+        state, rule = self.progress.state, self.strategy
+        why = unfit(rule, upload)
+        if upload.tau > state.version:
+            why = f"trained from version {upload.tau}, but the newest is {state.version}"
+        elif upload.layout != state.model.layout.signature:
+            why = "of another layout"
+        elif upload.sends != rule.sends:
+            why = f"sends a {upload.sends}"
+        if why:
+            raise JournalDamaged(f"{record.place.where}: an update was used that cannot be: {why}")
+
+    def check(self, record: Record, step: Step) -> None:
+        """Do the second half: compare the result with the record. Raises Diverged."""
+        message, version = record.message, step.after.state.version
+        if not isinstance(message, Taken | RoundClosed):
+            return
+        if step.made is not None:
+            self.digest, self.time = step.after.state.model.digest(), message.time
+        found = self.digest if step.made is not None else None
+        if (version, found) != (message.version, message.digest):
+            now, then = f"digest {found}", str(message.digest)
+            if version != message.version or found is None or message.digest is None:
+                now, then = _made(version, found), _made(message.version, message.digest)
+        elif isinstance(message, Taken) and step.decision is not None:
+            outcome, late = step.decision.outcome, step.decision.staleness
+            if (outcome, late) == (message.outcome, message.staleness):
+                weight = self._weighed(message)
+                if math.isclose(weight, message.weight, rel_tol=_WEIGHTS, abs_tol=_NO_WEIGHT):
+                    self.reweighed += weight != message.weight
+                    return
+                now, then = f"weight {weight!r}", f"weight {message.weight!r}"
+            else:
+                now = f"{outcome} with staleness {late}"
+                then = f"{message.outcome} with staleness {message.staleness}"
+        else:
+            return
+        raise Diverged(
+            f"{record.place.where}: version {message.version} does not come out again: {now}, "
+            f"the journal says {then}"
+        )
+
+    def _weighed(self, message: Taken) -> float:
+        """The weight that the rule gives a recorded update, on this machine."""
+        upload = message.upload
+        version = upload.since + message.staleness  # the newest one when it arrived
+        return self.strategy.weigh(version, upload.since, upload.samples)
+
+
+def rule_of(segment: Segment) -> Strategy:
+    """The strategy that a segment was written with. Raises JournalDamaged if it is unknown."""
+    head = segment.head
+    try:
+        return strategy_of(head.strategy, head.devices)
+    except ConfigError as error:
+        raise JournalDamaged(f"{segment.path}: {error}") from error
+
+
+def _vectors(segment: Segment, strategy: Strategy) -> DeviceVectors | None:
+    """The strategy's vectors of the devices, each from the segment that it was last written to."""
+    here, elsewhere = segment.standing.here, segment.elsewhere
+    if strategy.devices is None or not (here or elsewhere):
+        return None
+    vectors = DeviceVectors(strategy.devices, segment.layout.parameters)
+    wanted: dict[str, set[int]] = {}
+    for device, name in elsewhere.items():
+        wanted.setdefault(name, set()).add(device)
+    _load(segment, set(here), vectors)
+    for name, devices in wanted.items():
+        path = segment.path.with_name(name)
+        if not path.exists():
+            raise JournalError(
+                f"{path}: is missing, but {segment.path.name} needs it for the vectors of "
+                f"{len(devices)} devices, {min(devices)} among them: put it back"
+            )
+        with Segment(path) as other:
+            _load(other, devices, vectors)
+    vectors.changed.clear()
+    return vectors
+
+
+def _load(segment: Segment, devices: set[int], vectors: DeviceVectors) -> None:
+    for record, message in segment.vectors():
+        if message.device not in devices:
+            continue
+        vector = vector_of(vectors.write(message.device))
+        segment.load(record, vector)
+        if vector.digest() != message.digest:
+            raise JournalDamaged(f"{record.place.where}: the device's vector is not what it was")
+        devices.discard(message.device)
+    if devices:
+        raise JournalDamaged(f"{segment.path}: has no vector of device {min(devices)}")
+
+
+def _made(version: int, digest: str | None) -> str:
+    return f"version {version}, {f'digest {digest}' if digest else 'none made'}"
+
+
+def is_used(message: Message) -> TypeGuard[Taken]:
+    """Whether a record is of an update that went into a model."""
+    return isinstance(message, Taken) and message.outcome in ("applied", "buffered")
+
+
+def unfit(rule: Strategy, upload: Upload) -> str:
+    """Why a rule cannot use an update, by its metadata; '' if it can."""
+    if rule.devices is not None and upload.device >= rule.devices:
+        return "unknown device"
+    # The inverse of gamma H must be a finite float32, so that zero times it is zero.
+    if rule.per_step and not (upload.steps > 0 and _SHORT <= upload.lr * upload.steps < math.inf):
+        return "no steps"
+    return ""
+
+
+def recorded(record: Record, update: Model | None) -> Model:
+    """The update of a record. Raises NotRecorded if its weights are not there."""
+    if update is None:
+        raise NotRecorded(
+            f"{record.place.where}: an update was recorded without its weights "
+            "(journal.weights = false)"
+        )
+    return update
+
+
+@dataclass
+class Recovered:
+    """Where a run stands, according to its journal."""
+
+    head: SegmentHead
+    progress: Progress | None  # None: the updates since the checkpoint have no weights
+    checkpoint: Progress
+    version: int
+    digest: str
+    time: float  # of the version
+    made: tuple[Contribution, ...]  # the updates in it
+    journalled: dict[str, int]  # tasks by how they ended
+    counts: dict[str, int]  # the run's other counts, as Redis last had them
+    done: dict[str, End]  # by task, oldest first
+    rounds: list[str]  # entries that ended rounds, oldest first
+    forgotten: int
+    finished: str | None
+    ending: Ending  # of the segment, after the last record that counts
+    norms: Norms  # of the newest updates, with or without their weights
+    stored: dict[int, str] = field(default_factory=dict)  # device -> segment with its vector
+    records: int = 0
+    reweighed: int = 0  # updates whose weight this machine computes minimally differently
+    torn_bytes: int = 0
+    torn: Tear | None = None  # where a crash tore a record
+
+
+def recovered(segment: Segment, until: str | None = None) -> Recovered:
+    """Follow the newest segment to its end, or to the end of the version with digest ``until``.
+
+    Raises JournalError, including Diverged.
+    """
+    said = segment.standing
+    rebuild = Rebuild(segment)
+    found = Recovered(
+        head=segment.head, progress=rebuild.progress, checkpoint=rebuild.progress,
+        version=said.version, digest=said.digest, time=said.time, made=said.made,
+        journalled=said.journalled, counts=said.counts,
+        done={end.task: end for end in _ends(segment)},
+        rounds=list(said.rounds), forgotten=said.forgotten, finished=said.finished,
+        ending=segment.beginning, norms=rebuild.progress.norms,
+        stored=dict.fromkeys(said.here, segment.path.name) | segment.elsewhere,
+    )  # fmt: skip
+    for record in segment.records():
+        message = record.message
+        if not isinstance(message, Taken | RoundClosed):
+            raise JournalError(f"{record.place.where}: a record that does not belong here")
+        if until == found.digest and message.digest is not None:
+            break
+        if found.progress is not None and not _followed(found, rebuild, segment, record):
+            break
+        found.records += 1
+        found.ending = Ending(segment.path, record.end, record.chain)
+        if message.digest is not None:
+            found.version, found.digest, found.time = message.version, message.digest, message.time
+        found.finished = message.finished or found.finished
+        found.counts = message.counts
+        if isinstance(message, Taken):
+            end = end_of(message)
+            found.done[end.task] = end
+            found.norms = found.norms.grown(message.sizes) if message.sizes else found.norms
+            found.journalled = counted(found.journalled, end)
+        else:
+            found.rounds.append(message.entry)
+    found.torn_bytes, found.torn = segment.size - found.ending.at, segment.torn
+    found.reweighed = rebuild.reweighed
+    return found
+
+
+def _ends(segment: Segment) -> Iterator[End]:
+    """The recent ends of tasks, from the standing. Raises JournalDamaged."""
+    names = [one.name for one in fields(End)]
+    for row in segment.done():
+        try:
+            yield _END.validate_python(dict(zip(names, row, strict=False)))
+        except ValidationError as error:
+            where = segment.standing_record.place.where
+            raise JournalDamaged(f"{where}: an end of a task: {first_wrong(error)}") from error
+
+
+def _followed(found: Recovered, rebuild: Rebuild, segment: Segment, record: Record) -> bool:
+    """Follow a record; False if its update's bytes never reached the disk: the tail is torn."""
+    update: Model | None = None
+    if is_used(record.message):
+        if not record.payload_bytes:
+            found.progress = None
+            return True
+        update = rebuild.spare()
+        segment.load(record, update)
+        if update.digest() != record.message.upload.digest:
+            where = record.place
+            segment.tear(where.offset, f"{where.where}: the update is not what it was")
+            return False
+    step = rebuild.follow(record, update)
+    found.progress = step.after
+    if step.made is not None:
+        found.made = step.made
+    return True
+
+
+def end_of(record: Taken) -> End:
+    """How a task ended, according to its record."""
+    used = record.outcome in ("applied", "buffered")
+    return End(
+        task=record.upload.task, attempt=record.upload.attempt, outcome=record.outcome,
+        reason=record.reason, device=record.upload.device, version=record.version,
+        staleness=record.staleness, weight=record.weight if used else None,
+    )  # fmt: skip

@@ -1,0 +1,341 @@
+"""Writing the updater's journal: in a thread, and synced as the settings say."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+from fedstream.broker.layout import Model
+from fedstream.journal import (
+    SUFFIX,
+    VECTORS,
+    Claim,
+    Ending,
+    JournalError,
+    JournalFull,
+    JournalSettings,
+    RoundClosed,
+    SegmentHead,
+    Standing,
+    Taken,
+    Writer,
+    name_of,
+    newest_epoch,
+    sync_file,
+)
+from fedstream.runtime.backoff import pause
+from fedstream.strategies import DeviceVectors
+
+T = TypeVar("T")
+
+
+@dataclass
+class _Since:
+    """What was added to the segment since it began."""
+
+    begun: float = 0.0  # monotonic
+    size: int = 0  # of its beginning
+    versions: int = 0
+
+
+class Recorder:
+    """Appends in order. A position counts bytes over all segments of this process."""
+
+    def __init__(
+        self, settings: JournalSettings, synced: Callable[[float], object] | None = None
+    ) -> None:
+        """``synced`` is told the seconds of every sync, from whichever thread did it."""
+        self.folder = Path(settings.dir)
+        self._settings = settings
+        self._told = synced
+        self._writer: Writer | None = None
+        self._before = 0  # position at which the segment begins
+        self._since = _Since()
+        self.stored: dict[int, str] = {}  # device -> the segment that holds its vector
+        self._claim: Claim | None = None
+        self._syncing: asyncio.Task[None] | None = None
+        self._now = asyncio.Event()  # set: sync without waiting any longer
+        self._appending = ThreadPoolExecutor(1, "journal")
+
+    @property
+    def head(self) -> SegmentHead | None:
+        """The head of the segment being written."""
+        return self._writer.head if self._writer else None
+
+    @property
+    def epoch(self) -> int:
+        """The epoch that claimed the journal; 0: none did yet."""
+        return self._claim.epoch if self._claim else 0
+
+    @property
+    def ending(self) -> Ending | None:
+        """Where the segment being written ends."""
+        writer = self._writer
+        return Ending(writer.path, writer.size, writer.chain) if writer else None
+
+    @property
+    def appended(self) -> int:
+        """The position after the last record."""
+        return self._before + (self._writer.size if self._writer else 0)
+
+    @property
+    def safe(self) -> int:
+        """The position up to which records are safe, by the settings' standard."""
+        if self._settings.sync == "never" or self._writer is None:
+            return self.appended
+        return self.appended - self._writer.unsynced
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it is time for a new segment."""
+        s, since = self._settings, self._since
+        new = self._writer.size - since.size if self._writer else 0
+        if not new:
+            return False
+        return (
+            since.versions >= s.segment_versions
+            or new >= s.segment_bytes
+            or time.monotonic() - since.begun >= s.segment_s
+        )
+
+    async def newest_epoch(self) -> int:
+        """The newest epoch with a segment or another updater's claim in the folder; -1: none."""
+        return await self._in_thread(lambda: newest_epoch(self.folder, besides=self._claim))
+
+    async def claim(self, epoch: int) -> None:
+        """Claim the journal for an epoch; do so before reading it.
+
+        After that, the leader of an older epoch can commit nothing that is missing from what is
+        read. Raises Fenced, JournalError.
+        """
+        if self._claim is not None and self._claim.epoch == epoch:
+            return
+        self._claim = await self._in_thread(lambda: Claim(self.folder, epoch))
+
+    async def begin(
+        self,
+        head: SegmentHead,
+        standing: Standing,
+        *models: Model,
+        vectors: DeviceVectors | None = None,
+        after: Path | None = None,
+    ) -> str:
+        """Begin a segment, and delete the oldest if there are too many.
+
+        Returns why one could not be deleted, '' if all were. The segment before, our own or
+        another's (``after``), is closed and synced whatever the settings: the part of it that the
+        new one counts must be on disk. Of the devices' vectors, the new segment holds those that
+        changed and those whose segment is deleted.
+        """
+        await self._synced()
+        before, claim = self._writer, self._claim
+        if claim is None:
+            raise RuntimeError("the journal was not claimed")
+
+        def begun() -> tuple[Writer, str]:
+            # An updater that has a successor must not begin a segment.
+            claim.check(before.path if before is not None else None)
+            if before is not None:
+                self._sync(before)
+            if after is not None:
+                sync_file(after)
+            name = name_of(head.epoch, head.number)
+            outlived = self._outlived(name)
+            changed, gone = self._due(vectors, {path.name for path in outlived})
+            here = changed | gone
+            elsewhere = {d: where for d, where in self.stored.items() if d not in here}
+            said = standing.model_copy(
+                update={
+                    "here": tuple(sorted(here)),
+                    "again": tuple(sorted(gone - changed)),
+                    "elsewhere": tuple(elsewhere.items()),
+                }
+            )
+            needs = head.model_copy(update={"needs": (VECTORS,) if vectors else ()})
+            writer = Writer(self.folder, needs, said, *models, vectors=vectors)
+            self.stored = elsewhere | dict.fromkeys(here, name)
+            if vectors is not None:
+                vectors.changed.clear()
+            try:
+                claim.settle()
+                for path in outlived:
+                    claim.check()  # nor may it delete what the successor needs
+                    _delete(path)
+            except JournalError as error:  # the new segment exists: go on with it
+                return writer, str(error)
+            return writer, ""
+
+        position = self.appended
+        writer, left = await self._in_thread(begun)
+        self._writer = writer
+        self._before = position
+        if before is not None:
+            before.close()
+        self._since = _Since(time.monotonic(), writer.size)
+        return left
+
+    def _due(self, vectors: DeviceVectors | None, outlived: set[str]) -> tuple[set[int], set[int]]:
+        """The devices whose vectors a new segment must hold: those changed, and those gone.
+
+        Gone: their segment is about to be deleted, or an operator has deleted it to make room.
+        """
+        if vectors is None:
+            self.stored = {}
+            return set(), set()
+        names = set(self.stored.values())
+        gone = {name for name in names if name in outlived or not (self.folder / name).exists()}
+        return set(vectors.changed), {d for d, name in self.stored.items() if name in gone}
+
+    async def append(
+        self, records: Sequence[tuple[Taken | RoundClosed | None, Sequence[Model]]]
+    ) -> list[int]:
+        """Append records with their payloads, synced together; return the position after each.
+
+        For None, that is the position after the record before it. If the disk is full there are
+        fewer positions than records: the others were not added. Those that were added stay: a
+        successor may have read them. Raises JournalFull if not even the first fits.
+        """
+        writer, claim = self._writer, self._claim
+        if writer is None or claim is None:
+            raise RuntimeError("no segment was begun")
+
+        def append() -> list[int]:
+            sizes: list[int] = []
+            before = writer.size
+            try:
+                for message, models in records:
+                    sizes.append(writer.append(message, *models) if message else writer.size)
+            except JournalFull:
+                if not sizes:
+                    raise
+            if self._settings.sync == "always" and writer.size > before:
+                self._sync(writer)
+            claim.check(writer.path)  # after the record, and before the commit
+            return sizes
+
+        sizes = await self._in_thread(append)
+        self._since.versions += sum(
+            one is not None and one.digest is not None for one, _ in records[: len(sizes)]
+        )
+        if self._settings.sync == "interval":
+            await self._sync_in_time(writer)
+        return [self._before + size for size in sizes]
+
+    async def check_last(self) -> None:
+        """Raise Fenced if another updater has gone on from here.
+
+        Redis may have forgotten that it ever led; the files have not.
+        """
+        writer, claim = self._writer, self._claim
+        if writer is not None and claim is not None:
+            await self._in_thread(lambda: claim.check(writer.path))
+
+    async def _sync_in_time(self, writer: Writer) -> None:
+        """Start syncing what is due; wait only if the disk does not keep up."""
+        if self._syncing is not None and self._syncing.done():
+            await self._synced()
+        if self._syncing is None:
+            self._now = asyncio.Event()
+            self._syncing = asyncio.create_task(self._sync_after(writer, self._now), name="sync")
+        if writer.unsynced >= self._settings.sync_bytes:
+            self._now.set()
+        if writer.unsynced >= 2 * self._settings.sync_bytes:
+            await self._synced()
+
+    async def _sync_after(self, writer: Writer, now: asyncio.Event) -> None:
+        """Sync until everything is on disk, in a thread of its own so that appends don't wait."""
+        while writer.unsynced:
+            await pause(now, self._settings.sync_s)
+            now.clear()
+            await asyncio.to_thread(self._sync, writer)
+
+    async def _synced(self) -> None:
+        """Finish the sync that is due, without further delay. Raises what a sync raised."""
+        syncing, self._syncing = self._syncing, None
+        self._now.set()
+        if syncing is not None:
+            await syncing
+
+    def _sync(self, writer: Writer) -> None:
+        began = time.monotonic()
+        writer.sync()
+        if self._told is not None:
+            self._told(time.monotonic() - began)
+
+    async def flush(self) -> None:
+        """Put everything on disk, unless the settings say never to sync."""
+        await self._synced()
+        writer = self._writer
+        if writer is not None and writer.unsynced and self._settings.sync != "never":
+            await self._in_thread(lambda: self._sync(writer))
+
+    async def close(self) -> None:
+        """Flush and close. A claim under which no segment was begun is withdrawn."""
+        try:
+            await self.flush()
+            if self._claim is not None and self._writer is None:
+                await self._in_thread(self._claim.withdraw)
+        finally:
+            if self._writer is not None:
+                self._writer.close()
+                self._writer = None
+            self._claim = None
+            self._appending.shutdown()
+
+    async def _in_thread(self, work: Callable[[], T]) -> T:
+        """Run work in the appending thread, and wait for its end even if cancelled.
+
+        Otherwise the file could be closed in the middle of a record.
+        """
+        running = asyncio.get_running_loop().run_in_executor(self._appending, work)
+        try:
+            return await asyncio.shield(running)
+        except asyncio.CancelledError:
+            with suppress(Exception):
+                await running
+            raise
+
+    def _outlived(self, newest: str) -> list[Path]:
+        """The segments beyond the limits once ``newest`` is there, which is always kept.
+
+        Oldest first, so that an interrupted deletion leaves no gap. Also clears away what crashed
+        writers left.
+        """
+        s = self._settings
+        if not self.folder.is_dir():
+            return []
+        for aside in self.folder.glob("*.tmp"):  # its writer crashed before it was complete
+            if aside.name < newest:
+                _delete(aside)
+        paths = sorted(
+            (p for p in self.folder.iterdir() if p.name.endswith(SUFFIX) and p.name < newest),
+            reverse=True,
+        )
+        kept_bytes, now = 0, time.time()
+        for number, path in enumerate(paths, 1):
+            try:
+                about = path.stat()
+            except FileNotFoundError:  # an operator is making room
+                continue
+            kept_bytes += about.st_size
+            if (
+                kept_bytes > s.keep_bytes
+                or (s.keep_segments is not None and number >= s.keep_segments)
+                or (s.keep_s is not None and now - about.st_mtime > s.keep_s)
+            ):
+                return paths[number - 1 :][::-1]
+        return []
+
+
+def _delete(path: Path) -> None:
+    """Delete a file. Raises JournalError."""
+    try:
+        path.unlink(missing_ok=True)
+    except OSError as error:
+        raise JournalError(f"{path}: cannot be deleted: {error.strerror}") from error

@@ -1,0 +1,133 @@
+"""The messages of a journal's records. Whatever is read is first checked against these bounds."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import Field
+
+from fedstream.broker.messages import Contribution, Count, Message, Name, Outcome, Upload
+
+SUFFIX = ".journal"
+VECTORS = "device vectors"  # needed to read a segment that has any
+KNOWN = frozenset({VECTORS})  # needs that this release can meet
+
+_YEAR_9999 = 253_402_300_799.0
+
+# Later values are not times: no calendar has them.
+Time = Annotated[float, Field(ge=0, le=_YEAR_9999)]  # seconds since 1970; in a simulation, since 0
+Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Mean = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Epoch = Annotated[int, Field(ge=0, lt=10**8)]  # eight digits: names sort by it
+Number = Annotated[int, Field(ge=0, lt=10**6)]
+Devices = Annotated[int, Field(ge=0, lt=2**31)]  # no more can be chosen among
+SegmentName = Annotated[str, Field(pattern=r"^[0-9]{8}-[0-9]{6}\.journal$")]
+Chain = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # SHA-256, in hexadecimal
+Counts: TypeAlias = dict[str, Count]
+
+
+Size = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Sizes: TypeAlias = tuple[Size, Size, Size]
+"""How far an update alone would move parameters, buffers and controls."""
+Counted: TypeAlias = Sizes | tuple[()]  # (): not counted towards what is usual
+
+
+class SegmentHead(Message):
+    """The first record of a segment: what it belongs to."""
+
+    kind: ClassVar[str] = "segment"
+    needs: tuple[Name, ...] = ()  # what a reader must know besides the format
+    epoch: Epoch
+    number: Number  # within the epoch
+    predecessor: SegmentName | None = None
+    cut: Count | None = None  # bytes of the predecessor that count
+    follows: Chain | None = None  # the chain's value there
+    lineage: Name  # drawn when the run began, and the same ever since
+    run: Name
+    task: Name
+    devices: Devices
+    versions: Count  # the run ends with this one
+    seed: Count
+    created: Time  # of the run
+    strategy: dict[str, Any]  # name and parameters
+    layout: bytes
+    release: str  # of numpy, and the machine: they may explain a different bit
+    time: Time  # of the segment
+
+
+class Standing(Message):
+    """Where the run stands: the second record of a segment. Payload: the model, then the memory."""
+
+    kind: ClassVar[str] = "standing"
+    why: Literal["begun", "continued", "adopted"]
+    version: Count
+    digest: Name
+    time: Time  # of the version
+    arrivals: Count = 0  # in the strategy's memory
+    weight: Weight = 0.0  # summed there
+    memory: Name | None = None  # digest of its model
+    held: tuple[Contribution, ...] = ()
+    mean_staleness: Mean = 0.0
+    sizes: tuple[Sizes, ...] = ()  # of the newest updates, oldest first
+    journalled: Counts = Field(default_factory=dict)  # ends of the journal's tasks, up to here
+    counts: Counts = Field(default_factory=dict)  # the run's other counts, as Redis last had them
+    done: tuple[tuple[Any, ...], ...] = ()  # the fields of recent `End`s, oldest first
+    forgotten: Count = 0  # the ends of tasks before this version may be forgotten
+    rounds: tuple[str, ...] = ()  # recent entries that ended rounds, oldest first
+    made: tuple[Contribution, ...] = ()  # the updates in the version
+    finished: str | None = None  # why the run is over
+    here: tuple[Count, ...] = ()  # devices whose vectors are the records that follow
+    again: tuple[Count, ...] = ()  # those that did not change, but whose segment was deleted
+    elsewhere: tuple[tuple[Count, SegmentName], ...] = ()  # where the others' vectors are
+
+
+class DeviceVector(Message):
+    """What a strategy remembers of a device. Payload: a vector as long as the parameters."""
+
+    kind: ClassVar[str] = "device_vector"
+    device: Count
+    digest: Name
+
+
+class Taken(Message):
+    """One update and what became of it. Payload: its bytes as received, where they are recorded."""
+
+    kind: ClassVar[str] = "taken"
+    entry: Name  # of the queue
+    upload: Upload
+    outcome: Outcome
+    reason: str = ""
+    staleness: Count
+    weight: Weight = 0.0  # exactly as it was used
+    version: Count  # after it
+    digest: Name | None = None  # of the version, if this made one
+    time: Time  # when
+    received: Time  # when it was admitted, by the queue's clock
+    finished: str | None = None  # why this ended the run, if it did
+    counts: Counts = Field(default_factory=dict)  # the run's other counts, before this
+    sizes: Counted = ()  # as counted towards what is usual (journal/norms.py)
+
+
+class RoundClosed(Message):
+    """The end of a round, as the queue brought it."""
+
+    kind: ClassVar[str] = "round_closed"
+    entry: Name
+    round: Count  # the version that it was for
+    late: bool = False  # the run was already over: it ends nothing
+    why: str = ""
+    version: Count  # after it
+    digest: Name | None = None  # of the version, if this made one
+    time: Time
+    received: Time
+    finished: str | None = None
+    counts: Counts = Field(default_factory=dict)
+
+
+Entry: TypeAlias = Taken | RoundClosed
+KINDS: tuple[type[Message], ...] = (SegmentHead, Standing, DeviceVector, Taken, RoundClosed)
+
+
+def name_of(epoch: int, number: int) -> str:
+    """A segment's file name; these names sort by age."""
+    return f"{epoch:08d}-{number:06d}{SUFFIX}"

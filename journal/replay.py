@@ -1,0 +1,461 @@
+"""Replay: a journal's versions made again in order, by the recorded rule or by another one.
+
+    with Replayer(Path("runs/demo/journal")) as replayer:
+        for moment in replayer:
+            print(moment.version, moment.message.upload.device, moment.model.floats.max())
+
+By the recorded rule, every outcome and digest must be the recorded one, and every weight up to its
+last bits, else Diverged is raised. Another rule gets the same updates in the same order, each as
+stale as it was; refused updates stay refused, and rounds end where they ended. Nothing is ever
+written to a journal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from mmap import mmap
+from pathlib import Path
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any, TypeAlias
+
+from fedstream.broker.layout import Model
+from fedstream.journal import (
+    Chunk,
+    Cut,
+    JournalDamaged,
+    JournalError,
+    Place,
+    Record,
+    RoundClosed,
+    Segment,
+    Taken,
+    Tear,
+    chunk_bytes,
+    cuts,
+    segments,
+)
+from fedstream.journal.inspection import check_joint
+from fedstream.journal.progress import Progress, Step, close_round, take
+from fedstream.journal.rebuild import (
+    Diverged,
+    NotRecorded,
+    Rebuild,
+    is_used,
+    recorded,
+    rule_of,
+    unfit,
+)
+from fedstream.strategies import Memory, Rule, Strategy
+
+Counted: TypeAlias = tuple[Segment, Cut | None]  # a segment, and how much of it counts
+
+_AHEAD = 8 << 20  # bytes that are read ahead; for large models, one update
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """One record, and the run after it. Copy the models: they are valid until the next step."""
+
+    message: Taken | RoundClosed
+    place: Place
+    step: Step  # by the replayed rule: its decision, and the progress after it
+    original: Progress | None  # by the recorded rule; None if only another rule is replayed
+    identical: bool | None  # its version has the recorded digest; None: no version, or not checked
+    _segment: Segment
+    _record: Record
+
+    @property
+    def version(self) -> int:
+        """The newest version after it; another rule counts its own."""
+        return self.step.after.state.version
+
+    @property
+    def model(self) -> Model:
+        """The model of that version."""
+        return self.step.after.state.model
+
+    def update(self) -> Model:
+        """The update, read again and yours to keep. Call this before the replayer is closed.
+
+        Raises JournalError if there is none, or it was recorded without its bytes.
+        """
+        if not self._record.payload_bytes:
+            where = self.place.where
+            if isinstance(self.message, RoundClosed):
+                raise NotRecorded(f"{where}: is the end of a round, and no update")
+            if not is_used(self.message):
+                raise NotRecorded(f"{where}: a {self.message.outcome} update's bytes are not kept")
+            recorded(self._record, None)
+        model = Model(self._segment.layout)
+        self._segment.load(self._record, model)
+        return model
+
+
+class WhatIf:
+    """Another rule applied to the recorded updates, from where the recorded rule stood."""
+
+    def __init__(self, rule: Strategy, start: Progress, without: frozenset[int]) -> None:
+        """Go on from ``start``, taking over its models; leave out the devices ``without``."""
+        self.rule = rule
+        self.progress = start
+        self._without = without
+        self._filling = bool(start.held)  # a recorded round that is not full yet
+        self._free: list[Model] = []
+
+    def take(self, record: Record, update: Model | None) -> Step:
+        """Apply one record, with its payload if it is a used update."""
+        message, before = record.message, self.progress
+        used = [before.state.model]
+        step = Step(before)
+        if (
+            is_used(message)
+            and message.upload.device not in self._without
+            and not unfit(self.rule, message.upload)  # a live updater would refuse it
+        ):
+            spare = self._free.pop() if self._free else Model(before.state.model.layout)
+            used.append(spare)
+            # Keep the recorded staleness: this rule may have made fewer versions by now.
+            tau = max(0, before.state.version - message.staleness)
+            upload = message.upload.model_copy(update={"tau": tau, "handed": None})
+            step = take(self.rule, before, upload, recorded(record, update), spare)
+        if self._ends_round(record) and step.made is None:
+            closed = close_round(self.rule, step.after, step.after.state.version)
+            step = Step(closed.after, step.decision, closed.made)
+        self.progress = step.after
+        in_use = {id(model) for model in step.after.state.models()}
+        self._free += [model for model in used if id(model) not in in_use]
+        return step
+
+    def _ends_round(self, record: Record) -> bool:
+        """Whether a recorded round ended here; it then ends even if devices are left out."""
+        message = record.message
+        if not isinstance(message, Taken | RoundClosed):
+            return False
+        if message.digest is None:
+            self._filling |= is_used(message)
+            return False
+        filled, self._filling = self._filling, False
+        return filled or isinstance(message, RoundClosed)
+
+
+class Replayer:
+    """Steps through a journal; each iteration starts over.
+
+    ``strategy``: another rule, or a function that makes one from the parameters in a segment's
+    head. ``without``: devices whose updates are left out. Both apply from ``from_version`` on; up
+    to there the run is as recorded. ``beside``: replay the recorded rule too, as
+    ``Moment.original``. ``from_version``: only yield what came after this version. ``until``: the
+    version to stop at. Both are the journal's versions.
+
+    Holds at most three models and the strategy's memory, and 8 MB read ahead if models are small;
+    ``beside`` takes two more models and the other rule's memory.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        strategy: Rule | Callable[[Mapping[str, Any]], Rule] | None = None,
+        without: frozenset[int] = frozenset(),
+        from_version: int | None = None,
+        until: int | None = None,
+        beside: bool = False,
+    ) -> None:
+        """Open the journal.
+
+        Raises JournalError if there is none, or it lacks these versions or devices.
+        """
+        chain = segments(folder)
+        if not chain:
+            raise JournalError(f"{folder}: there is no journal")
+        self.folder = folder
+        self.head = chain[-1].head
+        self.checkpoints = 0  # checkpoints of later segments that matched the state reached
+        self.adopted: list[int] = []  # versions adopted from Redis
+        self._chain = list(cuts(chain))
+        self._strategy = strategy
+        self._without = without
+        self._beside = beside
+        self._until = until
+        self.begin = chain[0].standing.version if from_version is None else from_version
+        try:
+            for version in (from_version, until):
+                if version is not None:
+                    self._check_version(version)
+            if until is not None and self.begin > until:
+                raise JournalError(f"{folder}: version {until} comes before version {self.begin}")
+            self._check_devices()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def oldest(self) -> int:
+        """The oldest version that was kept."""
+        return self._chain[0][0].standing.version
+
+    @cached_property
+    def newest(self) -> int:
+        """The newest version; if the journal's end is damaged, the newest before the damage."""
+        segment, cut = self._chain[-1]
+        version = segment.standing.version
+        try:
+            for record in segment.records(cut):
+                if isinstance(record.message, Taken | RoundClosed):
+                    version = record.message.version
+        except JournalDamaged:
+            pass  # reported when the replay gets there, if it does
+        return version
+
+    @cached_property
+    def influenced(self) -> int | None:
+        """The first version in the journal that contains an update from a left-out device.
+
+        That update influences every later version, and every update trained from one. None if
+        there is no such version; versions that were not kept are not considered.
+        """
+        held = False
+        try:
+            for segment, cut in self._chain if self._without else ():
+                for record in segment.records(cut):
+                    message = record.message
+                    held = held or (is_used(message) and message.upload.device in self._without)
+                    if not held or not isinstance(message, Taken | RoundClosed):
+                        continue
+                    if message.digest is not None:
+                        return message.version
+        except JournalDamaged:
+            pass  # reported when the replay gets there
+        return None
+
+    def _check_version(self, version: int) -> None:
+        """Raise JournalError for a version that is not in the journal."""
+        if version < self.oldest:
+            raise JournalError(
+                f"{self.folder}: version {version} was not kept; the oldest is {self.oldest}"
+            )
+        if version > self.newest:
+            raise JournalError(
+                f"{self.folder}: version {version} is not there; the newest is {self.newest}"
+            )
+
+    def _check_devices(self) -> None:
+        """Raise JournalError for a left-out device that never took part."""
+        missing = set(self._without)
+        for segment, cut in self._chain if missing else ():
+            for record in segment.records(cut):
+                if is_used(record.message):
+                    missing.discard(record.message.upload.device)
+                if not missing:
+                    return
+        if missing:
+            raise JournalError(
+                f"{self.folder}: device {min(missing)} never took part (the run has "
+                f"{self.head.devices} devices)"
+            )
+
+    def close(self) -> None:
+        """Close the files."""
+        for segment, _ in self._chain:
+            segment.close()
+
+    def __enter__(self) -> Replayer:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    @property
+    def changed(self) -> bool:
+        """Whether another rule than the recorded one is replayed."""
+        return self._strategy is not None or bool(self._without)
+
+    @property
+    def torn(self) -> Tear | None:
+        """Where a crash tore a record; known once the replay got there."""
+        return self._chain[-1][0].torn
+
+    def __iter__(self) -> Iterator[Moment]:
+        """Yield a moment for each record in order. Raises JournalError, including Diverged."""
+        self.checkpoints, self.adopted = 0, []
+        chain = self._chain[self._nearest() :]
+        reading = _Ahead(chain)
+        try:
+            yield from self._moments(reading)
+        finally:
+            reading.stop()
+
+    def _nearest(self) -> int:
+        """The number of the segment to begin with: the nearest checkpoint that splits no round."""
+        return max(
+            n
+            for n, said in enumerate(segment.standing for segment, _ in self._chain)
+            if n == 0
+            or said.version < self.begin
+            or (said.version == self.begin > self.oldest and not said.held)
+        )
+
+    def _moments(self, reading: _Ahead) -> Iterator[Moment]:
+        was: Rebuild | None = None  # None again once only the other rule is replayed
+        what_if: WhatIf | None = None
+        version, begun = -1, False
+        for segment, record, update in reading:
+            if record is None:
+                if version < 0 or segment.standing.why == "adopted":
+                    if version >= 0:
+                        self.adopted.append(segment.standing.version)
+                    was, what_if = (
+                        Rebuild(segment),
+                        None,
+                    )
+                    version = segment.standing.version
+                elif was is not None:
+                    self._continue(was, segment)
+                if what_if is not None:
+                    what_if.rule = self._rule(segment)
+            else:
+                message = record.message
+                if not isinstance(message, Taken | RoundClosed):
+                    raise JournalError(f"{record.place.where}: does not belong there")
+                if is_used(message):
+                    recorded(record, update)
+                done = was.take(record, update) if was is not None else None
+                other = what_if.take(record, update) if what_if is not None else None
+                reading.free()
+                if was is not None and done is not None:
+                    _check(was, done, segment, record)
+                version = message.version
+                step = other or done
+                if begun and step is not None:
+                    yield Moment(
+                        message=message, place=record.place, step=step,
+                        original=was.progress if was is not None else None,
+                        identical=True if was is not None and message.digest else None,
+                        _segment=segment, _record=record,
+                    )  # fmt: skip
+            if self._until is not None and version >= self._until:
+                return
+            begun = begun or version >= self.begin
+            if begun and self.changed and what_if is None and was is not None:
+                start = _copied(was.progress) if self._beside else was.progress
+                rule = self._rule(segment)
+                if type(rule) is not type(was.strategy):  # it can't use another rule's memory
+                    start = replace(start, state=replace(start.state, memory=Memory()), held=())
+                what_if = WhatIf(rule, start, self._without)
+                was = was if self._beside else None
+
+    def _continue(self, was: Rebuild, segment: Segment) -> None:
+        """Go on to the next segment, which must begin where this one ended. Raises Diverged."""
+        check_joint(segment, (was.progress.state.version, was.digest))
+        self.checkpoints += 1
+        was.strategy = rule_of(segment)
+
+    def _rule(self, segment: Segment) -> Strategy:
+        """The rule to replay a segment by. Raises NotRecorded if it takes other updates."""
+        recorded_as, devices = segment.head.strategy, segment.head.devices
+        was = rule_of(segment)
+        if self._strategy is None:
+            return was
+        rule = self._strategy(recorded_as) if callable(self._strategy) else self._strategy
+        other = rule.build(devices)
+        if (other.sends, other.controls) != (was.sends, was.controls):
+            raise NotRecorded(
+                f"{self.folder}: {rule.name} takes {_takes(other)}, but {recorded_as['name']}'s "
+                f"devices sent {_takes(was)}: record a run with a rule that takes the same"
+            )
+        return other
+
+
+def _takes(rule: Strategy) -> str:
+    return f"{rule.sends}s{' and control variates' if rule.controls else ''}"
+
+
+def _check(was: Rebuild, step: Step, segment: Segment, record: Record) -> None:
+    """Raise Diverged if a step differs from its record, and say so if the update changed."""
+    try:
+        was.check(record, step)
+    except Diverged as error:
+        if isinstance(record.message, Taken) and _has_update(record):
+            update = Model(segment.layout)
+            segment.load(record, update)
+            if update.digest() != record.message.upload.digest:
+                raise Diverged(
+                    f"{record.place.where}: the update of version {record.message.version} is not "
+                    "what it was"
+                ) from error
+        raise
+
+
+def _copied(progress: Progress) -> Progress:
+    return replace(progress, state=progress.state.copy())
+
+
+def _has_update(record: Record) -> bool:
+    return is_used(record.message) and record.payload_bytes > 0
+
+
+Found: TypeAlias = tuple[Segment, Record | None, Model | None]
+
+
+class _Ahead:
+    """The records of segments, read a few megabytes ahead by a thread.
+
+    The thread hands over chunks of the file as they are. Read inline, each small update would cost
+    its reading on top of its replay; handed over one by one, each would wait for a thread to wake
+    up and for the interpreter lock. For large models, it holds one update and reads the next one
+    while the version is compared.
+    """
+
+    def __init__(self, chain: Sequence[Counted]) -> None:
+        self._chain = chain
+        self._free: SimpleQueue[mmap | None] = SimpleQueue()  # None: stop
+        self._read: SimpleQueue[Chunk | Exception | None] = SimpleQueue()  # None: segment's end
+        self._used: mmap | None = None  # returned to `_free` once its last record was processed
+        size = chunk_bytes(chain[0][0].layout)
+        for _ in range(max(1, _AHEAD // size)):
+            self._free.put(mmap(-1, size))
+        self._thread = Thread(target=self._run, name="read ahead", daemon=True)
+        self._thread.start()
+
+    def __iter__(self) -> Iterator[Found]:
+        """Yield each segment's beginning, then its records with their payloads.
+
+        A payload is valid until :meth:`free`.
+        """
+        for segment, cut in self._chain:
+            yield segment, None, None
+            for chunk, record, update in segment.found(self._chunks(), cut):
+                if record.end == chunk.end:
+                    self._used = chunk.memory
+                yield segment, record, update
+
+    def _chunks(self) -> Iterator[Chunk]:
+        """The chunks of the next segment."""
+        while (chunk := self._read.get()) is not None:
+            if isinstance(chunk, Exception):
+                raise chunk
+            yield chunk
+
+    def free(self) -> None:
+        """Release the payload that was yielded last."""
+        if self._used is not None:
+            self._free.put(self._used)
+            self._used = None
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._free.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        memory = iter(self._free.get, None)
+        try:
+            for segment, cut in self._chain:
+                for chunk in segment.chunks(cut, memory):
+                    self._read.put(chunk)
+                self._read.put(None)
+        except Exception as error:  # raised in the thread that iterates
+            self._read.put(error)

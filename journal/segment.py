@@ -1,0 +1,500 @@
+"""Reading a journal: nothing is ever written, and nothing that is read is trusted unchecked.
+
+A record must be whole, be at the offset that it states, and follow the one before it; the last one
+that a successor counts must be the one that it says it follows. An incomplete record is the torn
+tail of a crash, unless a later record says that it was on disk: then the file is damaged. Bad
+content of any kind raises a JournalError with the place, and memory is allocated only once the file
+is known to have as many bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import reprlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from mmap import mmap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedstream.broker.errors import BadMessage, LayoutMismatch
+from fedstream.broker.layout import PAGE, Layout, Model
+from fedstream.broker.messages import Message, decode
+from fedstream.journal.errors import JournalDamaged, JournalError
+from fedstream.journal.frames import (
+    BEGINNING,
+    FILE_BYTES,
+    FORMAT,
+    FRAME_BYTES,
+    Place,
+    file_parts,
+    filled,
+    frame_of,
+    is_whole,
+)
+from fedstream.journal.records import (
+    KINDS,
+    KNOWN,
+    SUFFIX,
+    DeviceVector,
+    RoundClosed,
+    SegmentHead,
+    Standing,
+    Taken,
+)
+
+_CHUNK = 2 << 20  # bytes that are read at once, extended to the end of a record
+_AHEAD = 16 << 20  # bytes after a payload that the disk is asked to prefetch
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How much of a segment its successor counts."""
+
+    at: int  # bytes
+    chain: bytes  # the chain's value there
+    successor: str  # file name
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """Where a segment ends, for its successor."""
+
+    path: Path
+    at: int  # bytes of it that count
+    chain: bytes  # the chain's value there
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """A record as it was found: its message, and where its payload is."""
+
+    message: Message
+    place: Place
+    payload: int  # offset in the file
+    payload_bytes: int
+    synced: int
+    end: int  # offset after it
+    follows: bytes  # the chain's value before it
+    chain: bytes  # and after it
+
+
+@dataclass(frozen=True, slots=True)
+class Tear:
+    """Where a crash tore a segment: at a record that was not whole when its writer died."""
+
+    place: Place
+    behind: int = 0  # whole records after it, which are lost with it
+    version: int | None = None  # the newest of these records
+
+    @property
+    def lost(self) -> str:
+        """What was lost with it, in words; '' if nothing was."""
+        if not self.behind:
+            return ""
+        records = "record" if self.behind == 1 else "records"
+        until = "" if self.version is None else f", up to version {self.version}"
+        return f"; {self.behind} whole {records} behind it{until}, cannot be used"
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Consecutive records of a segment, as they are in the file."""
+
+    at: int  # offset in the file
+    end: int  # offset after the last of them, or the segment's end if the rest is no record
+    memory: mmap  # holds them from its beginning on, and ...
+    size: int  # ... so many bytes of it
+
+
+def chunk_bytes(layout: Layout) -> int:
+    """The bytes of memory that a chunk takes, for models of this layout."""
+    return _CHUNK + PAGE + filled(layout.nbytes)
+
+
+class Segment:
+    """A segment to read. Its file is opened on first use."""
+
+    def __init__(self, path: Path) -> None:
+        """Read the segment's beginning.
+
+        Raises JournalError if it is not a segment, of another format, or damaged there.
+        """
+        self.path = path
+        self.torn: Tear | None = None  # set once records() gets there
+        self._open: int | None = None
+        self._asked = 0  # the offset up to which the disk was asked to prefetch
+        try:
+            self.size = os.fstat(self._file).st_size
+            self._check_file()
+            found = self._record(PAGE)
+            if found is None or not isinstance(found.message, SegmentHead):
+                raise JournalDamaged(f"{path}: its first record is not a segment's head")
+            self.head = found.message
+            self._check_head(found)
+            standing = self._record(found.end)
+            if standing is None or not isinstance(standing.message, Standing):
+                raise JournalDamaged(f"{path}: its second record is not a standing")
+            self._check_follows(standing, found.chain)
+            # The recent ends are long, and only recovery needs them.
+            self.standing = standing.message.model_copy(update={"done": ()})
+            self.standing_record = replace(standing, message=self.standing)
+            self.layout = self._layout()
+            models = 1 if self.standing.memory is None else 2
+            self._check_payload(standing, models * self.layout.nbytes)
+            self.elsewhere = dict(self.standing.elsewhere)  # device -> segment with its vector
+            *_, last = standing, *(record for record, _ in self.vectors())
+            self.beginning = Ending(path, last.end, last.chain)  # where the records begin
+        except BaseException:
+            self.close()
+            raise
+
+    def _check_file(self) -> None:
+        parts = file_parts(self._read(FILE_BYTES, 0))
+        if parts is None:
+            raise JournalError(f"{self.path}: is not a segment of a journal")
+        number, self._salt = parts
+        if number != FORMAT:
+            which = "0.1.0" if number == 1 else "the release that wrote it"
+            raise JournalError(
+                f"{self.path}: is of journal format {number}, and this release reads {FORMAT}: use "
+                f"{which} to read it"
+            )
+
+    def _check_head(self, found: Record) -> None:
+        unknown = [need for need in self.head.needs if need not in KNOWN]
+        if unknown:
+            raise JournalError(
+                f"{self.path}: needs {reprlib.repr(unknown[0])}, which this release does not know: "
+                "read it with a newer one"
+            )
+        self._check_follows(found, BEGINNING)
+        named = (self.head.predecessor, self.head.cut, self.head.follows)
+        if any(part is None for part in named) and named != (None, None, None):
+            raise JournalDamaged(f"{found.place.where}: names half a predecessor")
+
+    def _layout(self) -> Layout:
+        try:
+            return Layout.decode(self.head.layout)
+        except LayoutMismatch as error:
+            raise JournalDamaged(f"{self.path}: {error}") from error
+
+    @property
+    def follows(self) -> Cut | None:
+        """How much of its predecessor the segment counts; None if it has none."""
+        head = self.head
+        if head.cut is None or head.follows is None:
+            return None
+        return Cut(head.cut, bytes.fromhex(head.follows), self.path.name)
+
+    @property
+    def _file(self) -> int:
+        if self._open is None:
+            self._open = _opened_to_read(self.path)
+        return self._open
+
+    def close(self) -> None:
+        """Close the file; it is opened again on next use."""
+        if self._open is not None:
+            os.close(self._open)
+            self._open = None
+
+    def __enter__(self) -> Segment:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    def done(self) -> tuple[tuple[Any, ...], ...]:
+        """Recent ends in the standing: the fields of :class:`fedstream.broker.records.End`."""
+        standing = self._record(self.standing_record.place.offset)
+        if standing is None or not isinstance(standing.message, Standing):
+            raise JournalDamaged(f"{self.path}: its second record is not a standing any more")
+        return standing.message.done
+
+    def vectors(self) -> Iterator[tuple[Record, DeviceVector]]:
+        """The devices' vectors that belong to the standing. Raises JournalDamaged."""
+        at, chain = self.standing_record.end, self.standing_record.chain
+        for _ in self.standing.here:
+            record = self._record(at)
+            if record is None or not isinstance(record.message, DeviceVector):
+                raise JournalDamaged(f"{Place(self.path, at).where}: is not a device's vector")
+            self._check_follows(record, chain)
+            yield record, record.message
+            at, chain = record.end, record.chain
+
+    def records(self, cut: Cut | None = None) -> Iterator[Record]:
+        """The records after the beginning, up to ``cut`` or to the torn tail.
+
+        Raises JournalDamaged at a record that is not what was written.
+        """
+        at, chain = self.beginning.at, self.beginning.chain
+        end = self.size if cut is None else cut.at
+        while at < end and (record := self._whole(at, cut, chain)) is not None:
+            yield record
+            at, chain = record.end, record.chain
+        self._check_end(cut, chain)
+
+    def _whole(
+        self, at: int, cut: Cut | None, chain: bytes, begin: memoryview | None = None
+    ) -> Record | None:
+        """The record at ``at``; None where the torn tail begins. Raises JournalDamaged."""
+        record = self._record(at, begin)
+        if record is not None and (cut is None or record.end <= cut.at):
+            self._check_follows(record, chain)
+            return record
+        place = Place(self.path, at)
+        if cut is not None and self.size < cut.at:
+            raise JournalDamaged(
+                f"{place.where}: its end is lost: {cut.successor} counts {cut.at} bytes of it, "
+                f"{self.size} are there"
+            )
+        if cut is not None:
+            raise JournalDamaged(f"damaged record: {place.where}")
+        self.tear(at, f"damaged record: {place.where}")
+        return None
+
+    def _check_follows(self, record: Record, chain: bytes) -> None:
+        if record.follows != chain:
+            raise JournalDamaged(
+                f"{record.place.where}: does not follow the record before it: one of the two was "
+                "exchanged"
+            )
+
+    def _check_end(self, cut: Cut | None, chain: bytes) -> None:
+        if cut is not None and chain != cut.chain:
+            raise JournalDamaged(
+                f"{Place(self.path, cut.at).where}: {cut.successor} follows another record than "
+                "the one that ends here"
+            )
+
+    def tear(self, at: int, damage: str) -> None:
+        """End the segment at ``at``, where a record is not whole.
+
+        Raises JournalDamaged with the text ``damage`` if a later record says that it was on disk.
+        """
+        behind, version = 0, None
+        for page in range(at + PAGE, self.size, PAGE):
+            record = self._record(page)
+            if record is None:
+                continue
+            if record.synced > at:
+                raise JournalDamaged(damage)
+            behind += 1
+            if isinstance(record.message, Taken | RoundClosed):
+                version = record.message.version
+        self.torn = Tear(Place(self.path, at), behind, version)
+
+    def chunks(self, cut: Cut | None, memory: Iterator[mmap]) -> Iterator[Chunk]:
+        """The records of :meth:`records` in chunks, as they are in the file, for :meth:`found`.
+
+        Each takes the next ``memory``, of :func:`chunk_bytes`, and more only for a long message.
+        Opens the file on its own, so another thread may use the segment. Raises JournalError.
+        """
+        at, end = self.beginning.at, self.size if cut is None else cut.at
+        with _reading(self.path) as file:
+            while at < end and (into := next(memory, None)) is not None:
+                chunk = self._chunk(file, at, end, into)
+                yield chunk
+                at = chunk.end
+
+    def _chunk(self, file: int, at: int, end: int, into: mmap) -> Chunk:
+        """Read one chunk, and then whatever its last record lacks."""
+        size = whole = 0  # bytes read, and those of them in whole records
+        wanted = min(_CHUNK, end - at)
+        while True:
+            if wanted > len(into):
+                into, size = mmap(-1, wanted), 0
+            size += self._fill(file, at + size, memoryview(into)[size:wanted])
+            if size < wanted:
+                return Chunk(at, end, into, size)  # the file ends here
+            wanted = whole + PAGE
+            while wanted <= size:
+                frame = frame_of(memoryview(into)[whole:])
+                if frame is None or frame.payload not in (0, self.layout.nbytes):
+                    return Chunk(at, end, into, size)  # found() tells what is wrong
+                wanted = frame.end(whole)
+                if wanted <= size:
+                    whole, wanted = wanted, wanted + PAGE
+            if whole >= _CHUNK or at + whole == end:
+                return Chunk(at, at + whole, into, size)
+            if at + wanted > end:
+                return Chunk(at, end, into, size)
+
+    def _fill(self, file: int, at: int, view: memoryview) -> int:
+        """Fill ``view`` from the file; return the bytes read, fewer only if the file ends."""
+        size = 0
+        while size < len(view):
+            with self._told(at + size):
+                read = os.preadv(file, [view[size:]], at + size)
+            if not read:
+                break
+            size += read
+        return size
+
+    def found(
+        self, chunks: Iterator[Chunk], cut: Cut | None
+    ) -> Iterator[tuple[Chunk, Record, Model | None]]:
+        """The records of all chunks, each with its payload, which shares the chunk's memory.
+
+        Raises JournalDamaged like :meth:`records` and :meth:`load`.
+        """
+        layout, chain = self.layout, self.beginning.chain
+        for chunk in chunks:
+            view, at = memoryview(chunk.memory)[: chunk.size], chunk.at
+            while at < chunk.end:
+                record = self._whole(at, cut, chain, view[at - chunk.at :])
+                if record is None:
+                    return  # nothing counts after a torn record
+                payload = None
+                if record.payload_bytes:
+                    self._check_payload(record, layout.nbytes)
+                    if record.end - chunk.at > chunk.size:
+                        raise JournalDamaged(f"{self.path}: ends in the middle of a record")
+                    start = record.payload - chunk.at
+                    payload = Model(layout, np.frombuffer(view, np.uint8, layout.nbytes, start))
+                yield chunk, record, payload
+                at, chain = record.end, record.chain
+        self._check_end(cut, chain)
+
+    def load(self, record: Record, *into: Model) -> None:
+        """Read a record's payload into models, one after the other. Raises JournalDamaged."""
+        self._check_payload(record, sum(model.layout.nbytes for model in into))
+        if not self._asked - _AHEAD < record.end <= self._asked - _AHEAD // 2:
+            # A reader of one payload usually wants the next: let the disk prefetch it.
+            self._asked = record.end + _AHEAD
+            if hasattr(os, "posix_fadvise"):
+                os.posix_fadvise(self._file, record.end, _AHEAD, os.POSIX_FADV_WILLNEED)
+        at = record.payload
+        for model in into:
+            view = model.buffer.data
+            if self._fill(self._file, at, view) < len(view):
+                raise JournalDamaged(f"{self.path}: ends in the middle of a record")
+            at += len(view)
+
+    def _check_payload(self, record: Record, nbytes: int) -> None:
+        if record.payload_bytes != nbytes:
+            raise JournalDamaged(
+                f"{record.place.where}: a payload of {record.payload_bytes} "
+                "bytes, which is not the layout's"
+            )
+
+    def _record(self, at: int, there: memoryview | None = None) -> Record | None:
+        """The record at ``at``; None if there is no whole one. ``there``: its bytes, if read.
+
+        Raises JournalDamaged for a record that was written at another offset.
+        """
+        # One page holds the frame and, usually, the whole message.
+        begin = self._read(PAGE, at) if there is None else bytes(there[:PAGE])
+        frame = frame_of(begin)
+        if frame is None or frame.end(at) > self.size:
+            return None
+        data = begin[: FRAME_BYTES + frame.length]
+        if len(data) < FRAME_BYTES + frame.length:
+            data += self._read(FRAME_BYTES + frame.length - len(data), at + len(data))
+        if not is_whole(self._salt, data, frame.checksum):
+            return None
+        place = Place(self.path, at)
+        if frame.offset != at:
+            raise JournalDamaged(f"{place.where}: the record of byte {frame.offset} is here")
+        try:
+            found = decode(data[FRAME_BYTES:], *KINDS)
+        except BadMessage as error:
+            raise JournalDamaged(f"{place.where}: {error}") from error
+        return Record(
+            found, place, frame.payload_at(at), frame.payload, frame.synced, frame.end(at),
+            frame.follows, frame.checksum,
+        )  # fmt: skip
+
+    def _read(self, size: int, at: int) -> bytes:
+        with self._told(at):
+            return os.pread(self._file, size, at)
+
+    @contextmanager
+    def _told(self, at: int) -> Iterator[None]:
+        """Turn a failure to read into a JournalError with the place."""
+        try:
+            yield
+        except OSError as error:
+            where = Place(self.path, at).where
+            raise JournalError(f"{where}: cannot be read: {error.strerror}") from error
+
+
+def _opened_to_read(path: Path) -> int:
+    try:
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError as error:
+        raise JournalError(f"{path}: cannot be read: {error.strerror}") from error
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[int]:
+    file = _opened_to_read(path)
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def segments(folder: Path) -> list[Segment]:
+    """The segments that count, oldest first, each but the last up to its successor's cut.
+
+    Empty if there is no journal. Leaves out the segments of fenced writers, and the oldest ones if
+    they can't be rebuilt because devices' vectors were deleted with the segments before them.
+    Raises JournalError for a foreign file, and if a segment is missing in the middle.
+    """
+    try:
+        names = sorted(path.name for path in folder.iterdir() if path.name.endswith(SUFFIX))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise JournalError(f"{folder}: cannot be read: {error.strerror}") from error
+    chain: list[Segment] = []
+    try:
+        name = names[-1] if names else None
+        while name is not None and name in names:
+            try:
+                chain.append(Segment(folder / name))
+            except JournalError:
+                if chain and not (folder / name).exists():
+                    return chain[::-1]  # the oldest, deleted since it was listed
+                raise
+            chain[-1].close()  # there may be more segments than the limit on open files
+            before = chain[-1].head.predecessor
+            if before is not None and before >= name:
+                raise JournalDamaged(f"{folder / name}: names {before} as its predecessor")
+            name = before
+        if name is not None and names[0] < name:
+            raise JournalError(
+                f"{folder / name}: is missing, but older segments are there: put it back, or move "
+                "the older ones away to begin behind it"
+            )
+    except BaseException:
+        for segment in chain:
+            segment.close()
+        raise
+    return _with_vectors(chain, set(names))[::-1]
+
+
+def _with_vectors(chain: list[Segment], names: set[str]) -> list[Segment]:
+    """The segments, newest first, as far back as all their devices' vectors are there.
+
+    A vector whose segment is gone may be repeated in a later segment: it is then taken from there.
+    """
+    again: dict[int, str] = {}  # device -> the segment that has the vector unchanged
+    for number, segment in enumerate(chain):
+        gone = {device for device, name in segment.elsewhere.items() if name not in names}
+        if number and not gone <= again.keys():
+            return chain[:number]
+        segment.elsewhere |= {device: again[device] for device in gone & again.keys()}
+        again = segment.elsewhere | dict.fromkeys(segment.standing.again, segment.path.name)
+    return chain
+
+
+def cuts(chain: Sequence[Segment]) -> Iterator[tuple[Segment, Cut | None]]:
+    """Each segment with its successor's cut; None: everything whole in it counts."""
+    for segment, successor in zip(chain, [*chain[1:], None], strict=True):
+        yield segment, successor.follows if successor is not None else None

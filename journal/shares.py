@@ -1,0 +1,146 @@
+"""What each device contributed to a run: statistics of its updates, and their directions."""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from fedstream.broker.layout import Floats, Model
+from fedstream.broker.messages import Upload
+from fedstream.journal import Segment, Standing, Taken
+from fedstream.journal.inspection import Move, Read, history
+from fedstream.journal.rebuild import is_used
+from fedstream.strategies.mixing import norm
+
+_SAMPLE = 1 << 16  # numbers of a model that stand for its direction
+
+
+@dataclass
+class Spread:
+    """Numbers and their statistics, which are None if there are no numbers."""
+
+    values: array[float] = field(default_factory=lambda: array("d"))
+    total: float = 0.0
+
+    def add(self, value: float) -> None:
+        """Add a number."""
+        self.values.append(value)
+        self.total += value
+
+    @property
+    def count(self) -> int:
+        """How many."""
+        return len(self.values)
+
+    @property
+    def mean(self) -> float | None:
+        """Their mean."""
+        return self.total / self.count if self.count else None
+
+    @property
+    def most(self) -> float | None:
+        """The largest."""
+        return max(self.values, default=None)
+
+    def percentile(self, share: float) -> float | None:
+        """The smallest number that at least ``share`` percent do not exceed."""
+        if not self.count:
+            return None
+        return float(np.percentile(self.values, share, method="inverted_cdf"))
+
+
+@dataclass
+class Share:
+    """A device's part in a run: its updates by outcome, and statistics of the used ones."""
+
+    outcomes: Counter[str] = field(default_factory=Counter)
+    staleness: Spread = field(default_factory=Spread)
+    weight: Spread = field(default_factory=Spread)
+    loss: Spread = field(default_factory=Spread)
+    norm: Spread = field(default_factory=Spread)  # of what was sent, x_new or a delta
+    distance: Spread = field(default_factory=Spread)  # the norm of its direction
+    cosine: Spread = field(default_factory=Spread)  # of its direction and the model's later one
+
+
+@dataclass(frozen=True, slots=True)
+class _Course:
+    """A version's model, and by device the directions of the updates in it."""
+
+    model: Floats
+    directions: list[tuple[int, Floats]]
+
+
+def direction(upload: Upload, sent: Model, x: Model) -> Floats:
+    """The direction in which an update moves the parameters.
+
+    x_new - x, where x is the model that it was mixed into; for a delta, x_new - x_tau as sent."""
+    if upload.sends == "delta":
+        return sent.parameters
+    return np.subtract(sent.parameters, x.parameters)
+
+
+def stats(
+    chain: Sequence[Segment], ahead: int, read: Read = lambda _bytes: None
+) -> dict[int, Share]:
+    """Each device's share, by device number.
+
+    ``cosine`` compares an update's direction with the model's movement over the ``ahead`` versions
+    after the one that contains the update; it leaves out updates followed by fewer versions. At
+    most 65,536 evenly spaced numbers stand for a large model, so memory holds the directions of
+    ``ahead`` versions whatever the models' size; besides, it holds six numbers per update.
+    """
+    shares: dict[int, Share] = {}
+    courses: deque[_Course] = deque()
+    arriving: list[tuple[int, Floats]] = []
+    for move in history(chain, read):
+        message = move.message
+        if isinstance(message, Taken):
+            share = shares.setdefault(message.upload.device, Share())
+            wanted = _count(share, message, move)
+            if wanted is not None:
+                arriving.append((message.upload.device, wanted))
+        if isinstance(message, Standing) or move.after is None:  # the course breaks off here
+            courses.clear()
+            arriving.clear()
+        elif move.is_made:
+            courses.append(_Course(_sampled(move.after.parameters).copy(), arriving))
+            arriving = []
+            if len(courses) > ahead:
+                _compare(courses.popleft(), courses[-1].model, shares)
+    return dict(sorted(shares.items()))
+
+
+def _count(share: Share, message: Taken, move: Move) -> Floats | None:
+    """Count an update; return its direction if its weights are there."""
+    share.outcomes[message.outcome] += 1
+    if not is_used(message):
+        return None
+    share.staleness.add(message.staleness)
+    share.weight.add(message.weight)
+    if message.upload.loss is not None:
+        share.loss.add(message.upload.loss)
+    if move.update is None:
+        return None
+    share.norm.add(norm(move.update.floats))
+    if move.before is None:
+        return None
+    wanted = direction(message.upload, move.update, move.before)
+    share.distance.add(norm(wanted))
+    return _sampled(wanted).copy()
+
+
+def _sampled(parameters: Floats) -> Floats:
+    return parameters[:: -(-parameters.size // _SAMPLE) or 1]
+
+
+def _compare(course: _Course, later: Floats, shares: Mapping[int, Share]) -> None:
+    way = later - course.model
+    length = norm(way)
+    for device, wanted in course.directions:
+        both = length * norm(wanted)
+        if both > 0:  # a zero vector has no direction
+            shares[device].cosine.add(float(np.dot(way, wanted)) / both)

@@ -1,0 +1,227 @@
+"""Writing a segment: whole records in order; one that was whole is never taken back.
+
+A successor may have counted any of them. A record that does not fit on a full disk is cut off
+again, back to the record before it: it was never whole.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+from collections.abc import Sequence
+from contextlib import suppress
+from mmap import mmap
+from pathlib import Path
+from threading import Lock
+
+from fedstream.broker.errors import Fenced
+from fedstream.broker.layout import PAGE, Model, vector_of
+from fedstream.broker.messages import Message
+from fedstream.journal.errors import JournalError, JournalFull
+from fedstream.journal.frames import BEGINNING, MOST, file_page, filled, packed
+from fedstream.journal.records import DeviceVector, SegmentHead, Standing, name_of
+from fedstream.strategies.vectors import DeviceVectors
+
+FOLDER_MODE = 0o700  # the journal has every update: it is private
+FILE_MODE = 0o600
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Writer:
+    """A segment being written, by one thread at a time."""
+
+    def __init__(
+        self,
+        folder: Path,
+        head: SegmentHead,
+        standing: Standing,
+        *models: Model,
+        vectors: DeviceVectors | None = None,
+    ) -> None:
+        """Create the segment, whole and on disk. Raises JournalError; Fenced if it exists.
+
+        ``vectors``: has those of the devices that the standing lists as ``here``.
+        """
+        self.path = folder / name_of(head.epoch, head.number)
+        self.head = head
+        self._salt = secrets.randbits(64)  # so that no update can contain a record
+        self._lock = Lock()  # between threads that sync
+        self._page = mmap(-1, PAGE)  # the buffer that messages are written from
+        self.chain = BEGINNING  # the newest record's checksum
+        # A unique name: if Redis was emptied twice, two updaters may begin the same epoch.
+        aside = self.path.with_suffix(f".{secrets.token_hex(4)}.tmp")
+        try:
+            made_folder(folder)
+            self._file = _opened(aside)
+        except OSError as error:
+            raise translated(aside, error) from error
+        self.size = 0
+        self._synced = 0
+        try:
+            self._write([self._paged(file_page(self._salt))])
+            self.append(head)
+            self.append(standing, *models)
+            for device in standing.here:
+                if vectors is None:
+                    raise RuntimeError("a standing with vectors, without them")
+                # Copied, because rows of one array don't begin on pages of their own.
+                vector = vector_of(vectors[device]).copy()
+                self.append(DeviceVector(device=device, digest=vector.digest()), vector)
+            self.sync()
+            _named(aside, self.path)
+            sync_folder(folder)
+        except BaseException as error:
+            os.close(self._file)
+            with suppress(OSError):
+                aside.unlink()
+            if isinstance(error, FileExistsError):
+                raise Fenced(f"another updater has begun {self.path}") from error
+            if isinstance(error, FileNotFoundError) and folder.is_dir():
+                raise Fenced(f"another updater took over, and cleared {aside} away") from error
+            if isinstance(error, OSError):
+                raise translated(aside, error) from error
+            raise
+
+    @property
+    def unsynced(self) -> int:
+        """Bytes that may not be on disk yet."""
+        return self.size - self._synced
+
+    def append(self, message: Message, *models: Model) -> int:
+        """Append a record; return the file's size after it.
+
+        Raises JournalFull and leaves the file as it was, or JournalError.
+        """
+        encoded = message.encode()
+        if len(encoded) > MOST:
+            raise JournalError(f"{self.path}: a message of {len(encoded)} bytes, at most {MOST}")
+        begin, checksum = packed(
+            encoded, payload=sum(model.layout.nbytes for model in models), synced=self._synced,
+            offset=self.size, follows=self.chain, salt=self._salt,
+        )  # fmt: skip
+        # Only a standing has several models; they are joined without padding between them.
+        alone = models[0].pages if len(models) == 1 else None
+        block = _joined(models) if alone is None and models else alone
+        self._write([self._paged(begin), *([block] if block else [])])
+        self.chain = checksum
+        return self.size
+
+    def _paged(self, message: bytes) -> memoryview:
+        """The message padded to whole pages."""
+        size = filled(len(message))
+        if size > len(self._page):
+            self._page = mmap(-1, size)
+        self._page[: len(message)] = message
+        self._page[len(message) : size] = bytes(size - len(message))
+        return memoryview(self._page)[:size]
+
+    def _write(self, parts: list[memoryview]) -> None:
+        at = self.size
+        try:
+            while parts:
+                written = os.pwritev(self._file, parts, at)
+                at += written
+                while parts and written >= len(parts[0]):
+                    written -= len(parts.pop(0))
+                if written:
+                    parts[0] = parts[0][written:]
+        except OSError as error:
+            if error.errno in _FULL:  # otherwise the record may be whole: leave it
+                with suppress(OSError):  # the next record overwrites what is left
+                    os.ftruncate(self._file, self.size)
+            raise translated(self.path, error) from error
+        self.size = at
+
+    def sync(self) -> int:
+        """Put everything appended before the call on disk; return how many bytes are there.
+
+        May run in another thread than :meth:`append`, at the same time. Raises JournalError; what
+        is on disk is then unknown, and the updater has to start again from what is there.
+        """
+        size = self.size
+        try:
+            os.fdatasync(self._file)
+        except OSError as error:
+            raise JournalError(f"{self.path}: not written to disk: {error.strerror}") from error
+        with self._lock:
+            self._synced = max(self._synced, size)
+            return self._synced
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+
+def made_folder(folder: Path) -> None:
+    """Create the folder if it is missing, and put its name on disk. Raises OSError."""
+    if not folder.is_dir():
+        folder.mkdir(FOLDER_MODE, parents=True, exist_ok=True)
+        sync_folder(folder.parent)
+
+
+def translated(path: Path, error: OSError) -> JournalError:
+    """The JournalError that says why a file cannot be written."""
+    if error.errno in _FULL:
+        return JournalFull(f"{path}: no room: {error.strerror}; make some")
+    return JournalError(f"{path}: cannot be written: {error.strerror}")
+
+
+def _named(aside: Path, path: Path) -> None:
+    """Move ``aside`` to ``path``. Raises FileExistsError if there is a file.
+
+    By a link, because a rename would replace another updater's file.
+    """
+    try:
+        os.link(aside, path)
+    except OSError as error:
+        if error.errno not in (errno.EPERM, errno.EOPNOTSUPP):
+            raise
+        if path.exists():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), path) from error
+        aside.rename(path)  # a file system without links
+    else:
+        aside.unlink()
+
+
+def sync_file(path: Path) -> None:
+    """Put a file's content on disk. Raises JournalError."""
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            os.fdatasync(file)
+        finally:
+            os.close(file)
+    except OSError as error:
+        raise JournalError(f"{path}: not written to disk: {error.strerror}") from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Put the names of a folder's files on disk. Raises OSError."""
+    file = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(file)
+    finally:
+        os.close(file)
+
+
+def _joined(models: Sequence[Model]) -> memoryview:
+    """The bytes of models one after the other, padded to whole pages."""
+    block = mmap(-1, max(PAGE, filled(sum(model.layout.nbytes for model in models))))
+    at = 0
+    for model in models:
+        block[at : at + model.layout.nbytes] = model.buffer.data
+        at += model.layout.nbytes
+    return memoryview(block)
+
+
+def _opened(path: Path) -> int:
+    """Create a file, bypassing the page cache if possible."""
+    flags = os.O_CREAT | os.O_TRUNC | os.O_RDWR | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | getattr(os, "O_DIRECT", 0), FILE_MODE)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.open(path, flags, FILE_MODE)  # a file system that cannot bypass the cache

@@ -1,0 +1,100 @@
+"""Rules that step along the mean of a batch: what FedBuff, AFA-CD and SCAFFOLD share.
+
+Devices send deltas x_new - x_tau. With f_i the factor that a rule gives update i, K arrivals make
+
+    x_{t+1} = x_t + (server_lr / K) sum_i f_i (x_new_i - x_tau_i)
+
+Floating-point buffers become the mean of the batch's own values, never an extrapolation (a running
+variance would turn negative); integers take the newest value, counters the largest. A batch that
+ends early because its round timed out is the mean of as many updates as arrived.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Sends
+from fedstream.strategies.mixing import add, count, toward
+from fedstream.strategies.strategy import Decision, Memory, State, Update
+from fedstream.strategies.vectors import DeviceVectors
+
+
+class Batch(ABC):
+    """A rule that makes a version of K updates. A subclass defines an update's factor."""
+
+    sends: Sends = "delta"
+    controls = False
+    per_step = False
+    devices: int | None = None
+
+    def __init__(self, size: int, server_lr: float, max_staleness: int | None) -> None:
+        self.max_staleness = max_staleness
+        self._size = size
+        self.rate = server_lr
+
+    def weigh(self, version: int, tau: int, samples: int) -> float:
+        """Weigh every update equally."""
+        return 1.0
+
+    @abstractmethod
+    def factor(self, update: Update, weight: float) -> float:
+        """f for an update of this weight."""
+
+    def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
+        """Add the update to the batch; the K-th makes the version."""
+        d = state.version - update.tau
+        if self.max_staleness is not None and d > self.max_staleness:
+            return state, Decision("dropped", 0.0, d)
+        weight = update.weight
+        if weight is None:
+            weight = self.weigh(state.version, update.tau, update.samples)
+        memory = self._grown(state.memory, update, self.factor(update, weight), spare)
+        grown = State(state.version, state.model, memory)
+        if memory.arrivals < self._size:
+            return grown, Decision("buffered", weight, d)
+        return self.step(grown, None if memory.model is spare else spare), Decision(
+            "applied", weight, d
+        )
+
+    def end_round(self, state: State) -> State:
+        """Step along the mean of the updates that arrived, if any."""
+        return self.step(state, None) if state.memory.arrivals else state
+
+    def _grown(self, memory: Memory, update: Update, factor: float, spare: Model) -> Memory:
+        """The memory with one more update in its sum."""
+        total, new, arrivals = memory.model, update.model, memory.arrivals + 1
+        if total is None:
+            total = spare
+            self.begin(total, memory.devices)
+        vectors = self.add(update, factor, total, memory.devices)
+        toward(total.buffers, new.buffers, 1.0 / arrivals, into=total.buffers)
+        count(total, new, into=total)
+        return Memory(total, arrivals, devices=vectors)
+
+    def begin(self, total: Model, _vectors: DeviceVectors | None) -> None:
+        """Begin a sum with zero."""
+        total.floats[:] = 0.0
+        total.integers[:] = 0
+
+    def add(
+        self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
+    ) -> DeviceVectors | None:
+        """Add f (x_new - x_tau) to the sum; return what is kept for each device."""
+        add(total.parameters, update.model.parameters, factor, into=total.parameters)
+        return vectors
+
+    def step(self, state: State, spare: Model | None) -> State:
+        """Make the batch's version: here it overwrites the sum."""
+        made, memory = self.total(state), state.memory
+        rate = self.rate / memory.arrivals
+        add(state.model.parameters, made.parameters, rate, into=made.parameters)
+        count(state.model, made, into=made)
+        return State(state.version + 1, made, Memory(devices=memory.devices))
+
+    @staticmethod
+    def total(state: State) -> Model:
+        """The sum over the batch."""
+        if state.memory.model is None:
+            raise RuntimeError("a batch without updates")
+        return state.memory.model

@@ -1,0 +1,90 @@
+"""SCAFFOLD's server: control variates correct the drift of devices whose data differ."""
+
+from __future__ import annotations
+
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from fedstream.broker.layout import Model
+from fedstream.runtime.config import Section
+from fedstream.strategies.batches import Batch
+from fedstream.strategies.mixing import add
+from fedstream.strategies.strategy import Memory, State, Update
+from fedstream.strategies.vectors import DeviceVectors
+
+
+class ScaffoldSettings(Section):
+    """SCAFFOLD. In rounds as in its paper, or asynchronous: every K arrivals."""
+
+    has_memory: ClassVar[bool] = True
+    name: Literal["scaffold"] = "scaffold"
+    buffer_size: Annotated[int, Field(ge=1)] = 5
+    """|S|, the updates in a version"""
+    server_lr: Annotated[float, Field(gt=0)] = 1.0
+    per_step: bool = False
+    """Divide what a device sends by gamma H, as AFA-CD does (AFL + SCAFFOLD)."""
+    devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    """M; by default all devices of the run"""
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+
+    @property
+    def batch(self) -> int:
+        """The number of updates in a version."""
+        return self.buffer_size
+
+    def build(self, devices: int = 0) -> Scaffold:
+        """The strategy, for a run with ``devices`` devices."""
+        return Scaffold(self, self.devices or devices)
+
+
+class Scaffold(Batch):
+    """x <- x + server_lr mean(x_new - x_tau), c <- c + (|S| / M) mean(c_i+ - c_i), for each S.
+
+    SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (Karimireddy et al.),
+    algorithm 1. c is published with x, and a device uses the c of its x_tau. The server also keeps
+    every c_i, the sum of what the device sent; trainers get the c_i of the device that they train
+    for.
+    """
+
+    controls = True
+
+    def __init__(self, settings: ScaffoldSettings, devices: int) -> None:
+        super().__init__(settings.buffer_size, settings.server_lr, settings.max_staleness)
+        self.devices: int | None = devices
+        self.per_step = settings.per_step
+
+    def factor(self, update: Update, weight: float) -> float:
+        """1, or 1 / (gamma H)."""
+        return 1.0 / (update.lr * update.steps) if self.per_step else 1.0
+
+    def add(
+        self, update: Update, factor: float, total: Model, vectors: DeviceVectors | None
+    ) -> DeviceVectors:
+        """Add both parts to the sum, and the change of c_i to the device's c_i."""
+        super().add(update, factor, total, vectors)
+        change = update.model.controls
+        add(total.controls, change, 1.0, into=total.controls)
+        vectors = vectors or DeviceVectors(self.devices or 0, change.size)
+        own = vectors.write(update.device)
+        add(own, change, 1.0, into=own)
+        return vectors
+
+    def step(self, state: State, spare: Model | None) -> State:
+        """Make the batch's version: x and c."""
+        total, c = self.total(state), state.model.controls
+        add(c, total.controls, 1.0 / (self.devices or 1), into=total.controls)
+        return super().step(state, spare)
+
+
+def without_batch(model: Model, vectors: DeviceVectors) -> Memory:
+    """The memory after giving up a batch that the c_i already include: what c still lacks of it.
+
+    So the next version has c = mean(c_i) again. The batch's effect on x is lost.
+    """
+    owed = Model(model.layout)
+    owed.buffer[:] = 0
+    for device in sorted(vectors.heard):
+        add(owed.controls, vectors[device], 1.0, into=owed.controls)
+    add(owed.controls, model.controls, -float(len(vectors)), into=owed.controls)
+    return Memory(owed, devices=vectors)

@@ -1,0 +1,349 @@
+"""What is on disk is what was written, where it was written, in the order in which it was."""
+
+from __future__ import annotations
+
+import errno
+import math
+import os
+import tracemalloc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+
+from fedstream.broker.layout import PAGE
+from fedstream.journal import (
+    Claim,
+    JournalDamaged,
+    JournalError,
+    Place,
+    Record,
+    Segment,
+    Taken,
+    Tear,
+    cuts,
+    segments,
+)
+from fedstream.journal.frames import FRAME_BYTES, file_parts, frame_of, packed
+from fedstream.journal.inspection import verify
+from fedstream.journal.rebuild import recovered
+from fedstream.journal.replay import Replayer
+from fedstream.strategies import AfaCsSettings
+from tests.journals import Scribe
+from tests.support import layout_of
+
+
+def written(folder: Path, updates: int = 6, **options: Any) -> Path:
+    """A segment with so many updates: its path."""
+    scribe = Scribe(folder, **options)
+    for _ in range(updates):
+        scribe.update()
+    scribe.close()
+    return scribe.writer.path
+
+
+def found(path: Path) -> list[Record]:
+    """The records behind the standing."""
+    with Segment(path) as segment:
+        return list(segment.records())
+
+
+def exchange(path: Path, at: int, other: int, size: int) -> None:
+    """So many bytes of two places change places."""
+    data = bytearray(path.read_bytes())
+    data[at : at + size], data[other : other + size] = (
+        data[other : other + size],
+        data[at : at + size],
+    )
+    path.write_bytes(data)
+
+
+def rewrite(path: Path, record: Record, *, follows: bytes | None = None, **fields: Any) -> bytes:
+    """Forges a record: other fields, and a checksum to match. Its length stays within its page."""
+    data = bytearray(path.read_bytes())
+    parts = file_parts(bytes(data))
+    assert parts
+    at = record.place.offset
+    frame = frame_of(bytes(data[at:]))
+    assert frame
+    message = msgpack.unpackb(bytes(data[at + FRAME_BYTES : at + FRAME_BYTES + frame.length]))
+    begin, checksum = packed(
+        msgpack.packb(message | fields), payload=frame.payload, synced=frame.synced, offset=at,
+        follows=frame.follows if follows is None else follows, salt=parts[1],
+    )  # fmt: skip
+    assert len(begin) <= PAGE
+    data[at : at + PAGE] = begin + bytes(PAGE - len(begin))
+    path.write_bytes(data)
+    return checksum
+
+
+def everyone_says(folder: Path, damage: str) -> None:
+    """Verification, replay and recovery say so, in one line."""
+    chain = segments(folder)
+    verdicts = list(verify(chain))
+    assert any(v.damage is not None and damage in v.damage for v in verdicts), verdicts
+    for segment in chain:
+        segment.close()
+    with Replayer(folder) as replayer, pytest.raises(JournalDamaged, match=damage) as said:
+        list(replayer)
+    assert "\n" not in str(said.value)
+
+
+def test_each_record_follows_the_one_before_it(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    records = found(path)
+    with Segment(path) as segment:
+        chain = segment.beginning.chain
+    for record in records:
+        assert record.follows == chain
+        chain = record.chain
+    assert len({record.chain for record in records}) == len(records)
+
+
+def test_two_records_that_changed_places_are_told(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    *_, one, other = found(path)  # nothing behind them says that they were on disk
+    exchange(path, one.place.offset, other.place.offset, one.end - one.place.offset)
+    everyone_says(tmp_path, f"at byte {one.place.offset}: the record of byte {other.place.offset}")
+
+
+def test_a_record_that_was_copied_elsewhere_is_told(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    first, *_, last = found(path)
+    data = path.read_bytes()
+    path.write_bytes(data + data[first.place.offset : first.end])
+    everyone_says(tmp_path, f"at byte {last.end}: the record of byte {first.place.offset} is here")
+
+
+def test_a_forged_record_breaks_the_chain_behind_it(tmp_path: Path) -> None:
+    """Whoever can write the file can mend a checksum, but not without all that follow."""
+    path = written(tmp_path)
+    _, second, third, *_ = found(path)
+    rewrite(path, second, reason="forged")
+    everyone_says(tmp_path, f"at byte {third.place.offset}: does not follow the record before it")
+
+
+def test_a_forged_end_is_told_by_the_segment_behind_it(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path)
+    scribe.update()
+    path = scribe.writer.path
+    scribe.segment(epoch=2)
+    scribe.update()
+    scribe.close()
+    with Segment(path) as segment:
+        *_, last = segment.records()
+    rewrite(path, last, reason="forged")
+    everyone_says(tmp_path, "00000002-000000.journal follows another record than the one that ends")
+
+
+def test_an_end_that_is_lost_is_told_by_the_segment_behind_it(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path)
+    for _ in range(3):
+        scribe.update()
+    path, size = scribe.writer.path, scribe.writer.size
+    scribe.segment()
+    scribe.close()
+    _, second, third = found(path)
+    os.truncate(path, second.end)
+    there = third.place.offset
+    lost = f"at byte {there}: its end is lost: .* counts {size} bytes of it, {there} are there"
+    with Replayer(tmp_path) as replayer, pytest.raises(JournalDamaged, match=lost):
+        list(replayer)
+    chain = segments(tmp_path)
+    first, other = verify(chain)
+    assert "its end is lost" in str(first.damage)
+    assert other.damage is None
+    for segment in chain:
+        segment.close()
+
+
+@pytest.mark.parametrize("parameters", [4, 1_100_000], ids=["small", "large"])
+def test_whole_records_behind_a_torn_one_are_told_and_nothing_hangs(
+    tmp_path: Path, parameters: int
+) -> None:
+    """A machine's death may take one write and keep a later one; so may a bit that flipped."""
+    path = written(tmp_path, layout=layout_of(parameters))
+    records = found(path)
+    third = records[2]
+    flip(path, third.place.offset + FRAME_BYTES + 3)
+    tear = Tear(third.place, behind=3, version=6)
+    with Segment(path) as segment:
+        assert len(list(segment.records())) == 2
+        assert segment.torn == tear
+        assert recovered(segment).torn == tear
+        [verdict] = verify([segment])
+    assert verdict.damage == (
+        f"torn record: {third.place.where}; 3 whole records behind it, up to version 6, cannot be "
+        "used"
+    )
+    with Replayer(tmp_path) as replayer:
+        assert [moment.version for moment in replayer] == [1, 2]
+        assert replayer.torn == tear
+
+
+def test_a_successor_that_cut_at_the_tear_makes_it_whole_again(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path)
+    scribe.update()
+    before, at, chain = scribe.writer.path.name, scribe.writer.size, scribe.writer.chain.hex()
+    standing = scribe.progress
+    scribe.update()
+    scribe.close()
+    scribe.progress = standing
+    scribe.head = scribe.head.model_copy(
+        update={"epoch": 2, "predecessor": before, "cut": at, "follows": chain}
+    )
+    scribe._begin("continued")
+    scribe.close()
+    flip(tmp_path / before, at + FRAME_BYTES)
+    chain_of = segments(tmp_path)
+    assert [verdict.damage for verdict in verify(chain_of)] == [None, None]
+    for segment, cut in cuts(chain_of):
+        list(segment.records(cut))
+        assert segment.torn is None
+        segment.close()
+
+
+def flip(path: Path, at: int) -> None:
+    """A bit flips."""
+    with path.open("r+b") as file:
+        file.seek(at)
+        [byte] = file.read(1)
+        file.seek(at)
+        file.write(bytes([byte ^ 1]))
+
+
+@pytest.mark.parametrize("call", ["pread", "preadv"])
+def test_a_disk_that_cannot_be_read_is_told_with_the_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    path = written(tmp_path)
+    third = found(path)[2]
+    wanted = third.place.offset if call == "pread" else third.payload
+    real: Callable[..., Any] = getattr(os, call)
+
+    def fails(file: int, what: Any, at: int) -> Any:
+        if at == wanted:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(file, what, at)
+
+    monkeypatch.setattr(os, call, fails)
+    said = f"^{path} at byte {wanted}: cannot be read: Input/output error$"
+    with Segment(path) as segment, pytest.raises(JournalError, match=said):
+        recovered(segment)
+    with Segment(path) as segment:
+        [verdict] = verify([segment])
+    assert verdict.damage == f"{path} at byte {wanted}: cannot be read: Input/output error"
+
+
+def test_a_journal_of_the_release_before_is_refused_in_a_line(tmp_path: Path) -> None:
+    path = written(tmp_path)
+    with path.open("r+b") as file:
+        file.seek(8)
+        file.write((1).to_bytes(4, "little"))
+    with pytest.raises(JournalError) as said:
+        segments(tmp_path)
+    assert str(said.value) == (
+        f"{path}: is of journal format 1, and this release reads 2: use 0.1.0 to read it"
+    )
+
+
+def test_a_journal_is_its_owner_s_alone_whatever_the_umask(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "journal"
+    before = os.umask(0)
+    try:
+        Claim(folder, 1)
+        written(folder, updates=1)
+    finally:
+        os.umask(before)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert {path.name: path.stat().st_mode & 0o777 for path in folder.iterdir()} == {
+        "00000001-000000.journal": 0o600, "00000001.claim": 0o600,
+    }  # fmt: skip
+
+
+def test_a_journal_of_very_many_devices_takes_no_more_memory_than_it_has_bytes(
+    tmp_path: Path,
+) -> None:
+    scribe = Scribe(tmp_path, AfaCsSettings(buffer_size=2), devices=2**31 - 1)
+    for n in range(4):
+        scribe.update(device=5 * 10**8 * n)
+    scribe.segment()
+    scribe.close()
+    chain = segments(tmp_path)
+    assert [verdict.damage for verdict in verify(chain)] == [None, None]
+    assert recovered(chain[-1]).version == 2
+    for segment in chain:
+        segment.close()
+
+
+def test_a_device_that_the_run_does_not_have_is_told(tmp_path: Path) -> None:
+    path = written(tmp_path, strategy=AfaCsSettings(buffer_size=2))
+    second = found(path)[1]
+    message = second.message
+    assert isinstance(message, Taken)
+    rewrite(path, second, upload=message.upload.model_dump() | {"device": 10})
+    with Segment(path) as segment:
+        [verdict] = verify([segment])
+    assert verdict.damage == (
+        f"{second.place.where}: an update was used that cannot be: unknown device"
+    )
+
+
+@pytest.mark.parametrize(
+    ("about", "said"),
+    [
+        ({"tau": 9}, "an update was used that cannot be: trained from version 9, but the newest"),
+        ({"layout": "another"}, "an update was used that cannot be: of another layout"),
+        ({"sends": "delta"}, "an update was used that cannot be: sends a delta"),
+    ],
+)
+def test_an_update_that_no_updater_uses_is_told(
+    tmp_path: Path, about: dict[str, Any], said: str
+) -> None:
+    path = written(tmp_path)
+    second = found(path)[1]
+    message = second.message
+    assert isinstance(message, Taken)
+    rewrite(path, second, upload=message.upload.model_dump() | about)
+    with Segment(path) as segment, pytest.raises(JournalDamaged, match=said):
+        recovered(segment)
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        {"staleness": -1}, {"weight": -0.5}, {"weight": math.inf}, {"weight": math.nan},
+        {"time": math.inf}, {"time": -1.0}, {"time": 1e300}, {"received": math.nan},
+        {"version": -1}, {"outcome": "eaten"}, {"counts": {"applied": -1}}, {"digest": ""},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_field_out_of_bounds_is_told(tmp_path: Path, about: dict[str, Any]) -> None:
+    path = written(tmp_path)
+    second = found(path)[1]
+    rewrite(path, second, **about)
+    [name] = about
+    with pytest.raises(JournalDamaged, match=rf"at byte {second.place.offset}: taken: {name}"):
+        found(path)
+
+
+def test_a_layout_that_says_more_than_the_file_has_takes_no_memory(tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path)
+    scribe.close()
+    path = scribe.writer.path
+    with Segment(path) as segment:
+        standing = segment.standing_record
+        head = replace(standing, place=Place(path, PAGE))
+    follows = rewrite(path, head, layout=layout_of(10**8).encode())
+    rewrite(path, standing, follows=follows)
+    said = f"at byte {standing.place.offset}: a payload of 16 bytes, which is not the layout's"
+    tracemalloc.start()
+    try:
+        with pytest.raises(JournalDamaged, match=said):
+            Segment(path)
+        assert tracemalloc.get_traced_memory()[1] < 10_000_000
+    finally:
+        tracemalloc.stop()

@@ -1,0 +1,393 @@
+"""What is appended stays, what is said to be on disk is, and nothing is half done."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedstream.broker.errors import Fenced
+from fedstream.broker.layout import PAGE, Model
+from fedstream.broker.messages import Upload
+from fedstream.journal import (
+    Claim,
+    JournalError,
+    JournalFull,
+    JournalSettings,
+    Segment,
+    SegmentHead,
+    Taken,
+)
+from fedstream.journal.progress import Progress
+from fedstream.journal.rebuild import standing_of
+from fedstream.journal.recorder import Recorder
+from fedstream.strategies import FedAsyncSettings, State
+from tests.journals import Scribe
+from tests.support import layout_of, model_of, wait_until
+from tests.updater.journalled import records
+
+FIRST = "00000001-000000.journal"
+LAYOUT = layout_of(PAGE)  # a payload of four pages
+
+
+def taken(n: int) -> tuple[Taken, tuple[Model, ...]]:
+    """The n-th record, and its payload."""
+    model = model_of(LAYOUT, float(n))
+    upload = Upload(
+        task=f"task-{n}", attempt="a", device=n, trainer="t", tau=0, base="b",
+        layout=LAYOUT.signature, digest=model.digest(), size=LAYOUT.nbytes, samples=1, steps=1,
+        lr=0.1,
+    )  # fmt: skip
+    record = Taken(
+        entry=f"{n}-0", upload=upload, outcome="refused", staleness=0, version=0, time=1.0,
+        received=1.0,
+    )  # fmt: skip
+    return record, (model,)
+
+
+@asynccontextmanager
+async def recording(folder: Path, **settings: Any) -> AsyncIterator[Recorder]:
+    """A recorder whose segment has begun."""
+    recorder = Recorder(JournalSettings(dir=str(folder), **settings))
+    await recorder.claim(1)
+    model = model_of(LAYOUT)
+    head = SegmentHead(
+        epoch=1, number=0, lineage="line", run="demo", task="digits", devices=10, versions=100,
+        seed=0, created=1.0, strategy=FedAsyncSettings().model_dump(mode="json"),
+        layout=LAYOUT.encode(), release="tests", time=1.0,
+    )  # fmt: skip
+    standing, models = standing_of(
+        Progress(State(0, model)), "begun", digest=model.digest(), time=1.0
+    )
+    await recorder.begin(head, standing, *models)
+    try:
+        yield recorder
+    finally:
+        await recorder.close()
+
+
+def tasks(folder: Path) -> list[str]:
+    """The tasks whose records are whole, in order."""
+    return [record.upload.task for record in records(folder) if isinstance(record, Taken)]
+
+
+class Disk:
+    """A disk that has room for so many bytes more, and then says ``why`` not."""
+
+    def __init__(self, why: int = errno.ENOSPC) -> None:
+        self.room: int | None = None
+        self._why = why
+        self._real = os.pwritev
+
+    def pwritev(self, file: int, parts: list[Any], at: int) -> int:
+        """In place of the system's: writes what there is room for first, as it does."""
+        if self.room is None:
+            return self._real(file, parts, at)
+        fits = []
+        for part in parts:
+            size = min(len(part), self.room) // PAGE * PAGE
+            self.room -= size
+            fits.append(part[:size])
+        if not any(fits):
+            raise OSError(self._why, os.strerror(self._why))
+        return self._real(file, [part for part in fits if len(part)], at)
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
+    """The disk that the journal is on."""
+    disk = Disk()
+    monkeypatch.setattr(os, "pwritev", disk.pwritev)
+    return disk
+
+
+RECORD = PAGE + LAYOUT.nbytes  # bytes of one on disk
+
+
+async def test_a_batch_that_meets_a_full_disk_keeps_what_was_whole(
+    tmp_path: Path, disk: Disk
+) -> None:
+    """A successor may have read it; and the rest is written once there is room."""
+    async with recording(tmp_path, sync="always") as recorder:
+        begun = recorder.appended
+        disk.room = RECORD + 2 * PAGE
+        batch = [taken(n) for n in range(3)]
+        assert await recorder.append(batch) == [begun + RECORD]
+        assert tasks(tmp_path) == ["task-0"]
+        assert (recorder.appended, recorder.safe) == (begun + RECORD, begun + RECORD)
+        disk.room = 2 * PAGE
+        with pytest.raises(JournalFull, match="no room: No space left on device; make some"):
+            await recorder.append(batch[1:])
+        assert tasks(tmp_path) == ["task-0"]
+        disk.room = None
+        assert await recorder.append(batch[1:]) == [begun + 2 * RECORD, begun + 3 * RECORD]
+    assert tasks(tmp_path) == ["task-0", "task-1", "task-2"]
+
+
+async def test_what_was_no_whole_record_is_cut_off_a_full_disk(tmp_path: Path, disk: Disk) -> None:
+    async with recording(tmp_path) as recorder:
+        path = tmp_path / FIRST
+        size = path.stat().st_size
+        disk.room = 3 * PAGE
+        with pytest.raises(JournalFull):
+            await recorder.append([taken(0)])
+        assert path.stat().st_size == size
+
+
+def test_a_segment_that_could_not_be_begun_leaves_nothing(tmp_path: Path, disk: Disk) -> None:
+    disk.room = 3 * PAGE
+    with pytest.raises(JournalFull):
+        Scribe(tmp_path)
+    assert listed(tmp_path) == []
+
+
+async def test_what_a_failing_disk_took_is_left_to_the_successor(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody knows what was written: it may be whole, and read already."""
+    disk = Disk(errno.EIO)
+    monkeypatch.setattr(os, "pwritev", disk.pwritev)
+    async with recording(tmp_path) as recorder:
+        path = tmp_path / FIRST
+        size = path.stat().st_size
+        disk.room = 3 * PAGE
+        with pytest.raises(JournalError, match="cannot be written: Input/output error"):
+            await recorder.append([taken(0)])
+        assert path.stat().st_size == size + 3 * PAGE
+        assert tasks(tmp_path) == []
+
+
+async def test_a_new_segment_s_name_is_on_disk_before_anything_is_appended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    happened: list[str] = []
+    real, link = os.fsync, os.link
+
+    def fsync(file: int) -> None:
+        happened.append(f"synced {Path(f'/proc/self/fd/{file}').readlink().name}")
+        real(file)
+
+    def linked(one: Any, other: Any) -> None:
+        happened.append(f"linked {Path(other).name}")
+        link(one, other)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "link", linked)
+    Scribe(tmp_path).close()
+    assert happened == ["linked 00000001-000000.journal", f"synced {tmp_path.name}"]
+
+
+def test_a_sync_counts_what_was_there_when_it_began(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scribe = Scribe(tmp_path)
+    writer = scribe.writer
+    scribe.update()
+    size, real = writer.size, os.fdatasync
+
+    def fdatasync(file: int) -> None:
+        real(file)
+        scribe.update()  # the disk may not have it
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    assert writer.sync() == size
+    assert writer.unsynced == writer.size - size > 0
+    monkeypatch.setattr(os, "fdatasync", real)
+    scribe.close()
+
+
+def test_a_sync_that_ends_after_a_later_one_takes_nothing_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scribe = Scribe(tmp_path)
+    scribe.update()
+    real = os.fdatasync
+
+    def fdatasync(file: int) -> None:
+        monkeypatch.setattr(os, "fdatasync", real)
+        scribe.update()
+        scribe.writer.sync()  # a second thread's, of more
+        real(file)
+
+    monkeypatch.setattr(os, "fdatasync", fdatasync)
+    assert scribe.writer.sync() == scribe.writer.size
+    assert scribe.writer.unsynced == 0
+    scribe.close()
+
+
+def test_a_sync_that_failed_counts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scribe = Scribe(tmp_path)
+    scribe.update()
+    unsynced, real = scribe.writer.unsynced, os.fdatasync
+
+    def fails(_file: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fdatasync", fails)
+    with pytest.raises(JournalError, match="not written to disk: Input/output error"):
+        scribe.writer.sync()
+    assert scribe.writer.unsynced == unsynced > 0
+    monkeypatch.setattr(os, "fdatasync", real)
+    scribe.close()
+
+
+class Held:
+    """A call of the system that waits until the test lets it go on."""
+
+    def __init__(self, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        self.go_on = threading.Event()
+        self._real: Callable[..., Any] = getattr(os, name)
+        monkeypatch.setattr(os, name, self)
+
+    def __call__(self, *given: Any) -> Any:
+        self.calls += 1
+        assert self.go_on.wait(60)
+        return self._real(*given)
+
+
+async def test_who_writes_faster_than_the_disk_waits_for_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bound = RECORD  # behind so much a sync begins, behind twice that it is waited for
+    async with recording(tmp_path, sync="interval", sync_s=3600.0, sync_bytes=bound) as recorder:
+        held = Held("fdatasync", monkeypatch)
+        await recorder.append([taken(0)])
+        await wait_until(lambda: held.calls)
+        appending = asyncio.create_task(recorder.append([taken(1)]))
+        await wait_until(lambda: tasks(tmp_path) == ["task-0", "task-1"])
+        done, _ = await asyncio.wait({appending}, timeout=0.2)
+        assert not done
+        held.go_on.set()
+        await appending
+        assert recorder.safe == recorder.appended
+
+
+@pytest.mark.parametrize(("sync", "syncs"), [("interval", 1), ("never", 0)])
+async def test_at_its_end_all_is_on_disk_unless_nobody_wants_that(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str, syncs: int
+) -> None:
+    async with recording(tmp_path, sync=sync, sync_s=3600.0) as recorder:
+        held = Held("fdatasync", monkeypatch)
+        held.go_on.set()
+        await recorder.append([taken(0)])
+        assert held.calls == 0
+    assert held.calls == syncs
+
+
+async def test_who_is_cancelled_while_it_appends_has_appended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with recording(tmp_path) as recorder:
+        begun = recorder.appended
+        held = Held("pwritev", monkeypatch)
+        appending = asyncio.create_task(recorder.append([taken(0), taken(1)]))
+        await wait_until(lambda: held.calls)
+        appending.cancel()
+        await asyncio.sleep(0)
+        assert not appending.done()
+        held.go_on.set()
+        with pytest.raises(asyncio.CancelledError):
+            await appending
+        assert recorder.appended == begun + 2 * RECORD
+        await recorder.append([taken(2)])
+    assert tasks(tmp_path) == ["task-0", "task-1", "task-2"]
+
+
+async def test_a_record_is_there_before_its_writer_looks_for_claims(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The order that take-overs rest on: who claims later than that look reads the record."""
+    seen: list[list[str]] = []
+    real = Claim.check
+
+    def check(self: Claim, segment: Path | None = None) -> None:
+        seen.append(tasks(tmp_path))
+        real(self, segment)
+
+    async with recording(tmp_path) as recorder:
+        monkeypatch.setattr(Claim, "check", check)
+        await recorder.append([taken(0)])
+        assert seen == [["task-0"]]
+        Claim(tmp_path, 2)
+        with pytest.raises(Fenced, match="another updater has taken over"):
+            await recorder.append([taken(1)])
+        with pytest.raises(Fenced):
+            await recorder.check_last()
+    with Segment(tmp_path / FIRST) as segment:
+        assert len(list(segment.records())) == 2
+
+
+async def begins_the_next(recorder: Recorder) -> None:
+    """A segment behind the one that is written."""
+    model, before, mine = model_of(LAYOUT), recorder.ending, recorder.head
+    assert before
+    assert mine
+    standing, models = standing_of(
+        Progress(State(0, model)), "continued", digest=model.digest(), time=1.0
+    )
+    head = mine.model_copy(
+        update={
+            "number": mine.number + 1, "predecessor": before.path.name, "cut": before.at,
+            "follows": before.chain.hex(),
+        }
+    )  # fmt: skip
+    await recorder.begin(head, standing, *models)
+
+
+async def test_of_more_bytes_than_are_kept_the_oldest_segments_go(tmp_path: Path) -> None:
+    async with recording(tmp_path / "one"):
+        size = (tmp_path / "one" / FIRST).stat().st_size
+    folder = tmp_path / "journal"
+    async with recording(folder, keep_bytes=size * 5 // 2) as recorder:
+        for _ in range(4):
+            await begins_the_next(recorder)
+    assert listed(folder) == [f"00000001-00000{n}.journal" for n in (2, 3, 4)]  # 2, and its own
+
+
+async def test_who_has_a_successor_begins_no_segment(tmp_path: Path) -> None:
+    async with recording(tmp_path) as recorder:
+        Claim(tmp_path, 2)
+        with pytest.raises(Fenced):
+            await begins_the_next(recorder)
+        assert listed(tmp_path) == ["00000001-000000.journal", "00000002.claim"]
+
+
+async def test_who_gets_a_successor_while_it_begins_a_segment_deletes_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The successor may read it."""
+    async with recording(tmp_path, keep_segments=1) as recorder:
+        link = os.link
+
+        def linked(one: Any, other: Any) -> None:
+            link(one, other)
+            Claim(tmp_path, 2)
+
+        monkeypatch.setattr(os, "link", linked)
+        with pytest.raises(Fenced):
+            await begins_the_next(recorder)
+    assert listed(tmp_path) == [
+        "00000001-000000.journal", "00000001-000001.journal", "00000002.claim",
+    ]  # fmt: skip
+
+
+def listed(folder: Path) -> list[str]:
+    """The names in a folder."""
+    return sorted(path.name for path in folder.iterdir())
+
+
+async def test_nothing_is_begun_or_appended_unclaimed(tmp_path: Path) -> None:
+    recorder = Recorder(JournalSettings(dir=str(tmp_path / "journal")))
+    with pytest.raises(RuntimeError, match="no segment was begun"):
+        await recorder.append([taken(0)])
+    assert (await recorder.newest_epoch(), recorder.epoch) == (-1, 0)
+    await recorder.close()
+    assert not (tmp_path / "journal").exists()

@@ -1,0 +1,94 @@
+"""The arithmetic: the same bits however it is cut into blocks, and nothing non-finite unseen."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedstream.broker.layout import Floats, Model
+from fedstream.strategies.mixing import BLOCK, mix, norm
+from tests.support import layout_of
+
+sizes = st.sampled_from(
+    [0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, 2 * BLOCK - 1, 2 * BLOCK, 2 * BLOCK + 3]
+)
+
+
+def pair(size: int, seed: int) -> tuple[Model, Model]:
+    rng = np.random.default_rng(seed)
+    layout = layout_of(size, integers=2)
+    x, new = Model(layout), Model(layout)
+    x.floats[:] = rng.standard_normal(size)
+    new.floats[:] = rng.standard_normal(size) * 100
+    x.integers[:], new.integers[:] = (1, 2), (3, 4)
+    return x, new
+
+
+def whole(x: Model, new: Model, weight: float) -> Floats:
+    """The rule in one go: separate float32 subtract, multiply, add."""
+    w = np.float32(weight)
+    return x.floats + w * (new.floats - x.floats)
+
+
+@given(sizes, st.floats(0, 1), st.integers(0, 100))
+def test_blocks_change_no_bit(size: int, weight: float, seed: int) -> None:
+    x, new = pair(size, seed)
+    into = Model(x.layout)
+    mix(x, new, weight, into=into)
+    assert into.floats.tobytes() == whole(x, new, weight).tobytes()
+    assert into.integers.tolist() == [3, 4]
+
+
+@given(sizes, st.floats(0, 1), st.integers(0, 100))
+def test_the_result_may_overwrite_either_of_the_two(size: int, weight: float, seed: int) -> None:
+    x, new = pair(size, seed)
+    expected = whole(x, new, weight).tobytes()
+    over_x, over_new = x.copy(), new.copy()
+    mix(over_x, new, weight, into=over_x)
+    mix(x, over_new, weight, into=over_new)
+    assert over_x.floats.tobytes() == over_new.floats.tobytes() == expected
+    assert over_x.integers.tolist() == over_new.integers.tolist() == [3, 4]
+
+
+def test_neither_of_the_two_changes() -> None:
+    x, new = pair(10, 1)
+    before = x.digest(), new.digest()
+    mix(x, new, 0.3, into=Model(x.layout))
+    assert (x.digest(), new.digest()) == before
+
+
+@given(st.floats(0, 1), st.integers(0, 100))
+def test_mixing_is_the_papers_convex_combination(weight: float, seed: int) -> None:
+    x, new = pair(100, seed)
+    into = Model(x.layout)
+    mix(x, new, weight, into=into)
+    wide = (1 - weight) * x.floats.astype(np.float64) + weight * new.floats.astype(np.float64)
+    assert into.floats == pytest.approx(wide, rel=1e-5, abs=1e-4)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK, -1])
+def test_one_bad_element_anywhere_makes_the_norm_non_finite(bad: float, where: int) -> None:
+    vector = np.ones(3 * BLOCK + 5, np.float32)
+    assert math.isfinite(norm(vector))
+    vector[where] = bad
+    assert not math.isfinite(norm(vector))
+
+
+def test_infinities_of_both_signs_do_not_cancel() -> None:
+    assert not math.isfinite(norm(np.array([math.inf, -math.inf], np.float32)))
+
+
+@pytest.mark.parametrize("value", [1e-3, 1.0, 1e18, 1e19, 1e30, 3e38])
+def test_a_finite_vector_has_a_finite_norm_of_the_right_size(value: float) -> None:
+    n = BLOCK + 17
+    vector = np.full(n, value, np.float32)
+    assert norm(vector) == pytest.approx(value * math.sqrt(n), rel=1e-3)
+
+
+def test_the_norm_of_nothing_is_zero() -> None:
+    assert norm(np.empty(0, np.float32)) == 0.0

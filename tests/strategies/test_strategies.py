@@ -1,0 +1,425 @@
+"""The strategies reproduce the trajectories that an independent program computed in float64, and
+make none of the mistakes that others made."""
+
+from __future__ import annotations
+
+import errno
+import json
+import math
+import os
+import tracemalloc
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.layout import Layout, Model
+from fedstream.strategies import (
+    AfaCdSettings,
+    AfaCsSettings,
+    DeviceVectors,
+    FedAsyncSettings,
+    FedAvgSettings,
+    FedBuffSettings,
+    Rule,
+    ScaffoldSettings,
+    State,
+    Strategy,
+    StrategySettings,
+    Update,
+)
+from fedstream.strategies.staleness import Hinge, Polynomial
+from tests.support import layout_of, model_of
+
+KNOWN = json.loads((Path(__file__).parents[1] / "data" / "known_answers_server.json").read_text())
+SETTINGS: TypeAdapter[Rule] = TypeAdapter(StrategySettings)
+LAYOUT = layout_of(2)
+
+
+def named(case: dict[str, Any]) -> str:
+    rule = case["strategy"]
+    inner = [rule.get(key, {}).get("kind") for key in ("staleness", "alpha_schedule")]
+    own = ("weighting", "buffer_size", "max_staleness")
+    parts = [rule["name"], *inner, *(rule.get(key) for key in own)]
+    return "-".join(str(part) for part in parts if part is not None)
+
+
+def update(model: Model, tau: int = 0, **changes: Any) -> Update:
+    about: dict[str, Any] = {"device": 0, "samples": 1, "steps": 1, "lr": 0.1}
+    return Update(model=model, tau=tau, **about | changes)
+
+
+def state(*floats: float, version: int = 0, layout: Layout = LAYOUT) -> State:
+    return State(version, model_of(layout, *floats))
+
+
+def receive(rule: Strategy, before: State, new: Update) -> tuple[State, str, float, int]:
+    after, decision = rule.receive(before, new, Model(before.model.layout))
+    return after, decision.outcome, decision.weight, decision.staleness
+
+
+def sent(rule: Strategy, x_new: Model, x_tau: Model) -> Model:
+    """What a device sends that trained x_tau into x_new."""
+    model = x_new.copy()
+    if rule.sends == "delta":
+        model.parameters[:] -= x_tau.parameters
+    return model
+
+
+# the papers' rules
+
+
+@pytest.mark.parametrize("case", KNOWN, ids=named)
+def test_known_answers(case: dict[str, Any]) -> None:
+    rule = SETTINGS.validate_python(case["strategy"]).build()
+    layout = layout_of(len(case["x0"]))
+    now = State(0, model_of(layout, *case["x0"]))
+    versions = {0: now.model.copy()}
+    for number, (arrived, expected) in enumerate(
+        zip(case["updates"], case["expected"], strict=True)
+    ):
+        x_new = model_of(layout, *arrived["x_new"])
+        tau = arrived["base_version"]
+        new = Update(
+            model=sent(rule, x_new, versions[tau]), tau=tau,
+            device=arrived["device"], samples=arrived["samples"],
+            steps=arrived["local_steps"], lr=arrived["local_lr"],
+        )  # fmt: skip
+        now, outcome, weight, staleness = receive(rule, now, new)
+        found = (outcome, staleness, now.version)
+        assert found == (expected["outcome"], expected["staleness"], expected["version"]), number
+        assert weight == pytest.approx(expected["weight"], rel=1e-12), number
+        versions.setdefault(now.version, now.model.copy())
+        wanted = np.array(expected["x"])
+        assert np.abs(now.model.floats - wanted).max() <= 1e-5 * np.abs(wanted).max(), number
+
+
+def test_the_known_answers_cover_every_outcome_and_strategy() -> None:
+    outcomes = {(c["strategy"]["name"], e["outcome"]) for c in KNOWN for e in c["expected"]}
+    assert outcomes >= {
+        ("fedasync", "applied"), ("fedasync", "dropped"),
+        ("fedavg", "applied"), ("fedavg", "buffered"), ("fedavg", "dropped"),
+        ("fedbuff", "applied"), ("fedbuff", "buffered"), ("fedbuff", "dropped"),
+        ("afa-cd", "applied"), ("afa-cd", "buffered"),
+        ("afa-cs", "applied"), ("afa-cs", "buffered"), ("afa-cs", "dropped"),
+    }  # fmt: skip
+    assert all(e["weight"] == 0 for c in KNOWN for e in c["expected"] if e["outcome"] == "dropped")
+
+
+# mistakes that others made
+
+
+def test_the_staleness_discount_does_not_compound() -> None:
+    """Applied to alpha in place, the second of two equally stale updates would weigh less."""
+    rule = FedAsyncSettings(alpha=0.8, staleness=Polynomial(a=0.5)).build()
+    now, weights = state(0.0, version=8), []
+    for _ in range(3):
+        now, _, weight, _ = receive(rule, now, update(model_of(LAYOUT, 1.0), tau=now.version - 3))
+        weights.append(weight)
+    assert weights == pytest.approx([0.4, 0.4, 0.4])
+
+
+def test_staleness_is_counted_before_the_version_is_raised() -> None:
+    rule = FedAsyncSettings(alpha=0.8, staleness=Polynomial(a=0.5)).build()
+    after, _, weight, staleness = receive(
+        rule, state(0.0, version=5), update(model_of(LAYOUT, 1.0), tau=5)
+    )
+    assert (after.version, staleness, weight) == (6, 0, 0.8)
+
+
+def test_the_hinge_is_the_papers() -> None:
+    rule = FedAsyncSettings(alpha=1.0, staleness=Hinge(a=10, b=4)).build()
+    weights = [
+        receive(rule, state(0.0, version=10), update(model_of(LAYOUT, 1.0), tau=10 - d))[2]
+        for d in (4, 5, 6)
+    ]
+    assert weights == pytest.approx([1, 1 / 11, 1 / 21])
+
+
+def test_a_dropped_update_changes_nothing_not_even_the_schedule() -> None:
+    rule = FedAsyncSettings(alpha=0.5, max_staleness=2).build()
+    before = state(1.0, 2.0, version=7)
+    after, outcome, weight, staleness = receive(rule, before, update(model_of(LAYOUT, 9.0), tau=4))
+    assert after is before
+    assert (outcome, weight, staleness) == ("dropped", 0.0, 3)
+    assert receive(rule, before, update(model_of(LAYOUT, 9.0), tau=5))[1] == "applied"
+
+
+def test_fedavg_is_the_mean_over_the_k_that_came_and_all_of_them() -> None:
+    """Not over the number of clients there are, and not only the first of the batch."""
+    rule = FedAvgSettings(clients_per_round=3).build()
+    now = state(100.0, -100.0)
+    for n in (1.0, 2.0, 6.0):
+        now, *_ = receive(rule, now, update(model_of(LAYOUT, n, -n)))
+    assert now.version == 1
+    assert now.model.floats == pytest.approx([3.0, -3.0])
+    assert (now.memory.model, now.memory.arrivals) == (None, 0)
+
+
+def test_fedavg_is_unweighted_unless_told_and_then_by_samples() -> None:
+    for weighting, mean in (("uniform", 5.0), ("samples", 7.5)):
+        rule = SETTINGS.validate_python(
+            {"name": "fedavg", "clients_per_round": 2, "weighting": weighting}
+        ).build()
+        now = state(0.0)
+        now, _, first, _ = receive(rule, now, update(model_of(LAYOUT, 0.0), samples=10))
+        now, _, second, _ = receive(rule, now, update(model_of(LAYOUT, 10.0), samples=30))
+        assert now.model.floats == pytest.approx([mean, mean])
+        assert (first, second) == ((1, 1) if weighting == "uniform" else (10, 30))
+
+
+def test_devices_without_samples_do_not_divide_by_zero() -> None:
+    rule = FedAvgSettings(clients_per_round=3, weighting="samples").build()
+    now = state(0.0)
+    for samples, value in ((0, 1.0), (0, 2.0), (4, 8.0)):
+        now, *_ = receive(rule, now, update(model_of(LAYOUT, value), samples=samples))
+    assert now.model.floats == pytest.approx([8.0, 8.0])
+
+
+def test_a_round_that_times_out_is_the_mean_of_fewer_than_k() -> None:
+    rule = FedAvgSettings(clients_per_round=10).build()
+    now = state(0.0)
+    for value in (2.0, 4.0):
+        now, outcome, *_ = receive(rule, now, update(model_of(LAYOUT, value)))
+        assert outcome == "buffered"
+    after = rule.end_round(now)
+    assert (after.version, after.memory.arrivals) == (1, 0)
+    assert after.model.floats == pytest.approx([3.0, 3.0])
+
+
+def test_a_round_without_arrivals_makes_no_version() -> None:
+    now = state(1.0, version=3)
+    for settings in (FedAvgSettings(), FedAsyncSettings(), FedBuffSettings(), AfaCsSettings()):
+        assert settings.build(10).end_round(now) is now
+
+
+def test_late_arrivals_of_a_round_are_dropped() -> None:
+    rule = FedAvgSettings(clients_per_round=2).build()
+    before = state(1.0, version=3)
+    after, outcome, weight, staleness = receive(rule, before, update(model_of(LAYOUT, 2.0), tau=2))
+    assert (after, outcome, weight, staleness) == (before, "dropped", 0.0, 1)
+
+
+def test_a_device_that_answers_twice_counts_twice() -> None:
+    rule = FedAvgSettings(clients_per_round=2).build()
+    now = state(0.0)
+    for value in (1.0, 3.0):
+        now, *_ = receive(rule, now, update(model_of(LAYOUT, value), device=4))
+    assert now.version == 1
+    assert now.model.floats == pytest.approx([2.0, 2.0])
+
+
+@pytest.mark.parametrize(
+    ("settings", "floats"),
+    [
+        (FedAsyncSettings(alpha=0.5, staleness=Polynomial()), [5.0, 3.5]),
+        (FedAvgSettings(clients_per_round=2), [6.0, 4.0]),
+        # parameters: 0 + rate (4 + 8); buffers: the mean of the batch's own, 3 and 5
+        (FedBuffSettings(buffer_size=2, server_lr=3.0), [18.0, 4.0]),
+        (AfaCdSettings(buffer_size=2, server_lr=0.1), [6.0, 4.0]),
+        (AfaCsSettings(buffer_size=2, server_lr=0.1, devices=4), [3.0, 4.0]),
+    ],
+)
+def test_batch_norms_statistics_mix_and_its_counters_take_the_newest(
+    settings: Rule, floats: list[float]
+) -> None:
+    """Where devices send deltas, statistics are never stepped beyond what the devices have."""
+    layout = layout_of(1, buffers=1, integers=1)
+    now = State(0, model_of(layout, 0.0, 1.0, integers=[5]))
+    rule = settings.build()
+    for device, (x, mean, count) in enumerate(((4.0, 3.0, 60), (8.0, 5.0, 7))):
+        model = model_of(layout, x, mean, integers=[count])
+        now, *_ = receive(rule, now, update(model, tau=now.version, device=device))
+    assert now.model.floats == pytest.approx(floats)
+    assert now.model.integers.tolist() == [7]
+
+
+# batches
+
+
+def test_a_batch_is_divided_by_its_size_and_all_of_it_counts() -> None:
+    rule = FedBuffSettings(buffer_size=4, server_lr=2.0).build(100)
+    now = state(10.0)
+    for value in (1.0, 2.0, 3.0, 6.0):
+        now, *_ = receive(rule, now, update(model_of(LAYOUT, value)))
+    assert (now.version, now.memory) == (1, State(0, now.model).memory)
+    assert now.model.floats == pytest.approx([16.0, 16.0])  # 10 + 2/4 * 12
+
+
+def test_a_batch_that_ends_early_is_of_as_many_as_came() -> None:
+    rule = FedBuffSettings(buffer_size=10).build()
+    now = state(0.0)
+    for value in (2.0, 4.0):
+        now, *_ = receive(rule, now, update(model_of(LAYOUT, value)))
+    assert rule.end_round(now).model.floats == pytest.approx([3.0, 3.0])
+
+
+def test_afa_takes_the_mean_gradient_over_the_devices_own_steps() -> None:
+    rule = AfaCdSettings(buffer_size=2, server_lr=0.5).build()
+    now = state(0.0)
+    for steps, lr in ((5, 0.1), (10, 0.2)):
+        now, *_ = receive(rule, now, update(model_of(LAYOUT, 2.0), steps=steps, lr=lr))
+    # -G is 2 / .5 and 2 / 2
+    assert now.model.floats == pytest.approx([0.5 * (4 + 1) / 2] * 2)
+
+
+def test_afa_cs_steps_along_every_devices_last_gradient() -> None:
+    """Devices not heard from count as zero; a later answer replaces the earlier; m arrivals."""
+    rule = AfaCsSettings(buffer_size=2, server_lr=1.0).build(4)
+    now = state(0.0)
+    for device, value in ((0, 4.0), (0, 8.0), (3, -4.0), (3, 12.0)):
+        new = update(model_of(LAYOUT, value), device=device, steps=1, lr=1.0)
+        now, *_ = receive(rule, now, new)
+    # version 1: 8/4; version 2: (8 + 12)/4
+    assert now.version == 2
+    assert now.model.floats == pytest.approx([2 + 5.0] * 2)
+
+
+def test_afa_cs_finds_its_sum_again_where_only_the_devices_vectors_are_left() -> None:
+    rule = AfaCsSettings(buffer_size=1, server_lr=1.0).build(3)
+    vectors = DeviceVectors(3, 2)
+    vectors.write(1)[:] = 6.0
+    lost = State(0, model_of(LAYOUT, 0.0), replace(state(0.0).memory, devices=vectors))
+    now, *_ = receive(rule, lost, update(model_of(LAYOUT, 3.0), device=0, steps=1, lr=1.0))
+    assert now.model.floats == pytest.approx([3.0, 3.0])
+
+
+def test_scaffold_is_published_with_its_control_variate() -> None:
+    """x += server_lr mean(delta), c += sum of the changes / M; c_i is what a device's sum up to."""
+    layout = layout_of(1).with_controls()
+    rule = ScaffoldSettings(buffer_size=2, server_lr=0.5).build(4)
+    now = State(0, model_of(layout, 1.0, 0.0))
+    for device, (delta, change) in ((0, (2.0, 8.0)), (1, (4.0, -4.0)), (1, (1, 2)), (0, (1, 2))):
+        now, *_ = receive(rule, now, update(model_of(layout, delta, change), device=device))
+    assert now.version == 2
+    assert now.model.floats == pytest.approx([1 + 1.5 + 0.5, 1.0 + 1.0])
+    assert now.memory.devices is not None
+    assert [now.memory.devices[n][0] for n in range(4)] == [10.0, -2.0, 0.0, 0.0]
+
+
+def test_vectors_that_do_not_fit_are_in_a_file_of_their_own() -> None:
+    small, large = DeviceVectors(3, 4), DeviceVectors(3, 4, in_memory=47)
+    for vectors in (small, large):
+        vectors.write(2)[:] = 7.0
+        assert (vectors[2].tolist(), vectors[0].tolist()) == ([7.0] * 4, [0.0] * 4)
+        assert vectors.changed == {2}
+        with pytest.raises(ValueError, match="read-only"):
+            vectors[1][:] = 1.0
+        other = vectors.copy()
+        other.write(2)[:] = 1.0
+        assert vectors[2].tolist() == [7.0] * 4
+
+
+def test_a_file_of_vectors_has_its_room_from_the_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A page that a full disk has no room for kills by a signal, where nobody can say anything."""
+    reserved: list[int] = []
+    real = os.posix_fallocate
+
+    def reserve(file: int, begin: int, size: int) -> None:
+        real(file, begin, size)
+        reserved.append(os.fstat(file).st_blocks * 512)
+
+    monkeypatch.setattr(os, "posix_fallocate", reserve)
+    vectors = DeviceVectors(300, 1000, in_memory=0)
+    vectors.write(0)[:] = 1.0
+    assert vectors[299].tolist() == vectors.write(299).tolist() == [0.0] * 1000
+    assert [room >= 1_200_000 for room in reserved] == [True]
+
+    def full(_file: int, _begin: int, _size: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(FedstreamError, match=r"1200000 bytes: No space left .*TMPDIR") as said:
+        DeviceVectors(300, 1000, in_memory=0).write(0)
+    assert "\n" not in str(said.value)
+
+
+def test_room_for_many_small_vectors_takes_little_memory() -> None:
+    """A journal of a few kilobytes may speak of 2^53 devices with four parameters."""
+    tracemalloc.start()
+    try:
+        DeviceVectors(2**53, 4).write(0)
+        assert tracemalloc.get_traced_memory()[1] < 1_000_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_room_is_made_for_the_vectors_that_were_written_alone() -> None:
+    """M is what somebody says; an update of each that is heard is there."""
+    vectors = DeviceVectors(10**12, 1000)
+    vectors.write(10**12 - 1)[:] = 1.0
+    assert vectors._bytes <= 64 << 20
+    assert (vectors[10**12 - 1][0], vectors[5][0], len(vectors)) == (1.0, 0.0, 10**12)
+    for nobody in (-1, 10**12):
+        with pytest.raises(IndexError):
+            vectors[nobody]
+        with pytest.raises(IndexError):
+            vectors.write(nobody)
+
+
+# purity
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        FedAsyncSettings(), FedAsyncSettings(max_staleness=0), FedAvgSettings(clients_per_round=3),
+        FedBuffSettings(buffer_size=3), FedBuffSettings(buffer_size=1), AfaCdSettings(),
+        AfaCsSettings(buffer_size=1), AfaCsSettings(buffer_size=3),
+    ],
+)  # fmt: skip
+@given(data=st.data())
+def test_the_current_model_is_never_written_to(settings: Rule, data: st.DataObject) -> None:
+    """Readers may be reading it; and the memory that may be reused is never one in use."""
+    layout = layout_of(3, integers=1)
+    rule = settings.build(1)
+    now = State(0, model_of(layout, 1.0, 2.0, 3.0, integers=[1]))
+    free: list[Model] = []
+    for _ in range(12):
+        before, bytes_before = now, now.model.digest()
+        values = data.draw(st.lists(st.floats(-1, 1, width=32), min_size=3, max_size=3))
+        arriving = model_of(layout, *values, integers=[2])
+        spare = free.pop() if free else Model(layout)
+        tau = data.draw(st.integers(max(0, now.version - 1), now.version))
+        now, _ = rule.receive(before, update(arriving, tau=tau), spare)
+        assert before.model.digest() == bytes_before
+        in_use = {id(model) for model in now.models()}
+        for model in (before.model, arriving, spare):
+            if id(model) not in in_use and all(model is not other for other in free):
+                model.buffer[:] = 0xFF  # whoever still read it would read NaN
+                free.append(model)
+        assert np.isfinite(now.model.floats).all()
+
+
+@pytest.mark.parametrize(
+    "settings", [FedAsyncSettings(), FedBuffSettings(), AfaCdSettings(), AfaCsSettings()]
+)
+def test_the_same_updates_give_the_same_bits(settings: Rule) -> None:
+    def run() -> str:
+        rng = np.random.default_rng(7)
+        rule = settings.build(1)
+        layout = layout_of(1000)
+        now = state(0.0, layout=layout)
+        for _ in range(20):
+            model = Model(layout)
+            model.floats[:] = rng.standard_normal(1000)
+            tau = max(0, now.version - int(rng.integers(4)))
+            now, *_ = receive(rule, now, update(model, tau=tau))
+        return now.model.digest()
+
+    assert run() == run()
+
+
+def test_a_mixture_of_finite_models_stays_between_them() -> None:
+    rule = FedAsyncSettings(alpha=1.0).build()
+    now = state(-1e36, 1e36)
+    now, *_ = receive(rule, now, update(model_of(LAYOUT, 1e37, -1e37)))
+    assert all(math.isfinite(x) for x in now.model.floats)
