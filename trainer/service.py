@@ -26,7 +26,7 @@ from prometheus_client import Counter, Histogram
 from pydantic import Field, model_validator
 from structlog.contextvars import bound_contextvars
 
-from fedstream.broker import blobs
+from fedstream.broker import blobs, workspaces
 from fedstream.broker.client import Client, Command, RedisSettings
 from fedstream.broker.errors import (
     BadMessage,
@@ -497,7 +497,7 @@ class Trainer:
         except Exception as error:
             if start.saved is not None and isinstance(error, _OF_NO_USE):
                 self._begins_anew(error)
-                await self._client.call("UNLINK", self._keys.workspace(self._site, task.task))
+                await workspaces.delete(self._client, self._keys.workspace(self._site, task.task))
                 self._saved_for = ""
                 return await self._attempted(task, attempt, started, lost, late)
             self._rest_s = self._rests.next()
@@ -564,7 +564,7 @@ class Trainer:
         """The task's workspace, if there is a usable one."""
         # Other trainers of the site may write anything there, so don't read beyond the size limit.
         most, key = self._settings.workspace_bytes, self._keys.workspace(self._site, task.task)
-        data = await self._client.call("GETRANGE", key, 0, most)
+        data = await workspaces.read(self._client, key, most=most)
         if not data:
             return None
         if len(data) > most:
@@ -591,11 +591,9 @@ class Trainer:
         if len(data) > self._settings.workspace_bytes:
             self._context.log.warning("workspace too large to be saved", bytes=len(data))
             return
-        expire_ms = round(self._settings.workspace_expiry_s * 1000)
+        key, expire_s = self._keys.workspace(self._site, task), self._settings.workspace_expiry_s
         try:
-            await self._client.call(
-                "SET", self._keys.workspace(self._site, task), data, "PX", expire_ms
-            )
+            await workspaces.write(self._client, key, data, expire_s=expire_s)
         except FedstreamError as error:
             self._context.log.warning("workspace not saved", reason=str(error))
             return
@@ -616,7 +614,7 @@ class Trainer:
         """Delete the task's workspace, if this trainer saved or read one."""
         if self._saved_for == task:
             with suppress(FedstreamError):  # else it expires
-                await self._client.call("UNLINK", self._keys.workspace(self._site, task))
+                await workspaces.delete(self._client, self._keys.workspace(self._site, task))
                 self._saved_for = ""
 
     def _is_eligible(self, device: int) -> bool:
