@@ -29,8 +29,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from fedstream.experiments import machine
 from fedstream.settings.config import Settings, read
 from fedstream.simulation import Outcome, simulate
-from fedstream.trainer.solvers import gather
-from fedstream.trainer.task import Task, load_task
+from fedstream.trainer.data import gather
+from fedstream.trainer.loading import load_task
+from fedstream.trainer.task import Task
 
 RESULTS = Path(__file__).parent / "results"
 LR = (

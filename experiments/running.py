@@ -151,7 +151,7 @@ def run_job(job: Job) -> tuple[Row, Points]:
 
 @lru_cache(maxsize=1)
 def _task(settings: TaskSettings) -> Task:
-    from fedstream.trainer.task import load_task
+    from fedstream.trainer.loading import load_task
 
     return load_task(settings.name, settings)
 

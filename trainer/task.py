@@ -1,26 +1,21 @@
-"""Learning tasks: the class that users subclass, and loading a task by name.
+"""Learning tasks: the class that users subclass, what is asked of it, and the settings.
 
 torch is imported inside functions, so that services that only read the settings start without it.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
-import sys
 from abc import ABC, abstractmethod
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import Discriminator, Field, Tag
 
-from fedstream.broker.errors import ConfigError, DataError, FedstreamError
+from fedstream.broker.errors import ConfigError, DataError
+from fedstream.broker.layout import Model
 from fedstream.runtime.config import Section
-from fedstream.trainer.solvers import gather, length_of, solve
+from fedstream.trainer.data import gather, samples_of
 
 if TYPE_CHECKING:
-    from types import ModuleType
-
     from torch import Tensor, nn
     from torch.utils.data import Dataset
 
@@ -94,7 +89,9 @@ class Task(ABC):
         return solver
 
     def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
-        """Train ``model`` in place on one device's data; by default with ``solvers.solve``."""
+        """Train ``model`` in place on one device's data; by default with ``descent.solve``."""
+        from fedstream.trainer.descent import solve
+
         return solve(self, model, data, work)
 
 
@@ -190,12 +187,24 @@ def untrained(task: Task) -> nn.Module:
     return module
 
 
-def samples_of(test_data: Dataset[Any]) -> int:
-    """The number of test samples. Raises DataError if there are none, or no length."""
-    samples = length_of(test_data, "test_data()", "a map-style data set, or None")
-    if samples == 0:
-        raise DataError("there is nothing to evaluate: the data set is empty")
-    return samples
+def initial(task: Task, seed: int, *, controls: bool = False) -> Model:
+    """The task's untrained model, x_0: the same bits for the same seed on the same torch.
+
+    With ``controls`` it has a control variate, which is zero. torch's global generator keeps its
+    state.
+    """
+    import torch
+
+    from fedstream.trainer.vector import layout_of, read
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        module = untrained(task)
+    layout = layout_of(module)
+    model = Model(layout.with_controls() if controls else layout)
+    read(module, model)
+    model.controls[:] = 0.0
+    return model
 
 
 def measured(task: Task, module: nn.Module, data: Dataset[Any]) -> dict[str, float]:
@@ -208,86 +217,3 @@ def measured(task: Task, module: nn.Module, data: Dataset[Any]) -> dict[str, flo
         return {str(name): float(value) for name, value in found.items()}  # type: ignore[attr-defined]
     except (AttributeError, TypeError, ValueError) as error:
         raise DataError(f"metrics() returned no dict of numbers by name: {error}") from error
-
-
-def runs_program(spec: str) -> bool:
-    """Whether loading the task of this name runs a program that isn't ours."""
-    return bool(spec.rpartition(":")[0])
-
-
-def load_task(spec: str, settings: TaskSettings) -> Task:
-    """Load the task of this name; ``settings`` apply to built-in tasks only.
-
-    Raises ConfigError, saying what and where, if there is no such task or its program fails;
-    DataError if its data is missing.
-    """
-    source, _, attribute = spec.rpartition(":")
-    if not source:
-        from fedstream.trainer.tasks import BUILT_IN
-
-        if spec not in BUILT_IN:
-            raise ConfigError(
-                f"task {spec!r} is none of {', '.join(BUILT_IN)}; a task of your own is named "
-                f"path/to/file.py:attribute or package.module:attribute"
-            )
-        return BUILT_IN[spec](settings)
-    found = getattr(_import(source), attribute, None)
-    if found is None:
-        raise ConfigError(f"task {spec!r}: {source} defines no {attribute!r}")
-    if callable(found):
-        try:
-            found = found()
-        except FedstreamError:
-            raise
-        except Exception as error:
-            raise ConfigError(f"task {spec!r}: {attribute}() raised {words(error)}") from error
-    if not isinstance(found, Task):
-        raise ConfigError(
-            f"task {spec!r} is of type {type(found).__name__}: it must be a fedstream.Task, "
-            f"or a callable without arguments that returns one"
-        )
-    return found
-
-
-def _import(source: str) -> ModuleType:
-    """Import a module by its dotted name or its file.
-
-    A file is imported under its stem, with its folder appended to ``sys.path``. That way the user's
-    program can import its neighbours, and a spawned process, which inherits the path but not the
-    modules, finds it under the same name.
-    """
-    from fedstream.trainer import torchvision_ops
-
-    torchvision_ops.declare_missing()  # a user's program may import torchvision
-    file = Path(source).resolve() if source.endswith(".py") else None
-    if file is not None and not file.is_file():
-        raise ConfigError(f"task {source!r}: there is no file {file}")
-    name = source if file is None else file.stem
-    folder = str(Path.cwd() if file is None else file.parent)
-    if folder not in sys.path:
-        sys.path.append(folder)
-    try:
-        if file is not None and not _is_found(name, file):
-            raise ConfigError(
-                f"task {source!r}: the name {name!r} belongs to another module: rename the file"
-            )
-        return importlib.import_module(name)
-    except FedstreamError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"task {source!r}: importing it raised {words(error)}") from error
-
-
-def _is_found(name: str, file: Path) -> bool:
-    """Whether importing ``name`` gives this file rather than another module of that name."""
-    spec = None if "." in name else importlib.util.find_spec(name)
-    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file
-
-
-def words(error: Exception) -> str:
-    """An exception in one line, with the place that raised it."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    where = f" at {trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace else ""
-    return f"{type(error).__name__}: {' '.join(str(error).split())}{where}"

@@ -20,12 +20,9 @@ from torch.nn.parameter import is_lazy
 
 from fedstream.broker.errors import LayoutMismatch
 from fedstream.broker.layout import OF_INTEGERS, Kind, Layout, Model, Tensor
-from fedstream.trainer.task import untrained
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
-
-    from fedstream.trainer.task import Task
 
 # Models are mixed in float32: float16 and bfloat16 are widened exactly, float64 is rounded.
 _FLOATS = {torch.float32, torch.float16, torch.bfloat16, torch.float64}
@@ -53,22 +50,6 @@ def load(model: Model, module: nn.Module) -> None:
     writable = Model(model.layout, np.require(model.buffer, requirements="W"))
     for vector, tensor in _pairs(writable, module):
         tensor.copy_(vector)
-
-
-def initial(task: Task, seed: int, *, controls: bool = False) -> Model:
-    """The task's untrained model, x_0: the same bits for the same seed on the same torch.
-
-    With ``controls`` it has a control variate, which is zero. torch's global generator keeps its
-    state.
-    """
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        module = untrained(task)
-    layout = layout_of(module)
-    model = Model(layout.with_controls() if controls else layout)
-    read(module, model)
-    model.controls[:] = 0.0
-    return model
 
 
 def to_delta(model: Model, base: Model) -> None:

@@ -11,8 +11,8 @@ from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import DataError
 from fedstream.trainer import partitions
+from fedstream.trainer.data import gather
 from fedstream.trainer.in_memory import InMemory, data_root, deal, read_text
-from fedstream.trainer.solvers import gather
 from fedstream.trainer.task import Iid, Natural, examples
 
 if TYPE_CHECKING:

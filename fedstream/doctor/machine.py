@@ -262,7 +262,7 @@ def _data(settings: Settings, found: Task, module: nn.Module) -> str:
     import torch
 
     from fedstream.simulation.training import blamed
-    from fedstream.trainer.solvers import gather
+    from fedstream.trainer.data import gather
     from fedstream.trainer.task import Task
 
     device = min(settings.trainer.owns, default=0)

@@ -48,7 +48,7 @@ from fedstream.runtime.signals import INTERRUPTED, Stop
 from fedstream.settings.config import Settings
 from fedstream.settings.recording import CONFIG
 from fedstream.settings.services import check_used, devices_of, look_over, task_of
-from fedstream.trainer.task import words
+from fedstream.trainer.loading import words
 
 if TYPE_CHECKING:
     from pydantic import SecretStr
@@ -334,7 +334,8 @@ def examine(settings: Settings) -> Subject:
     """
     import torch
 
-    from fedstream.trainer.task import Task, samples_of, untrained
+    from fedstream.trainer.data import samples_of
+    from fedstream.trainer.task import Task, untrained
     from fedstream.trainer.vector import layout_of
 
     check_used(settings)

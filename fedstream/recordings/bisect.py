@@ -15,7 +15,8 @@ from fedstream.journal.inspection import Move, history, newest, since
 from fedstream.journal.rebuild import NotRecorded, is_used
 from fedstream.journal.shares import direction
 from fedstream.strategies.mixing import norm
-from fedstream.trainer.task import load_task, measured, untrained
+from fedstream.trainer.loading import load_task
+from fedstream.trainer.task import measured, untrained
 
 if TYPE_CHECKING:
     from fedstream.settings.config import Settings

@@ -15,7 +15,7 @@ from fedstream.broker.errors import ConfigError
 from fedstream.journal.inspection import journal_of, opened
 from fedstream.runtime.config import load
 from fedstream.settings.config import Settings, options, read
-from fedstream.trainer.task import runs_program
+from fedstream.trainer.loading import runs_program
 
 CONFIG = "run.toml"
 TRUST = "--trust-recorded-task"

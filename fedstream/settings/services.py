@@ -18,8 +18,8 @@ from fedstream.settings.config import Settings
 from fedstream.strategies import AfaCsSettings, ScaffoldSettings
 from fedstream.trainer.devices import AlwaysAvailable, eligible
 from fedstream.trainer.evaluator import Evaluator
+from fedstream.trainer.loading import load_task, runs_program, words
 from fedstream.trainer.service import Trainer
-from fedstream.trainer.task import load_task, runs_program, words
 from fedstream.updater.service import Updater
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def look_over(task: Task, devices: int, *, trained_here: bool) -> None:
     Checking stops after a second; training will find the remaining errors. ``trained_here``: the
     data is on this machine; otherwise, data that can't be loaded is not an error.
     """
-    from fedstream.trainer.solvers import size_of
+    from fedstream.trainer.data import size_of
 
     until = time.monotonic() + _LOOK_S
     for device in range(devices):
@@ -114,7 +114,7 @@ def check_used(settings: Settings) -> None:
 
 def found(settings: Settings) -> tuple[Run, Model]:
     """Make a new run: its record, and version 0 drawn from the run's seed."""
-    from fedstream.trainer.vector import initial
+    from fedstream.trainer.task import initial
 
     task = task_of(settings)
     devices = devices_of(settings, task)

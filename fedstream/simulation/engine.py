@@ -154,7 +154,7 @@ class _Run:
     ) -> None:
         from fedstream.settings.services import devices_of, look_over
         from fedstream.simulation.training import Measuring, Training, blamed
-        from fedstream.trainer.vector import initial
+        from fedstream.trainer.task import initial
 
         self._settings = settings
         self._task = task

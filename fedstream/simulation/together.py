@@ -34,7 +34,8 @@ if TYPE_CHECKING:
 
     from fedstream.broker.layout import Floats
     from fedstream.simulation.training import Job
-    from fedstream.trainer.solvers import SolverSettings, Tensors
+    from fedstream.trainer.descent import Tensors
+    from fedstream.trainer.solvers import SolverSettings
 
     At = slice | torch.Tensor  # places among the devices
 
@@ -259,7 +260,7 @@ class Together:
 
 
 class _Training:
-    """Steps x <- x - gamma g of several devices, as in :func:`fedstream.trainer.solvers.solve`.
+    """Steps x <- x - gamma g of several devices, as in :func:`fedstream.trainer.descent.solve`.
 
     Each parameter is one tensor with the devices as its first dimension.
     """
@@ -308,7 +309,7 @@ def _put(parts: list[torch.Tensor], at: At, values: list[torch.Tensor]) -> None:
 
 
 class Draws:
-    """Rows that each device's :class:`fedstream.trainer.solvers.Minibatches` would draw.
+    """Rows that each device's :class:`fedstream.trainer.descent.Minibatches` would draw.
 
     Devices with equally many samples begin their passes together, so they are drawn together.
     """

@@ -16,9 +16,10 @@ from fedstream.simulation import together
 from fedstream.trainer import vector
 from fedstream.trainer.answer import as_sent
 from fedstream.trainer.choices import Solvers, chosen
+from fedstream.trainer.loading import words
 from fedstream.trainer.placement import check, placed
 from fedstream.trainer.solvers import Cancelled, Trained, Work
-from fedstream.trainer.task import Task, measured, untrained, words
+from fedstream.trainer.task import Task, measured, untrained
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -24,8 +24,10 @@ from fedstream.recordings.bisect import search
 from fedstream.recordings.columns import fitting
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings
 from fedstream.trainer import vector
-from fedstream.trainer.solvers import Sgd, Work, solve
-from fedstream.trainer.task import Iid, TaskSettings, load_task
+from fedstream.trainer.descent import solve
+from fedstream.trainer.loading import load_task
+from fedstream.trainer.solvers import Sgd, Work
+from fedstream.trainer.task import Iid, TaskSettings, initial
 from tests.journals import LAYOUT, Scribe
 from tests.support import model_of
 
@@ -382,7 +384,7 @@ class Digits(By):
     def __init__(self, folder: Path) -> None:
         self.task = load_task("digits", TaskSettings(partition=Iid()))
         self.module = self.task.model()
-        super().__init__(folder, vector.initial(self.task, 0))
+        super().__init__(folder, initial(self.task, 0))
 
     def learns(self, device: int, scale: float = 1.0) -> None:
         """The device trains from the newest model; scaled, it poisons the next."""
@@ -917,7 +919,7 @@ def test_what_is_not_there(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = tmp_path / "journal"
-    two_segments(folder, weights=False, layout=vector.initial(
+    two_segments(folder, weights=False, layout=initial(
         load_task("digits", TaskSettings()), 0).layout)  # fmt: skip
     (folder / FIRST).unlink()  # retired
     before = contents(tmp_path)

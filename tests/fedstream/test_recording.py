@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.trainer.task import TaskSettings, load_task
-from fedstream.trainer.vector import initial
+from fedstream.trainer.loading import load_task
+from fedstream.trainer.task import TaskSettings, initial
 from tests.fedstream.conftest import Command
 from tests.journals import Scribe
 

@@ -29,8 +29,8 @@ from fedstream.operate.feed import Feeder
 from fedstream.recordings import replay
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings
-from fedstream.trainer.task import TaskSettings, load_task
-from fedstream.trainer.vector import initial
+from fedstream.trainer.loading import load_task
+from fedstream.trainer.task import TaskSettings, initial
 from fedstream.updater.service import Updater, UpdaterSettings
 from tests.integration.command import BLOBS
 from tests.journals import LAYOUT, Scribe

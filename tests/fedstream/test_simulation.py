@@ -20,7 +20,8 @@ from fedstream.settings.config import read
 from fedstream.settings.services import devices_of
 from fedstream.simulation import Outcome, VersionMade, simulate
 from fedstream.simulation.together import Draws
-from fedstream.trainer.solvers import Minibatches, Sgd, Trained, Work
+from fedstream.trainer.descent import Minibatches
+from fedstream.trainer.solvers import Sgd, Trained, Work
 from fedstream.trainer.task import Task
 
 DEVICES = 6

@@ -15,8 +15,8 @@ from torch.utils.data import TensorDataset
 from fedstream.broker.layout import Model
 from fedstream.strategies import ScaffoldSettings, State, Update
 from fedstream.trainer.solvers import Scaffold, Work
-from fedstream.trainer.task import Task
-from fedstream.trainer.vector import initial, load, read, to_delta
+from fedstream.trainer.task import Task, initial
+from fedstream.trainer.vector import load, read, to_delta
 
 KNOWN = json.loads((Path(__file__).parents[1] / "data" / "known_answers_scaffold.json").read_text())
 

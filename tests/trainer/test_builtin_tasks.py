@@ -13,9 +13,9 @@ import torch
 from fedstream.broker.errors import ConfigError, DataError
 from fedstream.runtime.config import Section, load
 from fedstream.trainer.in_memory import Bytes, InMemory
-from fedstream.trainer.task import Classes, Dirichlet, Iid, Natural, TaskSettings, load_task
+from fedstream.trainer.loading import load_task
+from fedstream.trainer.task import Classes, Dirichlet, Iid, Natural, TaskSettings, initial
 from fedstream.trainer.tasks import BUILT_IN, digits, mnist
-from fedstream.trainer.vector import initial
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -23,9 +23,10 @@ from fedstream.broker.messages import Event, GiveUp, Trigger, Upload
 from fedstream.broker.records import Commit
 from fedstream.broker.streams import Group
 from fedstream.runtime.tasks import LeaseSettings
+from fedstream.trainer.descent import solve
 from fedstream.trainer.devices import DeviceSettings, OnOff
 from fedstream.trainer.service import Initiative, Trainer, TrainerSettings
-from fedstream.trainer.solvers import Scaffold, Sgd, SolverSettings, Work, solve
+from fedstream.trainer.solvers import Scaffold, Sgd, SolverSettings, Work
 from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of, load, read
 from fedstream.trainer.workspace import Workspace

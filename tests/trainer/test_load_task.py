@@ -19,7 +19,8 @@ from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import ConfigError, DataError
 from fedstream.trainer import torchvision_ops
-from fedstream.trainer.task import Task, TaskSettings, load_task
+from fedstream.trainer.loading import load_task
+from fedstream.trainer.task import Task, TaskSettings
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

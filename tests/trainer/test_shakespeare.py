@@ -20,8 +20,8 @@ from fedstream.trainer.shakespeare import (
     shakespeare,
 )
 from fedstream.trainer.solvers import Sgd, Work
-from fedstream.trainer.task import Classes, Dirichlet, Iid, TaskSettings
-from fedstream.trainer.vector import initial, load
+from fedstream.trainer.task import Classes, Dirichlet, Iid, TaskSettings, initial
+from fedstream.trainer.vector import load
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -18,6 +18,8 @@ from torch.utils.data import Dataset, TensorDataset
 
 from fedstream.broker.errors import ConfigError, DataError, LayoutMismatch
 from fedstream.broker.layout import Model
+from fedstream.trainer.data import gather
+from fedstream.trainer.descent import solve
 from fedstream.trainer.solvers import (
     Cancelled,
     Proximal,
@@ -26,11 +28,9 @@ from fedstream.trainer.solvers import (
     SolverSettings,
     Trained,
     Work,
-    gather,
-    solve,
 )
-from fedstream.trainer.task import Task
-from fedstream.trainer.vector import initial, layout_of, load, read
+from fedstream.trainer.task import Task, initial
+from fedstream.trainer.vector import layout_of, load, read
 
 DATA = Path(__file__).parents[1] / "data"
 ANSWERS = json.loads((DATA / "known_answers_local.json").read_text())
@@ -287,7 +287,7 @@ class Clock(Quadratic):
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         super().__init__()
         self.now = 100.0
-        monkeypatch.setattr("fedstream.trainer.solvers.time.monotonic", lambda: self.now)
+        monkeypatch.setattr("fedstream.trainer.descent.time.monotonic", lambda: self.now)
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
         self.now += 2.0

@@ -12,8 +12,8 @@ from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import LayoutMismatch
 from fedstream.broker.layout import Model
-from fedstream.trainer.task import Task
-from fedstream.trainer.vector import initial, layout_of, load, read, to_delta
+from fedstream.trainer.task import Task, initial
+from fedstream.trainer.vector import layout_of, load, read, to_delta
 
 
 class Mixed(nn.Module):

@@ -21,8 +21,8 @@ from torch.utils.data import TensorDataset
 from fedstream.broker.errors import BadMessage, ConfigError, LayoutMismatch
 from fedstream.broker.layout import Model
 from fedstream.trainer.solvers import Cancelled, Proximal, Scaffold, Sgd, Trained, Work
-from fedstream.trainer.task import Task
-from fedstream.trainer.vector import initial, layout_of, load, read
+from fedstream.trainer.task import Task, initial
+from fedstream.trainer.vector import layout_of, load, read
 from fedstream.trainer.workspace import Workspace
 
 STEPS = 7

@@ -48,8 +48,8 @@ from fedstream.strategies import (
     ScaffoldSettings,
     State,
 )
-from fedstream.trainer.task import TaskSettings, load_task
-from fedstream.trainer.vector import initial
+from fedstream.trainer.loading import load_task
+from fedstream.trainer.task import TaskSettings, initial
 from tests.journals import Scribe
 from tests.support import Hand, Proxy, context, layout_of, model_of, running, wait_until
 from tests.updater.journalled import fails, held, reasons, records

@@ -1,0 +1,317 @@
+"""Local training, as done: how a device gets from x_tau to the x_new it sends back."""
+
+# ruff: noqa: SLF001  (torch's list operations, torch._foreach_*, are private in name only)
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+from fedstream.broker.errors import BadMessage, ConfigError, DataError, LayoutMismatch
+from fedstream.broker.layout import Floats, Model
+from fedstream.trainer.data import gather, size_of
+from fedstream.trainer.solvers import Cancelled, Proximal, Scaffold, SolverSettings, Trained, Work
+from fedstream.trainer.vector import layout_of, load, read
+from fedstream.trainer.workspace import Workspace
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import nn
+    from torch.utils.data import Dataset
+
+    from fedstream.trainer.task import Task
+
+Tensors: TypeAlias = list[torch.Tensor] | tuple[torch.Tensor, ...]
+
+
+def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
+    """Train ``model``, which holds x_tau, in place by exactly H steps (FedAsync, algorithm 1):
+
+        x <- x - gamma g,       g = grad f(x; z)                        SGD, option I
+                                  + rho (x - x_tau)                     proximal, option II
+                                  + c - c_i                             SCAFFOLD
+
+    on the trainable parameters. ``epochs`` passes are epochs * ceil(samples / batch_size) steps; a
+    time budget takes as many steps as fit. The gradient is clipped first, then weight decay is
+    added, then the solver's own term; momentum accumulates the sum. SCAFFOLD ends with
+
+        c_i+ = c_i - c + (x_tau - x_new) / (H gamma)        zero for parameters not trained
+
+    All randomness (minibatches, dropout) derives from ``work.seed``: except with a time budget, the
+    same work on the same machine gives the same bits, even if it is interrupted and resumed.
+    Dropout draws from torch's global generators, which are restored afterwards, so a process must
+    do only one piece of work at a time.
+
+    A non-finite loss does not stop training: the updater refuses the update and counts it.
+
+    Raises Cancelled before the next batch once ``work.cancelled()`` is true, with the model reset
+    to x_tau; DataError, naming the device, if its data is empty, not map-style, or does not suit
+    the task's loss; LayoutMismatch, ConfigError or BadMessage if the workspace or a control
+    variate belongs to another model, other work or another version of torch.
+    """
+    samples = size_of(data, work.device)
+    trained = [x for x in model.parameters() if x.requires_grad]
+    if not trained:
+        raise ConfigError("there is nothing to train: no parameter of the model takes a gradient")
+    model.train()
+    with torch.random.fork_rng(devices=[trained[0].device] if trained[0].is_cuda else []):
+        training = _begun(model, trained, samples, work)
+        while training.goes_on():
+            if work.cancelled():
+                raise Cancelled(training.stop())
+            try:
+                loss = task.loss(model, gather(data, training.minibatch()))
+            except DataError as error:
+                raise DataError(f"device {work.device}: {error}") from error
+            training.step(loss)
+    return training.result()
+
+
+def _begun(model: nn.Module, trained: list[nn.Parameter], samples: int, work: Work) -> _Descent:
+    """Training at its start, or resumed from the workspace."""
+    saved = work.resume
+    if saved is None:
+        return _Descent(model, trained, samples, work)
+    x, x_tau = saved.models(layout_of(model))
+    load(x_tau, model)
+    work = replace(
+        work, base=saved.base, control=saved.control, device_control=saved.device_control
+    )
+    training = _Descent(model, trained, samples, work)
+    load(x, model)
+    training.skip_to(saved)
+    return training
+
+
+class _Descent:
+    """The state of local training between two steps. Creating it seeds torch's global generators.
+
+    All parameters are updated by torch's list operations, because small models spend their time
+    launching operations, not computing.
+    """
+
+    def __init__(
+        self, model: nn.Module, trained: list[nn.Parameter], samples: int, work: Work
+    ) -> None:
+        solver = work.solver
+        self._model, self._trained, self._work, self._solver = model, trained, work, solver
+        self._minibatches = Minibatches(samples, solver, work.seed)
+        self._generators = _global_generators(trained[0])
+        torch.manual_seed(work.seed)
+        steps = work.epochs * self._minibatches.epoch if work.epochs else work.steps
+        # Identifies this work: a workspace of other work must not be resumed.
+        self._about: dict[str, Any] = {
+            "task": work.task,
+            "device": work.device,
+            "version": work.version,
+            "seed": work.seed,
+            "solver": solver.model_dump_json(),
+            "samples": samples,
+            "steps": steps,
+        }
+        self._steps = math.inf if steps is None else steps
+        self._budget_s = math.inf if work.seconds is None else work.seconds
+        self._step, self._began_s = 0, time.monotonic()
+        self._loss = torch.zeros((), dtype=torch.float64, device=trained[0].device)
+        self._x_tau = [tensor.detach().clone() for tensor in _state(model)]
+        starts = zip(model.parameters(), self._x_tau, strict=False)  # buffers come last
+        self._start = [x_tau for x, x_tau in starts if x.requires_grad]
+        self._x = [x.detach() for x in trained]  # the same memory, without a graph
+        self._rho = solver.rho if isinstance(solver, Proximal) else 0.0
+        if solver.momentum:
+            self._momentum = _split(None, model)
+        if isinstance(solver, Scaffold):
+            c, c_i = _split(work.control, model), _split(work.device_control, model)
+            self._correction = torch._foreach_sub(c, c_i)
+
+    def goes_on(self) -> bool:
+        """Whether to take another step."""
+        if self._budget_s < math.inf:
+            self._loss.item()  # waits for the GPU: the budget must count finished steps
+        return self._step == 0 or (self._step < self._steps and self._seconds() < self._budget_s)
+
+    def minibatch(self) -> torch.Tensor:
+        """The rows of the next step."""
+        return self._minibatches.next()
+
+    def step(self, loss: torch.Tensor) -> None:
+        """x <- x - gamma g."""
+        gradients = torch.autograd.grad(loss, self._trained, materialize_grads=True)
+        torch._foreach_sub_(self._x, self._direction(gradients), alpha=self._solver.lr)
+        self._loss += loss.detach().view(())  # not .item(): it would wait for the GPU each step
+        self._step += 1
+
+    def result(self) -> Trained:
+        """The result, once no step is left."""
+        control = None
+        if isinstance(self._solver, Scaffold):
+            way = torch._foreach_sub(self._start, self._x)
+            mean = torch._foreach_div(way, self._step * self._solver.lr)
+            control = _join(torch._foreach_sub(mean, self._correction), self._model)
+        samples = self._about["samples"]
+        return Trained(self._step, samples, self._loss.item() / self._step, control)
+
+    def stop(self) -> Workspace:
+        """Return all that is needed to resume here, and reset the model to x_tau."""
+        layout = layout_of(self._model)
+        x, x_tau = Model(layout), Model(layout)
+        read(self._model, x)
+        for tensor, value in zip(_state(self._model), self._x_tau, strict=True):
+            tensor.detach().copy_(value)
+        read(self._model, x_tau)
+        state, position = self._minibatches.place
+        return Workspace(
+            **self._about,
+            base=self._work.base or x_tau.digest(),
+            layout=layout.signature,
+            step=self._step,
+            seconds=self._seconds(),
+            loss=self._loss.item(),
+            minibatches=state,
+            position=position,
+            generators=tuple(_bytes(generator.get_state()) for generator in self._generators),
+            x=x.buffer,
+            x_tau=x_tau.buffer,
+            momentum=_join(self._momentum, self._model) if self._solver.momentum else None,
+            control=self._work.control,
+            device_control=self._work.device_control,
+        )
+
+    def skip_to(self, saved: Workspace) -> None:
+        """Resume where ``saved`` stopped; the model already holds its parameters."""
+        for name, ours in self._about.items():
+            if (theirs := getattr(saved, name)) != ours:
+                raise ConfigError(
+                    f"task {self._work.task}: the workspace is of other work, its {name} is "
+                    f"{theirs} and not {ours}: train from the start"
+                )
+        self._step = saved.step
+        self._began_s -= saved.seconds
+        self._loss += saved.loss
+        if self._solver.momentum:
+            self._momentum = _split(saved.momentum, self._model)
+        self._minibatches.skip_to(saved.minibatches, saved.position)
+        # A workspace from a machine without a GPU lacks that generator's state: keep it as seeded.
+        for generator, state in zip(self._generators, saved.generators, strict=False):
+            _restore(generator, state)
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._began_s
+
+    def _direction(self, gradients: Tensors) -> Tensors:
+        """g from the loss's gradients. They are not written to: two may share one tensor."""
+        g, solver = gradients, self._solver
+        if solver.clip_norm is not None:
+            norm = torch.nn.utils.get_total_norm(g)
+            g = torch._foreach_mul(g, (solver.clip_norm / (norm + 1e-6)).clamp(max=1.0))
+        if solver.weight_decay:
+            g = torch._foreach_add(g, self._x, alpha=solver.weight_decay)
+        if self._rho:
+            g = torch._foreach_add(g, torch._foreach_sub(self._x, self._start), alpha=self._rho)
+        if isinstance(solver, Scaffold):
+            g = torch._foreach_add(g, self._correction)
+        if solver.momentum:
+            torch._foreach_mul_(self._momentum, solver.momentum)
+            torch._foreach_add_(self._momentum, g)
+            g = self._momentum
+        return g
+
+
+class Minibatches:
+    """An endless sequence of minibatches, as row numbers.
+
+    They are slices of shuffled passes, including the smaller last one. With ``fresh`` sampling,
+    each pass ends after its first minibatch.
+    """
+
+    def __init__(self, samples: int, solver: SolverSettings, seed: int) -> None:
+        self._samples = samples
+        self._size = min(solver.batch_size or samples, samples)
+        self._used = self._size if solver.sampling == "fresh" else samples
+        self._generator = torch.Generator().manual_seed(seed)
+        self._shuffle()
+
+    @property
+    def epoch(self) -> int:
+        """The number of minibatches that covers as many samples as there are."""
+        return math.ceil(self._samples / self._size)
+
+    @property
+    def place(self) -> tuple[bytes, int]:
+        """The generator's state before it drew the current pass, and minibatches taken from it."""
+        return _bytes(self._before), self._taken
+
+    def skip_to(self, state: bytes, taken: int) -> None:
+        """Resume at a ``place``."""
+        _restore(self._generator, state)
+        self._shuffle()
+        self._taken = taken
+
+    def next(self) -> torch.Tensor:
+        """The row numbers of the next minibatch."""
+        if self._taken == len(self._pass):
+            self._shuffle()
+        self._taken += 1
+        return self._pass[self._taken - 1]
+
+    def _shuffle(self) -> None:
+        self._before = self._generator.get_state()
+        rows = torch.randperm(self._samples, generator=self._generator)
+        self._pass = torch.split(rows[: self._used], self._size)
+        self._taken = 0
+
+
+def _state(model: nn.Module) -> Iterator[torch.Tensor]:
+    """Every tensor that training may change."""
+    yield from model.parameters()
+    yield from model.buffers()
+
+
+def _of_vector(model: nn.Module) -> list[nn.Parameter]:
+    """The parameters that make up a vector, in its order (:mod:`fedstream.trainer.vector`)."""
+    return [x for x in model.parameters() if x.is_floating_point()]
+
+
+def _split(vector: Floats | None, model: nn.Module) -> Tensors:
+    """The part of a vector that belongs to each trained parameter; None: zeros."""
+    parameters = _of_vector(model)
+    sizes = [x.numel() for x in parameters]
+    if vector is None:
+        return [torch.zeros_like(x) for x in parameters if x.requires_grad]
+    if vector.shape != (sum(sizes),):
+        raise LayoutMismatch(
+            f"a vector of shape {vector.shape} for a model of {sum(sizes)} parameters"
+        )
+    parts = zip(parameters, torch.split(torch.tensor(vector), sizes), strict=True)
+    return [part.view(x.shape).to(x) for x, part in parts if x.requires_grad]
+
+
+def _join(parts: Tensors, model: nn.Module) -> Floats:
+    """The vector made of these parts; zero for parameters that are not trained."""
+    rest = iter(parts)
+    whole = [next(rest) if x.requires_grad else torch.zeros_like(x) for x in _of_vector(model)]
+    vector: Floats = torch.cat([x.flatten().to("cpu", torch.float32) for x in whole]).numpy()
+    return vector
+
+
+def _global_generators(where: torch.Tensor) -> list[torch.Generator]:
+    """torch's global generators, used by dropout: the CPU's and, for a GPU tensor, its GPU's."""
+    gpu = [torch.cuda.default_generators[where.get_device()]] if where.is_cuda else []
+    return [torch.default_generator, *gpu]
+
+
+def _bytes(state: torch.Tensor) -> bytes:
+    data: bytes = state.numpy().tobytes()
+    return data
+
+
+def _restore(generator: torch.Generator, state: bytes) -> None:
+    try:
+        generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+    except (RuntimeError, ValueError) as error:
+        raise BadMessage(f"the state of a generator is not this torch's: {error}") from error
