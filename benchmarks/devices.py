@@ -48,7 +48,7 @@ def scaling() -> dict[str, float]:
     found = {}
     for trainers in (1, 4):
         _, rows = _run(
-            "--trainers", str(trainers), "--updates", str(40 * trainers),
+            "--trainers", str(trainers), "--versions", str(40 * trainers),
             *_sets(devices__latency__kind="fixed", devices__latency__mean_s=0.5),
         )  # fmt: skip
         first, last = rows[trainers], rows[-1]  # by then every trainer has started
@@ -66,7 +66,7 @@ def straggler() -> dict[str, dict[str, float]]:
     )  # fmt: skip
     found = {}
     for strategy in ("fedasync", "fedavg"):
-        summary, rows = _run("--strategy", strategy, "--trainers", "4", "--updates", "2000", *slow)
+        summary, rows = _run("--strategy", strategy, "--trainers", "4", "--versions", "2000", *slow)
         reached = next(row for row in rows if row["accuracy"] and float(row["accuracy"]) >= 0.9)
         found[strategy] = {
             "seconds": float(reached["seconds"]) - float(rows[0]["seconds"]),

@@ -56,7 +56,7 @@ class Section(BaseModel):
 class Option(NamedTuple):
     """A configuration key set by its own command-line option."""
 
-    name: str  # as typed: --updates
+    name: str  # as typed: --versions
     key: str  # run.versions
     value: object
 

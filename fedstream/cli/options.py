@@ -14,6 +14,7 @@ import typer
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
+from fedstream.terminal import line
 
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
@@ -78,13 +79,13 @@ StrategyName = Annotated[
 Devices = Annotated[
     int | None, typer.Option(metavar="N", help="devices that the data is split over")
 ]
-Updates = Annotated[
+Versions = Annotated[
     int | None,
     typer.Option(
-        metavar="T",
-        help="versions: the run ends with this one; each is an update, a round, or a batch",
+        metavar="T", help="stop after this many versions; each is an update, a round or a batch"
     ),
 ]
+Updates = Annotated[int | None, typer.Option(hidden=True)]  # deprecated name of --versions
 Out = Annotated[
     Path | None, typer.Option(metavar="DIR", help="for results; runs/NAME-TIME if not given")
 ]
@@ -109,6 +110,10 @@ def settings_of(path: Path | None, sets: list[str] | None = None, **given: objec
     """Read the configuration; ``given`` are the command's own options, by parameter name."""
     from fedstream.settings.config import options, read
 
+    if given.get("updates") is not None:
+        if given.get("versions") is not None:
+            raise ConfigError("--updates is the old name of --versions; use --versions alone")
+        line("fedstream: --updates is deprecated; use --versions", err=True)
     return read(path, sets or (), options(**given))
 
 

@@ -22,6 +22,7 @@ from fedstream.cli.options import (
     TaskName,
     TrustRecorded,
     Updates,
+    Versions,
     leave,
     settings_of,
 )
@@ -35,6 +36,7 @@ def run(
     strategy: StrategyName = None,
     trainers: Annotated[int, typer.Option(min=1, metavar="N", help="trainer processes")] = 2,
     devices: Devices = None,
+    versions: Versions = None,
     updates: Updates = None,
     redis: Annotated[
         str | None, typer.Option(metavar="URL", help="without it the run starts its own")
@@ -76,8 +78,8 @@ def run(
                 config = recorded = left if left.is_file() else None
     settings = settings_of(
         config, sets,
-        task=task, strategy=strategy, devices=devices, updates=updates, redis=redis,
-        data_root=data_root,
+        task=task, strategy=strategy, devices=devices, versions=versions,
+        updates=updates, redis=redis, data_root=data_root,
     )  # fmt: skip
     if recorded is not None and not trust:
         recording.check_task(settings, recorded, sets or (), task)
@@ -99,6 +101,7 @@ def simulate(
     task: TaskName = None,
     strategy: StrategyName = None,
     devices: Devices = None,
+    versions: Versions = None,
     updates: Updates = None,
     out: Out = None,
     data_root: DataRoot = None,
@@ -121,7 +124,8 @@ def simulate(
 
     settings = settings_of(
         config, sets,
-        task=task, strategy=strategy, devices=devices, updates=updates, data_root=data_root,
+        task=task, strategy=strategy, devices=devices, versions=versions,
+        updates=updates, data_root=data_root,
     )  # fmt: skip
     folder = out or default_out(settings.run.name, datetime.now().astimezone())
     code, numbers = page.run(settings, folder, journal=journal, quiet=as_json)

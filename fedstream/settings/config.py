@@ -179,6 +179,7 @@ _OPTIONS = {  # command-line options and the keys they set
     "--task": "task.name",
     "--strategy": "strategy.name",
     "--devices": "task.devices",
+    "--versions": "run.versions",
     "--updates": "run.versions",
     "--redis": "redis.url",
     "--run": "run.name",
@@ -187,7 +188,7 @@ _OPTIONS = {  # command-line options and the keys they set
 
 
 def options(**given: object) -> list[Option]:
-    """Options that were given, by parameter name: ``updates``, ``data_root``."""
+    """Options that were given, by parameter name: ``versions``, ``data_root``."""
     named = ((f"--{name.replace('_', '-')}", value) for name, value in given.items())
     return [Option(name, _OPTIONS[name], value) for name, value in named if value is not None]
 

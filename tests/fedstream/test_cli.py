@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import typer
 
 from fedstream import __version__
 from fedstream.broker.messages import OUTCOMES
 from fedstream.cli import options, training
-from fedstream.cli.app import main
+from fedstream.cli.app import app, main
 from fedstream.local import run
 from fedstream.observe import display, status
 from fedstream.strategies import StrategySettings
@@ -45,8 +46,8 @@ def fedstream(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
     ("arguments", "code", "said"),
     [
         (["run", "--set", "run.versionz=3"], 2, "did you mean run.versions?"),
-        (["run", "--updates", "0"], 2, "run.versions = 0 (from --updates): must be greater"),
-        (["run", "--updates", str(2**64)], 2, "(from --updates): must be less"),
+        (["run", "--versions", "0"], 2, "run.versions = 0 (from --versions): must be greater"),
+        (["run", "--versions", str(2**64)], 2, "(from --versions): must be less"),
         (["simulate", "--devices", "-3"], 2, "task.devices = -3 (from --devices): must be"),
         (
             ["run", "--strategy", "fedprox", "--set", "strategy.name=fedavg"],
@@ -101,6 +102,38 @@ def test_what_is_wrong_is_said_in_one_line(
     assert shown.err.count("\n") == 1
     assert shown.out == ""
     assert list(tmp_path.iterdir()) == []  # nothing was begun
+
+
+@pytest.mark.parametrize("command", ["run", "simulate"])
+def test_updates_is_a_deprecated_alias_of_versions(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warning = "fedstream: --updates is deprecated; use --versions\n"
+    assert fedstream(command, "--updates", "0", monkeypatch=monkeypatch) == 2
+    said = capsys.readouterr().err
+    assert said.startswith(warning + "fedstream: run.versions = 0 (from --updates): must be")
+    both = ("--updates", "2", "--versions", "2")
+    assert fedstream(command, *both, monkeypatch=monkeypatch) == 2
+    assert "use --versions alone" in capsys.readouterr().err
+    shown = {
+        name
+        for option in typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
+        for name in option.opts
+        if not option.hidden
+    }
+    assert "--versions" in shown
+    assert "--updates" not in shown
+
+
+def test_the_deprecated_updates_sets_the_number_of_versions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(training, "leave", sys.exit)
+    out = ("--json", "--out", str(tmp_path / "run"))
+    assert fedstream("simulate", "--updates", "2", *out, monkeypatch=monkeypatch) == 0
+    shown = capsys.readouterr()
+    assert json.loads(shown.out)["versions"] == 2
+    assert shown.err == "fedstream: --updates is deprecated; use --versions\n"
 
 
 def test_an_output_that_takes_nothing_is_no_crash() -> None:
@@ -237,7 +270,7 @@ def test_what_a_command_writes_is_its_user_s_alone(tmp_path: Path) -> None:
     """Folders 0700, files 0600: the journal's, and all that lies beside it."""
     out, exported = tmp_path / "out", tmp_path / "model.safetensors"
     for arguments in (
-        ["simulate", "--updates", "3", "--devices", "10", "--out", str(out)],
+        ["simulate", "--versions", "3", "--devices", "10", "--out", str(out)],
         ["journal", "export", str(out), "--out", str(exported)],
     ):
         command = [sys.executable, "-m", "fedstream", *arguments]

@@ -41,7 +41,7 @@ def plan(tmp_path: Path) -> local.Plan:
 
 
 def test_options_are_configuration_keys() -> None:
-    given = options(updates=60, task="a.py:t", redis=None, data_root="007")
+    given = options(versions=60, task="a.py:t", redis=None, data_root="007")
     settings = read(None, ["task.devices=4", "run.versions=2"], given)
     assert (settings.run.versions, settings.task.name) == (60, "a.py:t")
     assert (settings.task.devices, settings.task.data_root) == (4, "007")

@@ -134,7 +134,7 @@ def test_its_picture_says_what_its_time_is(
     figures: list[Figure] = []
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     options = (f"--set={one}" for one in sets)
-    arguments = ("--updates", "2", "--out", str(tmp_path / "run"), *options, *QUICK)
+    arguments = ("--versions", "2", "--out", str(tmp_path / "run"), *options, *QUICK)
     assert fedstream("simulate", *arguments, monkeypatch=monkeypatch) == 0
     labels = [axes.get_xlabel() for axes in figures[0].axes]
     assert labels[:2] + labels[3:5] == ["versions", time] * 2
@@ -144,7 +144,7 @@ def test_its_summary_is_what_a_program_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
-    arguments = ("--updates", "2", "--out", str(out), "--json", *QUICK)
+    arguments = ("--versions", "2", "--out", str(out), "--json", *QUICK)
     assert fedstream("simulate", *arguments, monkeypatch=monkeypatch) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out) == json.loads((out / "summary.json").read_text())
@@ -154,7 +154,7 @@ def test_a_folder_with_a_run_is_refused(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    arguments = ("--updates", "2", "--out", str(folder))
+    arguments = ("--versions", "2", "--out", str(folder))
     assert fedstream("simulate", *arguments, monkeypatch=monkeypatch) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
@@ -191,7 +191,7 @@ def test_what_is_wrong_is_said_in_one_line_and_leaves_nothing(
     task = task_in(tmp_path)
     keys = [part for key in sets for part in ("--set", key.format(task=task))]
     out = tmp_path / "runs" / "out"
-    arguments = ("simulate", "--out", str(out), "--updates", "1", *QUICK, *keys)
+    arguments = ("simulate", "--out", str(out), "--versions", "1", *QUICK, *keys)
     assert fedstream(*arguments, monkeypatch=monkeypatch) == code
     shown = capsys.readouterr()
     assert said in shown.err
@@ -228,7 +228,7 @@ def test_a_signal_ends_it_with_what_there_is(
 
     monkeypatch.setattr(simulate, "simulate", signalled)
     before = signal.getsignal(number)
-    arguments = ("simulate", "--out", str(tmp_path / "out"), "--updates", "1000", *QUICK)
+    arguments = ("simulate", "--out", str(tmp_path / "out"), "--versions", "1000", *QUICK)
     assert fedstream(*arguments, monkeypatch=monkeypatch) == 130
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["state"] == "interrupted"
@@ -250,13 +250,13 @@ def test_progress_is_told_without_a_terminal(
 ) -> None:
     monkeypatch.setattr(simulate, "_LINE_EVERY_S", 0.0)
     monkeypatch.chdir(tmp_path)
-    assert fedstream("simulate", "--updates", "12", "--out", "out", monkeypatch=monkeypatch) == 0
+    assert fedstream("simulate", "--versions", "12", "--out", "out", monkeypatch=monkeypatch) == 0
     said = capsys.readouterr()
     told = said.err.splitlines()
     assert len(told) == 12
     assert re.fullmatch(r"version 11 of 12 · 0:\d\d left · accuracy 0\.\d{4}, loss .*", told[-2])
     assert "version 3 of" not in said.out
-    quiet = ("simulate", "--updates", "12", "--out", "quiet", "--json")
+    quiet = ("simulate", "--versions", "12", "--out", "quiet", "--json")
     assert fedstream(*quiet, monkeypatch=monkeypatch) == 0
     assert capsys.readouterr().err == ""
 

@@ -51,7 +51,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Command
     (folders["scaffold"] / "digits_held.py").write_text(held(DIGITS, 4))
     commands = {
         name: Command(
-            folders[name], "--strategy", name, "--updates", str(VERSIONS),
+            folders[name], "--strategy", name, "--versions", str(VERSIONS),
             "--set", "strategy.buffer_size=3", "--set", "journal.segment_versions=4", *more,
         )
         for name, more in RUNS.items()

@@ -29,14 +29,14 @@ def test_the_readmes_own_task_works_when_pasted(tmp_path: Path) -> None:
     [program] = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert len([line for line in program.splitlines() if line.strip()]) <= 15
     (tmp_path / "my_task.py").write_text(program)
-    command = finished(tmp_path, "--task", "my_task.py:task", "--updates", "60")
+    command = finished(tmp_path, "--task", "my_task.py:task", "--versions", "60")
     assert command.summary["accuracy"] > 0.9
     assert adds_up(command.summary)
 
 
 def test_anarchic_devices_decide_when_and_how_long_they_train(tmp_path: Path) -> None:
     command = finished(
-        tmp_path, "--updates", "40",
+        tmp_path, "--versions", "40",
         "--set", "scheduler.policy.kind=none",
         "--set", "trainer.anarchic.rate=50",
         "--set", 'trainer.anarchic.steps={kind="uniform", c=5}',
@@ -52,7 +52,7 @@ def test_anarchic_devices_decide_when_and_how_long_they_train(tmp_path: Path) ->
 
 def test_devices_take_part_as_their_groups_say(tmp_path: Path) -> None:
     command = finished(
-        tmp_path, "--updates", "20",
+        tmp_path, "--versions", "20",
         "--set", "scheduler.policy={kind='in_flight', n=1}",
         "--set", "participation=[{devices=[4], rate=1e12, steps={kind='epochs', n=1}}]",
     )  # fmt: skip

@@ -54,7 +54,7 @@ def digits(
     tmp_path_factory: pytest.TempPathFactory, folders: list[Command]
 ) -> tuple[Command, list[psutil.Process]]:
     """A short run of the defaults, to its end; and the processes it had."""
-    command = Command(tmp_path_factory.mktemp("digits"), "--updates", "60")
+    command = Command(tmp_path_factory.mktemp("digits"), "--versions", "60")
     folders.append(command)
     command.reaches(1)
     processes = command.children()
@@ -126,7 +126,7 @@ def battered(tmp_path_factory: pytest.TempPathFactory, folders: list[Command]) -
     folder = tmp_path_factory.mktemp("battered")
     (folder / "blobs.py").write_text(held(BLOBS, 40))
     command = Command(
-        folder, "--task", "blobs.py:task", "--updates", "90",
+        folder, "--task", "blobs.py:task", "--versions", "90",
         "--set", "devices.latency={kind='fixed', mean_s=0.15}",
     )  # fmt: skip
     folders.append(command)
@@ -162,7 +162,7 @@ def test_a_users_file_by_fedavg_for_a_program(tmp_path: Path, folders: list[Comm
     (tmp_path / "blobs.py").write_text(BLOBS + "print('this is not the summary')\n")
     (tmp_path / "trainer.py").write_text("raise ImportError('not the package')\n")
     command = Command(
-        tmp_path, "--task", "blobs.py:task", "--strategy", "fedavg", "--updates", "6",
+        tmp_path, "--task", "blobs.py:task", "--strategy", "fedavg", "--versions", "6",
         "--trainers", "1", "--set", "strategy.clients_per_round=3", "--json",
     )  # fmt: skip
     folders.append(command)
@@ -182,7 +182,7 @@ def test_a_users_mistake_is_shown_once_ends_the_run_and_can_be_mended(
     (tmp_path / "wrong.py").write_text(BLOBS.replace("\ntask =", f"{mistake}task ="))
     with RedisServer() as server:
         command = Command(
-            tmp_path, "--task", "wrong.py:task", "--trainers", "1", "--updates", "20",
+            tmp_path, "--task", "wrong.py:task", "--trainers", "1", "--versions", "20",
             "--redis", server.url,
         )  # fmt: skip
         folders.append(command)
@@ -222,7 +222,7 @@ def poisoned(
     (folder / "poison.py").write_text(BLOBS.replace("\ntask =", f"{POISON}task ="))
     with RedisServer() as server:
         command = Command(
-            folder, "--task", "poison.py:task", "--redis", server.url, "--updates", "4000",
+            folder, "--task", "poison.py:task", "--redis", server.url, "--versions", "4000",
             "--set", "lease.attempts=2", "--set", "lease.seconds=4", "--set", "trainer.threads=1",
             "--set", "devices.latency={kind='fixed', mean_s=0.1}",
         )  # fmt: skip
@@ -280,7 +280,7 @@ def test_a_run_goes_on_from_its_journal_when_its_own_redis_is_gone(
 ) -> None:
     (tmp_path / "blobs.py").write_text(held(BLOBS, 20))
     command = Command(
-        tmp_path, "--task", "blobs.py:task", "--updates", "60", "--trainers", "1",
+        tmp_path, "--task", "blobs.py:task", "--versions", "60", "--trainers", "1",
         "--set", "devices.latency={kind='fixed', mean_s=0.05}", "--set", "journal.sync=always",
     )  # fmt: skip
     folders.append(command)
@@ -328,7 +328,7 @@ def test_a_trainer_that_joined_leaves_with_the_run_that_is_finished(
     tmp_path: Path, folders: list[Command]
 ) -> None:
     (tmp_path / "blobs.py").write_text(held(BLOBS, 3))
-    command = Command(tmp_path, "--task", "blobs.py:task", "--updates", "20", "--trainers", "1")
+    command = Command(tmp_path, "--task", "blobs.py:task", "--versions", "20", "--trainers", "1")
     folders.append(command)
     command.reaches(1)
     config = command.out / "run.toml"

@@ -226,7 +226,7 @@ def test_a_simulation_that_is_interrupted_writes_what_there_is(tmp_path: Path) -
         ("open", "run.toml", "interrupted"), ("open", "summary.json", "finished")
     ):  # fmt: skip
         out = tmp_path / state
-        command = ("simulate", "--out", str(out), "--updates", "5")
+        command = ("simulate", "--out", str(out), "--versions", "5")
         done = at(tmp_path, "SIGTERM", event, about, 0, *command)
         assert done.returncode == {"interrupted": 130, "finished": 0}[state], done.stderr
         assert "Traceback" not in done.stderr

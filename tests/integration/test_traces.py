@@ -36,7 +36,7 @@ def lines(out: Path) -> list[dict[str, Any]]:
 def test_a_task_leaves_a_line_at_every_step(tmp_path: Path) -> None:
     (tmp_path / "my_task.py").write_text(BLOBS)
     command = Command(
-        tmp_path, "--task", "my_task.py:task", "--updates", "12", "--set", "log.tasks=true"
+        tmp_path, "--task", "my_task.py:task", "--versions", "12", "--set", "log.tasks=true"
     )
     try:
         assert command.ended() == 0, command.stdout + command.stderr

@@ -106,7 +106,7 @@ def test_a_task_among_files_named_like_our_folders_trains_live(
     layout: tuple[dict[str, str], str], installed: dict[str, str], tmp_path: Path
 ) -> None:
     task = write(layout, tmp_path)
-    command = [str(SCRIPT), "run", "--task", task, "--updates", "3", "--trainers", "1", "--json"]
+    command = [str(SCRIPT), "run", "--task", task, "--versions", "3", "--trainers", "1", "--json"]
     done = subprocess.run(
         command, cwd=tmp_path, env=installed, check=False, capture_output=True, text=True,
         timeout=GUARD_S,
@@ -121,7 +121,7 @@ def test_and_in_a_simulation(
 ) -> None:
     task = write(layout, tmp_path)
     # As a module the current folder comes first on the path, and in it the user's files.
-    command = [sys.executable, "-m", "fedstream", "simulate", "--task", task, "--updates", "3"]
+    command = [sys.executable, "-m", "fedstream", "simulate", "--task", task, "--versions", "3"]
     done = subprocess.run(
         command, cwd=tmp_path, env=installed, check=False, capture_output=True, text=True,
         timeout=GUARD_S,
