@@ -16,9 +16,10 @@ run: .venv/installed  ## train the handwritten digits on this machine
 
 test: lint types docs k8s-check unit  ## all that CI checks
 
-lint: .venv/installed .venv-tools/installed  ## ruff, spelling, the workflows
+lint: .venv/installed .venv-tools/installed  ## ruff, which package imports which, spelling, the workflows
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	.venv-tools/bin/lint-imports --no-logo
 	.venv-tools/bin/codespell
 	.venv-tools/bin/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*.yaml
 	.venv-tools/bin/zizmor --offline --quiet --persona=pedantic .github

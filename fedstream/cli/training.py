@@ -73,7 +73,7 @@ def run(
         if out is None:
             raise ConfigError("--resume goes on with the run in --out DIR, which is not given")
         if config is None:
-            with local.usable(out):
+            with report.usable(out):
                 left = out / recording.CONFIG
                 config = recorded = left if left.is_file() else None
     settings = settings_of(

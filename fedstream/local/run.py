@@ -15,7 +15,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, redirect_stdout, suppress
+from contextlib import ExitStack, redirect_stdout, suppress
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
@@ -182,7 +182,7 @@ def run(plan: Plan, display: Display) -> tuple[int, dict[str, Any]]:
             url = server.url
         if stop.name is not None:
             raise KeyboardInterrupt  # nothing has been written yet
-        with usable(plan.out):
+        with report.usable(plan.out):
             (plan.out / LOGS).mkdir(parents=True, exist_ok=True)
             _write_config(plan, url)
         try:
@@ -194,19 +194,8 @@ def run(plan: Plan, display: Display) -> tuple[int, dict[str, Any]]:
                 _write_config(plan, None)  # drop the dead Redis's URL, so the file can be reused
 
 
-@contextmanager
-def usable(out: Path) -> Iterator[None]:
-    """Turn OSErrors about the folder into ConfigError, because the user has to fix them."""
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"--out {out}: {error.strerror}: name another, one that can be written"
-        ) from error
-
-
 def _check_folder(plan: Plan) -> None:
-    with usable(plan.out):
+    with report.usable(plan.out):
         taken = [name for name in (CONFIG, report.SUMMARY, FOLDER) if (plan.out / name).exists()]
     if taken and not plan.resume:
         raise FedstreamError(

@@ -6,6 +6,7 @@ import csv
 import json
 import platform
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from math import isfinite
@@ -14,6 +15,7 @@ from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
 from fedstream import __version__
+from fedstream.broker.errors import ConfigError
 from fedstream.broker.messages import OUTCOMES
 from fedstream.broker.records import View
 from fedstream.observe.observer import History, Made
@@ -51,6 +53,17 @@ class Facts:
     why: str
     restarts: Mapping[str, int]
     torch: str
+
+
+@contextmanager
+def usable(out: Path) -> Iterator[None]:
+    """Turn OSErrors about the folder into ConfigError, because the user has to fix them."""
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(
+            f"--out {out}: {error.strerror}: name another, one that can be written"
+        ) from error
 
 
 def summary(facts: Facts, history: History, view: View | None) -> dict[str, Any]:

@@ -23,7 +23,6 @@ from fedstream.journal import JournalError
 from fedstream.journal.inspection import journal_of
 from fedstream.journal.rebuild import is_used
 from fedstream.journal.replay import Moment, Replayer
-from fedstream.local.run import usable
 from fedstream.observe import report
 from fedstream.recordings.bisect import measuring
 from fedstream.runtime.config import load
@@ -383,7 +382,7 @@ def folder_for(folder: Path, out: Path | None) -> Path:
 
 def write(out: Path, title: str, points: Sequence[Point]) -> list[Path]:
     """Write the table and picture of a comparison. Raises ConfigError."""
-    with usable(out):
+    with report.usable(out):
         out.mkdir(parents=True, exist_ok=True)
         with (out / TABLE).open("w", newline="", encoding="utf-8") as file:
             csv.writer(file).writerows(rows(points, changed=True))

@@ -26,7 +26,6 @@ from fedstream import __version__
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.messages import Version
 from fedstream.journal.inspection import FOLDER
-from fedstream.local.run import usable
 from fedstream.observe import report
 from fedstream.observe.display import duration, short, two_columns
 from fedstream.observe.observer import History
@@ -85,7 +84,7 @@ def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[i
 
 
 def _check_folder(out: Path) -> None:
-    with usable(out):
+    with report.usable(out):
         taken = [name for name in (CONFIG, report.SUMMARY, FOLDER) if (out / name).exists()]
     if taken:
         raise FedstreamError(
@@ -98,7 +97,7 @@ def _folder(out: Path, settings: Settings, *, begun: Callable[[], bool]) -> Iter
     """Create the folder with run.toml; undo that on an error before version 1."""
     missing = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
-        with usable(out):
+        with report.usable(out):
             out.mkdir(parents=True, exist_ok=True)
             (out / CONFIG).write_text(_as_toml(settings), encoding="utf-8")
         yield
@@ -233,7 +232,7 @@ def _write(
         "version": str(numbers["versions"]), "digest": outcome.model.digest(),
         "run": settings.run.name, "task": settings.task.name,
     }  # fmt: skip
-    with usable(out):
+    with report.usable(out):
         report.write_summary(out, numbers)
         report.write_table(out, history, 0.0)
         curves.draw(
