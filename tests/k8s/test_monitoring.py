@@ -127,7 +127,7 @@ def test_expressions_are_taken_apart() -> None:
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
 def test_every_metric_that_is_asked_for_is_documented(expression: str) -> None:
-    # and what is documented is what services expose: tests/fedstream/test_metrics.py
+    # and what is documented is what services expose: tests/fedstream/settings/test_metrics.py
     asked = series(expression)
     assert asked
     for one in asked:

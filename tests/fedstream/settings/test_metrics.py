@@ -20,7 +20,7 @@ from fedstream.settings.config import read
 from fedstream.settings.services import _BUILDERS, ROLES
 from tests.support import Hand, context, running, wait_until
 
-DOCS = Path(__file__).parents[2] / "docs" / "reference" / "metrics.md"
+DOCS = Path(__file__).parents[3] / "docs" / "reference" / "metrics.md"
 ROW = re.compile(
     r"^\| `(fedstream_\w+)` \| (\w+) \|([\w, ]+)\| ([\w, ]+) \| (.+) \|$", re.MULTILINE
 )

