@@ -14,13 +14,13 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from fedstream.runtime.config import Section
 from fedstream.trainer.compression import Compression
-from fedstream.trainer.solvers import Proximal, Scaffold, Sgd, SolverSettings
+from fedstream.trainer.solvers import DriftCorrected, Proximal, Sgd, SolverSettings
 
 if TYPE_CHECKING:
     from fedstream.trainer.task import Task
 
 _SETTINGS: TypeAdapter[SolverSettings] = TypeAdapter(SolverSettings)
-_KINDS: dict[str, type[Sgd]] = {"sgd": Sgd, "proximal": Proximal, "scaffold": Scaffold}
+_KINDS: dict[str, type[Sgd]] = {"sgd": Sgd, "proximal": Proximal, "scaffold": DriftCorrected}
 
 
 class SolverGroup(Section):

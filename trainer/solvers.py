@@ -49,13 +49,13 @@ class Proximal(Sgd):
     rho: Annotated[float, Field(ge=0)] = 0.01
 
 
-class Scaffold(Sgd):
+class DriftCorrected(Sgd):
     """SGD with a correction for client drift: SCAFFOLD (Karimireddy et al., option II)."""
 
     kind: Literal["scaffold"] = "scaffold"  # type: ignore[assignment]  # narrows the tag
 
     @model_validator(mode="after")
-    def _plain_steps(self) -> Scaffold:
+    def _plain_steps(self) -> DriftCorrected:
         if self.momentum:
             raise ValueError(
                 f"momentum = {self.momentum} does not go with kind = scaffold, whose control is "
@@ -74,7 +74,7 @@ def _kind(settings: object) -> object:
 SolverSettings = Annotated[
     Annotated[Sgd, Tag("sgd")]
     | Annotated[Proximal, Tag("proximal")]
-    | Annotated[Scaffold, Tag("scaffold")],
+    | Annotated[DriftCorrected, Tag("scaffold")],
     Discriminator(
         _kind,
         custom_error_type="solver_kind",

@@ -43,7 +43,7 @@ from fedstream.trainer.choices import SolverGroup, Solvers
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.evaluator import EvaluatorSettings
 from fedstream.trainer.service import TrainerSettings
-from fedstream.trainer.solvers import Scaffold, Sgd, SolverSettings
+from fedstream.trainer.solvers import DriftCorrected, Sgd, SolverSettings
 from fedstream.trainer.task import TaskSettings
 from fedstream.updater.service import UpdaterSettings
 
@@ -111,7 +111,7 @@ class Settings(Section):
         rule, others = self.strategy, Solvers(self.solver, self.solvers).others
         whose = {"": self.solver} | {f" of device {d}": other for d, other in others.items()}
         for of, solver in whose.items():
-            if isinstance(rule, ScaffoldSettings) != isinstance(solver, Scaffold):
+            if isinstance(rule, ScaffoldSettings) != isinstance(solver, DriftCorrected):
                 raise ValueError(
                     f"strategy.name = {rule.name!r} with solver.kind{of} = {solver.kind!r}: "
                     "SCAFFOLD's server and its devices go together, set both to 'scaffold' or "

@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import TensorDataset
 
-from fedstream.trainer.solvers import Cancelled, Proximal, Scaffold, Sgd, Trained
+from fedstream.trainer.solvers import Cancelled, DriftCorrected, Proximal, Sgd, Trained
 from fedstream.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def suits(task: Task, module: nn.Module, solver: SolverSettings) -> bool:
     parameters = list(module.parameters())
     return (
         type(task).train is Task.train
-        and type(solver) in (Sgd, Proximal, Scaffold)
+        and type(solver) in (Sgd, Proximal, DriftCorrected)
         and not list(module.buffers())
         and all(x.requires_grad and x.dtype == torch.float32 for x in parameters)
         and 0 < sum(x.numel() for x in parameters) <= _PARAMETERS
@@ -199,10 +199,10 @@ class Together:
         seeds = [job.arrival.seed for job in jobs]
         draws = Draws(list(zip(samples, seeds, steps, strict=True)), self._solver)
         start, correction = self._stack([job.base.parameters for job in jobs]), None
-        if isinstance(self._solver, Scaffold):
+        if isinstance(self._solver, DriftCorrected):
             correction = self._correction(jobs)
         x = [part.clone(memory_format=torch.contiguous_format) for part in self._parts(start)]
-        training = _Training(self._solver, x, self._parts(start), self._parts(correction))
+        training = _StackedDescent(self._solver, x, self._parts(start), self._parts(correction))
         begins = self._rows.begins[[job.arrival.device for job in jobs], None]
         losses = torch.zeros(len(jobs), dtype=torch.float64, device=self._where)
         for step in range(steps[0]):
@@ -259,7 +259,7 @@ class Together:
         return trained
 
 
-class _Training:
+class _StackedDescent:
     """Steps x <- x - gamma g of several devices, as in :func:`fedstream.trainer.descent.solve`.
 
     Each parameter is one tensor with the devices as its first dimension.

@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from fedstream.broker.layout import Model
 from fedstream.strategies import ScaffoldSettings, State, Update
-from fedstream.trainer.solvers import Scaffold, Work
+from fedstream.trainer.solvers import DriftCorrected, Work
 from fedstream.trainer.task import Task, initial
 from fedstream.trainer.vector import load, read, to_delta
 
@@ -46,7 +46,7 @@ class Quadratics(Task):
 def test_known_answers(case: dict[str, Any]) -> None:
     task = Quadratics(case)
     module = task.model()
-    solver = Scaffold(lr=case["local_lr"], batch_size=0)
+    solver = DriftCorrected(lr=case["local_lr"], batch_size=0)
     now = State(0, initial(task, 0, controls=True))
     for version, known in enumerate(case["rounds"], 1):
         size = len(known["group"])

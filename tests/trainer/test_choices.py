@@ -24,7 +24,7 @@ from fedstream.trainer.choices import SolverGroup, Solvers
 from fedstream.trainer.compression import NoCompression
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.service import Trainer, TrainerSettings
-from fedstream.trainer.solvers import Proximal, Scaffold, Sgd, SolverSettings, Trained, Work
+from fedstream.trainer.solvers import DriftCorrected, Proximal, Sgd, SolverSettings, Trained, Work
 from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of
 from tests.support import Hand, context, running, wait_until
@@ -190,7 +190,8 @@ async def test_an_upload_says_what_step_its_device_took(
 def test_scaffolds_devices_may_step_differently_each() -> None:
     groups = "solvers=[{devices=[0, 2], lr=0.02}]"
     scaffold = ("strategy.name=scaffold", "solver.kind=scaffold", groups)
-    assert isinstance(Solvers(Scaffold(), [SolverGroup(devices=(0,), lr=0.1)])[0], Scaffold)
+    solvers = Solvers(DriftCorrected(), [SolverGroup(devices=(0,), lr=0.1)])
+    assert isinstance(solvers[0], DriftCorrected)
     model = trained(*scaffold)
     assert np.isfinite(model.floats).all()
     assert np.abs(model.controls).max() > 0

@@ -26,7 +26,7 @@ from fedstream.runtime.tasks import LeaseSettings
 from fedstream.trainer.descent import solve
 from fedstream.trainer.devices import DeviceSettings, OnOff
 from fedstream.trainer.service import Initiative, Trainer, TrainerSettings
-from fedstream.trainer.solvers import Scaffold, Sgd, SolverSettings, Work
+from fedstream.trainer.solvers import DriftCorrected, Sgd, SolverSettings, Work
 from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of, load, read
 from fedstream.trainer.workspace import Workspace
@@ -84,7 +84,7 @@ class Steps(Task):
 
 
 SGD = Sgd(lr=0.1, batch_size=10, momentum=0.5)
-SCAFFOLD = Scaffold(lr=0.1, batch_size=10)
+SCAFFOLD = DriftCorrected(lr=0.1, batch_size=10)
 RUNS = pytest.mark.parametrize(
     ("solver", "sends"),
     [(SGD, "model"), (SGD, "delta"), (SCAFFOLD, "delta")],
@@ -120,7 +120,7 @@ async def begun(
     hand: Hand, task: Steps, solver: SolverSettings = SGD, sends: Any = "model"
 ) -> None:
     """The run is there with a version 0; of device 1 something is known, where that matters."""
-    scaffold = isinstance(solver, Scaffold)
+    scaffold = isinstance(solver, DriftCorrected)
     layout = layout_of(task.model())
     hand.layout = layout.with_controls() if scaffold else layout
     await hand.create(sends=sends, strategy="scaffold" if scaffold else "fedbuff")
@@ -219,7 +219,7 @@ async def test_another_trainer_goes_on_from_there_to_the_same_bits(
     assert (workspace.step, workspace.steps, workspace.version) == (HELD, H, 0)
     assert await hand.client.call("PTTL", hand.keys.workspace("pool", name)) > 0
     await newer(hand)
-    if isinstance(solver, Scaffold):
+    if isinstance(solver, DriftCorrected):
         await knows(hand, 0.75)  # what it began with is in the workspace
     async with running(make("t2", solver), context()):
         _, upload = await answers(hand, 2)

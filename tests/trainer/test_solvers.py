@@ -22,8 +22,8 @@ from fedstream.trainer.data import gather
 from fedstream.trainer.descent import solve
 from fedstream.trainer.solvers import (
     Cancelled,
+    DriftCorrected,
     Proximal,
-    Scaffold,
     Sgd,
     SolverSettings,
     Trained,
@@ -124,7 +124,7 @@ def test_known_answers(answer: dict[str, Any]) -> None:
 @pytest.mark.parametrize("answer", SCAFFOLD, ids=lambda answer: f"{answer['devices']} devices")
 def test_scaffolds_known_answers(answer: dict[str, Any]) -> None:
     """x, c and every c_i after every round, with the server's part done here."""
-    solver, devices = Scaffold(lr=answer["local_lr"]), answer["devices"]
+    solver, devices = DriftCorrected(lr=answer["local_lr"]), answer["devices"]
     x = np.array(answer["x0"], np.float32)
     c, c_i = np.zeros_like(x), np.zeros((devices, len(x)), np.float32)
 
@@ -158,7 +158,7 @@ def test_a_devices_first_time_under_scaffold_is_sgd_whose_mean_gradient_it_keeps
     data = samples(7)
     plain, corrected = Point([1.0]), Point([1.0])
     solve(Quadratic(), plain, data, work(Sgd(lr=0.1), steps=4))
-    trained = solve(Quadratic(), corrected, data, work(Scaffold(lr=0.1), steps=4))
+    trained = solve(Quadratic(), corrected, data, work(DriftCorrected(lr=0.1), steps=4))
     assert torch.equal(plain.x, corrected.x)
     assert trained.control == pytest.approx((1.0 - corrected.x.detach().numpy()) / 0.4)
     assert solve(Quadratic(), plain, data, work(Sgd())).control is None
@@ -172,7 +172,7 @@ def test_controls_leave_parameters_alone_that_are_not_trained() -> None:
     before = module[0].weight.detach().clone()  # type: ignore[index]
     control = np.arange(count, dtype=np.float32)
     control.flags.writeable = False  # as it comes from elsewhere
-    trained = task.train(module, task.device_data(0), work(Scaffold(), control=control))
+    trained = task.train(module, task.device_data(0), work(DriftCorrected(), control=control))
     assert trained.control is not None
     assert trained.control.shape == (count,)
     assert trained.control.dtype == np.float32
@@ -180,7 +180,7 @@ def test_controls_leave_parameters_alone_that_are_not_trained() -> None:
     assert trained.control[-3:].all()
     assert torch.equal(module[0].weight, before)  # type: ignore[index]
     with pytest.raises(LayoutMismatch, match=r"shape \(5,\) for a model of \d+ parameters"):
-        task.train(module, task.device_data(0), work(Scaffold(), control=control[:5]))
+        task.train(module, task.device_data(0), work(DriftCorrected(), control=control[:5]))
 
 
 class Torchs(Noisy):
@@ -299,7 +299,7 @@ def test_a_time_budget_ends_with_the_step_that_spends_it(
     seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = Clock(monkeypatch)
-    piece = work(Scaffold(lr=0.1), steps=None, seconds=seconds)
+    piece = work(DriftCorrected(lr=0.1), steps=None, seconds=seconds)
     model = Point([1.0])
     result = solve(task, model, samples(4), piece)
     assert result.steps == len(task.batches) == steps
@@ -458,7 +458,7 @@ SOLVER: TypeAdapter[SolverSettings] = TypeAdapter(SolverSettings)
 
 def test_a_solvers_options_are_its_own_and_sgd_is_what_no_kind_means() -> None:
     assert SOLVER.validate_python({"kind": "proximal", "rho": 0.3}) == Proximal(rho=0.3)
-    assert SOLVER.validate_python({"kind": "scaffold", "weight_decay": 0.1}) == Scaffold(
+    assert SOLVER.validate_python({"kind": "scaffold", "weight_decay": 0.1}) == DriftCorrected(
         weight_decay=0.1
     )
     assert SOLVER.validate_python({"lr": 0.5}) == Sgd(lr=0.5)

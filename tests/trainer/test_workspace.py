@@ -20,7 +20,7 @@ from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import BadMessage, ConfigError, LayoutMismatch
 from fedstream.broker.layout import Model
-from fedstream.trainer.solvers import Cancelled, Proximal, Scaffold, Sgd, Trained, Work
+from fedstream.trainer.solvers import Cancelled, DriftCorrected, Proximal, Sgd, Trained, Work
 from fedstream.trainer.task import Task, initial
 from fedstream.trainer.vector import layout_of, load, read
 from fedstream.trainer.workspace import Workspace
@@ -85,7 +85,7 @@ def interrupted(piece: Work, after: int, start: Model = X_TAU) -> Workspace:
     [
         Sgd,
         Proximal,
-        Scaffold,
+        DriftCorrected,
         partial(Sgd, momentum=0.9, weight_decay=0.01, clip_norm=1.0),
         partial(Proximal, momentum=0.9),
     ],
@@ -157,7 +157,7 @@ def test_a_workspace_of_another_layout_or_torch_is_refused() -> None:
             trained(replace(piece, resume=saved.model_copy(update=damaged)))
 
 
-SAVED = interrupted(work(Scaffold()), 2)
+SAVED = interrupted(work(DriftCorrected()), 2)
 BYTES = SAVED.encode()
 
 
