@@ -20,10 +20,22 @@ from fedstream.broker.layout import Model
 
 # Bytes: 1 MiB less Redis's header. One byte more would take 1.25 MiB of Redis's memory.
 CHUNK = (1 << 20) - 64
+# Bytes of a chunk that another release may choose. Admission holds sites to this: Redis measures
+# every chunk, and a reader has WINDOW of them in memory.
+SHORTEST, LONGEST = 1 << 16, 1 << 22
 WINDOW = 8  # chunks in flight: bounds the extra memory that a transfer takes
 
 _SIZE = b"size"
 _DIGEST = b"digest"
+_CHUNKS = b"chunks"
+
+
+def chunks_of(size: int) -> int:
+    """The number of chunks in which this release writes ``size`` bytes.
+
+    Whoever names the blob says it too, as another release may choose another size of chunks.
+    """
+    return -(-size // CHUNK)
 
 
 async def write(client: Client, key: str, model: Model, *, expire_s: float) -> None:
@@ -54,15 +66,17 @@ async def prepare(client: Client, key: str, model: Model, *, expire_s: float) ->
     return (("MULTI",), put, ("PEXPIRE", key, round(expire_s * 1000)), ("EXEC",))
 
 
-async def read(client: Client, key: str, into: Model, *, digest: str) -> None:
+async def read(client: Client, key: str, into: Model, *, digest: str, chunks: int | None) -> None:
     """Read the blob under ``key`` into a model and check its size and digest.
 
-    Accepts chunks of any length, so use it only for blobs that no site can write: models, and
-    updates whose lengths admission has checked. Raises BlobMissing if the blob is not there,
-    BlobDamaged if its bytes are not those announced; the model's bytes are then undefined.
+    ``chunks``: how many there are, as said with the blob's name; None if it was named by a release
+    that doesn't say: as many as ours. Accepts chunks of any length, so use it only for blobs that
+    no site can write: models, and updates whose lengths admission has checked. Raises BlobMissing
+    if the blob is not there, BlobDamaged if its bytes are not those announced; the model's bytes
+    are then undefined.
     """
     data = into.buffer
-    chunks = -(-data.nbytes // CHUNK)
+    chunks = chunks_of(data.nbytes) if chunks is None else chunks
     at = 0
     for first in range(0, max(chunks, 1), WINDOW):
         numbers = range(first, min(first + WINDOW, chunks))
@@ -80,7 +94,7 @@ async def read(client: Client, key: str, into: Model, *, digest: str) -> None:
     if at != data.nbytes:
         raise BlobDamaged(f"blob {key} ends after {at} of {data.nbytes} bytes")
     # Hashing a large blob would block the event loop for too long.
-    own = into.digest() if chunks < 2 else await asyncio.to_thread(into.digest)
+    own = into.digest() if data.nbytes <= CHUNK else await asyncio.to_thread(into.digest)
     if own != digest:
         raise BlobDamaged(f"blob {key} has digest {own}, announced was {digest}")
 
@@ -100,28 +114,34 @@ async def _of(client: Client, key: str, commands: Sequence[Command]) -> list[Any
         raise BlobDamaged(f"{key} is no blob") from error
 
 
-async def keep(client: Client, key: str, size: int) -> bool:
+async def keep(client: Client, key: str, size: int, *, chunks: int | None) -> bool:
     """Remove the blob's expiry and return whether all ``size`` bytes are there.
 
-    Checks only the chunks' lengths; reads no chunk.
+    Checks only the chunks' lengths; reads no chunk. ``chunks``: as for :func:`read`.
     """
-    lengths = [len(b"%d" % size), *(min(CHUNK, size - at) for at in range(0, size, CHUNK))]
-    parts = (_SIZE, *range(len(lengths) - 1))
+    parts = (_SIZE, *range(chunks_of(size) if chunks is None else chunks))
     asked: list[Command] = [("HSTRLEN", key, part) for part in parts]
     try:
-        _, *found = await _of(client, key, [("PERSIST", key), *asked])
+        _, digits, *lengths = await _of(client, key, [("PERSIST", key), *asked])
     except BlobDamaged:
         return False
-    return found == lengths
+    return digits == len(b"%d" % size) and all(lengths) and sum(lengths) == size
+
+
+async def stated_chunks(client: Client, key: str) -> int | None:
+    """Read the number of chunks that a published blob says of itself; None if it doesn't."""
+    stated = await client.call("HGET", key, _CHUNKS)
+    return None if stated is None else int(stated)
 
 
 async def recall(client: Client, key: str, into: Model) -> bool:
-    """Read the handed-out blob under ``key``, which carries its own digest; False if none.
+    """Read the handed-out blob under ``key``, which states its own digest; False if none.
 
     Raises BlobDamaged or BlobMissing if the blob is replaced meanwhile: read it again.
     """
-    digest = await client.call("HGET", key, _DIGEST)
+    digest, stated = await client.call("HMGET", key, _DIGEST, _CHUNKS)
     if digest is None:
         return False
-    await read(client, key, into, digest=digest.decode())
+    chunks = None if stated is None else int(stated)
+    await read(client, key, into, digest=digest.decode(), chunks=chunks)
     return True

@@ -19,7 +19,7 @@ from typing import Any, Generic, TypeVar
 import msgpack
 
 from fedstream.broker import reasons
-from fedstream.broker.blobs import CHUNK
+from fedstream.broker.blobs import CHUNK, LONGEST, SHORTEST, chunks_of
 from fedstream.broker.client import Client, Command
 from fedstream.broker.custody import ended_unlike, find_lost, in_parts
 from fedstream.broker.errors import BadMessage, Fenced, NoRun, NoScript
@@ -386,8 +386,12 @@ class Ledger:
             blob = said.blob
             about |= {
                 "tau": answer.tau, "base": answer.base, "layout": answer.layout,
-                "size": answer.size, "size_limit": size_limit, "chunk": CHUNK,
+                "size": answer.size, "size_limit": size_limit,
             }  # fmt: skip
+            if answer.chunks is None:
+                about |= {"chunks": chunks_of(answer.size), "shortest": CHUNK, "longest": CHUNK}
+            else:
+                about |= {"chunks": answer.chunks, "shortest": SHORTEST, "longest": LONGEST}
         return self._decision(
             "admit", _verdict, _packed(about), said.encode(), _packed(event),
             rest=[self.keys.update(blob), self.keys.queued(blob)], stream=self.keys.inbox(site),
@@ -579,7 +583,7 @@ class Ledger:
             "outcomes": OUTCOMES, "journalled": _packed(dict(journalled or {})),
             "head": self._head(version, held, 0, mean_staleness),
             "version": version.version, "digest": version.digest, "blob": version.blob,
-            "size": str(version.size),
+            "size": str(version.size), "chunks": version.chunks,
         }  # fmt: skip
         if done is not None:
             about["look"] = secrets.token_hex(8)
@@ -614,7 +618,7 @@ class Ledger:
         if version is not None:
             about |= {
                 "version": version.version, "digest": version.digest, "blob": version.blob,
-                "size": str(version.size),
+                "size": str(version.size), "chunks": version.chunks,
             }  # fmt: skip
         reply = await self._script(
             "commit", _packed(about), version.encode() if version else b"",
@@ -637,7 +641,7 @@ class Ledger:
         :func:`fedstream.broker.blobs.prepare` that write the staged state.
         """
         reply = await self._script(
-            "hand_out", token, size, digest, ahead=ahead,
+            "hand_out", token, size, digest, chunks_of(size), ahead=ahead,
             staged=self.keys.staged(device, digest), device=self.keys.device(device),
         )  # fmt: skip
         return self._unless_fenced(reply, token)
@@ -675,7 +679,7 @@ class Ledger:
         if version is not None:
             values |= {
                 "version": version.version, "digest": version.digest, "blob": version.blob,
-                "time": repr(version.time), "epoch": version.epoch,
+                "time": repr(version.time), "epoch": version.epoch, "chunks": version.chunks,
             }  # fmt: skip
         return flattened(values)
 

@@ -144,6 +144,7 @@ class Upload(Message):
     # Admission overwrites these: a trainer's values are ignored.
     site: Name = POOL  # of the inbox that the update came through
     handed: Count | None = None  # the newest version when the task was handed out; None: trusted
+    chunks: Count | None = None  # of its blob; None: as many as of the size before this field
 
     @property
     def blob(self) -> str:
@@ -218,6 +219,7 @@ class Version(Message):
     blob: Name
     size: Count
     updates: tuple[Contribution, ...] = ()
+    chunks: Count | None = None  # of its blob, as for an upload
 
 
 class Event(Message):

@@ -107,6 +107,7 @@ class Head:
     retained: int = 0  # entries of the queue that are done, but not yet safe in the journal
     mean_staleness: float = 0.0  # moving average over applied and buffered updates
     journalled: Mapping[str, int] = field(default_factory=dict)  # counts of ends in the journal
+    chunks: int | None = None  # of its blob; None: written by a release that doesn't say
 
     @property
     def buffered(self) -> int:
@@ -125,6 +126,7 @@ class Head:
             retained=int(record.get("retained", 0)),
             mean_staleness=float(record.get("mean_staleness", 0.0)),
             journalled=msgpack.unpackb(record.get("journalled", b"\x80")),
+            chunks=int(record["chunks"]) if "chunks" in record else None,
         )
 
 

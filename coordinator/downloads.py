@@ -85,7 +85,9 @@ class Downloads:
             if len(self._bodies) >= _MODELS:
                 raise Busy(f"{_MODELS} other versions are being read: try again later")
             model = Model(layout)
-            await blobs.read(self._client, self._keys.model(blob), model, digest=digest)
+            key = self._keys.model(blob)
+            chunks = await blobs.stated_chunks(self._client, key)
+            await blobs.read(self._client, key, model, digest=digest, chunks=chunks)
             made = await asyncio.to_thread(
                 safetensors.save, model.tensors(), {"version": str(version)}
             )

@@ -86,6 +86,17 @@ def model_of(layout: Layout, *floats: float, integers: Sequence[int] = ()) -> Mo
     return model
 
 
+async def written_in(client: Client, key: str, model: Model, chunk: int) -> int:
+    """A blob as another release writes it, in chunks of so many bytes: how many there are."""
+    data = model.buffer.data
+    chunks = [data[at : at + chunk] for at in range(0, data.nbytes, chunk)]
+    await client.call("HSET", key, "size", data.nbytes)
+    await client.pipeline(
+        [("PEXPIRE", key, 60_000), *(("HSET", key, n, part) for n, part in enumerate(chunks))]
+    )
+    return len(chunks)
+
+
 @dataclass
 class Hand:
     """A run in which every service's step is made by hand, one at a time."""
@@ -178,7 +189,7 @@ class Hand:
         """A version's model, as any reader would read it."""
         model = Model(self.layout)
         key = self.keys.model(version.blob)
-        await blobs.read(self.client, key, model, digest=version.digest)
+        await blobs.read(self.client, key, model, digest=version.digest, chunks=version.chunks)
         return model
 
     async def open(self, n: int = 1, **changes: Any) -> list[Trigger]:

@@ -514,6 +514,7 @@ class Trainer:
             steps=done.trained.steps, lr=done.trained.lr or work.solver.lr,
             loss=done.trained.loss, seconds=time.monotonic() - started, seed=task.seed,
             sends=self._sends, site=self._site,
+            chunks=blobs.chunks_of(done.model.layout.nbytes),
         )  # fmt: skip
 
     async def _trained(self, start: _Start, work: Work, cancelled: Callable[[], bool]) -> _Answered:
@@ -691,7 +692,9 @@ class Trainer:
                 self._base = None
                 key = self._keys.model(head.blob)
                 try:
-                    await blobs.read(self._client, key, model, digest=head.digest)
+                    await blobs.read(
+                        self._client, key, model, digest=head.digest, chunks=head.chunks
+                    )
                 except BlobMissing as error:
                     now = await self._ledger.head()
                     if now is not None and now.version == head.version:

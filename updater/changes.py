@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from fedstream.broker.blobs import chunks_of
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Outcome, RoundEnd, Upload, Version
 from fedstream.broker.records import End, Head, counted
@@ -66,12 +67,18 @@ def version_of(step: Step, digest: str, epoch: int, nonce: str) -> Version:
         version=state.version, time=time.time(), epoch=epoch, parent=state.version - 1,
         digest=digest, blob=blob_of(state.version, epoch, nonce),
         size=state.model.layout.nbytes, updates=step.made or (),
+        chunks=chunks_of(state.model.layout.nbytes),
     )  # fmt: skip
 
 
 def blob_of(version: int, epoch: int, nonce: str) -> str:
     """A unique name for a version's model, never reused for other bytes."""
     return f"{version}.{epoch}.{nonce}"
+
+
+def _as_recorded(upload: Upload) -> Upload:
+    """The upload without what only matters to readers of its blob."""
+    return upload.model_copy(update={"chunks": None})
 
 
 def taken(
@@ -92,7 +99,7 @@ def taken(
         raise RuntimeError("an update without a decision")
     outcome: Outcome = "applied" if decision.outcome == "applied" else "buffered"
     record = Taken(
-        entry=entry.id, upload=upload, outcome=outcome, staleness=decision.staleness,
+        entry=entry.id, upload=_as_recorded(upload), outcome=outcome, staleness=decision.staleness,
         weight=decision.weight, version=step.after.state.version,
         digest=version.digest if version else None,
         time=version.time if version else time.time(),
@@ -136,7 +143,7 @@ def refused(
     outcome: Outcome = "given_up" if reason == FINISHED else "refused"
     version = before.state.version
     record = Taken(
-        entry=entry.id, upload=upload, outcome=outcome, reason=reason,
+        entry=entry.id, upload=_as_recorded(upload), outcome=outcome, reason=reason,
         staleness=max(0, version - upload.since), version=version, time=time.time(),
         received=entry.time, counts=counts, sizes=sizes,
     )  # fmt: skip

@@ -85,7 +85,7 @@ class Intake:
         key = self._keys.queued(upload.blob)
 
         async def read() -> Model:
-            await blobs.read(self._client, key, into, digest=upload.digest)
+            await blobs.read(self._client, key, into, digest=upload.digest, chunks=upload.chunks)
             return into
 
         return asyncio.create_task(read(), name=f"fetch {upload.blob}")

@@ -15,6 +15,7 @@ from fedstream.broker.layout import Model, vector_of
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger import Ledger
 from fedstream.broker.messages import Version
+from fedstream.broker.records import Head
 from fedstream.strategies import DeviceVectors
 
 _UNNAMED_S = 600.0
@@ -55,13 +56,15 @@ class Publisher:
         await self._client.call("UNLINK", key)
         await blobs.write(self._client, key, model, expire_s=_UNNAMED_S)
 
-    async def keep(self, blob: str, size: int) -> bool:
-        """Remove any expiry of a version's model; return whether all of the model is there."""
-        return await blobs.keep(self._client, self._ledger.keys.model(blob), size)
+    async def keep(self, head: Head, size: int) -> bool:
+        """Remove any expiry of the newest model; return whether all of the model is there."""
+        key = self._ledger.keys.model(head.blob)
+        return await blobs.keep(self._client, key, size, chunks=head.chunks)
 
-    async def read(self, blob: str, model: Model, digest: str) -> None:
-        """Read a version's model. Raises BlobMissing, or BlobDamaged if its digest differs."""
-        await blobs.read(self._client, self._ledger.keys.model(blob), model, digest=digest)
+    async def read(self, head: Head, model: Model) -> None:
+        """Read the newest model. Raises BlobMissing, or BlobDamaged if its digest differs."""
+        key = self._ledger.keys.model(head.blob)
+        await blobs.read(self._client, key, model, digest=head.digest, chunks=head.chunks)
 
     def forget_written(self) -> None:
         """Forget the prepared model: it expired, never reached Redis, or is of no use."""

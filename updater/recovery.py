@@ -16,6 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
+from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.errors import ConfigError, NoRun
 from fedstream.broker.keys import Keys
@@ -175,7 +176,7 @@ class Recovery:
             until = await self._patiently(lambda: recovered(newest, digest))
             if (until.version, until.digest) == (head.version, head.digest):
                 model = Model(before.state.model.layout)
-                await self.publisher.read(head.blob, model, head.digest)
+                await self.publisher.read(head, model)
                 until.progress = Progress(
                     State(head.version, model), (), head.mean_staleness, until.norms
                 )
@@ -266,7 +267,7 @@ class Recovery:
         :meth:`begin_segment`.
         """
         model = Model(run.layout)
-        await self.publisher.read(head.blob, model, head.digest)
+        await self.publisher.read(head, model)
         ended, counts = await self.ledger.ended(), dict((await self.ledger.look()).counts)
         # The devices' vectors are as good as before; a batch begins anew.
         known = self.course.progress.state.memory.devices if self.course.progress else None
@@ -382,7 +383,7 @@ class Recovery:
             self.course.ahead = head
         elif head.digest != self.course.digest:
             raise self._foreign(f"another version {head.version} than the journal")
-        elif not await self.publisher.keep(head.blob, progress.state.model.layout.nbytes):
+        elif not await self.publisher.keep(head, progress.state.model.layout.nbytes):
             self.metrics.repaired.inc()
             self.context.log.error("the newest model is gone from Redis", version=head.version)
             await self._publish_again(f"version {head.version} without its model")
@@ -414,6 +415,7 @@ class Recovery:
             version=state.version, time=self.course.time, epoch=epoch, digest=self.course.digest,
             blob=changes.blob_of(state.version, epoch, self.lease.nonce),
             size=state.model.layout.nbytes, updates=self.course.made,
+            chunks=blobs.chunks_of(state.model.layout.nbytes),
         )  # fmt: skip
         await self.publisher.write(version, state.model)
         if not await self.hand_out(state):  # readers of the version need the vectors

@@ -29,18 +29,23 @@ local function refused(why)
 end
 
 -- Why the blob's size is wrong, or nil. Checks only lengths, so an oversized blob need not be read
--- to be refused; the updater reads admitted blobs without checking again.
+-- to be refused; the updater reads admitted blobs without checking again. All chunks but the last
+-- are as long as the first, which is within the limits, and there are as many as the site says: so
+-- their number is bounded, and whoever reads one knows how much memory that takes.
 local function unlike(size)
   local digits = redis.pcall('HSTRLEN', blob, 'size')
   if type(digits) == 'table' or digits == 0 then return 'blob missing' end
   if digits ~= #size or redis.call('HGET', blob, 'size') ~= size then return 'size' end
-  local chunks = math.ceil(size / a.chunk)
-  if redis.call('HLEN', blob) > chunks + 1 then return 'size' end
-  for n = 0, chunks - 1 do
-    local length = redis.call('HSTRLEN', blob, n)
+  if a.chunks < size / a.longest or a.chunks > math.ceil(size / a.shortest) then return 'size' end
+  if redis.call('HLEN', blob) > a.chunks + 1 then return 'size' end
+  local whole = redis.call('HSTRLEN', blob, 0)
+  for n = 0, a.chunks - 1 do
+    local length = n == 0 and whole or redis.call('HSTRLEN', blob, n)
     if length == 0 then return 'blob missing' end
-    if length ~= math.min(a.chunk, size - n * a.chunk) then return 'size' end
+    if length ~= math.min(whole, size - n * whole) then return 'size' end
   end
+  if a.chunks > 0 and math.ceil(size / whole) ~= a.chunks or whole > a.longest then return 'size' end
+  if a.chunks > 1 and whole < a.shortest then return 'size' end
 end
 
 local trigger = redis.call('HGET', key.open, a.task)

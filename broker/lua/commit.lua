@@ -25,7 +25,7 @@ elseif not a.version and head < a.at then
   return 'behind:' .. head
 end
 -- Also when repeated: the commands sent ahead of a late request gave the model an expiry again.
-if a.version then redis.call('PERSIST', key.blob) end
+if a.version then keep(a.chunks) end
 redis.call('HSET', key.head, unpack(a.head))
 -- Fewer ends than told: this request is late, or the journal lost its tail and is catching up.
 if ends >= told then redis.call('HSET', key.head, 'journalled', a.journalled) end

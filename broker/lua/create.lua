@@ -10,7 +10,7 @@ if a.look and redis.call('HGET', key.tokens, 'look') ~= a.look then return 'move
 local forgot = a.ends or redis.call('EXISTS', key.run) == 0
 guard()
 if redis.call('HGET', key.blob, 'size') ~= a.size then return 'unwritten' end
-redis.call('PERSIST', key.blob)
+keep(a.chunks)
 local had, told = ends_of(redis.call('HGET', key.head, 'journalled')) -- included in Redis's counts
 local journalled, ends = ends_of(a.journalled)
 if forgot then

@@ -220,6 +220,13 @@ local function pool_serves()
   return false
 end
 
+-- Keeps a model that is published, and says in it how many chunks it has, for readers that know only
+-- its name.
+local function keep(chunks)
+  redis.call('PERSIST', key.blob)
+  if chunks then redis.call('HSET', key.blob, 'chunks', chunks) end
+end
+
 -- Checks a role's token: nil if it is current, 'fenced' if another process holds the role, 'lost'
 -- if Redis lost it. The nonce identifies the holder: a process that has just reacquired its own
 -- lease doesn't fence itself.

@@ -585,8 +585,8 @@ class LocalRun:
             await self._observer.catch_up()
             view = await self._observer.look()
             model = Model(view.run.layout)
-            blob = self._keys.model(view.head.blob)
-            await blobs.read(self._client, blob, model, digest=view.head.digest)
+            head, blob = view.head, self._keys.model(view.head.blob)
+            await blobs.read(self._client, blob, model, digest=head.digest, chunks=head.chunks)
         except NoRun:
             pass
         except FedstreamError as error:

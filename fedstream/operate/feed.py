@@ -284,6 +284,7 @@ class Feeder:
                     update={
                         "task": name, "attempt": _NAME, "trainer": _NAME, "tau": tau,
                         "base": base or "forgotten", "site": POOL, "handed": None,
+                        "chunks": blobs.chunks_of(upload.size),
                     }
                 ),
             )  # fmt: skip

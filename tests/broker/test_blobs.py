@@ -45,7 +45,7 @@ async def test_a_model_of_any_size_comes_back(client: Client, keys: Keys, floats
     key = keys.model("1.1")
     await blobs.write(client, key, model, expire_s=60)
     again = Model(model.layout)
-    await blobs.read(client, key, again, digest=model.digest())
+    await blobs.read(client, key, again, digest=model.digest(), chunks=None)
     assert again.buffer.tobytes() == model.buffer.tobytes()
     assert 0 < await client.call("PTTL", key) <= 60_000
     chunks = -(-model.layout.nbytes // blobs.CHUNK)
@@ -55,9 +55,9 @@ async def test_a_model_of_any_size_comes_back(client: Client, keys: Keys, floats
 async def test_a_model_without_bytes_is_there_or_not(client: Client, keys: Keys) -> None:
     nothing = Model(layout_of(0))
     with pytest.raises(BlobMissing):
-        await blobs.read(client, keys.model("1.1"), nothing, digest=nothing.digest())
+        await blobs.read(client, keys.model("1.1"), nothing, digest=nothing.digest(), chunks=None)
     await blobs.write(client, keys.model("1.1"), nothing, expire_s=60)
-    await blobs.read(client, keys.model("1.1"), nothing, digest=nothing.digest())
+    await blobs.read(client, keys.model("1.1"), nothing, digest=nothing.digest(), chunks=None)
 
 
 async def test_no_chunk_is_larger_than_a_mebibyte(client: Client, keys: Keys) -> None:
@@ -76,7 +76,7 @@ async def test_a_small_one_rides_with_the_next_command_a_large_one_is_written(
         assert bool(ahead) == (model.buffer.nbytes <= blobs.CHUNK)
         assert await client.call("EXISTS", key) == (not ahead)
         await client.pipeline([*ahead, ("PING",)])
-        await blobs.read(client, key, Model(model.layout), digest=model.digest())
+        await blobs.read(client, key, Model(model.layout), digest=model.digest(), chunks=None)
         assert 0 < await client.call("PTTL", key) <= 60_000
 
 
@@ -109,7 +109,7 @@ async def test_the_expiry_begins_anew_with_every_few_chunks(
 
 async def test_a_blob_that_is_not_there_is_missing_and_named(client: Client, keys: Keys) -> None:
     with pytest.raises(BlobMissing, match=r"model:1\.1 is not there") as raised:
-        await blobs.read(client, keys.model("1.1"), random_model(3), digest="")
+        await blobs.read(client, keys.model("1.1"), random_model(3), digest="", chunks=None)
     assert raised.value.name == keys.model("1.1")
 
 
@@ -132,7 +132,7 @@ async def test_damage_is_seen(
     command, *arguments = damage
     await client.call(command, key, *arguments)
     with pytest.raises(BlobDamaged, match=says):
-        await blobs.read(client, key, Model(model.layout), digest=model.digest())
+        await blobs.read(client, key, Model(model.layout), digest=model.digest(), chunks=None)
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 2])
@@ -143,21 +143,23 @@ async def test_a_chunk_that_was_never_written_is_a_missing_blob(
     await blobs.write(client, keys.model("1.1"), model, expire_s=60)
     await client.call("HDEL", keys.model("1.1"), chunk)
     with pytest.raises(BlobMissing):
-        await blobs.read(client, keys.model("1.1"), Model(model.layout), digest=model.digest())
+        await blobs.read(
+            client, keys.model("1.1"), Model(model.layout), digest=model.digest(), chunks=None
+        )
 
 
 async def test_what_is_no_hash_is_a_damaged_blob(client: Client, keys: Keys) -> None:
     """Whoever may write updates can put anything in the place of one that was admitted."""
     await client.call("SET", keys.update("a.1"), "x", "PX", 60_000)
     with pytest.raises(BlobDamaged, match=r"update:a\.1 is no blob"):
-        await blobs.read(client, keys.update("a.1"), random_model(3), digest="")
+        await blobs.read(client, keys.update("a.1"), random_model(3), digest="", chunks=None)
 
 
 async def test_another_models_digest_is_refused(client: Client, keys: Keys) -> None:
     model = random_model(5)
     await blobs.write(client, keys.model("1.1"), model, expire_s=60)
     with pytest.raises(BlobDamaged, match="announced was 0000"):
-        await blobs.read(client, keys.model("1.1"), Model(model.layout), digest="0000")
+        await blobs.read(client, keys.model("1.1"), Model(model.layout), digest="0000", chunks=None)
 
 
 async def test_writing_again_after_a_lost_reply_is_the_same_blob(
@@ -167,5 +169,5 @@ async def test_writing_again_after_a_lost_reply_is_the_same_blob(
     for _ in range(2):
         await blobs.write(client, keys.model("1.1"), model, expire_s=60)
     again = Model(model.layout)
-    await blobs.read(client, keys.model("1.1"), again, digest=model.digest())
+    await blobs.read(client, keys.model("1.1"), again, digest=model.digest(), chunks=None)
     assert await client.call("HLEN", keys.model("1.1")) == 3

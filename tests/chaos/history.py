@@ -87,7 +87,9 @@ async def _model(client: Client, keys: Keys, ledger: Ledger, head: Head) -> str:
     """The digest of what lies in Redis as the newest model."""
     model = Model((await ledger.run()).layout)
     try:
-        await blobs.read(client, keys.model(head.blob), model, digest=head.digest)
+        await blobs.read(
+            client, keys.model(head.blob), model, digest=head.digest, chunks=head.chunks
+        )
     except (BlobMissing, BlobDamaged) as error:
         return str(error)
     return model.digest()

@@ -25,6 +25,7 @@ from hypothesis import strategies as st
 from safetensors import numpy as safetensors
 from structlog.testing import capture_logs
 
+from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import BlobMissing
 from fedstream.coordinator.app import _PAGE_BYTES, page
@@ -32,7 +33,7 @@ from fedstream.coordinator.downloads import Downloads
 from fedstream.coordinator.service import Coordinator, CoordinatorSettings
 from fedstream.runtime.http import HttpSettings, application, listening
 from fedstream.runtime.tasks import LeaseSettings
-from tests.support import Hand, layout_of, wait_until
+from tests.support import Hand, layout_of, model_of, wait_until, written_in
 
 MODEL = 40 << 20  # bytes: so many that no kernel takes them for a reader that doesn't
 
@@ -359,3 +360,23 @@ async def test_a_register_that_sites_have_filled_is_not_taken_in(
             assert "more than 67108864 bytes" in (await answer.json())["error"]
         async with session.get(f"/v1/runs/{hand.keys.name}/scaling") as answer:
             assert answer.status == 200
+
+
+async def test_a_model_that_another_release_wrote_is_sent(hand: Hand, redis: RedisSettings) -> None:
+    """Its chunks are of another size; the register of the models that are kept says only names."""
+    hand.layout = layout_of(blobs.CHUNK)
+    await hand.create()
+    version = await hand.publish(1, 3.0, write=False)
+    key, model = hand.keys.model(version.blob), model_of(hand.layout, 3.0)
+    chunks = await written_in(hand.client, key, model, 1 << 17)
+    version = version.model_copy(update={"chunks": chunks})
+    assert await hand.commit(1, write=False, version=version) == "done"
+    assert await hand.commit(2) == "done"
+    async with (
+        serving(hand, redis) as url,
+        aiohttp.ClientSession(url) as session,
+        session.get("/v1/models/1") as answer,
+    ):
+        assert answer.status == 200
+        sent = safetensors.load(await answer.read())
+    assert set(sent["weight"].tolist()) == {3.0}

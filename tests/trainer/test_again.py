@@ -103,9 +103,9 @@ async def test_from_a_model_that_was_read_in_part_nobody_trains(
     """It was read over the one before, which is no more, though a version has its bits again."""
     task, read, missing = Adds(size=300_000), blobs.read, []
 
-    async def noted(client: Client, key: str, into: Model, *, digest: str) -> None:
+    async def noted(client: Client, key: str, into: Model, **about: Any) -> None:
         try:
-            await read(client, key, into, digest=digest)
+            await read(client, key, into, **about)
         except BlobMissing:
             missing.append(key)
             raise
@@ -127,7 +127,13 @@ async def test_from_a_model_that_was_read_in_part_nobody_trains(
         assert await hand.commit(2, write=False, version=again) == "done"
         _, upload = await wait_until(lambda: answered(hand, 2))
     trained = Model(hand.layout)
-    await read(hand.client, hand.keys.update(upload.blob), trained, digest=upload.digest)
+    await read(
+        hand.client,
+        hand.keys.update(upload.blob),
+        trained,
+        digest=upload.digest,
+        chunks=upload.chunks,
+    )
     assert (upload.tau, set(trained.floats.tolist())) == (2, {1.0})
 
 

@@ -200,7 +200,13 @@ async def saved(hand: Hand, name: str) -> Workspace | None:
 
 async def content(hand: Hand, upload: Upload) -> Model:
     model = Model(hand.layout)
-    await blobs.read(hand.client, hand.keys.update(upload.blob), model, digest=upload.digest)
+    await blobs.read(
+        hand.client,
+        hand.keys.update(upload.blob),
+        model,
+        digest=upload.digest,
+        chunks=upload.chunks,
+    )
     return model
 
 

@@ -112,7 +112,13 @@ async def test_what_is_trained_there_comes_back_as_the_runs_vector(
 
         [upload] = await wait_until(answered)
     update = Model(hand.layout)
-    await blobs.read(hand.client, hand.keys.update(upload.blob), update, digest=upload.digest)
+    await blobs.read(
+        hand.client,
+        hand.keys.update(upload.blob),
+        update,
+        digest=upload.digest,
+        chunks=upload.chunks,
+    )
 
     module, here = task.model(), model_of(hand.layout, 0.0)
     load(here, module)

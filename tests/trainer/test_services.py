@@ -143,8 +143,15 @@ async def test_a_task_becomes_an_update_of_the_newest_version(
     assert isinstance(upload, Upload)
     assert (upload.task, upload.device, upload.trainer) == (trigger.task, trigger.device, "t1")
     assert (upload.tau, upload.steps, upload.samples, upload.loss) == (0, 1, 1, 0.5)
+    assert upload.chunks == 1
     trained = Model(hand.layout)
-    await blobs.read(hand.client, hand.keys.update(upload.blob), trained, digest=upload.digest)
+    await blobs.read(
+        hand.client,
+        hand.keys.update(upload.blob),
+        trained,
+        digest=upload.digest,
+        chunks=upload.chunks,
+    )
     assert trained.floats.tolist() == [1, 1, 1, 1]
     assert await hand.client.call("PTTL", hand.keys.update(upload.blob)) > 0
     assert await pending(hand) == 0

@@ -55,7 +55,8 @@ async def test_the_newest_model_is_written_again_when_it_is_gone(
         async def there() -> bool:
             head = await hand.ledger.head()
             assert head
-            return await blobs.keep(client, hand.keys.model(head.blob), hand.layout.nbytes)
+            key = hand.keys.model(head.blob)
+            return await blobs.keep(client, key, hand.layout.nbytes, chunks=head.chunks)
 
         await wait_until(there)
         head = await hand.ledger.head()
