@@ -7,15 +7,15 @@ eta eta_L: the paper's algorithm box has eta G, but its proofs and tables need e
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
 
 from fedstream.broker.layout import Model
-from fedstream.runtime.config import Section
 from fedstream.strategies.batches import Batch
 from fedstream.strategies.mixing import add, count
+from fedstream.strategies.settings import RuleSettings
 from fedstream.strategies.strategy import Memory, State, Update
 from fedstream.strategies.vectors import DeviceVectors
 
@@ -24,8 +24,7 @@ from fedstream.strategies.vectors import DeviceVectors
 _SUMMED_ANEW = 100
 
 
-class _AfaSettings(Section):
-    has_memory: ClassVar[bool] = True
+class _AfaSettings(RuleSettings):
     buffer_size: Annotated[int, Field(ge=1)] = 5
     """m"""
     server_lr: Annotated[float, Field(gt=0)] = 0.1
@@ -54,6 +53,11 @@ class AfaCsSettings(_AfaSettings):
     name: Literal["afa-cs"] = "afa-cs"
     devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """M; by default all devices of the run"""
+
+    @property
+    def remembered(self) -> int | None:
+        """M as configured."""
+        return self.devices
 
     def build(self, devices: int = 0) -> AfaCs:
         """The strategy, for a run with ``devices`` devices."""

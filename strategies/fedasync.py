@@ -8,8 +8,8 @@ from pydantic import Field
 
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Sends
-from fedstream.runtime.config import Section
 from fedstream.strategies.mixing import mix
+from fedstream.strategies.settings import InRounds, RuleSettings
 from fedstream.strategies.staleness import (
     AlphaSchedule,
     ConstantAlpha,
@@ -19,10 +19,12 @@ from fedstream.strategies.staleness import (
 from fedstream.strategies.strategy import Decision, State, Update
 
 
-class FedAsyncSettings(Section):
+class FedAsyncSettings(RuleSettings):
     """FedAsync: every arrival makes a version."""
 
+    sends: ClassVar[Sends] = "model"
     has_memory: ClassVar[bool] = False
+    rounds: ClassVar[InRounds] = "never"
     name: Literal["fedasync"] = "fedasync"
     alpha: Annotated[float, Field(gt=0, le=1)] = 0.4
     alpha_schedule: AlphaSchedule = ConstantAlpha()
@@ -45,7 +47,7 @@ class FedAsync:
     Asynchronous Federated Optimization (Xie, Koyejo, Gupta), algorithm 1.
     """
 
-    sends: Sends = "model"
+    sends: Sends = FedAsyncSettings.sends
     controls = False
     per_step = False
     rate = 1.0

@@ -8,15 +8,17 @@ from pydantic import Field
 
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Sends
-from fedstream.runtime.config import Section
 from fedstream.strategies.mixing import count, mix
+from fedstream.strategies.settings import InRounds, RuleSettings
 from fedstream.strategies.strategy import Decision, Memory, State, Update
 
 
-class FedAvgSettings(Section):
+class FedAvgSettings(RuleSettings):
     """FedAvg: rounds of k devices. ``weighting`` by samples is McMahan's, uniform the paper's."""
 
-    has_memory: ClassVar[bool] = True
+    sends: ClassVar[Sends] = "model"
+    rounds: ClassVar[InRounds] = "always"
+    batch_key: ClassVar[str] = "clients_per_round"
     max_staleness: ClassVar[int | None] = 0
     name: Literal["fedavg"] = "fedavg"
     clients_per_round: Annotated[int, Field(ge=1)] = 10
@@ -39,7 +41,7 @@ class FedAvg:
     weights so far: the same arithmetic as mixing, and no sum that could overflow float32.
     """
 
-    sends: Sends = "model"
+    sends: Sends = FedAvgSettings.sends
     controls = False
     max_staleness: int | None = 0
     per_step = False

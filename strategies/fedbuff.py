@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedstream.runtime.config import Section
 from fedstream.strategies.batches import Batch
+from fedstream.strategies.settings import RuleSettings
 from fedstream.strategies.staleness import Constant, Staleness
 from fedstream.strategies.strategy import Update
 
 
-class FedBuffSettings(Section):
+class FedBuffSettings(RuleSettings):
     """FedBuff. K = 1 is plain asynchronous federated learning."""
 
-    has_memory: ClassVar[bool] = True
     name: Literal["fedbuff"] = "fedbuff"
     buffer_size: Annotated[int, Field(ge=1)] = 10
     """K"""

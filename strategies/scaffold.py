@@ -7,17 +7,17 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field
 
 from fedstream.broker.layout import Model
-from fedstream.runtime.config import Section
 from fedstream.strategies.batches import Batch
 from fedstream.strategies.mixing import add
+from fedstream.strategies.settings import RuleSettings
 from fedstream.strategies.strategy import Memory, State, Update
 from fedstream.strategies.vectors import DeviceVectors
 
 
-class ScaffoldSettings(Section):
+class ScaffoldSettings(RuleSettings):
     """SCAFFOLD. In rounds as in its paper, or asynchronous: every K arrivals."""
 
-    has_memory: ClassVar[bool] = True
+    controls: ClassVar[bool] = True
     name: Literal["scaffold"] = "scaffold"
     buffer_size: Annotated[int, Field(ge=1)] = 5
     """|S|, the updates in a version"""
@@ -33,6 +33,11 @@ class ScaffoldSettings(Section):
         """The number of updates in a version."""
         return self.buffer_size
 
+    @property
+    def remembered(self) -> int | None:
+        """M as configured."""
+        return self.devices
+
     def build(self, devices: int = 0) -> Scaffold:
         """The strategy, for a run with ``devices`` devices."""
         return Scaffold(self, self.devices or devices)
@@ -47,7 +52,7 @@ class Scaffold(Batch):
     for.
     """
 
-    controls = True
+    controls = ScaffoldSettings.controls
 
     def __init__(self, settings: ScaffoldSettings, devices: int) -> None:
         super().__init__(settings.buffer_size, settings.server_lr, settings.max_staleness)

@@ -14,14 +14,7 @@ import torch
 from fedstream.broker.errors import BadMessage, ConfigError, DataError, LayoutMismatch
 from fedstream.broker.layout import Floats, Model
 from fedstream.trainer.data import gather, size_of
-from fedstream.trainer.solvers import (
-    Cancelled,
-    DriftCorrected,
-    Proximal,
-    SolverSettings,
-    Trained,
-    Work,
-)
+from fedstream.trainer.solvers import Cancelled, Proximal, SolverSettings, Trained, Work
 from fedstream.trainer.vector import layout_of, load, read
 from fedstream.trainer.workspace import Workspace
 
@@ -132,7 +125,7 @@ class _Descent:
         self._rho = solver.rho if isinstance(solver, Proximal) else 0.0
         if solver.momentum:
             self._momentum = _split(None, model)
-        if isinstance(solver, DriftCorrected):
+        if solver.controls:
             c, c_i = _split(work.control, model), _split(work.device_control, model)
             self._correction = torch._foreach_sub(c, c_i)
 
@@ -156,7 +149,7 @@ class _Descent:
     def result(self) -> Trained:
         """The result, once no step is left."""
         control = None
-        if isinstance(self._solver, DriftCorrected):
+        if self._solver.controls:
             way = torch._foreach_sub(self._start, self._x)
             mean = torch._foreach_div(way, self._step * self._solver.lr)
             control = _join(torch._foreach_sub(mean, self._correction), self._model)
@@ -220,7 +213,7 @@ class _Descent:
             g = torch._foreach_add(g, self._x, alpha=solver.weight_decay)
         if self._rho:
             g = torch._foreach_add(g, torch._foreach_sub(self._x, self._start), alpha=self._rho)
-        if isinstance(solver, DriftCorrected):
+        if solver.controls:
             g = torch._foreach_add(g, self._correction)
         if solver.momentum:
             torch._foreach_mul_(self._momentum, solver.momentum)

@@ -68,7 +68,7 @@ from fedstream.trainer.devices import AlwaysAvailable, DeviceSettings, behaviour
 from fedstream.trainer.hanging import returns
 from fedstream.trainer.patience import Patience
 from fedstream.trainer.placement import Place, Threads, check, placed
-from fedstream.trainer.solvers import Cancelled, DriftCorrected, SolverSettings, Trained, Work
+from fedstream.trainer.solvers import Cancelled, SolverSettings, Trained, Work
 from fedstream.trainer.task import untrained
 from fedstream.trainer.workspace import Workspace
 
@@ -282,7 +282,7 @@ class Trainer:
                 f"{run.layout.parameters} in {len(run.layout.tensors)}: give every service the "
                 "same task, or purge the run"
             )
-        if bool(run.layout.controls) != isinstance(self._solvers.usual, DriftCorrected):
+        if bool(run.layout.controls) != self._solvers.usual.controls:
             raise ConfigError(
                 f"solver.kind = {self._solvers.usual.kind!r}: run {self._keys.name!r} was made "
                 f"with strategy {run.strategy!r}; scaffold takes both"

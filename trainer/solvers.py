@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
 
 from pydantic import Discriminator, Field, Tag, model_validator
 
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 class Sgd(Section):
     """Plain minibatch SGD: FedAsync, option I; also the local solver of FedAvg, FedBuff and AFL."""
 
+    controls: ClassVar[bool] = False  # it corrects client drift, with a strategy that does so too
     kind: Literal["sgd"] = "sgd"
     lr: Annotated[float, Field(gt=0)] = 0.3
     """gamma (eta_L in AFL)"""
@@ -52,6 +53,7 @@ class Proximal(Sgd):
 class DriftCorrected(Sgd):
     """SGD with a correction for client drift: SCAFFOLD (Karimireddy et al., option II)."""
 
+    controls: ClassVar[bool] = True
     kind: Literal["scaffold"] = "scaffold"  # type: ignore[assignment]  # narrows the tag
 
     @model_validator(mode="after")

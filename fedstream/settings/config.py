@@ -27,23 +27,16 @@ from fedstream.runtime.participation import Participation, ParticipationGroup
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.settings.simulation import (
     NoStaleness,
+    SimulatedStaleness,
     SimulationSettings,
-    Staleness,
     UniformStaleness,
 )
-from fedstream.strategies import (
-    AfaCsSettings,
-    FedAsyncSettings,
-    FedAvgSettings,
-    Rule,
-    ScaffoldSettings,
-    StrategySettings,
-)
+from fedstream.strategies import FedAsyncSettings, Rule, StrategySettings
 from fedstream.trainer.choices import SolverGroup, Solvers
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.evaluator import EvaluatorSettings
 from fedstream.trainer.service import TrainerSettings
-from fedstream.trainer.solvers import DriftCorrected, Sgd, SolverSettings
+from fedstream.trainer.solvers import Sgd, SolverSettings
 from fedstream.trainer.task import TaskSettings
 from fedstream.updater.service import UpdaterSettings
 
@@ -83,21 +76,20 @@ class Settings(Section):
     def _agree(self) -> Settings:
         """Check the tables against one another; messages name both keys."""
         policy, strategy = self.scheduler.policy, self.strategy
-        if isinstance(strategy, FedAvgSettings) and not isinstance(policy, Rounds | None):
-            raise ValueError(  # noqa: TRY004  (what pydantic takes from a validator)
-                f"strategy.name = 'fedavg' needs scheduler.policy.kind = 'rounds', "
+        if strategy.rounds == "always" and not isinstance(policy, Rounds | None):
+            raise ValueError(
+                f"strategy.name = {strategy.name!r} needs scheduler.policy.kind = 'rounds', "
                 f"not {policy.kind!r}: leave scheduler.policy out"
             )
         if isinstance(policy, Rounds):
             self._check_rounds(policy)
         self._check_solvers()
-        if isinstance(strategy, AfaCsSettings | ScaffoldSettings):
-            remembered, devices = strategy.devices, self.task.devices
-            if remembered is not None and devices is not None and remembered != devices:
-                raise ValueError(
-                    f"strategy.devices = {remembered} is not task.devices = {devices}: "
-                    "leave strategy.devices out"
-                )
+        remembered, devices = strategy.remembered, self.task.devices
+        if remembered is not None and devices is not None and remembered != devices:
+            raise ValueError(
+                f"strategy.devices = {remembered} is not task.devices = {devices}: "
+                "leave strategy.devices out"
+            )
         if isinstance(policy, Anarchic) and self.trainer.anarchic is None:
             raise ValueError(
                 "scheduler.policy.kind = 'none' leaves the triggers to the devices: set "
@@ -111,14 +103,14 @@ class Settings(Section):
         rule, others = self.strategy, Solvers(self.solver, self.solvers).others
         whose = {"": self.solver} | {f" of device {d}": other for d, other in others.items()}
         for of, solver in whose.items():
-            if isinstance(rule, ScaffoldSettings) != isinstance(solver, DriftCorrected):
+            if rule.controls != solver.controls:
                 raise ValueError(
                     f"strategy.name = {rule.name!r} with solver.kind{of} = {solver.kind!r}: "
                     "SCAFFOLD's server and its devices go together, set both to 'scaffold' or "
                     "neither"
                 )
             how = solver.compression.kind
-            if how != "none" and isinstance(rule, FedAsyncSettings | FedAvgSettings):
+            if how != "none" and rule.sends == "model":
                 raise ValueError(
                     f"strategy.name = {rule.name!r} with solver.compression.kind{of} = {how!r}: "
                     "its devices send models, and only deltas can be compressed; take fedbuff, "
@@ -128,21 +120,20 @@ class Settings(Section):
     def _check_rounds(self, policy: Rounds) -> None:
         """Check that a round can make a version."""
         rule = self.strategy
-        if isinstance(rule, FedAsyncSettings):
-            raise ValueError(  # noqa: TRY004  (what pydantic takes from a validator)
+        if rule.rounds == "never":
+            raise ValueError(
                 f"scheduler.policy.kind = 'rounds' needs a strategy with a batch, such as "
                 f"strategy.name = 'fedavg', not {rule.name!r}"
             )
-        key = "clients_per_round" if isinstance(rule, FedAvgSettings) else "buffer_size"
         if policy.k is not None and policy.k < rule.batch:
             raise ValueError(
-                f"scheduler.policy.k = {policy.k} is below strategy.{key} = {rule.batch}: "
-                "no round would ever be full"
+                f"scheduler.policy.k = {policy.k} is below "
+                f"strategy.{rule.batch_key} = {rule.batch}: no round would ever be full"
             )
         if policy.min_answers > rule.batch:
             raise ValueError(
-                f"scheduler.policy.min_answers = {policy.min_answers} is above strategy.{key} = "
-                f"{rule.batch}, with which a version is made"
+                f"scheduler.policy.min_answers = {policy.min_answers} is above "
+                f"strategy.{rule.batch_key} = {rule.batch}, with which a version is made"
             )
         if rule.max_staleness:
             raise ValueError(
@@ -155,7 +146,7 @@ class Settings(Section):
         """The scheduler's policy as configured, or else the strategy's default."""
         policy = self.scheduler.policy
         if policy is None:
-            policy = Rounds() if isinstance(self.strategy, FedAvgSettings) else InFlight()
+            policy = Rounds() if self.strategy.rounds == "always" else InFlight()
         if isinstance(policy, Rounds) and policy.k is None:
             return policy.model_copy(update={"k": self.strategy.batch})
         return policy
@@ -168,7 +159,7 @@ class Settings(Section):
         return self.strategy
 
     @property
-    def staleness(self) -> Staleness:
+    def staleness(self) -> SimulatedStaleness:
         """The simulation's staleness as configured, or else the policy's default."""
         if self.simulation.staleness is not None:
             return self.simulation.staleness

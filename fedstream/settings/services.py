@@ -15,7 +15,6 @@ from fedstream.coordinator.scheduling import Anarchic
 from fedstream.coordinator.service import Coordinator
 from fedstream.runtime.service import Service, serve
 from fedstream.settings.config import Settings
-from fedstream.strategies import AfaCsSettings, ScaffoldSettings
 from fedstream.trainer.devices import AlwaysAvailable, eligible
 from fedstream.trainer.evaluator import Evaluator
 from fedstream.trainer.loading import load_task, runs_program, words
@@ -41,13 +40,9 @@ def devices_of(settings: Settings, task: Task) -> int:
     """Number of devices of the run. Raises ConfigError if another key contradicts it."""
     devices = settings.task.devices or task.devices or DEVICES
     strategy, slow = settings.strategy, settings.devices.slow_devices
-    if (
-        isinstance(strategy, AfaCsSettings | ScaffoldSettings)
-        and strategy.devices is not None
-        and strategy.devices != devices
-    ):
+    if strategy.remembered not in (None, devices):
         raise ConfigError(
-            f"strategy.devices = {strategy.devices}, but the run has {devices} devices "
+            f"strategy.devices = {strategy.remembered}, but the run has {devices} devices "
             "(task.devices): leave strategy.devices out"
         )
     if max(slow, default=0) >= devices:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, TypeAlias
+from typing import Annotated, ClassVar, Literal, TypeAlias
 
 from pydantic import Field, field_validator
 
@@ -13,12 +13,14 @@ from fedstream.trainer.placement import Place
 class NoStaleness(Section):
     """Every device starts from the newest version: d = 0, as in synchronous rounds."""
 
+    draws_late: ClassVar[bool] = False  # some updates come late because a draw says so
     kind: Literal["none"] = "none"
 
 
 class UniformStaleness(Section):
     """d uniform on [0, min(``most``, t)] at version t (FedAsync)."""
 
+    draws_late: ClassVar[bool] = True
     kind: Literal["uniform"] = "uniform"
     most: Annotated[int, Field(ge=0)] = 4
 
@@ -26,6 +28,7 @@ class UniformStaleness(Section):
 class RecentStaleness(Section):
     """Each device starts from one of the last ``of`` existing versions, uniformly (AFL)."""
 
+    draws_late: ClassVar[bool] = True
     kind: Literal["recent"] = "recent"
     of: Annotated[int, Field(ge=1)] = 5
 
@@ -34,16 +37,17 @@ class LatencyStaleness(Section):
     """Staleness emerges on a virtual clock: devices begin when ``scheduler.policy`` says, and take
     the time that ``[devices]`` says."""
 
+    draws_late: ClassVar[bool] = False
     kind: Literal["latency"] = "latency"
 
 
-Staleness: TypeAlias = NoStaleness | UniformStaleness | RecentStaleness | LatencyStaleness
+SimulatedStaleness: TypeAlias = NoStaleness | UniformStaleness | RecentStaleness | LatencyStaleness
 
 
 class SimulationSettings(Section):
     """How ``fedstream simulate`` differs from a run of services."""
 
-    staleness: Annotated[Staleness, Field(discriminator="kind")] | None = None
+    staleness: Annotated[SimulatedStaleness, Field(discriminator="kind")] | None = None
     """None: the policy's default, ``none`` for rounds and otherwise ``uniform``"""
     evaluate_every: Annotated[int, Field(ge=0)] = 10
     """in versions; the last one is always measured; 0: only the last"""

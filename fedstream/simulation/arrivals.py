@@ -85,9 +85,7 @@ def plan(settings: Settings, devices: int) -> Iterator[Event]:
                 "uniform or epochs"
             )
     staleness = settings.staleness
-    if isinstance(settings.policy, Rounds) and isinstance(
-        staleness, UniformStaleness | RecentStaleness
-    ):
+    if isinstance(settings.policy, Rounds) and staleness.draws_late:
         raise ConfigError(
             f"strategy.name = {settings.strategy.name!r} with simulation.staleness.kind = "
             f"{staleness.kind!r}: in rounds what is late is dropped: leave simulation.staleness "

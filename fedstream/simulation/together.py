@@ -199,7 +199,7 @@ class Together:
         seeds = [job.arrival.seed for job in jobs]
         draws = Draws(list(zip(samples, seeds, steps, strict=True)), self._solver)
         start, correction = self._stack([job.base.parameters for job in jobs]), None
-        if isinstance(self._solver, DriftCorrected):
+        if self._solver.controls:
             correction = self._correction(jobs)
         x = [part.clone(memory_format=torch.contiguous_format) for part in self._parts(start)]
         training = _StackedDescent(self._solver, x, self._parts(start), self._parts(correction))

@@ -10,7 +10,7 @@ import os
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -416,6 +416,22 @@ def test_the_same_updates_give_the_same_bits(settings: Rule) -> None:
         return now.model.digest()
 
     assert run() == run()
+
+
+@pytest.mark.parametrize("settings", get_args(Rule))
+def test_facts_on_the_settings_are_those_of_the_strategy(settings: type[Rule]) -> None:
+    """The rest of fedstream reads the settings, and never asks which strategy they are for."""
+    usual, rule = settings(), settings().build(3)
+    assert (rule.sends, rule.controls) == (settings.sends, settings.controls)
+    assert (rule.max_staleness == 0) == (settings.rounds == "always")
+    if settings.rounds == "never":
+        assert usual.batch == 1
+    else:
+        changed = settings.model_validate({settings.batch_key: 7})
+        assert changed.batch == 7
+    if usual.remembered is None and "devices" in settings.model_fields:
+        assert settings.model_validate({"devices": 9}).remembered == 9
+    assert (rule.devices is not None) == ("devices" in settings.model_fields)
 
 
 def test_a_mixture_of_finite_models_stays_between_them() -> None:
