@@ -23,7 +23,9 @@ def guarded(handler: Handler, token: SecretStr | None) -> Handler:
         said = request.headers.get("Authorization", "").encode(errors="surrogateescape")
         if hmac.compare_digest(said, wanted):
             return await handler(request)
-        refusal = problem(401, "this coordinator wants its token: Authorization: Bearer TOKEN")
+        refusal = problem(
+            401, "this coordinator requires its token: send Authorization: Bearer TOKEN"
+        )
         refusal.headers["WWW-Authenticate"] = 'Bearer realm="fedstream"'
         return refusal
 

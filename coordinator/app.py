@@ -132,9 +132,9 @@ class App:
             return answer
         after, limit = request.query.get("after", ""), request.query.get("limit", str(_PAGE))
         if unknown := sorted(request.query.keys() - {"after", "limit"}):
-            return problem(400, f"unknown parameter {unknown[0][:40]!r}: after, limit are known")
+            return problem(400, f"unknown parameter {unknown[0][:40]!r}; expected after or limit")
         if not (limit.isdecimal() and len(limit) <= len(str(_PAGE)) and int(limit) <= _PAGE):
-            return problem(400, f"limit={limit[:40]!r} is no number from 0 to {_PAGE}")
+            return problem(400, f"limit={limit[:40]!r} is not a number from 0 to {_PAGE}")
         about = status(self._keys.name, await self._ledger.look(inboxes=True))
         found, more = page(await self._ledger.trainers(), after, int(limit))
         return web.json_response(about | {"register": found, "register_more": more})
@@ -166,7 +166,7 @@ class App:
         """A model as safetensors. Its digest is the ETag: a current copy is not sent again."""
         wanted = request.match_info["version"]
         if wanted != "latest" and not (wanted.isdecimal() and len(wanted) < _DIGITS):
-            return problem(400, f"{wanted[:40]!r} is no version: a number, or 'latest'")
+            return problem(400, f"{wanted[:40]!r} is not a version; expected a number or 'latest'")
         while True:
             head = await self._ledger.head()
             if head is None:
@@ -179,7 +179,7 @@ class App:
                 if now is None or now.version == head.version or wanted != "latest":
                     break  # else the latest was evicted meanwhile: try the new one
         kept = (await self._ledger.kept()).values()
-        return problem(404, f"version {wanted} is not kept; kept are {_ranges(kept)}")
+        return problem(404, f"version {wanted} is not available; kept versions: {_ranges(kept)}")
 
     async def _copy(self, request: web.Request, version: int) -> web.StreamResponse:
         """A version's model, or 304 if the client has it. Raises BlobMissing, Busy, BlobDamaged."""

@@ -52,7 +52,7 @@ class Downloads:
     def place(self) -> Iterator[None]:
         """Hold one of the download slots inside the block. Raises Busy."""
         if self._now >= self._most:
-            raise Busy(f"{self._most} downloads are under way: try again later")
+            raise Busy(f"{self._most} downloads are in progress: try again later")
         self._now += 1
         try:
             yield

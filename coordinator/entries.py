@@ -53,11 +53,11 @@ class Entries:
         self._context = context
         self._anarchic = anarchic
         self._answers = Counter(
-            "fedstream_answers", "Answers of trainers by verdict.", ["verdict", "reason"],
-            registry=context.registry,
+            "fedstream_answers", "Trainers' answers, by admission's verdict.",
+            ["verdict", "reason"], registry=context.registry,
         )  # fmt: skip
         self._dispatched = Counter(
-            "fedstream_tasks_dispatched", "Triggers by what became of them.", ["verdict"],
+            "fedstream_tasks_dispatched", "Triggers, by what became of them.", ["verdict"],
             registry=context.registry,
         )  # fmt: skip
         self._idle: set[str] = set()  # trainers without devices that were reported
@@ -102,7 +102,7 @@ class Entries:
             case Dead() as dead:
                 return dead
             case other:
-                raise BadMessage(f"a site has no business to say {other.kind}")
+                raise BadMessage(f"a site must not send {other.kind}")
 
     def _relayed(self, site: Site, entry: Entry, event: Event | None, why: str) -> Decided:
         """Relay an event to observers. None, or one over the limit, is counted under ``why``."""
@@ -137,7 +137,7 @@ class Entries:
             if name not in self._idle and len(self._idle) < self._settings.site_trainers:
                 self._idle.add(name)
                 self._context.log.warning(
-                    "a trainer owns no device, and gets no task: trainer.owns", trainer=name
+                    "trainer owns no devices and gets no tasks: check trainer.owns", trainer=name
                 )
             return self._relayed(site, entry, None, "trainer without devices")
         decision = self._ledger.hear(

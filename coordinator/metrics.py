@@ -45,15 +45,15 @@ class RunMetrics:
         """Yield the metrics, for the registry."""
         seen = self._seen
         at = seen.at if seen else 0.0
-        yield _gauge("run_looked_timestamp_seconds", "When Redis answered last; 0: never.", at)
+        yield _gauge("run_looked_timestamp_seconds", "When Redis last answered; 0: not yet.", at)
         if seen is None:
             return
-        yield _gauge("redis_memory_used_bytes", "Bytes that Redis uses.", seen.memory)
+        yield _gauge("redis_memory_used_bytes", "Memory that Redis uses.", seen.memory)
         yield _gauge(
-            "redis_memory_max_bytes", "Bytes that Redis may use; 0: no limit.", seen.memory_limit
+            "redis_memory_max_bytes", "Memory that Redis may use; 0: no limit.", seen.memory_limit
         )
         running = seen.view is not None and seen.view.run.state == "running"
-        yield _gauge("run_running", "1: the run is there and not finished.", running)
+        yield _gauge("run_running", "1: the run exists and is not finished.", running)
         if seen.view is not None:
             yield from _of_run(seen.view, seen.training, seen.event_at)
 
@@ -61,26 +61,28 @@ class RunMetrics:
 def _of_run(view: View, training: int, event_at: float) -> Iterator[Metric]:
     run, head = view.run, view.head
     yield _gauge("run_version", "The newest version.", head.version)
-    yield _gauge("run_versions", "The version that the run ends with.", run.versions)
-    yield _gauge("run_published_timestamp_seconds", "When it was published.", head.time)
-    yield _gauge("run_event_timestamp_seconds", "When the newest event was told.", event_at)
-    yield _gauge("run_mean_staleness", "Moving average, in versions.", head.mean_staleness)
+    yield _gauge("run_versions", "The version at which the run ends.", run.versions)
+    yield _gauge(
+        "run_published_timestamp_seconds", "When the newest version was published.", head.time
+    )
+    yield _gauge("run_event_timestamp_seconds", "When the newest event was reported.", event_at)
+    yield _gauge(
+        "run_mean_staleness", "Mean staleness (moving average), in versions.", head.mean_staleness
+    )
     yield _counter("run_issued", "Tasks ever triggered.", (), {(): view.issued})
     yield _counter("run_tasks", "Ended tasks.", ("outcome", "reason"), _ends(view))
     yield _counter(
         "run_strays", "Answers and triggers that ended no task.", ("reason",),
         {(reason,): n for reason, n in view.reasons("stray").items()},
     )  # fmt: skip
-    yield _labelled(
-        "run_open", "Open tasks by where they are.", "state", open_by_state(view, training)
-    )
-    yield _gauge("run_queue", "Entries that the updater has not done.", view.backlog)
+    yield _labelled("run_open", "Open tasks, by state.", "state", open_by_state(view, training))
+    yield _gauge("run_queue", "Entries that the updater has not processed.", view.backlog)
     yield _gauge("run_trainers", "Trainers alive.", view.trainers)
     yield _gauge("run_kept_versions", "Models kept in Redis.", view.kept)
     updates = view.admitted + head.retained
     blobs = {"models": view.kept * run.layout.nbytes, "updates": updates * run.layout.nbytes}
     yield _labelled("run_blob_bytes", "Models and updates in Redis.", "kind", blobs)
-    yield _gauge("run_dead_letters", "Entries that wait for an operator.", view.dead)
+    yield _gauge("run_dead_letters", "Entries waiting for an operator.", view.dead)
 
 
 def open_by_state(view: View, training: int) -> dict[str, int]:

@@ -36,7 +36,7 @@ class Rounds(Section):
     def size(self) -> int:
         """k. If not given, the configuration fills it in (``Settings.policy``)."""
         if self.k is None:
-            raise RuntimeError("rounds without a size: the strategy's batch was not filled in")
+            raise RuntimeError("Rounds.k is not set: take the policy from Settings.policy")
         return self.k
 
 

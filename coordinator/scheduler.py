@@ -117,16 +117,17 @@ class Scheduler:
             "fedstream_tasks_limit", "Tasks that may be open now.", registry=context.registry
         )
         Gauge(
-            "fedstream_queue_limit", "Entries of the queue that hold the scheduler back.",
+            "fedstream_queue_limit", "Queue entries at which the scheduler stops opening tasks.",
             registry=context.registry,
         ).set(self._settings.max_queue)  # fmt: skip
         self._again = Counter(
-            "fedstream_rounds_again", "Rounds that went on after their time: too few answers.",
+            "fedstream_rounds_again", "Rounds that continued past their timeout: too few answers.",
             registry=context.registry,
         )  # fmt: skip
         self._holding = Gauge(
-            "fedstream_held_back", "1: fewer tasks are opened than the policy wants, and why.",
-            ["by"], registry=context.registry,
+            "fedstream_held_back",
+            "1: fewer tasks are open than the policy wants, for this reason.", ["by"],
+            registry=context.registry,
         )  # fmt: skip
         self._show_held("")
         context.watch(self._client)
@@ -172,7 +173,7 @@ class Scheduler:
             self._round = (seen.version, seen.now)
             self._again.inc()
             self._context.log.warning(
-                "round goes on: too few answers", version=seen.version, answers=len(seen.held)
+                "round continues: too few answers", version=seen.version, answers=len(seen.held)
             )
         if todo.close is not None:
             await self._close(view, *todo.close)

@@ -143,7 +143,7 @@ class Coordinator:
         self._context = context
         self._entries = Entries(self._ledger, self._settings, context, anarchic=self._anarchic)
         self._lost = Counter(
-            "fedstream_trainers_lost", "Trainers struck off because they were silent.",
+            "fedstream_trainers_lost", "Trainers removed because they were silent.",
             registry=context.registry,
         )  # fmt: skip
         self._run_metrics = RunMetrics(context.registry)
@@ -289,15 +289,15 @@ class Coordinator:
         )  # fmt: skip
         for key, why in mended:
             self._context.log.error(
-                "something foreign put aside", key=key, why=why, aside=self._keys.quarantine(key)
+                "foreign value moved aside", key=key, why=why, aside=self._keys.quarantine(key)
             )
         if mended:
             self._unsure |= dict.fromkeys(self._groups, "trouble")
         found = set(await foreign(self._client, self._keys))
         for key, why in sorted(found - self._named):
             self._context.log.error(
-                "a key of the run's state is not what it should be: bring it back from a backup, "
-                "or delete the run's keys (fedstream purge) and go on from the journal",
+                "a key of the run's state holds a foreign value: restore it from a backup, or "
+                "delete the run's keys (fedstream purge) and resume from the journal",
                 key=key, why=why,
             )  # fmt: skip
         self._named = found
@@ -318,12 +318,12 @@ class Coordinator:
         most = self._settings.site_workspace_bytes
         for site in await cap_workspaces(self._client, self._keys, some, self._held, most):
             self._context.log.warning(
-                "a site kept too many workspaces: some were let go", site=site, most=most
+                "site over its workspace limit: some were deleted", site=site, most=most
             )
         await expire_unowned(self._client, self._keys, some, owners)
         if found := await expire_forgotten(self._client, self._keys, some):
             self._context.log.warning(
-                "a site wrote keys that would have stayed: they got an expiry",
+                "site left keys without an expiry: they now expire",
                 keys=len(found), first=min(found),
             )  # fmt: skip
 
@@ -334,7 +334,7 @@ class Coordinator:
         lost, self._without_entry = await self._ledger.find_lost(self._without_entry)
         self._searched = time.monotonic()
         if lost:
-            self._context.log.warning("open tasks had no entry any more: given up", tasks=lost)
+            self._context.log.warning("open tasks without an entry: given up", tasks=lost)
 
     async def _sweep(self) -> None:
         """Clean up periodically after silent trainers, poison tasks and crashed coordinators."""
@@ -343,7 +343,7 @@ class Coordinator:
         await self._clear_away(owners)  # works even if Redis is full; the next fails then
         await self._find_lost()
         if gone := await self._ledger.age_letters(self._settings.letter_days):
-            self._context.log.warning("dead letters were too old: deleted", letters=gone)
+            self._context.log.warning("old dead letters deleted", letters=gone)
         await self._strike_off_the_silent(owners)
         lease_ms = round(self._lease.seconds * 1000)
         if owners := set((await self._ledger.owners()).values()):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import POOL, check_name
 
-_FORM = "'name', or 'name:0-99,200' with the devices that it may own"
+_FORM = "'name', or 'name:0-99,200' to name the devices that it may own"
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,13 @@ def served(named: Sequence[str], trusted: Sequence[str]) -> Mapping[str, Site]:
         name, colon, devices = text.partition(":")
         check_name("coordinator.sites", name)
         if name in found:
-            raise ConfigError(f"coordinator.sites: {name!r} is there twice")
+            raise ConfigError(f"coordinator.sites: {name!r} is listed twice")
         may_own = _ranges(text, devices) if colon else None
         found[name] = Site(name, name in trusted, may_own)
     if POOL not in found:
-        raise ConfigError(f"coordinator.sites: {POOL!r} is missing: it serves what nobody owns")
+        raise ConfigError(
+            f"coordinator.sites: {POOL!r} is missing; it serves the devices that no site owns"
+        )
     if unknown := sorted(set(trusted) - found.keys()):
         raise ConfigError(f"coordinator.trusted_sites: {unknown[0]!r} is not in coordinator.sites")
     return found

@@ -133,13 +133,13 @@ class _Connection(web.RequestHandler):
             raise exc  # the reader went away, or was cut off
         if status < 500:
             said = " ".join((message or str(exc)).split())
-            text = f"not a request that can be read: {said}"[:200]
+            text = f"malformed request: {said}"[:200]
             self._log.warning("bad request", remote=request.remote, reason=text)
         else:
-            text = "the service failed to answer: see its log"
+            text = "internal error: see the service's log"
             self._log.error("request failed", path=request.path, exc_info=exc)
         if begun:
-            raise ConnectionError("part of an answer is sent already")
+            raise ConnectionError("the response was already partly sent")
         response = problem(status, text)
         response.force_close()
         return response
@@ -154,10 +154,10 @@ async def _as_json(request: web.Request, handler: Handler) -> web.StreamResponse
         match error:
             case web.HTTPNotFound():
                 known = sorted(_paths(request.app))
-                text = f"no route {request.path[:80]!r}; there are {', '.join(known)}"
+                text = f"no route {request.path[:80]!r}; routes: {', '.join(known)}"
             case web.HTTPMethodNotAllowed():
                 allowed = ", ".join(sorted(error.allowed_methods))
-                text = f"{request.method[:20]} is not allowed here: {allowed}"
+                text = f"{request.method[:20]} is not allowed here; allowed: {allowed}"
             case _:
                 text = error.reason
         answer = problem(error.status, text)

@@ -54,4 +54,4 @@ async def lead(
         try:
             await lease.release()
         except FedstreamError as error:
-            context.log.warning("lease left to run out", reason=str(error))
+            context.log.warning("lease not released: it will expire", reason=str(error))

@@ -40,7 +40,8 @@ class LogSettings(Section):
     def _lines_that_are_written(self) -> Self:
         if self.tasks and self.level in ("warning", "error"):
             raise ValueError(
-                f"tasks = true writes lines of level info, but level = {self.level!r} drops them"
+                f"tasks = true logs at level info, which level = {self.level!r} hides: set "
+                "level = 'info'"
             )
         return self
 

@@ -47,7 +47,7 @@ class Context:
     def __post_init__(self) -> None:
         self.retries = Counter(
             "fedstream_retries",
-            "Steps of a loop that failed in a way that may pass, and were tried again.",
+            "Loop steps that failed for a reason that may pass, and were retried.",
             ["loop"],
             registry=self.registry,
         )
@@ -75,7 +75,7 @@ class _Reconnects:
     def collect(self) -> Iterator[Metric]:
         yield CounterMetricFamily(
             "fedstream_redis_reconnects",
-            "Connections to Redis made again after one was lost.",
+            "Reconnections to Redis after a connection was lost.",
             value=self._client.reconnects,
         )
 
@@ -236,5 +236,5 @@ async def _drained(service: Service, context: Context, drain_s: float) -> bool:
     work.cancel()
     await asyncio.wait((work,), timeout=_CANCELLED_S)
     if work.done() and not work.cancelled() and (error := work.exception()):
-        context.log.error("failed while it was cancelled", exc_info=error)
+        context.log.error("failed while being cancelled", exc_info=error)
     return False

@@ -37,7 +37,7 @@ def leave_at_once(code: int) -> None:
 
     def leave(number: int, _frame: FrameType | None) -> None:
         with suppress(OSError):  # stderr may be closed
-            os.write(2, f"fedstream: {signal.Signals(number).name} before it began\n".encode())
+            os.write(2, f"fedstream: {signal.Signals(number).name} during start-up\n".encode())
         os._exit(code)
 
     _handle(leave)

@@ -81,6 +81,7 @@ class DeviceVectors:
                 return list(np.memmap(file, np.float32, "w+", shape=(rows, floats)))
         except OSError as error:
             raise FedstreamError(
-                f"no room for {rows} more devices' vectors, {size} bytes: {error.strerror}: set "
-                "TMPDIR to a folder that has it"
+                f"no room for the vectors of {rows} more devices, {size} bytes: {error.strerror}: "
+                "set "
+                "TMPDIR to a folder with enough space"
             ) from error

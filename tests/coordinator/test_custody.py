@@ -86,7 +86,7 @@ async def test_what_stands_in_a_keys_place_is_put_aside_and_the_run_goes_on(
 
             await wait_until(is_aside)
             await works(run)
-    [told] = [line for line in logs if line["event"] == "something foreign put aside"]
+    [told] = [line for line in logs if line["event"] == "foreign value moved aside"]
     assert (told["key"], told["aside"]) == (key, aside)
     assert told["why"].startswith("it held a string, not a ")
     assert await client.call("GET", aside) == b"x"
@@ -116,7 +116,7 @@ async def test_a_stream_at_its_last_id_is_put_aside(
                 return True
 
             await wait_until(can_be_written)
-    [told] = [line for line in logs if line["event"] == "something foreign put aside"]
+    [told] = [line for line in logs if line["event"] == "foreign value moved aside"]
     assert told["why"] == f"an entry had the id {LARGEST}"
 
 
@@ -133,7 +133,7 @@ async def test_an_inbox_beyond_its_limit_is_deleted(
 
             await wait_until(is_gone)
             await works(run)
-    whys = [line["why"] for line in logs if line["event"] == "something foreign put aside"]
+    whys = [line["why"] for line in logs if line["event"] == "foreign value moved aside"]
     assert "it had more than 50 entries" in whys
     assert not await client.call("EXISTS", keys.quarantine(inbox))
 
@@ -202,7 +202,7 @@ async def test_what_a_site_wrote_for_ever_gets_an_expiry(
     ] * 4
     assert lives[2] > 6e5
     assert await client.call("PTTL", keys.queued(admitted.blob)) == -1
-    told = [line for line in logs if line["event"].startswith("a site wrote keys")]
+    told = [line for line in logs if line["event"].startswith("site left keys")]
     assert sum(line["keys"] for line in told) == 3
     assert {line["first"] for line in told} <= {*forgotten, far}
 
@@ -350,7 +350,7 @@ async def test_a_site_keeps_no_more_in_workspaces_than_it_may(
 
             await wait_until(again)
             assert await left() == 3
-    told = [line for line in logs if "too many workspaces" in line["event"]]
+    told = [line for line in logs if "over its workspace limit" in line["event"]]
     assert {(line["site"], line["most"]) for line in told} == {("north", 3500)}
 
 

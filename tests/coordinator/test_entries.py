@@ -141,7 +141,7 @@ async def test_of_a_sites_events_only_errors_go_on_as_its_own_and_not_too_often(
     rows = await run.client.call("XRANGE", keys.dead, "-", "+")
     assert len(rows) == 2
     for _, fields in rows:
-        assert "no business to say event" in Dead.decode(fields[1]).reason
+        assert "must not send event" in Dead.decode(fields[1]).reason
 
 
 async def test_a_site_that_announces_too_much_is_heard_no_more_in_that_second(
@@ -266,7 +266,7 @@ def test_sites_are_named_with_the_devices_that_they_may_own() -> None:
         (("north",), (), "'pool' is missing"),
         (("pool", "no/rth"), (), "'no/rth' is no name"),
         (("pool", "north*"), (), "is no name"),
-        (("pool", "north", "north:1"), (), "'north' is there twice"),
+        (("pool", "north", "north:1"), (), "'north' is listed twice"),
         (("pool", "north:1-"), (), "expected 'name', or 'name:0-99,200'"),
         (("pool", "north:"), (), "expected 'name'"),
         (("pool",), ("south",), "trusted_sites: 'south' is not in coordinator.sites"),

@@ -172,7 +172,7 @@ async def test_a_version_that_is_not_kept_is_not_found_and_the_kept_are_named(
         answer = await http.get(f"/v1/models/{version}")
         assert answer.status == 404
         assert (await answer.json())["error"] == (
-            f"version {version} is not kept; kept are 0-1, 3-6"
+            f"version {version} is not available; kept versions: 0-1, 3-6"
         )
 
 
@@ -181,7 +181,7 @@ async def test_what_is_no_version_is_a_bad_request(http: Http, hand: Hand, versi
     await hand.create()
     answer = await http.get(f"/v1/models/{version}")
     assert answer.status == 400
-    assert "is no version" in (await answer.json())["error"]
+    assert "is not a version" in (await answer.json())["error"]
 
 
 async def test_a_latest_model_whose_blob_is_gone_is_an_answer_too(http: Http, hand: Hand) -> None:

@@ -74,7 +74,7 @@ def test_a_service_that_is_stopped_before_it_has_begun_has_stopped_cleanly(
     (tmp_path / "run.toml").write_text("")
     done = at(tmp_path, number, event, about, 0, role, "--config", "run.toml")
     assert (done.returncode, done.stdout) == (0, "")
-    assert done.stderr == f"fedstream: {number} before it began\n"
+    assert done.stderr == f"fedstream: {number} during start-up\n"
 
 
 def test_a_service_that_is_stopped_while_it_loads_its_task_says_that_it_has_stopped(

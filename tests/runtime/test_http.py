@@ -281,7 +281,7 @@ async def test_what_is_no_request_is_a_line_and_an_error_in_json(request_: bytes
             assert await is_closed(reader)
             writer.close()
         assert status == 400
-        assert body["error"].startswith("not a request that can be read: ")
+        assert body["error"].startswith("malformed request: ")
         [line] = lines
         assert (line["event"], line["log_level"]) == ("bad request", "warning")
         assert "exc_info" not in line
@@ -292,7 +292,7 @@ async def test_a_handler_that_fails_says_so_in_json_and_in_the_log() -> None:
     async with site() as http:
         with capture_logs() as lines:
             status, _, body = await http.said(get("/broken"))
-        assert (status, body) == (500, {"error": "the service failed to answer: see its log"})
+        assert (status, body) == (500, {"error": "internal error: see the service's log"})
         [line] = lines
         assert line["log_level"] == "error"
         assert isinstance(line["exc_info"], ZeroDivisionError)
@@ -304,12 +304,12 @@ async def test_what_is_not_there_is_said_in_json(port: str) -> None:
     async with site() as http:
         status, _, body = await http.said(get("/v2/nothing"), port)
         assert status == 404
-        assert "no route '/v2/nothing'; there are " in body["error"]
+        assert "no route '/v2/nothing'; routes: " in body["error"]
         assert known in body["error"]
         posted = get(known).replace(b"GET", b"POST")
         status, headers, body = await http.said(posted, port)
         assert (status, headers["allow"]) == (405, "GET,HEAD")
-        assert body["error"] == "POST is not allowed here: GET, HEAD"
+        assert body["error"] == "POST is not allowed here; allowed: GET, HEAD"
 
 
 async def test_what_may_pass_says_when_to_come_back() -> None:

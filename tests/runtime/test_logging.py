@@ -183,7 +183,7 @@ def test_a_step_bears_the_time_when_it_happened(capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("level", ["warning", "error"])
 def test_lines_that_would_be_dropped_are_not_asked_for(level: Any) -> None:
-    with pytest.raises(ValidationError, match=f"tasks = true .* level = '{level}' drops them"):
+    with pytest.raises(ValidationError, match=f"tasks = true .* level = '{level}' hides"):
         LogSettings(tasks=True, level=level)
 
 

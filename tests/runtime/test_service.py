@@ -407,7 +407,7 @@ def test_a_drain_that_takes_too_long_is_cancelled(start: Callable[..., Child], k
 def test_what_a_cancelled_service_raises_is_logged(start: Callable[..., Child]) -> None:
     child = start("FailsWhenCancelled", drain_s=0.1)
     child.signal(signal.SIGTERM)
-    line = child.until("failed while it was cancelled")
+    line = child.until("failed while being cancelled")
     assert line["exception"].endswith("OSError: disk full")
     assert child.exit_code() == 1
 

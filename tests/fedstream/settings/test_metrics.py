@@ -55,7 +55,7 @@ def documented() -> dict[str, Metric]:
     for name, kind, labels, of, _ in ROW.findall(DOCS.read_text()):
         services = ROLES if of == "all" else of.split(", ")
         names = frozenset(filter(None, labels.strip().split(", ")))
-        assert name not in found, f"{name} is there twice"
+        assert name not in found, f"{name} is listed twice"
         found[name] = Metric(kind, names, frozenset(services))
     return found
 
