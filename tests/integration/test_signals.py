@@ -162,7 +162,7 @@ def test_a_second_signal_ends_a_run_at_once_and_with_it_its_redis(tmp_path: Path
 def test_a_command_interrupted_while_its_line_is_read_says_nothing(tmp_path: Path) -> None:
     script = """
 import sys
-import fedstream.cli
+import fedstream.cli.app
 from fedstream.__main__ import main
 
 def reading():
