@@ -28,6 +28,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from fedstream.broker.errors import BadMessage
 from fedstream.broker.keys import POOL
+from fedstream.broker.reasons import Overdue
 
 SCHEMA = 1  # the schema that this release writes
 READS = (1,)  # the schemas that it reads: also those of the releases before and after it
@@ -37,7 +38,6 @@ Name = Annotated[str, Field(min_length=1, max_length=200)]
 # Ids of tasks and attempts, without the separators used in blob names and in the ledger.
 Id = Annotated[str, Field(pattern=r"^[^|.]{1,200}$")]
 Outcome = Literal["applied", "buffered", "refused", "given_up", "dead"]
-Overdue = Literal["timed out", "deadline passed"]  # the task's own limit; its round's
 Sends = Literal["model", "delta"]  # x_new, or x_new - x_tau in place of its parameters
 # Most devices that a trainer may own: a longer list might exceed the coordinators' size limit.
 OWNED = 50_000

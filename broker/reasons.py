@@ -1,16 +1,79 @@
-"""The closed set of reasons by which ended tasks are counted.
+"""Why tasks end, and why messages end none: the closed set by which a run counts them.
 
-Each reason stays in a run's counts for ever and is a metric label. Any other text from the wire
-appears verbatim in the event of the task's end, but is counted under a catch-all reason.
+A reason stays in a run's counts for ever and is a metric label, so each is one of these. Services
+and scripts use them by name: `reasons.TOO_STALE` in a script of `broker/lua` is replaced by the
+text when the script is loaded. Any other text from the wire appears verbatim in the event of the
+task's end, but is counted under a catch-all reason.
 """
 
 from __future__ import annotations
 
 import builtins
+from typing import Literal
 
 from fedstream.broker import errors
 
-ROUND_OVER = "round over"
+Overdue = Literal["timed out", "deadline passed"]
+TIMED_OUT: Overdue = "timed out"  # open for longer than `scheduler.task_timeout_s`
+DEADLINE_PASSED: Overdue = "deadline passed"  # of its round
+
+# An update was refused by the coordinator, or by the updater after checking its bytes.
+REFUSED = (
+    ANOTHER_DEVICE := "another device",  # than the task's
+    LAYOUT := "layout",  # not the run's
+    TOO_LARGE := "too large",  # for `coordinator.max_update_bytes`
+    SIZE := "size",  # not the model's, or its blob has another
+    UNKNOWN_BASE := "unknown base",  # no version that its trainer can have trained from
+    TOO_STALE := "too stale",
+    UNKNOWN_DEVICE := "unknown device",  # to a strategy that remembers each device
+    NO_STEPS := "no steps",  # where a strategy divides by them
+    SENDS_A_MODEL := "sends a model",  # and the strategy takes deltas
+    SENDS_A_DELTA := "sends a delta",  # and the strategy takes models
+    BLOB_MISSING := "blob missing",  # or a part of it
+    DIGEST := "digest",  # the bytes are others than announced
+    NOT_FINITE := "not finite",
+    NORM_TOO_LARGE := "norm too large",  # above `max_norm`, or far above the usual
+    INTEGERS := "integers",  # some changed that must not
+    TOO_OLD := "too old",  # trained from a version older than the journal
+)
+# Nobody will answer the task.
+GIVEN_UP = (
+    DROPPED_OUT := "dropped out",
+    TIMED_OUT,
+    DEADLINE_PASSED,
+    ROUND_OVER := "round over",
+    ANOTHER_ERROR := "raised another error",  # than the well-known ones: see `raised`
+    ANOTHER_REASON := "another reason",  # in the trainer's own words
+    ENTRY_LOST := "entry lost",  # somebody deleted it from its stream
+    OWNER_GONE := "owner gone",
+    UNSERVED := "nobody serves this device",
+    RUN_FINISHED := "run finished",
+    LOST_WITH_REDIS := "lost with Redis",  # Redis was emptied, or fell back to an older state
+)
+# The task's entry was moved to `dead`.
+DEAD = (
+    CRASHED_TRAINERS := "crashed its trainers",
+    CRASHED_COORDINATORS := "crashed its coordinators",
+    UNREADABLE := "unreadable",
+)
+# A message ended no task.
+STRAY = (
+    UNKNOWN_TASK := "unknown task",
+    ANSWERED_TWICE := "answered twice",
+    LATE := "late",  # the task was given up before
+    ANOTHER_SITES_TASK := "another site's task",
+    OWN_TRIGGER := "trigger of its own",  # but the scheduler decides in this run
+    ANOTHERS_DEVICE := "trigger for another's device",
+    BUSY_DEVICE := "trigger for a busy device",
+    TRIGGER_TOO_LONG := "trigger for too long",
+    TRIGGER_OVER_LIMIT := "trigger over the limit",
+    EVENT_OVER_LIMIT := "event over the limit",
+    LETTER_OVER_LIMIT := "letter over the limit",
+    ANNOUNCEMENT_OVER_LIMIT := "announcement over the limit",
+    TRAINER_OVER_LIMIT := "trainer over the limit",
+    NO_DEVICES := "trainer without devices",
+    MESSAGE_TOO_LONG := "message too long",
+)
 
 _RAISED = "raised "
 _ERRORS = frozenset(
@@ -19,17 +82,26 @@ _ERRORS = frozenset(
     for one in vars(space).values()
     if isinstance(one, type) and issubclass(one, Exception)
 ) | {"OutOfMemoryError", "AcceleratorError", "LinAlgError"}  # torch's
-_GIVEN_UP = frozenset({"dropped out", "deadline passed", ROUND_OVER})
-_DEAD = frozenset({"crashed its trainers", "crashed its coordinators"})
+_OF_TRAINERS = frozenset({DROPPED_OUT, DEADLINE_PASSED, ROUND_OVER})
+
+
+def sends(what: Literal["model", "delta"]) -> str:
+    """The reason to refuse an update that is a model, or a delta, where the other is expected."""
+    return SENDS_A_MODEL if what == "model" else SENDS_A_DELTA
+
+
+def raised(error: Exception) -> str:
+    """A trainer's text for a task that it gives up because of an error."""
+    return f"{_RAISED}{type(error).__name__:.100}"
 
 
 def of_giving_up(said: str) -> str:
     """The reason under which to count a task that a trainer gave up, from the trainer's text."""
-    if said in _GIVEN_UP:
+    if said in _OF_TRAINERS:
         return said
     if not said.startswith(_RAISED):
-        return "another reason"
-    return said if said.removeprefix(_RAISED) in _ERRORS else f"{_RAISED}another error"
+        return ANOTHER_REASON
+    return said if said.removeprefix(_RAISED) in _ERRORS else ANOTHER_ERROR
 
 
 def of_death(said: str) -> str:
@@ -37,4 +109,10 @@ def of_death(said: str) -> str:
 
     'unreadable', unless the entry was delivered too often.
     """
-    return said if said in _DEAD else "unreadable"
+    return said if said in DEAD else UNREADABLE
+
+
+def named() -> dict[str, str]:
+    """The reasons by the names that scripts use."""
+    texts = {*REFUSED, *GIVEN_UP, *DEAD, *STRAY}
+    return {name: text for name, text in globals().items() if name.isupper() and text in texts}

@@ -210,9 +210,6 @@ def ended(counts: Mapping[str, int]) -> int:
     return sum(counts.get(outcome, 0) for outcome in OUTCOMES)
 
 
-LOST = "lost with Redis"
-
-
 @dataclass(frozen=True)
 class Commit:
     """The changes of one updater step, made atomically."""

@@ -12,6 +12,9 @@ the commands on it. Undeclared keys lie in the run's slot like the others.
 Redis decides when a script starts whether it is out of memory, and if so fails the script's first
 write that takes memory. So every script that takes memory makes such a write (``guard``) before it
 frees or deletes anything: out of memory, it does nothing at all rather than half its work.
+
+A script names a task's reason as Python does, ``reasons.TOO_STALE``: the text takes the name's
+place when the script is loaded, so a script knows none by heart and running it costs no more.
 """
 
 from __future__ import annotations
@@ -23,10 +26,13 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+from fedstream.broker import reasons
 from fedstream.broker.client import Argument, Client, Command
 from fedstream.broker.errors import NoScript
 
 _LUA = files(__package__) / "lua"
+_REASONS = reasons.named()
+_REASON = re.compile(r"\breasons\.(\w+)")
 
 
 def prelude() -> dict[str, str]:
@@ -58,7 +64,7 @@ class Script:
                 f"redis.call('EXISTS', {', '.join(f'key.{key}' for key in self.undeclared)})\n"
             )
         text = header + (_LUA / "prelude.lua").read_text() + body
-        self.source = text.encode()
+        self.source = _REASON.sub(_reason, text).encode()
         self._sha = hashlib.sha1(self.source, usedforsecurity=False).hexdigest()
 
     def command(
@@ -95,6 +101,11 @@ class Script:
                 raise
             await load_all(client)
             return await client.call(*command)
+
+
+def _reason(name: re.Match[str]) -> str:
+    """A reason's text, as a string in Lua. Raises KeyError if it is not in the table."""
+    return f'"{_REASONS[name[1]]}"'
 
 
 @cache

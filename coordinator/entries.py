@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prometheus_client import Counter
 
+from fedstream.broker import reasons
 from fedstream.broker.errors import BadMessage
 from fedstream.broker.keys import POOL, member
 from fedstream.broker.ledger import Decision, Ledger
@@ -78,7 +79,7 @@ class Entries:
     def of_site(self, site: Site, entry: Entry) -> Decided | Dead:
         """Decide on a site's message; the caller must bury a returned Dead. Raises BadMessage."""
         if entry.size > LARGEST:
-            return self._dropped(site, entry, "message too long", bytes=entry.size)
+            return self._dropped(site, entry, reasons.MESSAGE_TOO_LONG, bytes=entry.size)
         match decode(entry.data, Upload, GiveUp, Dead, Trigger, Presence, Event):
             case Upload() | GiveUp() as answer:
                 decision = self._ledger.admit(
@@ -98,7 +99,7 @@ class Entries:
                     reason=(event.reason or "")[:200], text=(event.text or "")[-_TEXT:],
                     site=site.name,
                 )  # fmt: skip
-                return self._relayed(site, entry, told, "event over the limit")
+                return self._relayed(site, entry, told, reasons.EVENT_OVER_LIMIT)
             case Dead() as dead:
                 return dead
             case other:
@@ -118,7 +119,7 @@ class Entries:
         most = self._settings
         asked = ((trigger.steps, most.most_steps), (trigger.epochs, most.most_epochs))
         if any((n or 0) > limit for n, limit in (*asked, (trigger.seconds, most.most_seconds))):
-            return self._dropped(site, entry, "trigger for too long", device=trigger.device)
+            return self._dropped(site, entry, reasons.TRIGGER_TOO_LONG, device=trigger.device)
         own = trigger.model_copy(
             update={
                 "task": task_id(time.time_ns() // 1_000_000), "why": "own initiative",
@@ -139,7 +140,7 @@ class Entries:
                 self._context.log.warning(
                     "trainer owns no devices and gets no tasks: check trainer.owns", trainer=name
                 )
-            return self._relayed(site, entry, None, "trainer without devices")
+            return self._relayed(site, entry, None, reasons.NO_DEVICES)
         decision = self._ledger.hear(
             site.name, entry, said, denied=site.denied(said.owns),
             most=self._settings.site_trainers, rate=self._settings.announce_rate,

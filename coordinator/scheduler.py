@@ -18,13 +18,15 @@ from aiohttp import web
 from prometheus_client import Counter, Gauge
 from pydantic import Field
 
+from fedstream.broker import reasons
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Layout
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger import Ledger
-from fedstream.broker.messages import CloseRound, Overdue, Withdraw
+from fedstream.broker.messages import CloseRound, Withdraw
+from fedstream.broker.reasons import Overdue
 from fedstream.broker.records import Run, View
 from fedstream.broker.streams import BLOCK_MS
 from fedstream.coordinator.scheduling import (
@@ -225,7 +227,7 @@ class Scheduler:
             if view.triggers or now - self._asked_at < _ASK_AGAIN_S:
                 return
             self._context.log.warning("asking again for the end of a round", version=version)
-        await self._ledger.ask(CloseRound(version=version, tasks=tasks, why="round over"))
+        await self._ledger.ask(CloseRound(version=version, tasks=tasks, why=reasons.ROUND_OVER))
         self._asked, self._asked_at = (version, tasks), now
 
     async def _withdraw(self, overdue: Sequence[tuple[str, Overdue]]) -> None:

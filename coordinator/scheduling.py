@@ -14,7 +14,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedstream.broker.messages import Overdue, Trigger, task_id, time_of
+from fedstream.broker.messages import Trigger, task_id, time_of
+from fedstream.broker.reasons import DEADLINE_PASSED, TIMED_OUT, Overdue
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.runtime.config import Section
 from fedstream.runtime.participation import Participation
@@ -169,7 +170,7 @@ def plan(
     return replace(
         todo,
         overdue=tuple(
-            (trigger.task, "timed out" if trigger.deadline is None else "deadline passed")
+            (trigger.task, TIMED_OUT if trigger.deadline is None else DEADLINE_PASSED)
             for end, trigger in ends
             if end <= seen.now and trigger.task not in closed
         ),

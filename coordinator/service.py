@@ -17,6 +17,7 @@ from aiohttp import web
 from prometheus_client import Counter
 from pydantic import Field, SecretStr, model_validator
 
+from fedstream.broker import reasons
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.custody import (
     cap_workspaces,
@@ -55,6 +56,7 @@ _USUAL = 4096  # bytes that few entries exceed
 _SWEEP_S = 1.0
 _SEARCH_S = 5.0  # between two searches for open tasks without an entry
 _SWEPT_WITHIN_S = 120.0  # a dozen round trips: a slow Redis must not get us restarted
+_CRASHED = {TRAINERS: reasons.CRASHED_TRAINERS, COORDINATORS: reasons.CRASHED_COORDINATORS}
 _DEAF_S = 3.0  # without a sweep: trainers may have gone unheard
 
 Given = tuple[Group, Entry]
@@ -247,7 +249,7 @@ class Coordinator:
     async def _bury_all(
         self, group: Group, poison: list[tuple[Entry, int]], site: str = ""
     ) -> None:
-        why = f"crashed its {group.group}"
+        why = _CRASHED[group.group]
         for entry, deliveries in poison:
             await self._bury(group, entry, why, deliveries, site=site)
 

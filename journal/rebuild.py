@@ -9,6 +9,7 @@ from typing import TypeGuard
 
 from pydantic import TypeAdapter, ValidationError
 
+from fedstream.broker import reasons
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Model, vector_of
 from fedstream.broker.messages import Contribution, Message, Upload, first_wrong
@@ -139,7 +140,7 @@ class Rebuild:
         elif upload.layout != state.model.layout.signature:
             why = "of another layout"
         elif upload.sends != rule.sends:
-            why = f"sends a {upload.sends}"
+            why = reasons.sends(upload.sends)
         if why:
             raise JournalDamaged(f"{record.place.where}: an update was used that cannot be: {why}")
 
@@ -237,10 +238,10 @@ def is_used(message: Message) -> TypeGuard[Taken]:
 def unfit(rule: Strategy, upload: Upload) -> str:
     """Why a rule cannot use an update, by its metadata; '' if it can."""
     if rule.devices is not None and upload.device >= rule.devices:
-        return "unknown device"
+        return reasons.UNKNOWN_DEVICE
     # The inverse of gamma H must be a finite float32, so that zero times it is zero.
     if rule.per_step and not (upload.steps > 0 and _SHORT <= upload.lr * upload.steps < math.inf):
-        return "no steps"
+        return reasons.NO_STEPS
     return ""
 
 

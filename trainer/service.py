@@ -26,7 +26,7 @@ from prometheus_client import Counter, Histogram
 from pydantic import Field, model_validator
 from structlog.contextvars import bound_contextvars
 
-from fedstream.broker import blobs, workspaces
+from fedstream.broker import blobs, reasons, workspaces
 from fedstream.broker.client import Client, Command, RedisSettings
 from fedstream.broker.errors import (
     BadMessage,
@@ -447,7 +447,7 @@ class Trainer:
         except Cancelled:
             if lost.is_set() or self._context.stop.is_set() or not late():
                 raise
-            return self._give_up(task, attempt, "deadline passed")
+            return self._give_up(task, attempt, reasons.DEADLINE_PASSED)
 
     def _give_up(self, task: Task, attempt: str, reason: str) -> GiveUp:
         return GiveUp(
@@ -476,11 +476,11 @@ class Trainer:
         await self._eligible(task.device, cancelled)
         start = await self._start(task)
         if task.version is not None and task.version != start.version:
-            return give_up("round over")
+            return give_up(reasons.ROUND_OVER)
         simulated = behaviour(self._devices, task.device, task.seed)
         if simulated.drops_out:
             await self._device_time(simulated.latency_s * 0.5, cancelled)
-            return give_up("dropped out")
+            return give_up(reasons.DROPPED_OUT)
         try:
             work = Work(
                 device=task.device, task=task.task, version=start.version, seed=task.seed,
@@ -502,7 +502,7 @@ class Trainer:
                 return await self._attempted(task, attempt, started, lost, late)
             self._rest_s = self._rests.next()
             await self._report(error, task, start.version)
-            return give_up(f"raised {type(error).__name__:.100}")
+            return give_up(reasons.raised(error))
         self._rests.reset()
         # If told to stop now, it answers at once rather than lose the trained model.
         left_s = simulated.latency_s - (time.monotonic() - started)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
+from fedstream.broker import reasons
 from fedstream.broker.blobs import chunks_of
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Outcome, RoundEnd, Upload, Version
@@ -17,8 +18,6 @@ from fedstream.journal import RoundClosed, Taken
 from fedstream.journal.progress import Progress, Step
 from fedstream.journal.rebuild import end_of
 from fedstream.journal.records import Counted
-
-FINISHED = "run finished"  # the reason given for updates that come too late
 
 
 @dataclass(frozen=True)
@@ -140,7 +139,7 @@ def refused(
     sizes: Counted = (),
 ) -> Change:
     """An update that never reaches the model."""
-    outcome: Outcome = "given_up" if reason == FINISHED else "refused"
+    outcome: Outcome = "given_up" if reason == reasons.RUN_FINISHED else "refused"
     version = before.state.version
     record = Taken(
         entry=entry.id, upload=_as_recorded(upload), outcome=outcome, reason=reason,

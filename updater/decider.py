@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeVar
 
+from fedstream.broker import reasons
 from fedstream.broker.errors import BadMessage, BlobDamaged, BlobMissing
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
@@ -61,7 +62,7 @@ class Decider:
             return self._found_again(entry, message, before, end)
         refusal, update, sizes = await self._checked(entry, message, before)
         before = before.with_sizes(sizes)
-        if refusal == "blob missing" and not await self.ledger.awaits(message):
+        if refusal == reasons.BLOB_MISSING and not await self.ledger.awaits(message):
             # Redis fell back to before the update was admitted, so it may come again; or our
             # successor has processed it.
             self.context.log.warning(
@@ -77,7 +78,7 @@ class Decider:
             )
         used = (before.state.model, update, spare)
         if step.decision is None or step.decision.outcome == "dropped":
-            stale = self._refused(entry, message, before, "too stale", sizes)
+            stale = self._refused(entry, message, before, reasons.TOO_STALE, sizes)
             return replace(stale, used=(update, spare))
         return await self._taken(entry, message, step, update, used, sizes)
 
@@ -93,9 +94,9 @@ class Decider:
             with self.metrics.seconds.labels("fetch").time():
                 model = await self.intake.fetched(entry, upload, before.state.model.layout)
         except BlobMissing:
-            return "blob missing", None, ()
+            return reasons.BLOB_MISSING, None, ()
         except BlobDamaged:
-            return "digest", None, ()
+            return reasons.DIGEST, None, ()
         with self.metrics.seconds.labels("check").time():
             refusal, sizes = await self._off_loop(
                 lambda: refusals.by_content(
@@ -111,9 +112,9 @@ class Decider:
     def _refusal(self, upload: Upload, state: State) -> str:
         """Why an update is refused before its content is read; '' if it isn't."""
         if self.course.is_over(state.version):
-            return changes.FINISHED
+            return reasons.RUN_FINISHED
         if upload.tau < self.course.forgotten:
-            return "too old"  # there is no telling whether it was applied before
+            return reasons.TOO_OLD  # there is no telling whether it was applied before
         return refusals.by_word(upload, self.course.strategy, state)
 
     # the changes

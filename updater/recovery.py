@@ -16,7 +16,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from fedstream.broker import blobs
+from fedstream.broker import blobs, reasons
 from fedstream.broker.client import Client
 from fedstream.broker.errors import ConfigError, NoRun
 from fedstream.broker.keys import Keys
@@ -24,7 +24,7 @@ from fedstream.broker.layout import Layout, Model
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger import Ledger
 from fedstream.broker.messages import Version
-from fedstream.broker.records import LOST, End, Head, Run, ended, without
+from fedstream.broker.records import End, Head, Run, ended, without
 from fedstream.journal import (
     Ending,
     JournalError,
@@ -285,7 +285,9 @@ class Recovery:
         for upload in ended:
             if self.course.ended(upload.task) is None:
                 # How it ended is lost; knowing that it did is enough not to use it again.
-                lost = End(upload.task, upload.attempt, "given_up", LOST, upload.device)
+                lost = End(
+                    upload.task, upload.attempt, "given_up", reasons.LOST_WITH_REDIS, upload.device
+                )
                 self.course.remember(lost)
         if norms is not None:  # tasks that ended after the journal's end may be unknown
             self.course.forgotten = head.version

@@ -10,6 +10,7 @@ import math
 
 import numpy as np
 
+from fedstream.broker import reasons
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Upload
 from fedstream.journal.norms import sizes
@@ -28,14 +29,14 @@ def by_word(upload: Upload, rule: Strategy, state: State) -> str:
     """Why an update is refused by its metadata, before it is read; '' if it isn't."""
     limit = rule.max_staleness
     if upload.tau > state.version:
-        return "unknown base"
+        return reasons.UNKNOWN_BASE
     if limit is not None and state.version - upload.since > limit:
-        return "too stale"
+        return reasons.TOO_STALE
     if (why := unfit(rule, upload)) != "":
         return why
     if upload.sends != rule.sends:
-        return f"sends a {upload.sends}"
-    return "" if upload.layout == state.model.layout.signature else "layout"
+        return reasons.sends(upload.sends)
+    return "" if upload.layout == state.model.layout.signature else reasons.LAYOUT
 
 
 def by_content(
@@ -56,7 +57,7 @@ def by_content(
     if refusal or not norm_factor:
         return refusal, ()
     usual, counted = before.norms.judged(sizes(upload, rule, update, x), norm_factor, x)
-    return "" if usual else "norm too large", counted
+    return "" if usual else reasons.NORM_TOO_LARGE, counted
 
 
 def by_integers(update: Model, x: Model) -> str:
@@ -72,15 +73,15 @@ def by_integers(update: Model, x: Model) -> str:
             for at, least, largest in layout.variables
         )
     )
-    return "" if allowed else "integers"
+    return "" if allowed else reasons.INTEGERS
 
 
 def by_norm(upload: Upload, rule: Strategy, size: float, max_norm: float | None) -> str:
     """Why an update that passed :func:`by_word` is refused by its norm; '' if it isn't."""
     if not math.isfinite(size):
-        return "not finite"
+        return reasons.NOT_FINITE
     largest = LARGEST if rule.sends == "model" else LARGEST_DELTA
     scaled = size / (upload.lr * upload.steps) if rule.per_step else size
     if size > (max_norm or largest) or max(size, scaled) > largest:
-        return "norm too large"
+        return reasons.NORM_TOO_LARGE
     return ""

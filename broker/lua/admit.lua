@@ -34,36 +34,36 @@ end
 -- their number is bounded, and whoever reads one knows how much memory that takes.
 local function unlike(size)
   local digits = redis.pcall('HSTRLEN', blob, 'size')
-  if type(digits) == 'table' or digits == 0 then return 'blob missing' end
-  if digits ~= #size or redis.call('HGET', blob, 'size') ~= size then return 'size' end
-  if a.chunks < size / a.longest or a.chunks > math.ceil(size / a.shortest) then return 'size' end
-  if redis.call('HLEN', blob) > a.chunks + 1 then return 'size' end
+  if type(digits) == 'table' or digits == 0 then return reasons.BLOB_MISSING end
+  if digits ~= #size or redis.call('HGET', blob, 'size') ~= size then return reasons.SIZE end
+  if a.chunks < size / a.longest or a.chunks > math.ceil(size / a.shortest) then return reasons.SIZE end
+  if redis.call('HLEN', blob) > a.chunks + 1 then return reasons.SIZE end
   local whole = redis.call('HSTRLEN', blob, 0)
   for n = 0, a.chunks - 1 do
     local length = n == 0 and whole or redis.call('HSTRLEN', blob, n)
-    if length == 0 then return 'blob missing' end
-    if length ~= math.min(whole, size - n * whole) then return 'size' end
+    if length == 0 then return reasons.BLOB_MISSING end
+    if length ~= math.min(whole, size - n * whole) then return reasons.SIZE end
   end
-  if a.chunks > 0 and math.ceil(size / whole) ~= a.chunks or whole > a.longest then return 'size' end
-  if a.chunks > 1 and whole < a.shortest then return 'size' end
+  if a.chunks > 0 and math.ceil(size / whole) ~= a.chunks or whole > a.longest then return reasons.SIZE end
+  if a.chunks > 1 and whole < a.shortest then return reasons.SIZE end
 end
 
 local trigger = redis.call('HGET', key.open, a.task)
 if not trigger then
   local attempt, outcome = ended_as(a.task)
-  if not attempt then return astray('unknown task') end
+  if not attempt then return astray(reasons.UNKNOWN_TASK) end
   if attempt == a.attempt then return again() end
-  return astray(outcome == 'given_up' and 'late' or 'answered twice')
+  return astray(outcome == 'given_up' and reasons.LATE or reasons.ANSWERED_TWICE)
 end
 local task = cmsgpack.unpack(trigger)
 -- Without a site the task was never handed out: Redis fell back to before that. Then only trusted
 -- sites may answer it.
-if task.site ~= a.site and (task.site or not a.trusted) then return astray("another site's task") end
+if task.site ~= a.site and (task.site or not a.trusted) then return astray(reasons.ANOTHER_SITES_TASK) end
 local first = redis.call('HGET', key.admitted, a.task)
 if first == a.attempt then return again() end
-if first then return astray('answered twice') end
+if first then return astray(reasons.ANSWERED_TWICE) end
 
-if task.device ~= a.device then return refused('another device') end
+if task.device ~= a.device then return refused(reasons.ANOTHER_DEVICE) end
 if a.give_up then
   end_task(a.task, a.attempt, 'given_up', a.give_up, event)
   return {'given_up', a.give_up}
@@ -72,18 +72,18 @@ local state, layout, size, max_staleness =
   unpack(redis.call('HMGET', key.run, 'state', 'layout', 'size', 'max_staleness'))
 local head = tonumber(redis.call('HGET', key.head, 'version') or '-1')
 if state ~= 'running' then
-  end_task(a.task, a.attempt, 'given_up', 'run finished', event)
+  end_task(a.task, a.attempt, 'given_up', reasons.RUN_FINISHED, event)
   redis.call('UNLINK', blob)
-  return {'given_up', 'run finished'}
+  return {'given_up', reasons.RUN_FINISHED}
 end
 local since = a.trusted and a.tau or task.handed
 event.staleness = a.tau <= head and head - since or nil
-if a.layout ~= layout then return refused('layout') end
-if a.size > a.size_limit then return refused('too large') end
-if a.size ~= tonumber(size) then return refused('size') end
-if redis.call('HGET', key.lineage, a.tau) ~= a.base then return refused('unknown base') end
-if a.tau < since then return refused('unknown base') end -- older than its task
-if max_staleness and head - since > tonumber(max_staleness) then return refused('too stale') end
+if a.layout ~= layout then return refused(reasons.LAYOUT) end
+if a.size > a.size_limit then return refused(reasons.TOO_LARGE) end
+if a.size ~= tonumber(size) then return refused(reasons.SIZE) end
+if redis.call('HGET', key.lineage, a.tau) ~= a.base then return refused(reasons.UNKNOWN_BASE) end
+if a.tau < since then return refused(reasons.UNKNOWN_BASE) end -- older than its task
+if max_staleness and head - since > tonumber(max_staleness) then return refused(reasons.TOO_STALE) end
 local why = unlike(size)
 if why then return refused(why) end
 redis.call('UNLINK', admitted) -- RENAME would delete it synchronously, however large

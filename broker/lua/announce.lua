@@ -29,7 +29,7 @@ if not take(key.stream, a.group, a.entry) then return 'repeated' end
 local is_new, alive = not redis.call('ZSCORE', key.alive, name), redis.call('ZCARD', key.alive)
 local all = is_new and alive >= a.most
 if not within('announced ' .. a.site, a.rate, 1 + #a.owns + (all and math.floor(alive / 5) or 0)) then
-  count('stray:announcement over the limit')
+  count('stray:' .. reasons.ANNOUNCEMENT_OVER_LIMIT)
   return 'over'
 end
 if a.leaves then
@@ -42,7 +42,7 @@ if is_new then
     if site_of(other) == a.site then others = others + 1 end
   end
   if others >= a.most then
-    count('stray:trainer over the limit')
+    count('stray:' .. reasons.TRAINER_OVER_LIMIT)
     return 'over'
   end
   tell_of(a.site, cmsgpack.unpack(ARGV[3]))

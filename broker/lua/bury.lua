@@ -14,7 +14,7 @@ local trigger = task ~= '' and redis.call('HGET', key.open, task)
 local may = trigger and (site == '' or (cmsgpack.unpack(trigger).site or 'pool') == site)
 local ends = may and redis.call('HEXISTS', key.admitted, task) == 0
 if site ~= '' and not ends and not within('letter ' .. site, RATE_OF_SITE) then
-  count('stray:letter over the limit')
+  count('stray:' .. reasons.LETTER_OVER_LIMIT)
   return 1
 end
 

@@ -30,7 +30,7 @@ if forgot then
     for name, n in pairs(journalled) do counts[name] = (counts[name] or 0) + n - (had[name] or 0) end
   end
   -- The rest was issued, but has neither ended nor is open here: it will never be answered.
-  local lost = 'given_up:' .. LOST
+  local lost = 'given_up:' .. reasons.LOST_WITH_REDIS
   local before = counts[lost] or 0
   local known = redis.call('HLEN', key.open) - before
   for _, outcome in ipairs(a.outcomes) do known = known + (counts[outcome] or 0) end

@@ -23,26 +23,26 @@ if not a.site then
   return 'sent'
 end
 if not within('trigger ' .. a.site, a.rate) then
-  count('stray:trigger over the limit')
+  count('stray:' .. reasons.TRIGGER_OVER_LIMIT)
   return 'limited'
 end
 if not a.anarchic then
-  count('stray:trigger of its own')
+  count('stray:' .. reasons.OWN_TRIGGER)
   return 'unasked'
 end
 if trigger or ended_as(a.task) then return 'repeated' end
 local state, devices = unpack(redis.call('HMGET', key.run, 'state', 'devices'))
 if state ~= 'running' then return 'finished' end
 if a.device >= tonumber(devices) or (owner and site_of(owner) or 'pool') ~= a.site then
-  count("stray:trigger for another's device")
+  count('stray:' .. reasons.ANOTHERS_DEVICE)
   return 'foreign'
 end
 if redis.call('HLEN', key.open) >= a.limit then
-  count('stray:trigger over the limit')
+  count('stray:' .. reasons.TRIGGER_OVER_LIMIT)
   return 'limited'
 end
 if is_busy(a.device) then
-  count('stray:trigger for a busy device')
+  count('stray:' .. reasons.BUSY_DEVICE)
   return 'busy'
 end
 count('issued')

@@ -49,7 +49,7 @@ for task, trigger in pairs(pairs_of(redis.call('HGETALL', key.open))) do
   if gone then first, last = bounds_of(said) end
   if gone and seen[task] and (not first or not is_up_to(first, seen[task])) then
     if stream then redis.call('XDEL', stream, about.entry) end
-    lost = lost + end_task(task, '', 'given_up', 'entry lost', cmsgpack.unpack(event))
+    lost = lost + end_task(task, '', 'given_up', reasons.ENTRY_LOST, cmsgpack.unpack(event))
   elseif gone then
     now[#now + 1] = task
     now[#now + 1] = seen[task] or last

@@ -22,7 +22,7 @@ local said_so = silent == 0 or heard and tonumber(heard) == 0
 if heard then tell(cmsgpack.unpack(said_so and left or lost)) end
 for _, entry in ipairs(redis.call('XRANGE', waiting, '-', '+')) do
   local task = task_of(entry)
-  if task then given_up = given_up + give_up(task.task, 'owner gone', cmsgpack.unpack(gone)) end
+  if task then given_up = given_up + give_up(task.task, reasons.OWNER_GONE, cmsgpack.unpack(gone)) end
 end
 redis.call('DEL', waiting)
 return given_up

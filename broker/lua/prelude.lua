@@ -1,7 +1,6 @@
 local EVENTS_KEPT, VERSIONS_TOLD, ENDED_KEPT = 10000, 10000, 20000
 local LINEAGE_KEPT = 4096
 local SITE_TOLD = 100 -- events per second and site, of kinds that it can cause without limit
-local LOST = 'lost with Redis'
 
 -- Fails if Redis is out of memory, before anything is done.
 local function guard()
@@ -94,7 +93,7 @@ local function end_as_journalled(task, attempt, outcome, reason, event)
   local by, was, why = ended_as(task)
   if not by then return 'unknown' end
   if was == outcome and why == reason then return 'known' end
-  if reason == LOST then return 'known' end -- the journal lost the real end: Redis knows better
+  if reason == reasons.LOST_WITH_REDIS then return 'known' end -- the journal lost the real end: Redis knows better
   forget(task, by, was, why)
   if was == 'retried' then was = 'dead' end -- retried tasks are counted as dead
   redis.call('HINCRBY', key.counts, was, -1)

@@ -17,7 +17,7 @@ for _, entry in ipairs(redis.call('XRANGE', key.tasks, '-', '+')) do
     if owner and trigger then
       send(task.task, task.device, owner, entry[2][2], trigger, newest)
     else
-      given_up = given_up + give_up(task.task, 'nobody serves this device', cmsgpack.unpack(event))
+      given_up = given_up + give_up(task.task, reasons.UNSERVED, cmsgpack.unpack(event))
     end
     redis.pcall('XACK', key.tasks, group, entry[1])
     redis.call('XDEL', key.tasks, entry[1])

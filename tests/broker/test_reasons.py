@@ -2,9 +2,69 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 import pytest
 
-from fedstream.broker import reasons
+from fedstream.broker import reasons, scripts
+from fedstream.broker.scripts import Script
+
+ROOT = Path(__file__).parents[2]
+TABLES = {
+    "refused": reasons.REFUSED,
+    "given up": reasons.GIVEN_UP,
+    "dead": reasons.DEAD,
+    "stray": reasons.STRAY,
+}
+
+
+def documented() -> dict[str, list[str]]:
+    """The reasons by outcome, as the architecture's page lists them."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    rows = dict(re.findall(r"^\| ([a-z ]+) \| [^|]+ \| ([^|]+) \|$", page, re.MULTILINE))
+    strays = re.search(r"is a \*\*stray\*\*(.*?)A trainer that repeats", page, re.DOTALL)
+    assert strays
+    rows["stray"] = strays[1]
+    return {outcome: _quoted(rows[outcome]) for outcome in TABLES}
+
+
+def _quoted(text: str) -> list[str]:
+    """What stands in backticks, but for names of settings."""
+    found = [" ".join(one.split()) for one in re.findall(r"`([^`]+)`", text)]
+    return [one for one in found if "_" not in one]
+
+
+def test_the_page_lists_every_reason() -> None:
+    listed = documented()
+    listed["given up"].remove("raised <Error>")
+    assert {outcome: sorted(some) for outcome, some in listed.items()} == {
+        outcome: sorted(table) for outcome, table in TABLES.items()
+    }
+
+
+def test_each_reason_has_one_name_and_one_outcome() -> None:
+    texts = sorted(text for table in TABLES.values() for text in table)
+    assert len(set(texts)) == len(texts)
+    assert sorted(reasons.named().values()) == texts
+
+
+def test_scripts_know_reasons_by_name() -> None:
+    """None has a reason's text of its own; each name becomes its text when the script is loaded."""
+    fields = {"size", "layout", "digest"}  # fields of records and blobs are called the same
+    apart = [text for text in reasons.named().values() if text not in fields]
+    for path in scripts._LUA.iterdir():
+        code = re.sub(r"--[^\n]*", "", path.read_text())
+        written = [text for text in apart if re.search(rf"['\":]{text}['\"]", code)]
+        assert (path.name, written) == (path.name, [])
+    source = Script("admit").source.decode()
+    assert "reasons." not in re.sub(r"--[^\n]*", "", source)
+    assert 'astray("another site\'s task")' in source
+
+
+def test_an_unknown_reason_is_noticed_when_its_script_is_loaded() -> None:
+    with pytest.raises(KeyError, match="TO_STALE"):
+        scripts._REASON.sub(scripts._reason, "return refused(reasons.TO_STALE)")
 
 
 @pytest.mark.parametrize(

@@ -88,7 +88,7 @@ MUTANTS = (
     ),
     Mutant(
         "a second answer is admitted", "broker/lua/admit.lua",
-        "if first then return astray('answered twice') end\n", "",
+        "if first then return astray(reasons.ANSWERED_TWICE) end\n", "",
         (Kind.TWICE,), (1, 3, 0, 2),
     ),
     Mutant(

@@ -14,7 +14,8 @@ from fedstream.broker.client import Client
 from fedstream.broker.custody import ended_unlike
 from fedstream.broker.keys import TRAINERS
 from fedstream.broker.messages import CloseRound, Trigger, Upload, Withdraw
-from fedstream.broker.records import LOST, End
+from fedstream.broker.reasons import LOST_WITH_REDIS
+from fedstream.broker.records import End
 from fedstream.operate import dead
 from tests.support import Hand, context, running, wait_until
 from tests.updater.journalled import backed_up, go_back
@@ -137,7 +138,9 @@ async def test_an_end_that_the_journal_lost_takes_nothing_back(hand: Hand) -> No
     await hand.create()
     [trigger] = await hand.open()
     assert await hand.commit(1, ends=[End(trigger.task, "a1", "applied")]) == "done"
-    assert await hand.commit(2, ends=[End(trigger.task, "a1", "given_up", LOST)]) == "done"
+    assert (
+        await hand.commit(2, ends=[End(trigger.task, "a1", "given_up", LOST_WITH_REDIS)]) == "done"
+    )
     assert await hand.ledger.ends([trigger.task]) == ["applied"]
     assert (await hand.ledger.look()).outcomes["given_up"] == 0
 

@@ -11,7 +11,8 @@ import pytest
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.custody import ended_unlike
 from fedstream.broker.messages import CloseRound, Trigger, Upload, Withdraw
-from fedstream.broker.records import LOST, End
+from fedstream.broker.reasons import LOST_WITH_REDIS
+from fedstream.broker.records import End
 from fedstream.strategies import FedAvgSettings
 from tests.support import Hand, Proxy, context, running, wait_until
 from tests.updater.journalled import backed_up, go_back, held, reasons, records
@@ -137,7 +138,7 @@ async def test_what_a_redis_that_fell_back_knows_better_is_not_counted_from_befo
         await hand.reaches(1)
         assert await nonzero(hand) == {"issued": 2, "applied": 1}
         await client.call("FLUSHALL")
-        await wait_until(lambda: reasons(hand, "given_up", {LOST: 1}))
+        await wait_until(lambda: reasons(hand, "given_up", {LOST_WITH_REDIS: 1}))
         assert (await hand.ledger.look()).issued == 2
 
 
@@ -224,14 +225,14 @@ async def test_what_was_lost_with_redis_and_is_there_again_is_not_lost(
     await client.call("FLUSHALL")
     assert await hand.updater.acquire(at_least=1)
     await again(hand, counts, {})
-    told = {"given_up": 3, "given_up:timed out": 1, f"given_up:{LOST}": 2}
+    told = {"given_up": 3, "given_up:timed out": 1, f"given_up:{LOST_WITH_REDIS}": 2}
     assert await nonzero(hand) == {"issued": 3, **told}
     lost = await nonzero(hand)
     await go_back(client, backup)
     hand.updater.number = 1
     await again(hand, lost, {})
     assert len((await hand.ledger.look()).open) == 2
-    assert await nonzero(hand) == {"issued": 3, "given_up": 1, f"given_up:{LOST}": 1}
+    assert await nonzero(hand) == {"issued": 3, "given_up": 1, f"given_up:{LOST_WITH_REDIS}": 1}
 
 
 # publishing again
