@@ -104,7 +104,14 @@ def installs(path: str) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    "path", ["Makefile", "Dockerfile", ".ci/run", ".github/workflows/release.yaml"]
+    "path",
+    [
+        "Makefile",
+        "Dockerfile",
+        ".ci/run",
+        ".github/workflows/release.yaml",
+        ".github/workflows/tests.yaml",
+    ],
 )
 def test_nothing_is_installed_without_a_hash(path: str) -> None:
     """Our own package aside, which takes nothing along."""
