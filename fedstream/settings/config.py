@@ -35,7 +35,7 @@ from fedstream.strategies import FedAsyncSettings, Rule, StrategySettings
 from fedstream.trainer.choices import SolverGroup, Solvers
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.evaluator import EvaluatorSettings
-from fedstream.trainer.service import TrainerSettings
+from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.solvers import Sgd, SolverSettings
 from fedstream.trainer.task import TaskSettings
 from fedstream.updater.service import UpdaterSettings

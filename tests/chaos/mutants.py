@@ -183,7 +183,7 @@ MUTANTS = (
         (Kind.KILL,), (4, 10),
     ),
     Mutant(
-        "an update says another base", "trainer/service.py",
+        "an update says another base", "trainer/attempt.py",
         "tau=start.version,", "tau=max(0, start.version - 1),",
         (Kind.KILL,),
     ),

@@ -16,7 +16,7 @@ from fedstream.coordinator.entries import LARGEST
 from fedstream.coordinator.service import Coordinator, CoordinatorSettings
 from fedstream.coordinator.sites import served
 from fedstream.runtime.tasks import LeaseSettings
-from fedstream.trainer.service import TrainerSettings
+from fedstream.trainer.settings import TrainerSettings
 from tests.support import Hand, context, running, wait_until
 
 NORTH = "north"

@@ -23,7 +23,8 @@ from fedstream.trainer.answer import as_sent
 from fedstream.trainer.choices import SolverGroup, Solvers
 from fedstream.trainer.compression import NoCompression
 from fedstream.trainer.devices import DeviceSettings
-from fedstream.trainer.service import Trainer, TrainerSettings
+from fedstream.trainer.service import Trainer
+from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.solvers import DriftCorrected, Proximal, Sgd, SolverSettings, Trained, Work
 from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of

@@ -23,7 +23,8 @@ from fedstream.trainer.answer import as_sent
 from fedstream.trainer.choices import SolverGroup
 from fedstream.trainer.compression import Bf16, Compression, NoCompression, TopK, compress
 from fedstream.trainer.devices import DeviceSettings
-from fedstream.trainer.service import Trainer, TrainerSettings
+from fedstream.trainer.service import Trainer
+from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.solvers import Sgd, SolverSettings, Trained
 from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of

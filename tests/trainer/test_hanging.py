@@ -19,7 +19,8 @@ from fedstream.broker.messages import Withdraw
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.hanging import returns
-from fedstream.trainer.service import Trainer, TrainerSettings
+from fedstream.trainer.service import Trainer
+from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.solvers import Sgd, Trained, Work
 from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of

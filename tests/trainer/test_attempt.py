@@ -1,0 +1,138 @@
+"""From a task to its answer: drop-outs, simulated time, rounds and deadlines."""
+
+from __future__ import annotations
+
+import asyncio
+
+from fedstream.broker.keys import TRAINERS
+from fedstream.broker.messages import GiveUp, Upload
+from fedstream.broker.streams import Group
+from fedstream.runtime.tasks import LeaseSettings
+from fedstream.trainer.devices import DeviceSettings, FixedLatency
+from tests.support import (
+    Clock,
+    Hand,
+    context,
+    counted,
+    running,
+    wait_until,
+)
+from tests.trainer.adding import Adds, Make, answers, pending
+
+
+async def test_a_device_that_drops_out_gives_its_task_up(hand: Hand, make: Make) -> None:
+    await hand.create()
+    async with running(make(devices=DeviceSettings(dropout=1.0)), context()):
+        await hand.open()
+        await hand.dispatch()
+        [answer] = await answers(hand)
+    assert isinstance(answer, GiveUp)
+    assert answer.reason == "dropped out"
+
+
+async def test_a_device_that_drops_out_is_given_back_by_a_trainer_that_is_stopped(
+    hand: Hand, make: Make
+) -> None:
+    """Whoever has the task next sees it drop out as well: that much is drawn with the task."""
+    await hand.create()
+    gone = DeviceSettings(latency=FixedLatency(mean_s=600.0), dropout=1.0)
+    live = context()
+    trainer = make(devices=gone)
+    async with running(trainer, live) as service:
+        await hand.open()
+        await hand.dispatch()
+        await wait_until(lambda: pending(hand))
+        live.stop.set()
+        await asyncio.wait_for(asyncio.shield(service), 60)
+    assert len(await hand.answered()) == 0
+    assert counted(live, "fedstream_trainer_tasks_total", end="handed back") == 1
+
+
+async def test_a_simulated_device_takes_its_time(hand: Hand, make: Make) -> None:
+    await hand.create()
+    slow = DeviceSettings(latency=FixedLatency(mean_s=0.3))
+    async with running(make(devices=slow), context()):
+        await hand.open()
+        await hand.dispatch()
+        [upload] = await answers(hand)
+    assert isinstance(upload, Upload)
+    assert upload.seconds >= 0.3
+
+
+async def test_a_trainer_stopped_while_its_device_takes_its_time_answers_at_once(
+    hand: Hand, make: Make, task: Adds
+) -> None:
+    """What it has trained would be lost."""
+    await hand.create()
+    slow = DeviceSettings(latency=FixedLatency(mean_s=600.0))
+    live = context()
+    trainer = make(devices=slow)
+    async with running(trainer, live) as service:
+        [trigger] = await hand.open()
+        await hand.dispatch()
+        trained = {"part": "training"}
+        await wait_until(lambda: counted(live, "fedstream_task_seconds_count", **trained))
+        assert len(await hand.answered()) == 0  # it waits
+        live.stop.set()
+        await asyncio.wait_for(asyncio.shield(service), 60)
+    [upload] = await answers(hand)
+    assert isinstance(upload, Upload)
+    assert (upload.task, len(task.seen)) == (trigger.task, 1)
+    assert await pending(hand) == 0
+    assert counted(live, "fedstream_trainer_tasks_total", end="upload") == 1
+
+
+async def test_a_trainer_that_loses_its_lease_while_its_device_takes_its_time_says_nothing(
+    hand: Hand, make: Make
+) -> None:
+    await hand.create()
+    slow = DeviceSettings(latency=FixedLatency(mean_s=600.0))
+    live = context()
+    other = Group(hand.client, hand.keys.tasks, TRAINERS, "t2")
+    async with running(make(devices=slow, lease=LeaseSettings(seconds=0.2)), live):
+        await hand.open()
+        await hand.dispatch()
+        trained = {"part": "training"}
+        await wait_until(lambda: counted(live, "fedstream_task_seconds_count", **trained))
+        assert len((await other.claim(idle_ms=0, most=9))[0]) == 1
+        await wait_until(lambda: counted(live, "fedstream_trainer_tasks_total", end="lease lost"))
+    assert len(await hand.answered()) == 0
+
+
+async def test_a_round_that_is_over_is_not_trained_for(hand: Hand, make: Make, task: Adds) -> None:
+    await hand.create()
+    async with running(make(), context()):
+        await hand.open(version=7)
+        await hand.open(deadline=1.0)
+        await hand.dispatch()
+        said = await answers(hand, 2)
+    assert [a.reason for a in said if isinstance(a, GiveUp)] == ["round over", "deadline passed"]
+    assert task.seen == []
+
+
+async def test_at_its_deadline_a_task_is_left_by_whoever_trains_or_waits_for_it(
+    hand: Hand, make: Make, task: Adds, clock: Clock
+) -> None:
+    """No answer counts any more, and the trainer is wanted for the next round."""
+    await hand.create()
+    task.gate.clear()
+    async with running(make("t1"), context()):
+        await hand.open(version=0, deadline=clock.time() + 600.0)
+        await hand.dispatch()
+        await wait_until(lambda: task.seen)
+        clock.ahead_s = 601.0
+        [first] = await answers(hand)
+    task.gate.set()
+    live, slow = context(), DeviceSettings(latency=FixedLatency(mean_s=6000.0))
+    async with running(make("t2", devices=slow), live):
+        await hand.open(version=0, deadline=clock.time() + 600.0)
+        await hand.dispatch()
+        trained = {"part": "training"}
+        await wait_until(lambda: counted(live, "fedstream_task_seconds_count", **trained))
+        clock.ahead_s = 1202.0
+        _, second = await answers(hand, 2)
+    for name, said in (("t1", first), ("t2", second)):
+        assert isinstance(said, GiveUp)
+        assert (said.reason, said.trainer) == ("deadline passed", name)
+    assert [version for _, version in task.seen] == [0, 0]
+    assert await pending(hand) == 0

@@ -1,0 +1,97 @@
+"""Tasks that raise: given up, reported, and followed by a rest."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from fedstream.broker.messages import Event, GiveUp, Upload
+from tests.support import (
+    Hand,
+    Pauses,
+    context,
+    running,
+    wait_until,
+)
+from tests.trainer.adding import Adds, Make, Rests, answers
+
+
+async def test_a_task_that_raises_is_given_up_and_told_with_its_traceback(
+    hand: Hand, make: Make
+) -> None:
+    await hand.create()
+    async with running(make(), context()):
+        await hand.open(device=9)
+        await hand.open(device=1)
+        await hand.dispatch()
+        given_up, upload = await answers(hand, 2)
+    assert isinstance(given_up, GiveUp)
+    assert given_up.reason == "raised ValueError"
+    assert isinstance(upload, Upload)  # and life goes on
+    [error] = await hand.words(Event)
+    assert (error.device, error.version) == (9, 0)
+    assert "Traceback" in (error.text or "")
+    assert "device 9 is broken" in (error.text or "")
+
+
+async def test_training_that_returns_nothing_is_the_tasks_mistake(
+    hand: Hand, make: Make, task: Adds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await hand.create()
+    monkeypatch.setattr(task, "train", lambda *_: None)
+    async with running(make(), context()):
+        await hand.open()
+        await hand.dispatch()
+        [answer] = await answers(hand)
+    assert isinstance(answer, GiveUp)
+    [error] = await hand.words(Event)
+    assert "train() must return Trained(...), not NoneType" in (error.text or "")
+
+
+@pytest.mark.parametrize("length", [{"epochs": None}, {"steps": 3, "epochs": 2}])
+async def test_a_task_of_no_length_or_of_two_is_given_up_and_ends_no_trainer(
+    hand: Hand, make: Make, task: Adds, length: dict[str, Any]
+) -> None:
+    await hand.create()
+    async with running(make(), context()):
+        await hand.open(**length)
+        await hand.open()
+        await hand.dispatch()
+        given_up, upload = await answers(hand, 2)
+    assert isinstance(given_up, GiveUp)
+    assert given_up.reason == "raised ConfigError"
+    assert isinstance(upload, Upload)
+    [error] = await hand.words(Event)
+    assert "exactly one of them is to be given" in (error.text or "")
+
+
+async def test_a_trainer_rests_after_each_task_that_raises(hand: Hand, make: Make) -> None:
+    await hand.create()
+    rests = Rests(0.0)
+    async with running(make(rests=rests), context()):
+        for count, device in enumerate((9, 10, 1, 11), 1):
+            await hand.open(device=device)
+            await hand.dispatch()
+            await answers(hand, count)
+    assert rests.told == ["raised", "raised", "trained", "raised"]
+
+
+async def test_a_trainer_that_rests_ends_when_told_and_leaves_the_next_task_to_others(
+    hand: Hand, make: Make, task: Adds, pauses: Pauses
+) -> None:
+    await hand.create()
+    pauses.most_s = 3600.0
+    live = context()
+    async with running(make(rests=Rests(3600.0)), live) as service:
+        await hand.open(device=9)
+        await hand.open(device=1)
+        await hand.dispatch()
+        await wait_until(lambda: 3600.0 in pauses.asked_s)
+        live.stop.set()
+        await asyncio.wait_for(asyncio.shield(service), 60)
+    assert [device for device, _ in task.seen] == [9]
+    async with running(make("t2"), context()):
+        _, upload = await answers(hand, 2)
+    assert isinstance(upload, Upload)

@@ -1,0 +1,125 @@
+"""A task has one trainer at a time: leases are renewed, lost, handed back and found again."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+
+import pytest
+
+from fedstream.broker.keys import TRAINERS
+from fedstream.broker.messages import Upload
+from fedstream.broker.streams import Group
+from fedstream.runtime.tasks import LeaseSettings
+from tests.support import (
+    Hand,
+    Pauses,
+    context,
+    counted,
+    running,
+    wait_until,
+)
+from tests.trainer.adding import Adds, Make, answers, pending
+
+
+async def test_the_lease_is_renewed_while_training_goes_on(
+    hand: Hand, make: Make, task: Adds, pauses: Pauses
+) -> None:
+    await hand.create()
+    task.gate.clear()
+    idle_ms: list[int] = []
+
+    async def renewals() -> int:
+        [(_, holder, idle, deliveries)] = await hand.client.call(
+            "XPENDING", hand.keys.tasks, TRAINERS, "-", "+", 9
+        )
+        assert (holder, deliveries) == (b"t1", 1)
+        idle_ms.append(idle)
+        return sum(later < earlier for earlier, later in pairwise(idle_ms))
+
+    async def goes_on() -> bool:
+        return await renewals() >= 3
+
+    async with running(make(lease=LeaseSettings(seconds=40)), context()):
+        await hand.open()
+        await hand.dispatch()
+        await wait_until(lambda: task.seen)
+        await wait_until(goes_on)
+        task.gate.set()
+        [upload] = await answers(hand)
+    assert isinstance(upload, Upload)
+    assert max(pauses.asked_s) == 10.0  # a quarter of the lease
+
+
+async def test_what_ends_the_renewal_of_a_lease_is_not_swallowed(
+    hand: Hand, make: Make, task: Adds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await hand.create()
+    task.gate.clear()
+
+    async def broken(_group: Group, _entry: object) -> bool:
+        task.gate.set()
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(Group, "renew", broken)
+    trainer = make(lease=LeaseSettings(seconds=0.2))
+    async with running(trainer, context(), may_fail=True) as service:
+        await hand.open()
+        await hand.dispatch()
+        await asyncio.wait({service}, timeout=10)
+        with pytest.raises(BaseExceptionGroup) as ended:
+            await service
+    assert ended.group_contains(RuntimeError, match="a bug")
+
+
+async def test_a_trainer_that_lost_its_lease_stops_and_says_nothing(
+    hand: Hand, make: Make, task: Adds
+) -> None:
+    await hand.create()
+    task.gate.clear()
+    live = context()
+    other = Group(hand.client, hand.keys.tasks, TRAINERS, "t2")
+    async with running(make(lease=LeaseSettings(seconds=0.2)), live):
+        await hand.open()
+        await hand.dispatch()
+        await wait_until(lambda: task.seen)
+        taken, _ = await other.claim(idle_ms=0, most=9)
+        assert len(taken) == 1
+        await wait_until(lambda: counted(live, "fedstream_trainer_tasks_total", end="lease lost"))
+    assert len(await hand.answered()) == 0
+    assert await pending(hand) == 1  # the other's
+
+
+async def test_a_stopped_trainer_hands_its_task_back_at_once(
+    hand: Hand, make: Make, task: Adds
+) -> None:
+    await hand.create()
+    task.gate.clear()
+    live = context()
+    other = Group(hand.client, hand.keys.tasks, TRAINERS, "t2")
+    async with running(make(), live) as service:
+        await hand.open()
+        await hand.dispatch()
+        await wait_until(lambda: task.seen)
+        live.stop.set()
+        await asyncio.wait_for(asyncio.shield(service), 60)
+        taken, _ = await other.claim(idle_ms=60_000, most=9)
+        assert len(taken) == 1
+    await hand.attend()
+    assert await hand.ledger.left() == [b"t1"]  # a coordinator strikes it off
+
+
+async def test_a_trainer_that_crashed_finds_its_task_again(
+    hand: Hand, make: Make, task: Adds
+) -> None:
+    await hand.create()
+    task.gate.clear()
+    async with running(make(), context()):
+        await hand.open()
+        await hand.dispatch()
+        await wait_until(lambda: task.seen)  # and here it is cut off
+    task.gate.set()
+    async with running(make(), context()):
+        [upload] = await answers(hand)
+    assert isinstance(upload, Upload)
+    assert len(task.seen) == 2

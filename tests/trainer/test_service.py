@@ -1,0 +1,178 @@
+"""The trainer against a real Redis, everybody else played by hand."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from fedstream.broker import blobs
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.errors import FedstreamError, LayoutMismatch
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Presence, Upload
+from fedstream.trainer.settings import TrainerSettings
+from fedstream.trainer.vector import layout_of
+from tests.support import (
+    Hand,
+    Proxy,
+    context,
+    counted,
+    running,
+    wait_until,
+)
+from tests.trainer.adding import Adds, Make, Point, answers, pending
+
+
+async def test_a_task_becomes_an_update_of_the_newest_version(
+    hand: Hand, make: Make, task: Adds
+) -> None:
+    await hand.create()
+    async with running(make(), context()):
+        [trigger] = await hand.open()
+        await hand.dispatch()
+        [upload] = await answers(hand)
+    assert isinstance(upload, Upload)
+    assert (upload.task, upload.device, upload.trainer) == (trigger.task, trigger.device, "t1")
+    assert (upload.tau, upload.steps, upload.samples, upload.loss) == (0, 1, 1, 0.5)
+    assert upload.chunks == 1
+    trained = Model(hand.layout)
+    await blobs.read(
+        hand.client,
+        hand.keys.update(upload.blob),
+        trained,
+        digest=upload.digest,
+        chunks=upload.chunks,
+    )
+    assert trained.floats.tolist() == [1, 1, 1, 1]
+    assert await hand.client.call("PTTL", hand.keys.update(upload.blob)) > 0
+    assert await pending(hand) == 0
+    assert task.controls == [(None, None)]  # its strategy knows none
+
+
+@pytest.mark.usefixtures("pauses")
+async def test_a_trainer_says_how_many_answers_it_has_given(hand: Hand, make: Make) -> None:
+    await hand.create()
+    async with running(make(), context()):
+        await wait_until(lambda: hand.words(Presence))
+        await hand.open()
+        await hand.dispatch()
+
+        async def one_more() -> bool:
+            return (await hand.words(Presence))[-1].answers == 1
+
+        await wait_until(one_more)
+        assert {one.answers for one in await hand.words(Presence)} == {0, 1}
+    assert len(await hand.answered()) == 1
+
+
+async def test_an_owner_serves_its_own_devices_and_nobody_elses(hand: Hand, make: Make) -> None:
+    await hand.create()
+    async with running(make("edge", settings=TrainerSettings(owns=(3,))), context()):
+
+        async def owned() -> bool:
+            await hand.attend()
+            return await hand.ledger.owners() == {3: "edge"}
+
+        await wait_until(owned)
+        await hand.open(device=3)
+        await hand.open(device=4)
+        assert await hand.dispatch() == ["sent", "sent"]
+        [upload] = await answers(hand)
+        assert upload.device == 3
+        assert await hand.client.call("XLEN", hand.keys.tasks) == 1  # device 4 waits for the pool
+
+
+async def test_an_owner_takes_up_what_was_dispatched_before_it_came(hand: Hand, make: Make) -> None:
+    await hand.create()
+    await hand.open(device=3)
+    await hand.open(device=4)
+    assert await hand.dispatch() == ["sent", "sent"]
+    async with running(make("edge", settings=TrainerSettings(owns=(3,))), context()):
+        await wait_until(lambda: hand.words(Presence))
+        await hand.attend()
+        [upload] = await answers(hand)
+    assert upload.device == 3
+    assert await hand.client.call("XLEN", hand.keys.tasks) == 1
+
+
+async def test_a_trainer_of_another_model_says_so_and_ends(hand: Hand, make: Make) -> None:
+    await hand.create()
+    hand.layout = layout_of(Point(5))
+    other = make(task=Adds(5))
+    with pytest.raises(LayoutMismatch, match=r"5 parameters in 1 tensors, run .* 4 in 1"):
+        await asyncio.wait_for(other.run(context()), 60)
+
+
+async def test_a_trainer_may_be_told_to_end_with_the_run(hand: Hand, make: Make) -> None:
+    """As one that joined a run on this machine is: it did all that there was to do."""
+    await hand.create()
+    live = context()
+    trainer = make(settings=TrainerSettings(ends_with_run=True))
+    async with running(trainer, live) as service:
+        await wait_until(lambda: hand.words(Presence))
+        assert not live.stop.is_set()
+        await hand.ledger.finish("by hand")
+        await asyncio.wait({service}, timeout=30)
+        assert service.done()
+    assert live.stop.is_set()
+
+
+async def test_a_trainer_may_be_told_to_end_when_redis_is_gone_for_good(
+    hand: Hand, make: Make, redis: RedisSettings
+) -> None:
+    """As one that joined a run on this machine is."""
+    await hand.create()
+    settings = TrainerSettings(redis_away_s=0.3)
+    async with Proxy(redis) as proxy:
+        trainer = make(settings=settings, redis=proxy.settings)
+        async with running(trainer, context(), may_fail=True) as service:
+            await hand.open()
+            await hand.dispatch()
+            await answers(hand)
+            proxy.refuse = lambda _: True
+            proxy.cut()
+            await asyncio.wait({service}, timeout=10)
+            with pytest.raises(BaseExceptionGroup) as ended:
+                await service
+    assert ended.group_contains(
+        FedstreamError, match=r"for 0\.3 s \(trainer\.redis_away_s\) Redis has not served"
+    )
+
+
+async def test_a_trainer_that_ends_though_redis_answers_says_what_it_answered(
+    hand: Hand, make: Make
+) -> None:
+    await hand.create()
+    trainer = make(settings=TrainerSettings(redis_away_s=0.3))
+    async with running(trainer, context(), may_fail=True) as service:
+        await wait_until(lambda: hand.words(Presence))
+        await hand.client.call("CONFIG", "SET", "min-replicas-to-write", 1)
+        try:
+            await asyncio.wait({service}, timeout=10)
+            with pytest.raises(BaseExceptionGroup) as ended:
+                await service
+        finally:
+            await hand.client.call("CONFIG", "SET", "min-replicas-to-write", 0)
+    assert ended.group_contains(FedstreamError, match="has not served .* NOREPLICAS .* is over")
+
+
+async def test_a_trainer_waits_for_redis_as_long_as_it_takes(
+    hand: Hand, make: Make, redis: RedisSettings
+) -> None:
+    await hand.create()
+    live = context()
+    async with Proxy(redis) as proxy:
+        trainer = make(redis=proxy.settings)
+        async with running(trainer, live) as service:
+            await wait_until(lambda: hand.words(Presence))
+            proxy.refuse = lambda _: True
+            proxy.cut()
+            trainer._patience.heard -= 1e6
+            retries = "fedstream_retries_total"
+            await wait_until(lambda: counted(live, retries, loop="heartbeat") > 2)
+            assert not service.done()
+            proxy.refuse = None
+            await hand.open()
+            await hand.dispatch()
+            await answers(hand)

@@ -1,0 +1,216 @@
+"""One attempt at a task, from where training starts to the answer.
+
+What belongs to an attempt lives in :class:`Attempt` and dies with it; what attempts share is in
+:class:`Workshop`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from fedstream.broker import blobs, reasons
+from fedstream.broker.errors import BadMessage, ConfigError, LayoutMismatch
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import GiveUp, Task, Upload
+from fedstream.runtime.backoff import pause
+from fedstream.trainer.choices import Solvers, chosen
+from fedstream.trainer.devices import DeviceSettings, behaviour
+from fedstream.trainer.hanging import returns
+from fedstream.trainer.saved_work import SavedWork
+from fedstream.trainer.solvers import Cancelled, Work
+from fedstream.trainer.start import Newest, Start
+
+if TYPE_CHECKING:
+    from concurrent.futures import Executor
+
+    from fedstream.broker.records import Run
+    from fedstream.runtime.service import Context
+    from fedstream.trainer.failures import Failures
+    from fedstream.trainer.learner import Learned, Learner
+    from fedstream.trainer.metrics import Metrics
+    from fedstream.trainer.settings import TrainerSettings
+
+_LOOK_S = 0.1  # between checks whether a device has become eligible
+_OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # workspace of other work or another torch
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """What the attempts of one trainer share."""
+
+    name: str  # the trainer's
+    settings: TrainerSettings
+    context: Context
+    run: Run
+    solvers: Solvers
+    devices: DeviceSettings
+    is_eligible: Callable[[int], bool]  # whether a device may work now
+    newest: Newest
+    saved_work: Callable[[str], SavedWork]  # of the task with this id
+    learner: Learner
+    thread: Executor  # the only one that may use the learner
+    out: Model  # holds one update at a time
+    failures: Failures
+    metrics: Metrics
+
+
+class Attempt:
+    """One attempt at a task."""
+
+    def __init__(self, task: Task, lost: asyncio.Event, shop: Workshop) -> None:
+        """``lost`` is set once the lease is."""
+        self.id = secrets.token_hex(6)
+        self.saved = shop.saved_work(task.task)
+        self.update: Model | None = None  # to be uploaded with the answer
+        self._task = task
+        self._lost = lost
+        self._shop = shop
+        self._stop = shop.context.stop
+        self._began = time.monotonic()
+
+    @property
+    def seconds(self) -> float:
+        """Seconds since the attempt began."""
+        return time.monotonic() - self._began
+
+    async def answer(self) -> Upload | GiveUp:
+        """Train and return the upload, or the reason for giving up.
+
+        Raises Cancelled if the lease is lost or the trainer is told to stop.
+        """
+        try:
+            if self._is_late():
+                raise Cancelled
+            await self._until_eligible()
+            return await self._answer_from(await self._start())
+        except Cancelled:
+            if self._is_over() or not self._is_late():
+                raise
+            return self._give_up(reasons.DEADLINE_PASSED)
+
+    async def _answer_from(self, start: Start) -> Upload | GiveUp:
+        task, shop = self._task, self._shop
+        if task.version is not None and task.version != start.version:
+            return self._give_up(reasons.ROUND_OVER)
+        simulated = behaviour(shop.devices, task.device, task.seed)
+        if simulated.drops_out:
+            await self._device_time(simulated.latency_s * 0.5, self._is_cancelled)
+            return self._give_up(reasons.DROPPED_OUT)
+        try:
+            work = self._work(start)
+            with shop.metrics.timed("training"):
+                learned = await self._learned(start, work)
+        except Cancelled:
+            raise
+        except Exception as error:
+            if start.saved is not None and isinstance(error, _OF_NO_USE):
+                await self.saved.reject(error)
+                return await self.answer()
+            await shop.failures.raised(error, task, start.version)
+            return self._give_up(reasons.raised(error))
+        shop.failures.trained()
+        # If told to stop now, it answers at once rather than lose the trained model.
+        left_s = simulated.latency_s - self.seconds
+        await self._device_time(left_s, lambda: self._lost.is_set() or self._is_late())
+        return self._upload(start, work, learned)
+
+    async def _start(self) -> Start:
+        """The task's workspace, left by any replica; without one, the newest version."""
+        layout = self._shop.run.layout.without_controls()
+        if (saved := await self.saved.read(layout)) is not None:
+            return Start.resumed(saved, layout)
+        return await self._shop.newest.start(self._task.device)
+
+    def _work(self, start: Start) -> Work:
+        task, shop = self._task, self._shop
+        return Work(
+            device=task.device, task=task.task, version=start.version, seed=task.seed,
+            steps=task.steps, epochs=task.epochs, seconds=task.seconds,
+            solver=chosen(shop.learner.task, task.device, shop.solvers),
+            cancelled=lambda: self._is_cancelled() or not shop.is_eligible(task.device),
+            base=start.digest, control=start.model.controls if shop.run.layout.controls else None,
+            device_control=start.device_control, resume=start.saved,
+        )  # fmt: skip
+
+    async def _learned(self, start: Start, work: Work) -> Learned:
+        """Train; if the device becomes ineligible midway, finish later. Raises Cancelled.
+
+        Asynchronous Federated Optimization, 'flexibility'.
+        """
+        shop = self._shop
+        while True:
+            try:
+                training = asyncio.get_running_loop().run_in_executor(
+                    shop.thread, shop.learner.train, start, work, shop.out, shop.run.sends
+                )
+                patience_s = shop.settings.drain_s
+                if not await returns(training, self._is_cancelled, patience_s=patience_s):
+                    # The drain waits as long again; then the process ends, hung thread or not.
+                    shop.context.log.error(
+                        "training hangs: this trainer ends, and has to be started again",
+                        told_to_stop_s=patience_s,
+                    )
+                    self._stop.set()
+                return await training
+            except Cancelled as stopped:
+                if self._is_cancelled():
+                    raise
+                await self.saved.save(stopped.workspace)
+                work = replace(work, resume=stopped.workspace)
+                await self._until_eligible()
+
+    # what the answer says
+
+    def _upload(self, start: Start, work: Work, learned: Learned) -> Upload:
+        task, trained, layout = self._task, learned.trained, learned.update.layout
+        self.update = learned.update
+        return Upload(
+            task=task.task, attempt=self.id, device=task.device, trainer=self._shop.name,
+            tau=start.version, base=start.digest, layout=layout.signature,
+            digest=learned.digest, size=layout.nbytes, samples=trained.samples,
+            steps=trained.steps, lr=trained.lr or work.solver.lr,
+            loss=trained.loss, seconds=self.seconds, seed=task.seed,
+            sends=self._shop.run.sends, site=self._shop.settings.site,
+            chunks=blobs.chunks_of(layout.nbytes),
+        )  # fmt: skip
+
+    def _give_up(self, reason: str) -> GiveUp:
+        return GiveUp(
+            task=self._task.task, attempt=self.id, device=self._task.device,
+            trainer=self._shop.name, reason=reason,
+        )  # fmt: skip
+
+    # whether to go on
+
+    def _is_over(self) -> bool:
+        """Whether this trainer has to leave the task to others."""
+        return self._lost.is_set() or self._stop.is_set()
+
+    def _is_late(self) -> bool:
+        """Whether the task's deadline has passed."""
+        return self._task.deadline is not None and time.time() > self._task.deadline
+
+    def _is_cancelled(self) -> bool:
+        return self._is_over() or self._is_late()
+
+    async def _until_eligible(self) -> None:
+        """Wait until the device may train. Raises Cancelled."""
+        while not self._shop.is_eligible(self._task.device):
+            await pause(self._stop, _LOOK_S)
+            if self._is_cancelled():
+                raise Cancelled
+
+    async def _device_time(self, seconds: float, cancelled: Callable[[], bool]) -> None:
+        """Wait as long as the simulated device would take, or until stopped. Raises Cancelled."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0:
+            stopped = await pause(self._stop, min(left, 0.25))
+            if cancelled():
+                raise Cancelled
+            if stopped:
+                return

@@ -1,0 +1,87 @@
+"""Sending an answer: the update's bytes first, then the message that names them."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TYPE_CHECKING
+
+from fedstream.broker import blobs
+from fedstream.broker.errors import FedstreamError, OutOfMemory
+from fedstream.broker.messages import Dead, GiveUp, Upload
+from fedstream.runtime.backoff import Backoff, pause
+
+if TYPE_CHECKING:
+    from fedstream.broker.client import Client, Command
+    from fedstream.broker.keys import Keys
+    from fedstream.broker.layout import Model
+    from fedstream.broker.outbox import Outbox
+    from fedstream.broker.streams import Entry
+    from fedstream.runtime.service import Context
+    from fedstream.trainer.metrics import Metrics
+
+
+class Delivery:
+    """Sends one trainer's answers."""
+
+    def __init__(
+        self, client: Client, keys: Keys, outbox: Outbox, stream: str, expire_s: float,
+        context: Context, metrics: Metrics,
+    ) -> None:  # fmt: skip
+        """``stream``: of the tasks; ``expire_s``: of an update that is never admitted."""
+        self._client = client
+        self._keys = keys
+        self._outbox = outbox
+        self._stream = stream
+        self._expire_s = expire_s
+        self._context = context
+        self._metrics = metrics
+
+    async def send(
+        self,
+        entry: Entry,
+        answer: Upload | GiveUp,
+        update: Model | None,
+        make_room: Callable[[], Awaitable[None]],
+    ) -> bool:
+        """Send the answer, retrying transient errors so that finished work isn't lost.
+
+        ``update`` is what an upload announces; None: nothing. ``make_room`` is called if Redis is
+        full. Retrying is harmless: answering is idempotent. False if the lease was lost.
+        """
+        key = self._keys.update(answer.blob) if isinstance(answer, Upload) else ""
+        unwritten = True
+        backoff = Backoff(rng=random.Random())
+        while True:
+            ahead: Sequence[Command] = ()
+            try:
+                with self._metrics.timed("upload"):
+                    if update is not None and unwritten:
+                        ahead = await blobs.prepare(
+                            self._client, key, update, expire_s=self._expire_s
+                        )
+                        # Don't rewrite it unasked: once admitted, it must not expire.
+                        unwritten = False
+                    said = await self._outbox.answer(
+                        self._stream, entry, answer, expire_s=self._expire_s, ahead=ahead
+                    )
+            except FedstreamError as error:
+                if not error.retriable or self._context.stop.is_set():
+                    raise
+                self._context.log.warning("answer not said yet", reason=str(error))
+                if isinstance(error, OutOfMemory):
+                    await make_room()
+                await pause(self._context.stop, backoff.next())
+            else:
+                if said != "unwritten":
+                    return said == "said"
+                unwritten = True  # it expired during an outage, or never arrived
+
+    async def bury(self, entry: Entry, reason: str) -> None:
+        """Have a coordinator move an entry to ``dead``; trainers may not write there."""
+        dead = Dead(
+            stream=self._stream.removeprefix(self._keys.prefix), entry=entry.id, reason=reason,
+            time=time.time(), deliveries=1, data=entry.data,
+        )  # fmt: skip
+        await self._outbox.answer(self._stream, entry, dead)

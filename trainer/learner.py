@@ -1,0 +1,59 @@
+"""The user's task at work: the module, the devices' data, and training from a start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from fedstream.trainer import vector
+from fedstream.trainer.answer import as_sent
+from fedstream.trainer.placement import Place, check, placed
+from fedstream.trainer.task import untrained
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from fedstream.broker.layout import Model
+    from fedstream.broker.messages import Sends
+    from fedstream.trainer.solvers import Trained, Work
+    from fedstream.trainer.start import Start
+    from fedstream.trainer.task import Task
+
+_PARTITIONS_KEPT = 64  # devices' data sets kept open
+
+
+@dataclass(frozen=True)
+class Learned:
+    """What training came to: the update, ready for upload, and its numbers."""
+
+    trained: Trained
+    update: Model
+    digest: str
+
+
+class Learner:
+    """The task, its module and its data. Creating it loads them; only one thread may use it."""
+
+    def __init__(self, load: Callable[[], Task], threads: int, place: Place) -> None:
+        check("trainer.device", place)
+        torch.set_num_threads(threads)
+        torch.backends.cudnn.deterministic = True  # redoing a task gives the same bits
+        self.task = task = load()
+        self._module = untrained(task).to(place)
+        self.layout = vector.layout_of(self._module)
+        self._data = lru_cache(_PARTITIONS_KEPT)(
+            lambda device: placed(task.device_data(device), place)
+        )
+
+    def train(self, start: Start, work: Work, into: Model, sends: Sends) -> Learned:
+        """Train from x_tau; ``into`` becomes the update."""
+        vector.load(start.model, self._module)
+        trained = self.task.train(self._module, self._data(work.device), work)
+        vector.read(self._module, into)
+        took = as_sent(
+            trained, into, start.model, start.device_control, sends, work.solver.compression
+        )
+        return Learned(took, into, into.digest())

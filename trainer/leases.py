@@ -1,0 +1,95 @@
+"""The tasks that a trainer holds: how it takes them from its stream and keeps their leases.
+
+A lease is the idle time of the task's entry in the consumer group.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Literal
+
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.streams import Entry, Group
+from fedstream.runtime.backoff import pause
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from fedstream.runtime.service import Context
+    from fedstream.runtime.tasks import LeaseSettings
+
+
+class Leases:
+    """One trainer's leases, at most one at a time."""
+
+    def __init__(self, group: Group, settings: LeaseSettings, context: Context) -> None:
+        self._group = group
+        self._settings = settings
+        self._context = context
+        # Why we may hold tasks that we don't know of.
+        self._unsure: Literal["crash", "trouble"] | None = "crash"
+        self._swept = 0.0
+
+    async def next(self) -> Entry | None:
+        """Take an entry: our own from before, one that another trainer lost, or a new one.
+
+        None if there is none within a second. Until :meth:`settle` is called, the trainer may hold
+        it without knowing.
+        """
+        why, self._unsure = self._unsure, "trouble"  # until proven otherwise
+        most = self._settings.attempts
+        if why is not None:
+            await self._group.ensure()
+            entries, _ = await self._group.claim(
+                idle_ms=0, most=most, own=True, quiet=why == "trouble", count=1
+            )
+        else:
+            entries = await self._lapsed() or await self._group.read()
+        if not entries:
+            self.settle()
+            return None
+        return entries[0]
+
+    async def _lapsed(self) -> list[Entry]:
+        """An entry whose lease has expired, looked for at a quarter of the lease."""
+        if time.monotonic() - self._swept <= self._settings.seconds / 4:
+            return []
+        entries, _ = await self._group.claim(
+            idle_ms=round(self._settings.seconds * 1000), most=self._settings.attempts, count=1
+        )
+        if not entries:
+            self._swept = time.monotonic()
+        return entries
+
+    @asynccontextmanager
+    async def held(self, entry: Entry) -> AsyncIterator[asyncio.Event]:
+        """Renew the lease inside the block; the event is set if it is lost."""
+        lost = asyncio.Event()
+        renewing = asyncio.create_task(self._renew(entry, lost), name="renew")
+        try:
+            yield lost
+        finally:
+            renewing.cancel()
+            await asyncio.wait({renewing})
+            if not renewing.cancelled():
+                renewing.result()  # re-raises if renewing failed
+
+    async def _renew(self, entry: Entry, lost: asyncio.Event) -> None:
+        while not await pause(lost, self._settings.seconds / 4):
+            self._context.health.beat("tasks")
+            try:
+                if not await self._group.renew(entry):
+                    self._context.log.warning("lease lost")
+                    lost.set()
+            except FedstreamError as error:
+                self._context.log.warning("lease not renewed", reason=str(error))
+
+    async def hand_back(self, entry: Entry) -> None:
+        """Let any trainer take the task at once."""
+        await self._group.release(entry)
+
+    def settle(self) -> None:
+        """Note that the trainer holds no task."""
+        self._unsure = None

@@ -1,0 +1,52 @@
+"""A trainer's settings: what it serves, and the resources that it may use."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.keys import POOL, check_name
+from fedstream.broker.messages import OWNED
+from fedstream.runtime.config import Section
+from fedstream.runtime.steps import Epochs, Steps
+from fedstream.trainer.placement import Place, Threads
+
+
+class InitiativeSettings(Section):
+    """How an anarchic trainer decides by itself when to take part and how many steps to do."""
+
+    rate: Annotated[float, Field(gt=0)] = 1.0  # triggers per second while idle
+    steps: Steps = Epochs()
+
+
+class TrainerSettings(Section):
+    """What one trainer serves, and the resources it may use."""
+
+    site: str = POOL  # trainers of one site trust each other: they share a Redis user
+    # Device numbers; (): a replica of the pool.
+    owns: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=OWNED)] = ()
+    anarchic: InitiativeSettings | None = None
+    threads: Threads = 1  # of torch
+    device: Place = "cpu"  # of torch; updates are float32 either way
+    blob_expiry_s: Annotated[float, Field(gt=0)] = 600.0  # of an update that is never admitted
+    workspace_bytes: Annotated[int, Field(ge=0)] = 64 << 20  # larger workspaces are not saved
+    workspace_expiry_s: Annotated[float, Field(gt=0)] = 3600.0
+    # The trainer exits after a longer outage of Redis; None: it waits forever.
+    redis_away_s: Annotated[float, Field(gt=0)] | None = None
+    ends_with_run: bool | None = None  # True: exit when the run is finished; else idle
+    drain_s: Annotated[float, Field(gt=0)] = 20.0
+
+    @model_validator(mode="after")
+    def _site_owns(self) -> TrainerSettings:
+        try:
+            check_name("trainer.site", self.site)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if self.site != POOL and not self.owns:
+            raise ValueError(
+                f"trainer.site = {self.site!r} without trainer.owns: only the site {POOL!r} serves "
+                "devices that nobody owns"
+            )
+        return self

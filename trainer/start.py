@@ -1,0 +1,92 @@
+"""Where training starts: at the newest version, or where an interrupted task stopped."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedstream.broker import blobs
+from fedstream.broker.errors import BlobDamaged, BlobMissing, Unavailable
+from fedstream.broker.layout import Floats, Layout, Model, vector_of
+
+if TYPE_CHECKING:
+    from fedstream.broker.client import Client
+    from fedstream.broker.keys import Keys
+    from fedstream.broker.ledger import Ledger
+    from fedstream.broker.records import Head
+    from fedstream.trainer.metrics import Metrics
+    from fedstream.trainer.workspace import Workspace
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where training starts or resumes."""
+
+    version: int  # tau
+    digest: str  # of x_tau
+    model: Model  # x_tau
+    device_control: Floats | None = None  # c_i
+    saved: Workspace | None = None
+
+    @classmethod
+    def resumed(cls, saved: Workspace, layout: Layout) -> Start:
+        """Where an interrupted task stopped; ``layout`` is that of its models."""
+        _, x_tau = saved.models(layout)
+        return cls(saved.version, saved.base, x_tau, saved.device_control, saved)
+
+
+class Newest:
+    """The newest version, kept for all tasks that start from it."""
+
+    def __init__(
+        self, client: Client, ledger: Ledger, keys: Keys, site: str, layout: Layout,
+        metrics: Metrics,
+    ) -> None:  # fmt: skip
+        self._client = client
+        self._ledger = ledger
+        self._keys = keys
+        self._site = site
+        self._layout = layout
+        self._metrics = metrics
+        self._version: tuple[Head, Model] | None = None  # None: not read, or only in part
+
+    async def start(self, device: int) -> Start:
+        """A start from the newest version, with what the strategy remembers of the device."""
+        head, model = await self._read()
+        control: Floats | None = None
+        if self._layout.controls:
+            control = np.zeros(self._layout.parameters, np.float32)  # zero the first time
+            key = self._keys.control(self._site, device)
+            try:
+                await blobs.recall(self._client, key, vector_of(control))
+            except (BlobDamaged, BlobMissing) as error:
+                raise Unavailable(f"device {device}'s control is being written") from error
+        return Start(head.version, head.digest, model, control)
+
+    async def _read(self) -> tuple[Head, Model]:
+        """Read the newest version; if it vanishes meanwhile, it was superseded, so try again."""
+        with self._metrics.timed("download"):
+            while True:
+                head = await self._ledger.head()
+                if head is None:
+                    raise Unavailable(f"run {self._keys.name!r} is gone from Redis")
+                if self._version is not None and self._version[0].digest == head.digest:
+                    # A new version may have the same bits.
+                    self._version = (head, self._version[1])
+                    return self._version
+                model = self._version[1] if self._version is not None else Model(self._layout)
+                self._version = None
+                key = self._keys.model(head.blob)
+                try:
+                    await blobs.read(
+                        self._client, key, model, digest=head.digest, chunks=head.chunks
+                    )
+                except BlobMissing as error:
+                    now = await self._ledger.head()
+                    if now is not None and now.version == head.version:
+                        raise Unavailable(f"version {head.version} is gone: {error}") from error
+                    continue
+                self._version = (head, model)
+                return self._version
