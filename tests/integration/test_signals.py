@@ -81,7 +81,7 @@ def test_a_service_that_is_stopped_while_it_loads_its_task_says_that_it_has_stop
     tmp_path: Path,
 ) -> None:
     where = ("--set", "redis.url=redis://127.0.0.1:1")
-    done = at(tmp_path, "SIGTERM", "import", "torch", 0, "evaluator", *where)
+    done = at(tmp_path, "SIGTERM", "import", "torch._", 0, "evaluator", *where)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stderr.splitlines()[-1])["event"] == "stopped"
 
@@ -98,8 +98,8 @@ COMMANDS = {
 @pytest.mark.parametrize(
     ("command", "about"),
     [
-        ("run", "fedstream.cli.app"), ("run", "torch"),
-        ("simulate", "typer"), ("simulate", "torch"),
+        ("run", "fedstream.cli.app"), ("run", "torch._"),
+        ("simulate", "typer"), ("simulate", "torch._"),
         ("replay", "fedstream.recordings.replay"), ("status", "fedstream.broker.client"),
     ],
 )  # fmt: skip
