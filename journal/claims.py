@@ -94,7 +94,7 @@ class Claim:
         newer = newest_epoch(folder, besides=self)
         if newer >= epoch:
             self.withdraw()
-            raise Fenced(f"another updater has claimed {folder} meanwhile, for epoch {newer}")
+            raise Fenced(f"another updater has since claimed {folder}, for epoch {newer}")
 
     def check(self, segment: Path | None = None) -> None:
         """Raise Fenced if there is a newer claim; usually a look at the folder's mtime is enough.
@@ -114,7 +114,7 @@ class Claim:
         if newer is not None:
             raise Fenced(f"another updater has taken over: {self._folder / newer}")
         if segment is not None and segment.name not in names:
-            raise JournalError(f"{segment}: was deleted while it was written: put it back")
+            raise JournalError(f"{segment}: was deleted while being written: restore it")
 
     def settle(self) -> None:
         """Delete this and older claims: now a segment of the epoch takes their place."""
@@ -123,7 +123,7 @@ class Claim:
                 _delete(self._folder / name)
 
     def withdraw(self) -> None:
-        """Delete the claim: no segment was begun under it, and none will be."""
+        """Delete the claim: no segment was started under it, and none will be."""
         _delete(self._path)
 
 

@@ -178,7 +178,9 @@ class Ended:
         if type(error) is sqlite3.DatabaseError:  # damage that opening it did not show
             with suppress(OSError):
                 self.path.unlink()
-            return JournalError(f"{self.path}: {error}; the next start makes it from the journal")
+            return JournalError(
+                f"{self.path}: {error}; the next start rebuilds it from the journal"
+            )
         return JournalError(
-            f"{self.path}: {error}; it is made anew from the journal if it is deleted"
+            f"{self.path}: {error}; delete it, and the next start rebuilds it from the journal"
         )

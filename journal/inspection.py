@@ -47,7 +47,7 @@ def opened(path: Path) -> Iterator[list[Segment]]:
     try:
         if not chain:
             raise JournalError(
-                f"{path}: there is no journal: name a run's folder, its journal's, or a segment"
+                f"{path}: no journal there: name a run's folder, its journal folder or a segment"
             )
         yield chain
     finally:
@@ -65,7 +65,7 @@ def entries(segment: Segment, cut: Cut | None) -> Iterator[tuple[Record, Entry]]
     """The records after the standing, with their messages; payloads are not read."""
     for record in segment.records(cut):
         if not isinstance(record.message, Taken | RoundClosed):
-            raise JournalError(f"{record.place.where}: a record that does not belong here")
+            raise JournalError(f"{record.place.where}: this kind of record does not belong here")
         yield record, record.message
 
 
@@ -118,7 +118,7 @@ def moves(
             update = room
             segment.load(record, update)
             if update.digest() != entry.upload.digest:
-                raise JournalDamaged(f"{record.place.where}: the update is not what it was")
+                raise JournalDamaged(f"{record.place.where}: the update does not match its digest")
         if not models or (update is None and is_used(entry)):
             model = None
         reweighed = rebuild.reweighed
@@ -171,7 +171,7 @@ def since(chain: Sequence[Segment], version: int) -> Sequence[Segment]:
         if chain[number].standing.version <= version:
             return chain[number:]
     raise JournalError(
-        f"{chain[0].path.parent}: version {version} was not kept: the oldest is "
+        f"{chain[0].path.parent}: version {version} is no longer kept: the oldest is "
         f"{chain[0].standing.version}"
     )
 
@@ -252,7 +252,8 @@ def _verified(segment: Segment, cut: Cut | None, verdict: Verdict, models: bool,
         expected = verdict.last + (message.digest is not None)
         if message.version != expected:
             raise Diverged(
-                f"{move.record.place.where}: version {message.version} where {expected} is due"
+                f"{move.record.place.where}: version {message.version} where version {expected} "
+                "should be"
             )
         verdict.last, verdict.records = message.version, verdict.records + 1
         verdict.versions += message.digest is not None
@@ -332,10 +333,10 @@ def parting(a: Sequence[Segment], b: Sequence[Segment]) -> Parting:
         last = x.version
         one, other = next(ours, None), next(theirs, None)
         if one is None and other is None:
-            return Parting("same", f"the same, versions {first} to {last}", None, first)
+            return Parting("same", f"identical, versions {first} to {last}", None, first)
         if one is None or other is None:
             shorter = "A" if one is None else "B"
-            text = f"the same up to version {last}, with which {shorter} ends"
+            text = f"identical up to version {last}, where {shorter} ends"
             return Parting("prefix", text, last + 1, first, one, other)
         if (one.version, one.digest) != (other.version, other.digest):
             return _explained(one, other, list(islice(ours, _LATER)), list(islice(theirs, _LATER)),
@@ -344,11 +345,11 @@ def parting(a: Sequence[Segment], b: Sequence[Segment]) -> Parting:
 
 
 def _at_the_start(a: Segment, b: Segment, version: int) -> str:
-    what = f"version {version}, the first that both have, is not the same"
+    what = f"version {version}, the first that both have, differs"
     if version == 0:
         what = "the initial models differ"
     if a.layout != b.layout:
-        return f"{what}: they are of different layouts"
+        return f"{what}: the layouts differ"
     if version == 0 and a.head.seed != b.head.seed:
         return f"{what}: seeds {a.head.seed} and {b.head.seed}"
     return what
@@ -361,7 +362,7 @@ def _explained(
     version = min(x.version, y.version)
     if x.adopted or y.adopted:
         who = "both" if x.adopted and y.adopted else "A" if x.adopted else "B"
-        return Parting("adopted", f"{who} went on from a model of Redis", version, first, x, y)
+        return Parting("adopted", f"{who} continued from a model in Redis", version, first, x, y)
     mine, others = [_content(one) for one in x.updates], [_content(one) for one in y.updates]
     if mine == others:
         rules = _different(x.strategy, y.strategy)
@@ -373,12 +374,12 @@ def _explained(
                     f"{other.staleness}){rules}"
                 )
                 return Parting("weight", text, version, first, x, y)
-        text = f"the same updates with the same weights came to another model{rules}"
+        text = f"the same updates with the same weights gave a different model{rules}"
         return Parting("rule", text, version, first, x, y)
     soon_mine = {_content(one) for later in (x, *after_x) for one in later.updates}
     soon_others = {_content(one) for later in (y, *after_y) for one in later.updates}
     if set(mine) <= soon_others and set(others) <= soon_mine:
-        text = f"the same updates in another order: {_named(x)} in A, {_named(y)} in B"
+        text = f"the same updates in a different order: {_named(x)} in A, {_named(y)} in B"
         return Parting("order", text, version, first, x, y)
     text = f"different updates: {_named(x)} in A, {_named(y)} in B"
     return Parting("update", text, version, first, x, y)

@@ -77,7 +77,7 @@ class Rebuild:
         if model.digest() != said.digest or (memory and memory.digest() != said.memory):
             raise Diverged(
                 f"{segment.standing_record.place.where}: the checkpoint's "
-                "model is not the one that was written"
+                "model does not match its digest"
             )
         vectors = _vectors(segment, strategy)
         state = State(said.version, model, Memory(memory, said.arrivals, said.weight, vectors))
@@ -136,13 +136,15 @@ class Rebuild:
         state, rule = self.progress.state, self.strategy
         why = unfit(rule, upload)
         if upload.tau > state.version:
-            why = f"trained from version {upload.tau}, but the newest is {state.version}"
+            why = f"it was trained from version {upload.tau}, but the newest is {state.version}"
         elif upload.layout != state.model.layout.signature:
-            why = "of another layout"
+            why = "its layout differs"
         elif upload.sends != rule.sends:
             why = reasons.sends(upload.sends)
         if why:
-            raise JournalDamaged(f"{record.place.where}: an update was used that cannot be: {why}")
+            raise JournalDamaged(
+                f"{record.place.where}: an update was used that should not have been: {why}"
+            )
 
     def check(self, record: Record, step: Step) -> None:
         """Do the second half: compare the result with the record. Raises Diverged."""
@@ -170,7 +172,7 @@ class Rebuild:
         else:
             return
         raise Diverged(
-            f"{record.place.where}: version {message.version} does not come out again: {now}, "
+            f"{record.place.where}: version {message.version} is not reproduced: {now}, "
             f"the journal says {then}"
         )
 
@@ -205,7 +207,7 @@ def _vectors(segment: Segment, strategy: Strategy) -> DeviceVectors | None:
         if not path.exists():
             raise JournalError(
                 f"{path}: is missing, but {segment.path.name} needs it for the vectors of "
-                f"{len(devices)} devices, {min(devices)} among them: put it back"
+                f"{len(devices)} devices, such as device {min(devices)}: restore it"
             )
         with Segment(path) as other:
             _load(other, devices, vectors)
@@ -220,7 +222,9 @@ def _load(segment: Segment, devices: set[int], vectors: DeviceVectors) -> None:
         vector = vector_of(vectors.write(message.device))
         segment.load(record, vector)
         if vector.digest() != message.digest:
-            raise JournalDamaged(f"{record.place.where}: the device's vector is not what it was")
+            raise JournalDamaged(
+                f"{record.place.where}: the device's vector does not match its digest"
+            )
         devices.discard(message.device)
     if devices:
         raise JournalDamaged(f"{segment.path}: has no vector of device {min(devices)}")
@@ -300,7 +304,7 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
     for record in segment.records():
         message = record.message
         if not isinstance(message, Taken | RoundClosed):
-            raise JournalError(f"{record.place.where}: a record that does not belong here")
+            raise JournalError(f"{record.place.where}: this kind of record does not belong here")
         if until == found.digest and message.digest is not None:
             break
         if found.progress is not None and not _followed(found, rebuild, segment, record):
@@ -331,7 +335,7 @@ def _ends(segment: Segment) -> Iterator[End]:
             yield _END.validate_python(dict(zip(names, row, strict=False)))
         except ValidationError as error:
             where = segment.standing_record.place.where
-            raise JournalDamaged(f"{where}: an end of a task: {first_wrong(error)}") from error
+            raise JournalDamaged(f"{where}: invalid end of a task: {first_wrong(error)}") from error
 
 
 def _followed(found: Recovered, rebuild: Rebuild, segment: Segment, record: Record) -> bool:
@@ -345,7 +349,7 @@ def _followed(found: Recovered, rebuild: Rebuild, segment: Segment, record: Reco
         segment.load(record, update)
         if update.digest() != record.message.upload.digest:
             where = record.place
-            segment.tear(where.offset, f"{where.where}: the update is not what it was")
+            segment.tear(where.offset, f"{where.where}: the update does not match its digest")
             return False
     step = rebuild.follow(record, update)
     found.progress = step.after

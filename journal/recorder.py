@@ -203,7 +203,7 @@ class Recorder:
         """
         writer, claim = self._writer, self._claim
         if writer is None or claim is None:
-            raise RuntimeError("no segment was begun")
+            raise RuntimeError("no segment was started")
 
         def append() -> list[int]:
             sizes: list[int] = []
@@ -276,7 +276,7 @@ class Recorder:
             await self._in_thread(lambda: self._sync(writer))
 
     async def close(self) -> None:
-        """Flush and close. A claim under which no segment was begun is withdrawn."""
+        """Flush and close. A claim under which no segment was started is withdrawn."""
         try:
             await self.flush()
             if self._claim is not None and self._writer is None:

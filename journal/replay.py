@@ -85,7 +85,7 @@ class Moment:
         if not self._record.payload_bytes:
             where = self.place.where
             if isinstance(self.message, RoundClosed):
-                raise NotRecorded(f"{where}: is the end of a round, and no update")
+                raise NotRecorded(f"{where}: is the end of a round, not an update")
             if not is_used(self.message):
                 raise NotRecorded(f"{where}: a {self.message.outcome} update's bytes are not kept")
             recorded(self._record, None)
@@ -186,7 +186,9 @@ class Replayer:
                 if version is not None:
                     self._check_version(version)
             if until is not None and self.begin > until:
-                raise JournalError(f"{folder}: version {until} comes before version {self.begin}")
+                raise JournalError(
+                    f"{folder}: version {until} is before the first version, {self.begin}"
+                )
             self._check_devices()
         except BaseException:
             self.close()
@@ -235,11 +237,11 @@ class Replayer:
         """Raise JournalError for a version that is not in the journal."""
         if version < self.oldest:
             raise JournalError(
-                f"{self.folder}: version {version} was not kept; the oldest is {self.oldest}"
+                f"{self.folder}: version {version} is no longer kept; the oldest is {self.oldest}"
             )
         if version > self.newest:
             raise JournalError(
-                f"{self.folder}: version {version} is not there; the newest is {self.newest}"
+                f"{self.folder}: version {version} does not exist yet; the newest is {self.newest}"
             )
 
     def _check_devices(self) -> None:
@@ -319,7 +321,9 @@ class Replayer:
             else:
                 message = record.message
                 if not isinstance(message, Taken | RoundClosed):
-                    raise JournalError(f"{record.place.where}: does not belong there")
+                    raise JournalError(
+                        f"{record.place.where}: this kind of record does not belong here"
+                    )
                 if is_used(message):
                     recorded(record, update)
                 done = was.take(record, update) if was is not None else None

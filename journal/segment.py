@@ -97,7 +97,7 @@ class Tear:
             return ""
         records = "record" if self.behind == 1 else "records"
         until = "" if self.version is None else f", up to version {self.version}"
-        return f"; {self.behind} whole {records} behind it{until}, cannot be used"
+        return f"; {self.behind} whole {records} after it{until} cannot be used"
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +155,13 @@ class Segment:
     def _check_file(self) -> None:
         parts = file_parts(self._read(FILE_BYTES, 0))
         if parts is None:
-            raise JournalError(f"{self.path}: is not a segment of a journal")
+            raise JournalError(f"{self.path}: is not a journal segment")
         number, self._salt = parts
         if number != FORMAT:
             which = "0.1.0" if number == 1 else "the release that wrote it"
             raise JournalError(
-                f"{self.path}: is of journal format {number}, and this release reads {FORMAT}: use "
-                f"{which} to read it"
+                f"{self.path}: has journal format {number}, but this release reads format "
+                f"{FORMAT}: use {which} to read it"
             )
 
     def _check_head(self, found: Record) -> None:
@@ -174,7 +174,7 @@ class Segment:
         self._check_follows(found, BEGINNING)
         named = (self.head.predecessor, self.head.cut, self.head.follows)
         if any(part is None for part in named) and named != (None, None, None):
-            raise JournalDamaged(f"{found.place.where}: names half a predecessor")
+            raise JournalDamaged(f"{found.place.where}: names its predecessor only in part")
 
     def _layout(self) -> Layout:
         try:
@@ -212,7 +212,7 @@ class Segment:
         """Recent ends in the standing: the fields of :class:`fedstream.broker.records.End`."""
         standing = self._record(self.standing_record.place.offset)
         if standing is None or not isinstance(standing.message, Standing):
-            raise JournalDamaged(f"{self.path}: its second record is not a standing any more")
+            raise JournalDamaged(f"{self.path}: its second record is no longer a standing")
         return standing.message.done
 
     def vectors(self) -> Iterator[tuple[Record, DeviceVector]]:
@@ -249,7 +249,7 @@ class Segment:
         place = Place(self.path, at)
         if cut is not None and self.size < cut.at:
             raise JournalDamaged(
-                f"{place.where}: its end is lost: {cut.successor} counts {cut.at} bytes of it, "
+                f"{place.where}: truncated: {cut.successor} expects {cut.at} bytes of it, "
                 f"{self.size} are there"
             )
         if cut is not None:
@@ -260,15 +260,15 @@ class Segment:
     def _check_follows(self, record: Record, chain: bytes) -> None:
         if record.follows != chain:
             raise JournalDamaged(
-                f"{record.place.where}: does not follow the record before it: one of the two was "
-                "exchanged"
+                f"{record.place.where}: does not follow the record before it: one of them was "
+                "replaced"
             )
 
     def _check_end(self, cut: Cut | None, chain: bytes) -> None:
         if cut is not None and chain != cut.chain:
             raise JournalDamaged(
-                f"{Place(self.path, cut.at).where}: {cut.successor} follows another record than "
-                "the one that ends here"
+                f"{Place(self.path, cut.at).where}: {cut.successor} follows a different record "
+                "from the one that ends here"
             )
 
     def tear(self, at: int, damage: str) -> None:
@@ -379,7 +379,7 @@ class Segment:
         if record.payload_bytes != nbytes:
             raise JournalDamaged(
                 f"{record.place.where}: a payload of {record.payload_bytes} "
-                "bytes, which is not the layout's"
+                "bytes, which does not fit the layout"
             )
 
     def _record(self, at: int, there: memoryview | None = None) -> Record | None:
@@ -399,7 +399,7 @@ class Segment:
             return None
         place = Place(self.path, at)
         if frame.offset != at:
-            raise JournalDamaged(f"{place.where}: the record of byte {frame.offset} is here")
+            raise JournalDamaged(f"{place.where}: holds the record of byte {frame.offset}")
         try:
             found = decode(data[FRAME_BYTES:], *KINDS)
         except BadMessage as error:
@@ -469,8 +469,8 @@ def segments(folder: Path) -> list[Segment]:
             name = before
         if name is not None and names[0] < name:
             raise JournalError(
-                f"{folder / name}: is missing, but older segments are there: put it back, or move "
-                "the older ones away to begin behind it"
+                f"{folder / name}: is missing, but older segments are there: restore it, or move "
+                "the older ones away to start after it"
             )
     except BaseException:
         for segment in chain:

@@ -65,7 +65,7 @@ class Writer:
             self.append(standing, *models)
             for device in standing.here:
                 if vectors is None:
-                    raise RuntimeError("a standing with vectors, without them")
+                    raise RuntimeError("a standing with vectors needs the vectors")
                 # Copied, because rows of one array don't begin on pages of their own.
                 vector = vector_of(vectors[device]).copy()
                 self.append(DeviceVector(device=device, digest=vector.digest()), vector)
@@ -77,9 +77,9 @@ class Writer:
             with suppress(OSError):
                 aside.unlink()
             if isinstance(error, FileExistsError):
-                raise Fenced(f"another updater has begun {self.path}") from error
+                raise Fenced(f"another updater has started {self.path}") from error
             if isinstance(error, FileNotFoundError) and folder.is_dir():
-                raise Fenced(f"another updater took over, and cleared {aside} away") from error
+                raise Fenced(f"another updater took over and deleted {aside}") from error
             if isinstance(error, OSError):
                 raise translated(aside, error) from error
             raise
@@ -96,7 +96,9 @@ class Writer:
         """
         encoded = message.encode()
         if len(encoded) > MOST:
-            raise JournalError(f"{self.path}: a message of {len(encoded)} bytes, at most {MOST}")
+            raise JournalError(
+                f"{self.path}: a message of {len(encoded)} bytes; the limit is {MOST}"
+            )
         begin, checksum = packed(
             encoded, payload=sum(model.layout.nbytes for model in models), synced=self._synced,
             offset=self.size, follows=self.chain, salt=self._salt,
@@ -164,7 +166,7 @@ def made_folder(folder: Path) -> None:
 def translated(path: Path, error: OSError) -> JournalError:
     """The JournalError that says why a file cannot be written."""
     if error.errno in _FULL:
-        return JournalFull(f"{path}: no room: {error.strerror}; make some")
+        return JournalFull(f"{path}: no space: {error.strerror}; make room")
     return JournalError(f"{path}: cannot be written: {error.strerror}")
 
 

@@ -123,7 +123,7 @@ async def test_a_batch_that_meets_a_full_disk_keeps_what_was_whole(
         assert tasks(tmp_path) == ["task-0"]
         assert (recorder.appended, recorder.safe) == (begun + RECORD, begun + RECORD)
         disk.room = 2 * PAGE
-        with pytest.raises(JournalFull, match="no room: No space left on device; make some"):
+        with pytest.raises(JournalFull, match="no space: No space left on device; make room"):
             await recorder.append(batch[1:])
         assert tasks(tmp_path) == ["task-0"]
         disk.room = None
@@ -386,7 +386,7 @@ def listed(folder: Path) -> list[str]:
 
 async def test_nothing_is_begun_or_appended_unclaimed(tmp_path: Path) -> None:
     recorder = Recorder(JournalSettings(dir=str(tmp_path / "journal")))
-    with pytest.raises(RuntimeError, match="no segment was begun"):
+    with pytest.raises(RuntimeError, match="no segment was started"):
         await recorder.append([taken(0)])
     assert (await recorder.newest_epoch(), recorder.epoch) == (-1, 0)
     await recorder.close()

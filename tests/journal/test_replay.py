@@ -177,7 +177,7 @@ def test_it_begins_at_the_nearest_checkpoint(folder: Path) -> None:
     assert list(digests(folder, from_version=5)) == [6, 7, 8, 9]
     (folder / "00000001-000000.journal").unlink()  # too old
     assert list(digests(folder)) == [5, 6, 7, 8, 9]
-    with pytest.raises(JournalError, match="version 3 was not kept; the oldest is 4"):
+    with pytest.raises(JournalError, match="version 3 is no longer kept; the oldest is 4"):
         Replayer(folder, from_version=3)
     assert scribe.version == 9
 
@@ -280,7 +280,7 @@ def test_an_update_of_another_size_is_damage(folder: Path) -> None:
     larger.floats[:] = 0.0
     scribe.writer.append(record, larger)
     scribe.close()
-    said = f"^{path} at byte {at}: a payload of {larger.layout.nbytes} bytes, which is not the"
+    said = f"^{path} at byte {at}: a payload of {larger.layout.nbytes} bytes, which does not"
     with Replayer(folder) as replayer, pytest.raises(JournalDamaged, match=said):
         list(replayer)
 
@@ -324,7 +324,7 @@ def test_a_segment_that_begins_elsewhere_is_found(folder: Path) -> None:
     scribe.digests[1] = "0" * 64
     scribe.segment()
     scribe.close()
-    with pytest.raises(Diverged, match="the checkpoint's model is not the one"):
+    with pytest.raises(Diverged, match="the checkpoint's model does not match its digest"):
         digests(folder, from_version=1, until=1)
     with pytest.raises(Diverged, match="the segment begins with version 1"):
         digests(folder)
@@ -353,7 +353,7 @@ def test_what_has_no_bytes_says_why(folder: Path) -> None:
                 moment.update()
             except NotRecorded as error:
                 said.append(str(error).partition(": ")[2])
-    assert said == ["a refused update's bytes are not kept", "is the end of a round, and no update"]
+    assert said == ["a refused update's bytes are not kept", "is the end of a round, not an update"]
 
 
 def test_another_outcome_is_told_in_words(folder: Path) -> None:
@@ -361,7 +361,7 @@ def test_another_outcome_is_told_in_words(folder: Path) -> None:
     scribe.strategy = FedAsyncSettings(alpha=0.2)  # not what the segment's head says
     scribe.update()
     scribe.close()
-    said = rf"^{scribe.writer.path} at byte \d+: version 1 does not come out again: weight 0.3, "
+    said = rf"^{scribe.writer.path} at byte \d+: version 1 is not reproduced: weight 0.3, "
     with pytest.raises(Diverged, match=said + r"the journal says weight 0\.2"):
         digests(folder)
 
@@ -369,9 +369,9 @@ def test_another_outcome_is_told_in_words(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"until": 12}, "version 12 is not there; the newest is 9"),
-        ({"from_version": 10}, "version 10 is not there; the newest is 9"),
-        ({"from_version": 5, "until": 3}, "version 3 comes before version 5"),
+        ({"until": 12}, "version 12 does not exist yet; the newest is 9"),
+        ({"from_version": 10}, "version 10 does not exist yet; the newest is 9"),
+        ({"from_version": 5, "until": 3}, "version 3 is before the first version, 5"),
         ({"without": frozenset({77})}, "device 77 never took part"),
     ],
 )

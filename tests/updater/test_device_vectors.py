@@ -623,7 +623,7 @@ def test_a_segment_that_is_missing_is_named_with_who_needs_it(folder: Path, rule
         recovered(newest)
     assert str(raised.value) == (
         f"{folder / SECOND}: is missing, but {newest.path.name} needs it for the vectors of 4 "
-        "devices, 0 among them: put it back"
+        "devices, such as device 0: restore it"
     )
 
 
@@ -639,7 +639,9 @@ def test_a_damaged_vector_is_found_with_its_place(folder: Path, rule: Rule) -> N
     for name in (SECOND, "00000001-000002.journal"):  # its own, and one that refers to it
         with (
             Segment(folder / name) as segment,
-            pytest.raises(JournalDamaged, match="the device's vector is not what it was") as raised,
+            pytest.raises(
+                JournalDamaged, match="the device's vector does not match its digest"
+            ) as raised,
         ):
             recovered(segment)
         assert found[2].place.where in str(raised.value)
@@ -832,7 +834,7 @@ def test_the_journals_commands_read_it(journal: Journal, rule: Rule, folder: Pat
         assert out
     code, out, _ = journal("diff", folder, folder)
     assert code == 0
-    assert f"the same, versions 0 to {scribe.version}" in out
+    assert f"identical, versions 0 to {scribe.version}" in out
 
 
 @BOTH
@@ -865,4 +867,4 @@ def test_verify_finds_a_damaged_vector_and_goes_on(
     code, out, error = journal("verify", folder)
     assert code == 1
     assert message.device == 4
-    assert "the device's vector is not what it was" in " ".join((out + error).split())
+    assert "the device's vector does not match its digest" in " ".join((out + error).split())

@@ -182,7 +182,7 @@ def test_damage_that_is_seen_while_it_is_used_is_gone_with_the_next_start(
             raise sqlite3.DatabaseError("database disk image is malformed")
 
     monkeypatch.setattr(index, "_database", Damaged())
-    with pytest.raises(JournalError, match="the next start makes it from the journal"):
+    with pytest.raises(JournalError, match="the next start rebuilds it from the journal"):
         index.get(tasks[0])
     assert not (tmp_path / NAME).exists()
 

@@ -887,7 +887,7 @@ async def test_an_update_that_was_on_disk_and_is_not_what_it_was_is_damage(
     _, second, third = segment.records()
     assert third.synced > second.place.offset
     zero(segment.path, second.payload)
-    await fails(make(), JournalDamaged, "the update is not what it was")
+    await fails(make(), JournalDamaged, "the update does not match its digest")
     assert len(segments(folder)) == 1
 
 
@@ -971,7 +971,7 @@ def test_a_message_that_nobody_could_read_again_is_not_written(
     scribe = Scribe(tmp_path)
     size = scribe.writer.size
     monkeypatch.setattr("fedstream.journal.writer.MOST", 500)
-    with pytest.raises(JournalError, match=r"a message of \d+ bytes, at most 500"):
+    with pytest.raises(JournalError, match=r"a message of \d+ bytes; the limit is 500"):
         scribe.refuse(reason="x" * 500)
     scribe.close()
     assert scribe.writer.path.stat().st_size == size

@@ -557,7 +557,7 @@ async def test_of_two_that_begin_the_same_epoch_one_is_fenced_and_the_other_s_fi
     segment.load(segment.standing_record, model)
     head = segment.head.model_copy(update={"number": 7})
     Writer(folder, head, segment.standing, model).close()
-    with pytest.raises(Fenced, match="another updater has begun"):
+    with pytest.raises(Fenced, match="another updater has started"):
         Writer(folder, head, segment.standing, model)
     with Segment(folder / "00000001-000007.journal") as whole:
         assert whole.standing == segment.standing

@@ -325,7 +325,7 @@ def test_a_claim_that_finds_the_disk_full_is_made_again(
 
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
-        with pytest.raises(JournalFull, match="no room"):
+        with pytest.raises(JournalFull, match="no space"):
             Claim(tmp_path, 3)
     assert not listed(tmp_path)
     Claim(tmp_path, 3).check()
@@ -345,5 +345,5 @@ async def test_a_segment_that_is_deleted_while_it_is_written_ends_its_writer(
         assert isinstance(error, BaseExceptionGroup)
         found = error.subgroup(JournalError)
         assert found is not None
-        assert "was deleted while it was written" in str(found.exceptions[0])
+        assert "was deleted while being written" in str(found.exceptions[0])
     assert await hand.version() == 0

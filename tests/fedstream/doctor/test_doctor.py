@@ -372,7 +372,7 @@ def test_a_folder_of_something_else(here: Here, tmp_path: Path) -> None:
     (tmp_path / "journal" / "00000001-000001.journal").write_bytes(b"something else")
     found = machine.journal(here(), None, asked=True)
     assert found.level == "problem"
-    assert "is not a segment of a journal" in found.text
+    assert "is not a journal segment" in found.text
 
 
 # task and machine

@@ -207,7 +207,9 @@ def test_verify_names_the_place_of_damage_and_goes_on(
     code, out, said = journal("verify", tmp_path, *options)
     place = f"{tmp_path / FIRST} at byte {third.place.offset}"
     assert code == 1
-    assert out.splitlines()[0] == (f"{FIRST}  DAMAGED: {place}: the update is not what it was")
+    assert out.splitlines()[0] == (
+        f"{FIRST}  DAMAGED: {place}: the update does not match its digest"
+    )
     assert out.splitlines()[1].startswith(f"{SECOND}  versions 6 to 12, 7 records, ")
     assert "all whole" not in out
     assert said == f"fedstream: {tmp_path}: 1 of 2 segments damaged\n"
@@ -239,7 +241,7 @@ def test_verify_compares_models_unless_told_not_to(journal: Command, tmp_path: P
     scribe.close()
     code, out, _ = journal("verify", tmp_path)
     assert code == 1
-    said = "version 1 does not come out again: weight 0.3, the journal says weight 0.2"
+    said = "version 1 is not reproduced: weight 0.3, the journal says weight 0.2"
     assert said in out
     assert journal("verify", tmp_path, "--no-models")[0] == 0
 
@@ -306,15 +308,15 @@ UPDATES = ((1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0))
 @pytest.mark.parametrize(
     ("updates", "about", "version", "why", "said"),
     [
-        (UPDATES, {}, None, "same", "the same, versions 0 to 4"),
-        (UPDATES[:2], {}, 3, "prefix", "the same up to version 2, with which B ends"),
+        (UPDATES, {}, None, "same", "identical, versions 0 to 4"),
+        (UPDATES[:2], {}, 3, "prefix", "identical up to version 2, where B ends"),
         (
             ((1, 1.0), (2, 2.0), (3, 9.0), (4, 4.0)), {}, 3, "update",
             "different updates: device 3 (task task-2",
         ),
         (
             ((1, 1.0), (3, 3.0), (2, 2.0), (4, 4.0)), {}, 2, "order",
-            "the same updates in another order: device 2",
+            "the same updates in a different order: device 2",
         ),
         (
             UPDATES, {"strategy": FedAsyncSettings(alpha=0.3)}, 1, "weight",
@@ -335,7 +337,7 @@ def test_diff(
     code, out, _ = journal("diff", a, b)
     assert code == (version is not None)
     assert said in out
-    assert out.startswith(f"version {version}: " if version is not None else "the same")
+    assert out.startswith(f"version {version}: " if version is not None else "identical")
     found = json.loads(journal("diff", a, b, "--json")[1])
     assert (found["why"], found["version"], found["first"]) == (why, version, 0)
 
@@ -351,9 +353,9 @@ def test_diff_begins_where_both_have_begun(journal: Command, tmp_path: Path) -> 
     two_segments(tmp_path / "a")
     two_segments(tmp_path / "b")
     (tmp_path / "b" / FIRST).unlink()  # retired
-    assert journal("diff", tmp_path / "a", tmp_path / "b")[1] == "the same, versions 6 to 12\n"
+    assert journal("diff", tmp_path / "a", tmp_path / "b")[1] == "identical, versions 6 to 12\n"
     code, out, _ = journal("diff", tmp_path / "a" / FIRST, tmp_path / "b")
-    assert (code, out) == (1, "version 7: the same up to version 6, with which A ends\n")
+    assert (code, out) == (1, "version 7: identical up to version 6, where A ends\n")
 
 
 def test_diff_without_a_version_in_common(journal: Command, tmp_path: Path) -> None:
@@ -868,11 +870,11 @@ def emptied(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (foreign, "is not a segment of a journal"),
-        (newer, "format 258, and this release reads 2: use the release that wrote it"),
-        (older, "format 1, and this release reads 2: use 0.1.0 to read it"),
+        (foreign, "is not a journal segment"),
+        (newer, "format 258, but this release reads format 2: use the release that wrote it"),
+        (older, "format 1, but this release reads format 2: use 0.1.0 to read it"),
         (missing, f"{FIRST}: is missing"),
-        (emptied, "there is no journal"),
+        (emptied, "no journal there"),
     ],
 )
 def test_bad_input_is_said_in_one_line_and_changes_nothing(
@@ -895,7 +897,7 @@ def test_bad_input_is_said_in_one_line_and_changes_nothing(
     ("command", "code", "said"),
     [
         (("show", "--version", "20"), 1, "version 20 is not there: the newest is 12"),
-        (("show", "--version", "3"), 1, "version 3 was not kept: the oldest is 6"),
+        (("show", "--version", "3"), 1, "version 3 is no longer kept: the oldest is 6"),
         (("show", "--version", "x..3"), 2, "--version x..3: must be a version"),
         (
             ("show", "--outcome", "lost"),
@@ -903,7 +905,7 @@ def test_bad_input_is_said_in_one_line_and_changes_nothing(
             "--outcome lost: must be one of applied, buffered, refused, given_up",
         ),
         (("stats", "--sort", "norm"), 2, "--sort norm: must be one of device, applied"),
-        (("export", "--out", "x", "--version", "3"), 1, "was not kept: the oldest is 6"),
+        (("export", "--out", "x", "--version", "3"), 1, "is no longer kept: the oldest is 6"),
         (("export", "--out", "x", "--version", "20"), 1, "version 20 is not in the journal"),
         (("export", "--out", "x"), 1, "the nearest checkpoint is version 6"),
         (("bisect", "--below", "0.5"), 1, "recorded without their weights"),

@@ -154,7 +154,7 @@ def test_what_kept_updates_inherited_is_counted(
         (["--set", "strategy.alfa=1"], 2, "did you mean strategy.alpha?"),
         (["--without", "7"], 2, "--without 7: expected a device"),
         (["--without", "device=70"], 1, "device 70 never took part (the run has 10 devices)"),
-        (["--until", "21"], 1, "version 21 is not there; the newest is 20"),
+        (["--until", "21"], 1, "version 21 does not exist yet; the newest is 20"),
         (["--without", "device=1", "--out", "{out}/journal/x"], 2, "is in the journal"),
         (["--evaluate-every", "5", "--task", "nope"], 2, "is none of digits, mnist"),
         (
