@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.trainer import torchvision_ops
 from fedstream.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -64,6 +63,8 @@ def _import(source: str) -> ModuleType:
     program can import its neighbours, and a spawned process, which inherits the path but not the
     modules, finds it under the same name.
     """
+    from fedstream.trainer import torchvision_ops
+
     torchvision_ops.declare_missing()  # a user's program may import torchvision
     file = Path(source).resolve() if source.endswith(".py") else None
     if file is not None and not file.is_file():
