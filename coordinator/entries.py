@@ -32,7 +32,7 @@ from fedstream.broker.streams import Entry
 from fedstream.coordinator.sites import Site
 
 if TYPE_CHECKING:
-    from fedstream.coordinator.service import CoordinatorSettings
+    from fedstream.coordinator.settings import CoordinatorSettings
     from fedstream.runtime.service import Context
 
 Decided: TypeAlias = "tuple[Decision[Any], Callable[[Any], None]]"

@@ -1,21 +1,48 @@
-"""Run-wide metrics for Prometheus, as of the last look at the run.
-
-Every coordinator exports the same values: take the maximum over replicas, never the sum. Names and
-meanings are in docs/reference/metrics.md.
-"""
+"""Metrics for Prometheus; names and meanings are in docs/reference/metrics.md."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 from fedstream.broker.records import View
+from fedstream.coordinator.scheduling import HELD_BY
 
 Labels = Mapping[tuple[str, ...], float]
+
+
+class SchedulerMetrics:
+    """What the leading scheduler does."""
+
+    def __init__(self, registry: CollectorRegistry, *, max_queue: int) -> None:
+        self.triggered = Counter("fedstream_tasks_triggered", "Tasks opened.", registry=registry)
+        self.open = Gauge("fedstream_tasks_open", "Tasks open.", registry=registry)
+        self.limit = Gauge(
+            "fedstream_tasks_limit", "Tasks that may be open now.", registry=registry
+        )
+        self.again = Counter(
+            "fedstream_rounds_again", "Rounds that continued past their timeout: too few answers.",
+            registry=registry,
+        )  # fmt: skip
+        self._holding = Gauge(
+            "fedstream_held_back",
+            "1: fewer tasks are open than the policy wants, for this reason.", ["by"],
+            registry=registry,
+        )  # fmt: skip
+        Gauge(
+            "fedstream_queue_limit", "Queue entries at which the scheduler stops opening tasks.",
+            registry=registry,
+        ).set(max_queue)  # fmt: skip
+        self.show_held("")
+
+    def show_held(self, by: str) -> None:
+        """Show the reason that holds tasks back; '': none does."""
+        for reason in HELD_BY:
+            self._holding.labels(reason).set(reason == by)
 
 
 @dataclass(frozen=True)
@@ -31,7 +58,10 @@ class Seen:
 
 
 class RunMetrics:
-    """A collector of what the last look found."""
+    """Run-wide metrics, as of a coordinator's last look at the run.
+
+    Every coordinator exports the same values: take the maximum over replicas, never the sum.
+    """
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._seen: Seen | None = None

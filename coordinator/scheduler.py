@@ -15,7 +15,6 @@ from functools import partial
 from typing import Annotated
 
 from aiohttp import web
-from prometheus_client import Counter, Gauge
 from pydantic import Field
 
 from fedstream.broker import reasons
@@ -29,8 +28,8 @@ from fedstream.broker.messages import CloseRound, Withdraw
 from fedstream.broker.reasons import Overdue
 from fedstream.broker.records import Run, View
 from fedstream.broker.streams import BLOCK_MS
+from fedstream.coordinator.metrics import SchedulerMetrics
 from fedstream.coordinator.scheduling import (
-    HELD_BY,
     HoldBack,
     Plan,
     Policy,
@@ -98,8 +97,8 @@ class Scheduler:
         self._view: View | None = None  # None: at the start, and after an error
         self._last = 0.0
         self._round = (-1, 0.0)  # version, since when
-        self._asked: tuple[int, tuple[str, ...]] = (-1, ())  # to close: version, tasks
-        self._asked_at = 0.0
+        # The last request to close a round: its version and tasks, and when it was made.
+        self._asked: tuple[int, tuple[str, ...], float] = (-1, (), 0.0)
         self._since: dict[str, float] = {}  # open tasks: when they were opened, as far as known
         self._given_up: dict[str, float] = {}  # overdue tasks: when giving up was last asked
         self._held = ""
@@ -111,27 +110,7 @@ class Scheduler:
     async def run(self, context: Context) -> None:
         """Wait for the lease, then trigger tasks until stop."""
         self._context = context
-        self._triggered = Counter(
-            "fedstream_tasks_triggered", "Tasks opened.", registry=context.registry
-        )
-        self._open = Gauge("fedstream_tasks_open", "Tasks open.", registry=context.registry)
-        self._limit = Gauge(
-            "fedstream_tasks_limit", "Tasks that may be open now.", registry=context.registry
-        )
-        Gauge(
-            "fedstream_queue_limit", "Queue entries at which the scheduler stops opening tasks.",
-            registry=context.registry,
-        ).set(self._settings.max_queue)  # fmt: skip
-        self._again = Counter(
-            "fedstream_rounds_again", "Rounds that continued past their timeout: too few answers.",
-            registry=context.registry,
-        )  # fmt: skip
-        self._holding = Gauge(
-            "fedstream_held_back",
-            "1: fewer tasks are open than the policy wants, for this reason.", ["by"],
-            registry=context.registry,
-        )  # fmt: skip
-        self._show_held("")
+        self._metrics = SchedulerMetrics(context.registry, max_queue=self._settings.max_queue)
         context.watch(self._client)
         try:
             await lead(context, self._lease, self._work)
@@ -149,7 +128,7 @@ class Scheduler:
             if view is None:
                 await self._ledger.prepare()
                 view = await self._ledger.look()
-            self._open.set(len(view.open))
+            self._metrics.open.set(len(view.open))
             if view.run.state == "finished":
                 await pause(self._context.stop, 0.5)
             else:
@@ -164,16 +143,16 @@ class Scheduler:
             self._budget_until = time.monotonic() + _BUDGET_HOLDS_S
         seen = self._situation(view)
         todo = await self._planned(seen)
-        self._limit.set(todo.limit)
+        self._metrics.limit.set(todo.limit)
         if todo.held != self._held:
             self._held = todo.held
-            self._show_held(todo.held)
+            self._metrics.show_held(todo.held)
             self._context.log.info("held back" if todo.held else "not held back", by=todo.held)
         if todo.overdue:
             await self._withdraw(todo.overdue)
         if todo.again:
             self._round = (seen.version, seen.now)
-            self._again.inc()
+            self._metrics.again.inc()
             self._context.log.warning(
                 "round continues: too few answers", version=seen.version, answers=len(seen.held)
             )
@@ -189,7 +168,7 @@ class Scheduler:
             wait_ms = min(BLOCK_MS, max(1, int((todo.wake_at - now) * 1000)))
         opened, view = await self._ledger.look_after(view, block_ms=wait_ms, opening=opening)
         if opened:
-            self._triggered.inc(opened)
+            self._metrics.triggered.inc(opened)
             self._last = todo.last
             for trigger in todo.triggers[:opened]:
                 self._context.trace(
@@ -207,10 +186,6 @@ class Scheduler:
         # In a thread: finding the few eligible of many devices is slow, and the lease must be kept.
         return await asyncio.to_thread(planned)
 
-    def _show_held(self, by: str) -> None:
-        for reason in HELD_BY:
-            self._holding.labels(reason).set(reason == by)
-
     @property
     def _hold(self) -> HoldBack:
         return HoldBack(
@@ -221,14 +196,14 @@ class Scheduler:
 
     async def _close(self, view: View, version: int, tasks: tuple[str, ...]) -> None:
         """Ask the coordinator to end a round; repeat only a request that seems lost."""
-        before, among = self._asked
+        before, among, asked_at = self._asked
         now = time.monotonic()
         if version == before and set(tasks) <= set(among):
-            if view.triggers or now - self._asked_at < _ASK_AGAIN_S:
+            if view.triggers or now - asked_at < _ASK_AGAIN_S:
                 return
             self._context.log.warning("asking again for the end of a round", version=version)
         await self._ledger.ask(CloseRound(version=version, tasks=tasks, why=reasons.ROUND_OVER))
-        self._asked, self._asked_at = (version, tasks), now
+        self._asked = (version, tasks, now)
 
     async def _withdraw(self, overdue: Sequence[tuple[str, Overdue]]) -> None:
         """Ask the coordinator to give tasks up; repeat only requests that seem lost.

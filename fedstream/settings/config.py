@@ -18,7 +18,7 @@ from fedstream.broker.keys import check_name
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import SchedulerSettings
 from fedstream.coordinator.scheduling import Anarchic, InFlight, Policy
-from fedstream.coordinator.service import CoordinatorSettings
+from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.journal import JournalSettings
 from fedstream.runtime.config import Option, Section, load
 from fedstream.runtime.http import HttpSettings

@@ -12,10 +12,11 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import Foreign, Unavailable
 from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
 from fedstream.broker.streams import Group
-from fedstream.coordinator import service
-from fedstream.coordinator.service import Coordinator, CoordinatorSettings
+from fedstream.coordinator import sweep
+from fedstream.coordinator.service import Coordinator
+from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.runtime.tasks import LeaseSettings
-from tests.support import Hand, context, running, wait_until
+from tests.support import Hand, context, counted, running, wait_until
 
 LARGEST = f"{2**64 - 1}-{2**64 - 1}"
 
@@ -23,8 +24,8 @@ LARGEST = f"{2**64 - 1}-{2**64 - 1}"
 @pytest.fixture
 async def run(hand: Hand, monkeypatch: pytest.MonkeyPatch) -> Hand:
     """A run that was created; what is missing is looked for at every sweep."""
-    monkeypatch.setattr(service, "_SEARCH_S", 0.0)
-    monkeypatch.setattr(service, "_SWEEP_S", 0.02)
+    monkeypatch.setattr(sweep, "_SEARCH_S", 0.0)
+    monkeypatch.setattr(sweep, "_SWEEP_S", 0.02)
     await hand.create()
     await hand.tasks.ensure()
     return hand
@@ -337,16 +338,20 @@ async def test_a_site_keeps_no_more_in_workspaces_than_it_may(
 
     made = make(redis, keys, site_workspace_bytes=3500)
     with capture_logs() as logs:
-        async with running(made, context()):
+        watched = context()
+        async with running(made, watched):
+
+            def swept_at() -> float:
+                return counted(watched, "fedstream_run_looked_timestamp_seconds")
 
             async def fits() -> bool:
                 return await left() <= 3
 
             await wait_until(fits)
-            swept = made._swept
+            swept = swept_at()
 
             def again() -> bool:
-                return made._swept > swept + 0.1
+                return swept_at() > swept + 0.1
 
             await wait_until(again)
             assert await left() == 3
@@ -369,7 +374,7 @@ async def test_a_pass_whose_last_step_fails_counts_for_no_other(
             raise Unavailable("between two commands")
         return looked[-1]
 
-    monkeypatch.setattr(service, "cap_workspaces", fails)
+    monkeypatch.setattr(sweep, "cap_workspaces", fails)
     async with running(make(redis, keys, site_workspace_bytes=3500), context()):
         await wait_until(lambda: len(looked) > 2)
     assert looked[:3] == [set()] * 3

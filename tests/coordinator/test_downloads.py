@@ -30,7 +30,8 @@ from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import BlobMissing
 from fedstream.coordinator.app import _PAGE_BYTES, page
 from fedstream.coordinator.downloads import Downloads
-from fedstream.coordinator.service import Coordinator, CoordinatorSettings
+from fedstream.coordinator.service import Coordinator
+from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.runtime.http import HttpSettings, application, listening
 from fedstream.runtime.tasks import LeaseSettings
 from tests.support import Hand, layout_of, model_of, wait_until, written_in

@@ -13,7 +13,8 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.messages import OWNED, Dead, Event, Presence, Task, Trigger
 from fedstream.broker.outbox import Outbox
 from fedstream.coordinator.entries import LARGEST
-from fedstream.coordinator.service import Coordinator, CoordinatorSettings
+from fedstream.coordinator.service import Coordinator
+from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.coordinator.sites import served
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.trainer.settings import TrainerSettings

@@ -18,7 +18,8 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Layout, Tensor
 from fedstream.broker.messages import GiveUp
 from fedstream.coordinator.app import _ranges
-from fedstream.coordinator.service import Coordinator, CoordinatorSettings
+from fedstream.coordinator.service import Coordinator
+from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.runtime.http import application
 from fedstream.runtime.service import Context
 from fedstream.runtime.tasks import LeaseSettings

@@ -22,7 +22,8 @@ from fedstream.broker.ledger import Ledger
 from fedstream.broker.outbox import Outbox
 from fedstream.broker.streams import PARTS, Group
 from fedstream.coordinator.entries import LARGEST
-from fedstream.coordinator.service import Coordinator, CoordinatorSettings
+from fedstream.coordinator.service import Coordinator
+from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.runtime.tasks import LeaseSettings
 from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
 from tests.support import Hand, context, running, wait_until

@@ -13,7 +13,8 @@ from fedstream.broker.messages import Task, Trigger
 from fedstream.broker.records import Head, Run, View
 from fedstream.broker.streams import Group
 from fedstream.coordinator.metrics import RunMetrics, Seen, open_by_state
-from fedstream.coordinator.service import Coordinator, CoordinatorSettings
+from fedstream.coordinator.service import Coordinator
+from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.runtime.tasks import LeaseSettings
 from tests.support import Hand, Proxy, context, counted, layout_of, running, wait_until
 

@@ -22,7 +22,8 @@ from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Entry, Group
 from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings
 from fedstream.coordinator.scheduling import InFlight
-from fedstream.coordinator.service import Coordinator, CoordinatorSettings
+from fedstream.coordinator.service import Coordinator
+from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.runtime.tasks import LeaseSettings
 from tests.support import Hand, Proxy, context, counted, model_of, running, wait_until
 
@@ -491,7 +492,7 @@ async def test_a_sweep_looks_after_every_owner_some_at_a_time(
 async def test_owners_whose_leases_hold_cost_a_sweep_no_exchange_each(
     make: Any, run: Hand, redis: RedisSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedstream.coordinator.service._SWEEP_S", 0.0)
+    monkeypatch.setattr("fedstream.coordinator.sweep._SWEEP_S", 0.0)
     said = dict.fromkeys(("claim", "measure"), 0)
 
     def count(data: bytes) -> bool:
@@ -520,7 +521,7 @@ async def silent(hand: Hand, name: str, seconds: int = 60) -> None:
 @pytest.fixture
 def long_there(monkeypatch: pytest.MonkeyPatch) -> None:
     """A coordinator has listened for ever: whoever is silent now was not heard."""
-    monkeypatch.setattr("fedstream.coordinator.service._DEAF_S", float("inf"))
+    monkeypatch.setattr("fedstream.coordinator.sweep._DEAF_S", float("inf"))
 
 
 @pytest.mark.usefixtures("long_there")
@@ -571,7 +572,7 @@ async def test_nobody_is_struck_off_who_had_no_chance_to_be_heard(
         await wait_until(swept)
         assert list(await run.ledger.trainers()) == ["ann"]
     monkeypatch.setattr(
-        "fedstream.coordinator.service._DEAF_S", 0.0
+        "fedstream.coordinator.sweep._DEAF_S", 0.0
     )  # as if every sweep followed an outage
     watched = context()
     async with running(make(trainer_silence_s=0.001), watched):
@@ -588,8 +589,9 @@ async def texts(hand: Hand, last: str) -> bool:
 async def test_a_consumer_that_rests_is_not_reaped(make: Any, run: Hand, client: Client) -> None:
     await client.call("XGROUP", "CREATECONSUMER", run.keys.tasks, TRAINERS, "t")
     coordinator = make(trainer_silence_s=3600.0)
-    async with running(coordinator, context()):
-        await wait_until(lambda: coordinator._swept)
+    watched = context()
+    async with running(coordinator, watched):
+        await wait_until(lambda: counted(watched, "fedstream_run_looked_timestamp_seconds"))
     assert await consumers(client, run.keys, {"t"})
 
 

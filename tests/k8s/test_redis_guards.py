@@ -16,7 +16,8 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.ledger import Ledger
 from fedstream.broker.outbox import Outbox
 from fedstream.broker.settings import RedisSettings
-from fedstream.coordinator.service import Coordinator, CoordinatorSettings
+from fedstream.coordinator.service import Coordinator
+from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.runtime.tasks import LeaseSettings
 from tests.broker.servers import Redis, redis, redis_7, said, until
 from tests.k8s.policy.targets import K8S

@@ -22,7 +22,8 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.records import Run
 from fedstream.cli import app as cli
 from fedstream.cli import looking
-from fedstream.coordinator.service import Coordinator, CoordinatorSettings
+from fedstream.coordinator.service import Coordinator
+from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.journal import JournalSettings, Segment
 from fedstream.operate import feed
 from fedstream.operate.feed import Feeder

@@ -1,0 +1,199 @@
+"""What coordinators read: triggers, and the sites' inboxes, each entry decided on once.
+
+An entry stays pending in its group until the script that carries out its decision acknowledges it,
+so a crash loses nothing: whoever claims it decides anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+
+from fedstream.broker import reasons
+from fedstream.broker.client import Client
+from fedstream.broker.errors import (
+    BadMessage,
+    BrokerError,
+    FedstreamError,
+    NoScript,
+    ReplyTooLarge,
+)
+from fedstream.broker.keys import COORDINATORS, TRAINERS
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.messages import Dead, GiveUp, Task, Trigger, Upload
+from fedstream.broker.streams import BLOCK_MS, PARTS, Entry, Group, given, lost, reading
+from fedstream.coordinator.entries import LARGEST, Decided, Entries
+from fedstream.coordinator.sites import Site
+from fedstream.runtime.service import Context
+
+_READ = PARTS * LARGEST  # bytes read at once from all inboxes
+_USUAL = 4096  # bytes that few entries exceed
+_CRASHED = {TRAINERS: reasons.CRASHED_TRAINERS, COORDINATORS: reasons.CRASHED_COORDINATORS}
+
+Given = tuple[Group, Entry]
+
+
+class Intake:
+    """Reads entries in batches, and has each carried out by a script, or moved to ``dead``."""
+
+    def __init__(
+        self,
+        client: Client,
+        ledger: Ledger,
+        entries: Entries,
+        context: Context,
+        *,
+        triggers: Group,
+        inboxes: Mapping[Group, Site],
+        attempts: int,
+    ) -> None:
+        """``attempts``: deliveries after which an entry is taken to crash whoever reads it."""
+        self._client = client
+        self._ledger = ledger
+        self._entries = entries
+        self._context = context
+        self._sites = dict(inboxes)
+        self._attempts = attempts
+        self.groups = (triggers, *inboxes)
+        self._count = max(1, min(64, _READ // _USUAL // len(self.groups)))  # entries of each
+        # Groups in which we may hold entries that we don't know of, and why: a crash before this
+        # start counts as a delivery, a failure of Redis since then does not.
+        self._unsure = dict.fromkeys(self.groups, "crash")
+        self._read: list[Given] = []  # and not yet decided on
+
+    def distrust(self) -> None:
+        """Look for pending entries in every group: one may have been replaced."""
+        self._unsure |= dict.fromkeys(self.groups, "trouble")
+
+    async def step(self) -> None:
+        """Decide on the entries read last and read more, or first recover pending entries."""
+        if self._unsure:
+            await self._recover()
+            return
+        with self._unless_lost(*self.groups):
+            read, self._read = self._read, []
+            self._read = await self._decided(read)
+            if self._context.stop.is_set():
+                await self._one_by_one(self._read)
+
+    async def _recover(self) -> None:
+        """Handle our pending entries: delivered to us, but never acknowledged.
+
+        After a crash, entries are claimed one at a time: if one crashes us again, no other counts
+        as delivered with it.
+        """
+        await self._ledger.prepare(site.name for site in self._sites.values())
+        for group, why in tuple(self._unsure.items()):
+            del self._unsure[group]
+            with self._unless_lost(group):
+                await group.ensure()
+                entries, poison = await group.claim(
+                    idle_ms=0, most=self._attempts, own=True, quiet=why == "trouble",
+                    count=1 if why == "crash" else 64,
+                )  # fmt: skip
+                await self.bury_all(group, poison)
+                await self._one_by_one([(group, entry) for entry in entries])
+            if entries or poison:
+                self._unsure[group] = why  # there may be more
+
+    async def take_over(self, idle_ms: int) -> None:
+        """Handle the entries that other replicas have held for so long: they crashed."""
+        for group in self.groups:
+            if group in self._unsure:
+                continue  # recover our own first: they must not mix with those claimed here
+            with self._unless_lost(group):
+                entries, poison = await group.claim(idle_ms=idle_ms, most=self._attempts)
+                await self.bury_all(group, poison)
+                await self._one_by_one([(group, entry) for entry in entries])
+
+    @contextmanager
+    def _unless_lost(self, *groups: Group) -> Iterator[None]:
+        """Mark groups as unsure on an error: entries may have been delivered unnoticed."""
+        try:
+            yield
+        except FedstreamError:
+            self._unsure |= dict.fromkeys(groups, "trouble")
+            raise
+
+    async def _decided(self, read: list[Given]) -> list[Given]:
+        """Decide on entries and read more in one round trip; return the entries read.
+
+        Redis carries out the decisions before it waits for more; their outcomes are reported after
+        the wait.
+        """
+        decisions = await self._decisions(read)
+        try:
+            *replies, news = await self._client.pipeline(
+                [
+                    *(decision.command for decision, _ in decisions),
+                    reading(self.groups, count=self._count, block_ms=BLOCK_MS),
+                ],
+                wait_s=BLOCK_MS / 1000, most=_READ,
+            )  # fmt: skip
+        except BrokerError as error:
+            # The entries of a reply that was too large were delivered all the same: claim them in
+            # parts.
+            if not isinstance(error, NoScript | ReplyTooLarge) and not lost(error):
+                raise
+            self.distrust()
+            return []
+        for (decision, tell), reply in zip(decisions, replies, strict=True):
+            tell(decision.parsed(reply))
+        return given(self.groups, news)
+
+    async def _one_by_one(self, read: list[Given]) -> None:
+        for each in read:
+            for decision, tell in await self._decisions([each]):
+                tell(await decision)
+
+    async def _decisions(self, read: list[Given]) -> list[Decided]:
+        """Decide on entries, and how to report each outcome; junk goes to ``dead``."""
+        decisions: list[Decided] = []
+        for group, entry in read:
+            site = self._sites.get(group)
+            try:
+                if site is None:
+                    decisions.append(self._entries.of_triggers(entry))
+                    continue
+                decided = self._entries.of_site(site, entry)
+                if isinstance(decided, Dead):
+                    await self._bury(group, entry, decided.reason, decided.deliveries, decided)
+                else:
+                    decisions.append(decided)
+            except BadMessage as error:
+                await self._bury(group, entry, str(error))
+        return decisions
+
+    async def bury_all(self, group: Group, poison: list[tuple[Entry, int]], site: str = "") -> None:
+        why = _CRASHED[group.group]
+        for entry, deliveries in poison:
+            await self._bury(group, entry, why, deliveries, site=site)
+
+    async def _bury(
+        self,
+        group: Group,
+        entry: Entry,
+        reason: str,
+        deliveries: int = 1,
+        found: Dead | None = None,
+        site: str = "",
+    ) -> None:
+        """Move an entry to ``dead``, and end its task if it names one.
+
+        ``site``: whose stream it is, if not an inbox. ``found``: the unreadable entry that a
+        trainer reports by this one.
+        """
+        task: Task | Trigger | Upload | GiveUp | None = None
+        for kind in (Task, Trigger, Upload, GiveUp):
+            with suppress(BadMessage):
+                task = kind.decode(found.data if found else entry.data)
+        self._context.log.error(
+            "dead letter", stream=found.stream if found else group.stream, entry=entry.id,
+            reason=reason[:200], task=task and task.task, deliveries=deliveries,
+        )  # fmt: skip
+        if group in self._sites:
+            site = self._sites[group].name
+        await self._ledger.bury(
+            group.stream, group.group, entry, reason, task=task, deliveries=deliveries,
+            found=found, site=site,
+        )  # fmt: skip

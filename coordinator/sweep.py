@@ -1,0 +1,181 @@
+"""Periodic clean-up after silent trainers, crashed replicas, poison tasks, and careless sites."""
+
+from __future__ import annotations
+
+import time
+
+from prometheus_client import Counter
+
+from fedstream.broker.client import Client
+from fedstream.broker.custody import (
+    cap_workspaces,
+    drop_copies,
+    expire_forgotten,
+    expire_unowned,
+    foreign,
+    mend,
+    some_keys,
+)
+from fedstream.broker.errors import Foreign, NoRun
+from fedstream.broker.keys import POOL, TRAINERS, Keys, site_of
+from fedstream.broker.ledger import Ledger
+from fedstream.broker.streams import Group
+from fedstream.coordinator.intake import Intake
+from fedstream.coordinator.metrics import RunMetrics, Seen
+from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.runtime.backoff import pause
+from fedstream.runtime.service import Context
+from fedstream.runtime.tasks import LeaseSettings
+
+_SWEEP_S = 1.0
+_SEARCH_S = 5.0  # between two searches for open tasks without an entry
+_DEAF_S = 3.0  # without a sweep: trainers may have gone unheard
+
+
+class Sweep:
+    """One replica's clean-up. Every step is idempotent, so replicas need not agree on a turn."""
+
+    def __init__(
+        self,
+        settings: CoordinatorSettings,
+        lease: LeaseSettings,
+        intake: Intake,
+        context: Context,
+        *,
+        client: Client,
+        ledger: Ledger,
+        keys: Keys,
+        sites: tuple[str, ...],
+    ) -> None:
+        self._settings = settings
+        self._lease = lease
+        self._intake = intake
+        self._context = context
+        self._client = client
+        self._ledger = ledger
+        self._keys = keys
+        self._sites = sites
+        self._lost = Counter(
+            "fedstream_trainers_lost", "Trainers removed because they were silent.",
+            registry=context.registry,
+        )  # fmt: skip
+        self._metrics = RunMetrics(context.registry)
+        self.ended = 0.0  # when the last sweep did, in seconds since 1970
+        self._hears_since = 0.0
+        self._searched = 0.0  # when last, for open tasks without an entry
+        self._without_entry: dict[str, str] = {}  # what the last search found
+        self._scanned = b"0"  # the cursor of the scan of the run's keys
+        self._held: dict[str, int] = {}  # bytes of each site's workspaces in this scan
+        self._named: set[tuple[str, str]] = set()  # keys of the wrong type, already logged
+
+    async def step(self) -> None:
+        """Clean up periodically after silent trainers, poison tasks and crashed coordinators."""
+        owners = await self._owners()
+        await self._mend(owners)
+        await self._clear_away(owners)  # works even if Redis is full; the next fails then
+        await self._find_lost()
+        if gone := await self._ledger.age_letters(self._settings.letter_days):
+            self._context.log.warning("old dead letters deleted", letters=gone)
+        await self._strike_off_the_silent(owners)
+        lease_ms = round(self._lease.seconds * 1000)
+        if owners := set((await self._ledger.owners()).values()):
+            await self._ledger.settle_unserved(lease_ms)
+        leased, lapsed = await self._ledger.leases(lease_ms, owners)
+        sites = {self._keys.tasks_of(owner): site_of(owner) for owner in owners}
+        for stream in lapsed:
+            tasks = Group(self._client, stream, TRAINERS, "")
+            _, poison = await tasks.claim(idle_ms=lease_ms, most=self._lease.attempts)
+            await self._intake.bury_all(tasks, poison, sites.get(stream, POOL))
+        await self._intake.take_over(round(self._settings.redeliver_s * 1000))
+        pool = Group(self._client, self._keys.tasks, TRAINERS, "")
+        for group in (*self._intake.groups, pool):
+            await group.reap(idle_ms=round(self._settings.trainer_silence_s * 1000))
+        self._metrics.saw(await self._seen(leased))
+        self.ended = time.time()
+        await pause(self._context.stop, _SWEEP_S)
+
+    async def _owners(self) -> set[str]:
+        """Trainers that own devices; none if the register itself needs mending."""
+        try:
+            return set((await self._ledger.owners()).values())
+        except Foreign:
+            return set()
+
+    async def _mend(self, owners: set[str]) -> None:
+        """Quarantine foreign data in the run's keys; log keys of its state with the wrong type."""
+        mended = await mend(
+            self._client, self._keys, inboxes=self._sites, owners=owners,
+            most=self._settings.inbox_limit,
+        )  # fmt: skip
+        for key, why in mended:
+            self._context.log.error(
+                "foreign value moved aside", key=key, why=why, aside=self._keys.quarantine(key)
+            )
+        if mended:
+            self._intake.distrust()
+        found = set(await foreign(self._client, self._keys))
+        for key, why in sorted(found - self._named):
+            self._context.log.error(
+                "a key of the run's state holds a foreign value: restore it from a backup, or "
+                "delete the run's keys (fedstream purge) and resume from the journal",
+                key=key, why=why,
+            )  # fmt: skip
+        self._named = found
+
+    async def _clear_away(self, owners: set[str]) -> None:
+        """Expire or delete keys that sites left behind for good or no longer need, some a sweep."""
+        if self._scanned == b"0":  # not after the last step, as what follows may fail
+            self._held.clear()
+        self._scanned, some = await some_keys(self._client, self._keys, self._scanned)
+        await drop_copies(self._client, self._keys, some)
+        most = self._settings.site_workspace_bytes
+        for site in await cap_workspaces(self._client, self._keys, some, self._held, most):
+            self._context.log.warning(
+                "site over its workspace limit: some were deleted", site=site, most=most
+            )
+        await expire_unowned(self._client, self._keys, some, owners)
+        if found := await expire_forgotten(self._client, self._keys, some):
+            self._context.log.warning(
+                "site left keys without an expiry: they now expire",
+                keys=len(found), first=min(found),
+            )  # fmt: skip
+
+    async def _find_lost(self) -> None:
+        """Give up open tasks whose entry was deleted."""
+        if time.monotonic() - self._searched < _SEARCH_S:
+            return
+        lost, self._without_entry = await self._ledger.find_lost(self._without_entry)
+        self._searched = time.monotonic()
+        if lost:
+            self._context.log.warning("open tasks without an entry: given up", tasks=lost)
+
+    async def _strike_off_the_silent(self, owners: set[str]) -> None:
+        """Strike off trainers that left or fell silent, and ``owners`` that were never heard.
+
+        Silence counts only while the coordinator was listening.
+        """
+        for name in await self._ledger.left():
+            await self._ledger.leave(name, silent_s=self._settings.trainer_silence_s)
+        for owner in await self._ledger.unheard(owners):
+            await self._ledger.leave(owner.encode())
+        now, silence_s = time.time(), self._settings.trainer_silence_s
+        if now - self.ended > _DEAF_S:  # wall clock: the machine may have slept
+            self._hears_since = now
+        if now - self._hears_since < silence_s:
+            return
+        for name in await self._ledger.silent(silence_s):
+            given_up = await self._ledger.leave(name, silent_s=silence_s)
+            if given_up is not None:
+                self._lost.inc()
+                shown = name.decode(errors="replace")
+                self._context.log.warning("trainer lost", trainer=shown, tasks_given_up=given_up)
+
+    async def _seen(self, training: int) -> Seen:
+        """Look at the run for the metrics. ``training``: tasks under a trainer's lease."""
+        memory, limit = await self._ledger.memory()
+        try:
+            view = await self._ledger.look()
+        except NoRun:  # the updater has not created it yet
+            return Seen(time.time(), memory, limit)
+        event_ms = view.told[self._keys.events].partition("-")[0]
+        return Seen(time.time(), memory, limit, view, training, int(event_ms) / 1000)
