@@ -30,13 +30,13 @@ def _add(panel: str | None, *commands: Callable[..., None]) -> None:
 
 _add(None, training.run, training.simulate, training.reproduce)
 _add(
-    "Looking at a run",
+    "Inspect a run",
     looking.status, looking.top, looking.replay, looking.doctor, looking.purge, looking.acl,
 )  # fmt: skip
-app.add_typer(journal.app, name="journal", rich_help_panel="Looking at a run")
-app.add_typer(dead.app, name="dead", no_args_is_help=True, rich_help_panel="Looking at a run")
+app.add_typer(journal.app, name="journal", rich_help_panel="Inspect a run")
+app.add_typer(dead.app, name="dead", no_args_is_help=True, rich_help_panel="Inspect a run")
 _add(
-    "One service",
+    "Run one service",
     services.coordinator, services.scheduler, services.updater, services.trainer,
     services.evaluator,
 )  # fmt: skip
@@ -51,7 +51,10 @@ def _version(wanted: bool) -> None:
 @app.callback()
 def _main(
     _version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="print it and exit")
+        bool,
+        typer.Option(
+            "--version", callback=_version, is_eager=True, help="print the version and exit"
+        ),
     ] = False,
 ) -> None:
     pass

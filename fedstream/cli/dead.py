@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from fedstream.operate.dead import Letter
     from fedstream.operate.dead import Letters as Found
 
-app = typer.Typer(help="What could not be processed: look at it, retry it, drop it.")
+app = typer.Typer(help="Inspect, retry or drop entries that could not be processed.")
 
 
 @app.command("list")
 def dead_list(
     config: Config = None, redis: Url = None, run: RunName = None, as_json: AsJson = False
 ) -> None:
-    """All of them, the oldest first."""
+    """List the dead letters, oldest first."""
     from fedstream.observe import report
     from fedstream.operate import dead as page
 
@@ -37,13 +37,13 @@ def dead_list(
 
 @app.command("show")
 def dead_show(
-    wanted: Annotated[str, typer.Argument(metavar="ID", help="of the letter, or of its task")],
+    wanted: Annotated[str, typer.Argument(metavar="ID", help="id of the letter or of its task")],
     config: Config = None,
     redis: Url = None,
     run: RunName = None,
     as_json: AsJson = False,
 ) -> None:
-    """What is in one."""
+    """Show everything in a dead letter."""
     from fedstream.observe import report
     from fedstream.operate import dead as page
 
@@ -55,9 +55,9 @@ def dead_show(
 
 
 Letters = Annotated[
-    list[str] | None, typer.Argument(metavar="ID", help="of letters, or of their tasks")
+    list[str] | None, typer.Argument(metavar="ID", help="ids of letters or of their tasks")
 ]
-All = Annotated[bool, typer.Option("--all", help="all there are")]
+All = Annotated[bool, typer.Option("--all", help="all dead letters")]
 
 
 @app.command("retry")
@@ -68,9 +68,9 @@ def dead_retry(
     redis: Url = None,
     run: RunName = None,
 ) -> None:
-    """Trigger the work again, as a new task of the same device, and delete the letter.
+    """Trigger the work again as a new task of the same device, and delete the letter.
 
-    Exit codes: 0 all were retried, 1 at least one could not be, and is still there.
+    Exit codes: 0 all were retried, 1 at least one could not be and was kept.
     """
     from fedstream.operate import dead as page
 
@@ -86,9 +86,9 @@ def dead_retry(
                 if error.retriable:
                     raise
                 failed += 1
-                line(f"fedstream: {letter.id} is not retried: {error}", err=True)
+                line(f"fedstream: {letter.id} not retried: {error}", err=True)
             else:
-                line(f"{letter.id}: device {trigger.device} has task {trigger.task}")
+                line(f"{letter.id}: retried as task {trigger.task} of device {trigger.device}")
         return failed
 
     if ask(config, redis, run, retry):
@@ -102,9 +102,9 @@ def dead_drop(
     config: Config = None,
     redis: Url = None,
     run: RunName = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="without asking")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="don't ask for confirmation")] = False,
 ) -> None:
-    """Delete them. What they were about has ended as dead, and stays so."""
+    """Delete dead letters. Their tasks have ended as dead and stay so."""
     from fedstream.operate import dead as page
 
     found = ask(config, redis, run, page.read)
@@ -121,5 +121,5 @@ def _chosen(found: Found, wanted: list[str] | None, everything: bool) -> list[Le
     Raises ConfigError unless exactly one of the two is given, FedstreamError for an unknown id.
     """
     if bool(wanted) == everything:
-        raise ConfigError("name letters by their ids, or take --all")
+        raise ConfigError("give either the ids of letters or --all")
     return list(found.letters) if everything else found.find(wanted or ())

@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 
 Dir = Annotated[
-    Path, typer.Argument(metavar="DIR", help="a run's folder, its journal's, or one segment's file")
+    Path, typer.Argument(metavar="DIR", help="a run's folder, its journal folder or a segment file")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @contextmanager
@@ -47,36 +47,37 @@ def _columns(incomplete: str) -> list[str]:
 def show(
     path: Dir,
     device: Annotated[
-        list[int] | None, typer.Option(metavar="N", help="only this device's; repeatable")
+        list[int] | None, typer.Option(metavar="N", help="only records of this device; repeatable")
     ] = None,
     version: Annotated[
-        str | None, typer.Option(metavar="A[..B]", help="only of this version, or from A to B")
+        str | None, typer.Option(metavar="A[..B]", help="only version A, or versions A to B")
     ] = None,
     outcome: Annotated[
         list[str] | None,
         typer.Option(
             metavar="OUTCOME",
             autocompletion=one_of(OUTCOMES),
-            help=f"only what ended so: {', '.join(OUTCOMES)}; repeatable",
+            help=f"only this outcome ({', '.join(OUTCOMES)}); repeatable",
         ),
     ] = None,
     last: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="only the last N of these lines")
+        int | None, typer.Option(min=1, metavar="N", help="only the last N records that match")
     ] = None,
     norms: Annotated[
         bool,
         typer.Option(
             "--norms",
-            help="also the norm of what was sent, and the distance of x_new from x, which it was "
-            "mixed into: makes every model again",
+            help="also show each update's norm and its distance from the model it was mixed into; "
+            "rebuilds every model",
         ),
     ] = False,
     table: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="write them there instead")
+        Path | None,
+        typer.Option("--csv", metavar="FILE", help="write the records to this file instead"),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="an object in each line")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print one JSON object per line")] = False,
 ) -> None:
-    """The records in order: what arrived, from whom, how late, and what became of it."""
+    """Show the records in order: what arrived, from whom, how late, and what became of it."""
     from fedstream.journal.inspection import opened
     from fedstream.recordings import pages
 
@@ -89,7 +90,7 @@ def show(
         found = pages.lines(chain, wanted, norms=norms)
         chosen = found if last is None else iter(deque(found, maxlen=last))
         if table is not None:
-            line(f"{pages.write_lines(table, chosen)} records are in {table}")
+            line(f"{pages.write_lines(table, chosen)} records written to {table}")
             return
         if not as_json:
             pages.show(chosen, norms=norms)
@@ -104,9 +105,9 @@ def _range(text: str | None) -> tuple[int | None, int | None]:
         return None, None
     first, dots, last = text.partition("..")
     if not first.isdecimal() or not (last.isdecimal() or not dots):
-        raise ConfigError(f"--version {text}: must be a version, or two as in 10..20")
+        raise ConfigError(f"--version {text}: expected a version, or a range such as 10..20")
     if (end := int(last or first)) < int(first):
-        raise ConfigError(f"--version {text}: {end} comes before {first}")
+        raise ConfigError(f"--version {text}: {end} is before {first}")
     return int(first), end
 
 
@@ -123,7 +124,8 @@ def _from(chain: list[Segment], version: int) -> list[Segment]:
     later = (entry for _, entry in entries(last, None) if entry.version >= version)
     if version > last.standing.version and next(later, None) is None:
         raise JournalError(
-            f"{last.path.parent}: version {version} is not there: the newest is {newest(chain)}"
+            f"{last.path.parent}: version {version} does not exist yet: the newest is "
+            f"{newest(chain)}"
         )
     # The record that made this version may be the last one of the previous segment.
     return list(since(chain, max(version - 1, chain[0].standing.version)))
@@ -139,17 +141,17 @@ def _in_one_line(value: Any) -> str:
 def verify(
     path: Dir,
     models: Annotated[
-        bool, typer.Option("--models/--no-models", help="rebuild every version and compare it")
+        bool, typer.Option("--models/--no-models", help="rebuild and compare every version")
     ] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Read the journal and compare it with what it says of itself.
+    """Read the journal and check it against its own digests.
 
-    Each message with its checksum, the bytes of each update with its digest, the versions' numbers
-    with one another, and each segment's beginning with the end of the one before; and unless
-    --no-models, every version is rebuilt: its outcomes, weights and digest must come out again.
+    Checks messages against their checksums, updates against their digests, version numbers, and
+    that each segment starts where the one before it ended. Unless --no-models is given, also
+    rebuilds every version and compares outcomes, weights and digest.
 
-    Exit codes: 0 all is whole (a torn tail, as a crash leaves it, is), 1 something is damaged.
+    Exit codes: 0 intact (a torn tail from a crash is fine), 1 damaged.
     """
     from fedstream.journal import JournalError, inspection
     from fedstream.observe.report import as_json as text
@@ -177,22 +179,22 @@ def verify(
         )  # fmt: skip
     else:
         for name in others:
-            line(f"{name}  does not count: its writer was fenced, or its journal is another")
+            line(f"{name}  ignored: its writer was fenced, or it belongs to another journal")
     if damaged:
         raise JournalError(f"{path}: {len(damaged)} of {len(verdicts)} segments damaged")
     if not as_json:
-        line(f"{records} records, {versions} versions, all whole")
+        line(f"{records} records, {versions} versions, all intact")
 
 
 @app.command()
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="a run's folder or its journal's")],
-    b: Annotated[Path, typer.Argument(metavar="B", help="another's")],
+    a: Annotated[Path, typer.Argument(metavar="A", help="a run's folder or its journal folder")],
+    b: Annotated[Path, typer.Argument(metavar="B", help="the other run's")],
     as_json: AsJson = False,
 ) -> None:
-    """The first version in which two runs part, and why, by their records and digests.
+    """Find the first version in which two runs differ, and why.
 
-    Exit codes: 0 they are the same, 1 they part.
+    Compares their records and digests. Exit codes: 0 identical, 1 different.
     """
     from fedstream.journal.inspection import opened, parting
     from fedstream.observe.report import as_json as text
@@ -229,38 +231,45 @@ def _plain(made: Made | None) -> dict[str, Any] | None:
 @app.command()
 def bisect(
     path: Dir,
-    metric: Annotated[str, typer.Option(metavar="NAME", help="of the task's metrics")] = "accuracy",
+    metric: Annotated[
+        str, typer.Option(metavar="NAME", help="one of the task's metrics")
+    ] = "accuracy",
     below: Annotated[
         float | None, typer.Option(metavar="X", help="the metric is bad below X")
     ] = None,
     above: Annotated[
-        float | None, typer.Option(metavar="X", help="the metric is bad above X, such as a loss")
+        float | None, typer.Option(metavar="X", help="the metric, such as a loss, is bad above X")
     ] = None,
     every: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="versions; so that there are about 50")
+        int | None,
+        typer.Option(
+            min=1, metavar="N", help="measure every N-th version; default: about 50 in all"
+        ),
     ] = None,
-    task: Annotated[str | None, typer.Option(metavar="TASK", help="to measure by")] = None,
+    task: Annotated[str | None, typer.Option(metavar="TASK", help="task to measure with")] = None,
     trust: TrustRecorded = False,
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", metavar="FILE", help="instead of the run's run.toml"),
+        typer.Option(
+            "--config", "-c", metavar="FILE", help="use this instead of the run's run.toml"
+        ),
     ] = None,
     sets: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="a configuration key; repeatable"),
+        typer.Option("--set", metavar="KEY=VALUE", help="set a configuration key; repeatable"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """The update with which a metric went bad, that had been good before.
+    """Find the update with which a metric went from good to bad.
 
-    Every N-th version is measured, up to the first that is bad after a good one; then each version
-    in between. So what is found is a real crossing, and the first one between those two; a fall
-    that recovers between two measured versions goes unseen, unless --every is 1.
+    Measures every N-th version up to the first bad one after a good one, then each version between
+    the two, and reports the first crossing there. A dip that recovers between two measured versions
+    goes unnoticed unless --every is 1.
 
-    To measure by a task of one's own takes --task, or --trust-recorded-task: loading a task runs
-    its program, and a recording may be a stranger's.
+    To measure with your own task, give --task or --trust-recorded-task: loading a task runs its
+    code, and the recording may come from a stranger.
 
-    Exit codes: 0 found, 1 the metric never was good, or never went bad afterwards.
+    Exit codes: 0 found, 1 the metric was never good, or never went bad afterwards.
     """
     from fedstream.journal.inspection import opened
     from fedstream.observe.report import as_json as text
@@ -270,7 +279,7 @@ def bisect(
 
     bound = below if below is not None else above
     if bound is None or (below is not None and above is not None):
-        raise ConfigError("one of --below and --above: which value of the metric is bad?")
+        raise ConfigError("give either --below X or --above X: when is the metric bad?")
     if isnan(bound):
         raise ConfigError(f"--{'below' if below is not None else 'above'} nan: must be a number")
 
@@ -299,7 +308,7 @@ def bisect(
     elif found.ever_good:
         said = f"{metric} never went {side} in the {len(found.measured)} versions measured"
     else:
-        said = f"{metric} was never anything but {side} in the {len(found.measured)} measured"
+        said = f"{metric} was {side} in all {len(found.measured)} versions measured"
     if as_json:
         about = {"metric": metric, "found": crossing is not None, "text": said}
         about |= {"every": found.every, "measured": sorted(found.measured.items())}
@@ -309,7 +318,7 @@ def bisect(
         for one in crossing.causes if crossing is not None else ():
             line(pages.cause(one))
         if crossing is not None and not crossing.causes:
-            line("no update did it: the run went on from a model of Redis")
+            line("no update caused it: the run continued from a model in Redis")
     if crossing is None:
         raise typer.Exit(1)
 
@@ -317,24 +326,27 @@ def bisect(
 @app.command()
 def export(
     path: Dir,
-    out: Annotated[Path, typer.Option(metavar="FILE.safetensors", help="the file to make")],
+    out: Annotated[Path, typer.Option(metavar="FILE.safetensors", help="file to write")],
     version: Annotated[
-        int | None, typer.Option(min=0, metavar="V", help="the newest if not given")
+        int | None, typer.Option(min=0, metavar="V", help="default: the newest")
     ] = None,
-    force: Annotated[bool, typer.Option("--force", help="replace the file if it is there")] = False,
+    force: Annotated[bool, typer.Option("--force", help="replace an existing file")] = False,
 ) -> None:
-    """A version's model as safetensors, rebuilt from the nearest checkpoint.
+    """Write a version's model as safetensors, rebuilt from the nearest checkpoint.
 
-    Names, shapes and dtypes are those of the task's state_dict, for which the task itself is not
-    needed; a tensor that is tied has the first of its names only.
+    Names, shapes and dtypes are those of the task's state_dict; the task itself is not needed. Tied
+    tensors appear once, under the first of their names.
     """
     from fedstream.journal import SUFFIX
     from fedstream.journal.inspection import counting, model_at, newest, opened, since
 
     if out.suffix == SUFFIX:
-        raise ConfigError(f"--out {out}: is a journal's name, and no journal is ever written to")
+        raise ConfigError(
+            f"--out {out}: is the name of a journal segment; choose a name that ends in "
+            ".safetensors"
+        )
     if out.exists() and not force:
-        raise ConfigError(f"--out {out}: is there already: name another file, or --force")
+        raise ConfigError(f"--out {out}: already exists: choose another file or give --force")
     with opened(path) as chain:
         number = newest(chain) if version is None else version
         from_there = since(chain, number)[:1]
@@ -343,7 +355,7 @@ def export(
         head = chain[-1].head
     about = {"version": str(number), "digest": digest, "run": head.run, "task": head.task}
     _write(out, model, about)
-    line(f"version {number} ({digest}) is in {out}")
+    line(f"version {number} ({digest}) written to {out}")
 
 
 def _write(out: Path, model: Model, about: dict[str, str]) -> None:
@@ -371,36 +383,37 @@ def _write(out: Path, model: Model, about: dict[str, str]) -> None:
 def stats(
     path: Dir,
     ahead: Annotated[
-        int, typer.Option(min=1, metavar="K", help="versions that the cosine looks ahead")
+        int, typer.Option(min=1, metavar="K", help="number of versions that the cosine looks ahead")
     ] = 10,
     sort: Annotated[
         str,
         typer.Option(
             metavar="COLUMN",
             autocompletion=_columns,
-            help="by this one, such as max_distance: --json names them all",
+            help="column to sort by, such as max_distance; --json shows all names",
         ),
     ] = "device",
     ascending: Annotated[
         bool | None,
         typer.Option(
-            "--ascending/--descending", help="devices ascend, numbers descend if not given"
+            "--ascending/--descending",
+            help="default: ascending for devices, descending for numbers",
         ),
     ] = None,
     table: Annotated[
-        Path | None, typer.Option("--csv", metavar="FILE", help="write the table there")
+        Path | None, typer.Option("--csv", metavar="FILE", help="also write the table to this file")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """What each device brought: outcomes, staleness, weight, loss, and where its updates point.
+    """Show what each device contributed: outcomes, staleness, weight, loss and direction.
 
-    Of each number there are mean, median, 90th percentile and maximum; a terminal shows as many
-    columns as it has room for, the one that is sorted by among them. The norm is that of x_new, the
-    distance that of x_new - x, x being the model that it was mixed into.
-    mean cosine is the one between x_new - x and the way the model went in the K versions after the
-    one with the update in it: about 0 or less says that the others undid it. Updates that fewer
-    than K versions followed are left out of it; of a model of more than 65,536 numbers so many,
-    evenly spaced, stand for the whole.
+    Every number has its mean, median, 90th percentile and maximum. A terminal shows as many columns
+    as fit, always including the one sorted by. The norm is that of x_new, the distance that of
+    x_new - x, where x is the model that the update was mixed into.
+
+    The mean cosine is between x_new - x and the model's movement in the K versions after the
+    update's: around 0 or below, the others undid it. Updates followed by fewer than K versions
+    don't count. For models with more than 65,536 numbers, that many evenly spaced ones are used.
     """
     from fedstream.journal.inspection import counting, opened
     from fedstream.journal.shares import stats as measured
@@ -423,5 +436,5 @@ def stats(
     if weighted < used:
         line(
             f"{used - weighted} of {used} updates were recorded without their weights: norms, "
-            "distances and cosines are of the others"
+            "distances and cosines are those of the others"
         )

@@ -33,18 +33,18 @@ def status(
     run: RunName = None,
     url: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="ask a coordinator's HTTP there, and not Redis"),
+        typer.Option(metavar="URL", help="ask the coordinator at this URL instead of Redis"),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """How a run is now."""
+    """Show the current state of a run."""
     from fedstream.observe import report
     from fedstream.observe import status as page
 
     if url is None:
         about = ask(config, redis, run, page.read)
     elif redis is not None:
-        raise ConfigError("--url asks a coordinator, --redis asks Redis: one of the two")
+        raise ConfigError("--url asks a coordinator and --redis asks Redis: give only one")
     else:
         settings = settings_of(config)
         about = page.fetch(url, run or settings.run.name, settings.http.token)
@@ -58,19 +58,21 @@ def top(
     config: Config = None,
     redis: Url = None,
     run: RunName = None,
-    once: Annotated[bool, typer.Option("--once", help="print one picture and end")] = False,
+    once: Annotated[bool, typer.Option("--once", help="print one snapshot and exit")] = False,
 ) -> None:
-    """Watch a run: rate, staleness, queue, trainers, accuracy. `q` or Ctrl-C ends it."""
+    """Watch a run: rate, staleness, queue, trainers, accuracy. Quit with q or Ctrl-C."""
     from fedstream.observe.top import watch
 
     ask(config, redis, run, lambda client, keys: watch(client, keys, once=once))
 
 
 def replay(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="of a run, or its journal")],
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="folder of a run or of its journal")
+    ],
     begin: Annotated[
         int | None,
-        typer.Option("--from", min=0, metavar="V", help="only what came after version V"),
+        typer.Option("--from", min=0, metavar="V", help="start after version V"),
     ] = None,
     until: Annotated[
         int | None, typer.Option(min=0, metavar="V", help="stop at this version")
@@ -78,64 +80,70 @@ def replay(
     sets: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="KEY=VALUE", help="another rule: strategy.alpha=0.3; repeatable"
+            "--set",
+            metavar="KEY=VALUE",
+            help="replay with another rule, as in strategy.alpha=0.3; repeatable",
         ),
     ] = None,
     without: Annotated[
         list[str] | None,
-        typer.Option(metavar="device=N", help="leave a device's updates out; repeatable"),
+        typer.Option(metavar="device=N", help="leave out this device's updates; repeatable"),
     ] = None,
     evaluate_every: Annotated[
         int | None,
         typer.Option(
             min=0,
             metavar="N",
-            help="measure every N-th version and the last; 0: none. If not given: none, or about "
-            "10 if another rule is replayed",
+            help="measure every N-th version and the last; 0: none. Default: none, or about 10 "
+            "versions with --set or --without",
         ),
     ] = None,
-    task: Annotated[str | None, typer.Option(metavar="TASK", help="to measure by")] = None,
+    task: Annotated[str | None, typer.Option(metavar="TASK", help="task to measure with")] = None,
     trust: TrustRecorded = False,
     config: Annotated[
         Path | None,
-        typer.Option("--config", "-c", metavar="FILE", help="instead of the run's own run.toml"),
+        typer.Option(
+            "--config", "-c", metavar="FILE", help="use this instead of the run's run.toml"
+        ),
     ] = None,
     data_root: DataRoot = None,
     out: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="for table and picture; DIR/replay-N if not given"),
+        typer.Option(metavar="DIR", help="folder for the table and picture; default: DIR/replay-N"),
     ] = None,
     redis: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="feed the updates to coordinator and updater there"),
+        typer.Option(metavar="URL", help="feed the updates to the live services of this Redis"),
     ] = None,
     run: Annotated[
         str | None,
-        typer.Option("--run", metavar="NAME", help="with --redis: the run there, not run.name"),
+        typer.Option(
+            "--run", metavar="NAME", help="with --redis: name of the run there, instead of run.name"
+        ),
     ] = None,
     speed: Annotated[
         float | None,
         typer.Option(
             min=1e-3,
             metavar="X",
-            help="with --redis: at most X times as fast as it was; 1 if not given",
+            help="with --redis: feed at most X times as fast as recorded; default: 1",
         ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make a run's versions again from its journal, and compare them bit for bit.
+    """Rebuild a run's versions from its journal and compare them bit for bit.
 
-    With --set or --without: by another rule on the same updates, beside the recorded one. Nobody is
-    trained again: --without keeps what the other devices' recorded updates inherited from the one
-    that is left out.
+    With --set or --without, also apply another rule to the same updates and compare the two.
+    Devices don't train again: with --without, the other devices' recorded updates keep the
+    influence of the device that is left out.
 
-    To measure by a task of one's own takes --task, or --trust-recorded-task: loading a task runs
-    its program, and a recording may be a stranger's.
+    To measure with your own task, give --task or --trust-recorded-task: loading a task runs its
+    code, and the recording may come from a stranger.
 
-    With --redis: the recorded updates go through live services, which have no scheduler and no
-    trainers.
+    With --redis, feed the recorded updates to a live coordinator and updater, without a scheduler
+    or trainers.
 
-    Exit codes: 0 identical, 130 interrupted, 1 not identical or damaged, 2 a wrong command line.
+    Exit codes: 0 identical, 130 interrupted, 1 different or damaged, 2 wrong command line.
     """
     from fedstream.observe import report
     from fedstream.recordings import replay as page
@@ -150,7 +158,7 @@ def replay(
         }  # fmt: skip
         if given := [name for name, value in others.items() if value not in (None, [])]:
             raise ConfigError(
-                f"--redis feeds all updates as they were, to live services: without {given[0]}"
+                f"--redis feeds all updates unchanged to live services: leave out {given[0]}"
             )
         settings = settings_of(config, redis=redis, run=run)
         fed, to_the_end = feed.feed(settings, journal_of(folder), 1.0 if speed is None else speed)
@@ -161,7 +169,7 @@ def replay(
         leave(0 if to_the_end else INTERRUPTED)
     for option, value in (("--run", run), ("--speed", speed)):
         if value is not None:
-            raise ConfigError(f"{option} is for --redis URL, which is not given")
+            raise ConfigError(f"{option} needs --redis URL")
     code = page.replay(
         folder, begin=begin, until=until, every=evaluate_every, sets=sets or (),
         without=without or (), config=config,
@@ -177,9 +185,10 @@ def doctor(
     sets: Sets = None,
     as_json: AsJson = False,
 ) -> None:
-    """Look at Redis, the run in it, the journal's volume, the task and its data: what to change.
+    """Check Redis, the run in it, the journal's volume, the task and its data.
 
-    Exit codes: 0 nothing is wrong, warnings aside; 1 there are problems; 2 a wrong configuration.
+    Says what to change. Exit codes: 0 no problems (warnings don't count), 1 problems found, 2 wrong
+    configuration.
     """
     from fedstream.doctor import checkup as page
     from fedstream.observe import report
@@ -199,10 +208,12 @@ def purge(
     config: Config = None,
     redis: Url = None,
     run: RunName = None,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="without asking")] = False,
-    force: Annotated[bool, typer.Option("--force", help="even while services are alive")] = False,
+    yes: Annotated[bool, typer.Option("--yes", "-y", help="don't ask for confirmation")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="purge even while services are running")
+    ] = False,
 ) -> None:
-    """Delete everything that a run has in Redis."""
+    """Delete all of a run's keys from Redis."""
     from fedstream.operate import presence
 
     name = run or settings_of(config).run.name
@@ -210,7 +221,7 @@ def purge(
         there = ask(
             config, redis, run, lambda client, keys: presence.purgeable(client, keys, force=force)
         )
-        confirm(f"Delete run {name!r}, {there} keys?")
+        confirm(f"Delete run {name!r} ({there} keys)?")
     deleted = ask(
         config, redis, run, lambda client, keys: presence.purge(client, keys, force=force)
     )
@@ -222,17 +233,20 @@ def acl(
     run: RunName = None,
     site: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME", help="a site besides the pool; repeatable"),
+        typer.Option(metavar="NAME", help="a site other than the pool; repeatable"),
     ] = None,
-    out: Annotated[Path | None, typer.Option(metavar="FILE", help="instead of printing it")] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="write it to this file instead of stdout")
+    ] = None,
 ) -> None:
-    """Make Redis's ACL file: a user for every role, with only the keys and commands it needs.
+    """Write Redis's ACL file: a user per role, with access to only what the role needs.
 
-    Passwords come from the environment: FEDSTREAM_PASSWORD_COORDINATOR, and so on for SCHEDULER,
-    UPDATER, EVALUATOR, TRAINER and OPERATOR; the file holds their hashes. Redis 7 or later.
+    Passwords come from the environment: FEDSTREAM_PASSWORD_COORDINATOR, and likewise for SCHEDULER,
+    UPDATER, EVALUATOR, TRAINER and OPERATOR. The file contains their hashes. Needs Redis 7 or
+    later.
 
-    Without --site the users are those of the sites in coordinator.sites. The trainers of site
-    hospital-a are the user trainer-hospital-a, with FEDSTREAM_PASSWORD_SITE_HOSPITAL_A.
+    Without --site, the sites are those in coordinator.sites. The trainers of a site hospital-a
+    share the user trainer-hospital-a, whose password is FEDSTREAM_PASSWORD_SITE_HOSPITAL_A.
     """
     from fedstream.coordinator.sites import served
     from fedstream.operate import acl as page

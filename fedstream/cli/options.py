@@ -46,14 +46,20 @@ def one_of(names: Sequence[str]) -> Callable[[str], list[str]]:
 
 Config = Annotated[
     Path | None,
-    typer.Option("--config", "-c", envvar="FEDSTREAM_CONFIG", metavar="FILE", help="TOML file"),
+    typer.Option(
+        "--config",
+        "-c",
+        envvar="FEDSTREAM_CONFIG",
+        metavar="FILE",
+        help="configuration file (TOML)",
+    ),
 ]
 Sets = Annotated[
     list[str] | None,
     typer.Option(
         "--set",
         metavar="KEY=VALUE",
-        help="a configuration key, such as strategy.alpha=0.3; repeatable",
+        help="set a configuration key, as in strategy.alpha=0.3; repeatable",
     ),
 ]
 TaskName = Annotated[
@@ -61,7 +67,7 @@ TaskName = Annotated[
     typer.Option(
         metavar="TASK",
         autocompletion=one_of(TASKS),
-        help=f"a built-in one ({', '.join(TASKS)}), path/to/file.py:attribute or "
+        help=f"a built-in task ({', '.join(TASKS)}), path/to/file.py:attribute or "
         "package.module:attribute",
     ),
 ]
@@ -69,15 +75,17 @@ TrustRecorded = Annotated[
     bool,
     typer.Option(
         "--trust-recorded-task",
-        help="load the task that the recording names, which runs its program",
+        help="load the task named in the recording, which runs its code",
     ),
 ]
 StrategyName = Annotated[
     str | None,
-    typer.Option(metavar="NAME", autocompletion=one_of(STRATEGIES), help=", ".join(STRATEGIES)),
+    typer.Option(
+        metavar="NAME", autocompletion=one_of(STRATEGIES), help=f"one of {', '.join(STRATEGIES)}"
+    ),
 ]
 Devices = Annotated[
-    int | None, typer.Option(metavar="N", help="devices that the data is split over")
+    int | None, typer.Option(metavar="N", help="number of devices to split the data over")
 ]
 Versions = Annotated[
     int | None,
@@ -87,21 +95,21 @@ Versions = Annotated[
 ]
 Updates = Annotated[int | None, typer.Option(hidden=True)]  # deprecated name of --versions
 Out = Annotated[
-    Path | None, typer.Option(metavar="DIR", help="for results; runs/NAME-TIME if not given")
+    Path | None, typer.Option(metavar="DIR", help="folder for the results; default: runs/NAME-TIME")
 ]
 DataRoot = Annotated[
-    str | None, typer.Option(metavar="DIR", help="of data sets; else FEDSTREAM_DATA")
+    str | None, typer.Option(metavar="DIR", help="folder of data sets; default: FEDSTREAM_DATA")
 ]
 SummaryAsJson = Annotated[
-    bool, typer.Option("--json", help="no progress; the summary as JSON at the end")
+    bool, typer.Option("--json", help="print only the summary, as JSON, at the end")
 ]
-Url = Annotated[str | None, typer.Option("--redis", metavar="URL", help="instead of redis.url")]
-RunName = Annotated[str | None, typer.Option("--run", metavar="NAME", help="instead of run.name")]
-AsJson = Annotated[bool, typer.Option("--json", help="for programs")]
+Url = Annotated[str | None, typer.Option("--redis", metavar="URL", help="overrides redis.url")]
+RunName = Annotated[str | None, typer.Option("--run", metavar="NAME", help="overrides run.name")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 Name = Annotated[
     str | None,
     typer.Option(
-        envvar="FEDSTREAM_NAME", help="unique among the replicas; the host's name if not given"
+        envvar="FEDSTREAM_NAME", help="unique among the replicas; default: the host's name"
     ),
 ]
 

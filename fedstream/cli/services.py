@@ -29,12 +29,12 @@ def _serve(role: str, path: Path | None, sets: list[str] | None, name: str | Non
 
 
 def coordinator(config: Config = None, sets: Sets = None, name: Name = None) -> None:
-    """Turns triggers into tasks, admits answers, serves status and models over HTTP."""
+    """Turn triggers into tasks, admit answers, serve status and models over HTTP."""
     _serve("coordinator", config, sets, name)
 
 
 def scheduler(config: Config = None, sets: Sets = None, name: Name = None) -> None:
-    """Triggers training tasks."""
+    """Trigger training tasks."""
     _serve("scheduler", config, sets, name)
 
 
@@ -43,19 +43,22 @@ def updater(
     sets: Sets = None,
     name: Name = None,
     adopt: Annotated[
-        bool, typer.Option("--adopt", help="begin a lost journal anew with Redis's newest model")
+        bool,
+        typer.Option(
+            "--adopt", help="if the journal is lost, start a new one with Redis's newest model"
+        ),
     ] = False,
 ) -> None:
-    """Mixes updates into the global model, journals them, and publishes its versions."""
+    """Mix updates into the global model, journal them, and publish the versions."""
     adopted = ["journal.adopt=true"] if adopt else []
     _serve("updater", config, [*(sets or ()), *adopted], name)
 
 
 def trainer(config: Config = None, sets: Sets = None, name: Name = None) -> None:
-    """Trains on devices' data."""
+    """Train on devices' data."""
     _serve("trainer", config, sets, name)
 
 
 def evaluator(config: Config = None, sets: Sets = None, name: Name = None) -> None:
-    """Measures the model on the test data."""
+    """Measure the model on the test data."""
     _serve("evaluator", config, sets, name)

@@ -34,12 +34,15 @@ def run(
     config: Config = None,
     task: TaskName = None,
     strategy: StrategyName = None,
-    trainers: Annotated[int, typer.Option(min=1, metavar="N", help="trainer processes")] = 2,
+    trainers: Annotated[
+        int, typer.Option(min=1, metavar="N", help="number of trainer processes")
+    ] = 2,
     devices: Devices = None,
     versions: Versions = None,
     updates: Updates = None,
     redis: Annotated[
-        str | None, typer.Option(metavar="URL", help="without it the run starts its own")
+        str | None,
+        typer.Option(metavar="URL", help="Redis to use; by default the run starts its own"),
     ] = None,
     out: Out = None,
     data_root: DataRoot = None,
@@ -47,21 +50,24 @@ def run(
     port: Annotated[
         int | None,
         typer.Option(
-            min=0, max=65535, metavar="P", help="of the coordinator's HTTP; any if not given"
+            min=0,
+            max=65535,
+            metavar="P",
+            help="port of the coordinator's HTTP server; default: any free port",
         ),
     ] = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="go on with the unfinished run that --out holds")
+        bool, typer.Option("--resume", help="continue the unfinished run in --out")
     ] = False,
     trust: TrustRecorded = False,
     as_json: SummaryAsJson = False,
 ) -> None:
-    """Train: every service as a process on this machine, with a Redis of its own.
+    """Train with all services as processes on this machine, and a Redis of their own.
 
-    It ends with the last version, at run.target_accuracy, or on Ctrl-C, and leaves a summary, the
-    metrics as a table, the model, curves, logs and its configuration in a folder.
+    The run ends at the last version, at run.target_accuracy, or on Ctrl-C. Its folder then contains
+    a summary, a table of metrics, the model, curves, logs and the configuration.
 
-    Exit codes: 0 finished, 130 interrupted, 1 failed, 2 a wrong configuration.
+    Exit codes: 0 finished, 130 interrupted, 1 failed, 2 wrong configuration.
     """
     from fedstream.local import own_redis
     from fedstream.local import run as local
@@ -71,7 +77,7 @@ def run(
     recorded: Path | None = None
     if resume:
         if out is None:
-            raise ConfigError("--resume goes on with the run in --out DIR, which is not given")
+            raise ConfigError("--resume needs --out DIR, the folder of the run to continue")
         if config is None:
             with report.usable(out):
                 left = out / recording.CONFIG
@@ -107,16 +113,16 @@ def simulate(
     data_root: DataRoot = None,
     sets: Sets = None,
     journal: Annotated[
-        bool, typer.Option("--journal/--no-journal", help="keep what `fedstream replay` reads")
+        bool, typer.Option("--journal/--no-journal", help="record a journal for `fedstream replay`")
     ] = True,
     as_json: SummaryAsJson = False,
 ) -> None:
     """Train in virtual time: in this process, without Redis and without waiting for devices.
 
-    The table \\[simulation] says where staleness comes from and in which order devices arrive. The
-    same configuration gives the same run again.
+    The table \\[simulation] of the configuration sets where staleness comes from and in which order
+    devices arrive. The same configuration gives the same run.
 
-    Exit codes: 0 finished, 130 interrupted, 1 failed, 2 a wrong configuration.
+    Exit codes: 0 finished, 130 interrupted, 1 failed, 2 wrong configuration.
     """
     from fedstream.local.run import default_out
     from fedstream.observe import report
@@ -136,39 +142,50 @@ def simulate(
 
 def reproduce(
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="NAME", help="of experiments: see --list")
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="experiments to run; --list names them"),
     ] = None,
     repeats: Annotated[
         int | None,
-        typer.Option(min=1, metavar="R", help="of every cell; as many as it says if not given"),
+        typer.Option(
+            min=1,
+            metavar="R",
+            help="runs of every cell; default: as many as the experiment defines",
+        ),
     ] = None,
     cell: Annotated[
         list[str] | None,
-        typer.Option(metavar="LABEL", help="this cell alone, or those like 'p = 1, *'; repeatable"),
+        typer.Option(
+            metavar="LABEL", help="only this cell, or a pattern such as 'p = 1, *'; repeatable"
+        ),
     ] = None,
     seed: Annotated[
-        int, typer.Option(min=0, metavar="N", help="of the first repeat; the next has N + 1")
+        int, typer.Option(min=0, metavar="N", help="seed of the first repeat; the next has N + 1")
     ] = 0,
     scale: Annotated[
-        float, typer.Option(min=1.0, metavar="S", help="divide the number of versions by it")
+        float, typer.Option(min=1.0, metavar="S", help="divide the number of versions by S")
     ] = 1.0,
     data_root: DataRoot = None,
     jobs: Annotated[
-        int | None, typer.Option(min=1, metavar="J", help="processes; one for each core")
+        int | None,
+        typer.Option(min=1, metavar="J", help="number of processes; default: one per core"),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="experiments/results/NAME if not given")
+        Path | None,
+        typer.Option(
+            metavar="DIR", help="folder for the results; default: experiments/results/NAME"
+        ),
     ] = None,
     again: Annotated[
-        bool, typer.Option("--again", help="also what is there already, which is replaced")
+        bool, typer.Option("--again", help="run again and replace existing results")
     ] = False,
-    listed: Annotated[bool, typer.Option("--list", help="the experiments, and end")] = False,
+    listed: Annotated[bool, typer.Option("--list", help="list the experiments and exit")] = False,
 ) -> None:
-    """Repeat a paper's experiment: raw results, table, pictures, and what held of its claims.
+    """Repeat a paper's experiment: raw results, table, pictures, and which of its claims held.
 
-    What is there already is not run again: a command that was interrupted goes on where it was.
+    Existing results are not run again, so an interrupted command continues where it stopped.
 
-    Exit codes: 0 done, 130 interrupted, 1 failed, 2 a wrong command line.
+    Exit codes: 0 done, 130 interrupted, 1 failed, 2 wrong command line.
     """
     from fedstream.experiments import command as page
 

@@ -56,8 +56,8 @@ def fedstream(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
         ),
         (["status", "--run", "a b"], 2, "--run: 'a b' is no name"),
         (["run", "--task", "\udce9"], 2, "--task: not valid UTF-8"),
-        (["run", "--resume"], 2, "--resume goes on with the run in --out DIR, which is not given"),
-        (["replay", ".", "--redis", NOWHERE, "--out", "x"], 2, "to live services: without --out"),
+        (["run", "--resume"], 2, "--resume needs --out DIR"),
+        (["replay", ".", "--redis", NOWHERE, "--out", "x"], 2, "to live services: leave out --out"),
         (
             ["run", "--strategy", "fedavg", "--set", "scheduler.policy.kind=in_flight"],
             2,

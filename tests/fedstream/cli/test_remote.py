@@ -124,7 +124,7 @@ async def test_something_else_that_answers_is_no_coordinator(command: Command) -
         (["--url", "http://[::1"], 2, "is no address of a coordinator"),
         (["--url", "http://me:geheim@a"], 2, "'http://...@a' is no address of a coordinator"),
         (["--url", "http://127.0.0.1:1/a b"], 1, "nobody answers at http://127.0.0.1:1/a b/v1/"),
-        (["--url", "http://a", "--redis", "redis://a"], 2, "one of the two"),
+        (["--url", "http://a", "--redis", "redis://a"], 2, "give only one"),
     ],
 )
 async def test_what_is_wrong_is_said_in_one_line(

@@ -136,7 +136,7 @@ async def test_a_task_with_two_letters_is_retried_once(hand: Hand, command: Comm
     code, _, wrong = await command("retry", second.id)
     assert (code, wrong.count("\n")) == (1, 1)
     why = f"its task was retried already, by another letter about it, as task {again.task}"
-    assert wrong == f"fedstream: {second.id} is not retried: {why}\n"
+    assert wrong == f"fedstream: {second.id} not retried: {why}\n"
     await hand.dispatch()
     upload = await hand.trained(again)
     await hand.admit(upload)
@@ -224,7 +224,7 @@ async def test_what_cannot_be_retried_says_why_and_stays(
     letter = await only(hand)
     code, said, wrong = await command("retry", "--all")
     assert (code, said, wrong.count("\n")) == (1, "", 1)
-    assert wrong.startswith(f"fedstream: {letter.id} is not retried: ")
+    assert wrong.startswith(f"fedstream: {letter.id} not retried: ")
     assert why in wrong
     assert await snapshot(hand.client, hand.keys) == before
     assert (await command("show", letter.id))[0] == 0  # whatever it is, it can be looked at
@@ -356,7 +356,7 @@ async def test_letters_are_named_or_all_are_meant(
 ) -> None:
     await hand.create()
     code, _, wrong = await command(*arguments)
-    assert (code, wrong) == (2, "fedstream: name letters by their ids, or take --all\n")
+    assert (code, wrong) == (2, "fedstream: give either the ids of letters or --all\n")
 
 
 async def test_without_a_run_there_are_no_letters(hand: Hand, command: Command) -> None:

@@ -166,10 +166,10 @@ def test_what_kept_updates_inherited_is_counted(
         (
             ["--redis", "redis://127.0.0.1:1/0", "--until", "3"],
             2,
-            "to live services: without --until",
+            "to live services: leave out --until",
         ),
-        (["--speed", "2"], 2, "--speed is for --redis URL, which is not given"),
-        (["--run", "again"], 2, "--run is for --redis URL, which is not given"),
+        (["--speed", "2"], 2, "--speed needs --redis URL"),
+        (["--run", "again"], 2, "--run needs --redis URL"),
         (["--without", "device=1", "--out", "{out}/taken"], 2, "holds a replay.csv already"),
     ],
 )
