@@ -6,7 +6,10 @@ BIN := .venv/bin
 # Nothing is installed but what requirements/ lists, and of it no other files than those of its hashes.
 INSTALL := pip install --quiet --disable-pip-version-check --require-hashes --no-deps
 
-.PHONY: run test lint format types unit docs help k8s-check chaos chaos-mutants fuzz mutants bench reproduce lock dist sbom constraints clean
+# Tests start hundreds of Python processes: none is to compile everything again.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: run test fast lint format types unit docs help k8s-check chaos chaos-mutants fuzz mutants bench reproduce lock dist sbom constraints clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -14,7 +17,11 @@ help:  ## list the targets
 run: .venv/installed  ## train the handwritten digits on this machine
 	$(BIN)/fedstream run
 
-test: lint types docs k8s-check unit  ## all that CI checks
+test:  ## all that CI checks; unit runs beside the others
+	$(MAKE) --no-print-directory --jobs=2 unit lint types docs k8s-check
+
+fast: .venv/installed  ## the tests that start no process, for the inner loop (under a minute)
+	$(BIN)/pytest -q -m 'not process' --numprocesses auto --dist worksteal
 
 lint: .venv/installed .venv-tools/installed  ## ruff, which package imports which, spelling, the workflows
 	$(BIN)/ruff check .
@@ -31,8 +38,11 @@ format: .venv/installed  ## rewrite the code as lint wants it, where ruff can
 types: .venv/installed  ## mypy
 	$(BIN)/mypy
 
+# Two for each core, since a test with processes mostly waits for them.
+WORKERS ?= $(shell echo $$((2 * $$(getconf _NPROCESSORS_ONLN))))
+
 unit: .venv/installed  ## all tests
-	$(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder  # most wait for a process; the long ones not last
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder  # the long files not last
 
 docs: .venv-docs/installed  ## the documentation as a site, in site/; a broken link or anchor fails
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict  # Material is maintained until May 2027; then Zensical

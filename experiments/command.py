@@ -39,6 +39,7 @@ def reproduce(
 
     Raises ConfigError for an unknown name, DataError if data is missing.
     """
+    from fedstream.experiments.program import commit
     from fedstream.experiments.running import cores, run
     from fedstream.experiments.showing import TABLE, show
 
@@ -49,12 +50,13 @@ def reproduce(
         raise ConfigError(f"which experiment? There are {', '.join(known)}")
     if out is not None and len(names) > 1:
         raise ConfigError("--out is one experiment's folder, and several are named")
+    program = commit()  # before results are written, which may be inside the checkout
     for name in names:
         folder = out or RESULTS / name
         results = run(
             known[name], folder, repeats=repeats, scale=scale, data_root=data_root,
             cells=cells, seed=seed, processes=processes or cores(), again=again, command=command,
-            say=say,
+            program=program, say=say,
         )  # fmt: skip
         show(known[name], results, folder)
         say(f"{name}: {folder / TABLE}")

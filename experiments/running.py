@@ -32,7 +32,6 @@ import numpy as np
 
 from fedstream.broker.errors import ConfigError
 from fedstream.experiments import machine
-from fedstream.experiments.program import commit
 from fedstream.experiments.reproduction import Cell, Experiment, Points, Results, Row, settings_of
 from fedstream.local.parent import VARIABLE, end_with_parent
 from fedstream.observe.display import duration
@@ -398,9 +397,10 @@ def run(
     processes: int = 1,
     again: bool = False,
     command: str = "",
+    program: str = "",
     say: Callable[[str], object] = lambda _: None,
 ) -> Results:
-    """Run what is missing, and return all results.
+    """Run what is missing, and return all results. ``program``: the commit that runs it.
 
     Raises ConfigError, DataError; runs that had finished are kept.
     """
@@ -416,7 +416,6 @@ def run(
     threads = max(1, cores() // processes)
     say(f"{experiment.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them are there")
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
-    program = commit()  # before writing results, which may be inside the checkout
     waiting, done = Counter(job.cell for job in missing), list[Row]()
     for n, (row, curve) in enumerate(results(missing, processes, threads), start=1):
         row = replace(row, commit=program)

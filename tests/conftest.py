@@ -25,6 +25,7 @@ from fedstream.cli.app import main
 from fedstream.local.redis_server import find_servers
 from tests.broker.servers import Redis
 from tests.broker.servers import redis as redis_server
+from tests.processes import Processes
 from tests.support import Hand
 
 if TYPE_CHECKING:
@@ -45,6 +46,11 @@ settings.register_profile(
 settings.load_profile("repeatable")
 
 _run_numbers = count(1)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Nobody starts a process unmarked."""
+    config.pluginmanager.register(Processes())
 
 
 def _versions() -> dict[str, Path]:

@@ -38,6 +38,7 @@ def broken(tmp_path: Path, old: str, new: str) -> Path:
     return folder / "release.yaml"
 
 
+@pytest.mark.process
 @needs_tools
 def test_the_schema_takes_the_workflow_and_not_a_broken_one(tmp_path: Path) -> None:
     schema = ("--builtin-schema", "vendor.github-workflows")
@@ -46,6 +47,7 @@ def test_the_schema_takes_the_workflow_and_not_a_broken_one(tmp_path: Path) -> N
     assert "run-on" in check("check-jsonschema", *schema, str(wrong))
 
 
+@pytest.mark.process
 @needs_tools
 def test_the_linter_takes_the_workflow_and_not_an_unpinned_action(tmp_path: Path) -> None:
     options = ("--offline", "--quiet", "--persona=pedantic")

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.process
+
 ROOT = Path(__file__).parents[1]
 LINKED = (
     "broker", "coordinator", "experiments", "journal", "runtime", "strategies", "trainer",

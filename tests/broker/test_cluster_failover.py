@@ -13,7 +13,7 @@ from fedstream.broker.keys import Keys
 from tests.broker.pipeline import another_master, finished, pipeline, reached
 from tests.broker.servers import PATIENT_MS, SLOTS, Shards, cluster, redis_7, said, until
 
-pytestmark = pytest.mark.skipif(redis_7() is None, reason="no Redis 7")
+pytestmark = [pytest.mark.process, pytest.mark.skipif(redis_7() is None, reason="no Redis 7")]
 
 KEYS = Keys("sharded")
 

@@ -14,7 +14,7 @@ from tests.broker.pipeline import finished, pipeline, reached
 from tests.broker.servers import redis, redis_7
 from tests.support import full, wait_until
 
-pytestmark = pytest.mark.skipif(redis_7() is None, reason="no Redis 7")
+pytestmark = [pytest.mark.process, pytest.mark.skipif(redis_7() is None, reason="no Redis 7")]
 KEYS = Keys("full")
 SLOW = "devices.latency={kind='fixed', mean_s=0.02}"
 MODEL_BYTES = 4 * 4 << 14  # of tests.broker.pipeline:wide

@@ -29,6 +29,8 @@ from tests.broker.guarded import KEYS, OF_SITES, PASSWORDS, RUN, SITES, Guarded,
 from tests.broker.pipeline import Pipeline, finished, lines, pipeline, reached
 from tests.support import wait_until
 
+pytestmark = pytest.mark.process
+
 
 @pytest.fixture
 def there(tmp_path: Path) -> Iterator[Guarded]:

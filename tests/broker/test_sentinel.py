@@ -21,7 +21,10 @@ from tests.broker.pipeline import another_master, finished, pipeline, reached
 from tests.broker.servers import Redis, redis, redis_7, said, until
 from tests.support import Proxy, wait_until
 
-pytestmark = pytest.mark.skipif(redis_7() is None, reason="no redis-server that is also a sentinel")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(redis_7() is None, reason="no redis-server that is also a sentinel"),
+]
 
 NAME = "fedstream"
 KEYS = Keys("watched")

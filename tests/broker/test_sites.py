@@ -29,7 +29,7 @@ from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
 from tests.broker.pipeline import finished, pipeline
 from tests.support import SIZE_LIMIT, Hand, wait_until
 
-pytestmark = needs_7
+pytestmark = [pytest.mark.process, needs_7]
 
 NORTH, SOUTH = "trainer-north", "trainer-south"
 OWN, THEIRS = KEYS.inbox("north"), KEYS.inbox("south")

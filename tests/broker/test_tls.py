@@ -21,7 +21,10 @@ from fedstream.settings.config import read
 from tests.broker.certificates import authority, signed
 from tests.broker.servers import cluster, redis, redis_7
 
-pytestmark = pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(shutil.which("openssl") is None, reason="openssl makes the keys"),
+]
 
 
 @dataclass(frozen=True)

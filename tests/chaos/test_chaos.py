@@ -15,6 +15,7 @@ FAULTS = 8
 SEEDS = (0, 1, 2)
 
 pytestmark = [
+    pytest.mark.process,
     pytest.mark.chaos,
     pytest.mark.timeout(600),
     pytest.mark.skipif(sys.platform != "linux", reason="forks, and looks into /proc"),

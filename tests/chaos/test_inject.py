@@ -24,7 +24,10 @@ from tests.chaos.seams import Control
 from tests.chaos.services import Child
 from tests.support import wait_until
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc"),
+]
 
 USURP = Fault(at=0, after_s=0.0, kind=Kind.USURP, seconds=0.0)
 TWICE = Fault(at=0, after_s=0.0, kind=Kind.TWICE, seconds=0.0)

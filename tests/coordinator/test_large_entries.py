@@ -98,6 +98,7 @@ async def strays(run: Hand) -> dict[str, int]:
     return (await run.ledger.look()).reasons("stray")
 
 
+@pytest.mark.process
 @needs_7
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process's memory")
 async def test_entries_of_30_mb_cost_a_coordinator_no_memory_and_nobody_his_answers(

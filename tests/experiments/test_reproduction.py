@@ -267,6 +267,7 @@ def test_results_of_another_scale_are_not_mixed_in(tiny: Experiment, tmp_path: P
     assert run(tiny, tmp_path, repeats=1, again=True).of("fast")[0].versions == 20
 
 
+@pytest.mark.process
 def test_processes_side_by_side_give_the_same(tiny: Experiment, tmp_path: Path) -> None:
     alone = run(tiny, tmp_path / "one", repeats=1)
     together = run(tiny, tmp_path / "two", repeats=1, processes=2)
@@ -382,6 +383,7 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.process
 def test_the_commit_is_named_and_whether_the_program_was_changed(tmp_path: Path) -> None:
     there = checkout(tmp_path)
     clean = commit(there)
@@ -396,16 +398,12 @@ def test_the_commit_is_named_and_whether_the_program_was_changed(tmp_path: Path)
     assert commit(there / "nowhere") == ""
 
 
-def test_results_say_which_commits_made_them(
-    tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(running, "commit", lambda: "0123456789ab")
-    results = run(tiny, tmp_path, repeats=1, scale=10)
+def test_results_say_which_commits_made_them(tiny: Experiment, tmp_path: Path) -> None:
+    results = run(tiny, tmp_path, repeats=1, scale=10, program="0123456789ab")
     assert {row.commit for row in results.rows} == {"0123456789ab"}
     assert "; commit 0123456789ab; machine" in table(tiny, results)
     assert json.loads((tmp_path / "about.json").read_text())["calls"][0]["commit"] == "0123456789ab"
-    monkeypatch.setattr(running, "commit", lambda: "ba9876543210+")
-    results = run(tiny, tmp_path, repeats=2, scale=10, cells=["slow"])
+    results = run(tiny, tmp_path, repeats=2, scale=10, cells=["slow"], program="ba9876543210+")
     told = "; commit 0123456789ab (2 runs), ba9876543210 with changes (1 run); machine"
     assert told in table(tiny, results)
 
@@ -443,6 +441,7 @@ def ask(names: Sequence[str], out: Path | None = None, data_root: str | None = N
     )  # fmt: skip
 
 
+@pytest.mark.process
 def test_the_command_runs_an_experiment_by_its_name(
     tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -461,6 +460,7 @@ def test_an_unknown_name_is_answered_with_those_that_there_are(tmp_path: Path) -
         ask(["afl-mnist-table2", "afl-mnist-table3"], tmp_path)
 
 
+@pytest.mark.process
 def test_missing_data_is_an_error_that_says_where_it_was_sought(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"is not in {tmp_path}"):
         ask(["afl-mnist-table2"], tmp_path / "out", str(tmp_path))

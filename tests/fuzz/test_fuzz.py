@@ -31,6 +31,7 @@ def test_what_was_found_once_is_refused(find: Path) -> None:
     assert attempt(targets()[find.parent.name], find.read_bytes()) == "refused"
 
 
+@pytest.mark.process
 def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
     inputs = 300 * len(targets())
@@ -74,6 +75,7 @@ def test_a_fault_is_found_and_its_input_kept(
     assert [path.read_bytes() for path in kept(found, tmp_path)] == [b"x"]
 
 
+@pytest.mark.process
 def test_more_memory_than_there_is_for_an_input_is_a_crash() -> None:
     script = """
 from tests.fuzz.harness import MEMORY, Target, fuzz, limit_memory

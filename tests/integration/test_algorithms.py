@@ -20,7 +20,7 @@ from fedstream.settings.config import read
 from fedstream.simulation import Arrival, simulate
 from tests.integration.command import SCRIPT, TEST_GUARD_S, Command, adds_up, held
 
-pytestmark = pytest.mark.timeout(TEST_GUARD_S)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
 VERSIONS = 10
 RUNS = {  # each version is made of three updates

@@ -12,7 +12,7 @@ from tests.integration.command import TEST_GUARD_S, Command, adds_up
 
 README = Path(__file__).parents[2] / "README.md"
 
-pytestmark = pytest.mark.timeout(TEST_GUARD_S)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
 
 def finished(folder: Path, *arguments: str) -> Command:

@@ -37,7 +37,7 @@ FILES = [
     "curves.png", "journal", "logs", "metrics.csv", "model.safetensors", "run.toml", "summary.json"
 ]  # fmt: skip
 
-pytestmark = pytest.mark.timeout(TEST_GUARD_S)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
 
 @pytest.fixture(scope="module")

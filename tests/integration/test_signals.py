@@ -27,7 +27,7 @@ AT = Path(__file__).with_name("at_moment.py")
 ROOT = Path(__file__).parents[2]
 PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 
-pytestmark = pytest.mark.timeout(TEST_GUARD_S)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
 
 def environ(tmp_path: Path) -> dict[str, str]:

@@ -43,7 +43,7 @@ class Corners(Task):
 task = Corners()
 """  # 50 steps forget the model that they began with: the other devices don't pass the poison on
 
-pytestmark = pytest.mark.timeout(TEST_GUARD_S)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
 
 def fedstream(run: Command, *arguments: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration.command import BLOBS, TEST_GUARD_S, Command
 
-pytestmark = pytest.mark.timeout(TEST_GUARD_S)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
 STEPS = [
     ("scheduler", "triggered"),

@@ -47,7 +47,7 @@ PACKAGE = (
 )
 LAYOUTS = pytest.mark.parametrize("layout", [FILE, PACKAGE], ids=["a file", "a package"])
 
-pytestmark = pytest.mark.timeout(TEST_GUARD_S)
+pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
 
 @pytest.fixture(scope="module")

@@ -589,6 +589,7 @@ def test_any_sequence_of_records_replays_to_the_same_bits(
 # journals of earlier releases
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("threads", ["1", "7"])
 def test_the_bits_depend_neither_on_threads_nor_on_the_machine_s_load(
     folder: Path, threads: str

@@ -28,7 +28,10 @@ from tests.k8s.cluster.network import client, translator
 from tests.k8s.cluster.pod import expanded, quantity
 from tests.k8s.conftest import missing
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="addresses in 127.0.0.0/8")
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.skipif(sys.platform != "linux", reason="addresses in 127.0.0.0/8"),
+]
 
 # Answers /NAME with 200 where a file NAME is in its folder and 503 where none is; every line that
 # it says is in the story. SIGTERM ends it, unless there is a file `stubborn`.

@@ -95,6 +95,7 @@ def test_the_alerts_are_those_of_kubernetes() -> None:
     )
 
 
+@pytest.mark.process
 def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:

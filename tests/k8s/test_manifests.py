@@ -50,6 +50,7 @@ def broken(manifests: Manifests, change: Callable[[Manifests], object]) -> list[
     return list(findings(Manifests(list(those))))  # anew: a change may rename
 
 
+@pytest.mark.process
 def test_every_overlay_and_component_passes_every_check(renderings: dict[str, Manifests]) -> None:
     found = [
         f"{name}: {line}" for name, manifests in renderings.items() for line in findings(manifests)

@@ -277,6 +277,7 @@ def told(changes: dict[str, str]) -> list[dict[str, str]]:
     return [{"series": name, "values": values} for name, values in found.items()]
 
 
+@pytest.mark.process
 def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
     promtool = tool("promtool", always_in_ci=False)
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": GROUPS}))
@@ -348,6 +349,7 @@ def test_the_service_monitor_selects_the_service_of_all_pods() -> None:
     assert {one["targetLabel"] for one in endpoint["relabelings"]} <= TARGET_LABELS
 
 
+@pytest.mark.process
 def test_it_renders_into_any_overlay(tmp_path: Path) -> None:
     kubectl = tool("kubectl", always_in_ci=True)
     shutil.copytree(COMPONENT, tmp_path / "monitoring")

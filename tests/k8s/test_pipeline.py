@@ -30,7 +30,7 @@ from tests.k8s.conftest import Kustomized
 from tests.k8s.policy.targets import K8S
 from tests.k8s.tls import redis_tls
 
-pytestmark = [pytest.mark.k8s, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.k8s, pytest.mark.timeout(900)]
 
 ROLES = ("coordinator", "scheduler", "updater", "evaluator", "trainer", "operator")
 PASSWORDS: Manifest = {

@@ -18,7 +18,7 @@ from tests.k8s.cluster import Cluster
 from tests.k8s.cluster.image import Image
 from tests.k8s.policy.targets import kustomized
 
-pytestmark = [pytest.mark.k8s, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.k8s, pytest.mark.timeout(900)]
 
 OVERLAY = """
 apiVersion: kustomize.config.k8s.io/v1beta1

@@ -24,6 +24,7 @@ from tests.k8s.policy.targets import K8S
 from tests.support import Hand, context, running, wait_until
 
 pytestmark = [
+    pytest.mark.process,
     pytest.mark.skipif(redis_7() is None, reason="the users' rights need Redis 7"),
     pytest.mark.skipif(shutil.which("redis-cli") is None, reason="the probes need redis-cli"),
 ]

@@ -19,7 +19,7 @@ from tests.k8s.cluster.image import Image
 from tests.k8s.policy.targets import kustomized
 from tests.k8s.tls import redis_tls
 
-pytestmark = [pytest.mark.k8s, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.process, pytest.mark.k8s, pytest.mark.timeout(900)]
 
 OVERLAY = """
 apiVersion: kustomize.config.k8s.io/v1beta1

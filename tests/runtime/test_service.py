@@ -356,6 +356,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
         time.sleep(0.01)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_drains_while_http_is_served(start: Callable[..., Child], number: int) -> None:
     child = start("Drains")
@@ -371,6 +372,7 @@ def test_a_signal_drains_while_http_is_served(start: Callable[..., Child], numbe
     assert child.exit_code() == 0
 
 
+@pytest.mark.process
 def test_a_service_has_routes_of_its_own_beside_health(start: Callable[..., Child]) -> None:
     child = start("Sample")
     assert child.get("/hello") == (200, "hello")
@@ -378,6 +380,7 @@ def test_a_service_has_routes_of_its_own_beside_health(start: Callable[..., Chil
     assert "process_resident_memory_bytes" in child.get("/metrics")[1]
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_exits_hard(start: Callable[..., Child], number: int) -> None:
     child = start("Drains")
@@ -387,6 +390,7 @@ def test_a_second_signal_exits_hard(start: Callable[..., Child], number: int) ->
     assert child.exit_code() == 128 + number
 
 
+@pytest.mark.process
 def test_a_second_signal_ends_a_stuck_event_loop(start: Callable[..., Child]) -> None:
     child = start("BlocksLoop")
     child.signal(signal.SIGTERM)
@@ -395,6 +399,7 @@ def test_a_second_signal_ends_a_stuck_event_loop(start: Callable[..., Child]) ->
     assert child.exit_code() == 128 + signal.SIGTERM
 
 
+@pytest.mark.process
 @pytest.mark.parametrize("kind", ["Hangs", "HangsInThread"])
 def test_a_drain_that_takes_too_long_is_cancelled(start: Callable[..., Child], kind: str) -> None:
     child = start(kind, drain_s=0.1)
@@ -404,6 +409,7 @@ def test_a_drain_that_takes_too_long_is_cancelled(start: Callable[..., Child], k
     assert child.exit_code() == 1
 
 
+@pytest.mark.process
 def test_what_a_cancelled_service_raises_is_logged(start: Callable[..., Child]) -> None:
     child = start("FailsWhenCancelled", drain_s=0.1)
     child.signal(signal.SIGTERM)
@@ -412,6 +418,7 @@ def test_what_a_cancelled_service_raises_is_logged(start: Callable[..., Child]) 
     assert child.exit_code() == 1
 
 
+@pytest.mark.process
 def test_a_loop_that_hangs_shows_on_livez(start: Callable[..., Child]) -> None:
     child = start("Hangs")
     wait_until(lambda: child.get("/livez")[0] == 503)

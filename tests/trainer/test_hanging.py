@@ -100,6 +100,7 @@ async def test_training_that_comes_back_in_time_is_not_taken_for_one_that_hangs(
     )
 
 
+@pytest.mark.process
 def test_a_process_whose_thread_hangs_ends_all_the_same() -> None:
     """As the runtime ends it: at a normal exit Python would wait for the thread."""
     program = """

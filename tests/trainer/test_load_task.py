@@ -71,6 +71,7 @@ def test_a_file_gives_an_instance_or_a_callable(
     assert load_task(f"own_program:{attribute}", TaskSettings()).devices == 4
 
 
+@pytest.mark.process
 def test_a_program_imports_its_neighbours_and_a_spawned_process_finds_it(
     write: Callable[[str, str], Path],
 ) -> None:
@@ -160,6 +161,7 @@ def test_default_metrics_cover_all_data_without_dropout() -> None:
         task.metrics(task.model(), TensorDataset(torch.zeros(0, 2), torch.zeros(0)))
 
 
+@pytest.mark.process
 def test_settings_are_read_without_importing_torch() -> None:
     modules = ("task", "solvers", "devices", "partitions")
     imports = "; ".join(f"import fedstream.trainer.{name}" for name in modules)

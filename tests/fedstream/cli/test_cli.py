@@ -42,6 +42,7 @@ def fedstream(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
     return int(ended.value.code or 0)
 
 
+@pytest.mark.process
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
@@ -136,6 +137,7 @@ def test_the_deprecated_updates_sets_the_number_of_versions(
     assert shown.err == "fedstream: --updates is deprecated; use --versions\n"
 
 
+@pytest.mark.process
 def test_an_output_that_takes_nothing_is_no_crash() -> None:
     def said(where: str) -> tuple[int, str]:
         command = ["sh", "-c", f"{sys.executable} -m fedstream --version {where}"]
@@ -163,6 +165,7 @@ def test_a_run_that_is_not_there(
         assert said.count("\n") == 1
 
 
+@pytest.mark.process
 def test_the_public_names_are_cheap() -> None:
     program = (
         "import sys, fedstream.cli.app; print('numpy' in sys.modules);"
@@ -266,6 +269,7 @@ def test_what_is_completed_is_what_there_is() -> None:
     assert set(options.STRATEGIES) == {rule.model_fields["name"].default for rule in rules}
 
 
+@pytest.mark.process
 def test_what_a_command_writes_is_its_user_s_alone(tmp_path: Path) -> None:
     """Folders 0700, files 0600: the journal's, and all that lies beside it."""
     out, exported = tmp_path / "out", tmp_path / "model.safetensors"

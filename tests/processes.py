@@ -1,0 +1,73 @@
+"""Which tests start a process: `make fast` leaves them out.
+
+A test that gets a server from a shared fixture is marked ``process`` by itself. Any other test that
+starts a process must have that mark, or it fails: so what `make fast` runs can't come to depend on
+a Redis, a service or a command by accident.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator
+
+import pytest
+
+MARK = "process"
+SERVERS = {"images", "kustomized", "nodes", "renderings", "server_of"}  # fixtures
+_EVENTS = {  # of Python's audit hooks
+    "os.exec", "os.fork", "os.forkpty", "os.posix_spawn", "os.spawn", "os.system",
+    "subprocess.Popen",
+}  # fmt: skip
+
+
+class Processes:
+    """The plugin: it knows which test runs, and which fixtures have started a process."""
+
+    def __init__(self) -> None:
+        self._running: pytest.Item | None = None
+        self._in_setup: list[str] = []
+        self._started_by: set[str] = set()  # fixtures
+        sys.addaudithook(self._audit)
+
+    def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
+        for item in items:
+            if not SERVERS.isdisjoint(_fixtures(item)):
+                item.add_marker(MARK)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
+        self._running = item
+        try:
+            return (yield)
+        finally:
+            self._running = None
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_fixture_setup(
+        self, fixturedef: pytest.FixtureDef[object]
+    ) -> Generator[None, object, object]:
+        self._in_setup.append(fixturedef.argname)
+        try:
+            return (yield)
+        finally:
+            self._in_setup.pop()
+
+    def pytest_runtest_setup(self, item: pytest.Item) -> None:
+        """Fail who uses a process that another test's fixture has started already."""
+        if not item.get_closest_marker(MARK):
+            for name in self._started_by & _fixtures(item):
+                pytest.fail(_advice(item, f"uses fixture {name}, which starts a process"))
+
+    def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
+        if event in _EVENTS and (item := self._running) is not None:
+            self._started_by.update(self._in_setup)
+            if not item.get_closest_marker(MARK):
+                pytest.fail(_advice(item, f"starts a process ({event}{arguments[:1]})"))
+
+
+def _fixtures(item: pytest.Item) -> set[str]:
+    return set(item.fixturenames) if isinstance(item, pytest.Function) else set()
+
+
+def _advice(item: pytest.Item, what: str) -> str:
+    return f"{item.name} {what}: mark it, or its module, with pytest.mark.{MARK}"
