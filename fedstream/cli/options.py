@@ -133,7 +133,7 @@ def ask(
 ) -> T:
     """Run a query against a run's Redis. Raises FedstreamError."""
     from fedstream.broker.client import Client
-    from fedstream.local.own_redis import refuse_ended
+    from fedstream.local.run_toml import refuse_ended
 
     settings = settings_of(path, redis=redis, run=run)
     refuse_ended(settings, path)

@@ -20,11 +20,11 @@ def _serve(role: str, path: Path | None, sets: list[str] | None, name: str | Non
     end_with_parent()
     settings = settings_of(path, sets)
     if VARIABLE not in os.environ:  # not started by `fedstream run`
-        from fedstream.local.own_redis import joining, refuse_ended
+        from fedstream.local.run_toml import for_joining_trainer, refuse_ended
 
         refuse_ended(settings, path)
         if role == "trainer":
-            settings = joining(settings, path)
+            settings = for_joining_trainer(settings, path)
     leave(serve_role(role, settings, check_name("--name", name or socket.gethostname())))
 
 

@@ -69,8 +69,9 @@ def run(
 
     Exit codes: 0 finished, 130 interrupted, 1 failed, 2 wrong configuration.
     """
-    from fedstream.local import own_redis
-    from fedstream.local import run as local
+    from fedstream.local import run_toml
+    from fedstream.local.request import RunRequest
+    from fedstream.local.run import run as run_here
     from fedstream.observe import display, report
     from fedstream.settings import recording
 
@@ -89,14 +90,14 @@ def run(
     )  # fmt: skip
     if recorded is not None and not trust:
         recording.check_task(settings, recorded, sets or (), task)
-    plan = local.Plan(
-        own_redis.without_lost(settings, config),
-        out=out or local.default_out(settings.run.name, datetime.now().astimezone()),
+    request = RunRequest(
+        run_toml.without_private_redis(settings, config),
+        out=out or report.default_out(settings.run.name, datetime.now().astimezone()),
         trainers=trainers,
         port=port,
         resume=resume,
     )
-    code, numbers = local.run(plan, display.choose(as_json=as_json))
+    code, numbers = run_here(request, display.choose(as_json=as_json))
     if as_json:
         verbatim(report.as_json(numbers) + "\n")
     leave(code)
@@ -124,7 +125,6 @@ def simulate(
 
     Exit codes: 0 finished, 130 interrupted, 1 failed, 2 wrong configuration.
     """
-    from fedstream.local.run import default_out
     from fedstream.observe import report
     from fedstream.simulation import run as page
 
@@ -133,7 +133,7 @@ def simulate(
         task=task, strategy=strategy, devices=devices, versions=versions,
         updates=updates, data_root=data_root,
     )  # fmt: skip
-    folder = out or default_out(settings.run.name, datetime.now().astimezone())
+    folder = out or report.default_out(settings.run.name, datetime.now().astimezone())
     code, numbers = page.run(settings, folder, journal=journal, quiet=as_json)
     if as_json:
         verbatim(report.as_json(numbers) + "\n")

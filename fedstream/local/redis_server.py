@@ -11,31 +11,28 @@ with the process that started it.
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 import importlib.util
 import os
 import re
 import secrets
 import shutil
-import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Self
 from urllib.parse import quote
 
 from fedstream.broker.errors import FedstreamError
+from fedstream.local.parent import death_with_parent
 
 _NAMES = ("redis-server", "valkey-server")
 _ANSWERS_WITHIN_S = 30.0
 _STOPS_WITHIN_S = 5.0
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PREFIX = "fedstream-redis-"
 _SOCKET = "redis.sock"
 _LONGEST = 103 if sys.platform == "darwin" else 107  # longest socket path in bytes: sys/un.h
@@ -117,6 +114,19 @@ class RedisServer:
     def pid(self) -> int:
         """Process id; 0 before it is started and after it is stopped."""
         return self._process.pid if self._process else 0
+
+    @property
+    def is_running(self) -> bool:
+        """Whether its process runs.
+
+        The process is not reaped here: a signal's handler that kills it meanwhile would block.
+        """
+        if self._process is None:
+            return False
+        try:
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:
+            return False
 
     def start(self) -> None:
         """Start it and wait until it answers (about 50 ms). Raises FedstreamError.
@@ -228,14 +238,3 @@ def _quoted(path: Path) -> str:
     """Path as a quoted value in a Redis configuration."""
     text = str(path).replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
     return f'"{text}"'
-
-
-def death_with_parent() -> Callable[[], None] | None:
-    """Function for the child to call first, so that it dies with us even on SIGKILL.
-
-    None where the system can't do that (anywhere but on Linux).
-    """
-    if sys.platform != "linux":
-        return None
-    prctl = ctypes.CDLL(None).prctl  # looked up now: between fork and exec it would be unsafe
-    return lambda: prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

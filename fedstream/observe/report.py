@@ -18,7 +18,9 @@ from fedstream import __version__
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.messages import OUTCOMES
 from fedstream.broker.records import View
+from fedstream.journal.inspection import FOLDER
 from fedstream.observe.observer import History, Made
+from fedstream.settings.recording import CONFIG
 
 if TYPE_CHECKING:
     from torch import nn
@@ -53,6 +55,17 @@ class Facts:
     why: str
     restarts: Mapping[str, int]
     torch: str
+
+
+def default_out(name: str, now: datetime) -> Path:
+    """Default output folder, one for each run."""
+    return Path("runs") / f"{name}-{now:%Y%m%d-%H%M%S}"
+
+
+def taken(out: Path) -> str | None:
+    """A file in the folder that shows that it holds a run already; None if it doesn't."""
+    with usable(out):
+        return next((name for name in (CONFIG, SUMMARY, FOLDER) if (out / name).exists()), None)
 
 
 @contextmanager

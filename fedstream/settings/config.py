@@ -165,6 +165,19 @@ class Settings(Section):
             return self.simulation.staleness
         return NoStaleness() if isinstance(self.policy, Rounds) else UniformStaleness()
 
+    def with_absolute_paths(self) -> Settings:
+        """The same for any working directory: task, data and TLS files by their absolute paths."""
+        task, (file, _, attribute) = self.task, self.task.name.rpartition(":")
+        if file.endswith(".py"):
+            task = task.model_copy(update={"name": f"{Path(file).absolute()}:{attribute}"})
+        if task.data_root is not None:
+            task = task.model_copy(update={"data_root": str(Path(task.data_root).absolute())})
+        redis = self.redis
+        if redis.tls is not None:
+            files = {key: str(Path(path).absolute()) for key, path in redis.tls if path is not None}
+            redis = redis.model_copy(update={"tls": redis.tls.model_copy(update=files)})
+        return self.model_copy(update={"task": task, "redis": redis})
+
 
 _OPTIONS = {  # command-line options and the keys they set
     "--task": "task.name",

@@ -48,7 +48,7 @@ def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[i
     """
     _check_folder(out)
     check_used(settings)
-    settings = _with_paths(settings)
+    settings = settings.with_absolute_paths()
     with redirect_stdout(sys.stderr):  # stdout may be read by a program
         task = task_of(settings)
     history = History()
@@ -84,12 +84,8 @@ def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[i
 
 
 def _check_folder(out: Path) -> None:
-    with report.usable(out):
-        taken = [name for name in (CONFIG, report.SUMMARY, FOLDER) if (out / name).exists()]
-    if taken:
-        raise FedstreamError(
-            f"{out} holds a run already ({taken[0]}): name another folder with --out"
-        )
+    if taken := report.taken(out):
+        raise FedstreamError(f"{out} holds a run already ({taken}): name another folder with --out")
 
 
 @contextmanager
@@ -108,16 +104,6 @@ def _folder(out: Path, settings: Settings, *, begun: Callable[[], bool]) -> Iter
                 with suppress(OSError):
                     undo()
         raise
-
-
-def _with_paths(settings: Settings) -> Settings:
-    """Make paths absolute, so that the configuration works from any working directory."""
-    task, (file, _, attribute) = settings.task, settings.task.name.rpartition(":")
-    if file.endswith(".py"):
-        task = task.model_copy(update={"name": f"{Path(file).absolute()}:{attribute}"})
-    if task.data_root is not None:
-        task = task.model_copy(update={"data_root": str(Path(task.data_root).absolute())})
-    return settings.model_copy(update={"task": task})
 
 
 def _as_toml(settings: Settings) -> str:

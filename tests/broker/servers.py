@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
+from fedstream.local.parent import death_with_parent
 from fedstream.local.ports import HeldPort
-from fedstream.local.redis_server import death_with_parent, find_servers
+from fedstream.local.redis_server import find_servers
 
 
 @lru_cache

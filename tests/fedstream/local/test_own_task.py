@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from fedstream.local import run as local
-from fedstream.observe.display import Quiet
-from fedstream.observe.observer import History
-from fedstream.settings.config import Settings
 from tests.fedstream.conftest import Command
-from tests.fedstream.views import event, view
 
 TASK = """
 import torch
@@ -151,27 +145,3 @@ def test_metrics_that_raise_fail_a_simulation(
     assert ended == 1
     assert said in error
     assert error.count("\n") == 1
-
-
-def test_a_run_whose_last_version_could_not_be_measured_has_failed(tmp_path: Path) -> None:
-    from torch import nn
-
-    plan = local.Plan(Settings(), out=tmp_path)
-    subject = local.Subject(nn.Linear(1, 1), 1, tested=True, torch="")
-    run = local.LocalRun(plan, subject, Quiet(), "redis://127.0.0.1:1/0", None, 0)
-    over = view(run=replace(view().run, state="finished", why="version 3 reached"))
-    raised = "Traceback:\n  somewhere\nZeroDivisionError: division by zero\n"
-    run._observer.view, history = over, run._observer.history
-    history.tell(event("error", version=3, reason="metrics: ZeroDivisionError", text=raised))
-    run._judge()
-    assert run._ending is not None
-    assert (run._ending.state, run._ending.code) == ("failed", 1)
-    assert run._ending.why.endswith("could not be measured: ZeroDivisionError: division by zero")
-
-
-def test_a_measurement_after_one_that_raised_counts() -> None:
-    history = History()
-    history.tell(event("error", version=3, reason="metrics: ZeroDivisionError"))
-    history.tell(event("evaluation", version=4, metrics={"accuracy": 0.5}))
-    assert history.unmeasured is None
-    assert history.tried == 4

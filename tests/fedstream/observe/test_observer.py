@@ -91,6 +91,14 @@ def test_a_version_that_could_not_be_measured_was_tried() -> None:
     assert (history.tried, history.measured) == (3, (1, {"accuracy": 0.5}))
 
 
+def test_a_measurement_after_one_that_raised_counts() -> None:
+    history = History()
+    history.tell(event("error", version=3, reason="metrics: ZeroDivisionError"))
+    history.tell(event("evaluation", version=4, metrics={"accuracy": 0.5}))
+    assert history.unmeasured is None
+    assert history.tried == 4
+
+
 def test_an_accuracy_that_is_no_number_is_not_the_best() -> None:
     history = History()
     for number, accuracy in enumerate((float("nan"), 0.3, float("nan"))):

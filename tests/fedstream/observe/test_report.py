@@ -6,6 +6,7 @@ import csv
 import json
 import math
 from dataclasses import replace
+from datetime import UTC, datetime
 from itertools import combinations, pairwise
 from pathlib import Path
 
@@ -40,6 +41,11 @@ def history() -> History:
         metrics = {"accuracy": accuracy, "loss": 1 - accuracy, "recall": 0.5}
         history.tell(event("evaluation", version=number, metrics=metrics))
     return history
+
+
+def test_the_folder_is_named_by_run_and_time() -> None:
+    at = datetime(2026, 11, 21, 1, 2, 3, tzinfo=UTC)
+    assert report.default_out("demo", at) == Path("runs/demo-20261121-010203")
 
 
 def test_the_tasks_of_the_summary_add_up(history: History) -> None:

@@ -1,0 +1,104 @@
+"""When a local run is over, and what its user is told meanwhile.
+
+Pure: functions of what an observer has seen of the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from fedstream.broker.keys import POOL
+from fedstream.broker.messages import Event
+from fedstream.broker.records import View
+from fedstream.observe.observer import History
+from fedstream.runtime.signals import INTERRUPTED
+
+# Counted in the pool only: a site must not end the operator's run.
+_MOST_FAILED = 10  # tasks in a row that raised or killed their trainers
+_MOST_REFUSED = 100  # updates in a row: the model isn't changing any more
+_MEASURED_WITHIN_S = 120.0  # how long the evaluator may take for the last version
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended."""
+
+    state: Literal["finished", "interrupted", "failed"]
+    why: str
+    note: str = ""  # what the user should know besides
+
+    @property
+    def code(self) -> int:
+        """Exit code."""
+        return {"finished": 0, "interrupted": INTERRUPTED, "failed": 1}[self.state]
+
+
+def ending(
+    history: History, view: View | None, *, tested: bool, finished_s: float
+) -> Ending | None:
+    """How the run has ended; None while it goes on.
+
+    ``tested``: the task has test data, so the last version is measured. ``finished_s``: seconds
+    since the run was first seen finished.
+    """
+    if history.failed >= _MOST_FAILED:
+        why = f"{history.failed} tasks in a row failed, and no update came in between"
+        return Ending("failed", f"{why}: {_last_error(history.errors)}")
+    if view is None:
+        return None
+    if history.refused >= _MOST_REFUSED:
+        reasons = ", ".join(view.reasons("refused"))
+        why = f"{history.refused} updates in a row were refused ({reasons})"
+        return Ending("failed", f"{why}: the model can't get any further")
+    if view.run.state != "finished":
+        return None
+    why = view.run.why or ""
+    tried = view.head.version == history.tried
+    if tried and history.unmeasured is not None:
+        failure = _last_line(history.unmeasured)
+        return Ending("failed", f"{why}, but it could not be measured: {failure}")
+    if tried or not tested:
+        return Ending("finished", why)
+    if finished_s > _MEASURED_WITHIN_S:
+        late = f"the last version was not measured in {_MEASURED_WITHIN_S:.0f} s"
+        return Ending("finished", why, late)
+    return None
+
+
+def notices(
+    history: History, view: View | None, out: Path, free_bytes: int | None
+) -> Iterator[tuple[str, str]]:
+    """What the user should know by now: a key and a line each; a key's line is told only once.
+
+    ``free_bytes``: free on the disk of the output folder ``out``; None if nobody waits for it.
+    """
+    for kind, event in history.errors.items():
+        yield f"error {kind}", _raised(event)
+    if view is None:
+        return
+    if free_bytes is not None and free_bytes < view.run.layout.nbytes:
+        yield "full", f"{out}: its disk is full: the updater waits for room"
+    for reason in view.reasons("refused"):
+        yield f"refused {reason}", f"updates are refused: {reason} (counted; see status)"
+    for reason in view.reasons("dead"):
+        yield f"dead {reason}", f"a task is dead: it {reason} (counted; see status)"
+
+
+def _raised(event: Event) -> str:
+    what = "the test data" if event.device is None else f"device {event.device}"
+    where = f"{what} at version {event.version} ({event.service})"
+    return f"the task raised on {where}:\n{(event.text or '').rstrip()}"
+
+
+def _last_error(errors: Mapping[tuple[str, str], Event]) -> str:
+    ours = [event for (site, _), event in errors.items() if site == POOL]
+    return _last_line(ours[-1]) if ours else "they killed their trainers"
+
+
+def _last_line(event: Event) -> str:
+    """Last line of an error's traceback."""
+    text = (event.text or "").strip()
+    return text.splitlines()[-1] if text else "see the logs"

@@ -1,0 +1,181 @@
+"""Checks before a local run starts anything: folder, journal, port, Redis and task.
+
+Each raises a FedstreamError that says what to change, and leaves nothing behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import sys
+import time
+from contextlib import redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from fedstream.broker.client import Client
+from fedstream.broker.errors import ConfigError, DataError, FedstreamError, NoRun, Unavailable
+from fedstream.broker.keys import Keys
+from fedstream.journal import JournalError, segments
+from fedstream.journal.inspection import entries
+from fedstream.local.ports import HeldPort
+from fedstream.local.request import RunRequest
+from fedstream.observe import report
+from fedstream.observe.display import Display
+from fedstream.observe.observer import Observer
+from fedstream.operate.presence import serving
+from fedstream.settings.config import Settings
+from fedstream.settings.services import check_used, devices_of, look_over, task_of
+from fedstream.trainer.loading import words
+
+if TYPE_CHECKING:
+    from torch import nn
+
+_REDIS_WITHIN_S = 10.0
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What the parent learned about the task by loading it once."""
+
+    module: nn.Module
+    devices: int
+    tested: bool  # the task has test data
+    torch: str
+
+
+def check_folder(request: RunRequest) -> None:
+    """Check that the output folder holds no run, unless that run is to be resumed."""
+    taken = report.taken(request.out)
+    if taken is not None and not request.resume:
+        raise FedstreamError(
+            f"{request.out} holds a run already ({taken}): name another folder with --out, "
+            "or go on with it by --resume"
+        )
+
+
+def check_journal(request: RunRequest) -> None:
+    """Check that the journal can be resumed. Raises JournalError if it's missing or finished."""
+    folder = Path(request.settings.journal.dir)
+    chain = segments(folder)
+    try:
+        if not chain:
+            raise JournalError(f"--resume: there is no journal in {folder}: name the run's --out")
+        last = chain[-1]
+        ends = [last.standing.finished, *(entry.finished for _, entry in entries(last, None))]
+        if why := next(filter(None, ends), None):
+            raise JournalError(f"--resume: the run in {request.out} is finished ({why})")
+    finally:
+        for segment in chain:
+            segment.close()
+
+
+def reserve_port(request: RunRequest) -> HeldPort:
+    """Reserve the coordinator's port before it starts, so that it keeps it across restarts."""
+    http = request.settings.http
+    wanted = http.port if request.port is None else request.port
+    try:
+        found = socket.getaddrinfo(http.host or None, wanted, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:  # UnicodeError: the name is too long
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"http.host = {http.host!r}: no such host: {why}") from error
+    family, _, _, _, address = found[0]
+    try:
+        return HeldPort(address, family)
+    except OSError as error:
+        key = f"http.port = {wanted}" if request.port is None else f"--port {wanted}"
+        raise FedstreamError(
+            f"{key}: cannot listen there on http.host = {http.host!r}: {error.strerror} "
+            "(port 0 takes any that is free)"
+        ) from error
+
+
+async def check_redis(request: RunRequest, display: Display) -> None:
+    """Wait briefly for the configured Redis, and check that the run can start or resume there."""
+    client = Client(request.settings.redis, "run")
+    keys = Keys(request.settings.run.name)
+    try:
+        await _reached(client, display)
+        try:
+            view = await Observer(client, keys).look()
+        except NoRun:
+            return  # a resumed run continues from its journal
+        if view.run.state == "finished":
+            raise FedstreamError(
+                f"run {keys.name!r} is finished ({view.run.why}): take another name with --set "
+                "run.name=..., or delete it with `fedstream purge`"
+            )
+        if not request.resume:
+            raise FedstreamError(
+                f"run {keys.name!r} is in Redis at {client.address}, at version "
+                f"{view.head.version} of {view.run.versions}: go on with it by --resume, take "
+                "another name with --set run.name=..., or delete it with `fedstream purge`"
+            )
+        if busy := await serving(client, keys):
+            raise FedstreamError(
+                f"run {keys.name!r} is being served by {', '.join(busy)} (one that crashed counts "
+                "for 10 s more)"
+            )
+    finally:
+        await client.close()
+
+
+async def _reached(client: Client, display: Display) -> None:
+    until = time.monotonic() + _REDIS_WITHIN_S
+    waiting = False
+    while True:
+        try:
+            async with asyncio.timeout(_REDIS_WITHIN_S):
+                await client.call("PING")
+        except (Unavailable, TimeoutError) as error:
+            if not waiting:
+                waiting = True
+                why = str(error).rstrip(".") or "no answer"
+                display.say(f"{why}; trying for {_REDIS_WITHIN_S:.0f} s")
+            if time.monotonic() > until:
+                raise Unavailable(
+                    f"no Redis at {client.address} within {_REDIS_WITHIN_S:.0f} s: start it, or "
+                    "leave redis.url and --redis out to have one started"
+                ) from error
+            await asyncio.sleep(0.25)
+        else:
+            return
+
+
+def examine(settings: Settings) -> Subject:
+    """Load the task here once, so that its errors are reported before anything starts.
+
+    Raises ConfigError or DataError with the place in the user's program.
+    """
+    import torch
+
+    from fedstream.trainer.data import samples_of
+    from fedstream.trainer.task import Task, untrained
+    from fedstream.trainer.vector import layout_of
+
+    check_used(settings)
+    with redirect_stdout(sys.stderr):  # stdout may be read by a program
+        task = task_of(settings)
+        try:
+            module = untrained(task)
+        except ConfigError as error:
+            raise ConfigError(f"task {settings.task.name!r}: {error}") from error
+        except Exception as error:
+            raise ConfigError(_user_error(settings, "model()", error)) from error
+        layout_of(module)
+        try:
+            test_data = task.test_data()
+        except FedstreamError:
+            raise
+        except Exception as error:
+            raise DataError(_user_error(settings, "test_data()", error)) from error
+        if test_data is not None and type(task).metrics is Task.metrics:  # else any data
+            samples_of(test_data)
+        devices = devices_of(settings, task)
+        look_over(task, devices, trained_here=True)
+    return Subject(module, devices, test_data is not None, torch.__version__)
+
+
+def _user_error(settings: Settings, what: str, error: Exception) -> str:
+    return f"task {settings.task.name!r}: {what} raised {words(error)}"

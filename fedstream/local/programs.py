@@ -1,0 +1,60 @@
+"""The services of a local run as programs: their arguments and their environment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import tomli_w
+
+from fedstream.local import parent
+from fedstream.local.supervisor import Program
+from fedstream.settings.config import Settings
+
+_OURS = ("FEDSTREAM_CONFIG", "FEDSTREAM_NAME")
+
+
+def programs(settings: Settings, trainers: int, config: Path, port: int) -> list[Program]:
+    """Services of a run, in starting order."""
+    # Free ports: all services share one machine.
+    file = ("--config", str(config), "--set", "http.port=0", "--set", "http.health_port=0")
+    listen = ("--set", f"http.port={port}")
+    return [
+        # First those that load torch, which takes longest.
+        Program("updater", "updater", file, settings.updater.drain_s),
+        *(
+            Program(f"trainer-{n}", "trainer", file, settings.trainer.drain_s)
+            for n in range(1, trainers + 1)
+        ),
+        Program("evaluator", "evaluator", file, settings.evaluator.drain_s),
+        Program("coordinator", "coordinator", (*file, *listen), settings.coordinator.drain_s),
+        Program("scheduler", "scheduler", file, settings.scheduler.drain_s),
+    ]
+
+
+def environment(
+    environ: Mapping[str, str], settings: Settings, redis_url: str, pid: int
+) -> dict[str, str]:
+    """Environment of the services, without overrides: the resolved configuration contains those.
+
+    Redis URL, passwords and token are passed here, because `ps` must not show them, and passwords
+    and token are written to no file. ``pid``: of the process that the services end with.
+    """
+    kept = {
+        name: value
+        for name, value in environ.items()
+        if name not in _OURS and not (name.startswith("FEDSTREAM_") and "__" in name)
+    }
+    redis = settings.redis
+    secrets = {
+        "FEDSTREAM_REDIS__PASSWORD": redis.password,
+        "FEDSTREAM_HTTP__TOKEN": settings.http.token,
+    }
+    if redis.sentinel is not None:
+        secrets["FEDSTREAM_REDIS__SENTINEL__PASSWORD"] = redis.sentinel.password
+    known = {
+        name: tomli_w.dumps({"": secret.get_secret_value()}).removeprefix('"" = ').strip()
+        for name, secret in secrets.items()
+        if secret is not None
+    }
+    return kept | known | {"FEDSTREAM_REDIS__URL": redis_url, parent.VARIABLE: str(pid)}

@@ -1,0 +1,108 @@
+"""What a local run leaves in its folder: summary, table, curves and model."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from fedstream.broker import blobs
+from fedstream.broker.client import Client
+from fedstream.broker.errors import FedstreamError, NoRun
+from fedstream.broker.layout import Model
+from fedstream.broker.records import View
+from fedstream.journal.inspection import FOLDER
+from fedstream.local.ending import Ending
+from fedstream.local.preflight import Subject
+from fedstream.local.request import RunRequest
+from fedstream.observe import report
+from fedstream.observe.display import short
+from fedstream.observe.observer import History, Observer
+from fedstream.settings.recording import CONFIG
+
+LOGS = "logs"
+
+
+async def last_state(
+    client: Client, observer: Observer, say: Callable[[str], None]
+) -> tuple[View | None, Model | None]:
+    """The run and its newest model as the services left them; None for what can't be read."""
+    view: View | None = None
+    try:
+        await observer.catch_up()
+        view = await observer.look()
+        model = Model(view.run.layout)
+        head, blob = view.head, observer.keys.model(view.head.blob)
+        await blobs.read(client, blob, model, digest=head.digest, chunks=head.chunks)
+    except NoRun:
+        return view, None
+    except FedstreamError as error:
+        say(f"not everything could be read at the end: {error}")
+        return view or observer.view, None
+    else:
+        return view, model
+
+
+def facts(
+    request: RunRequest,
+    subject: Subject,
+    view: View | None,
+    ending: Ending,
+    *,
+    started: float,
+    restarts: Mapping[str, int],
+) -> report.Facts:
+    """What the summary needs besides the run's streams. ``started`` in seconds since 1970."""
+    settings = request.settings
+    return report.Facts(
+        run=settings.run.name,
+        task=settings.task.name,
+        strategy=settings.strategy.name,
+        devices=view.run.devices if view else subject.devices,
+        trainers=request.trainers,
+        seed=settings.run.seed,
+        target=settings.run.versions,
+        started=started,
+        ended=time.time(),
+        state=ending.state,
+        why=ending.why,
+        restarts=restarts,
+        torch=subject.torch,
+    )
+
+
+def write(
+    request: RunRequest,
+    subject: Subject,
+    numbers: dict[str, Any],
+    history: History,
+    view: View | None,
+    model: Model | None,
+) -> Iterator[str]:
+    """Write the files, yielding each one's name once complete. Raises OSError."""
+    out, settings = request.out, request.settings
+    report.write_summary(out, numbers)
+    yield report.SUMMARY
+    if view is not None:
+        from fedstream.observe import curves
+
+        report.write_table(out, history, view.run.created)
+        yield report.METRICS
+        title = (
+            f"{short(settings.task.name)} · {settings.strategy.name} · "
+            f"{numbers['devices']} devices, {numbers['trainers']} trainers · "
+            f"{numbers['versions']} versions"
+        )
+        curves.draw(
+            out / report.CURVES, title, history,
+            created=view.run.created, devices=view.run.devices,
+        )  # fmt: skip
+        yield report.CURVES
+    if view is not None and model is not None and view.head.version > 0:  # else untrained
+        about = {
+            "version": str(view.head.version), "digest": view.head.digest,
+            "run": settings.run.name, "task": settings.task.name,
+        }  # fmt: skip
+        report.write_model(out, model, subject.module, about)
+        yield report.MODEL
+    yield from (FOLDER, CONFIG, LOGS)

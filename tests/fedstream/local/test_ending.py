@@ -1,0 +1,127 @@
+"""When a run is over, and what is told meanwhile: from what was seen of it alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedstream.broker.messages import Event
+from fedstream.local.ending import Ending, ending, notices
+from fedstream.observe.observer import History
+from tests.fedstream.views import event, view
+
+FINISHED = view(run=replace(view().run, state="finished", why="version 3 reached"))
+RAISED = "Traceback:\n  somewhere\nZeroDivisionError: division by zero\n"
+
+
+def of(*events: Event) -> History:
+    history = History()
+    for one in events:
+        history.tell(one)
+    return history
+
+
+@pytest.mark.parametrize(("state", "code"), [("finished", 0), ("interrupted", 130), ("failed", 1)])
+def test_the_exit_code_says_how_it_ended(state: str, code: int) -> None:
+    assert Ending(state, "").code == code  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "last",
+    [
+        event("evaluation", version=3, metrics={"accuracy": 0.5}),
+        event("evaluation", version=3, metrics={}),
+    ],
+)
+def test_a_run_is_over_when_its_last_version_was_measured(last: Event) -> None:
+    history = of(
+        event("evaluation", version=2, metrics={"accuracy": 0.4}),
+        event("error", version=3, device=0),  # of a task
+    )
+    assert ending(history, FINISHED, tested=True, finished_s=120.0) is None
+    history.tell(last)
+    assert ending(history, view(), tested=True, finished_s=0.0) is None  # it still goes on
+    assert ending(history, FINISHED, tested=True, finished_s=0.0) == Ending(
+        "finished", "version 3 reached"
+    )
+
+
+def test_nobody_waits_for_measurements_that_cannot_come() -> None:
+    assert ending(History(), None, tested=False, finished_s=0.0) is None
+    over = Ending("finished", "version 3 reached")
+    assert ending(History(), FINISHED, tested=False, finished_s=0.0) == over
+    late = "the last version was not measured in 120 s"
+    given_up = ending(History(), FINISHED, tested=True, finished_s=120.1)
+    assert given_up == replace(over, note=late)
+
+
+def test_a_run_whose_last_version_could_not_be_measured_has_failed() -> None:
+    history = of(event("error", version=3, reason="metrics: ZeroDivisionError", text=RAISED))
+    how = ending(history, FINISHED, tested=True, finished_s=0.0)
+    assert how == Ending(
+        "failed",
+        "version 3 reached, but it could not be measured: ZeroDivisionError: division by zero",
+    )
+
+
+def tasks_that_raise(site: str) -> list[Event]:
+    return [event("error", reason="ValueError", device=0, site=site, text="at\nno")] * 10
+
+
+def tasks_that_kill(site: str) -> list[Event]:
+    return [event("outcome", outcome="dead", reason="crashed its trainers", site=site)] * 10
+
+
+def refusals(site: str) -> list[Event]:
+    return [event("outcome", outcome="refused", reason="digest", site=site)] * 100
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        (tasks_that_raise, "10 tasks in a row failed, and no update came in between: no"),
+        (
+            tasks_that_kill,
+            "10 tasks in a row failed, and no update came in between: they killed their trainers",
+        ),
+        (
+            refusals,
+            "100 updates in a row were refused (digest): the model can't get any further",
+        ),
+    ],
+)
+def test_what_the_pool_does_wrong_ends_the_run_and_what_a_site_does_not(
+    wrong: Callable[[str], list[Event]], why: str
+) -> None:
+    seen = view({"refused": 100, "refused:digest": 100})
+    history = of(*wrong("north"), *wrong("pool")[1:])
+    assert ending(history, seen, tested=True, finished_s=0.0) is None
+    history.tell(wrong("pool")[0])
+    assert ending(history, seen, tested=True, finished_s=0.0) == Ending("failed", why)
+
+
+def test_an_updater_that_waits_for_room_is_no_riddle() -> None:
+    full = [("full", "out: its disk is full: the updater waits for room")]
+    for free, said in ((16, []), (15, full), (None, [])):  # a model takes 16 bytes
+        assert list(notices(History(), view(), Path("out"), free)) == said
+
+
+def test_what_goes_wrong_is_told_by_kind() -> None:
+    history = of(
+        event("error", version=3, reason="metrics: ZeroDivisionError", text=RAISED),
+        event("error", version=2, device=1, reason="ValueError at x.py:1", text="no\n"),
+        event("error", version=2, device=2, reason="ValueError at x.py:1", text="again\n"),
+    )
+    counts = {"refused": 2, "refused:digest": 2, "dead": 1, "dead:crashed its trainers": 1}
+    told = dict(notices(history, view(counts), Path("out"), None))
+    assert len(told) == 4
+    assert list(told.values()) == [
+        f"the task raised on the test data at version 3 (updater):\n{RAISED.rstrip()}",
+        "the task raised on device 1 at version 2 (updater):\nno",
+        "updates are refused: digest (counted; see status)",
+        "a task is dead: it crashed its trainers (counted; see status)",
+    ]
+    assert list(dict(notices(history, None, Path("out"), None))) == list(told)[:2]

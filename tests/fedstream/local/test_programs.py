@@ -1,0 +1,29 @@
+"""The services of a run as programs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from fedstream.local.programs import environment, programs
+from fedstream.settings.config import Settings
+
+
+def test_services_inherit_no_override_twice() -> None:
+    environ = {
+        "PATH": "/bin", "FEDSTREAM_DATA": "/data", "FEDSTREAM_RUN__VERSIONS": "7",
+        "FEDSTREAM_CONFIG": "other.toml", "FEDSTREAM_NAME": "me",
+    }  # fmt: skip
+    assert environment(environ, Settings(), "redis://h:1/0", 42) == {
+        "PATH": "/bin", "FEDSTREAM_DATA": "/data", "FEDSTREAM_REDIS__URL": "redis://h:1/0",
+        "FEDSTREAM_PARENT": "42",
+    }  # fmt: skip
+
+
+def test_every_service_is_a_program_and_the_coordinator_has_its_port() -> None:
+    services = {one.name: one for one in programs(Settings(), 2, Path("run.toml"), 8080)}
+    assert sorted(services) == [
+        "coordinator", "evaluator", "scheduler", "trainer-1", "trainer-2", "updater",
+    ]  # fmt: skip
+    assert "http.port=8080" in services["coordinator"].arguments
+    assert services["trainer-2"].role == "trainer"
+    assert services["trainer-2"].drain_s == Settings().trainer.drain_s

@@ -1,0 +1,28 @@
+"""Command-line options and paths in the configuration."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedstream.settings.config import options, read
+
+
+def test_options_are_configuration_keys() -> None:
+    given = options(versions=60, task="a.py:t", redis=None, data_root="007")
+    settings = read(None, ["task.devices=4", "run.versions=2"], given)
+    assert (settings.run.versions, settings.task.name) == (60, "a.py:t")
+    assert (settings.task.devices, settings.task.data_root) == (4, "007")
+    assert not settings.redis.is_named
+
+
+def test_paths_hold_wherever_the_configuration_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    settings = read(None, ["task.name=mine.py:task", "task.data_root=data"])
+    task = settings.with_absolute_paths().task
+    assert (task.name, task.data_root) == (f"{tmp_path}/mine.py:task", f"{tmp_path}/data")
+    for name in ("digits", "package.module:task"):
+        assert read(None, [f"task.name={name}"]).with_absolute_paths().task.name == name
