@@ -25,6 +25,9 @@ CHUNK = (1 << 20) - 64
 SHORTEST, LONGEST = 1 << 16, 1 << 22
 WINDOW = 8  # chunks in flight: bounds the extra memory that a transfer takes
 
+READS = ("hget", "hmget")  # commands that read a blob
+WRITES = ("multi", "exec", "hset", "pexpire")
+
 _SIZE = b"size"
 _DIGEST = b"digest"
 _CHUNKS = b"chunks"

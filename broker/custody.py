@@ -22,6 +22,7 @@ _MEND = Script("mend")
 _SCAN = Script("scan")
 _DROP = Script("drop_copies")
 _FIND = Script("find_lost")
+SCRIPTS = (_MEND, _SCAN, _DROP, _FIND)  # that coordinators run
 _OF_UPDATER = ("applied", "buffered")  # outcomes that coordinators never set
 _ASIDE_MS = 7 * 24 * 3600 * 1000  # time that quarantined keys stay for an operator to inspect
 

@@ -14,6 +14,7 @@ _GOODBYE_S = 2.0
 _ACQUIRE = Script("acquire")
 _HOLD = Script("hold")
 _YIELD = Script("yield")
+SCRIPTS = (_ACQUIRE, _HOLD, _YIELD)  # that the holder of a role runs
 
 
 class Lease:

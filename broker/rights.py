@@ -18,127 +18,33 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from fedstream.broker.keys import POOL, Keys
-from fedstream.broker.scripts import Script, prelude
+from fedstream.broker.ledger import (
+    coordinator,
+    evaluator,
+    operator,
+    scheduler,
+    trainer,
+    updater,
+)
+from fedstream.broker.ledger.grants import Rights
+from fedstream.broker.scripts import prelude
 
 # Commands that any of our connections may need: PING and ROLE as checks, the others to set it up.
 _CONNECTION = (
     "ping", "role", "select", "client|setname", "cluster|slots", "asking",
 )  # fmt: skip
-_TASKS = "{tasks}"  # the streams of a site's tasks
-_BLOB_READ = ("hget", "hmget")
-_BLOB_WRITE = ("multi", "exec", "hset", "pexpire")
-
-# Keys that `look` reads in one step when it doesn't count inboxes; of most only the length.
-_LOOKED_AT = (
-    "run", "head", "open", "admitted", "queue", "triggers", "sites", "counts", "alive",
-    "kept", "dead", "owners", "pool", "events", "models",
-)  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Rights:
-    """The rights of one role, with key names as in :class:`Keys` and ``*`` as a wildcard."""
-
-    both: tuple[str, ...] = ()  # read and written
-    reads: tuple[str, ...] = ()
-    writes: tuple[str, ...] = ()
-    commands: tuple[str, ...] = ()  # sent by the service itself
-    scripts: tuple[str, ...] = ()  # run by the service; their commands are allowed too
-    apart: tuple[Rights, ...] = ()  # selectors: other commands for other keys
-
 
 RIGHTS = {
-    "coordinator": Rights(
-        both=(
-            "triggers", "inbox:*", "tasks", "tasks:*", "open", "admitted", "ended", "counts",
-            "events", "trainers", "alive", "owners", "pool", "rates", "letters", "sites",
-            "update:*", "queued:*", "control:*", "quarantine:*",
-        ),
-        reads=("run", "head", "lineage", "kept", "models", "model:*", "device:*"),
-        writes=("queue", "dead"),
-        commands=(
-            "xgroup|create", "xreadgroup", "time", "zrangebyscore", "zmscore", "hgetall", "info",
-            "type", "sadd", *_BLOB_READ,
-        ),
-        scripts=(
-            "dispatch", "close_round", "admit", "announce", "relay", "bury", "claim", "reap",
-            "leave", "measure", "settle_unserved", "find_lost", "drop_copies", "mend",
-            "look", "scan", "withdraw", "age_letters",
-        ),
-        apart=(  # to expire what sites leave behind
-            Rights(reads=("update:*", "workspace:*", "tasks:*"), commands=("pttl", "strlen")),
-            Rights(writes=("update:*", "workspace:*", "tasks:*"), commands=("pexpire",)),
-        ),
-    ),
-    "scheduler": Rights(
-        both=("leader:scheduler", "tokens", "open", "counts"),
-        reads=_LOOKED_AT,
-        writes=("triggers",),
-        commands=("xread", "xadd", "info"),
-        scripts=("acquire", "hold", "yield", "trigger", "look"),
-    ),
-    "updater": Rights(
-        both=(
-            "leader:updater", "tokens", "run", "head", "kept", "lineage", "model:*", "models",
-            "queue", "open", "admitted", "ended", "counts", "events", "queued:*", "device:*",
-            "rates", "letters",
-        ),
-        reads=_LOOKED_AT,
-        writes=("dead",),
-        commands=(
-            "xread", "xrange", "xlen", "hget", "hgetall", "hkeys", "hlen", "hstrlen", "persist",
-            "zrange", "unlink", "info", *_BLOB_READ, *_BLOB_WRITE,
-        ),
-        scripts=(
-            "acquire", "hold", "yield", "create", "commit", "hand_out", "retire", "bury", "look",
-        ),
-    ),
-    "evaluator": Rights(
-        both=("run",),  # it ends a run whose target is reached
-        reads=("head", "models", "model:*"),
-        writes=("events",),
-        commands=("xread", "hgetall", *_BLOB_READ),
-        scripts=("tell", "finish_run"),
-    ),
-    "trainer": Rights(
-        reads=("run", "head", "model:*", "control:{site}/*"),
-        commands=("hgetall", "info", "multi", "exec", "discard", *_BLOB_READ),
-        apart=(
-            Rights(both=(_TASKS, "update:{site}/*"), commands=("evalsha",)),
-            Rights(
-                both=(_TASKS,),
-                commands=(
-                    "xgroup|create", "xreadgroup", "xpending", "xclaim", "xrange", "xack", "xdel",
-                ),
-            ),
-            Rights(writes=("update:{site}/*",), commands=("hset", "hexists", "pexpire")),
-            Rights(both=("workspace:{site}/*",), commands=("getrange", "set", "unlink")),
-            Rights(writes=("inbox:{site}",), commands=("xadd", "xlen", "exists")),
-        ),
-    ),
-    # For status, top and doctor, for repairs (dead) and for purge. `replay --redis` acts as
-    # scheduler and trainer.
-    "operator": Rights(
-        both=("*",),
-        commands=(
-            "script|kill", "function|kill", "client|kill",
-            "scan", "exists", "type", "ttl", "pttl", "time", "info", "dbsize", "config|get",
-            "acl|whoami", "acl|dryrun", "acl|getuser", "acl|log", "memory|usage", "client|list",
-            "slowlog|get",
-            "get", "hget", "hgetall", "hlen", "hmget", "hkeys", "hvals", "zrange", "zcard",
-            "zscore", "zrangebyscore", "xlen", "xrange", "xrevrange", "xread", "xpending",
-            "xinfo|stream", "xinfo|groups", "xinfo|consumers", "xadd", "xdel", "xgroup|create",
-            "xreadgroup", "unlink", "hincrby", *_BLOB_WRITE,
-        ),
-        scripts=(
-            "look", "measure", "bury", "retry", "tell", "acquire", "hold", "yield", "trigger",
-            "claim", "finish_task", "find_lost", "mend", "may",
-        ),
-    ),
-}  # fmt: skip
+    "coordinator": coordinator.RIGHTS,
+    "scheduler": scheduler.RIGHTS,
+    "updater": updater.RIGHTS,
+    "evaluator": evaluator.RIGHTS,
+    "trainer": trainer.RIGHTS,
+    "operator": operator.RIGHTS,
+}
 ROLES = tuple(RIGHTS)
 
 # Rights of Redis's own processes where sentinels are used, from Redis's documentation; they are not
@@ -155,8 +61,7 @@ PARTS = {
 def commands(rights: Rights) -> list[str]:
     """All commands that these rights allow, including those inside scripts, in lower case."""
     found = {*rights.commands}
-    for name in rights.scripts:
-        script = Script(name)
+    for script in rights.scripts:
         found |= {*_sent(script.body), "evalsha", "script|load"}
         found |= {"exists"} if script.undeclared else set()
     return sorted(found)
@@ -167,7 +72,7 @@ def rights_of(role: str, site: str = POOL) -> list[Rights]:
     tasks = ("tasks", f"tasks:{POOL}/*") if site == POOL else (f"tasks:{site}/*",)
 
     def named(names: Iterable[str]) -> tuple[str, ...]:
-        each = (tasks if name == _TASKS else (name.format(site=site),) for name in names)
+        each = (tasks if name == trainer.TASKS else (name.format(site=site),) for name in names)
         return tuple(name for some in each for name in some)
 
     whole = RIGHTS[role]

@@ -17,9 +17,9 @@ from fedstream.broker.scripts import Script
 BLOCK_MS = 1000
 PARTS = 16  # limit on the bytes of one claim, as a multiple of the largest entry
 
-_CLAIM = Script("claim")
+CLAIM = Script("claim")
 _RENEW = Script("renew")
-_REAP = Script("reap")
+REAP = Script("reap")
 _RELEASE = Script("release")
 
 
@@ -125,7 +125,7 @@ class Group:
         With ``largest``, a larger entry is claimed without its data, however often it was
         delivered, and one claim ends after the bytes of ``PARTS`` such entries.
         """
-        taken, poison = await _CLAIM(
+        taken, poison = await CLAIM(
             self._client,
             {"stream": self.stream},
             self.group, self.consumer, idle_ms, most, self.consumer if own else "", count,
@@ -155,7 +155,7 @@ class Group:
 
         A consumer that is still alive is unharmed: its next read adds it again.
         """
-        reaped = await _REAP(self._client, {"stream": self.stream}, self.group, idle_ms)
+        reaped = await REAP(self._client, {"stream": self.stream}, self.group, idle_ms)
         return [name.decode() for name in reaped]
 
 

@@ -15,7 +15,7 @@ from pydantic import SecretStr
 from fedstream.broker.client import Client
 from fedstream.broker.errors import BlobMissing, FedstreamError, NoRun
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.records import View
 from fedstream.coordinator.access import Handler, guarded
 from fedstream.coordinator.downloads import Downloads, send
@@ -94,7 +94,7 @@ class App:
     """
 
     def __init__(
-        self, client: Client, ledger: Ledger, keys: Keys, downloads: int,
+        self, client: Client, ledger: CoordinatorLedger, keys: Keys, downloads: int,
         token: SecretStr | None = None,
     ) -> None:  # fmt: skip
         self._ledger = ledger

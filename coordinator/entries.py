@@ -15,7 +15,8 @@ from prometheus_client import Counter
 from fedstream.broker import reasons
 from fedstream.broker.errors import BadMessage
 from fedstream.broker.keys import POOL, member
-from fedstream.broker.ledger import Decision, Ledger
+from fedstream.broker.ledger.coordinator import CoordinatorLedger
+from fedstream.broker.ledger.plumbing import Pending
 from fedstream.broker.messages import (
     CloseRound,
     Dead,
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
     from fedstream.coordinator.settings import CoordinatorSettings
     from fedstream.runtime.service import Context
 
-Decided: TypeAlias = "tuple[Decision[Any], Callable[[Any], None]]"
+Decided: TypeAlias = "tuple[Pending[Any], Callable[[Any], None]]"
 
 LARGEST = 1 << 18  # bytes of an entry in a site's inbox
 _EVENTS = 10  # per second and site
@@ -46,7 +47,12 @@ class Entries:
     """Makes decisions on entries, and reports their outcomes."""
 
     def __init__(
-        self, ledger: Ledger, settings: CoordinatorSettings, context: Context, *, anarchic: bool
+        self,
+        ledger: CoordinatorLedger,
+        settings: CoordinatorSettings,
+        context: Context,
+        *,
+        anarchic: bool,
     ) -> None:
         """``anarchic``: devices decide for themselves when to train."""
         self._ledger = ledger

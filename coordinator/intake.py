@@ -19,7 +19,7 @@ from fedstream.broker.errors import (
     ReplyTooLarge,
 )
 from fedstream.broker.keys import COORDINATORS, TRAINERS
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.messages import Dead, GiveUp, Task, Trigger, Upload
 from fedstream.broker.streams import BLOCK_MS, PARTS, Entry, Group, given, lost, reading
 from fedstream.coordinator.entries import LARGEST, Decided, Entries
@@ -39,7 +39,7 @@ class Intake:
     def __init__(
         self,
         client: Client,
-        ledger: Ledger,
+        ledger: CoordinatorLedger,
         entries: Entries,
         context: Context,
         *,

@@ -23,7 +23,7 @@ from fedstream.broker.errors import NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Layout
 from fedstream.broker.lease import Lease
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.scheduler import SchedulerLedger
 from fedstream.broker.messages import CloseRound, Withdraw
 from fedstream.broker.reasons import Overdue
 from fedstream.broker.records import Run, View
@@ -90,7 +90,7 @@ class Scheduler:
         self._is_eligible = is_eligible
         self._keys = keys
         self._client = Client(redis, name)
-        self._ledger = Ledger(self._client, keys, name)
+        self._ledger = SchedulerLedger(self._client, keys, name)
         self._lease = Lease(self._client, keys, self.role, name, seconds=settings.lease_s)
         self._budget = settings.memory_budget
         self._budget_until = 0.0

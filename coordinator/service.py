@@ -17,7 +17,7 @@ from pydantic import SecretStr
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import COORDINATORS, Keys
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.streams import Group
 from fedstream.coordinator.app import App
 from fedstream.coordinator.entries import LARGEST, Entries
@@ -54,7 +54,7 @@ class Coordinator:
         self._keys = keys
         self._name = name
         self._client = Client(redis, name)
-        self._ledger = Ledger(self._client, keys, name)
+        self._ledger = CoordinatorLedger(self._client, keys, name)
         self._app = App(self._client, self._ledger, keys, settings.downloads, token)
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:

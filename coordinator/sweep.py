@@ -18,7 +18,7 @@ from fedstream.broker.custody import (
 )
 from fedstream.broker.errors import Foreign, NoRun
 from fedstream.broker.keys import POOL, TRAINERS, Keys, site_of
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.streams import Group
 from fedstream.coordinator.intake import Intake
 from fedstream.coordinator.metrics import RunMetrics, Seen
@@ -43,7 +43,7 @@ class Sweep:
         context: Context,
         *,
         client: Client,
-        ledger: Ledger,
+        ledger: CoordinatorLedger,
         keys: Keys,
         sites: tuple[str, ...],
     ) -> None:

@@ -19,14 +19,13 @@ from hypothesis import HealthCheck, settings
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BadMessage
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger import Ledger
 from fedstream.broker.messages import Upload
 from fedstream.cli.app import main
 from fedstream.local.redis_server import find_servers
 from tests.broker.servers import Redis
 from tests.broker.servers import redis as redis_server
 from tests.processes import Processes
-from tests.support import Hand
+from tests.support import EveryRole, Hand
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -115,7 +114,7 @@ async def keys(client: Client) -> AsyncIterator[Keys]:
     await client.call("CONFIG", "SET", "maxmemory", 0)
     names = [name.decode() for name in await client.call("KEYS", "*")]
     assert [name for name in names if not name.startswith(keys.prefix)] == []
-    kept = {keys.model(blob) for blob in await Ledger(client, keys, "test").kept()}
+    kept = {keys.model(blob) for blob in await EveryRole(client, keys, "test").kept()}
     queued = set()
     for _, fields in await client.call("XRANGE", keys.queue, "-", "+"):
         try:
@@ -126,18 +125,18 @@ async def keys(client: Client) -> AsyncIterator[Keys]:
         if name.startswith((keys.model(""), keys.update(""), keys.queued(""))):
             owned = name in kept or name in queued
             assert owned or await client.call("PTTL", name) != -1, f"{name} is there for ever"
-    await Ledger(client, keys, "test").purge()
+    await EveryRole(client, keys, "test").purge()
     assert await client.call("KEYS", "*") == []
 
 
 @pytest.fixture
-def ledger(client: Client, keys: Keys) -> Ledger:
+def ledger(client: Client, keys: Keys) -> EveryRole:
     """The run's ledger."""
-    return Ledger(client, keys, "test")
+    return EveryRole(client, keys, "test")
 
 
 @pytest.fixture
-def hand(client: Client, keys: Keys, ledger: Ledger) -> Hand:
+def hand(client: Client, keys: Keys, ledger: EveryRole) -> Hand:
     """Every service's part, played by hand."""
     return Hand(client, keys, ledger)
 

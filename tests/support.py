@@ -21,7 +21,12 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import COORDINATORS, POOL, TRAINERS, Keys, member
 from fedstream.broker.layout import Layout, Model, Tensor
 from fedstream.broker.lease import Lease
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.coordinator import CoordinatorLedger
+from fedstream.broker.ledger.evaluator import EvaluatorLedger
+from fedstream.broker.ledger.operator import OperatorLedger
+from fedstream.broker.ledger.scheduler import SchedulerLedger
+from fedstream.broker.ledger.trainer import Outbox
+from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.messages import (
     CloseRound,
     Dead,
@@ -38,7 +43,6 @@ from fedstream.broker.messages import (
     decode,
     task_id,
 )
-from fedstream.broker.outbox import Outbox
 from fedstream.broker.records import Commit, End, Run
 from fedstream.broker.streams import Entry, Group
 from fedstream.runtime.backoff import pause
@@ -86,6 +90,10 @@ def model_of(layout: Layout, *floats: float, integers: Sequence[int] = ()) -> Mo
     return model
 
 
+class EveryRole(CoordinatorLedger, SchedulerLedger, UpdaterLedger, EvaluatorLedger, OperatorLedger):
+    """The ledger for tests that play every role by hand."""
+
+
 async def written_in(client: Client, key: str, model: Model, chunk: int) -> int:
     """A blob as another release writes it, in chunks of so many bytes: how many there are."""
     data = model.buffer.data
@@ -103,7 +111,7 @@ class Hand:
 
     client: Client
     keys: Keys
-    ledger: Ledger
+    ledger: EveryRole
     layout: Layout = field(default_factory=layout_of)
     scheduler: Lease = field(init=False)
     updater: Lease = field(init=False)

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedstream.broker.client import Client, Command
     from fedstream.broker.keys import Keys
     from fedstream.broker.layout import Model
-    from fedstream.broker.outbox import Outbox
+    from fedstream.broker.ledger.trainer import Outbox
     from fedstream.broker.streams import Entry
     from fedstream.runtime.service import Context
     from fedstream.trainer.metrics import Metrics

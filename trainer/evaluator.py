@@ -17,7 +17,7 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BlobMissing, DataError, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.evaluator import EvaluatorLedger
 from fedstream.broker.messages import Event
 from fedstream.broker.records import Head
 from fedstream.broker.streams import Reader
@@ -67,7 +67,7 @@ class Evaluator:
         self._load = load
         self._target = target
         self._client = Client(redis, name)
-        self._ledger = Ledger(self._client, keys, name)
+        self._ledger = EvaluatorLedger(self._client, keys, name)
         self._models = Reader(self._client, {keys.models: "0"})
         self._measured: int | None = None  # the version measured last
 

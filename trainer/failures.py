@@ -11,7 +11,7 @@ from fedstream.broker.messages import Event, Task
 from fedstream.runtime.backoff import pause
 
 if TYPE_CHECKING:
-    from fedstream.broker.outbox import Outbox
+    from fedstream.broker.ledger.trainer import Outbox
     from fedstream.runtime.backoff import Backoff
     from fedstream.runtime.service import Context
 

@@ -16,8 +16,7 @@ from fedstream.runtime.backoff import pause
 from fedstream.runtime.participation import Participation, ParticipationGroup
 
 if TYPE_CHECKING:
-    from fedstream.broker.ledger import Ledger
-    from fedstream.broker.outbox import Outbox
+    from fedstream.broker.ledger.trainer import Outbox, TrainerLedger
     from fedstream.runtime.service import Context
     from fedstream.trainer.settings import InitiativeSettings
 
@@ -33,7 +32,7 @@ class Initiative:
         *,
         name: str,
         outbox: Outbox,
-        ledger: Ledger,
+        ledger: TrainerLedger,
         context: Context,
         is_idle: Callable[[], bool],
         is_eligible: Callable[[int], bool],

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from fedstream.broker.client import Client
     from fedstream.broker.layout import Layout
-    from fedstream.broker.ledger import Ledger
+    from fedstream.broker.ledger.trainer import TrainerLedger
     from fedstream.trainer.settings import TrainerSettings
 
 # Share of Redis's memory above which no workspace is kept. The scheduler lets models and updates
@@ -32,7 +32,7 @@ class SavedWork:
         self,
         key: str,
         client: Client,
-        ledger: Ledger,
+        ledger: TrainerLedger,
         settings: TrainerSettings,
         log: FilteringBoundLogger,
     ) -> None:

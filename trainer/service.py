@@ -30,9 +30,8 @@ from fedstream.broker.errors import (
 )
 from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.layout import Model
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.trainer import Outbox, TrainerLedger
 from fedstream.broker.messages import Task, Upload
-from fedstream.broker.outbox import Outbox
 from fedstream.broker.records import Run
 from fedstream.broker.streams import Entry, Group
 from fedstream.runtime.backoff import Backoff, pause
@@ -94,7 +93,7 @@ class Trainer:
         self._participation = participation
         self._rests = rests or Backoff(0.01, _REST_S, rng=random.Random())
         self._client = Client(redis, name, loads_scripts=False)
-        self._ledger = Ledger(self._client, keys, name)
+        self._ledger = TrainerLedger(self._client, keys, name)
         self._outbox = Outbox(self._client, keys, settings.site)
         stream = keys.tasks_of(member(settings.site, name)) if settings.owns else keys.tasks
         self._group = Group(self._client, stream, TRAINERS, name)

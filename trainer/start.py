@@ -14,7 +14,7 @@ from fedstream.broker.layout import Floats, Layout, Model, vector_of
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
-    from fedstream.broker.ledger import Ledger
+    from fedstream.broker.ledger.trainer import TrainerLedger
     from fedstream.broker.records import Head
     from fedstream.trainer.metrics import Metrics
     from fedstream.trainer.workspace import Workspace
@@ -41,7 +41,7 @@ class Newest:
     """The newest version, kept for all tasks that start from it."""
 
     def __init__(
-        self, client: Client, ledger: Ledger, keys: Keys, site: str, layout: Layout,
+        self, client: Client, ledger: TrainerLedger, keys: Keys, site: str, layout: Layout,
         metrics: Metrics,
     ) -> None:  # fmt: skip
         self._client = client

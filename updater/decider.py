@@ -12,7 +12,7 @@ from fedstream.broker.errors import BadMessage, BlobDamaged, BlobMissing
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
 from fedstream.broker.lease import Lease
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.messages import RoundEnd, Upload, Version, decode
 from fedstream.broker.records import End
 from fedstream.broker.streams import Entry
@@ -40,7 +40,7 @@ class Decider:
     course: Course
     intake: Intake
     keys: Keys
-    ledger: Ledger
+    ledger: UpdaterLedger
     lease: Lease
     max_norm: float | None
     norm_factor: float

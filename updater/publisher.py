@@ -13,7 +13,7 @@ from fedstream.broker.client import Client, Command
 from fedstream.broker.errors import BlobDamaged, BlobMissing
 from fedstream.broker.layout import Model, vector_of
 from fedstream.broker.lease import Lease
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.messages import Version
 from fedstream.broker.records import Head
 from fedstream.strategies import DeviceVectors
@@ -25,7 +25,13 @@ class Publisher:
     """Models by their blobs' names, and a vector for each device (SCAFFOLD's c_i)."""
 
     def __init__(
-        self, client: Client, ledger: Ledger, lease: Lease, *, keep_versions: int, keep_bytes: int
+        self,
+        client: Client,
+        ledger: UpdaterLedger,
+        lease: Lease,
+        *,
+        keep_versions: int,
+        keep_bytes: int,
     ) -> None:
         self._client = client
         self._ledger = ledger

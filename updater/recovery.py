@@ -22,7 +22,7 @@ from fedstream.broker.errors import ConfigError, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Layout, Model
 from fedstream.broker.lease import Lease
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.messages import Version
 from fedstream.broker.records import End, Head, Run, ended, without
 from fedstream.journal import (
@@ -74,7 +74,7 @@ class Recovery:
     journal: JournalSettings
     keys: Keys
     client: Client
-    ledger: Ledger
+    ledger: UpdaterLedger
     lease: Lease
     found: Callable[[], tuple[Run, Model]]
 

@@ -26,7 +26,7 @@ from fedstream.broker.errors import ConfigError, OutOfMemory
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
 from fedstream.broker.lease import Lease
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.messages import Version
 from fedstream.broker.records import Commit, Run, ended, without
 from fedstream.broker.streams import BLOCK_MS
@@ -89,7 +89,7 @@ class Updater:
         self._found = found
         self._keys = keys
         self._client = Client(redis, name)
-        self._ledger = Ledger(self._client, keys, name)
+        self._ledger = UpdaterLedger(self._client, keys, name)
         self._lease = Lease(self._client, keys, self.role, name, seconds=settings.lease_s)
         self._publisher = Publisher(
             self._client, self._ledger, self._lease,

@@ -18,7 +18,7 @@ from rich.text import Text
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BrokerError, NoRun
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.records import Run, View
 from fedstream.broker.rights import ROLES
 from fedstream.doctor import machine
@@ -105,7 +105,7 @@ class _Look:
         self._now = now
         self._configured = configured
         self._keys = Keys(settings.run.name)
-        self._ledger = Ledger(client, self._keys, "doctor")
+        self._ledger = OperatorLedger(client, self._keys, "doctor")
         self._info: judged.Info | None = None
         self._view: View | None = None
         self.run: Run | None = None

@@ -16,10 +16,11 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BrokerError
 from fedstream.broker.keys import POOL, Keys
 from fedstream.broker.layout import Layout
+from fedstream.broker.ledger.grants import Rights
+from fedstream.broker.ledger.operator import MAY
 from fedstream.broker.records import Run
-from fedstream.broker.rights import ROLES, Rights, commands
+from fedstream.broker.rights import ROLES, commands
 from fedstream.broker.rights import rights_of as parts
-from fedstream.broker.scripts import Script
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import BUDGET_SHARE, vectors
 from fedstream.coordinator.scheduling import Anarchic, Poisson, Policy, room_beside
@@ -318,7 +319,6 @@ _SAMPLES: dict[str, tuple[str, ...]] = {
     "zremrangebyrank": ("K", "0", "1"), "zscore": ("K", "x"),
 }  # fmt: skip
 _READERS = ("hget", "hgetall", "get", "xlen", "xrange", "pttl")
-_MAY = Script("may")
 _BOTH = ("xreadgroup", "hset", "set")  # for roles that may not send scripts
 _WRITERS = ("xadd", "hset", "hincrby", "pexpire")
 
@@ -388,7 +388,7 @@ async def allowed(client: Client, asked: Sequence[Asked]) -> list[bool] | None:
     """
     packed = msgpack.packb([one.command for one in asked], use_bin_type=False)
     try:
-        reply = await _MAY(client, {}, packed)
+        reply = await MAY(client, {}, packed)
     except BrokerError as error:
         if error.retriable:
             raise

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 from fedstream.broker.client import Client
 from fedstream.broker.errors import BadMessage
 from fedstream.broker.keys import POOL, Keys
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.messages import Event, Message, Version
 from fedstream.broker.records import View
 from fedstream.broker.streams import Entry, Reader
@@ -173,7 +173,7 @@ class Observer:
     """Reader of a run: its streams from the beginning into ``history``, its state into ``view``."""
 
     def __init__(self, client: Client, keys: Keys, *, most: int | None = None) -> None:
-        self.ledger = Ledger(client, keys, "observer")
+        self.ledger = OperatorLedger(client, keys, "observer")
         self.history = History(most)
         self.view: View | None = None  # None until the run exists
         self.keys = keys

@@ -18,7 +18,7 @@ from rich.table import Table
 from fedstream.broker.client import Client
 from fedstream.broker.errors import ConfigError, FedstreamError, Unavailable
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.messages import first_wrong
 from fedstream.coordinator.app import status
 from fedstream.observe.display import outcomes, two_columns
@@ -68,7 +68,7 @@ class _Answer(BaseModel):
 
 async def read(client: Client, keys: Keys) -> dict[str, Any]:
     """Read from Redis what a coordinator's HTTP status returns. Raises NoRun."""
-    ledger = Ledger(client, keys, "status")
+    ledger = OperatorLedger(client, keys, "status")
     view = await ledger.look(inboxes=True)
     return status(keys.name, view) | {"register": await ledger.trainers(), "register_more": 0}
 

@@ -19,7 +19,7 @@ from rich.table import Table
 from fedstream.broker.client import Client
 from fedstream.broker.errors import BadMessage, FedstreamError
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.messages import (
     CloseRound,
     Dead,
@@ -50,7 +50,7 @@ class Letter:
     dead: Dead
     message: Message | None  # None: undecodable
     unreadable: str = ""  # why it is undecodable
-    ended: str = ""  # outcome of its task, from Ledger.ends; '' also if it has no task
+    ended: str = ""  # outcome of its task, from OperatorLedger.ends; '' also if it has no task
 
     @property
     def task(self) -> str | None:
@@ -83,7 +83,7 @@ class Letters:
 
 async def read(client: Client, keys: Keys) -> Letters:
     """Read the dead letters of a run. Raises NoRun."""
-    ledger = Ledger(client, keys, "dead")
+    ledger = OperatorLedger(client, keys, "dead")
     view = await ledger.look()
     rows: list[Any] = []
     while page := await client.call("XRANGE", keys.dead, _after(rows), "+", "COUNT", _PAGE):
@@ -150,7 +150,7 @@ async def retry(client: Client, keys: Keys, letter: Letter) -> Trigger:
     """Trigger a letter's work again, and delete the letter. Raises FedstreamError."""
     trigger = again(letter, time.time())
     before = letter.task or ""
-    verdict, detail = await Ledger(client, keys, "dead").retry(letter.id, before, trigger)
+    verdict, detail = await OperatorLedger(client, keys, "dead").retry(letter.id, before, trigger)
     if verdict != "sent":
         raise FedstreamError(_WHY_NOT[verdict].format(detail=spaced(detail), device=trigger.device))
     return trigger

@@ -26,9 +26,10 @@ from fedstream.broker.errors import FedstreamError, NoRun, Unavailable
 from fedstream.broker.keys import POOL, TRAINERS, Keys
 from fedstream.broker.layout import Model
 from fedstream.broker.lease import Lease
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.operator import OperatorLedger
+from fedstream.broker.ledger.scheduler import SchedulerLedger
+from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.messages import OUTCOMES, CloseRound, Task, Trigger, Upload, task_id
-from fedstream.broker.outbox import Outbox
 from fedstream.broker.records import View
 from fedstream.broker.streams import Entry, Group
 from fedstream.journal import (
@@ -83,7 +84,8 @@ class Feeder:
         self._speed = speed
         self._keys = keys
         self._client = Client(redis, _NAME)
-        self._ledger = Ledger(self._client, keys, _NAME)
+        self._ledger = OperatorLedger(self._client, keys, _NAME)
+        self._scheduler = SchedulerLedger(self._client, keys, _NAME)
         self._outbox = Outbox(self._client, keys, POOL)
         self._lease = Lease(self._client, keys, "scheduler", _NAME, seconds=_LEASE_S)
         self._tasks = Group(self._client, keys.tasks, TRAINERS, _NAME)
@@ -220,14 +222,15 @@ class Feeder:
                 if view.open or self._open:
                     return _LOOK_S
                 closing = CloseRound(version=view.head.version, tasks=(), why=message.why)
-                await self._ledger.ask(closing)
+                await self._scheduler.ask(closing)
                 self._next, self._closing = next(self._todo, None), True
                 return _CLOSED_S
             trigger = self._trigger = self._trigger or self._triggering(message.upload)
             if trigger not in view.open:  # else it is open already, and the reply was lost
                 if room <= 0:
                     return _LOOK_S
-                if not await self._ledger.trigger(self._lease.token, IN_FLIGHT, issued, [trigger]):
+                token = self._lease.token
+                if not await self._scheduler.trigger(token, IN_FLIGHT, issued, [trigger]):
                     return 0.0
                 issued, room = issued + 1, room - 1
             self._open[trigger.task] = _Open(segment, record, message)

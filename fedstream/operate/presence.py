@@ -5,7 +5,7 @@ from __future__ import annotations
 from fedstream.broker.client import Client
 from fedstream.broker.errors import BrokerError, FedstreamError, NoRun
 from fedstream.broker.keys import COORDINATORS, Keys
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.operator import OperatorLedger
 
 _SILENT_S = 10.0  # a trainer without a heartbeat for this long is gone
 _COORDINATOR_IDLE_MS = 3000  # a live coordinator reads every second
@@ -14,7 +14,7 @@ _LEADERS = ("scheduler", "updater")
 
 async def serving(client: Client, keys: Keys) -> list[str]:
     """Names of live services, as far as Redis shows; evaluators leave no trace."""
-    ledger = Ledger(client, keys, "presence")
+    ledger = OperatorLedger(client, keys, "presence")
     leaders = [role for role in _LEADERS if await client.call("EXISTS", keys.leader(role))]
     # A trainer that signed off stays on the register until a coordinator sweeps it.
     gone = {*await ledger.silent(_SILENT_S), *await ledger.left()}
@@ -38,7 +38,7 @@ async def purgeable(client: Client, keys: Keys, *, force: bool) -> int:
 
     Raises NoRun if there are none, and FedstreamError if the run is being served.
     """
-    there = await Ledger(client, keys, "purge").stored()
+    there = await OperatorLedger(client, keys, "purge").stored()
     if not there:
         raise NoRun(f"there is no run {keys.name!r} in Redis at {client.address}")
     if not force and (busy := await serving(client, keys)):
@@ -52,4 +52,4 @@ async def purgeable(client: Client, keys: Keys, *, force: bool) -> int:
 async def purge(client: Client, keys: Keys, *, force: bool) -> int:
     """Delete the run's keys; returns how many there were. Raises as :func:`purgeable` does."""
     await purgeable(client, keys, force=force)
-    return await Ledger(client, keys, "purge").purge()
+    return await OperatorLedger(client, keys, "purge").purge()

@@ -16,14 +16,13 @@ from torch.utils.data import Dataset, TensorDataset
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import Unavailable
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger import Ledger
 from fedstream.broker.records import View
 from fedstream.runtime.config import load
 from fedstream.runtime.service import Context
 from fedstream.settings import services
 from fedstream.settings.config import Settings
 from fedstream.trainer.task import Task
-from tests.support import context, running, wait_until
+from tests.support import EveryRole, context, running, wait_until
 
 ROLES = ("updater", "coordinator", "scheduler", "evaluator")
 
@@ -139,7 +138,7 @@ async def pipeline(
 
 async def reached(client: Client, keys: Keys, version: int) -> None:
     """Waits for a version."""
-    ledger = Ledger(client, keys, "test")
+    ledger = EveryRole(client, keys, "test")
 
     async def there() -> bool:
         head = await ledger.head()
@@ -150,7 +149,7 @@ async def reached(client: Client, keys: Keys, version: int) -> None:
 
 async def finished(client: Client, keys: Keys) -> View:
     """Waits for the run's end, at which the counts add up."""
-    ledger = Ledger(client, keys, "test")
+    ledger = EveryRole(client, keys, "test")
 
     async def over() -> View | None:
         if not await client.call("EXISTS", keys.run):

@@ -16,12 +16,11 @@ from redis.crc import key_slot
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BrokerError, Unavailable
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger import Ledger
 from fedstream.broker.places import Cluster, Sentinels
 from fedstream.broker.settings import SentinelSettings
 from tests.broker.pipeline import finished, pipeline, reached
 from tests.broker.servers import redis_7, said
-from tests.support import Hand, wait_until
+from tests.support import EveryRole, Hand, wait_until
 
 pytestmark = pytest.mark.skipif(redis_7() is None, reason="no Redis 7")
 
@@ -91,7 +90,7 @@ async def keys(client: Client) -> AsyncIterator[Keys]:
     keys = Keys("moving")
     client.bind(keys.prefix)
     yield keys
-    await Ledger(client, keys, "test").purge()
+    await EveryRole(client, keys, "test").purge()
 
 
 async def test_what_has_no_key_goes_to_the_runs_node_too(
@@ -101,7 +100,7 @@ async def test_what_has_no_key_goes_to_the_runs_node_too(
     for name in "abcdefghij":
         keys = Keys(name)
         client = Client(settings)
-        Ledger(client, keys, "test")
+        EveryRole(client, keys, "test")
         assert await client.call("PING") == b"PONG"
         slot = Slot(nodes, keys)
         assert client.address == f"127.0.0.1:{slot.at}"
@@ -141,7 +140,7 @@ async def test_no_cluster_is_no_cluster(any_redis: RedisSettings) -> None:
 async def test_while_the_slot_moves_each_step_is_done_whole_or_not_at_all(
     client: Client, keys: Keys, nodes: list[int]
 ) -> None:
-    hand = Hand(client, keys, Ledger(client, keys, "test"))
+    hand = Hand(client, keys, EveryRole(client, keys, "test"))
     await hand.create()
     [trigger] = await hand.open()
     upload = await hand.trained(trigger)
@@ -173,7 +172,7 @@ async def test_an_owners_stream_that_is_moving_leaves_triggers_and_register_as_t
     client: Client, keys: Keys, nodes: list[int]
 ) -> None:
     """Its name is put together inside the script, where Redis can't look at it before."""
-    hand = Hand(client, keys, Ledger(client, keys, "test"))
+    hand = Hand(client, keys, EveryRole(client, keys, "test"))
     await hand.create()
     await hand.announce("ann", 3)
     await hand.tasks.ensure()

@@ -9,10 +9,9 @@ import pytest
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger import Ledger
 from tests.broker.pipeline import finished, pipeline, reached
 from tests.broker.servers import redis, redis_7
-from tests.support import full, wait_until
+from tests.support import EveryRole, full, wait_until
 
 pytestmark = [pytest.mark.process, pytest.mark.skipif(redis_7() is None, reason="no Redis 7")]
 KEYS = Keys("full")
@@ -45,7 +44,7 @@ async def test_every_service_waits_for_memory_and_goes_on(
             await services.start("trainer", "trainer-2")  # one that comes just now
             for name in ("trainer-1", "updater", "trainer-2"):
                 await wait_until(lambda: services.retries(name))  # noqa: B023
-            stands = await Ledger(client, KEYS, "test").look()
+            stands = await EveryRole(client, KEYS, "test").look()
             assert not services.ended()
         view = await finished(client, KEYS)
         assert view.head.version == 60 > stands.head.version
@@ -59,7 +58,7 @@ async def test_a_run_goes_on_in_the_memory_that_it_has(
 ) -> None:
     """Sixteen models are to be kept, but there is room for twelve: older ones go, often."""
     sets = ("run.versions=60", "task.name=tests.broker.pipeline:wide", "journal.sync=always")
-    ledger = Ledger(client, KEYS, "test")
+    ledger = EveryRole(client, KEYS, "test")
     await ledger.prepare()  # what scripts take is no room for models
     used, _ = await ledger.memory()
     await client.call("CONFIG", "SET", "maxmemory", used + 12 * MODEL_BYTES)

@@ -20,14 +20,13 @@ from fedstream.broker import rights, scripts
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BrokerError, ConfigError
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger import Ledger
 from fedstream.broker.messages import Dead
 from fedstream.broker.scripts import Script
 from fedstream.observe import status
 from fedstream.operate import acl, presence
 from tests.broker.guarded import KEYS, OF_SITES, PASSWORDS, RUN, SITES, Guarded, guarded, needs_7
 from tests.broker.pipeline import Pipeline, finished, lines, pipeline, reached
-from tests.support import wait_until
+from tests.support import EveryRole, wait_until
 
 pytestmark = pytest.mark.process
 
@@ -71,7 +70,7 @@ async def test_a_run_by_single_updates_with_a_workspace_ends_at_its_target(
             assert "accuracy" in (view.run.why or "")
 
             async def left() -> bool:  # the coordinator has struck off who said good-bye
-                return sorted(await Ledger(operator, KEYS, "o").trainers()) == [
+                return sorted(await EveryRole(operator, KEYS, "o").trainers()) == [
                     "trainer-2", "trainer-3",
                 ]  # fmt: skip
 
@@ -222,10 +221,10 @@ async def test_what_a_device_has_to_know_stays_where_the_users_are_of_a_release_
         await admin.call("ACL", "SETUSER", "updater", "-rename")
         try:
             with pytest.raises(BrokerError, match="refuses"):
-                await Ledger(updater, KEYS, "updater-1").hand_out(token, 1, digest, 6)
+                await EveryRole(updater, KEYS, "updater-1").hand_out(token, 1, digest, 6)
             assert await admin.call("HGET", c_1, "0") == b"before"
             await admin.call("ACL", "SETUSER", "updater", "+rename")
-            done = await Ledger(updater, KEYS, "updater-1").hand_out(token, 1, digest, 6)
+            done = await EveryRole(updater, KEYS, "updater-1").hand_out(token, 1, digest, 6)
             assert (done, await admin.call("HGET", c_1, "0")) == ("done", b"behind")
         finally:
             await admin.call("ACL", "SETUSER", "updater", "+rename")
@@ -247,7 +246,7 @@ async def test_a_probe_may_ask_whether_redis_is_there_and_nothing_else(
 
 
 def test_every_script_is_some_roles_and_its_commands_are_granted() -> None:
-    named = {name for one in rights.RIGHTS.values() for name in one.scripts}
+    named = {script.name for one in rights.RIGHTS.values() for script in one.scripts}
     named |= {"renew", "release"}  # trainers', whose commands are listed
     there = {path.name.removesuffix(".lua") for path in scripts._LUA.iterdir()} - {"prelude"}
     assert named == there

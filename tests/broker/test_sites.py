@@ -16,9 +16,8 @@ from fedstream.broker.client import Client, Command
 from fedstream.broker.custody import cap_workspaces, expire_forgotten, expire_unowned, some_keys
 from fedstream.broker.errors import BrokerError, NoScript
 from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
-from fedstream.broker.ledger import Ledger
+from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.messages import Dead, Event, GiveUp, Presence, Task, Trigger, Upload, Version
-from fedstream.broker.outbox import Outbox
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Entry, Group
 from fedstream.journal.ended import Ended
@@ -27,7 +26,7 @@ from fedstream.updater.course import Course
 from fedstream.updater.intake import Intake
 from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
 from tests.broker.pipeline import finished, pipeline
-from tests.support import SIZE_LIMIT, Hand, wait_until
+from tests.support import SIZE_LIMIT, EveryRole, Hand, wait_until
 
 pytestmark = [pytest.mark.process, needs_7]
 
@@ -45,7 +44,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 async def hand(there: Guarded) -> AsyncIterator[Hand]:
     """A run in which north/edge owns device 3 and south/edge device 4, played by an admin."""
     async with there.client("admin") as admin:
-        hand = Hand(admin, KEYS, Ledger(admin, KEYS, "test"))
+        hand = Hand(admin, KEYS, EveryRole(admin, KEYS, "test"))
         await hand.create()
         for site, device in (("north", 3), ("south", 4)):
             assert await hand.announce("edge", device, site=site) == ["heard"]
@@ -90,7 +89,7 @@ async def test_a_run_of_sites_ends_and_nothing_was_denied_to_anyone(
             assert not names & {KEYS.control("north", 3), KEYS.control("south", 0)}
             assert view.reasons("refused") == {}
         denied = await admin.call("ACL", "LOG")
-        await Ledger(admin, KEYS, "test").purge()
+        await EveryRole(admin, KEYS, "test").purge()
     assert denied == []
 
 
@@ -99,7 +98,7 @@ async def test_the_pool_trains_beside_a_site(tmp_path: Path, there: Guarded) -> 
     sets = ("run.versions=100000", 'coordinator.sites=["pool", "north:0-1"]')
     async with there.client("admin") as admin:
         await admin.call("ACL", "LOG", "RESET")
-        ledger = Ledger(admin, KEYS, "test")
+        ledger = EveryRole(admin, KEYS, "test")
         after = "-"
 
         async def served(devices: set[int]) -> bool:
@@ -400,7 +399,7 @@ async def test_what_was_admitted_its_site_can_neither_change_nor_delete(
         there.client("coordinator") as coordinator, there.client("updater") as updater,
         there.client(NORTH) as north,
     ):  # fmt: skip
-        verdict = await Ledger(coordinator, KEYS, "c").admit(
+        verdict = await EveryRole(coordinator, KEYS, "c").admit(
             entry, honest, size_limit=SIZE_LIMIT, site="north", trusted=False
         )
         assert verdict == ("admitted", "")

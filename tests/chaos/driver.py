@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import NoRun, Unavailable
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger import Ledger
 from tests.chaos.checks import Facts, complaints
 from tests.chaos.faults import NAMES, UPDATERS, Plan
 from tests.chaos.history import gathered
@@ -26,7 +25,7 @@ from tests.chaos.services import Services, Zygote
 from tests.chaos.task import NOTES
 from tests.chaos.watcher import Watcher
 from tests.chaos.wire import Wire
-from tests.support import wait_until
+from tests.support import EveryRole, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -93,7 +92,7 @@ class Chaos:
         self._stuck_s = stuck_s
         self._keys = Keys("chaos")
         self._server = server
-        self._ledger = Ledger(server.client, self._keys, "chaos")
+        self._ledger = EveryRole(server.client, self._keys, "chaos")
         self._watcher = Watcher(server, self._keys)
         self._findings: list[str] = []
         for name in ("journal", "notes"):

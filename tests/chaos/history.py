@@ -15,7 +15,6 @@ from fedstream.broker.client import Client
 from fedstream.broker.errors import BlobDamaged, BlobMissing, FedstreamError
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model, vector_of
-from fedstream.broker.ledger import Ledger
 from fedstream.broker.records import Head
 from fedstream.journal import JournalError, segments
 from fedstream.journal.rebuild import recovered
@@ -24,6 +23,7 @@ from fedstream.strategies import DeviceVectors
 from tests.chaos.account import accounted, notes_of
 from tests.chaos.checks import Facts, Production
 from tests.chaos.effects import lived
+from tests.support import EveryRole
 
 
 def replayed(folder: Path) -> Production:
@@ -61,7 +61,7 @@ async def gathered(
     ``notes``: the trainers' own account; ``told``: versions as a watcher saw them; ``files``:
     Redis's append-only ones. Without them, less can be held against the journal.
     """
-    ledger = Ledger(client, keys, "chaos")
+    ledger = EveryRole(client, keys, "chaos")
     rows = await client.call("XRANGE", keys.queue, "-", "+")
     waiting = [msgpack.unpackb(fields[1], use_list=False) for _, fields in rows]
     admitted = await client.call("HKEYS", keys.admitted)
@@ -83,7 +83,7 @@ async def gathered(
     )  # fmt: skip
 
 
-async def _model(client: Client, keys: Keys, ledger: Ledger, head: Head) -> str:
+async def _model(client: Client, keys: Keys, ledger: EveryRole, head: Head) -> str:
     """The digest of what lies in Redis as the newest model."""
     model = Model((await ledger.run()).layout)
     try:
@@ -95,7 +95,7 @@ async def _model(client: Client, keys: Keys, ledger: Ledger, head: Head) -> str:
     return model.digest()
 
 
-async def _handed_out(client: Client, keys: Keys, ledger: Ledger) -> dict[int, str] | None:
+async def _handed_out(client: Client, keys: Keys, ledger: EveryRole) -> dict[int, str] | None:
     """The digests of what lies in Redis of the devices; None if the rule hands nothing out."""
     run = await ledger.run()
     if not run.layout.controls:

@@ -17,7 +17,6 @@ from fedstream.broker import blobs
 from fedstream.broker.errors import BrokerError, OutOfMemory, Unavailable
 from fedstream.broker.keys import POOL, Keys
 from fedstream.broker.layout import Model
-from fedstream.broker.ledger import Ledger
 from fedstream.broker.messages import Event, RoundEnd, Upload, decode
 from fedstream.broker.scripts import Script
 from tests.chaos import disk, pages
@@ -28,7 +27,7 @@ from tests.chaos.sentinel import Sentineled
 from tests.chaos.server import Server
 from tests.chaos.services import Child, Services
 from tests.chaos.wire import Wire
-from tests.support import wait_until
+from tests.support import EveryRole, wait_until
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -67,7 +66,7 @@ class Injector:
         self._services = services
         self._controls = controls
         self._keys = keys
-        self._ledger = Ledger(server.client, keys, "chaos")
+        self._ledger = EveryRole(server.client, keys, "chaos")
         self._findings = findings
         self._disks = asyncio.Lock()  # one trouble with disks at a time
         self.forged: set[tuple[str, str]] = set()  # second answers: task and attempt

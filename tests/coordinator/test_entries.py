@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
+from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.messages import OWNED, Dead, Event, Presence, Task, Trigger
-from fedstream.broker.outbox import Outbox
 from fedstream.coordinator.entries import LARGEST
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings

@@ -18,15 +18,14 @@ import pytest
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import COORDINATORS, Keys
-from fedstream.broker.ledger import Ledger
-from fedstream.broker.outbox import Outbox
+from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.streams import PARTS, Group
 from fedstream.coordinator.entries import LARGEST
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.runtime.tasks import LeaseSettings
 from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
-from tests.support import Hand, context, running, wait_until
+from tests.support import EveryRole, Hand, context, running, wait_until
 
 LARGE = 30 << 20
 MOST = 24 << 20  # that a coordinator may grow: a read of 4 MiB, and what is made of it
@@ -42,7 +41,7 @@ def there(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 async def run(there: Guarded) -> AsyncIterator[Hand]:
     """A run in which north/edge owns device 3 and south/edge devices 4 to 6."""
     async with there.client("admin") as admin:
-        hand = Hand(admin, KEYS, Ledger(admin, KEYS, "test"))
+        hand = Hand(admin, KEYS, EveryRole(admin, KEYS, "test"))
         await hand.create()
         assert await hand.announce("edge", 3, site="north") == ["heard"]
         assert await hand.announce("edge", 4, 5, 6, site="south") == ["heard"]

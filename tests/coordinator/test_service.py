@@ -16,7 +16,7 @@ from fedstream.broker import blobs
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BrokerError
 from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
-from fedstream.broker.ledger import _SCRIPTS, Ledger
+from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.messages import Dead, GiveUp, Task, Trigger, Upload
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Entry, Group
@@ -245,7 +245,7 @@ async def test_an_entry_that_crashes_coordinators_is_buried_and_its_task_ends(
 async def test_trouble_with_redis_makes_no_entry_a_poison(
     make: Any, run: Hand, redis: RedisSettings
 ) -> None:
-    admit = _SCRIPTS["admit"]._sha.encode()
+    admit = Script("admit")._sha.encode()
     [trigger] = await run.open()
     watched = context()
     async with Proxy(redis) as proxy, running(make(redis=proxy.settings), watched):
@@ -302,7 +302,7 @@ async def test_it_goes_on_when_redis_forgets_the_scripts(
 async def test_entries_that_came_together_are_decided_in_one_exchange(
     make: Any, run: Hand, redis: RedisSettings
 ) -> None:
-    dispatch = _SCRIPTS["dispatch"]._sha.encode()
+    dispatch = Script("dispatch")._sha.encode()
     writes = 0
 
     def count(data: bytes) -> bool:
@@ -347,14 +347,14 @@ async def test_an_entry_that_crashes_it_again_takes_no_other_with_it(
     given = Group(client, run.keys.triggers, COORDINATORS, "coordinator-0")
     await given.ensure()
     assert len(await given.read(count=3)) == 3
-    dispatching = Ledger.dispatch
+    dispatching = CoordinatorLedger.dispatch
 
-    def dispatch(self: Ledger, entry: Entry, trigger: Trigger, **limits: Any) -> Any:
+    def dispatch(self: CoordinatorLedger, entry: Entry, trigger: Trigger, **limits: Any) -> Any:
         if trigger.task == triggers[1].task:
             raise RuntimeError("a bug")
         return dispatching(self, entry, trigger, **limits)
 
-    monkeypatch.setattr(Ledger, "dispatch", dispatch)
+    monkeypatch.setattr(CoordinatorLedger, "dispatch", dispatch)
     for times in (2, 3):
         async with running(make(), context(), may_fail=True) as crashing:
             await wait_until(crashing.done)
@@ -398,7 +398,7 @@ async def test_a_sweep_that_fails_halfway_leaves_nothing_pending(
 ) -> None:
     new, upload = await given_to(run, "crashed")
     await long_ago(client, run.keys)
-    admit = _SCRIPTS["admit"]._sha.encode()
+    admit = Script("admit")._sha.encode()
     watched = context()
     async with Proxy(redis) as proxy:
         proxy.refuse = lambda data: admit in data

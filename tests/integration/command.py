@@ -21,8 +21,8 @@ import psutil
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger import Ledger
 from fedstream.broker.records import View
+from tests.support import EveryRole
 
 SCRIPT = Path(sys.executable).with_name("fedstream")
 # Limits are against hanging alone: six processes that load torch beside others' work take minutes.
@@ -181,7 +181,7 @@ def is_alive(process: psutil.Process) -> bool:
 async def _look(url: str, run: str) -> View:
     client = Client(RedisSettings(url=url))
     try:
-        return await Ledger(client, Keys(run), "test").look()
+        return await EveryRole(client, Keys(run), "test").look()
     finally:
         await client.close()
 

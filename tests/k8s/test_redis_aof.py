@@ -11,12 +11,12 @@ import pytest
 from fedstream.broker.client import Client
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger import Ledger
 from fedstream.broker.records import View
 from fedstream.broker.settings import RedisSettings
 from tests.k8s.cluster import Cluster
 from tests.k8s.cluster.image import Image
 from tests.k8s.policy.targets import kustomized
+from tests.support import EveryRole
 
 pytestmark = [pytest.mark.process, pytest.mark.k8s, pytest.mark.timeout(900)]
 
@@ -47,7 +47,7 @@ async def test_a_redis_that_comes_back_has_what_it_had(
                 }
             )
         )
-        ledger = Ledger(redis, Keys("demo"), "test")
+        ledger = EveryRole(redis, Keys("demo"), "test")
 
         async def view(least: int) -> View:
             """The run, once it has that version; before, Redis may be away or without it."""

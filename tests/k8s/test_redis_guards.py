@@ -13,15 +13,14 @@ import pytest
 
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger import Ledger
-from fedstream.broker.outbox import Outbox
+from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.settings import RedisSettings
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.runtime.tasks import LeaseSettings
 from tests.broker.servers import Redis, redis, redis_7, said, until
 from tests.k8s.policy.targets import K8S
-from tests.support import Hand, context, running, wait_until
+from tests.support import EveryRole, Hand, context, running, wait_until
 
 pytestmark = [
     pytest.mark.process,
@@ -110,7 +109,7 @@ async def test_what_a_site_says_at_once_needs_no_second_place_in_redis(tmp_path:
     with redis(tmp_path, f"--{option[0]}", *option[1:]) as server:
         settings = RedisSettings(url=f"redis://127.0.0.1:{server.port}")
         ours = Client(settings)
-        hand = Hand(ours, keys, Ledger(ours, keys, "test"))
+        hand = Hand(ours, keys, EveryRole(ours, keys, "test"))
         await hand.create()
         for _ in range(20):
             await ours.call("XADD", keys.inbox("pool"), "*", "m", memoryview(bytes(8 << 20)))

@@ -12,12 +12,12 @@ import pytest
 from fedstream.broker.client import Client
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger import Ledger
 from fedstream.broker.settings import RedisSettings, TlsSettings
 from tests.k8s.cluster import Cluster, Pod
 from tests.k8s.cluster.image import Image
 from tests.k8s.policy.targets import kustomized
 from tests.k8s.tls import redis_tls
+from tests.support import EveryRole
 
 pytestmark = [pytest.mark.process, pytest.mark.k8s, pytest.mark.timeout(900)]
 
@@ -65,7 +65,7 @@ async def test_a_run_outlives_its_masters(tmp_path: Path, images: dict[str, Imag
         )
         for client in (*sentinels, redis):
             stack.push_async_callback(client.close)
-        ledger = Ledger(redis, Keys("demo"), "test")
+        ledger = EveryRole(redis, Keys("demo"), "test")
 
         async def named() -> str:
             """The master's address, as the sentinels have it; its pod may just be gone."""

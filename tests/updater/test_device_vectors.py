@@ -19,8 +19,8 @@ from fedstream.broker import blobs
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BlobDamaged, ConfigError, Fenced
 from fedstream.broker.layout import Floats, Layout, Model, vector_of
-from fedstream.broker.ledger import _SCRIPTS
 from fedstream.broker.messages import Upload
+from fedstream.broker.scripts import Script
 from fedstream.journal import (
     VECTORS,
     JournalDamaged,
@@ -241,7 +241,7 @@ async def test_the_number_of_devices_does_not_change_over_a_restart(make: Any, h
 async def test_redis_has_every_devices_control_before_its_task_ends(
     make: Any, hand: Hand, redis: RedisSettings, rule: Rule, twin: Twin
 ) -> None:
-    commit = _SCRIPTS["commit"]._sha.encode()
+    commit = Script("commit")._sha.encode()
     async with Proxy(redis) as proxy, running(make(rule, redis=proxy.settings), context()):
         await hand.join()
         await come(hand, twin, 3)
@@ -316,7 +316,7 @@ async def test_the_control_of_a_buffered_update_is_there_when_the_update_is_foun
 async def test_a_refused_update_hands_nothing_out(
     make: Any, hand: Hand, redis: RedisSettings, rule: Rule, twin: Twin
 ) -> None:
-    hand_out = _SCRIPTS["hand_out"]._sha.encode()
+    hand_out = Script("hand_out")._sha.encode()
     handed_out = 0
 
     def counted(data: bytes) -> bool:
@@ -345,7 +345,7 @@ async def test_what_a_superseded_updater_hands_out_no_trainer_reads(
     make: Any, hand: Hand, redis: RedisSettings, rule: Rule, twin: Twin
 ) -> None:
     """It sleeps past its lease between its record and its commit; what it had sent comes late."""
-    hand_out = _SCRIPTS["hand_out"]._sha.encode()
+    hand_out = Script("hand_out")._sha.encode()
     late: list[bytes] = []
 
     def asleep(data: bytes) -> bool:

@@ -98,7 +98,7 @@ async def test_one_that_ends_while_the_updater_repairs_is_taken_back(
         await _withdrawn(hand, trigger, upload)
         return found
 
-    monkeypatch.setattr("fedstream.broker.ledger.ended_unlike", overtaken)
+    monkeypatch.setattr("fedstream.broker.ledger.updater.ended_unlike", overtaken)
     async with running(make(), context()):
         await hand.reaches(1)
         await _is_applied_alone(hand, trigger)

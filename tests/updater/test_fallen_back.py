@@ -285,7 +285,7 @@ async def test_redis_falls_back_once_more_while_the_updater_repairs(
             await go_back(client, backups.pop())
         return found
 
-    monkeypatch.setattr("fedstream.broker.ledger.ended_unlike", overtaken)
+    monkeypatch.setattr("fedstream.broker.ledger.updater.ended_unlike", overtaken)
     idle_after(monkeypatch, 20)
     async with running(make(ROUNDS), context()):
         await hand.join()

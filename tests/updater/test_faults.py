@@ -17,10 +17,10 @@ from fedstream.broker import blobs
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import PAGE, Model
-from fedstream.broker.ledger import _SCRIPTS
 from fedstream.broker.messages import CloseRound, Upload
 from fedstream.broker.records import End as Ended
 from fedstream.broker.records import Head, Run
+from fedstream.broker.scripts import Script
 from fedstream.journal import (
     JournalDamaged,
     JournalError,
@@ -60,8 +60,8 @@ from tests.updater.journalled import (
 )
 
 LATE = {"sync": "interval", "sync_s": 3600.0}  # what is done stays in the queue until it is idle
-COMMIT = _SCRIPTS["commit"]._sha.encode()
-CREATE = _SCRIPTS["create"]._sha.encode()
+COMMIT = Script("commit")._sha.encode()
+CREATE = Script("create")._sha.encode()
 ROUNDS = FedAvgSettings(clients_per_round=3)
 
 

@@ -16,8 +16,8 @@ import pytest
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import ConfigError, Fenced
 from fedstream.broker.layout import Model
-from fedstream.broker.ledger import _SCRIPTS
 from fedstream.broker.messages import CloseRound
+from fedstream.broker.scripts import Script
 from fedstream.journal import (
     JournalError,
     JournalSettings,
@@ -133,7 +133,7 @@ async def test_what_was_open_when_redis_lost_everything_is_counted(
 async def test_what_was_journalled_but_not_published_is_published_once(
     make: Any, hand: Hand, redis: RedisSettings, folder: Path
 ) -> None:
-    commit = _SCRIPTS["commit"]._sha.encode()
+    commit = Script("commit")._sha.encode()
     async with Proxy(redis) as proxy:
         async with running(make(redis=proxy.settings), context()):
             await hand.join()
@@ -530,7 +530,7 @@ async def test_a_successors_versions_are_not_taken_for_a_lost_end_of_the_journal
 async def test_the_last_version_is_the_last_though_redis_went_back_before_its_commit(
     make: Any, hand: Hand, client: Client, redis: RedisSettings, folder: Path
 ) -> None:
-    commit = _SCRIPTS["commit"]._sha.encode()
+    commit = Script("commit")._sha.encode()
     async with (
         Proxy(redis) as proxy,
         running(make(redis=proxy.settings, versions=2), context()),

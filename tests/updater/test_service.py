@@ -15,8 +15,8 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BlobMissing, ConfigError, Fenced
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
-from fedstream.broker.ledger import _SCRIPTS
 from fedstream.broker.messages import CloseRound, RoundEnd, Upload
+from fedstream.broker.scripts import Script
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, State, Update
 from fedstream.strategies.staleness import Constant, Polynomial
 from fedstream.updater.decider import LARGE
@@ -372,7 +372,7 @@ async def test_a_standby_takes_over_and_fences_the_first(
 async def test_a_commit_whose_reply_was_lost_is_made_once_and_its_model_stays(
     make: Any, hand: Hand, redis: RedisSettings, client: Client, keys: Keys
 ) -> None:
-    commit = _SCRIPTS["commit"]._sha.encode()
+    commit = Script("commit")._sha.encode()
     async with Proxy(redis) as proxy, running(make(redis=proxy.settings), context()):
         await hand.join()
         await hand.admitted(4.0)

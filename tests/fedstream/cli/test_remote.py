@@ -16,12 +16,11 @@ from pydantic import SecretStr
 from fedstream.broker import rights
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import TRAINERS, Keys
-from fedstream.broker.ledger import Ledger
 from fedstream.broker.messages import Task
 from fedstream.cli.app import main
 from fedstream.coordinator.app import App
 from fedstream.observe import status
-from tests.support import Hand
+from tests.support import EveryRole, Hand
 
 Command = Callable[..., Awaitable[tuple[int, str, str]]]
 
@@ -52,7 +51,7 @@ def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str])
 async def serving(client: Client, keys: Keys) -> TestServer:
     """A coordinator's routes."""
     app = web.Application()
-    app.add_routes(App(client, Ledger(client, keys, "c"), keys, 4).routes())
+    app.add_routes(App(client, EveryRole(client, keys, "c"), keys, 4).routes())
     server = TestServer(app)
     await server.start_server()
     return server
@@ -193,7 +192,7 @@ async def test_a_coordinators_token_comes_from_the_environment(
 ) -> None:
     right = "0123456789abcdef"
     app = web.Application()
-    guarded = App(client, Ledger(client, keys, "c"), keys, 4, SecretStr(right))
+    guarded = App(client, EveryRole(client, keys, "c"), keys, 4, SecretStr(right))
     app.add_routes(guarded.routes())
     server = TestServer(app)
     await server.start_server()

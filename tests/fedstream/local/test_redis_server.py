@@ -18,13 +18,12 @@ import pytest
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BrokerError, FedstreamError
 from fedstream.broker.keys import Keys
-from fedstream.broker.ledger import Ledger
 from fedstream.doctor import checkup as doctor
 from fedstream.local import redis_server
 from fedstream.local.redis_server import RedisServer, find_server, find_servers
 from fedstream.settings.config import read
 from tests.integration.command import is_alive
-from tests.support import Hand, wait_until
+from tests.support import EveryRole, Hand, wait_until
 
 pytestmark = pytest.mark.process
 
@@ -183,7 +182,7 @@ async def test_what_writes_files_or_loads_code_is_allowed_to_nobody(binary: Path
 async def test_what_a_run_and_its_operator_ask_is_allowed(binary: Path) -> None:
     with RedisServer(binary) as server:
         client = Client(RedisSettings(url=server.url), "trainer-1")  # which names its connections
-        hand = Hand(client, Keys("own"), Ledger(client, Keys("own"), "test"))
+        hand = Hand(client, Keys("own"), EveryRole(client, Keys("own"), "test"))
         await hand.create()
         await hand.commit(1, await hand.admitted())
         assert (await hand.ledger.look()).outcomes["applied"] == 1

@@ -152,7 +152,7 @@ async def test_an_observer_reads_what_was_and_what_comes(
     await client.call("XADD", keys.models, "*", "m", b"no message")  # nothing to fail about
     await observer.catch_up()
     assert observer.history.newest == 0
-    await observer.ledger.tell(event("evaluation", version=0, metrics={"accuracy": 0.5}))
+    await hand.ledger.tell(event("evaluation", version=0, metrics={"accuracy": 0.5}))
     await observer.catch_up()
     assert observer.history.measured == (0, {"accuracy": 0.5})
     view = await observer.look()

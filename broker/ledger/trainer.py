@@ -1,7 +1,8 @@
-"""A trainer's outgoing messages: all go to its site's inbox, to which it can only append.
+"""What trainers do in Redis: they read the run and the newest version, and write to their inbox.
 
-An inbox's name tells its reader which site sent the messages. A coordinator decides what comes of
-them: trainers write nothing that others rely on.
+All that a trainer says goes to its site's inbox, to which it can only append. An inbox's name tells
+its reader which site sent the messages. A coordinator decides what comes of them: trainers write
+nothing that others rely on.
 """
 
 from __future__ import annotations
@@ -10,14 +11,40 @@ import os
 import socket
 from collections.abc import Sequence
 
+from fedstream.broker import blobs
 from fedstream.broker.client import Client, Command
 from fedstream.broker.keys import TRAINERS, Keys
+from fedstream.broker.ledger.grants import Rights
+from fedstream.broker.ledger.reading import Memory
 from fedstream.broker.messages import Dead, Event, GiveUp, Presence, Trigger, Upload
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Entry
 
-_FINISH = Script("finish_task")
+FINISH = Script("finish_task")
 _UNHEARD = 10_000  # inbox entries above which trainers skip their announcements
+TASKS = "{tasks}"  # the streams of a site's tasks
+
+# `{site}` is the trainer's. Trainers may not load scripts; what those send is listed here.
+RIGHTS = Rights(
+    reads=("run", "head", "model:*", "control:{site}/*"),
+    commands=("hgetall", "info", "multi", "exec", "discard", *blobs.READS),
+    apart=(
+        Rights(both=(TASKS, "update:{site}/*"), commands=("evalsha",)),
+        Rights(
+            both=(TASKS,),
+            commands=(
+                "xgroup|create", "xreadgroup", "xpending", "xclaim", "xrange", "xack", "xdel",
+            ),
+        ),
+        Rights(writes=("update:{site}/*",), commands=("hset", "hexists", "pexpire")),
+        Rights(both=("workspace:{site}/*",), commands=("getrange", "set", "unlink")),
+        Rights(writes=("inbox:{site}",), commands=("xadd", "xlen", "exists")),
+    ),
+)  # fmt: skip
+
+
+class TrainerLedger(Memory):
+    """The run as trainers see it."""
 
 
 class Outbox:
@@ -78,7 +105,7 @@ class Outbox:
         the blob.
         """
         update = answer.blob if isinstance(answer, Upload) else f"{self.site}/none"
-        reply = await _FINISH(
+        reply = await FINISH(
             self._client, {"tasks": stream, "update": self._keys.update(update)},
             TRAINERS, entry.id, answer.encode(),
             answer.size if isinstance(answer, Upload) else 0, round(expire_s * 1000), self._inbox,

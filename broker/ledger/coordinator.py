@@ -1,0 +1,261 @@
+"""What coordinators do in Redis: they hand out tasks, admit answers and clean up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from fedstream.broker import blobs, custody, reasons, streams
+from fedstream.broker.keys import COORDINATORS, POOL, TRAINERS, member
+from fedstream.broker.ledger.grants import Rights
+from fedstream.broker.ledger.letters import BURY, Letters
+from fedstream.broker.ledger.plumbing import Pending, packed, verdict, word
+from fedstream.broker.ledger.reading import LOOK, Memory, Models, Overview, Register
+from fedstream.broker.messages import (
+    CloseRound,
+    Event,
+    GiveUp,
+    Presence,
+    RoundEnd,
+    Task,
+    Trigger,
+    Upload,
+    Withdraw,
+)
+from fedstream.broker.scripts import Script, load_all
+from fedstream.broker.streams import Entry
+
+_ADMIT = Script("admit")
+_AGE_LETTERS = Script("age_letters")
+_ANNOUNCE = Script("announce")
+_CLOSE_ROUND = Script("close_round")
+_DISPATCH = Script("dispatch")
+_LEAVE = Script("leave")
+_MEASURE = Script("measure")
+_RELAY = Script("relay")
+_SETTLE_UNSERVED = Script("settle_unserved")
+_WITHDRAW = Script("withdraw")
+
+RIGHTS = Rights(
+    both=(
+        "triggers", "inbox:*", "tasks", "tasks:*", "open", "admitted", "ended", "counts",
+        "events", "trainers", "alive", "owners", "pool", "rates", "letters", "sites",
+        "update:*", "queued:*", "control:*", "quarantine:*",
+    ),
+    reads=("run", "head", "lineage", "kept", "models", "model:*", "device:*"),
+    writes=("queue", "dead"),
+    commands=(
+        "xgroup|create", "xreadgroup", "time", "zrangebyscore", "zmscore", "hgetall", "info",
+        "type", "sadd", *blobs.READS,
+    ),
+    scripts=(
+        _ADMIT, _AGE_LETTERS, _ANNOUNCE, _CLOSE_ROUND, _DISPATCH, _LEAVE, _MEASURE, _RELAY,
+        _SETTLE_UNSERVED, _WITHDRAW, BURY, LOOK, streams.CLAIM, streams.REAP, *custody.SCRIPTS,
+    ),
+    apart=(  # to expire what sites leave behind
+        Rights(reads=("update:*", "workspace:*", "tasks:*"), commands=("pttl", "strlen")),
+        Rights(writes=("update:*", "workspace:*", "tasks:*"), commands=("pexpire",)),
+    ),
+)  # fmt: skip
+
+
+class CoordinatorLedger(Overview, Models, Register, Letters, Memory):
+    """The run as coordinators see and change it."""
+
+    async def prepare(self, sites: Iterable[str] = ()) -> None:
+        """Register the sites and load every script, including those that trainers may not load."""
+        await load_all(self._client)
+        if names := sorted(sites):
+            await self._client.call("SADD", self.keys.sites, *names)
+
+    # tasks
+
+    def dispatch(self, entry: Entry, trigger: Trigger) -> Pending[str]:
+        """Turn a scheduler's trigger into a task for the device's owner, or else the pool.
+
+        Returns 'sent', 'ended' (the task already has) or 'repeated'.
+        """
+        about = {
+            "group": COORDINATORS, "entry": entry.id, "task": trigger.task,
+            "device": trigger.device,
+        }  # fmt: skip
+        task = Task.of(trigger).encode()
+        return self._pending(
+            _DISPATCH, word, packed(about), task, trigger.encode(), stream=self.keys.triggers
+        )
+
+    def take_up(
+        self, site: str, entry: Entry, trigger: Trigger, *, anarchic: bool, rate: int, limit: int
+    ) -> Pending[str]:
+        """Turn a site's trigger for its own device into a task.
+
+        Returns 'sent', 'unasked' (devices don't decide by themselves in this run), 'foreign' (the
+        device is not the site's or not in the run), 'limited' (the site exceeds ``rate`` per
+        second, or ``limit`` tasks are open), 'busy' (the device has a task), 'finished' (the run
+        has) or 'repeated'.
+        """
+        about = {
+            "group": COORDINATORS, "entry": entry.id, "task": trigger.task,
+            "device": trigger.device, "site": site, "rate": rate, "limit": limit,
+            "anarchic": anarchic,
+        }  # fmt: skip
+        task = Task.of(trigger).encode()
+        return self._pending(
+            _DISPATCH, word, packed(about), task, trigger.encode(), stream=self.keys.inbox(site)
+        )
+
+    def close_round(self, entry: Entry, closing: CloseRound) -> Pending[str]:
+        """Give up a round's unanswered tasks and tell the updater through the queue."""
+        about = {
+            "group": COORDINATORS, "entry": entry.id, "tasks": closing.tasks,
+            "trainers": TRAINERS, "why": reasons.ROUND_OVER,
+        }  # fmt: skip
+        end = RoundEnd(version=closing.version, why=closing.why).encode()
+        return self._pending(_CLOSE_ROUND, word, packed(about), end, packed(self._event()))
+
+    def withdraw(self, entry: Entry, wish: Withdraw) -> Pending[str]:
+        """Give up the unanswered tasks of a request; their trainers lose their leases."""
+        about = {
+            "group": COORDINATORS, "entry": entry.id, "tasks": wish.tasks, "trainers": TRAINERS,
+            "why": wish.why,
+        }  # fmt: skip
+        return self._pending(_WITHDRAW, word, packed(about), packed(self._event()))
+
+    async def settle_unserved(self, lease_ms: int) -> int:
+        """Reassign or give up the pool's tasks when no live trainer serves it: how many given up.
+
+        A task goes to its device's owner if there is one.
+        """
+        event = packed(self._event())
+        return int(await self._run(_SETTLE_UNSERVED, TRAINERS, lease_ms, event))
+
+    async def find_lost(self, seen: Mapping[str, str]) -> tuple[int, dict[str, str]]:
+        """Give up lost open tasks: see :func:`fedstream.broker.custody.find_lost`."""
+        return await custody.find_lost(self._client, self.keys, packed(self._event()), seen)
+
+    async def leases(self, lease_ms: int, owners: Iterable[str]) -> tuple[int, list[str]]:
+        """Count the tasks under a live lease, and find the streams with an expired one.
+
+        Looks at the pool's stream and those of ``owners``.
+        """
+        leased, lapsed = 0, list[str]()
+        for some in custody.in_parts([self.keys.tasks, *map(self.keys.tasks_of, sorted(owners))]):
+            more, over = await self._run(_MEASURE, TRAINERS, lease_ms, rest=some)
+            leased += more
+            lapsed += [some[at] for at in over]
+        return leased, lapsed
+
+    # what sites say
+
+    def admit(
+        self,
+        entry: Entry,
+        answer: Upload | GiveUp,
+        *,
+        size_limit: int,
+        site: str = POOL,
+        trusted: bool = True,
+    ) -> Pending[tuple[str, str]]:
+        """Admit an answer to the queue, or not: ('admitted' | 'refused' | ..., reason).
+
+        ``site``: whose inbox the answer came through. For untrusted sites, staleness counts from
+        the newest version at the time the task was handed out.
+        """
+        about: dict[str, object] = {
+            "group": COORDINATORS, "entry": entry.id, "site": site, "trusted": trusted,
+            "task": answer.task, "attempt": answer.attempt, "device": answer.device,
+        }  # fmt: skip
+        event = self._event(device=answer.device)
+        name = member(site, answer.trainer)
+        if isinstance(answer, GiveUp):
+            about["give_up"] = reason = reasons.of_giving_up(answer.reason)
+            if reason != answer.reason:
+                event["text"] = answer.reason
+            said: Upload | GiveUp = answer
+            blob = f"{site}/{answer.task}.{answer.attempt}"
+        else:
+            said = answer.model_copy(update={"site": site, "handed": None, "trainer": name})
+            blob = said.blob
+            about |= {
+                "tau": answer.tau, "base": answer.base, "layout": answer.layout,
+                "size": answer.size, "size_limit": size_limit,
+            }  # fmt: skip
+            shortest, longest, chunks = blobs.SHORTEST, blobs.LONGEST, answer.chunks
+            if chunks is None:
+                shortest, longest, chunks = blobs.CHUNK, blobs.CHUNK, blobs.chunks_of(answer.size)
+            about |= {"chunks": chunks, "shortest": shortest, "longest": longest}
+        return self._pending(
+            _ADMIT, verdict, packed(about), said.encode(), packed(event),
+            rest=[self.keys.update(blob), self.keys.queued(blob)], stream=self.keys.inbox(site),
+        )  # fmt: skip
+
+    def hear(
+        self,
+        site: str,
+        entry: Entry,
+        said: Presence,
+        *,
+        denied: Sequence[int] = (),
+        most: int,
+        rate: int,
+    ) -> Pending[str]:
+        """Record a trainer's announcement: 'heard', 'leaves', 'repeated' or 'over'.
+
+        ``denied``: devices in the announcement that the site may not own. 'over': the site already
+        has ``most`` other trainers, or has named ``rate`` trainers and devices in this second.
+        """
+        name = member(site, said.trainer)
+        about = {
+            "group": COORDINATORS, "entry": entry.id, "site": site, "name": name,
+            "owns": said.owns, "denied": denied, "leaves": said.leaves, "most": most, "rate": rate,
+            "pool": TRAINERS,
+        }  # fmt: skip
+        kept = {
+            "host": said.host, "pid": said.pid, "owns": said.owns, "device": said.device,
+            "answers": said.answers,
+        }  # fmt: skip
+        joined = self._event(what="trainer", text=f"{name} joined")
+        return self._pending(
+            _ANNOUNCE, word, packed(about), packed(kept), packed(joined),
+            packed(self._event(what="trainer")), stream=self.keys.inbox(site),
+        )  # fmt: skip
+
+    def relay(
+        self, site: str, entry: Entry, event: Event | None, *, most: int, why: str
+    ) -> Pending[str]:
+        """Relay a site's event to observers: 'told', 'dropped' or 'repeated'.
+
+        ``event``: None if it is invalid, to be dropped. ``most``: events per second for the site.
+        ``why``: the reason under which dropped events are counted.
+        """
+        return self._pending(
+            _RELAY, word, COORDINATORS, entry.id, site, event.encode() if event else "", most,
+            why, stream=self.keys.inbox(site),
+        )  # fmt: skip
+
+    # trainers that are gone, and old letters
+
+    async def unheard(self, owners: Iterable[str]) -> list[str]:
+        """Find the owners of devices that are not on the register."""
+        unheard: list[str] = []
+        for some in custody.in_parts(sorted(owners)):
+            scores = await self._client.call("ZMSCORE", self.keys.alive, *some)
+            unheard += [owner for owner, at in zip(some, scores, strict=True) if at is None]
+        return unheard
+
+    async def leave(self, name: bytes, *, silent_s: float = 0.0) -> int | None:
+        """Deregister a trainer that has been silent for ``silent_s`` or has said good-bye.
+
+        Returns how many tasks waiting for its devices were given up; None if it has been heard from
+        since, or is neither registered nor an owner of devices.
+        """
+        shown = name.decode(errors="replace")
+        left = self._event(what="trainer", text=f"{shown} left")
+        lost = self._event(what="trainer", text=f"{shown} was not heard for {silent_s:g} s")
+        given_up = await self._run(
+            _LEAVE, name, silent_s, packed(left), packed(lost), packed(self._event())
+        )
+        return None if given_up < 0 else int(given_up)
+
+    async def age_letters(self, days: float) -> int:
+        """Delete dead letters older than ``days``: how many."""
+        return int(await self._run(_AGE_LETTERS, round(days * 86_400)))

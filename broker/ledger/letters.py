@@ -1,0 +1,59 @@
+"""Dead letters: entries that nobody can process, kept for an operator."""
+
+from __future__ import annotations
+
+import time
+
+from fedstream.broker import reasons
+from fedstream.broker.ledger.plumbing import Ledger, packed
+from fedstream.broker.messages import Dead, GiveUp, Task, Trigger, Upload
+from fedstream.broker.scripts import Script
+from fedstream.broker.streams import Entry
+
+BURY = Script("bury")
+
+# Bytes of an entry that a dead letter keeps, more than most of ours have: 1,000 letters take 80 MiB
+# of Redis's memory.
+_LETTER = 64 << 10
+_WHY = 1000  # characters of a reason: a site may send one of any length
+
+
+class Letters(Ledger):
+    """What becomes of an entry that its reader cannot process."""
+
+    async def bury(
+        self,
+        stream: str,
+        group: str,
+        entry: Entry,
+        reason: str,
+        *,
+        task: Task | Trigger | Upload | GiveUp | None = None,
+        deliveries: int = 0,
+        found: Dead | None = None,
+        site: str = "",
+    ) -> bool:
+        """Move an entry to ``dead`` and end the task it is about: whether the entry was there.
+
+        ``site``: whose stream or inbox the entry was in; the task ends only if it was sent to that
+        site. Beyond the site's rate, an entry that ends no task is dropped. ``found``: a trainer's
+        report of an entry that it could not read; that entry is kept instead.
+        """
+        name, now = stream.removeprefix(self.keys.prefix), time.time()
+        dead = found or Dead(
+            stream=name, entry=entry.id, reason=reason, time=now,
+            deliveries=deliveries, data=entry.data,
+        )  # fmt: skip
+        dead = dead.model_copy(
+            update={"time": now, "reason": dead.reason[:_WHY], "data": dead.data[:_LETTER]}
+        )
+        kind = reasons.of_death(reason)
+        event = self._event(
+            device=task.device if task else None, text=reason[:_WHY] if reason != kind else None
+        )
+        return bool(
+            await self._run(
+                BURY, group, entry.id, dead.encode(), task.task if task else "", kind,
+                packed(event), site, stream=stream,
+            )
+        )  # fmt: skip

@@ -1,0 +1,110 @@
+"""What every role's ledger is made of: scripts, pending changes, events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import msgpack
+
+from fedstream.broker.client import Client, Command
+from fedstream.broker.errors import NoRun
+from fedstream.broker.keys import Keys
+from fedstream.broker.messages import SCHEMA, Event
+from fedstream.broker.records import Head, Run, mapping
+from fedstream.broker.scripts import Script
+
+T = TypeVar("T")
+
+
+def packed(value: object) -> bytes:
+    """Pack an argument for a script, bytes as strings: Redis's cmsgpack has no binary type."""
+    packed = msgpack.packb(value, use_bin_type=False)
+    assert isinstance(packed, bytes)  # noqa: S101  (packb's type is Any)
+    return packed
+
+
+def word(reply: bytes) -> str:
+    """Parse a script's reply of one word."""
+    return reply.decode()
+
+
+def verdict(reply: Sequence[bytes]) -> tuple[str, str]:
+    """Parse a script's reply of a verdict and a reason or detail."""
+    verdict, reason = reply
+    return verdict.decode(), reason.decode()
+
+
+@dataclass(frozen=True)
+class Pending(Generic[T]):
+    """A pending change: await it alone, or send its command with others in one pipeline."""
+
+    command: Command
+    parsed: Callable[[Any], T]  # parses the command's reply
+    _alone: Callable[[], Awaitable[Any]]
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self.parsed((yield from self._alone().__await__()))
+
+
+class Ledger:
+    """The state of one run in Redis; each role has a subclass with what it may do."""
+
+    def __init__(self, client: Client, keys: Keys, service: str) -> None:
+        client.bind(keys.prefix)
+        self._client = client
+        self._service = service
+        self.keys = keys
+
+    async def run(self) -> Run:
+        """Read the run's record. Raises NoRun."""
+        record = await self._client.call("HGETALL", self.keys.run)
+        if not record:
+            raise self._no_run()
+        return Run.parsed(tuple(record))
+
+    async def head(self) -> Head | None:
+        """Read the newest version; None before the first."""
+        record = mapping(await self._client.call("HGETALL", self.keys.head))
+        return Head.parsed(record) if record else None
+
+    def _no_run(self) -> NoRun:
+        return NoRun(f"there is no run {self.keys.name!r} in Redis at {self._client.address}")
+
+    async def _run(
+        self,
+        script: Script,
+        *arguments: Any,
+        rest: Sequence[str] = (),
+        ahead: Sequence[Command] = (),
+        **keys: str,
+    ) -> Any:
+        named = {**self.keys.__dict__, **keys}
+        return await script(self._client, named, *arguments, rest=rest, ahead=ahead)
+
+    def _pending(
+        self,
+        script: Script,
+        parsed: Callable[[Any], T],
+        *arguments: Any,
+        rest: Sequence[str] = (),
+        **more: str,
+    ) -> Pending[T]:
+        keys = {**self.keys.__dict__, **more}
+        return Pending(
+            script.command(keys, *arguments, rest=rest), parsed,
+            partial(script, self._client, keys, *arguments, rest=rest),
+        )  # fmt: skip
+
+    def _event(self, **fields: Any) -> dict[str, Any]:
+        event = {
+            "v": SCHEMA,
+            "k": Event.kind,
+            "service": self._service,
+            "time": time.time(),
+            **fields,
+        }
+        return {name: value for name, value in event.items() if value is not None}

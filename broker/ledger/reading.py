@@ -1,0 +1,171 @@
+"""What roles may read besides the run's record and the newest version."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
+
+import msgpack
+
+from fedstream.broker.client import Command
+from fedstream.broker.errors import BadMessage, NoScript
+from fedstream.broker.ledger.plumbing import Ledger, Pending
+from fedstream.broker.records import Head, Run, View, mapping, trigger_of
+from fedstream.broker.scripts import Script
+
+LOOK = Script("look")
+# Keys that `look` reads in one step when it doesn't count inboxes; of most only the length.
+LOOKED_AT = (
+    "run", "head", "open", "admitted", "queue", "triggers", "sites", "counts", "alive",
+    "kept", "dead", "owners", "pool", "events", "models",
+)  # fmt: skip
+
+_DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # foreign fields may be there too
+_REGISTER = 64 << 20  # bytes of all trainers' descriptions together
+
+
+class Overview(Ledger):
+    """Everything countable about the run."""
+
+    async def look(self, *, inboxes: bool = False) -> View:
+        """Read everything countable in one step. Raises NoRun until the run is created.
+
+        ``inboxes``: also count their entries, which takes Redis half a microsecond per site.
+        """
+        return self._view(await self._run(LOOK, int(inboxes)))
+
+    def _view(self, reply: Any) -> View:
+        run, head, counts, *numbers, event, version, now = reply
+        opened, admitted, queue, triggers, inbox, trainers, kept, dead, owned, pool = numbers
+        if not run:
+            raise self._no_run()
+        record = Run.parsed(tuple(run))
+        return View(
+            run=record,
+            head=Head.parsed(mapping(head)),
+            counts={name: int(value) for name, value in mapping(counts).items()},
+            open=tuple(trigger_of(data) for data in opened),
+            admitted=admitted,
+            queue=queue,
+            triggers=triggers,
+            inbox=inbox,
+            trainers=trainers,
+            kept=kept,
+            dead=dead,
+            owned=_devices(owned, record.devices),
+            pool=bool(pool),
+            now=float(now),
+            told={self.keys.events: event.decode(), self.keys.models: version.decode()},
+        )
+
+
+class Watch(Overview):
+    """Waiting for news of the run."""
+
+    async def look_after(
+        self, view: View, *, block_ms: int, opening: Pending[int] | None = None
+    ) -> tuple[int, View]:
+        """Open tasks, wait for news since ``view``, and look again, all in one exchange.
+
+        Returns how many tasks were opened, and the new view, after at most ``block_ms``. Raises
+        NoRun, and Fenced as :meth:`trigger` does.
+        """
+        streams = (*view.told, *view.told.values())
+        news: Command = ("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *streams)
+        look = LOOK.command(self.keys.__dict__, 0)
+        first = (opening.command,) if opening else ()
+        try:
+            *opened, _, reply = await self._client.pipeline(
+                [*first, news, look], wait_s=block_ms / 1000
+            )
+        except NoScript:
+            return await opening if opening else 0, await self.look()
+        return opening.parsed(opened[0]) if opening else 0, self._view(reply)
+
+
+class Models(Ledger):
+    """The models that are kept, and the digests of recent versions."""
+
+    async def kept(self) -> dict[str, int]:
+        """Read the blobs of the models that are kept, with their versions, oldest first."""
+        flat = await self._client.call("ZRANGE", self.keys.kept, 0, -1, "WITHSCORES")
+        return {blob.decode(): int(float(v)) for blob, v in zip(flat[::2], flat[1::2], strict=True)}
+
+    async def digest(self, version: int) -> str | None:
+        """Read a version's digest; None unless it is one of the newest."""
+        found = await self._client.call("HGET", self.keys.lineage, version)
+        return found.decode() if found else None
+
+
+class Register(Ledger):
+    """The trainers, and who owns which device."""
+
+    async def trainers(self) -> dict[str, dict[str, Any]]:
+        """Read the latest description of every live trainer, by name.
+
+        Foreign entries are left out. Raises ReplyTooLarge if sites have named too many devices.
+        """
+        asked: Command = ("HGETALL", self.keys.trainers)
+        [flat] = await self._client.pipeline([asked], most=_REGISTER)
+        found = {}
+        for name, data in zip(flat[::2], flat[1::2], strict=True):
+            with suppress(BadMessage, UnicodeDecodeError):
+                found[name.decode()] = _about(data)
+        return dict(sorted(found.items()))
+
+    async def owners(self) -> dict[int, str]:
+        """Read which trainer owns which device, leaving out foreign entries."""
+        flat = await self._client.call("HGETALL", self.keys.owners)
+        found = {}
+        for device, owner in zip(flat[::2], flat[1::2], strict=True):
+            with suppress(UnicodeDecodeError):
+                if _DEVICE.fullmatch(device):
+                    found[int(device)] = owner.decode()
+        return found
+
+    async def silent(self, seconds: float) -> list[bytes]:
+        """Find trainers not heard from for ``seconds`` that have not said good-bye.
+
+        Returns names as written, which may not be valid text.
+        """
+        now = await self._client.call("TIME")
+        names: list[bytes] = await self._client.call(
+            "ZRANGEBYSCORE", self.keys.alive, "(0", int(now[0]) - seconds
+        )
+        return names
+
+    async def left(self) -> list[bytes]:
+        """Find trainers that have said good-bye; returns names as written."""
+        names: list[bytes] = await self._client.call("ZRANGEBYSCORE", self.keys.alive, 0, 0)
+        return names
+
+
+class Memory(Ledger):
+    """Redis's memory."""
+
+    async def memory(self) -> tuple[int, int]:
+        """Read how many bytes Redis uses, and may use (0: no limit)."""
+        info = await self._client.call("INFO", "memory")
+        found = dict(line.split(b":", 1) for line in info.splitlines() if b":" in line)
+        return int(found.get(b"used_memory", 0)), int(found.get(b"maxmemory", 0))
+
+
+def _about(data: bytes) -> dict[str, Any]:
+    """Decode a trainer's description of itself. Raises BadMessage."""
+    try:
+        about = msgpack.unpackb(data)
+        json.dumps(about, allow_nan=False)  # shown as JSON: no bytes, only text and number keys
+    except (TypeError, ValueError, RecursionError, msgpack.UnpackException) as error:
+        raise BadMessage(f"not what a trainer says: {error}") from error
+    if not isinstance(about, dict) or not isinstance(about.get("owns"), list):
+        raise BadMessage("not what a trainer says: a map with what it 'owns' was expected")
+    return about
+
+
+def _devices(fields: Iterable[bytes], devices: int) -> tuple[int, ...]:
+    """The run's devices among field names, in order."""
+    found = (int(field) for field in fields if _DEVICE.fullmatch(field))
+    return tuple(sorted(device for device in found if device < devices))

@@ -1,0 +1,188 @@
+"""What the updater does in Redis: it publishes versions and ends tasks, in one step each."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from typing import Any
+
+from fedstream.broker import blobs, lease
+from fedstream.broker.blobs import chunks_of
+from fedstream.broker.client import Command
+from fedstream.broker.custody import ended_unlike
+from fedstream.broker.errors import BadMessage, Fenced
+from fedstream.broker.ledger.grants import Rights
+from fedstream.broker.ledger.letters import BURY, Letters
+from fedstream.broker.ledger.plumbing import packed
+from fedstream.broker.ledger.reading import LOOK, LOOKED_AT, Memory, Models, Overview
+from fedstream.broker.messages import OUTCOMES, Upload, Version
+from fedstream.broker.records import Commit, Committed, End, Run, flattened, mapping
+from fedstream.broker.scripts import Script
+
+_COMMIT = Script("commit")
+_CREATE = Script("create")
+_HAND_OUT = Script("hand_out")
+_RETIRE = Script("retire")
+
+RIGHTS = Rights(
+    both=(
+        "leader:updater", "tokens", "run", "head", "kept", "lineage", "model:*", "models",
+        "queue", "open", "admitted", "ended", "counts", "events", "queued:*", "device:*",
+        "rates", "letters",
+    ),
+    reads=LOOKED_AT,
+    writes=("dead",),
+    commands=(
+        "xread", "xrange", "xlen", "hget", "hgetall", "hkeys", "hlen", "hstrlen", "persist",
+        "zrange", "unlink", "info", *blobs.READS, *blobs.WRITES,
+    ),
+    scripts=(*lease.SCRIPTS, LOOK, BURY, _COMMIT, _CREATE, _HAND_OUT, _RETIRE),
+)  # fmt: skip
+
+
+class UpdaterLedger(Overview, Models, Letters, Memory):
+    """The run as the updater sees and changes it."""
+
+    async def awaits(self, upload: Upload) -> bool:
+        """Check whether an update was admitted and its task has not ended."""
+        admitted = await self._client.call("HGET", self.keys.admitted, upload.task)
+        return bool(admitted == upload.attempt.encode())
+
+    async def ended(self) -> list[Upload]:
+        """Read the updates in the queue whose tasks have ended: done, but not yet deleted."""
+        rows, opened = await self._client.pipeline(
+            [("XRANGE", self.keys.queue, "-", "+"), ("HKEYS", self.keys.open)]
+        )
+        found = []
+        for _, fields in rows:
+            with suppress(BadMessage):  # the updater will come across it too
+                found.append(Upload.decode(fields[1]))
+        return [upload for upload in found if upload.task.encode() not in set(opened)]
+
+    async def create(
+        self,
+        token: str,
+        run: Run,
+        version: Version,
+        *,
+        counts: Mapping[str, int] | None = None,
+        journalled: Mapping[str, int] | None = None,
+        done: Callable[[str], End | None] | None = None,
+        held: Sequence[int] = (),
+        mean_staleness: float = 0.0,
+    ) -> Committed:
+        """Create the run with its first version, or publish its newest one over Redis's state.
+
+        Returns 'created', 'unwritten' (the model's blob is missing), 'lost' (the token is missing)
+        or 'moved' (Redis fell back again meanwhile, or this request is late). ``counts``: the run's
+        counts, for a Redis that was emptied. ``journalled``: the counts of the ends in the journal.
+        ``done``: how a task ended, for a Redis that fell back; tasks that are open there, or have
+        ended differently since, end as ``done`` says. Open tasks that Redis no longer knows are
+        given up. Raises Fenced.
+        """
+        about: dict[str, Any] = {
+            "token": token, "run": run.record(), "counts": dict(counts or {}),
+            "outcomes": OUTCOMES, "journalled": packed(dict(journalled or {})),
+            "head": self._head(version, held, 0, mean_staleness),
+            "version": version.version, "digest": version.digest, "blob": version.blob,
+            "size": str(version.size), "chunks": version.chunks,
+        }  # fmt: skip
+        if done is not None:
+            about["look"] = secrets.token_hex(8)
+            unlike = await ended_unlike(self._client, self.keys, done, about["look"])
+            about["ends"] = [self._ending(end) for end in unlike]
+        blob = self.keys.model(version.blob)
+        reply = await self._run(_CREATE, packed(about), version.encode(), blob=blob)
+        return self._committed(reply, token)
+
+    async def commit(
+        self, token: str, commit: Commit, *, ahead: Sequence[Command] = ()
+    ) -> Committed:
+        """Publish, end tasks and delete in one step, or do nothing at all.
+
+        Returns 'done' (also for a repetition after a lost reply), 'lost' (Redis was emptied),
+        'behind:<version>' (Redis's head is not this version's parent, or is older than `at`, or
+        Redis has forgotten ends that it was told) or 'unwritten' (the model's blob is missing).
+        Raises Fenced.
+
+        ``ahead``: commands from :func:`fedstream.broker.blobs.prepare` that write the model's blob.
+        """
+        version = commit.version
+        about: dict[str, Any] = {
+            "token": token, "ends": [self._ending(end) for end in commit.ends],
+            "entries": list(commit.entries),
+            "retired": list(commit.retired), "time": repr(time.time()), "at": commit.at,
+            "head": self._head(version, commit.held, commit.retained, commit.mean_staleness),
+            "journalled": packed(dict(commit.journalled)), "before": commit.before,
+        }  # fmt: skip
+        if commit.finish is not None:
+            about["finish"] = commit.finish
+        if version is not None:
+            about |= {
+                "version": version.version, "digest": version.digest, "blob": version.blob,
+                "size": str(version.size), "chunks": version.chunks,
+            }  # fmt: skip
+        reply = await self._run(
+            _COMMIT, packed(about), version.encode() if version else b"",
+            blob=self.keys.model(version.blob if version else "none"),
+            rest=[
+                *(self.keys.queued(blob) for blob in commit.updates),
+                *(self.keys.model(blob) for blob in commit.retired),
+            ],
+            ahead=ahead,
+        )  # fmt: skip
+        return self._committed(reply, token)
+
+    async def hand_out(
+        self, token: str, device: int, digest: str, size: int, *, ahead: Sequence[Command] = ()
+    ) -> str:
+        """Replace a device's state, as its trainers read it, with the staged one.
+
+        Returns 'done', 'lost' (the token is missing) or 'unwritten' (nothing is staged, perhaps
+        because it was handed out already). Raises Fenced. ``ahead``: commands from
+        :func:`fedstream.broker.blobs.prepare` that write the staged state.
+        """
+        reply = await self._run(
+            _HAND_OUT, token, size, digest, chunks_of(size), ahead=ahead,
+            staged=self.keys.staged(device, digest), device=self.keys.device(device),
+        )  # fmt: skip
+        return self._unless_fenced(reply, token)
+
+    async def retire(self, token: str, blobs: Sequence[str]) -> str:
+        """Delete models early, which takes no memory: 'done' or 'lost'. Raises Fenced."""
+        rest = [self.keys.model(blob) for blob in blobs]
+        return self._unless_fenced(await self._run(_RETIRE, token, *blobs, rest=rest), token)
+
+    def _ending(self, end: End) -> tuple[str, str, str, str, dict[str, Any]]:
+        event = self._event(
+            device=end.device, version=end.version, staleness=end.staleness, weight=end.weight
+        )
+        return end.task, end.attempt, end.outcome, end.reason, event
+
+    def _committed(self, reply: Any, token: str) -> Committed:
+        if not isinstance(reply, list):
+            return Committed(self._unless_fenced(reply, token))
+        what, state, flat = reply
+        counts = {name: int(value) for name, value in mapping(flat).items()}
+        return Committed(what.decode(), counts, state == b"finished")
+
+    def _unless_fenced(self, reply: bytes, token: str) -> str:
+        if reply == b"fenced":
+            raise Fenced(f"another updater has taken over (mine is token {token})")
+        return reply.decode()
+
+    def _head(
+        self, version: Version | None, held: Sequence[int], retained: int, staleness: float
+    ) -> list[str | bytes]:
+        values: dict[str, object] = {
+            "held": " ".join(map(str, held)), "retained": retained,
+            "mean_staleness": repr(staleness),
+        }  # fmt: skip
+        if version is not None:
+            values |= {
+                "version": version.version, "digest": version.digest, "blob": version.blob,
+                "time": repr(version.time), "epoch": version.epoch, "chunks": version.chunks,
+            }  # fmt: skip
+        return flattened(values)
