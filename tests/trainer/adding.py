@@ -17,10 +17,7 @@ from fedstream.runtime.backoff import Backoff
 from fedstream.trainer.service import Trainer
 from fedstream.trainer.solvers import Cancelled, Trained, Work
 from fedstream.trainer.task import Task
-from tests.support import (
-    Hand,
-    wait_until,
-)
+from tests.support import Hand, wait_until
 
 Make = Callable[..., Trainer]
 

@@ -10,6 +10,7 @@ from fedstream.broker.client import RedisSettings
 from fedstream.runtime.backoff import Backoff
 from fedstream.runtime.participation import ParticipationGroup
 from fedstream.runtime.tasks import LeaseSettings
+from fedstream.trainer.choices import SolverGroup
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.service import Trainer
 from fedstream.trainer.settings import TrainerSettings
@@ -49,13 +50,14 @@ def make(hand: Hand, redis: RedisSettings, task: Task) -> Make:
         lease: LeaseSettings | None = None,
         redis: RedisSettings = redis,
         task: Task = task,
+        solvers: Sequence[SolverGroup] = (),
         participation: Sequence[ParticipationGroup] = (),
         rests: Backoff | None = None,
     ) -> Trainer:
         return Trainer(
             settings or TrainerSettings(), solver, devices or DeviceSettings(),
             lease or LeaseSettings(seconds=60), keys=hand.keys, redis=redis, name=name,
-            load=lambda: task, participation=participation, rests=rests,
+            load=lambda: task, solvers=solvers, participation=participation, rests=rests,
         )  # fmt: skip
 
     return trainer

@@ -22,12 +22,7 @@ from fedstream.trainer.solvers import DriftCorrected, Sgd, SolverSettings
 from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of
 from fedstream.trainer.workspace import Workspace
-from tests.support import (
-    Hand,
-    context,
-    running,
-    wait_until,
-)
+from tests.support import Hand, context, running, wait_until
 from tests.trainer.adding import Make
 
 H = 7

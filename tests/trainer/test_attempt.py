@@ -9,14 +9,7 @@ from fedstream.broker.messages import GiveUp, Upload
 from fedstream.broker.streams import Group
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.trainer.devices import DeviceSettings, FixedLatency
-from tests.support import (
-    Clock,
-    Hand,
-    context,
-    counted,
-    running,
-    wait_until,
-)
+from tests.support import Clock, Hand, context, counted, running, wait_until
 from tests.trainer.adding import Adds, Make, answers, pending
 
 
@@ -41,7 +34,8 @@ async def test_a_device_that_drops_out_is_given_back_by_a_trainer_that_is_stoppe
     async with running(trainer, live) as service:
         await hand.open()
         await hand.dispatch()
-        await wait_until(lambda: pending(hand))
+        started = {"part": "download"}
+        await wait_until(lambda: counted(live, "fedstream_task_seconds_count", **started))
         live.stop.set()
         await asyncio.wait_for(asyncio.shield(service), 60)
     assert len(await hand.answered()) == 0

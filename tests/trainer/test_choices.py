@@ -11,24 +11,20 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import ConfigError, DataError
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import GiveUp, Upload
 from fedstream.runtime.config import dump
-from fedstream.runtime.tasks import LeaseSettings
 from fedstream.settings.config import read
 from fedstream.simulation import simulate
 from fedstream.trainer.answer import as_sent
 from fedstream.trainer.choices import SolverGroup, Solvers
 from fedstream.trainer.compression import NoCompression
-from fedstream.trainer.devices import DeviceSettings
-from fedstream.trainer.service import Trainer
-from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.solvers import DriftCorrected, Proximal, Sgd, SolverSettings, Trained, Work
 from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of
 from tests.support import Hand, context, running, wait_until
+from tests.trainer.adding import Make
 
 DEVICES = 6
 
@@ -166,16 +162,11 @@ def test_a_step_that_nobody_can_have_taken_is_not_sent(lr: float) -> None:
     ids=("groups", "chosen", "said"),
 )
 async def test_an_upload_says_what_step_its_device_took(
-    hand: Hand, redis: RedisSettings, task: Task, groups: tuple[SolverGroup, ...],
+    hand: Hand, make: Make, task: Task, groups: tuple[SolverGroup, ...],
     wanted: dict[int, float],
 ) -> None:  # fmt: skip
-    hand.layout = layout_of(task.model())
     await hand.create()
-    trainer = Trainer(
-        TrainerSettings(), Sgd(lr=0.2), DeviceSettings(), LeaseSettings(), keys=hand.keys,
-        redis=redis, name="t1", load=lambda: task, solvers=groups,
-    )  # fmt: skip
-    async with running(trainer, context()):
+    async with running(make(solver=Sgd(lr=0.2), solvers=groups), context()):
         for device in wanted:
             await hand.open(device=device)
         await hand.dispatch()

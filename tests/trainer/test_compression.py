@@ -12,23 +12,19 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedstream.broker import blobs
-from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Floats, Model
 from fedstream.broker.messages import GiveUp, Upload
-from fedstream.runtime.tasks import LeaseSettings
 from fedstream.settings.config import read
 from fedstream.simulation import simulate
 from fedstream.trainer.answer import as_sent
 from fedstream.trainer.choices import SolverGroup
 from fedstream.trainer.compression import Bf16, Compression, NoCompression, TopK, compress
-from fedstream.trainer.devices import DeviceSettings
-from fedstream.trainer.service import Trainer
-from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.solvers import Sgd, SolverSettings, Trained
 from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of
 from tests.support import Hand, context, running, wait_until
+from tests.trainer.adding import Make
 from tests.trainer.test_choices import Small
 
 
@@ -194,18 +190,12 @@ def test_a_simulated_device_sends_what_its_compression_leaves(
     assert moved == [changed[device] for device in devices]
 
 
-async def test_a_trainer_sends_what_its_devices_compression_leaves(
-    hand: Hand, redis: RedisSettings
-) -> None:
+async def test_a_trainer_sends_what_its_devices_compression_leaves(hand: Hand, make: Make) -> None:
     task = Small()
     hand.layout = layout_of(task.model())
     await hand.create(sends="delta")
     groups = (SolverGroup(devices=(1,), compression=TopK(share=0.125)),)
-    trainer = Trainer(
-        TrainerSettings(), Sgd(), DeviceSettings(), LeaseSettings(), keys=hand.keys, redis=redis,
-        name="t1", load=lambda: task, solvers=groups,
-    )  # fmt: skip
-    async with running(trainer, context()):
+    async with running(make(task=task, solver=Sgd(), solvers=groups), context()):
         for device in (0, 1):
             await hand.open(device=device)
         await hand.dispatch()

@@ -12,14 +12,7 @@ from fedstream.broker.layout import Model, vector_of
 from fedstream.trainer.descent import solve
 from fedstream.trainer.solvers import SolverSettings, Work
 from fedstream.trainer.vector import load, read
-from tests.support import (
-    Hand,
-    context,
-    counted,
-    model_of,
-    running,
-    wait_until,
-)
+from tests.support import Hand, context, counted, model_of, running, wait_until
 from tests.trainer.adding import Make
 from tests.trainer.stepping import (
     SCAFFOLD,

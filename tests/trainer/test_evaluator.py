@@ -7,12 +7,7 @@ import pytest
 from fedstream.broker.client import RedisSettings
 from fedstream.trainer.evaluator import Evaluator, EvaluatorSettings
 from fedstream.trainer.vector import layout_of
-from tests.support import (
-    Hand,
-    context,
-    running,
-    wait_until,
-)
+from tests.support import Hand, context, running, wait_until
 from tests.trainer.adding import Adds, Point
 
 

@@ -8,13 +8,7 @@ from typing import Any
 import pytest
 
 from fedstream.broker.messages import Event, GiveUp, Upload
-from tests.support import (
-    Hand,
-    Pauses,
-    context,
-    running,
-    wait_until,
-)
+from tests.support import Hand, Pauses, context, running, wait_until
 from tests.trainer.adding import Adds, Make, Rests, answers
 
 

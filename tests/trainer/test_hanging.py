@@ -14,17 +14,14 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset, TensorDataset
 
-from fedstream.broker.client import RedisSettings
 from fedstream.broker.messages import Withdraw
 from fedstream.runtime.tasks import LeaseSettings
-from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.hanging import returns
-from fedstream.trainer.service import Trainer
 from fedstream.trainer.settings import TrainerSettings
-from fedstream.trainer.solvers import Sgd, Trained, Work
+from fedstream.trainer.solvers import Trained, Work
 from fedstream.trainer.task import Task
-from fedstream.trainer.vector import layout_of
 from tests.support import Hand, context, counted, running, wait_until
+from tests.trainer.adding import Make
 
 
 class Hangs(Task):
@@ -53,14 +50,10 @@ def task() -> Iterator[Hangs]:
 
 
 async def test_a_trainer_whose_training_hangs_is_told_and_ends(
-    hand: Hand, redis: RedisSettings, task: Hangs, monkeypatch: pytest.MonkeyPatch
+    hand: Hand, make: Make, task: Hangs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedstream.trainer.hanging._LOOK_S", 0.01)
-    hand.layout = layout_of(task.model())
-    trainer = Trainer(
-        TrainerSettings(drain_s=0.1), Sgd(), DeviceSettings(), LeaseSettings(seconds=0.2),
-        keys=hand.keys, redis=redis, name="t1", load=lambda: task,
-    )  # fmt: skip
+    trainer = make(settings=TrainerSettings(drain_s=0.1), lease=LeaseSettings(seconds=0.2))
     await hand.create()
     live = context()
     async with running(trainer, live) as service:

@@ -9,14 +9,7 @@ import pytest
 
 from fedstream.broker.messages import GiveUp
 from fedstream.trainer.solvers import SolverSettings
-from tests.support import (
-    Clock,
-    Hand,
-    context,
-    counted,
-    running,
-    wait_until,
-)
+from tests.support import Clock, Hand, context, counted, running, wait_until
 from tests.trainer.adding import Make
 from tests.trainer.stepping import (
     BY_TURNS,

@@ -6,18 +6,9 @@ from fedstream.broker.messages import Trigger
 from fedstream.runtime.participation import ParticipationGroup
 from fedstream.runtime.steps import FixedSteps
 from fedstream.trainer.settings import InitiativeSettings, TrainerSettings
-from tests.support import (
-    Hand,
-    Pauses,
-    context,
-    running,
-    wait_until,
-)
+from tests.support import Hand, Pauses, context, running, wait_until
 from tests.trainer.adding import Make, Rests
-from tests.trainer.stepping import (
-    BY_TURNS,
-    Course,
-)
+from tests.trainer.stepping import BY_TURNS, Course
 
 
 async def test_an_anarchic_trainer_asks_for_tasks_of_its_own(hand: Hand, make: Make) -> None:

@@ -11,14 +11,7 @@ from fedstream.broker.keys import TRAINERS
 from fedstream.broker.messages import Upload
 from fedstream.broker.streams import Group
 from fedstream.runtime.tasks import LeaseSettings
-from tests.support import (
-    Hand,
-    Pauses,
-    context,
-    counted,
-    running,
-    wait_until,
-)
+from tests.support import Hand, Pauses, context, counted, running, wait_until
 from tests.trainer.adding import Adds, Make, answers, pending
 
 

@@ -14,16 +14,7 @@ from fedstream.broker.streams import Group
 from fedstream.runtime.tasks import LeaseSettings
 from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.solvers import DriftCorrected, SolverSettings
-from tests.support import (
-    Hand,
-    Proxy,
-    at_rest,
-    context,
-    counted,
-    full,
-    running,
-    wait_until,
-)
+from tests.support import Hand, Proxy, at_rest, context, counted, full, running, wait_until
 from tests.trainer.adding import Make
 from tests.trainer.stepping import (
     BY_TURNS,

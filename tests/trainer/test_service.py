@@ -13,14 +13,7 @@ from fedstream.broker.layout import Model
 from fedstream.broker.messages import Presence, Upload
 from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.vector import layout_of
-from tests.support import (
-    Hand,
-    Proxy,
-    context,
-    counted,
-    running,
-    wait_until,
-)
+from tests.support import Hand, Proxy, context, counted, running, wait_until
 from tests.trainer.adding import Adds, Make, Point, answers, pending
 
 

@@ -13,12 +13,7 @@ from fedstream.broker.layout import Model
 from fedstream.broker.messages import Upload
 from fedstream.broker.records import Commit
 from fedstream.trainer.vector import layout_of
-from tests.support import (
-    Hand,
-    context,
-    running,
-    wait_until,
-)
+from tests.support import Hand, context, running, wait_until
 from tests.trainer.adding import Adds, Make, answers
 
 
