@@ -77,8 +77,8 @@ def _plain(value: object) -> dict[str, Any]:
     raise TypeError(f"{type(value).__name__} can't ride in a message")
 
 
-class Task(Message):
-    """An order to train: which device, how long, which seed, and in rounds which version."""
+class Assignment(Message):
+    """A task for a trainer: which device, how long, which seed, and in rounds which version."""
 
     kind: ClassVar[str] = "task"
     task: Id
@@ -91,12 +91,12 @@ class Task(Message):
     deadline: float | None = None  # rounds: seconds since 1970 after which no answer counts
 
     @classmethod
-    def of(cls, trigger: Trigger) -> Task:
-        """The task that a trigger asks for."""
+    def of(cls, trigger: Trigger) -> Assignment:
+        """What a trigger asks for."""
         return cls(**{name: getattr(trigger, name) for name in cls.model_fields})
 
 
-class Trigger(Task):
+class Trigger(Assignment):
     """A request for a task, by the scheduler or by an anarchic device itself."""
 
     kind: ClassVar[str] = "trigger"

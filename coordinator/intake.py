@@ -20,7 +20,7 @@ from fedstream.broker.errors import (
 )
 from fedstream.broker.keys import COORDINATORS, TRAINERS
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
-from fedstream.broker.messages import Dead, GiveUp, Task, Trigger, Upload
+from fedstream.broker.messages import Assignment, Dead, GiveUp, Trigger, Upload
 from fedstream.broker.streams import BLOCK_MS, PARTS, Entry, Group, given, lost, reading
 from fedstream.coordinator.entries import LARGEST, Decided, Entries
 from fedstream.coordinator.sites import Site
@@ -183,8 +183,8 @@ class Intake:
         ``site``: whose stream it is, if not an inbox. ``found``: the unreadable entry that a
         trainer reports by this one.
         """
-        task: Task | Trigger | Upload | GiveUp | None = None
-        for kind in (Task, Trigger, Upload, GiveUp):
+        task: Assignment | Trigger | Upload | GiveUp | None = None
+        for kind in (Assignment, Trigger, Upload, GiveUp):
             with suppress(BadMessage):
                 task = kind.decode(found.data if found else entry.data)
         self._context.log.error(

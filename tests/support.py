@@ -28,6 +28,7 @@ from fedstream.broker.ledger.scheduler import SchedulerLedger
 from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.messages import (
+    Assignment,
     CloseRound,
     Dead,
     Event,
@@ -35,7 +36,6 @@ from fedstream.broker.messages import (
     Message,
     Presence,
     RoundEnd,
-    Task,
     Trigger,
     Upload,
     Version,
@@ -300,14 +300,14 @@ class Hand:
         for entry in await self.heard():
             await self.ledger.hear(POOL, entry, Presence.decode(entry.data), most=100, rate=1000)
 
-    async def take(self, count: int = 1000) -> list[tuple[Entry, Task]]:
+    async def take(self, count: int = 1000) -> list[tuple[Entry, Assignment]]:
         """A trainer takes tasks."""
         await self.tasks.ensure()
         entries = await self.tasks.read(count=count, block_ms=0)
-        return [(entry, Task.decode(entry.data)) for entry in entries]
+        return [(entry, Assignment.decode(entry.data)) for entry in entries]
 
     async def trained(
-        self, task: Task | Trigger, *floats: float, write: bool = True, **changes: Any
+        self, task: Assignment | Trigger, *floats: float, write: bool = True, **changes: Any
     ) -> Upload:
         """A trainer has trained: its update is written, the answer is not yet said."""
         head = await self.ledger.head()

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from fedstream.broker import blobs, reasons
 from fedstream.broker.errors import BadMessage, ConfigError, LayoutMismatch
 from fedstream.broker.layout import Model
-from fedstream.broker.messages import GiveUp, Task, Upload
+from fedstream.broker.messages import Assignment, GiveUp, Upload
 from fedstream.runtime.backoff import pause
 from fedstream.trainer.choices import Solvers, chosen
 from fedstream.trainer.devices import DeviceSettings, behaviour
@@ -62,7 +62,7 @@ class Workshop:
 class Attempt:
     """One attempt at a task."""
 
-    def __init__(self, task: Task, lost: asyncio.Event, shop: Workshop) -> None:
+    def __init__(self, task: Assignment, lost: asyncio.Event, shop: Workshop) -> None:
         """``lost`` is set once the lease is."""
         self.id = secrets.token_hex(6)
         self.saved = shop.saved_work(task.task)

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
-    from fedstream.trainer.task import Task as Learning
+    from fedstream.trainer.task import Task
 
 
 _GONE_S = 0.1  # between attempts to read a model
@@ -58,7 +58,7 @@ class Evaluator:
         keys: Keys,
         redis: RedisSettings,
         name: str,
-        load: Callable[[], Learning],
+        load: Callable[[], Task],
         target: float | None,
     ) -> None:
         self._settings = settings

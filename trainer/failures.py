@@ -7,7 +7,7 @@ import traceback
 from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import FedstreamError
-from fedstream.broker.messages import Event, Task
+from fedstream.broker.messages import Assignment, Event
 from fedstream.runtime.backoff import pause
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ class Failures:
         """Note that a task has trained: the next rest is short again."""
         self._rests.reset()
 
-    async def raised(self, error: Exception, task: Task, version: int) -> None:
+    async def raised(self, error: Exception, task: Assignment, version: int) -> None:
         """Report a task that raised: with a traceback the first time, then in one line."""
         self._rest_s = self._rests.next()
         frames = traceback.extract_tb(error.__traceback__)

@@ -31,7 +31,7 @@ from fedstream.broker.errors import (
 from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.layout import Model
 from fedstream.broker.ledger.trainer import Outbox, TrainerLedger
-from fedstream.broker.messages import Task, Upload
+from fedstream.broker.messages import Assignment, Upload
 from fedstream.broker.records import Run
 from fedstream.broker.streams import Entry, Group
 from fedstream.runtime.backoff import Backoff, pause
@@ -54,7 +54,7 @@ from fedstream.trainer.start import Newest
 
 if TYPE_CHECKING:
     from fedstream.trainer.learner import Learner
-    from fedstream.trainer.task import Task as Learning
+    from fedstream.trainer.task import Task
 
 _SAID = {"upload": "uploaded", "give_up": "gave up", "lease lost": "lease lost"}
 _HEARTBEAT_S = 2.0
@@ -77,7 +77,7 @@ class Trainer:
         keys: Keys,
         redis: RedisSettings,
         name: str,
-        load: Callable[[], Learning],
+        load: Callable[[], Task],
         solvers: Sequence[SolverGroup] = (),
         participation: Sequence[ParticipationGroup] = (),
         rests: Backoff | None = None,
@@ -238,7 +238,7 @@ class _Shift:
         self._leases = leases
         self._delivery = delivery
         self._client = client
-        self.task: Task | None = None  # in hand
+        self.task: Assignment | None = None  # in hand
         self.answers = 0
 
     def is_idle(self) -> bool:
@@ -254,7 +254,7 @@ class _Shift:
         if entry is None:
             return
         try:
-            task = Task.decode(entry.data)
+            task = Assignment.decode(entry.data)
         except BadMessage as error:
             await self._delivery.bury(entry, str(error))
             return
@@ -265,7 +265,7 @@ class _Shift:
             finally:
                 self.task = None
 
-    async def _perform(self, entry: Entry, task: Task) -> None:
+    async def _perform(self, entry: Entry, task: Assignment) -> None:
         """Carry out a task, from fetching the model to sending the answer."""
         log, metrics = self._context.log, self._shop.metrics
         async with self._leases.held(entry) as lost:

@@ -11,12 +11,12 @@ from fedstream.broker.ledger.letters import BURY, Letters
 from fedstream.broker.ledger.plumbing import Pending, packed, verdict, word
 from fedstream.broker.ledger.reading import LOOK, Memory, Models, Overview, Register
 from fedstream.broker.messages import (
+    Assignment,
     CloseRound,
     Event,
     GiveUp,
     Presence,
     RoundEnd,
-    Task,
     Trigger,
     Upload,
     Withdraw,
@@ -78,7 +78,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, Memory):
             "group": COORDINATORS, "entry": entry.id, "task": trigger.task,
             "device": trigger.device,
         }  # fmt: skip
-        task = Task.of(trigger).encode()
+        task = Assignment.of(trigger).encode()
         return self._pending(
             _DISPATCH, word, packed(about), task, trigger.encode(), stream=self.keys.triggers
         )
@@ -98,7 +98,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, Memory):
             "device": trigger.device, "site": site, "rate": rate, "limit": limit,
             "anarchic": anarchic,
         }  # fmt: skip
-        task = Task.of(trigger).encode()
+        task = Assignment.of(trigger).encode()
         return self._pending(
             _DISPATCH, word, packed(about), task, trigger.encode(), stream=self.keys.inbox(site)
         )

@@ -6,7 +6,7 @@ import time
 
 from fedstream.broker import reasons
 from fedstream.broker.ledger.plumbing import Ledger, packed
-from fedstream.broker.messages import Dead, GiveUp, Task, Trigger, Upload
+from fedstream.broker.messages import Assignment, Dead, GiveUp, Trigger, Upload
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Entry
 
@@ -28,7 +28,7 @@ class Letters(Ledger):
         entry: Entry,
         reason: str,
         *,
-        task: Task | Trigger | Upload | GiveUp | None = None,
+        task: Assignment | Trigger | Upload | GiveUp | None = None,
         deliveries: int = 0,
         found: Dead | None = None,
         site: str = "",

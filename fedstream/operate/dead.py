@@ -21,12 +21,12 @@ from fedstream.broker.errors import BadMessage, FedstreamError
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.messages import (
+    Assignment,
     CloseRound,
     Dead,
     GiveUp,
     Message,
     RoundEnd,
-    Task,
     Trigger,
     Upload,
     Withdraw,
@@ -36,7 +36,7 @@ from fedstream.broker.messages import (
 from fedstream.observe.display import two_columns
 from fedstream.terminal import cell, clock, console, number, spaced
 
-_KINDS = (Task, Trigger, Upload, GiveUp, CloseRound, RoundEnd, Withdraw)
+_KINDS = (Assignment, Trigger, Upload, GiveUp, CloseRound, RoundEnd, Withdraw)
 _AT = "%Y-%m-%d %H:%M:%S"
 _PAGE = 100  # letters per read: they may be long
 _SHOWN = 200  # bytes shown of an undecodable entry
@@ -135,7 +135,7 @@ def again(letter: Letter, now: float) -> Trigger:
         "device": letter.device,
         "why": f"retry of {letter.task}",
     }
-    if isinstance(message, Task):
+    if isinstance(message, Assignment):
         if message.deadline is not None and now > message.deadline:
             raise FedstreamError("the deadline of its round has passed")
         same = ("seed", "steps", "epochs", "seconds", "version", "deadline")

@@ -29,7 +29,7 @@ from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.ledger.scheduler import SchedulerLedger
 from fedstream.broker.ledger.trainer import Outbox
-from fedstream.broker.messages import OUTCOMES, CloseRound, Task, Trigger, Upload, task_id
+from fedstream.broker.messages import OUTCOMES, Assignment, CloseRound, Trigger, Upload, task_id
 from fedstream.broker.records import View
 from fedstream.broker.streams import Entry, Group
 from fedstream.journal import (
@@ -257,7 +257,7 @@ class Feeder:
             block_ms = _GIVEN_MS if self._waits_for_task else 0
             entries = await self._tasks.read(count=IN_FLIGHT, block_ms=block_ms)
         for entry in entries:
-            name = Task.decode(entry.data).task
+            name = Assignment.decode(entry.data).task
             if name not in self._open:
                 raise FedstreamError(
                     f"run {self._keys.name!r} has a task that the replay did not open: feed a run "

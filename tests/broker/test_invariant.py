@@ -19,13 +19,13 @@ from fedstream.broker.client import Client
 from fedstream.broker.errors import OutOfMemory
 from fedstream.broker.keys import POOL, TRAINERS, Keys
 from fedstream.broker.messages import (
+    Assignment,
     CloseRound,
     Dead,
     GiveUp,
     Outcome,
     Presence,
     RoundEnd,
-    Task,
     Trigger,
     Upload,
     Withdraw,
@@ -46,7 +46,7 @@ class Walk:
         self.rng = random.Random(seed)
         self.version = 0
         self.delivered: list[Entry] = []  # triggers and uploads, as the coordinator saw them
-        self.leased: list[tuple[str, Entry, Task]] = []  # stream, entry, task
+        self.leased: list[tuple[str, Entry, Assignment]] = []  # stream, entry, task
         self.said: list[Upload | GiveUp] = []
         self.held: list[tuple[str, Upload]] = []  # buffered: entry, upload
         self.commits: list[Commit] = []
@@ -89,7 +89,7 @@ class Walk:
             group = Group(self.hand.client, stream, TRAINERS, "t")
             await group.ensure()
             self.leased += [
-                (stream, entry, Task.decode(entry.data))
+                (stream, entry, Assignment.decode(entry.data))
                 for entry in await group.read(count=2, block_ms=0)
             ]
         self.leased = self.leased[-6:]  # some of them answered before
@@ -211,7 +211,7 @@ class Walk:
         if not rows:
             return
         id_, fields = self.rng.choice(rows)
-        task = Task.decode(Dead.decode(fields[1]).data)
+        task = Assignment.decode(Dead.decode(fields[1]).data)
         again = self.hand.trigger(device=task.device)
         for _ in range(self.rng.choice((1, 1, 2))):
             verdict, _ = await self.hand.ledger.retry(id_.decode(), task.task, again)

@@ -17,11 +17,11 @@ from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
 from fedstream.broker.layout import Model
 from fedstream.broker.lease import Lease
 from fedstream.broker.messages import (
+    Assignment,
     CloseRound,
     Dead,
     GiveUp,
     RoundEnd,
-    Task,
     Trigger,
     Version,
     Withdraw,
@@ -32,7 +32,9 @@ from fedstream.broker.streams import Entry
 from tests.support import SIZE_LIMIT, Hand, layout_of, model_of, snapshot, wait_until
 
 
-def give_up(trigger: Trigger | Task, attempt: str = "a1", reason: str = "dropped out") -> GiveUp:
+def give_up(
+    trigger: Trigger | Assignment, attempt: str = "a1", reason: str = "dropped out"
+) -> GiveUp:
     return GiveUp(
         task=trigger.task, attempt=attempt, device=trigger.device, trainer="t", reason=reason
     )
@@ -313,7 +315,7 @@ async def test_a_trigger_becomes_a_task_of_the_pool(hand: Hand) -> None:
     [trigger] = await hand.open(device=3, steps=7, epochs=None, seed=2**62)
     assert await hand.dispatch() == ["sent"]
     [(_, task)] = await hand.take()
-    assert task == Task.of(trigger)
+    assert task == Assignment.of(trigger)
     assert (await hand.ledger.look()).triggers == 0
 
 
@@ -325,7 +327,7 @@ async def test_a_device_that_is_owned_is_served_by_its_owner(hand: Hand, client:
     assert await hand.dispatch() == ["sent", "sent"]
     assert [task.device for _, task in await hand.take()] == [4]
     [row] = await client.call("XRANGE", hand.keys.tasks_of("owner"), "-", "+")
-    assert Task.decode(row[1][1]).device == 3
+    assert Assignment.decode(row[1][1]).device == 3
     assert (await hand.ledger.look()).owned == (3,)
 
 
@@ -530,7 +532,7 @@ async def test_a_second_answer_to_a_task_is_a_stray_and_its_blob_goes(
 ) -> None:
     await hand.create()
     first = await hand.admitted()
-    second = await hand.trained(Task(task=first.task, device=0, seed=1), attempt="a2")
+    second = await hand.trained(Assignment(task=first.task, device=0, seed=1), attempt="a2")
     if ended:
         await hand.commit(1, first)
     assert await hand.admit(second) == [("stray", "answered twice")]
@@ -680,7 +682,7 @@ async def test_an_answer_for_another_device_than_was_asked_is_refused(
 async def test_giving_up_what_another_has_answered_changes_nothing(hand: Hand) -> None:
     await hand.create()
     upload = await hand.admitted()
-    task = Task(task=upload.task, device=0, seed=0)
+    task = Assignment(task=upload.task, device=0, seed=0)
     assert await hand.admit(give_up(task, attempt="a2")) == [("stray", "answered twice")]
     assert len(await hand.queue()) == 1
 
@@ -956,7 +958,7 @@ async def test_a_poisonous_task_is_buried_and_ends(hand: Hand, client: Client) -
     assert (dead.stream, dead.entry, dead.reason, dead.deliveries) == (
         "tasks", entry.id, crashed, 3
     )  # fmt: skip
-    assert Task.decode(dead.data).task == trigger.task
+    assert Assignment.decode(dead.data).task == trigger.task
     await hand.balanced()
 
 
@@ -1083,7 +1085,7 @@ async def test_of_a_site_that_says_junk_without_end_not_all_is_kept(
     await hand.create()
     await hand.announce("edge", 3, site="north")
 
-    async def says(data: bytes, task: Task | None = None) -> bool:
+    async def says(data: bytes, task: Assignment | None = None) -> bool:
         """In a second in which the site has said as much as it may: whether it stayed one."""
         second = (await client.call("TIME"))[0]
         await client.call("HSET", keys.rates, "", second, "letter north", 10)
@@ -1100,7 +1102,7 @@ async def test_of_a_site_that_says_junk_without_end_not_all_is_kept(
     assert await client.call("XLEN", keys.inbox("north")) == 0
     [trigger] = await hand.open(device=3)
     await hand.dispatch()
-    await says(b"about a task", Task.of(trigger))
+    await says(b"about a task", Assignment.of(trigger))
     assert await letters(hand) == [("inbox:north", "x")]
     assert (await hand.ledger.look()).outcomes["dead"] == 1
 
@@ -1382,7 +1384,7 @@ async def test_who_gives_up_on_a_device_takes_it_from_nobody(
     await hand.create()
     await hand.announce("ann", 1, 2)
     await hand.announce("bob", 2, 3)
-    await client.call("XADD", keys.tasks, "*", "m", Task.of(hand.trigger(device=3)).encode())
+    await client.call("XADD", keys.tasks, "*", "m", Assignment.of(hand.trigger(device=3)).encode())
     await hand.announce("bob", 3)
     assert await hand.ledger.owners() == {1: "ann", 2: "ann", 3: "bob"}
     assert await client.call("XLEN", keys.tasks) == 1
@@ -1431,7 +1433,7 @@ async def test_an_owner_of_one_device_more_takes_up_its_earlier_tasks(
     await hand.announce("ann", 1, 2)
     assert await client.call("XLEN", keys.tasks) == 0
     [(_, fields)] = await client.call("XRANGE", keys.tasks_of("ann"), "-", "+")
-    assert Task.decode(fields[1]).task == task.task
+    assert Assignment.decode(fields[1]).task == task.task
 
 
 async def test_what_the_pool_holds_is_settled_where_only_owners_are_alive(
@@ -1460,8 +1462,8 @@ async def test_what_the_pool_holds_is_settled_where_only_owners_are_alive(
     assert await client.call("XLEN", keys.tasks) == 0
     assert await client.call("XPENDING", keys.tasks, TRAINERS) == [0, None, None, None]
     rows = await client.call("XRANGE", keys.tasks_of("ann"), "-", "+")
-    assert [Task.decode(fields[1]).device for _, fields in rows] == [2, 1]
-    assert Task.decode(rows[1][1][1]).task == taken.task
+    assert [Assignment.decode(fields[1]).device for _, fields in rows] == [2, 1]
+    assert Assignment.decode(rows[1][1][1]).task == taken.task
     await hand.balanced()
 
 

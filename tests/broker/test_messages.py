@@ -14,6 +14,7 @@ from fedstream.broker.errors import BadMessage
 from fedstream.broker.messages import (
     OUTCOMES,
     SCHEMA,
+    Assignment,
     CloseRound,
     Contribution,
     Dead,
@@ -21,7 +22,6 @@ from fedstream.broker.messages import (
     GiveUp,
     Message,
     RoundEnd,
-    Task,
     Trigger,
     Upload,
     Version,
@@ -30,7 +30,7 @@ from fedstream.broker.messages import (
     task_id,
 )
 
-KINDS = (Trigger, CloseRound, Withdraw, Task, Upload, GiveUp, RoundEnd, Version, Event, Dead)
+KINDS = (Trigger, CloseRound, Withdraw, Assignment, Upload, GiveUp, RoundEnd, Version, Event, Dead)
 
 counts = st.integers(0, 2**63 - 1)
 names = st.text(st.characters(codec="utf-8", exclude_categories=["Cs"]), min_size=1, max_size=200)
@@ -55,7 +55,7 @@ messages = st.one_of(
         why=st.sampled_from(("timed out", "deadline passed")),
     ),
     st.builds(
-        Task, task=ids, device=counts, seed=counts, steps=positive, epochs=positive,
+        Assignment, task=ids, device=counts, seed=counts, steps=positive, epochs=positive,
         version=st.none() | counts, deadline=some_floats,
     ),
     st.builds(
@@ -187,8 +187,8 @@ def test_task_and_attempt_hold_nothing_that_could_name_another_blob_or_outcome(
 
 def test_a_task_asks_for_what_its_trigger_asked_for() -> None:
     trigger = Trigger(task="a", device=1, seed=2, steps=3, version=4, deadline=5.0, why="round")
-    task = Task.of(trigger)
-    shared = Task.model_fields.keys()
+    task = Assignment.of(trigger)
+    shared = Assignment.model_fields.keys()
     assert task.model_dump() == {k: v for k, v in trigger.model_dump().items() if k in shared}
 
 

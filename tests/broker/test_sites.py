@@ -17,7 +17,16 @@ from fedstream.broker.custody import cap_workspaces, expire_forgotten, expire_un
 from fedstream.broker.errors import BrokerError, NoScript
 from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
 from fedstream.broker.ledger.trainer import Outbox
-from fedstream.broker.messages import Dead, Event, GiveUp, Presence, Task, Trigger, Upload, Version
+from fedstream.broker.messages import (
+    Assignment,
+    Dead,
+    Event,
+    GiveUp,
+    Presence,
+    Trigger,
+    Upload,
+    Version,
+)
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Entry, Group
 from fedstream.journal.ended import Ended
@@ -52,14 +61,14 @@ async def hand(there: Guarded) -> AsyncIterator[Hand]:
         await hand.ledger.purge()
 
 
-async def given(hand: Hand, site: str, device: int) -> tuple[Entry, Task]:
+async def given(hand: Hand, site: str, device: int) -> tuple[Entry, Assignment]:
     """A site's trainer has taken the task of its device."""
     await hand.open(device=device)
     assert await hand.dispatch() == ["sent"]
     group = Group(hand.client, KEYS.tasks_of(f"{site}/edge"), TRAINERS, "edge")
     await group.ensure()
     [entry] = await group.read(block_ms=0)
-    return entry, Task.decode(entry.data)
+    return entry, Assignment.decode(entry.data)
 
 
 # a run of sites
@@ -271,7 +280,7 @@ async def test_streams_of_tasks_that_are_nobody_s_go_away_by_themselves(
 # what admission does not take
 
 
-def uploaded(task: Task | Trigger, site: str, **changes: Any) -> Upload:
+def uploaded(task: Assignment | Trigger, site: str, **changes: Any) -> Upload:
     """An answer without an update."""
     about: dict[str, Any] = {
         "task": task.task, "attempt": "a1", "device": task.device, "trainer": "edge", "tau": 0,

@@ -19,6 +19,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.errors import BrokerError
 from fedstream.broker.keys import Keys
 from fedstream.broker.messages import (
+    Assignment,
     CloseRound,
     Contribution,
     Dead,
@@ -27,7 +28,6 @@ from fedstream.broker.messages import (
     Message,
     Presence,
     RoundEnd,
-    Task,
     Trigger,
     Upload,
     Version,
@@ -43,7 +43,7 @@ OTHER = "019aa6d1-0000-7000-8000-000000000002"
 DIGEST = "99aa06d3014798d86001c324468d497f"
 
 LEAST = {  # only what has no default
-    "task": Task(task=ID, device=3, seed=7),
+    "task": Assignment(task=ID, device=3, seed=7),
     "trigger": Trigger(task=ID, device=3, seed=7),
     "close_round": CloseRound(version=4, tasks=(), why="round over"),
     "withdraw": Withdraw(tasks=(), why="timed out"),
@@ -59,7 +59,7 @@ LEAST = {  # only what has no default
     "dead": Dead(stream="tasks", entry="1-1", reason="not msgpack", time=1.5),
 }  # fmt: skip
 MOST = {  # everything there is
-    "task": Task(
+    "task": Assignment(
         task=ID, device=3, seed=7, steps=5, epochs=2, seconds=1.5, version=4, deadline=1e9
     ),
     "trigger": Trigger(

@@ -11,7 +11,7 @@ from fedstream.broker.client import RedisSettings
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.trainer import Outbox
-from fedstream.broker.messages import OWNED, Dead, Event, Presence, Task, Trigger
+from fedstream.broker.messages import OWNED, Assignment, Dead, Event, Presence, Trigger
 from fedstream.coordinator.entries import LARGEST
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
@@ -220,7 +220,7 @@ async def test_a_site_that_is_trusted_says_itself_how_stale_it_is(
     assert await run.dispatch() == ["sent"]
     [row] = await run.client.call("XRANGE", keys.tasks_of("north/edge"), "-", "+")
     assert await run.commit(1) == "done"
-    upload = await run.trained(Task.decode(row[1][1]), site=NORTH)
+    upload = await run.trained(Assignment.decode(row[1][1]), site=NORTH)
     async with running(make(redis, keys, trusted_sites=("pool", NORTH)), context()):
         await run.client.call("XADD", keys.inbox(NORTH), "*", "m", upload.encode())
 

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import TRAINERS
-from fedstream.broker.messages import Task, Trigger
+from fedstream.broker.messages import Assignment, Trigger
 from fedstream.broker.records import Head, Run, View
 from fedstream.broker.streams import Group
 from fedstream.coordinator.metrics import RunMetrics, Seen, open_by_state
@@ -115,7 +115,7 @@ async def test_an_owners_tasks_count_as_well(hand: Hand) -> None:
     await stream.ensure()
     assert await training(hand) == 0
     [entry] = await stream.read(block_ms=0)
-    assert Task.decode(entry.data).device == 3
+    assert Assignment.decode(entry.data).device == 3
     assert await training(hand) == 1
 
 

@@ -17,7 +17,7 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BrokerError
 from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
-from fedstream.broker.messages import Dead, GiveUp, Task, Trigger, Upload
+from fedstream.broker.messages import Assignment, Dead, GiveUp, Trigger, Upload
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Entry, Group
 from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings
@@ -52,9 +52,9 @@ async def run(hand: Hand) -> Hand:
     return hand
 
 
-async def tasks(hand: Hand, n: int) -> list[tuple[Entry, Task]]:
+async def tasks(hand: Hand, n: int) -> list[tuple[Entry, Assignment]]:
     """Waits for so many tasks, and takes them."""
-    found: list[tuple[Entry, Task]] = []
+    found: list[tuple[Entry, Assignment]] = []
 
     async def come() -> bool:
         found.extend(await hand.take())
@@ -100,7 +100,7 @@ async def test_a_trigger_becomes_a_task_and_its_answer_enters_the_queue(
     async with running(make(), watched):
         triggers = await run.open(2)
         (first, one), (second, two) = await tasks(run, 2)
-        assert [one, two] == [Task.of(trigger) for trigger in triggers]
+        assert [one, two] == [Assignment.of(trigger) for trigger in triggers]
         upload = await run.trained(one)
         gone = GiveUp(
             task=two.task, attempt="1", device=two.device, trainer="t", reason="dropped out"
@@ -683,7 +683,7 @@ async def test_owners_alone_serve_a_run_over_a_restart(
         while True:
             await run.outbox.announce(name, devices)
             for entry in await group.read(block_ms=50):
-                task = Task.decode(entry.data)
+                task = Assignment.decode(entry.data)
                 served[name].append(task.device)
                 tired = GiveUp(
                     task=task.task,

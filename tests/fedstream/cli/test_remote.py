@@ -16,7 +16,7 @@ from pydantic import SecretStr
 from fedstream.broker import rights
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import TRAINERS, Keys
-from fedstream.broker.messages import Task
+from fedstream.broker.messages import Assignment
 from fedstream.cli.app import main
 from fedstream.coordinator.app import App
 from fedstream.observe import status
@@ -160,7 +160,7 @@ async def test_an_operator_looks_and_mends_with_rights_of_its_own(
         [trigger] = await hand.open()
         await hand.dispatch()
         [(entry, _)] = await hand.take()
-        task = Task.of(trigger)
+        task = Assignment.of(trigger)
         await hand.ledger.bury(hand.keys.tasks, TRAINERS, entry, "crashed", task=task)
     where = ("--redis", operator, "--run", hand.keys.name)
     asked: list[tuple[str, ...]] = [

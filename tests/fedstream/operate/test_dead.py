@@ -15,11 +15,11 @@ from fedstream.broker.client import Client
 from fedstream.broker.errors import FedstreamError, OutOfMemory
 from fedstream.broker.keys import COORDINATORS, TRAINERS
 from fedstream.broker.messages import (
+    Assignment,
     CloseRound,
     Dead,
     GiveUp,
     RoundEnd,
-    Task,
     Trigger,
     Withdraw,
     task_id,
@@ -58,7 +58,7 @@ async def crashing(hand: Hand, **changes: Any) -> Trigger:
     [trigger] = await hand.open(**changes)
     await hand.dispatch()
     [(entry, _)] = await hand.take()
-    task = Task.of(trigger)
+    task = Assignment.of(trigger)
     reason = "crashed its trainers"
     assert await hand.ledger.bury(hand.keys.tasks, TRAINERS, entry, reason, task=task, deliveries=3)
     return trigger
@@ -212,7 +212,10 @@ async def test_a_device_that_asked_by_itself_is_asked_by_the_operator(hand: Hand
             GiveUp(task="a", attempt="1", device=1, trainer="t", reason="tired").encode(),
             "gave its task up",
         ),
-        (Task(task="a", device=1, seed=1, steps=1, version=0, deadline=5.0).encode(), "deadline"),
+        (
+            Assignment(task="a", device=1, seed=1, steps=1, version=0, deadline=5.0).encode(),
+            "deadline",
+        ),
     ],
 )
 async def test_what_cannot_be_retried_says_why_and_stays(
