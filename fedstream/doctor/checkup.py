@@ -77,7 +77,7 @@ async def examine(
 
 
 def _elsewhere(role: str, where: str) -> str:
-    return f"asked as {role}, which has none: ask where {where} runs"
+    return f"not relevant to the user {role}: run the doctor where {where} runs"
 
 
 def user_of(redis: RedisSettings) -> str:
@@ -118,18 +118,18 @@ class _Look:
             await self._client.call("PING")
         except BrokerError as error:
             if error.retriable:
-                change = "start it, or name the right one with redis.url"
+                change = "start it, or correct redis.url"
             elif "no permissions" in str(error):
-                change = "make the users by `fedstream acl`"
+                change = "create the users with `fedstream acl`"
             elif "redis.password" in str(error):
                 change = "correct redis.username and redis.password"
             else:
-                change = "correct redis.url, or redis.tls"
+                change = "correct redis.url or redis.tls"
             return [
                 problem("redis", str(error), change),
-                not_checked("redis and the run in it", "it could not be asked"),
+                not_checked("redis and the run in it", "Redis could not be asked"),
             ]
-        how = ", by TLS" if urlsplit(redis.url).scheme == "rediss" else ""
+        how = " over TLS" if urlsplit(redis.url).scheme == "rediss" else ""
         findings = [ok("redis", f"{self._client.address} answers user {self._user!r}{how}")]
         for about, check in (
             ("redis latency", self._latency), ("clock", self._clock),
@@ -203,7 +203,7 @@ class _Look:
             self.run = await self._ledger.run()
         except NoRun:
             self.asked = True
-            return [ok("run", f"{self._keys.name!r} is not in Redis yet: the updater makes it")]
+            return [ok("run", f"{self._keys.name!r} is not in Redis yet: the updater creates it")]
         self.asked = True
         settings = self._settings
         if not self._configured:
@@ -232,7 +232,7 @@ class _Look:
         ]
         if view.dead:
             findings.append(
-                warning("dead letters", f"{view.dead}", "look at them: fedstream dead list")
+                warning("dead letters", f"{view.dead}", "inspect them: fedstream dead list")
             )
         return findings
 
@@ -245,7 +245,7 @@ class _Look:
                 findings.append(
                     problem(
                         "services",
-                        f"the lease of the {role} never runs out",
+                        f"the lease of the {role} never expires",
                         f"if none is running, delete it: UNLINK {key}",
                     )
                 )
@@ -259,7 +259,7 @@ class _Look:
         if not set(there) & set(register):
             missing.append("trainer")
         if missing:
-            text = f"the run is not finished, and has no {', no '.join(missing)}"
+            text = f"the run is not finished but has no {', no '.join(missing)}"
             findings.append(warning("services", text, "start what is missing"))
         else:
             findings.append(ok("services", ", ".join(there)))
@@ -270,7 +270,7 @@ class _Look:
         if self._info is None:
             return [not_checked("redis memory", "needs INFO")]
         if layout is None or not self._configured:
-            why = "needs a task that loads, or a run" if self._configured else _NEEDS_CONFIG
+            why = "needs a run, or a task that loads" if self._configured else _NEEDS_CONFIG
             return [
                 judged.room(self._info, None, budget=None),
                 not_checked("redis memory for the run", why),

@@ -52,22 +52,26 @@ def volume(settings: Settings, model_bytes: int | None) -> Iterator[Finding]:
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         change = (
-            "make some, or lower journal.keep_bytes"
+            "free some space, or lower journal.keep_bytes"
             if full
-            else "let the updater's user write there, or name another folder with journal.dir"
+            else "let the updater's user write there, or set journal.dir to another folder"
         )
         yield problem(
-            about, f"{there} has no room" if full else f"{there}: {error.strerror}", change
+            about, f"{there} has no space left" if full else f"{there}: {error.strerror}", change
         )
         return
-    where = str(folder) if there == folder else f"{folder} is not there yet, {there}"
-    cache = "past the cache" if past_cache else "through the cache, its file system has no O_DIRECT"
+    where = str(folder) if there == folder else f"{folder} does not exist yet; {there}"
+    cache = (
+        "past the cache"
+        if past_cache
+        else "through the cache, because the file system lacks O_DIRECT"
+    )
     text = f"{where} can be written, {cache}; a sync of 1 MiB takes {1000 * seconds:.1f} ms"
     if settings.journal.sync == "interval" and seconds > settings.journal.sync_s:
         yield warning(
             about,
             f"{text}, more than journal.sync_s = {settings.journal.sync_s:g}",
-            "take a faster disk, or raise journal.sync_s",
+            "use a faster disk, or raise journal.sync_s",
         )
     elif settings.journal.sync == "always":
         yield ok(about, f"{text}: at most {1 / seconds:.0f} syncs a second (journal.sync)")
@@ -85,14 +89,14 @@ def _space(settings: Settings, folder: Path, free: int, model_bytes: int | None)
     if model_bytes is not None and free < 2 * model_bytes:
         return problem(
             about,
-            f"{size(free)} free: no segment with a model of {size(model_bytes)} can begin",
-            "make room, or lower journal.keep_bytes",
+            f"{size(free)} free: no room to start a segment with a model of {size(model_bytes)}",
+            "free some space, or lower journal.keep_bytes",
         )
     if free < wanted:
         return warning(
             about,
             text,
-            "enlarge the volume, or lower journal.keep_bytes (at the end of it versions stop)",
+            "enlarge the volume, or lower journal.keep_bytes (versions stop when it is full)",
         )
     return ok(about, text)
 
@@ -149,11 +153,13 @@ def journal(settings: Settings, run: Run | None, *, asked: bool) -> Finding:
     if run is not None and not settings.journal.adopt:
         return problem(
             about,
-            f"there is none in {folder}, but run {name!r} is in Redis",
-            "name the folder that holds it with journal.dir, or begin a new one with Redis's "
-            "newest model: fedstream updater --adopt",
+            f"none in {folder}, but run {name!r} is in Redis",
+            "set journal.dir to its folder, or start a new one with Redis's newest model: "
+            "fedstream updater --adopt",
         )
-    return ok(about, "there is none" + (": the updater begins run and journal" if asked else ""))
+    return ok(
+        about, "there is none" + (": the updater creates the run and the journal" if asked else "")
+    )
 
 
 def _of_run(settings: Settings, newest: Segment, count: int, run: Run | None) -> Finding:
@@ -162,20 +168,19 @@ def _of_run(settings: Settings, newest: Segment, count: int, run: Run | None) ->
         return problem(
             about,
             f"{newest.path.parent} is the journal of run {head.run!r}, not {name!r}",
-            "name the right run with run.name, or the right folder with journal.dir",
+            "correct run.name or journal.dir",
         )
     if run is not None and run.lineage != head.lineage:
         return problem(
             about,
-            f"{newest.path.parent} and Redis have two different runs of the name {name!r}",
-            "name the right folder with journal.dir, or purge the run in Redis to go on from the "
-            "journal",
+            f"{newest.path.parent} and Redis hold two different runs named {name!r}",
+            "correct journal.dir, or purge the run in Redis to continue from the journal",
         )
     if (was := head.strategy.get("name")) != settings.strategy.name:
         return problem(
             about,
             f"strategy.name = {settings.strategy.name!r}, the journal's run was made with {was!r}",
-            "set it back, or take another run.name and journal.dir",
+            "restore it, or choose another run.name and journal.dir",
         )
     return ok(
         about,
@@ -209,11 +214,13 @@ def task(settings: Settings) -> tuple[Loaded, list[Finding]]:
     except FedstreamError as error:
         about_root = data_root(settings, loaded=settings.task.download)
         if settings.task.download:
-            fetched = "task.download = true: the first service that loads it fetches it"
+            fetched = "task.download = true: the first service that loads it downloads it"
             return Loaded(), [*about_root, not_checked("task", f"{error} ({fetched})")]
         return Loaded(), [*about_root, problem("task", str(error))]
     except ImportError as error:
-        return Loaded(), [problem("task", f"torch: {error}", "install fedstream with its packages")]
+        return Loaded(), [
+            problem("task", f"torch: {error}", "reinstall fedstream with its dependencies")
+        ]
     findings = list(data_root(settings, loaded=True))
     loaded = Loaded(found)
     # A user's program may raise any exception; `blamed` makes it a DataError that says where.
@@ -224,7 +231,7 @@ def task(settings: Settings) -> tuple[Loaded, list[Finding]]:
         findings.append(ok("data", _data(settings, found, module)))
         findings.append(ok("test data", _test_data(found, module)))
     except FedstreamError as error:
-        findings.append(problem("task", str(error), "correct the task's program or its data"))
+        findings.append(problem("task", str(error), "correct the task's code or its data"))
     return loaded, findings
 
 
@@ -272,7 +279,7 @@ def _data(settings: Settings, found: Task, module: nn.Module) -> str:
         samples = _length(data, who)
         text = f"{who} has {samples} samples"
         if type(found).train is not Task.train:  # it may not use loss() or batches
-            return f"{text}; the task trains by itself"
+            return f"{text}; the task has its own training loop"
         batch = gather(data, torch.arange(min(2, samples)))
         loss = found.loss(module.eval(), batch)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
@@ -290,7 +297,7 @@ def _test_data(found: Task, module: nn.Module) -> str:
     with blamed("test data"), torch.random.fork_rng(devices=[]):
         data = found.test_data()
         if data is None:
-            return "none: the run is not measured"
+            return "none: the run will not be measured"
         samples = _length(data, "test data")
         metrics = found.metrics(module, Subset(data, range(min(2, samples))))
     return f"{samples} samples; measured: {', '.join(metrics)}"
@@ -310,11 +317,11 @@ def data_root(settings: Settings, *, loaded: bool) -> Iterator[Finding]:
     if not folder:
         return
     if not Path(folder).is_dir():
-        text, change = f"{key} = {folder!r} is no folder", "mount it, or name another"
+        text, change = f"{key} = {folder!r} is not a folder", "mount it, or set another"
     elif not os.access(folder, os.R_OK | os.X_OK):
-        text, change = f"{key} = {folder!r} may not be read by this user", "let it read there"
+        text, change = f"{key} = {folder!r} is not readable by this user", "grant read access"
     else:
-        yield ok("data root", f"{folder} can be read")
+        yield ok("data root", f"{folder} is readable")
         return
     # A task that loaded anyway doesn't need the folder.
     yield warning("data root", text, change) if loaded else problem("data root", text, change)
@@ -339,7 +346,7 @@ def computing(settings: Settings, role: str | None) -> Iterator[Finding]:
         except ConfigError as error:
             yield problem(about, str(error))
         if table.threads > cores:
-            yield warning(about, text, f"lower {part}.threads: they wait for one another")
+            yield warning(about, text, f"lower {part}.threads: the threads wait for one another")
         else:
             yield ok(about, f"{text}, {part}.device = {table.device!r}")
 

@@ -59,7 +59,7 @@ def version(info: Info) -> Finding:
     if numbers < OLDEST:
         return problem(about, f"Redis {said}", "install 6.2 or later")
     if numbers[0] > NEWEST:
-        return warning(about, f"Redis {said}", f"fedstream was made for 6.2 to {NEWEST}")
+        return warning(about, f"Redis {said}", f"fedstream supports 6.2 to {NEWEST}")
     return ok(about, f"Redis {said}")
 
 
@@ -68,7 +68,7 @@ def part(info: Info, *, cluster: bool, sentinel: bool) -> Iterator[Finding]:
     about = "redis node"
     if info.get("redis_mode") == "sentinel":
         yield problem(
-            about, "is a sentinel", "name it in redis.sentinel.nodes, and a Redis in redis.url"
+            about, "is a sentinel", "put it in redis.sentinel.nodes, and a Redis in redis.url"
         )
         return
     clustered = info.get("cluster_enabled") == "1"
@@ -77,19 +77,19 @@ def part(info: Info, *, cluster: bool, sentinel: bool) -> Iterator[Finding]:
             about,
             f"is a replica of {info.get('master_host')}:{info.get('master_port')}, which takes no "
             "writes",
-            "name the master in redis.url, or the sentinels in redis.sentinel.nodes",
+            "set redis.url to the master, or redis.sentinel.nodes to the sentinels",
         )
         return
     replicas = int(info.get("connected_slaves", 0))
     if clustered != cluster:
         yield problem(
             about,
-            "is one of a cluster" if clustered else "is not one of a cluster",
+            "is part of a cluster" if clustered else "is not part of a cluster",
             f"set redis.cluster = {'true' if clustered else 'false'}",
         )
     elif sentinel and not replicas:
         yield warning(
-            about, "is a master without a replica", "connect one: sentinels have none to promote"
+            about, "is a master without a replica", "add one: the sentinels have none to promote"
         )
     else:
         kind = "a master of a cluster" if clustered else "a master"
@@ -100,7 +100,7 @@ def persistence(info: Info, save: str | None) -> Iterator[Finding]:
     """Check what Redis writes to disk. ``save``: its setting; None if it may not be read."""
     about = "redis persistence"
     if info.get("loading") == "1":
-        yield problem(about, "is loading its data from disk", "wait until it is done")
+        yield problem(about, "is loading its data from disk", "wait until it has finished")
     failed = [
         name
         for name in ("aof_last_write_status", "rdb_last_bgsave_status")
@@ -110,7 +110,7 @@ def persistence(info: Info, save: str | None) -> Iterator[Finding]:
         yield problem(
             about,
             f"{name} is {info[name]!r}: Redis may refuse all writes until it succeeds",
-            "make room on Redis's disk, or turn persistence off",
+            "free space on Redis's disk, or turn off persistence",
         )
     appends = info.get("aof_enabled") == "1"
     if appends:
@@ -118,14 +118,14 @@ def persistence(info: Info, save: str | None) -> Iterator[Finding]:
             about,
             "an append-only file is on: every write goes to disk too, and protects only updates "
             "that the journal does not have yet",
-            "set appendonly no, unless that is wanted",
+            "set appendonly no, unless you want that",
         )
     if save:
         yield warning(
             about,
-            f"snapshots are on (save {save!r}): each forks Redis and may take its memory twice; "
-            "a restart goes back to the last one",
-            "set save '', unless that is wanted",
+            f"snapshots are on (save {save!r}): each forks Redis and may double its memory; a "
+            "restart goes back to the last one",
+            "set save '', unless you want that",
         )
     if save is None:
         yield not_checked(f"{about}, snapshots", "this user may not CONFIG GET save")
@@ -143,8 +143,8 @@ def limit(info: Info, *, budget: int | None) -> Finding:
     if most and policy != "noeviction":
         return problem(
             about,
-            f"{size(most)}, and at it Redis evicts keys (maxmemory-policy {policy}), models and "
-            "updates among them",
+            f"{size(most)}; when it is reached, Redis evicts keys (maxmemory-policy {policy}), "
+            "including models and updates",
             "set maxmemory-policy noeviction",
         )
     if most:
@@ -152,15 +152,15 @@ def limit(info: Info, *, budget: int | None) -> Finding:
     if policy != "noeviction":
         return warning(
             about,
-            f"no limit, and maxmemory-policy {policy} if there were one",
+            f"no limit, and maxmemory-policy {policy}",
             "set maxmemory, and maxmemory-policy noeviction",
         )
     if budget is not None:
         return ok(about, f"no limit; scheduler.memory_budget is {size(budget)}")
     return warning(
         about,
-        "no limit, and no scheduler.memory_budget: Redis grows until the system ends it",
-        "set maxmemory below what the machine or the pod has",
+        "neither a limit nor scheduler.memory_budget: Redis grows until the system kills it",
+        "set maxmemory below the memory of the machine or pod",
     )
 
 
@@ -224,7 +224,7 @@ def room(info: Info, wants: Need | None, *, budget: int | None) -> Finding:
     if most and wants.model_bytes * _LEAST_MODELS > most:
         return problem(
             about,
-            f"maxmemory is {size(most)}, a model is {size(wants.model_bytes)}, and no update of it "
+            f"maxmemory is {size(most)} and a model {size(wants.model_bytes)}, so no update of it "
             "can become a version",
             enough,
         )
@@ -256,8 +256,8 @@ def latency(seconds: Sequence[float], timeout_s: float) -> Finding:
     if slowest >= _SLOW * timeout_s:
         return warning(
             about,
-            f"{text}; redis.timeout_s = {timeout_s}, for a window of 8 MB of a model too",
-            "raise redis.timeout_s (at most 20), or bring the services nearer to Redis",
+            f"{text}; redis.timeout_s = {timeout_s}; it also covers an 8 MB window of a model",
+            "raise redis.timeout_s (at most 20), or move the services closer to Redis",
         )
     return ok(about, f"{text}; redis.timeout_s = {timeout_s}")
 
@@ -272,18 +272,22 @@ def clock(asked: Sequence[tuple[float, float, float]], policy: Policy) -> Findin
     before, theirs, after = min(asked, key=lambda one: one[2] - one[0])
     skew, unsure = (before + after) / 2 - theirs, max(0.0, (after - before) / 2)
     if abs(skew) <= _SKEW_S + unsure:
-        return ok(about, f"{1000 * skew:+.1f} ms beside Redis's, give or take {1000 * unsure:.1f}")
+        return ok(
+            about, f"{1000 * skew:+.1f} ms from Redis's clock, give or take {1000 * unsure:.1f}"
+        )
     text = f"this machine's clock is {abs(skew):.1f} s {'ahead of' if skew > 0 else 'behind'}"
-    change = "have both machines set by NTP"
+    change = "synchronise both machines by NTP"
     if isinstance(policy, Rounds) and skew >= policy.timeout_s:
         return problem(
             about,
             f"{text} Redis's, and rounds end after scheduler.policy.timeout_s = "
-            f"{policy.timeout_s:g} s: a trainer here gives up every task of a scheduler whose "
-            "clock is Redis's",
+            f"{policy.timeout_s:g} s: a trainer here gives up every task of a scheduler on Redis's "
+            "clock",
             change,
         )
-    return warning(about, f"{text} Redis's: times of versions, and deadlines of rounds", change)
+    return warning(
+        about, f"{text} Redis's: this affects times of versions and deadlines of rounds", change
+    )
 
 
 # rights
@@ -425,7 +429,7 @@ def rights(user: str, what: str, asked: Sequence[Asked], may: Sequence[bool] | N
         return problem(
             about,
             f"may not {'; '.join(missing[:5])}{more}, which {what} needs",
-            "allow it that, as `fedstream acl` does",
+            "allow that, as `fedstream acl` does",
         )
     return ok(about, f"may do what {what} needs")
 
@@ -462,7 +466,7 @@ def agreement(
             problem(
                 about,
                 f"strategy.name = {strategy!r}, the run was made with {run.strategy!r}",
-                "set it back, or take another run.name and journal.dir",
+                "restore it, or choose another run.name and journal.dir",
             )
         )
     if layout is not None and layout.without_controls() != run.layout.without_controls():
@@ -472,7 +476,7 @@ def agreement(
                 f"the model of task {task!r} has {layout.parameters} parameters in "
                 f"{len(layout.tensors)} tensors (layout {layout.signature}), the run's has "
                 f"{run.layout.parameters} in {len(run.layout.tensors)} ({run.layout.signature})",
-                "give every service the task that the run was made with, or purge the run",
+                "give every service the task of the run, or purge the run",
             )
         )
     if run.task != task:
@@ -480,24 +484,23 @@ def agreement(
             warning(
                 about,
                 f"task.name = {task!r}, the run was made with {run.task!r}",
-                "set it back, unless both are the same task",
+                "restore it, unless both are the same task",
             )
         )
     if devices is not None and devices < run.devices:
         found.append(
             problem(
                 about,
-                f"{devices} devices (task.devices), the run was made with {run.devices}",
-                "set it back: tasks for the others would raise",
+                f"{devices} devices (task.devices), but the run was made with {run.devices}",
+                "restore it: tasks for the other devices would fail",
             )
         )
     if run.versions != versions:
         found.append(
             warning(
                 about,
-                f"run.versions = {versions}, the run ends with version {run.versions} as it was "
-                "made",
-                "set it back: it changes nothing now",
+                f"run.versions = {versions}, but the run was made to end at version {run.versions}",
+                "restore it: changing it has no effect now",
             )
         )
     yield from found

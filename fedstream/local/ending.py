@@ -45,14 +45,14 @@ def ending(
     since the run was first seen finished.
     """
     if history.failed >= _MOST_FAILED:
-        why = f"{history.failed} tasks in a row failed, and no update came in between"
+        why = f"{history.failed} tasks in a row failed without an update in between"
         return Ending("failed", f"{why}: {_last_error(history.errors)}")
     if view is None:
         return None
     if history.refused >= _MOST_REFUSED:
         reasons = ", ".join(view.reasons("refused"))
         why = f"{history.refused} updates in a row were refused ({reasons})"
-        return Ending("failed", f"{why}: the model can't get any further")
+        return Ending("failed", f"{why}: the model can't make progress")
     if view.run.state != "finished":
         return None
     why = view.run.why or ""
@@ -63,7 +63,7 @@ def ending(
     if tried or not tested:
         return Ending("finished", why)
     if finished_s > _MEASURED_WITHIN_S:
-        late = f"the last version was not measured in {_MEASURED_WITHIN_S:.0f} s"
+        late = f"the last version was not measured within {_MEASURED_WITHIN_S:.0f} s"
         return Ending("finished", why, late)
     return None
 
@@ -80,11 +80,14 @@ def notices(
     if view is None:
         return
     if free_bytes is not None and free_bytes < view.run.layout.nbytes:
-        yield "full", f"{out}: its disk is full: the updater waits for room"
+        yield "full", f"{out}: the disk is full: the updater is waiting for space"
     for reason in view.reasons("refused"):
-        yield f"refused {reason}", f"updates are refused: {reason} (counted; see status)"
+        yield (
+            f"refused {reason}",
+            f"updates are being refused: {reason} (for counts, see fedstream status)",
+        )
     for reason in view.reasons("dead"):
-        yield f"dead {reason}", f"a task is dead: it {reason} (counted; see status)"
+        yield f"dead {reason}", f"a task is dead: it {reason} (for counts, see fedstream status)"
 
 
 def _raised(event: Event) -> str:

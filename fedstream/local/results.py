@@ -37,7 +37,7 @@ async def last_state(
     except NoRun:
         return view, None
     except FedstreamError as error:
-        say(f"not everything could be read at the end: {error}")
+        say(f"some results could not be read: {error}")
         return view or observer.view, None
     else:
         return view, model

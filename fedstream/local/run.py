@@ -144,7 +144,7 @@ class LocalRun:
         try:
             recall(history, Path(request.settings.journal.dir), request.out / report.METRICS)
         except JournalError as error:  # not fatal: the updater needs only the newest segment
-            self._display.say(f"not all that was before can be told: {error}")
+            self._display.say(f"cannot show all of the earlier part of the run: {error}")
         with suppress(NoRun):  # a new Redis: the run continues from its journal
             await self._observer.catch_up()
         history.forget_failures()
@@ -160,9 +160,11 @@ class LocalRun:
                 self._end(Ending("failed", str(error)))
             elif self._lost_since is None:
                 self._lost_since = time.monotonic()
-                self._display.say(f"{error}: waiting for it")
+                self._display.say(f"{error}: waiting for Redis")
             if self._server is not None and not self._server.is_running:
-                self._end(Ending("failed", "its Redis has ended, and the run's state with it"))
+                self._end(
+                    Ending("failed", "the run's own Redis has died, and the run's state with it")
+                )
             await pause(over, 0.5)
         else:
             if self._lost_since is not None:
@@ -213,7 +215,7 @@ class LocalRun:
 
     async def _reported(self) -> tuple[int, dict[str, Any]]:
         """Write the result files from what the services left."""
-        how = self._ending or Ending("failed", "it was given up")
+        how = self._ending or Ending("failed", "abandoned")
         request, subject, history = self._request, self._subject, self._observer.history
         try:
             view, model = await results.last_state(self._client, self._observer, self._display.say)
@@ -245,7 +247,7 @@ class LocalRun:
             self._over.set()
 
     def _signalled(self, name: str) -> None:
-        self._display.say(f"{name}: stopping the services; once more ends them at once")
+        self._display.say(f"{name}: stopping the services; a second signal kills them")
         self._end(Ending("interrupted", f"by {name}"))
 
     def _kill(self) -> None:

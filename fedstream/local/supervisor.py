@@ -102,7 +102,7 @@ class Child:
     def _kept(self, keeper: asyncio.Task[None]) -> None:
         """Fail the run if the keeper itself failed: its service is no longer supervised."""
         if not keeper.cancelled() and (error := keeper.exception()) is not None:
-            self._supervisor.failed(f"{self.program.name} is not looked after any more: {error!r}")
+            self._supervisor.failed(f"{self.program.name} is no longer supervised: {error!r}")
 
     async def stop(self) -> None:
         """Send SIGTERM, and SIGKILL 5 s after its drain should have ended."""
@@ -190,7 +190,7 @@ class Child:
             times = f"{_DEATHS_IN_A_ROW} times in a row"
             self._supervisor.failed(f"{name} died {times}; the last time it {how}")
         else:
-            self._supervisor.say(f"{name} {how}; starting it again in {delay:g} s")
+            self._supervisor.say(f"{name} {how}; restarting it in {delay:g} s")
         return delay
 
 
@@ -235,7 +235,7 @@ class Supervisor:
             ended = await asyncio.gather(*ending, return_exceptions=True)
             wrong += [error for error in ended if error is not None]
         if wrong:
-            raise BaseExceptionGroup("services that were not looked after", wrong)
+            raise BaseExceptionGroup("services whose supervision failed", wrong)
 
     def kill(self) -> None:
         """Kill all of them at once."""

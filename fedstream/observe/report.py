@@ -74,9 +74,7 @@ def usable(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise ConfigError(
-            f"--out {out}: {error.strerror}: name another, one that can be written"
-        ) from error
+        raise ConfigError(f"--out {out}: {error.strerror}: choose a writable folder") from error
 
 
 def summary(facts: Facts, history: History, view: View | None) -> dict[str, Any]:

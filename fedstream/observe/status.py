@@ -80,7 +80,9 @@ def fetch(url: str, run: str, token: SecretStr | None = None) -> dict[str, Any]:
     """
     if not _is_address(url):
         shown = re.sub(r"//.*@", "//...@", url)
-        raise ConfigError(f"--url {shown!r} is no address of a coordinator: http://HOST:PORT")
+        raise ConfigError(
+            f"--url {shown!r} is not a coordinator's address; expected http://HOST:PORT"
+        )
     base = url.partition("/v1/")[0].rstrip("/")
     asked = f"{base}/v1/runs/{quote(run, safe='')}"
     try:
@@ -89,16 +91,16 @@ def fetch(url: str, run: str, token: SecretStr | None = None) -> dict[str, Any]:
     except HTTPError as error:
         text = _problem(error.read()) or error.reason
         kind = Unavailable if error.code in _PASSING else FedstreamError
-        raise kind(f"{asked} answers {error.code}: {text}") from error
+        raise kind(f"{asked} answered {error.code}: {text}") from error
     except (HTTPException, OSError, ValueError) as error:
         reason = error.reason if isinstance(error, URLError) else error
-        raise Unavailable(f"nobody answers at {asked}: {reason}") from error
+        raise Unavailable(f"no answer from {asked}: {reason}") from error
     about = _parsed(body)
     try:
         _Answer.model_validate(about)
     except ValidationError as error:
         raise FedstreamError(
-            f"{asked} does not answer as a coordinator does: {first_wrong(error)}"
+            f"{asked} does not answer like a coordinator: {first_wrong(error)}"
         ) from error
     return about
 

@@ -132,7 +132,7 @@ def _trainers(trainers: Mapping[str, Mapping[str, Any]], heard: Mapping[str, flo
             number(about.get("answers")), "" if age is None else f"{max(0.0, age):.1f} s ago",
         )  # fmt: skip
     if not trainers:
-        table.add_row("[dim]none is alive[/]")
+        table.add_row("[dim]none alive[/]")
     if (more := len(trainers) - _TRAINERS) > 0:
         table.add_row(f"[dim]and {more} more[/]")
     return table
@@ -205,7 +205,7 @@ async def _watched(
                 raise
             if observer.view is not None and observer.view.run.state == "finished":
                 return picture
-            live.update(cell(f"{error}: waiting for it; q ends this"), refresh=True)
+            live.update(cell(f"{error}: waiting for Redis; press q to quit"), refresh=True)
             await pause(leave, 1.0)
     return picture
 

@@ -25,16 +25,20 @@ def file_of(run: str, environ: Mapping[str, str], sites: Sequence[str] = ()) -> 
     for site in sites:
         check_name("--site", site)
         if site == POOL:
-            raise ConfigError(f"--site {POOL}: its user is that of the role trainer")
+            raise ConfigError(
+                f"--site {POOL}: the pool's trainers are the user trainer, which is always there"
+            )
         place = variable(site)
         if twin := next((one for one in named if variable(one) == place), None):
-            raise ConfigError(f"--site {site}: its password would be in {place}, as {twin}'s is")
+            raise ConfigError(
+                f"--site {site}: its password would be read from {place}, which is {twin}'s"
+            )
         named[site] = environ.get(place, "")
     missing = [_PREFIX + role.upper() for role in ROLES if not given[role]]
     missing += [variable(site) for site, password in named.items() if not password]
     if missing:
         raise ConfigError(
-            f"{', '.join(missing)}: not set in the environment: every role and every site needs a "
+            f"{', '.join(missing)}: not set in the environment; every role and every site needs a "
             "password"
         )
     return acl(run, {role: password for role, password in given.items() if password}, named)
@@ -61,5 +65,5 @@ def write(path: Path, text: str) -> None:
         with suppress(OSError):
             part.unlink()
         raise ConfigError(
-            f"--out {path}: {error.strerror}: name a file in a folder that can be written"
+            f"--out {path}: {error.strerror}: choose a file in a writable folder"
         ) from error

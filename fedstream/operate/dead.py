@@ -76,7 +76,7 @@ class Letters:
         for name in wanted:
             those = [one for one in self.letters if name in (one.id, one.task)]
             if not those:
-                raise FedstreamError(f"there is no dead letter {name!r}: `fedstream dead list`")
+                raise FedstreamError(f"there is no dead letter {name!r}: see `fedstream dead list`")
             found += those
         return list(dict.fromkeys(found))
 
@@ -123,13 +123,15 @@ def again(letter: Letter, now: float) -> Trigger:
     """Make the trigger that redoes a letter's work. Raises FedstreamError if that's impossible."""
     message = letter.message
     if message is None:
-        raise FedstreamError(f"it can't be read ({letter.unreadable}): nobody knows what to do")
+        raise FedstreamError(f"it is unreadable ({letter.unreadable}), so nothing can be retried")
     if isinstance(message, GiveUp):
-        raise FedstreamError("it says that a device gave its task up: there is nothing to do again")
+        raise FedstreamError("it says that a device gave up its task: there is nothing to retry")
     if isinstance(message, Withdraw):
-        raise FedstreamError("it gives overdue tasks up, which the scheduler asks for by itself")
+        raise FedstreamError(
+            "it gives up overdue tasks; the scheduler asks for that again by itself"
+        )
     if isinstance(message, CloseRound | RoundEnd):
-        raise FedstreamError("it is the end of a round, which the scheduler asks for by itself")
+        raise FedstreamError("it ends a round; the scheduler asks for that again by itself")
     about: dict[str, Any] = {
         "task": task_id(int(now * 1000)),
         "device": letter.device,
@@ -157,15 +159,15 @@ async def retry(client: Client, keys: Keys, letter: Letter) -> Trigger:
 
 
 _WHY_NOT = {
-    "gone": "it is not there any more",
+    "gone": "it no longer exists",
     "finished": "the run is finished",
     "open": "its task is still open",
-    "retried": "its task was retried already, by another letter about it, as task {detail}",
+    "retried": "its task was already retried as task {detail}, from another letter",
     "ended": "its task ended as {detail}: another answer to it was admitted",
-    "forgotten": "how its task ended is not remembered any more: another answer may have counted",
+    "forgotten": "it is no longer known how its task ended: another answer may have counted",
     "round": "the round that it belongs to is over",
-    "busy": "device {device} has another task, {detail}: try again when that has ended",
-    "held": "device {device}'s update waits in the batch: try again after the next version",
+    "busy": "device {device} has another task, {detail}: retry when that has ended",
+    "held": "device {device}'s update is waiting in the batch: retry after the next version",
 }
 
 
@@ -230,8 +232,8 @@ def page(found: Letters) -> RenderableType:
             "-" if letter.device is None else number(letter.device),
             cell(spaced(letter.ended) or "-"), number(dead.deliveries), cell(dead.reason),
         )  # fmt: skip
-    kept = "1,000 are kept, 100 of a site, for coordinator.letter_days"
-    lost = [f"{found.lost} older ones are lost: at most {kept}"] if found.lost else []
+    kept = "1,000 are kept, 100 per site, for coordinator.letter_days"
+    lost = [f"{found.lost} older ones were deleted: {kept}"] if found.lost else []
     return Group(table, *lost)
 
 
@@ -250,7 +252,7 @@ def details(letter: Letter) -> RenderableType:
         rows += [("unreadable", letter.unreadable), ("bytes", f"{sample!r}{more}")]
     else:
         rows += [
-            ("ended as", spaced(letter.ended) or "not remembered"),
+            ("ended as", spaced(letter.ended) or "unknown"),
             ("message", message.kind),
             *((f"  {k}", v) for k, v in message.__dict__.items() if v is not None),
         ]

@@ -135,7 +135,7 @@ class Feeder:
             await repeat(self._context, "feed", self._step)
             await self._look_last()
         except Unavailable as error:
-            self._context.log.warning("the last outcomes are not counted", reason=str(error))
+            self._context.log.warning("could not count the last outcomes", reason=str(error))
         finally:
             self._context.stop.set()
 
@@ -160,7 +160,7 @@ class Feeder:
             if not self._told:
                 self._told = True
                 self._context.log.warning(
-                    "waiting for the run: start its coordinator and its updater", reason=str(error)
+                    "waiting for the run: start its coordinator and updater", reason=str(error)
                 )
             await pause(self._context.stop, 0.2)
             return False
@@ -260,8 +260,8 @@ class Feeder:
             name = Assignment.decode(entry.data).task
             if name not in self._open:
                 raise FedstreamError(
-                    f"run {self._keys.name!r} has a task that the replay did not open: feed a run "
-                    "that has no scheduler, begun anew"
+                    f"run {self._keys.name!r} has a task that the replay did not open: feed a new "
+                    "run that has no scheduler"
                 )
             self._open[name].entry = entry
 

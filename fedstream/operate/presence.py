@@ -43,8 +43,8 @@ async def purgeable(client: Client, keys: Keys, *, force: bool) -> int:
         raise NoRun(f"there is no run {keys.name!r} in Redis at {client.address}")
     if not force and (busy := await serving(client, keys)):
         raise FedstreamError(
-            f"run {keys.name!r} is being served by {', '.join(busy)}: stop them first (one that "
-            "crashed counts for 10 s more), or take --force"
+            f"run {keys.name!r} is being served by {', '.join(busy)}: stop them first (a crashed "
+            "one still counts for 10 s), or give --force"
         )
     return len(there)
 

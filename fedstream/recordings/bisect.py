@@ -129,7 +129,7 @@ def _model(move: Move) -> Model:
 
 def _cause(message: Taken, move: Move) -> Cause:
     if move.update is None or move.before is None:
-        raise RuntimeError("an update without weights has made a model")
+        raise RuntimeError("a model was made from an update without weights")
     upload = message.upload
     return Cause(
         device=upload.device, task=upload.task, tau=upload.tau, staleness=message.staleness,
@@ -145,12 +145,12 @@ def judge(settings: Settings, metric: str) -> Measure:
     """
     metrics_of, name = measuring(settings), settings.task.name
     if metrics_of is None:
-        raise DataError(f"task {name!r} has no test data to measure a model by")
+        raise DataError(f"task {name!r} has no test data to measure models with")
 
     def measure(version: int, model: Model) -> float:
         metrics = metrics_of(version, model)
         if metric not in metrics:
-            raise DataError(f"task {name!r} has no metric {metric!r}: it has {', '.join(metrics)}")
+            raise DataError(f"task {name!r} has no metric {metric!r}; it has {', '.join(metrics)}")
         return metrics[metric]
 
     return measure
@@ -179,8 +179,8 @@ def measuring(settings: Settings) -> Callable[[int, Model], dict[str, float]] | 
                 vector.load(model, module)
             except LayoutMismatch as error:
                 raise DataError(
-                    f"task {name!r} is not what this journal was trained on: its model has other "
-                    "tensors"
+                    f"task {name!r} is not the one this journal was trained on: its model has "
+                    "other tensors"
                 ) from error
             return measured(task, module, data)
 

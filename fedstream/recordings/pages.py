@@ -156,7 +156,7 @@ def _side_by_side(widths: Mapping[str, int], names: Sequence[str]) -> int:
 def _tell_hidden(all_names: Iterable[str], names: Sequence[str]) -> None:
     """Print which columns there is no room for."""
     if hidden := [spaced(name) for name in all_names if name not in names]:
-        text = f"no room for {', '.join(hidden)}: widen the terminal, or take --csv or --json"
+        text = f"no room for {', '.join(hidden)}: widen the terminal, or use --csv or --json"
         console().print(cell(text, style="dim"))
 
 
@@ -250,7 +250,7 @@ def _new(path: Path) -> Iterator[TextIO]:
         with path.open("x", newline="", encoding="utf-8") as file:
             yield file
     except OSError as error:
-        raise ConfigError(f"--csv {path}: {error.strerror}: name another file") from error
+        raise ConfigError(f"--csv {path}: {error.strerror}: choose another file") from error
 
 
 def facts(
@@ -358,19 +358,19 @@ def verdict(found: Verdict) -> str:
         return f"{found.segment}  DAMAGED: {found.damage}"
     text = (
         f"{found.segment}  versions {found.first} to {found.last}, {found.records} records, "
-        f"{found.bytes:,} bytes: whole"
+        f"{found.bytes:,} bytes: intact"
     )
     if found.reweighed:
         text += (
-            f"; warning: {found.reweighed} weights end in other bits than this machine computes "
-            "(the recorded ones are used)"
+            f"; warning: {found.reweighed} recorded weights differ from this machine's in their "
+            "last bits (the recorded ones are used)"
         )
     if found.unweighted:
         text += "; updates without weights: not all models could be rebuilt"
     if found.torn:
-        text += f"; behind them a torn tail of {found.torn:,} bytes, as a crash leaves it"
+        text += f"; then a torn tail of {found.torn:,} bytes, as a crash leaves it"
     if found.behind:
-        text += f"; {found.behind:,} bytes behind its successor's cut do not count"
+        text += f"; {found.behind:,} bytes after its successor's cut are ignored"
     return text
 
 
@@ -380,5 +380,5 @@ def cause(found: Cause) -> str:
     return (
         f"device {found.device}, task {found.task}: trained from version {found.tau} (staleness "
         f"{found.staleness}), weight {found.weight:.4g}, norm {found.norm:.4g}, distance "
-        f"{found.distance:.4g} from the model that it was mixed into{loss}"
+        f"{found.distance:.4g} from the model it was mixed into{loss}"
     )

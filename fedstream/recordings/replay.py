@@ -40,7 +40,7 @@ Measure = Callable[[int, Model], Metrics]
 TABLE = "replay.csv"
 PICTURE = "replay.png"
 _POINTS = 10  # default number of versions to measure
-_UNMEASURED = "; with --evaluate-every 0 nothing is measured, and no task is needed"
+_UNMEASURED = "; --evaluate-every 0 measures nothing and needs no task"
 
 
 # another rule
@@ -58,8 +58,8 @@ def rule_by(sets: Sequence[str]) -> Callable[[Mapping[str, Any]], Rule] | None:
     for item in sets:
         if not item.strip().startswith("strategy."):
             raise ConfigError(
-                f"--set {item}: a replay can change the strategy alone, as in "
-                "--set strategy.alpha=0.3; everything else is what was recorded"
+                f"--set {item}: a replay can change only the strategy, as in --set "
+                "strategy.alpha=0.3; everything else is as recorded"
             )
     if not sets:
         return None
@@ -309,9 +309,9 @@ def show(out: Outcome, files: Sequence[Path]) -> None:
         f"{_pace(out)}"
     )
     if out.adopted:
-        lines.append(f"the journal begins anew with version {', '.join(map(str, out.adopted))}")
+        lines.append(f"the journal restarts with version {', '.join(map(str, out.adopted))}")
     if out.torn:
-        lines.append(f"the journal ends with a record that a crash tore: {out.torn}")
+        lines.append(f"the journal ends with a torn record, as a crash leaves it: {out.torn}")
     lines += [str(file) for file in files]
     line("\n".join(lines))
 
@@ -331,14 +331,14 @@ def _used(out: Outcome) -> str:
     updates = out.updates
     text = f"the changed rule used {updates['used']} of {sum(updates.values())} updates"
     if dropped := updates["dropped"]:
-        text += f", dropped {dropped} (too stale for it)"
+        text += f", dropped {dropped} (too stale)"
     if left_out := updates["left_out"]:
         text += f", {left_out} left out"
     if out.inherited is not None:
         least = "at least " if out.oldest else ""  # earlier versions may have had it too
         text += (
-            f"; {least}{out.inherited} of the {updates['used']} were trained from a model with the "
-            "influence of what was left out"
+            f"; {least}{out.inherited} of the {updates['used']} were trained from a model "
+            "influenced by what was left out"
         )
     return text
 
@@ -373,10 +373,13 @@ def folder_for(folder: Path, out: Path | None) -> Path:
         names = (f"replay-{n}" for n in range(1, len(taken) + 2))
         out = next(run / name for name in names if name not in taken)
     if out.resolve().is_relative_to(journal.resolve()):
-        raise ConfigError(f"--out {out}: is in the journal, where nothing else may be")
+        raise ConfigError(
+            f"--out {out}: is inside the journal's folder, where nothing else may be: choose "
+            "another folder"
+        )
     for name in (TABLE, PICTURE):
         if (out / name).exists():
-            raise ConfigError(f"--out {out}: holds a {name} already: name another folder")
+            raise ConfigError(f"--out {out}: already contains {name}: choose another folder")
     return out
 
 

@@ -87,13 +87,13 @@ class Settings(Section):
         remembered, devices = strategy.remembered, self.task.devices
         if remembered is not None and devices is not None and remembered != devices:
             raise ValueError(
-                f"strategy.devices = {remembered} is not task.devices = {devices}: "
+                f"strategy.devices = {remembered} differs from task.devices = {devices}: "
                 "leave strategy.devices out"
             )
         if isinstance(policy, Anarchic) and self.trainer.anarchic is None:
             raise ValueError(
-                "scheduler.policy.kind = 'none' leaves the triggers to the devices: set "
-                "trainer.anarchic too, such as trainer.anarchic.rate = 1.0"
+                "scheduler.policy.kind = 'none' leaves triggering to the devices: also set "
+                "trainer.anarchic, as in trainer.anarchic.rate = 1.0"
             )
         Participation(self.scheduler.steps, self.participation)  # raises on duplicate devices
         return self
@@ -106,14 +106,14 @@ class Settings(Section):
             if rule.controls != solver.controls:
                 raise ValueError(
                     f"strategy.name = {rule.name!r} with solver.kind{of} = {solver.kind!r}: "
-                    "SCAFFOLD's server and its devices go together, set both to 'scaffold' or "
+                    "SCAFFOLD's server and devices go together: set both to 'scaffold' or "
                     "neither"
                 )
             how = solver.compression.kind
             if how != "none" and rule.sends == "model":
                 raise ValueError(
                     f"strategy.name = {rule.name!r} with solver.compression.kind{of} = {how!r}: "
-                    "its devices send models, and only deltas can be compressed; take fedbuff, "
+                    "its devices send models, and only deltas can be compressed; choose fedbuff, "
                     "afa-cd, afa-cs or scaffold"
                 )
 
@@ -128,17 +128,17 @@ class Settings(Section):
         if policy.k is not None and policy.k < rule.batch:
             raise ValueError(
                 f"scheduler.policy.k = {policy.k} is below "
-                f"strategy.{rule.batch_key} = {rule.batch}: no round would ever be full"
+                f"strategy.{rule.batch_key} = {rule.batch}: no round would ever be complete"
             )
         if policy.min_answers > rule.batch:
             raise ValueError(
                 f"scheduler.policy.min_answers = {policy.min_answers} is above "
-                f"strategy.{rule.batch_key} = {rule.batch}, with which a version is made"
+                f"strategy.{rule.batch_key} = {rule.batch}, the answers that complete a round"
             )
         if rule.max_staleness:
             raise ValueError(
                 f"strategy.max_staleness = {rule.max_staleness} with scheduler.policy.kind = "
-                "'rounds': in rounds no answer is used that is late, leave it out"
+                "'rounds': rounds drop late answers anyway; leave it out"
             )
 
     @property

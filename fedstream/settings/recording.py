@@ -70,6 +70,6 @@ def check_task(
     if named or not runs_program(settings.task.name):
         return
     raise ConfigError(
-        f"{where} names the task {settings.task.name!r}, and loading it runs that program: say "
-        f"--task TASK to choose the program yourself, or {TRUST} if you trust this one{otherwise}"
+        f"{where} names the task {settings.task.name!r}, and loading it runs its code: give "
+        f"--task TASK to choose the task yourself, or {TRUST} if you trust this one{otherwise}"
     )

@@ -61,7 +61,7 @@ def devices_of(settings: Settings, task: Task) -> int:
     if isinstance(policy, Rounds) and policy.min_answers > devices:
         raise ConfigError(
             f"scheduler.policy.min_answers = {policy.min_answers}, but the run has {devices} "
-            "devices (task.devices): no round would ever have so many"
+            "devices (task.devices): no round would ever get that many answers"
         )
     return devices
 
@@ -102,8 +102,8 @@ def check_used(settings: Settings) -> None:
     }
     if useless := [key for key, given in without.items() if given]:
         raise ConfigError(
-            f"task.{useless[0]} has no effect on {task.name!r}: a task of your own finds and "
-            "splits its data by itself; leave it out"
+            f"task.{useless[0]} has no effect on {task.name!r}: your own task finds and splits its "
+            "data itself; leave it out"
         )
 
 

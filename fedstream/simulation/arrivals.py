@@ -81,15 +81,15 @@ def plan(settings: Settings, devices: int) -> Iterator[Event]:
     ):
         if isinstance(steps, Seconds):
             raise ConfigError(
-                f"{key}.kind = 'seconds': in virtual time no training takes any: take fixed, "
+                f"{key}.kind = 'seconds': training takes no time in a simulation: choose fixed, "
                 "uniform or epochs"
             )
     staleness = settings.staleness
     if isinstance(settings.policy, Rounds) and staleness.draws_late:
         raise ConfigError(
             f"strategy.name = {settings.strategy.name!r} with simulation.staleness.kind = "
-            f"{staleness.kind!r}: in rounds what is late is dropped: leave simulation.staleness "
-            "out, or take none or latency"
+            f"{staleness.kind!r}: rounds drop late updates: leave out simulation.staleness, "
+            "or choose none or latency"
         )
     match staleness:
         case NoStaleness():
@@ -169,12 +169,14 @@ class _Clock:
     def events(self) -> Iterator[Event]:
         """Generate the events. Raises ConfigError."""
         if self._settings.devices.dropout == 1.0:
-            raise ConfigError("devices.dropout = 1.0: every device vanishes, nothing ever arrives")
+            raise ConfigError(
+                "devices.dropout = 1.0: every device vanishes, so nothing ever arrives"
+            )
         match self._settings.policy:
             case InFlight(n=None):
                 raise ConfigError(
                     "simulation.staleness.kind = 'latency' needs scheduler.policy.n, the tasks in "
-                    "flight: there are no trainers to go by"
+                    "flight: a simulation has no trainers to derive it from"
                 )
             case InFlight(n=n, mean_delay_s=delay_s):
                 return self._in_flight(n or 1, delay_s, poisson=False)
@@ -304,8 +306,8 @@ class _Clock:
                 if in_vain == _IN_VAIN:
                     raise ConfigError(
                         f"scheduler.policy.timeout_s = {policy.timeout_s:g} is too short for these "
-                        f"devices: within {_IN_VAIN} times as long fewer than min_answers = "
-                        f"{policy.min_answers} have answered"
+                        f"devices: even {_IN_VAIN} times as long brings fewer than min_answers = "
+                        f"{policy.min_answers} answers"
                     )
             deadline, wake = since + policy.timeout_s, self._fill(k, answered)
             end = self._ends[0][0] if self._ends else math.inf

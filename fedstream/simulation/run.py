@@ -85,7 +85,9 @@ def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[i
 
 def _check_folder(out: Path) -> None:
     if taken := report.taken(out):
-        raise FedstreamError(f"{out} holds a run already ({taken}): name another folder with --out")
+        raise FedstreamError(
+            f"{out} already contains a run ({taken}): choose another folder with --out"
+        )
 
 
 @contextmanager

@@ -306,10 +306,13 @@ def test_each_site_gets_a_user_with_rights_of_its_own() -> None:
 @pytest.mark.parametrize(
     ("sites", "said"),
     [
-        (["pool"], "its user is that of the role trainer"),
+        (["pool"], "the pool's trainers are the user trainer"),
         (["a b"], "--site: 'a b' is no name"),
         (["west"], "FEDSTREAM_PASSWORD_SITE_WEST: not set in the environment"),
-        (["a-b", "a.b"], "its password would be in FEDSTREAM_PASSWORD_SITE_A_B, as a-b's is"),
+        (
+            ["a-b", "a.b"],
+            "its password would be read from FEDSTREAM_PASSWORD_SITE_A_B, which is a-b's",
+        ),
     ],
 )
 def test_a_site_without_a_user_of_its_own_is_named(sites: list[str], said: str) -> None:

@@ -257,7 +257,7 @@ def test_an_answer_that_is_no_coordinators_is_said_to_be_none(
     answering(right)
     assert page.fetch("http://here:1", "demo") == right
     answering(right | wrong)
-    with pytest.raises(FedstreamError, match="does not answer as a coordinator does"):
+    with pytest.raises(FedstreamError, match="does not answer like a coordinator"):
         page.fetch("http://here:1", "demo")
 
 

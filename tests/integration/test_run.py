@@ -145,7 +145,7 @@ def battered(tmp_path_factory: pytest.TempPathFactory, folders: list[Command]) -
 @pytest.mark.parametrize("service", ROLES)
 def test_a_service_that_is_killed_comes_back(battered: Command, service: str) -> None:
     assert battered.summary["restarts"][service] == 1
-    assert f"{service} was killed by SIGKILL; starting it again in 0.5 s" in battered.stdout
+    assert f"{service} was killed by SIGKILL; restarting it in 0.5 s" in battered.stdout
 
 
 def test_no_update_counts_twice_whatever_is_killed(battered: Command) -> None:
@@ -240,7 +240,7 @@ def test_a_task_that_kills_its_trainers_goes_to_dead(poisoned: tuple[Command, st
     summary = poisoned[0].summary
     assert summary["dead"] == {"crashed its trainers": 1}
     assert summary["restarts"]["trainer-1"] + summary["restarts"]["trainer-2"] == 2
-    assert "exited with 9; starting it again" in poisoned[0].stdout
+    assert "exited with 9; restarting it" in poisoned[0].stdout
 
 
 def test_ctrl_c_leaves_the_outputs(poisoned: tuple[Command, str]) -> None:

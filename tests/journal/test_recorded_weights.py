@@ -82,7 +82,9 @@ def test_verify_warns_of_them(written: Callable[..., dict[int, str]], tmp_path: 
     [found] = verify(segments(tmp_path))
     assert found.damage is None
     assert found.reweighed == 8
-    assert "warning: 8 weights end in other bits than this machine computes" in verdict(found)
+    assert "warning: 8 recorded weights differ from this machine's in their last bits" in verdict(
+        found
+    )
 
 
 def test_the_same_machine_is_no_warning(

@@ -64,7 +64,7 @@ def fedstream(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
             2,
             "strategy.name = 'fedavg' needs scheduler.policy.kind = 'rounds'",
         ),
-        (["run", "--set", "scheduler.policy.kind=none"], 2, "set trainer.anarchic too"),
+        (["run", "--set", "scheduler.policy.kind=none"], 2, "also set trainer.anarchic"),
         (["run", "--task", "cifar"], 2, "is none of digits, mnist"),
         (["run", "--task", "not_there.py:task"], 2, "there is no file"),
         (["run", "--task", "mnist", "--data-root", "/not/there"], 1, "/not/there/MNIST/raw"),
@@ -201,8 +201,8 @@ def test_a_run_whose_redis_ended_with_it_is_where_its_summary_is(
             patched.setattr("fedstream.broker.client.Client.pipeline", asked)
             assert fedstream(*command, "--config", str(config), monkeypatch=monkeypatch) == 1
         said = capsys.readouterr().err
-        assert f"{config} is of a run that is over" in said
-        assert f"its numbers are in {tmp_path / 'summary.json'}" in said
+        assert f"{config} belongs to a run that is over" in said
+        assert f"its results are in {tmp_path / 'summary.json'}" in said
         assert said.count("\n") == 1
     named = ("status", "--config", str(config), "--redis", NOWHERE)
     assert fedstream(*named, monkeypatch=monkeypatch) == 1

@@ -85,7 +85,7 @@ async def test_another_run_is_named(hand: Hand, command: Command, url: str) -> N
     await hand.create()
     code, said, wrong = await command("--url", url, "--run", "another")
     assert (code, said, wrong.count("\n")) == (1, "", 1)
-    assert "answers 404: this deployment serves run" in wrong
+    assert "answered 404: this deployment serves run" in wrong
     assert hand.keys.name in wrong
 
 
@@ -94,7 +94,7 @@ async def test_a_coordinator_whose_redis_is_away_says_so(command: Command, keys:
     server = await serving(client, keys)
     code, _, wrong = await command("--url", str(server.make_url("")), "--run", keys.name)
     assert (code, wrong.count("\n")) == (1, 1)
-    assert "answers 503: Redis at 127.0.0.1:1 does not answer" in wrong
+    assert "answered 503: Redis at 127.0.0.1:1 does not answer" in wrong
     await server.close()
     await client.close()
 
@@ -109,20 +109,20 @@ async def test_something_else_that_answers_is_no_coordinator(command: Command) -
     await server.start_server()
     code, _, wrong = await command("--url", str(server.make_url("")))
     assert (code, wrong.count("\n")) == (1, 1)
-    assert "does not answer as a coordinator does" in wrong
+    assert "does not answer like a coordinator" in wrong
     await server.close()
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--url", "http://127.0.0.1:1"], 1, "nobody answers at http://127.0.0.1:1/v1/runs/demo: "),
-        (["--url", "http://nowhere.invalid"], 1, "nobody answers at http://nowhere.invalid/"),
-        (["--url", "127.0.0.1:8080"], 2, "is no address of a coordinator"),
-        (["--url", "file:///etc/hosts"], 2, "is no address of a coordinator"),
-        (["--url", "http://[::1"], 2, "is no address of a coordinator"),
-        (["--url", "http://me:geheim@a"], 2, "'http://...@a' is no address of a coordinator"),
-        (["--url", "http://127.0.0.1:1/a b"], 1, "nobody answers at http://127.0.0.1:1/a b/v1/"),
+        (["--url", "http://127.0.0.1:1"], 1, "no answer from http://127.0.0.1:1/v1/runs/demo: "),
+        (["--url", "http://nowhere.invalid"], 1, "no answer from http://nowhere.invalid/"),
+        (["--url", "127.0.0.1:8080"], 2, "is not a coordinator's address"),
+        (["--url", "file:///etc/hosts"], 2, "is not a coordinator's address"),
+        (["--url", "http://[::1"], 2, "is not a coordinator's address"),
+        (["--url", "http://me:geheim@a"], 2, "'http://...@a' is not a coordinator's address"),
+        (["--url", "http://127.0.0.1:1/a b"], 1, "no answer from http://127.0.0.1:1/a b/v1/"),
         (["--url", "http://a", "--redis", "redis://a"], 2, "give only one"),
     ],
 )

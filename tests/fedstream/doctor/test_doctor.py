@@ -93,7 +93,7 @@ async def test_where_nothing_is_wrong_every_line_says_ok_and_nothing_is_touched(
     about = {one.about: one.text for one in findings}
     assert about["redis"].endswith("answers user 'default'")
     assert about["redis maxmemory"] == "200.0 MB, noeviction"
-    assert about["run"] == f"{keys.name!r} is not in Redis yet: the updater makes it"
+    assert about["run"] == f"{keys.name!r} is not in Redis yet: the updater creates it"
     assert (
         "1 task, 0 in the queue, 16 kept and 2 in the making are 19 models"
         in (about["redis memory"])
@@ -111,8 +111,8 @@ async def test_where_nothing_is_wrong_every_line_says_ok_and_nothing_is_touched(
     ("config", "level", "about", "said"),
     [
         ({"maxmemory_policy": "allkeys-lru"}, "problem", "redis maxmemory",
-         "200.0 MB, and at it Redis evicts keys (maxmemory-policy allkeys-lru)"),
-        ({"maxmemory": 0}, "warning", "redis maxmemory", "no limit, and no scheduler.memory"),
+         "200.0 MB; when it is reached, Redis evicts keys (maxmemory-policy allkeys-lru)"),
+        ({"maxmemory": 0}, "warning", "redis maxmemory", "neither a limit nor scheduler.memory"),
         ({"maxmemory": 0, "maxmemory_policy": "allkeys-lru"}, "warning", "redis maxmemory",
          "no limit, and maxmemory-policy allkeys-lru"),
         ({"appendonly": "yes"}, "warning", "redis persistence", "an append-only file is on"),
@@ -206,7 +206,7 @@ async def test_a_user_who_may_not_do_what_the_services_do(
 ) -> None:
     login = await user("half", f"~{keys.prefix}*", "+@all", "-xack", "-publish")
     findings = await look(f"redis.url={redis.url.replace('//', f'//{login}')}")
-    said = "may not XACK, which every service needs -> allow it that, as `fedstream acl` does"
+    said = "may not XACK, which every service needs -> allow that, as `fedstream acl` does"
     assert wrong(findings, "rights of half") == [("problem", said)]
     login = await user("elsewhere", "~another:*", "+@all")
     findings = await look(f"redis.url={redis.url.replace('//', f'//{login}')}")
@@ -269,13 +269,13 @@ async def test_a_run_that_another_configuration_made(
     assert [(level, said.split(" -> ")[0][:60]) for level, said in wrong(findings, "run")] == [
         ("problem", "strategy.name = 'fedasync', the run was made with 'fedbuff'"),
         ("problem", "the model of task 'digits' has 4810 parameters in 4 tensors "),
-        ("problem", "10 devices (task.devices), the run was made with 20"),
-        ("warning", "run.versions = 400, the run ends with version 100 as it was "),
+        ("problem", "10 devices (task.devices), but the run was made with 20"),
+        ("warning", "run.versions = 400, but the run was made to end at version 1"),
     ]
     assert "fedstream updater --adopt" in wrong(findings, "journal")[0][1]
     [(level, said)] = wrong(findings, "services")
     assert (level, said.split(" -> ")[0]) == (
-        "warning", "the run is not finished, and has no coordinator, no trainer"
+        "warning", "the run is not finished but has no coordinator, no trainer"
     )  # fmt: skip
 
 
@@ -303,12 +303,12 @@ async def test_dead_letters_and_a_lease_for_ever(
     await client.call("PERSIST", keys.leader("updater"))
     findings = await look()
     assert wrong(findings, "dead letters") == [
-        ("warning", "1 -> look at them: fedstream dead list")
+        ("warning", "1 -> inspect them: fedstream dead list")
     ]
     [problem, _] = wrong(findings, "services")
     assert problem == (
         "problem",
-        "the lease of the updater never runs out -> if none is running, delete it: UNLINK "
+        "the lease of the updater never expires -> if none is running, delete it: UNLINK "
         + keys.leader("updater"),
     )
 
@@ -330,8 +330,8 @@ def test_a_journal_that_cannot_be_written(here: Here, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     findings = list(machine.volume(here(f"journal.dir={tmp_path / 'file' / 'journal'}"), None))
     assert the_one(findings, "problem", "journal volume") == (
-        f"{tmp_path / 'file'}: Not a directory -> let the updater's user write there, or name "
-        "another folder with journal.dir"
+        f"{tmp_path / 'file'}: Not a directory -> let the updater's user write there, or set "
+        "journal.dir to another folder"
     )
     assert len(findings) == 1
 
@@ -348,7 +348,7 @@ def test_looking_at_a_volume_leaves_nothing_there(here: Here, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("free", "level", "said"),
     [
-        (1000, "problem", "1.0 kB free: no segment with a model of 19.2 kB can begin"),
+        (1000, "problem", "1.0 kB free: no room to start a segment with a model of 19.2 kB"),
         (10**9, "warning", "1.0 GB free; the journal has 0 bytes and may grow by 11.8 GB"),
         (10**11, "ok", "100.0 GB free; the journal has 0 bytes and may grow by 11.8 GB"),
     ],
@@ -364,7 +364,7 @@ def test_a_volume_that_is_too_small(
 def test_a_disk_that_is_slower_than_the_syncs_are_apart(here: Here) -> None:
     [speed, _] = machine.volume(here("journal.sync_s=1e-9"), 1000)
     assert speed.level == "warning"
-    assert "more than journal.sync_s = 1e-09 -> take a faster disk" in str(speed)
+    assert "more than journal.sync_s = 1e-09 -> use a faster disk" in str(speed)
 
 
 def test_a_folder_of_something_else(here: Here, tmp_path: Path) -> None:
@@ -387,7 +387,7 @@ def test_data_that_are_not_there(here: Here, tmp_path: Path) -> None:
         ("problem", "task"),
     ]
     assert str(findings[0]) == (
-        f"task.data_root = {nowhere!r} is no folder -> mount it, or name another"
+        f"task.data_root = {nowhere!r} is not a folder -> mount it, or set another"
     )
     assert nowhere in findings[1].text
     _, [_, later] = machine.task(
@@ -468,7 +468,7 @@ def test_versions(info: dict[str, str], level: str, text: str) -> None:
         ({"role": "slave", "master_host": "m", "master_port": "1"}, False, False, "problem",
          "is a replica of m:1, which takes no writes"),
         ({"role": "master", "cluster_enabled": "1"}, False, False, "problem",
-         "is one of a cluster -> set redis.cluster = true"),
+         "is part of a cluster -> set redis.cluster = true"),
         ({"role": "master"}, True, False, "problem", "set redis.cluster = false"),
         ({"role": "master", "cluster_enabled": "1"}, True, False, "ok", "a master of a cluster"),
         ({"role": "master"}, False, True, "warning", "a master without a replica"),
@@ -503,7 +503,7 @@ MEMORY = {"used_memory": "1000000", "maxmemory": "1000000000"}
         (MEMORY, 1_000_000, "ok", "uses 1.0 MB of 1.0 GB; 4 tasks, 1 in the queue, 3 kept and 2"),
         (MEMORY, 100_000_000, "warning",
          "may use 800.0 MB and keeps 2 tasks open instead of 4 -> raise maxmemory to 1.2 GB"),
-        (MEMORY, 400_000_000, "problem", "a model is 400.0 MB, and no update of it can become"),
+        (MEMORY, 400_000_000, "problem", "a model 400.0 MB, so no update of it can become"),
         (MEMORY | {"used_memory": "950000000"}, 1_000_000, "warning", "nearly full: uses 950.0 MB"),
         (MEMORY | {"used_memory": "1000000001"}, 1_000_000, "problem", "full: uses 1.0 GB"),
         ({"used_memory": "5", "maxmemory": "0"}, 1_000_000, "ok", "uses 5 bytes; 4 tasks"),

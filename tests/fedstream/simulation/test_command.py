@@ -158,7 +158,7 @@ def test_a_folder_with_a_run_is_refused(
     assert fedstream("simulate", *arguments, monkeypatch=monkeypatch) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "holds a run already" in said
+    assert "already contains a run" in said
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
