@@ -53,7 +53,7 @@ def test_nobody_waits_for_measurements_that_cannot_come() -> None:
     assert ending(History(), None, tested=False, finished_s=0.0) is None
     over = Ending("finished", "version 3 reached")
     assert ending(History(), FINISHED, tested=False, finished_s=0.0) == over
-    late = "the last version was not measured in 120 s"
+    late = "the last version was not measured within 120 s"
     given_up = ending(History(), FINISHED, tested=True, finished_s=120.1)
     assert given_up == replace(over, note=late)
 
@@ -82,14 +82,14 @@ def refusals(site: str) -> list[Event]:
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (tasks_that_raise, "10 tasks in a row failed, and no update came in between: no"),
+        (tasks_that_raise, "10 tasks in a row failed without an update in between: no"),
         (
             tasks_that_kill,
-            "10 tasks in a row failed, and no update came in between: they killed their trainers",
+            "10 tasks in a row failed without an update in between: they killed their trainers",
         ),
         (
             refusals,
-            "100 updates in a row were refused (digest): the model can't get any further",
+            "100 updates in a row were refused (digest): the model can't make progress",
         ),
     ],
 )
@@ -121,7 +121,7 @@ def test_what_goes_wrong_is_told_by_kind() -> None:
     assert list(told.values()) == [
         f"the task raised on the test data at version 3 (updater):\n{RAISED.rstrip()}",
         "the task raised on device 1 at version 2 (updater):\nno",
-        "updates are refused: digest (counted; see status)",
-        "a task is dead: it crashed its trainers (counted; see status)",
+        "updates are being refused: digest (for counts, see fedstream status)",
+        "a task is dead: it crashed its trainers (for counts, see fedstream status)",
     ]
     assert list(dict(notices(history, None, Path("out"), None))) == list(told)[:2]

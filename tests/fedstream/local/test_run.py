@@ -60,7 +60,7 @@ async def test_the_last_version_has_so_much_time_to_be_measured(
     for now[0], over in ((1000.0, False), (1120.0, False), (1120.1, True)):
         running._judge()
         assert running._over.is_set() == over
-    assert capsys.readouterr().err == "the last version was not measured in 120 s\n"
+    assert capsys.readouterr().err == "the last version was not measured within 120 s\n"
 
 
 async def test_files_that_cannot_be_written_do_not_hide_the_result(
