@@ -1,0 +1,172 @@
+"""The updater publishes versions and ends tasks, all at once or not at all."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedstream.broker.client import Client
+from fedstream.broker.keys import Keys
+from fedstream.broker.messages import (
+    Version,
+)
+from fedstream.broker.records import Commit
+from tests.broker.ledger.steps import exists, expires
+from tests.support import Hand, snapshot
+
+
+async def test_a_commit_publishes_ends_and_deletes(hand: Hand, client: Client, keys: Keys) -> None:
+    await hand.create()
+    uploads = [await hand.admitted(), await hand.admitted()]
+    assert await hand.commit(1, *uploads, held=(4, 7, 4), retained=2) == "done"
+    assert await hand.queue() == []
+    for upload in uploads:
+        assert not await exists(client, keys.queued(upload.blob))
+    assert not await expires(client, keys.model("1.1"))
+    head = await hand.ledger.head()
+    assert head
+    assert (head.version, head.blob, head.held, head.mean_staleness) == (1, "1.1", (4, 7, 4), 0.5)
+    assert (head.buffered, head.retained) == (3, 2)
+    assert await hand.ledger.digest(1) == head.digest
+    assert await hand.ledger.kept() == {"0.1": 0, "1.1": 1}
+    view = await hand.ledger.look()
+    assert (view.outcomes["applied"], view.admitted, view.open) == (2, 0, ())
+    rows = await client.call("XRANGE", keys.models, "-", "+")
+    assert [Version.decode(fields[1]).version for _, fields in rows] == [0, 1]
+    assert [(e.task, e.outcome, e.version, e.weight) for e in await hand.events()] == [
+        (upload.task, "applied", 1, 0.6) for upload in uploads
+    ]
+    await hand.balanced()
+
+
+async def test_a_commit_repeated_after_a_lost_reply_is_done_and_counts_once(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    upload = await hand.admitted()
+    assert await hand.commit(1, upload) == "done"
+    before = await snapshot(client, keys)
+    assert await hand.commit(1, upload, write=False) == "done"
+    assert await snapshot(client, keys) == before
+
+
+async def test_a_refusal_repeated_after_a_lost_reply_counts_once(hand: Hand) -> None:
+    await hand.create()
+    upload = await hand.admitted()
+    assert await hand.commit(None, upload) == "done"
+    assert await hand.commit(None, upload) == "done"
+    view = await hand.ledger.look()
+    assert (view.counts["refused"], view.reasons("refused")) == (1, {"digest": 1})
+    assert len(await hand.events()) == 1
+    await hand.balanced()
+
+
+@pytest.mark.parametrize(("number", "found"), [(2, 0), (7, 0), (0, 0)])
+async def test_a_version_that_is_not_the_heads_child_is_not_published(
+    hand: Hand, client: Client, keys: Keys, number: int, found: int
+) -> None:
+    await hand.create()
+    version = (await hand.publish(number)).model_copy(update={"digest": "other"})
+    before = await snapshot(client, keys)
+    commit = Commit(version=version, held=(), mean_staleness=0.0)
+    done = await hand.ledger.commit(hand.updater.token, commit)
+    assert done.what == f"behind:{found}"
+    assert await snapshot(client, keys) == before
+
+
+async def test_a_commit_that_comes_behind_its_repetition_and_later_versions_changes_nothing(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    """Redis knows more ends than it asks for, and its token is good: only the head says so."""
+    await hand.create()
+    first, second = await hand.admitted(), await hand.admitted()
+    assert await hand.commit(1, first, journalled={"applied": 1}) == "done"
+    assert await hand.commit(2, second, journalled={"applied": 2}, before=1) == "done"
+    before = await snapshot(client, keys)
+    assert await hand.commit(1, first, journalled={"applied": 1}, write=False) == "behind:2"
+    assert await snapshot(client, keys) == before
+
+
+async def test_nothing_is_committed_to_a_run_that_redis_lost(hand: Hand, client: Client) -> None:
+    await hand.create()
+    upload = await hand.admitted()
+    await client.call("FLUSHALL")
+    # The lease is taken again before the run is published again.
+    assert await hand.updater.acquire(at_least=hand.updater.number)
+    assert await hand.commit(None, upload) == "behind:-1"
+    assert await hand.commit(1, upload) == "behind:-1"
+    assert await hand.ledger.head() is None
+
+
+async def test_a_version_whose_model_is_not_there_is_not_published(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    upload = await hand.admitted()
+    before = await snapshot(client, keys)
+    assert await hand.commit(1, upload, write=False) == "unwritten"
+    assert await snapshot(client, keys) == before
+    assert await hand.commit(1, upload) == "done"
+
+
+async def test_the_last_version_finishes_the_run(hand: Hand) -> None:
+    await hand.create()
+    upload = await hand.admitted()
+    assert await hand.commit(1, finish="version 1 reached") == "done"
+    run = await hand.ledger.run()
+    assert (run.state, run.why) == ("finished", "version 1 reached")
+    assert run.finished is not None
+    assert await hand.commit(None, upload) == "done"  # tasks still end
+    await hand.balanced()
+
+
+async def test_finishing_a_run_from_outside_is_done_once(hand: Hand) -> None:
+    await hand.create()
+    assert await hand.ledger.finish("accuracy 0.9 reached")
+    assert not await hand.ledger.finish("again")
+    run = await hand.ledger.run()
+    assert (run.state, run.why) == ("finished", "accuracy 0.9 reached")
+    [event] = await hand.events("run")
+    assert event.text == "finished: accuracy 0.9 reached"
+    # What was journalled before the updater knew is published, and it learns of the end.
+    done = await hand.ledger.commit(
+        hand.updater.token, Commit(version=await hand.publish(1), held=(), mean_staleness=0.0)
+    )
+    assert (done.what, done.finished) == ("done", True)
+    assert await hand.ledger.run() == run
+
+
+async def test_models_that_outlived_their_use_go_with_the_commit(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    assert await hand.commit(1, retired=["0.1"]) == "done"
+    assert await hand.ledger.kept() == {"1.1": 1}
+    assert not await exists(client, keys.model("0.1"))
+    assert await hand.ledger.digest(0) is not None  # its descendants are still admitted
+
+
+async def test_models_are_retired_out_of_turn(hand: Hand, client: Client, keys: Keys) -> None:
+    await hand.create()
+    await hand.commit(1)
+    assert await hand.ledger.retire(hand.updater.token, ["0.1"]) == "done"
+    assert await hand.ledger.kept() == {"1.1": 1}
+    assert not await exists(client, keys.model("0.1"))
+
+
+async def test_a_commit_of_very_many_updates_is_whole(hand: Hand) -> None:
+    await hand.create()
+    ids = [f"{n}-1" for n in range(1, 10_001)]  # more than Lua's stack holds
+    assert await hand.commit(1, entries=ids) == "done"
+    head = await hand.ledger.head()
+    assert head
+    assert head.version == 1
+
+
+async def test_lineage_goes_back_4096_versions(hand: Hand, client: Client, keys: Keys) -> None:
+    await hand.create()
+    await client.call("HSET", keys.head, "version", 4096)
+    assert await hand.commit(4097) == "done"
+    assert await hand.ledger.digest(0) is not None
+    await client.call("HSET", keys.head, "version", 4095)
+    assert await hand.commit(4096) == "done"
+    assert await hand.ledger.digest(0) is None

@@ -1,0 +1,87 @@
+"""A coordinator gives tasks up: at the end of a round, or because they take too long."""
+
+from __future__ import annotations
+
+from fedstream.broker.messages import (
+    CloseRound,
+    RoundEnd,
+    Withdraw,
+)
+from tests.support import Hand
+
+# rounds
+
+
+async def test_the_end_of_a_round_gives_up_what_was_not_answered_and_comes_last_in_the_queue(
+    hand: Hand,
+) -> None:
+    await hand.create()
+    answered, open_one = await hand.open(2)
+    upload = await hand.trained(answered)
+    assert await hand.admit(upload) == [("admitted", "")]
+    closing = CloseRound(version=0, tasks=(answered.task, open_one.task), why="time is up")
+    await hand.ledger.ask(closing)
+    assert await hand.dispatch() == ["sent", "sent", "closed"]
+    assert [message for _, message in await hand.queue()] == [
+        upload, RoundEnd(version=0, why="time is up")
+    ]  # fmt: skip
+    view = await hand.ledger.look()
+    assert view.reasons("given_up") == {"round over": 1}
+    assert [trigger.task for trigger in view.open] == [answered.task]
+    await hand.balanced()
+
+
+async def test_a_round_is_closed_once_for_each_entry(hand: Hand) -> None:
+    await hand.create()
+    closing = CloseRound(version=0, tasks=("gone",), why="time is up")
+    await hand.ledger.ask(closing)
+    await hand.triggers.ensure()
+    [entry] = await hand.triggers.read()
+    assert await hand.ledger.close_round(entry, closing) == "closed"
+    assert await hand.ledger.close_round(entry, closing) == "repeated"
+    assert len(await hand.queue()) == 1
+
+
+# tasks that take too long
+
+
+async def test_a_task_that_is_withdrawn_is_given_up_and_its_trainer_loses_its_lease(
+    hand: Hand,
+) -> None:
+    await hand.create()
+    hung, waiting, answered, other = await hand.open(4)
+    await hand.dispatch()
+    taken = {task.task: entry for entry, task in await hand.take(3)}
+    assert await hand.admit(await hand.trained(answered)) == [("admitted", "")]
+    overdue = tuple(trigger.task for trigger in (hung, waiting, answered))
+    await hand.ledger.ask(Withdraw(tasks=overdue, why="timed out"))
+    assert await hand.dispatch() == ["withdrawn"]
+    view = await hand.ledger.look()
+    assert view.reasons("given_up") == {"timed out": 2}
+    assert {trigger.task for trigger in view.open} == {answered.task, other.task}
+    assert not await hand.tasks.renew(taken[hung.task])
+    late = await hand.trained(hung)
+    said = await hand.outbox.answer(hand.keys.tasks, taken[hung.task], late)
+    assert said == "over"
+    assert {task.task for _, task in await hand.take()} == {other.task}
+    # An answer that was on its way by then comes too late.
+    assert await hand.admit(late) == [("stray", "late")]
+    await hand.balanced()
+
+
+async def test_an_owners_task_is_withdrawn_from_its_own_stream(hand: Hand) -> None:
+    await hand.create()
+    await hand.announce("owner", 3)
+    [trigger] = await hand.open(device=3)
+    await hand.dispatch()
+    stream = hand.keys.tasks_of("owner")
+    assert await hand.client.call("XLEN", stream) == 1
+    wish = Withdraw(tasks=(trigger.task, "gone"), why="deadline passed")
+    for verdict in ("withdrawn", "repeated"):
+        if verdict == "withdrawn":
+            await hand.ledger.ask(wish)
+            [entry] = await hand.triggers.read()
+        assert await hand.ledger.withdraw(entry, wish) == verdict
+        assert (await hand.ledger.look()).reasons("given_up") == {"deadline passed": 1}
+        assert await hand.client.call("XLEN", stream) == 0
+    await hand.balanced()

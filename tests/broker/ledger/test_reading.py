@@ -1,0 +1,76 @@
+"""What roles read of a run, and how they wait for news."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedstream.broker.client import Client
+from fedstream.broker.errors import BrokerError, Fenced
+from fedstream.broker.keys import Keys
+from fedstream.broker.records import Run
+from tests.support import Hand
+
+
+async def test_what_a_view_contains_is_no_news(hand: Hand) -> None:
+    await hand.create()
+    upload = await hand.admitted()
+    before = await hand.ledger.look()
+    assert await hand.commit(1, upload) == "done"  # an event and a version: one piece of news
+    _, after = await hand.ledger.look_after(before, block_ms=60_000)
+    assert (after.head.version, after.told.keys()) == (1, before.told.keys())
+    _, then = await hand.ledger.look_after(after, block_ms=50)
+    assert then.told == after.told
+    assert then.now - after.now >= 0.05
+
+
+async def test_inboxes_are_counted_only_for_whoever_asks(hand: Hand, client: Client) -> None:
+    """There may be thousands, one for each site, and the scheduler looks for every version."""
+    await hand.create()
+    await hand.ledger.prepare(["north", "south"])
+    for site, entries in (("north", 1), ("south", 2)):
+        for _ in range(entries):
+            await client.call("XADD", hand.keys.inbox(site), "*", "m", "x")
+
+    async def counted() -> int:
+        info: bytes = await client.call("INFO", "commandstats")
+        return int(info.partition(b"cmdstat_xlen:calls=")[2].split(b",")[0])
+
+    before = await counted()
+    view = await hand.ledger.look()
+    _, view = await hand.ledger.look_after(view, block_ms=1)
+    assert (view.inbox, await counted() - before) == (None, 2 * 3)  # queue, triggers, dead letters
+    assert (await hand.ledger.look(inboxes=True)).inbox == 3
+
+
+async def test_opening_waiting_and_looking_are_one_exchange(hand: Hand, client: Client) -> None:
+    await hand.create()
+    view = await hand.ledger.look()
+    for n in range(2):
+        opening = hand.ledger.trigger(hand.scheduler.token, 9, n, [hand.trigger()])
+        opened, view = await hand.ledger.look_after(view, block_ms=1, opening=opening)
+        assert (opened, len(view.open)) == (1, n + 1)
+        await client.call("SCRIPT", "FLUSH")
+    fenced = hand.ledger.trigger("1:another", 9, 2, [hand.trigger()])
+    await hand.ledger.prepare()
+    with pytest.raises(Fenced):
+        await hand.ledger.look_after(view, block_ms=1, opening=fenced)
+
+
+# scripts
+
+
+async def test_a_script_that_fails_says_so(hand: Hand, client: Client, keys: Keys) -> None:
+    await client.call("SET", keys.run, "no hash")
+    with pytest.raises(BrokerError, match="WRONGTYPE"):
+        await hand.ledger.look()
+
+
+async def test_a_redis_that_forgot_the_scripts_is_told_them_again(
+    hand: Hand, client: Client
+) -> None:
+    await hand.create()
+    await client.call("SCRIPT", "FLUSH")
+    await hand.admitted()
+    assert isinstance((await hand.ledger.run()), Run)
+    await client.call("SCRIPT", "FLUSH")
+    assert (await hand.ledger.look()).admitted == 1

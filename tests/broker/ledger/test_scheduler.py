@@ -1,0 +1,50 @@
+"""The scheduler opens tasks, as many as may be open."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedstream.broker.client import Client
+from fedstream.broker.errors import Fenced
+from fedstream.broker.keys import Keys
+from fedstream.broker.lease import Lease
+from tests.support import Hand
+
+
+async def test_tasks_are_opened_up_to_the_limit(hand: Hand) -> None:
+    await hand.create()
+    triggers = [hand.trigger() for _ in range(5)]
+    assert await hand.ledger.trigger(hand.scheduler.token, 3, 0, triggers) == 3
+    view = await hand.ledger.look()
+    assert (view.issued, {t.task for t in view.open}) == (3, {t.task for t in triggers[:3]})
+    assert view.triggers == 3
+    assert await hand.ledger.trigger(hand.scheduler.token, 3, 3, triggers[3:]) == 0
+    assert await hand.ledger.trigger(hand.scheduler.token, 4, 3, triggers[3:]) == 1
+
+
+async def test_a_repeated_trigger_after_a_lost_reply_opens_nothing(hand: Hand) -> None:
+    await hand.create()
+    triggers = [hand.trigger(), hand.trigger()]
+    assert await hand.ledger.trigger(hand.scheduler.token, 9, 0, triggers) == 2
+    assert await hand.ledger.trigger(hand.scheduler.token, 9, 0, triggers) == 0
+    assert (await hand.ledger.look()).triggers == 2
+
+
+async def test_a_scheduler_that_was_replaced_triggers_nothing(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    await hand.create()
+    other = Lease(client, keys, "scheduler", "s", seconds=60)
+    assert await other.acquire()
+    with pytest.raises(Fenced, match="another scheduler leads"):
+        await hand.ledger.trigger(hand.scheduler.token, 9, 0, [hand.trigger()])
+    assert (await hand.ledger.look()).issued == 0
+
+
+async def test_nothing_is_triggered_before_a_run_or_after_it(hand: Hand) -> None:
+    assert await hand.scheduler.acquire()
+    assert await hand.ledger.trigger(hand.scheduler.token, 9, 0, [hand.trigger()]) == 0
+    await hand.create()
+    assert await hand.ledger.finish("enough")
+    assert await hand.ledger.trigger(hand.scheduler.token, 9, 0, [hand.trigger()]) == 0
+    assert (await hand.ledger.look()).issued == 0
