@@ -79,7 +79,7 @@ class Pipeline:
         self.keys = keys
         self._redis = redis
         self._stack = stack
-        self._sets = [
+        self.sets = [
             f"run.name={keys.name}", f"journal.dir={folder / 'journal'}",
             "task.name=tests.broker.pipeline:lines", "scheduler.steps.n=2", "lease.seconds=2.0",
             *sets,
@@ -88,7 +88,7 @@ class Pipeline:
 
     async def start(self, role: str, name: str = "", *sets: str, user: str = "") -> None:
         """Starts a service in the role, as the user of that name if it is another."""
-        settings = load(Settings, path=None, environ={}, sets=[*self._sets, *sets])
+        settings = load(Settings, path=None, environ={}, sets=[*self.sets, *sets])
         settings = settings.model_copy(update={"redis": self._redis(user or role)})
         service, _ = services._BUILDERS[role](settings, self.keys, name or role)
         live = context()

@@ -28,6 +28,9 @@ SCRIPT = Path(sys.executable).with_name("fedstream")
 # Limits are against hanging alone: six processes that load torch beside others' work take minutes.
 GUARD_S = 300.0  # for one thing that is waited for
 TEST_GUARD_S = 900.0  # for a test, with the fixtures that it is the first to need
+FILES = [
+    "curves.png", "journal", "logs", "metrics.csv", "model.safetensors", "run.toml", "summary.json"
+]  # fmt: skip
 ROLES = ("updater", "coordinator", "scheduler", "evaluator", "trainer-1")
 BLOBS = """
 import torch
@@ -75,10 +78,11 @@ def wait_until(condition: Callable[[], Any], what: str, timeout: float = GUARD_S
 class Command:
     """One `fedstream run`; stdout and stderr go to files, since a pipe nobody reads fills up."""
 
-    def __init__(self, folder: Path, *arguments: str) -> None:
+    def __init__(self, folder: Path, *arguments: str, out: Path | None = None) -> None:
         self.folder = folder
-        self.out = folder / "out"
+        self.out = out or folder / "out"
         with (folder / "stdout").open("a") as stdout, (folder / "stderr").open("a") as stderr:
+            self._said_before = stdout.tell()
             self.process = subprocess.Popen(
                 [SCRIPT, "run", "--out", self.out, *arguments],
                 stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr, cwd=folder,
@@ -87,8 +91,8 @@ class Command:
 
     @property
     def stdout(self) -> str:
-        """What it said so far."""
-        return (self.folder / "stdout").read_text()
+        """What it said so far; without what runs in this folder said before it."""
+        return (self.folder / "stdout").read_bytes()[self._said_before :].decode()
 
     @property
     def stderr(self) -> str:

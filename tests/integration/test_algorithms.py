@@ -1,5 +1,8 @@
-"""Every algorithm that takes deltas, live: `fedstream run`, what its journal says, and the same
-arrivals simulated."""
+"""Every algorithm that takes deltas, live: its replay and the same arrivals simulated agree.
+
+SCAFFOLD runs as `fedstream run`, with an updater that is killed; the others with all services in
+this process and a real Redis, since what differs between them is in the updater and the solvers.
+"""
 
 from __future__ import annotations
 
@@ -7,31 +10,32 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Iterator
-from typing import Any
+from pathlib import Path
 
 import numpy as np
 import pytest
 
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.keys import Keys
 from fedstream.journal import Segment, Taken, cuts
 from fedstream.journal.inspection import entries, model_at, opened
 from fedstream.journal.rebuild import is_used, recovered
-from fedstream.settings.config import read
-from fedstream.simulation import Arrival, simulate
+from fedstream.journal.replay import Replayer
+from fedstream.settings.config import Settings, read
+from fedstream.simulation import Arrival, Outcome, simulate
+from tests.broker.pipeline import finished, pipeline
 from tests.integration.command import SCRIPT, TEST_GUARD_S, Command, adds_up, held
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
 VERSIONS = 10
-RUNS = {  # each version is made of three updates
-    "scaffold": (
-        "--trainers", "2", "--set", "solver.kind=scaffold", "--set", "solver.lr=0.1",
-        "--task", "digits_held.py:task",
-    ),
-    "fedbuff": ("--trainers", "1", "--set", "strategy.staleness.kind=polynomial"),
-    "afa-cd": ("--trainers", "1", "--set", "solver.lr=0.1", "--set", "strategy.server_lr=0.5"),
-    "afa-cs": ("--trainers", "1", "--set", "solver.lr=0.1", "--set", "strategy.server_lr=0.5"),
-}  # fmt: skip
+SETS = ("strategy.buffer_size=3", "journal.segment_versions=4")  # three updates make a version
+RULES = {
+    "fedbuff": ("strategy.staleness.kind=polynomial",),
+    "afa-cd": ("solver.lr=0.1", "strategy.server_lr=0.5"),
+    "afa-cs": ("solver.lr=0.1", "strategy.server_lr=0.5"),
+}
+ONE_BY_ONE = ("simulation.batched=false", "simulation.threads=1")
 DIGITS = """
 from fedstream import Task
 from fedstream.trainer.digits import digits
@@ -44,73 +48,10 @@ task = Digits()
 """
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Command]]:
-    """All of them side by side: each spends most of its time starting."""
-    folders = {name: tmp_path_factory.mktemp(name) for name in RUNS}
-    (folders["scaffold"] / "digits_held.py").write_text(held(DIGITS, 4))
-    commands = {
-        name: Command(
-            folders[name], "--strategy", name, "--versions", str(VERSIONS),
-            "--set", "strategy.buffer_size=3", "--set", "journal.segment_versions=4", *more,
-        )
-        for name, more in RUNS.items()
-    }  # fmt: skip
-    yield commands
-    for command in commands.values():
-        command.clean_up()
-
-
-def finished(command: Command, name: str) -> dict[str, Any]:
-    """The summary of a run that came to its end, and whose replay is identical."""
-    command.go()
-    assert command.ended() == 0, command.stdout + command.stderr
-    summary = command.summary
-    assert adds_up(summary)
-    assert (summary["strategy"], summary["state"]) == (name, "finished")
-    tasks = summary["tasks"]
-    assert (summary["versions"], tasks["applied"]) == (VERSIONS, VERSIONS)
-    assert tasks["buffered"] == 2 * VERSIONS
-    assert tasks["refused"] == tasks["dead"] == 0
-    assert summary["accuracy"] > 0.3  # it has learned: guessing is 0.1
-    said = subprocess.run(
-        [SCRIPT, "replay", str(command.out), "--json"], capture_output=True, text=True, check=False
-    )
-    assert said.returncode == 0, said.stderr
-    replayed = json.loads(said.stdout)
-    assert (replayed["made"], replayed["identical"]) == (VERSIONS, VERSIONS)
-    return summary
-
-
-def test_a_scaffold_run_whose_updater_is_killed_goes_on_to_the_same_bits(
-    runs: dict[str, Command],
-) -> None:
-    command = runs["scaffold"]
-    command.reaches(4)
-    pid = command.pid("updater")
-    assert pid is not None
-    os.kill(pid, signal.SIGKILL)
-    restarts = finished(command, "scaffold")["restarts"]
-    assert {name for name, times in restarts.items() if times} == {"updater"}
-    with opened(command.out) as chain:
-        assert {segment.head.epoch for segment in chain} == {1, 2}
-        assert chain[-1].head.needs
-        progress = recovered(chain[-1]).progress
-    assert progress is not None
-    vectors, c = progress.state.memory.devices, progress.state.model.controls
-    assert vectors is not None
-    assert np.any(c)
-    assert c == pytest.approx(np.mean([vectors[n] for n in range(len(vectors))], axis=0), abs=1e-4)
-
-
-@pytest.mark.parametrize("name", [name for name in RUNS if name != "scaffold"])
-def test_a_run_ends_and_its_replay_is_identical(runs: dict[str, Command], name: str) -> None:
-    command = runs[name]
-    summary = finished(command, name)
-    assert set(summary["restarts"].values()) == {0}
-    with opened(command.out) as chain:
-        assert len(chain) > 2
-        assert all(bool(segment.head.needs) == (name == "afa-cs") for segment in chain[1:])
+@pytest.fixture
+def redis(any_redis: RedisSettings) -> RedisSettings:
+    """One Redis."""
+    return any_redis
 
 
 def arrivals_of(chain: list[Segment]) -> list[Arrival]:
@@ -133,15 +74,73 @@ def arrivals_of(chain: list[Segment]) -> list[Arrival]:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_the_same_arrivals_simulated_give_the_same_model(
-    runs: dict[str, Command], name: str
-) -> None:
-    """Live through Redis, or in one process in virtual time: one code path, the same bits."""
-    command = runs[name]
-    finished(command, name)
-    settings = read(command.out / "run.toml", ["simulation.batched=false", "simulation.threads=1"])
+def simulated(settings: Settings, chain: list[Segment]) -> Outcome:
+    """The same arrivals in virtual time: one code path, the same bits."""
+    outcome = simulate(settings, arrivals=arrivals_of(chain))
+    assert outcome.versions[-1].version == VERSIONS
+    assert outcome.model.digest() == model_at(chain, VERSIONS)[1]
+    return outcome
+
+
+def test_a_scaffold_run_whose_updater_is_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+    (tmp_path / "digits_held.py").write_text(held(DIGITS, 4))
+    sets = (*SETS, "solver.kind=scaffold", "solver.lr=0.1")
+    command = Command(
+        tmp_path, "--strategy", "scaffold", "--versions", str(VERSIONS), "--trainers", "1",
+        "--task", "digits_held.py:task", *(word for one in sets for word in ("--set", one)),
+    )  # fmt: skip
+    try:
+        command.reaches(4)
+        pid = command.pid("updater")
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+        command.go()
+        assert command.ended() == 0, command.stdout + command.stderr
+    finally:
+        command.clean_up()
+    summary, tasks = command.summary, command.summary["tasks"]
+    assert adds_up(summary)
+    assert (summary["strategy"], summary["state"]) == ("scaffold", "finished")
+    assert (summary["versions"], tasks["applied"]) == (VERSIONS, VERSIONS)
+    assert tasks["buffered"] == 2 * VERSIONS
+    assert tasks["refused"] == tasks["dead"] == 0
+    assert summary["accuracy"] > 0.3  # it has learned: guessing is 0.1
+    assert {name for name, times in summary["restarts"].items() if times} == {"updater"}
+    said = subprocess.run(
+        [SCRIPT, "replay", str(command.out), "--json"], capture_output=True, text=True, check=False
+    )
+    assert said.returncode == 0, said.stderr
+    replayed = json.loads(said.stdout)
+    assert (replayed["made"], replayed["identical"]) == (VERSIONS, VERSIONS)
     with opened(command.out) as chain:
-        simulated = simulate(settings, arrivals=arrivals_of(chain))
-        assert simulated.versions[-1].version == VERSIONS
-        assert simulated.model.digest() == model_at(chain, VERSIONS)[1]
+        assert {segment.head.epoch for segment in chain} == {1, 2}
+        assert chain[-1].head.needs
+        progress = recovered(chain[-1]).progress
+        simulated(read(command.out / "run.toml", ONE_BY_ONE), chain)
+    assert progress is not None
+    vectors, c = progress.state.memory.devices, progress.state.model.controls
+    assert vectors is not None
+    assert np.any(c)
+    assert c == pytest.approx(np.mean([vectors[n] for n in range(len(vectors))], axis=0), abs=1e-4)
+
+
+@pytest.mark.parametrize("name", RULES)
+async def test_a_run_its_replay_and_its_simulation_agree(
+    name: str, client: Client, redis: RedisSettings, keys: Keys, tmp_path: Path
+) -> None:
+    sets = (f"strategy.name={name}", f"run.versions={VERSIONS}", *SETS, *RULES[name])
+    async with pipeline(keys, lambda _role: redis, tmp_path, *sets) as services:
+        for trainer in ("ann", "bob"):
+            await services.start("trainer", trainer)
+        view = await finished(client, keys)
+    used = {outcome: n for outcome, n in view.outcomes.items() if n and outcome != "given_up"}
+    assert used == {"applied": VERSIONS, "buffered": 2 * VERSIONS}
+    folder = tmp_path / "journal"
+    with Replayer(folder) as replayer:
+        moments = [moment.identical for moment in replayer if moment.message.digest]
+    assert moments == [True] * VERSIONS
+    with opened(folder) as chain:
+        assert len(chain) > 2
+        assert all(bool(segment.head.needs) == (name == "afa-cs") for segment in chain[1:])
+        outcome = simulated(read(None, [*services.sets, *ONE_BY_ONE]), chain)
+    assert outcome.last("loss") < outcome.measured[0].metrics["loss"]

@@ -63,7 +63,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
     folder = tmp_path_factory.mktemp("story")
     (folder / "corners.py").write_text(TASK)
     command = Command(
-        folder, "--task", "corners.py:task", "--versions", str(VERSIONS),
+        folder, "--task", "corners.py:task", "--versions", str(VERSIONS), "--trainers", "1",
         "--set", "scheduler.steps.n=50", "--set", "evaluator.every=1000",
         "--set", "updater.norm_factor=0",  # which would refuse the poison
     )  # fmt: skip

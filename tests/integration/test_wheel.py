@@ -101,11 +101,11 @@ def test_a_wheel_has_one_name_at_the_top_and_all_that_the_services_need(wheel: P
     assert "fedstream/py.typed" in names
 
 
-@LAYOUTS
-def test_a_task_among_files_named_like_our_folders_trains_live(
-    layout: tuple[dict[str, str], str], installed: dict[str, str], tmp_path: Path
+def test_a_task_in_a_package_named_like_our_folder_trains_live(
+    installed: dict[str, str], tmp_path: Path
 ) -> None:
-    task = write(layout, tmp_path)
+    """With a file of that name beside it: test_run.py."""
+    task = write(PACKAGE, tmp_path)
     command = [str(SCRIPT), "run", "--task", task, "--versions", "3", "--trainers", "1", "--json"]
     done = subprocess.run(
         command, cwd=tmp_path, env=installed, check=False, capture_output=True, text=True,
@@ -116,7 +116,7 @@ def test_a_task_among_files_named_like_our_folders_trains_live(
 
 
 @LAYOUTS
-def test_and_in_a_simulation(
+def test_a_task_among_files_named_like_our_folders_trains_in_a_simulation(
     layout: tuple[dict[str, str], str], installed: dict[str, str], tmp_path: Path
 ) -> None:
     task = write(layout, tmp_path)
