@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from fedstream.broker.client import Client, Command
+from fedstream.broker.client import Client
+from fedstream.broker.commands import Command
 from fedstream.broker.errors import BlobDamaged, BlobMissing, Foreign
 from fedstream.broker.layout import Model
 

@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, cast
 from urllib.parse import parse_qs, urlsplit
 
-import hiredis
 from redis import exceptions
 from redis._parsers import _AsyncHiredisParser
 from redis.asyncio.connection import Connection, parse_url
 from redis.crc import key_slot
 
+from fedstream.broker.commands import ASKING, Argument, Command, asking, encoded
 from fedstream.broker.errors import (
     BrokerError,
     ConfigError,
@@ -38,11 +38,7 @@ from fedstream.broker.errors import (
 from fedstream.broker.places import Address, Cluster, Guide, Sentinels
 from fedstream.broker.settings import RedisSettings, check_files
 
-__all__ = ["Argument", "Buffer", "Client", "Command", "RedisSettings"]
-
-Buffer = bytes | memoryview
-Argument = bytes | memoryview | str | int | float
-Command = Sequence[Argument]
+__all__ = ["Client", "RedisSettings"]
 
 _READ = 1 << 20  # bytes taken from a connection at once
 _ASKED_S = 2.0  # time-out for asking one sentinel or cluster node
@@ -234,7 +230,7 @@ class Client:
         """
         connection: Connection | None = None
         transport: asyncio.WriteTransport | None = None
-        sent = tuple(_asking(commands)) if once and once.asking else commands
+        sent = tuple(asking(commands)) if once and once.asking else commands
         generation = self._generation
         replies: list[Any] = []
         try:
@@ -244,7 +240,7 @@ class Client:
                 else:
                     connection = await self._rested() or await self._connected()
                 transport = _transport(connection)
-                await connection.send_packed_command(_pack(sent), check_health=False)  # type: ignore[arg-type]
+                await connection.send_packed_command(encoded(sent), check_health=False)  # type: ignore[arg-type]
                 cast(_Parser, connection._parser).left = most  # noqa: SLF001
                 # Read every reply, even after an error reply: the connection stays in step.
                 for command in sent:
@@ -268,7 +264,7 @@ class Client:
         else:
             self._idle.append(connection)
         kept = zip(sent, replies, strict=True)
-        return [reply for command, reply in kept if command is not _ASKING]
+        return [reply for command, reply in kept if command is not ASKING]
 
     async def _rested(self) -> Connection | None:
         """An idle connection that Redis has not closed since (its ``timeout`` setting)."""
@@ -477,40 +473,3 @@ def _is_done(command: Command, reply: Any) -> bool:
     """Whether a command took effect; MULTI and commands that were only queued did not."""
     failed = isinstance(reply, exceptions.ResponseError)
     return not failed and command[0] != "MULTI" and reply != b"QUEUED"
-
-
-_ASKING: Command = ("ASKING",)
-
-
-def _asking(commands: Sequence[Command]) -> Iterator[Command]:
-    """Prefix commands with ASKING, which covers one command or one MULTI, for an importing node."""
-    inside = False
-    for command in commands:
-        if not inside:
-            yield _ASKING
-        yield command
-        inside = (inside or command[0] == "MULTI") and command[0] != "EXEC"
-
-
-def _pack(commands: Sequence[Command]) -> list[Buffer]:
-    """Encode commands in Redis's protocol without copying memory views.
-
-    A 44 MB model would otherwise be copied twice.
-    """
-    packed: list[Buffer] = []
-    small: list[bytes] = []
-    for command in commands:
-        if not any(isinstance(argument, memoryview) for argument in command):
-            small.append(hiredis.pack_command(tuple(command)))  # type: ignore[arg-type]  # a stub of one element
-            continue
-        small.append(b"*%d\r\n" % len(command))
-        for argument in command:
-            if isinstance(argument, memoryview):
-                small.append(b"$%d\r\n" % argument.nbytes)
-                packed += (b"".join(small), argument)
-                small = [b"\r\n"]
-            else:
-                # Pack the argument as a command of its own, then strip the array header.
-                small.append(hiredis.pack_command((argument,)).removeprefix(b"*1\r\n"))
-    packed.append(b"".join(small))
-    return packed

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from fedstream.broker.client import Client, Command
+from fedstream.broker.client import Client
+from fedstream.broker.commands import Command
 from fedstream.broker.errors import Foreign
 from fedstream.broker.keys import POOL, TRAINERS, Keys
 from fedstream.broker.records import End

@@ -27,7 +27,8 @@ from importlib.resources import files
 from typing import Any
 
 from fedstream.broker import reasons
-from fedstream.broker.client import Argument, Client, Command
+from fedstream.broker.client import Client
+from fedstream.broker.commands import Argument, Command
 from fedstream.broker.errors import NoScript
 
 _LUA = files(__package__) / "lua"

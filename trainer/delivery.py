@@ -13,7 +13,8 @@ from fedstream.broker.messages import Dead, GiveUp, Upload
 from fedstream.runtime.backoff import Backoff, pause
 
 if TYPE_CHECKING:
-    from fedstream.broker.client import Client, Command
+    from fedstream.broker.client import Client
+    from fedstream.broker.commands import Command
     from fedstream.broker.keys import Keys
     from fedstream.broker.layout import Model
     from fedstream.broker.ledger.trainer import Outbox

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedstream.broker import blobs
-from fedstream.broker.client import Client, Command
+from fedstream.broker.client import Client
+from fedstream.broker.commands import Command
 from fedstream.broker.errors import BlobDamaged, BlobMissing
 from fedstream.broker.layout import Model, vector_of
 from fedstream.broker.lease import Lease

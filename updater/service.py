@@ -21,7 +21,8 @@ from aiohttp import web
 from pydantic import Field
 
 from fedstream.broker import blobs
-from fedstream.broker.client import Client, Command, RedisSettings
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.commands import Command
 from fedstream.broker.errors import ConfigError, OutOfMemory
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model

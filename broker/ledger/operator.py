@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from fedstream.broker import blobs, lease, streams
-from fedstream.broker.client import Command
+from fedstream.broker.commands import Command
 from fedstream.broker.ledger import scheduler, trainer
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.plumbing import packed, verdict

@@ -10,7 +10,8 @@ from typing import Any, Generic, TypeVar
 
 import msgpack
 
-from fedstream.broker.client import Client, Command
+from fedstream.broker.client import Client
+from fedstream.broker.commands import Command
 from fedstream.broker.errors import NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.messages import SCHEMA, Event
@@ -22,9 +23,9 @@ T = TypeVar("T")
 
 def packed(value: object) -> bytes:
     """Pack an argument for a script, bytes as strings: Redis's cmsgpack has no binary type."""
-    packed = msgpack.packb(value, use_bin_type=False)
-    assert isinstance(packed, bytes)  # noqa: S101  (packb's type is Any)
-    return packed
+    data = msgpack.packb(value, use_bin_type=False)
+    assert isinstance(data, bytes)  # noqa: S101  (packb's type is Any)
+    return data
 
 
 def word(reply: bytes) -> str:
@@ -34,8 +35,8 @@ def word(reply: bytes) -> str:
 
 def verdict(reply: Sequence[bytes]) -> tuple[str, str]:
     """Parse a script's reply of a verdict and a reason or detail."""
-    verdict, reason = reply
-    return verdict.decode(), reason.decode()
+    what, why = reply
+    return what.decode(), why.decode()
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 
 import msgpack
 
-from fedstream.broker.client import Command
+from fedstream.broker.commands import Command
 from fedstream.broker.errors import BadMessage, NoScript
 from fedstream.broker.ledger.plumbing import Ledger, Pending
 from fedstream.broker.records import Head, Run, View, mapping, trigger_of

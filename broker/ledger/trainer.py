@@ -12,7 +12,8 @@ import socket
 from collections.abc import Sequence
 
 from fedstream.broker import blobs
-from fedstream.broker.client import Client, Command
+from fedstream.broker.client import Client
+from fedstream.broker.commands import Command
 from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.reading import Memory

@@ -10,7 +10,7 @@ from typing import Any
 
 from fedstream.broker import blobs, lease
 from fedstream.broker.blobs import chunks_of
-from fedstream.broker.client import Command
+from fedstream.broker.commands import Command
 from fedstream.broker.custody import ended_unlike
 from fedstream.broker.errors import BadMessage, Fenced
 from fedstream.broker.ledger.grants import Rights

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from fedstream.broker import blobs
-from fedstream.broker.client import Client, Command
+from fedstream.broker.client import Client
+from fedstream.broker.commands import Command
 from fedstream.broker.errors import BlobDamaged, BlobMissing, OutOfMemory
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model

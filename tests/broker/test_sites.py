@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from fedstream.broker import scripts
-from fedstream.broker.client import Client, Command
+from fedstream.broker.client import Client
+from fedstream.broker.commands import Command
 from fedstream.broker.custody import cap_workspaces, expire_forgotten, expire_unowned, some_keys
 from fedstream.broker.errors import BrokerError, NoScript
 from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys

@@ -19,7 +19,8 @@ import xxhash
 from pydantic import ValidationError
 
 from fedstream.broker import blobs
-from fedstream.broker.client import Client, Command, RedisSettings
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.commands import Command
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Layout, Model
 from fedstream.broker.messages import Message, decode

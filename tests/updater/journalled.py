@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.client import Client, Command
+from fedstream.broker.client import Client
+from fedstream.broker.commands import Command
 from fedstream.broker.errors import NoRun
 from fedstream.broker.messages import Upload
 from fedstream.journal import RoundClosed, Taken, segments

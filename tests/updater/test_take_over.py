@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.client import Client, Command, RedisSettings
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.commands import Command
 from fedstream.broker.errors import Fenced
 from fedstream.journal import (
     Claim,
