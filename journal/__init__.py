@@ -1,4 +1,4 @@
-"""The journal: an ordered record on disk of what the updater did.
+"""The journal: a record on disk of what the updater did, in order. Nothing here imports Redis.
 
 A journal is a folder of segments. Only the epoch that made a segment ever writes to it. A segment
 appears complete (it is written aside and linked into place), and begins with
@@ -15,69 +15,95 @@ one SHA-256 chain.
 A writer that was paused past its lease and then goes on writes into its own segment, after the cut
 that its successor named: that part is never read, and nothing of it was committed (``claims``).
 
-``frames`` defines a record's bytes on disk, and ``messages`` its content; ``reading`` and
-``writing`` do what their names say.
+To read a journal, open it and follow its segments, each as far as it counts:
+
+    with opened(Path("runs/demo")) as chain:
+        for segment, cut in cuts(chain):
+            for record, entry in entries(segment, cut):
+                print(record.place.where, entry.version)
+
+To get its models too, use :class:`fedstream.journal.replay.Replayer`. The modules, from the bytes
+upwards:
+
+    frames, records      the format: a record's bytes, and the messages in them
+    segment, chain       reading a segment, and all that count as one journal
+    claims, writer       who may write, and writing a segment
+    recorder             when the updater's records are written, synced and deleted
+    norms, progress      what an entry of the queue makes of a run, as pure functions
+    rebuild, replay      models made again: to recover, and in order, by any rule
+    inspection, shares   show, verify and compare journals; what each device contributed
+    ended                an index of the tasks that ended
 """
 
+from fedstream.journal.chain import (
+    FOLDER,
+    counted_bytes,
+    cuts,
+    entries,
+    journal_of,
+    newest_version,
+    opened,
+    segments,
+    since,
+    uncounted,
+)
 from fedstream.journal.claims import Claim, newest_epoch
-from fedstream.journal.errors import JournalDamaged, JournalError, JournalFull
-from fedstream.journal.frames import FORMAT, Place
+from fedstream.journal.errors import (
+    Diverged,
+    JournalDamaged,
+    JournalError,
+    JournalFull,
+    NotRecorded,
+)
+from fedstream.journal.frames import Place
 from fedstream.journal.records import (
     SUFFIX,
     VECTORS,
-    Counts,
     DeviceVector,
-    Entry,
+    EntryRecord,
     RoundClosed,
     SegmentHead,
     Standing,
     Taken,
     name_of,
 )
-from fedstream.journal.segment import (
-    Chunk,
-    Cut,
-    Ending,
-    Record,
-    Segment,
-    Tear,
-    chunk_bytes,
-    cuts,
-    segments,
-)
+from fedstream.journal.segment import Cut, Record, Segment, SegmentEnd, Tear
 from fedstream.journal.settings import JournalSettings
-from fedstream.journal.writer import FILE_MODE, FOLDER_MODE, Writer, sync_file
+from fedstream.journal.writer import Writer
 
 __all__ = [
-    "FILE_MODE",
-    "FOLDER_MODE",
-    "FORMAT",
+    "FOLDER",
     "SUFFIX",
     "VECTORS",
-    "Chunk",
     "Claim",
-    "Counts",
     "Cut",
     "DeviceVector",
-    "Ending",
-    "Entry",
+    "Diverged",
+    "EntryRecord",
     "JournalDamaged",
     "JournalError",
     "JournalFull",
     "JournalSettings",
+    "NotRecorded",
     "Place",
     "Record",
     "RoundClosed",
     "Segment",
+    "SegmentEnd",
     "SegmentHead",
     "Standing",
     "Taken",
     "Tear",
     "Writer",
-    "chunk_bytes",
+    "counted_bytes",
     "cuts",
+    "entries",
+    "journal_of",
     "name_of",
     "newest_epoch",
+    "newest_version",
+    "opened",
     "segments",
-    "sync_file",
+    "since",
+    "uncounted",
 ]

@@ -20,9 +20,12 @@ from threading import Lock
 import msgpack
 
 from fedstream.broker.records import End
-from fedstream.journal import FILE_MODE, JournalError, JournalFull, Segment, Taken, cuts
+from fedstream.journal.chain import cuts
+from fedstream.journal.errors import JournalError, JournalFull
 from fedstream.journal.rebuild import end_of
-from fedstream.journal.writer import made_folder
+from fedstream.journal.records import Taken
+from fedstream.journal.segment import Segment
+from fedstream.journal.writer import FILE_MODE, made_folder
 
 NAME = "ended.sqlite"
 

@@ -17,3 +17,11 @@ class JournalFull(JournalError):
     """A disk without room for another record."""
 
     retriable = True
+
+
+class Diverged(JournalError):
+    """Rebuilding from the journal gives another result than the one recorded."""
+
+
+class NotRecorded(JournalError):
+    """The journal was kept without the updates' bytes."""

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
-from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from fedstream.broker.layout import Model
-from fedstream.journal import (
-    SUFFIX,
-    Cut,
-    Entry,
-    JournalDamaged,
-    JournalError,
-    Record,
-    RoundClosed,
-    Segment,
-    Standing,
-    Taken,
-    cuts,
-    segments,
-)
-from fedstream.journal.rebuild import Diverged, NotRecorded, Rebuild, is_used
+from fedstream.journal.chain import check_joint, cuts, entries, newest_version, since
+from fedstream.journal.errors import Diverged, JournalDamaged, JournalError, NotRecorded
+from fedstream.journal.rebuild import Rebuild, is_used
+from fedstream.journal.records import EntryRecord, Standing, Taken
+from fedstream.journal.segment import Cut, Record, Segment
 
-FOLDER = "journal"  # in a run's output folder
 _LATER = 100  # later versions in which to look for an update that the other run took now
 
 
@@ -37,46 +24,6 @@ def _unheard(_bytes: int) -> None:
     """Ignore how many bytes were read."""
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[list[Segment]]:
-    """The segments that count, oldest first, of a run's folder, a journal's, or a segment's file.
-
-    A single segment counts as far as it is whole. Raises JournalError.
-    """
-    chain = [Segment(path)] if path.is_file() else segments(journal_of(path))
-    try:
-        if not chain:
-            raise JournalError(
-                f"{path}: no journal there: name a run's folder, its journal folder or a segment"
-            )
-        yield chain
-    finally:
-        for segment in chain:
-            segment.close()
-
-
-def journal_of(path: Path) -> Path:
-    """The journal's folder in a run's folder; a journal's own folder is returned as it is."""
-    inside = path / FOLDER
-    return inside if inside.is_dir() else path
-
-
-def entries(segment: Segment, cut: Cut | None) -> Iterator[tuple[Record, Entry]]:
-    """The records after the standing, with their messages; payloads are not read."""
-    for record in segment.records(cut):
-        if not isinstance(record.message, Taken | RoundClosed):
-            raise JournalError(f"{record.place.where}: this kind of record does not belong here")
-        yield record, record.message
-
-
-def newest(chain: Sequence[Segment]) -> int:
-    """The newest version."""
-    version = chain[-1].standing.version
-    for _, entry in entries(chain[-1], None):
-        version = entry.version
-    return version
-
-
 # models
 
 
@@ -85,7 +32,7 @@ class Move:
     """A record and the models around it, which are valid until the next move."""
 
     record: Record
-    message: Standing | Entry
+    message: Standing | EntryRecord
     before: Model | None  # that an update was mixed into; None: unknown for lack of weights
     update: Model | None
     after: Model | None  # of the message's version
@@ -131,11 +78,6 @@ def moves(
         yield Move(record, entry, before, update, model, rebuild.reweighed > reweighed)
 
 
-def counting(chain: Sequence[Segment]) -> int:
-    """The number of the journal's bytes that count."""
-    return sum(segment.size if cut is None else cut.at for segment, cut in cuts(chain))
-
-
 def history(chain: Sequence[Segment], read: Read = _unheard) -> Iterator[Move]:
     """All moves, but for standings that continue the segment before: these are only checked."""
     ended: tuple[int, str] | None = None
@@ -148,32 +90,6 @@ def history(chain: Sequence[Segment], read: Read = _unheard) -> Iterator[Move]:
             if message.digest is not None:
                 ended = (message.version, message.digest)
             yield move
-
-
-def check_joint(segment: Segment, ended: tuple[int, str] | None) -> None:
-    """Raise Diverged unless a segment begins with the version and digest that the one before
-    ``ended`` with, if these are known."""
-    said = segment.standing
-    if ended is None or said.why != "continued" or (said.version, said.digest) == ended:
-        return
-    raise Diverged(
-        f"{segment.standing_record.place.where}: the segment begins with version "
-        f"{said.version} ({said.digest}), the one before ends with version {ended[0]} ({ended[1]})"
-    )
-
-
-def since(chain: Sequence[Segment], version: int) -> Sequence[Segment]:
-    """The segments from the newest one on that begins at or before ``version``.
-
-    Raises JournalError, with the oldest version that was kept, if there is none.
-    """
-    for number in range(len(chain) - 1, -1, -1):
-        if chain[number].standing.version <= version:
-            return chain[number:]
-    raise JournalError(
-        f"{chain[0].path.parent}: version {version} is no longer kept: the oldest is "
-        f"{chain[0].standing.version}"
-    )
 
 
 def model_at(chain: Sequence[Segment], version: int, read: Read = _unheard) -> tuple[Model, str]:
@@ -192,7 +108,7 @@ def model_at(chain: Sequence[Segment], version: int, read: Read = _unheard) -> t
         return move.after, str(move.message.digest)
     raise JournalError(
         f"{first.path.parent}: version {version} is not in the journal: the newest is "
-        f"{newest(chain)}"
+        f"{newest_version(chain)}"
     )
 
 
@@ -263,13 +179,6 @@ def _verified(segment: Segment, cut: Cut | None, verdict: Verdict, models: bool,
     return digest
 
 
-def uncounted(chain: Sequence[Segment]) -> list[str]:
-    """The folder's other segments: those of fenced writers or of an earlier journal."""
-    ours = {segment.path.name for segment in chain}
-    names = {path.name for path in chain[0].path.parent.iterdir() if path.name.endswith(SUFFIX)}
-    return sorted(names - ours)
-
-
 # comparing
 
 
@@ -323,7 +232,8 @@ def parting(a: Sequence[Segment], b: Sequence[Segment]) -> Parting:
         if following is None:
             raise JournalError(
                 f"{a[0].path.parent} and {b[0].path.parent} have no version in common: "
-                f"{a[0].standing.version}..{newest(a)} and {b[0].standing.version}..{newest(b)}"
+                f"{a[0].standing.version}..{newest_version(a)} and "
+                f"{b[0].standing.version}..{newest_version(b)}"
             )
         x, y = (following, y) if behind is ours else (x, following)
     first = x.version

@@ -11,38 +11,22 @@ from pydantic import TypeAdapter, ValidationError
 
 from fedstream.broker import reasons
 from fedstream.broker.errors import ConfigError
-from fedstream.broker.layout import Model, vector_of
+from fedstream.broker.layout import Model
 from fedstream.broker.messages import Contribution, Message, Upload, first_wrong
 from fedstream.broker.records import End, counted
-from fedstream.journal import (
-    Ending,
-    JournalDamaged,
-    JournalError,
-    Record,
-    RoundClosed,
-    Segment,
-    SegmentHead,
-    Standing,
-    Taken,
-    Tear,
-)
+from fedstream.journal.chain import device_vectors
+from fedstream.journal.errors import Diverged, JournalDamaged, NotRecorded
 from fedstream.journal.norms import Norms
 from fedstream.journal.progress import Progress, Step, close_round, take
-from fedstream.strategies import DeviceVectors, Memory, State, Strategy, strategy_of
+from fedstream.journal.records import RoundClosed, SegmentHead, Standing, Taken
+from fedstream.journal.segment import Record, Segment, SegmentEnd, Tear
+from fedstream.strategies import Memory, State, Strategy, strategy_of
 
 _SHORT = 1e-30  # the smallest gamma H that counts as training
 # How far a weight may differ between two machines' C libraries: in its last bits, or by too little
 # to show in any model.
 _WEIGHTS, _NO_WEIGHT = 1e-12, 1e-60
 _END: TypeAdapter[End] = TypeAdapter(End)
-
-
-class Diverged(JournalError):
-    """Rebuilding from the journal gives another result than the one recorded."""
-
-
-class NotRecorded(JournalError):
-    """The journal was kept without the updates' bytes."""
 
 
 def standing_of(
@@ -79,7 +63,8 @@ class Rebuild:
                 f"{segment.standing_record.place.where}: the checkpoint's "
                 "model does not match its digest"
             )
-        vectors = _vectors(segment, strategy)
+        devices = strategy.devices
+        vectors = device_vectors(segment, devices) if devices is not None else None
         state = State(said.version, model, Memory(memory, said.arrivals, said.weight, vectors))
         self.progress = Progress(state, said.held, said.mean_staleness, Norms(said.sizes))
         self.strategy = strategy
@@ -192,44 +177,6 @@ def rule_of(segment: Segment) -> Strategy:
         raise JournalDamaged(f"{segment.path}: {error}") from error
 
 
-def _vectors(segment: Segment, strategy: Strategy) -> DeviceVectors | None:
-    """The strategy's vectors of the devices, each from the segment that it was last written to."""
-    here, elsewhere = segment.standing.here, segment.elsewhere
-    if strategy.devices is None or not (here or elsewhere):
-        return None
-    vectors = DeviceVectors(strategy.devices, segment.layout.parameters)
-    wanted: dict[str, set[int]] = {}
-    for device, name in elsewhere.items():
-        wanted.setdefault(name, set()).add(device)
-    _load(segment, set(here), vectors)
-    for name, devices in wanted.items():
-        path = segment.path.with_name(name)
-        if not path.exists():
-            raise JournalError(
-                f"{path}: is missing, but {segment.path.name} needs it for the vectors of "
-                f"{len(devices)} devices, such as device {min(devices)}: restore it"
-            )
-        with Segment(path) as other:
-            _load(other, devices, vectors)
-    vectors.changed.clear()
-    return vectors
-
-
-def _load(segment: Segment, devices: set[int], vectors: DeviceVectors) -> None:
-    for record, message in segment.vectors():
-        if message.device not in devices:
-            continue
-        vector = vector_of(vectors.write(message.device))
-        segment.load(record, vector)
-        if vector.digest() != message.digest:
-            raise JournalDamaged(
-                f"{record.place.where}: the device's vector does not match its digest"
-            )
-        devices.discard(message.device)
-    if devices:
-        raise JournalDamaged(f"{segment.path}: has no vector of device {min(devices)}")
-
-
 def _made(version: int, digest: str | None) -> str:
     return f"version {version}, {f'digest {digest}' if digest else 'none made'}"
 
@@ -276,7 +223,7 @@ class Recovered:
     rounds: list[str]  # entries that ended rounds, oldest first
     forgotten: int
     finished: str | None
-    ending: Ending  # of the segment, after the last record that counts
+    ending: SegmentEnd  # of the segment, after the last record that counts
     norms: Norms  # of the newest updates, with or without their weights
     stored: dict[int, str] = field(default_factory=dict)  # device -> segment with its vector
     records: int = 0
@@ -302,15 +249,13 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
         stored=dict.fromkeys(said.here, segment.path.name) | segment.elsewhere,
     )  # fmt: skip
     for record in segment.records():
-        message = record.message
-        if not isinstance(message, Taken | RoundClosed):
-            raise JournalError(f"{record.place.where}: this kind of record does not belong here")
+        message = record.entry
         if until == found.digest and message.digest is not None:
             break
         if found.progress is not None and not _followed(found, rebuild, segment, record):
             break
         found.records += 1
-        found.ending = Ending(segment.path, record.end, record.chain)
+        found.ending = SegmentEnd(segment.path, record.end, record.chain)
         if message.digest is not None:
             found.version, found.digest, found.time = message.version, message.digest, message.time
         found.finished = message.finished or found.finished

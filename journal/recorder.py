@@ -12,23 +12,20 @@ from pathlib import Path
 from typing import TypeVar
 
 from fedstream.broker.layout import Model
-from fedstream.journal import (
+from fedstream.journal.claims import Claim, newest_epoch
+from fedstream.journal.errors import JournalError, JournalFull
+from fedstream.journal.records import (
     SUFFIX,
     VECTORS,
-    Claim,
-    Ending,
-    JournalError,
-    JournalFull,
-    JournalSettings,
     RoundClosed,
     SegmentHead,
     Standing,
     Taken,
-    Writer,
     name_of,
-    newest_epoch,
-    sync_file,
 )
+from fedstream.journal.segment import SegmentEnd
+from fedstream.journal.settings import JournalSettings
+from fedstream.journal.writer import Writer, sync_file
 from fedstream.runtime.backoff import pause
 from fedstream.strategies import DeviceVectors
 
@@ -74,10 +71,10 @@ class Recorder:
         return self._claim.epoch if self._claim else 0
 
     @property
-    def ending(self) -> Ending | None:
+    def ending(self) -> SegmentEnd | None:
         """Where the segment being written ends."""
         writer = self._writer
-        return Ending(writer.path, writer.size, writer.chain) if writer else None
+        return SegmentEnd(writer.path, writer.size, writer.chain) if writer else None
 
     @property
     def appended(self) -> int:

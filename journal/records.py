@@ -124,7 +124,7 @@ class RoundClosed(Message):
     counts: Counts = Field(default_factory=dict)
 
 
-Entry: TypeAlias = Taken | RoundClosed
+EntryRecord: TypeAlias = Taken | RoundClosed  # of an entry of the queue
 KINDS: tuple[type[Message], ...] = (SegmentHead, Standing, DeviceVector, Taken, RoundClosed)
 
 

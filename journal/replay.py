@@ -22,35 +22,16 @@ from threading import Thread
 from typing import Any, TypeAlias
 
 from fedstream.broker.layout import Model
-from fedstream.journal import (
-    Chunk,
-    Cut,
-    JournalDamaged,
-    JournalError,
-    Place,
-    Record,
-    RoundClosed,
-    Segment,
-    Taken,
-    Tear,
-    chunk_bytes,
-    cuts,
-    segments,
-)
-from fedstream.journal.inspection import check_joint
+from fedstream.journal.chain import check_joint, cuts, segments
+from fedstream.journal.errors import Diverged, JournalDamaged, JournalError, NotRecorded
+from fedstream.journal.frames import Place
 from fedstream.journal.progress import Progress, Step, close_round, take
-from fedstream.journal.rebuild import (
-    Diverged,
-    NotRecorded,
-    Rebuild,
-    is_used,
-    recorded,
-    rule_of,
-    unfit,
-)
+from fedstream.journal.rebuild import Rebuild, is_used, recorded, rule_of, unfit
+from fedstream.journal.records import RoundClosed, Taken
+from fedstream.journal.segment import Chunk, Cut, Record, Segment, Tear, chunk_bytes
 from fedstream.strategies import Memory, Rule, Strategy
 
-Counted: TypeAlias = tuple[Segment, Cut | None]  # a segment, and how much of it counts
+CutSegment: TypeAlias = tuple[Segment, Cut | None]  # a segment, and how much of it counts
 
 _AHEAD = 8 << 20  # bytes that are read ahead; for large models, one update
 
@@ -319,11 +300,7 @@ class Replayer:
                 if what_if is not None:
                     what_if.rule = self._rule(segment)
             else:
-                message = record.message
-                if not isinstance(message, Taken | RoundClosed):
-                    raise JournalError(
-                        f"{record.place.where}: this kind of record does not belong here"
-                    )
+                message = record.entry
                 if is_used(message):
                     recorded(record, update)
                 done = was.take(record, update) if was is not None else None
@@ -413,7 +390,7 @@ class _Ahead:
     while the version is compared.
     """
 
-    def __init__(self, chain: Sequence[Counted]) -> None:
+    def __init__(self, chain: Sequence[CutSegment]) -> None:
         self._chain = chain
         self._free: SimpleQueue[mmap | None] = SimpleQueue()  # None: stop
         self._read: SimpleQueue[Chunk | Exception | None] = SimpleQueue()  # None: segment's end

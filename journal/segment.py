@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import reprlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from mmap import mmap
@@ -38,8 +38,8 @@ from fedstream.journal.frames import (
 from fedstream.journal.records import (
     KINDS,
     KNOWN,
-    SUFFIX,
     DeviceVector,
+    EntryRecord,
     RoundClosed,
     SegmentHead,
     Standing,
@@ -60,7 +60,7 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Ending:
+class SegmentEnd:
     """Where a segment ends, for its successor."""
 
     path: Path
@@ -80,6 +80,13 @@ class Record:
     end: int  # offset after it
     follows: bytes  # the chain's value before it
     chain: bytes  # and after it
+
+    @property
+    def entry(self) -> EntryRecord:
+        """Its message, which must be that of a queue entry. Raises JournalError."""
+        if not isinstance(self.message, Taken | RoundClosed):
+            raise JournalError(f"{self.place.where}: this kind of record does not belong here")
+        return self.message
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +154,7 @@ class Segment:
             self._check_payload(standing, models * self.layout.nbytes)
             self.elsewhere = dict(self.standing.elsewhere)  # device -> segment with its vector
             *_, last = standing, *(record for record, _ in self.vectors())
-            self.beginning = Ending(path, last.end, last.chain)  # where the records begin
+            self.beginning = SegmentEnd(path, last.end, last.chain)  # where the records begin
         except BaseException:
             self.close()
             raise
@@ -437,64 +444,3 @@ def _reading(path: Path) -> Iterator[int]:
         yield file
     finally:
         os.close(file)
-
-
-def segments(folder: Path) -> list[Segment]:
-    """The segments that count, oldest first, each but the last up to its successor's cut.
-
-    Empty if there is no journal. Leaves out the segments of fenced writers, and the oldest ones if
-    they can't be rebuilt because devices' vectors were deleted with the segments before them.
-    Raises JournalError for a foreign file, and if a segment is missing in the middle.
-    """
-    try:
-        names = sorted(path.name for path in folder.iterdir() if path.name.endswith(SUFFIX))
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise JournalError(f"{folder}: cannot be read: {error.strerror}") from error
-    chain: list[Segment] = []
-    try:
-        name = names[-1] if names else None
-        while name is not None and name in names:
-            try:
-                chain.append(Segment(folder / name))
-            except JournalError:
-                if chain and not (folder / name).exists():
-                    return chain[::-1]  # the oldest, deleted since it was listed
-                raise
-            chain[-1].close()  # there may be more segments than the limit on open files
-            before = chain[-1].head.predecessor
-            if before is not None and before >= name:
-                raise JournalDamaged(f"{folder / name}: names {before} as its predecessor")
-            name = before
-        if name is not None and names[0] < name:
-            raise JournalError(
-                f"{folder / name}: is missing, but older segments are there: restore it, or move "
-                "the older ones away to start after it"
-            )
-    except BaseException:
-        for segment in chain:
-            segment.close()
-        raise
-    return _with_vectors(chain, set(names))[::-1]
-
-
-def _with_vectors(chain: list[Segment], names: set[str]) -> list[Segment]:
-    """The segments, newest first, as far back as all their devices' vectors are there.
-
-    A vector whose segment is gone may be repeated in a later segment: it is then taken from there.
-    """
-    again: dict[int, str] = {}  # device -> the segment that has the vector unchanged
-    for number, segment in enumerate(chain):
-        gone = {device for device, name in segment.elsewhere.items() if name not in names}
-        if number and not gone <= again.keys():
-            return chain[:number]
-        segment.elsewhere |= {device: again[device] for device in gone & again.keys()}
-        again = segment.elsewhere | dict.fromkeys(segment.standing.again, segment.path.name)
-    return chain
-
-
-def cuts(chain: Sequence[Segment]) -> Iterator[tuple[Segment, Cut | None]]:
-    """Each segment with its successor's cut; None: everything whole in it counts."""
-    for segment, successor in zip(chain, [*chain[1:], None], strict=True):
-        yield segment, successor.follows if successor is not None else None

@@ -11,9 +11,10 @@ import numpy as np
 
 from fedstream.broker.layout import Floats, Model
 from fedstream.broker.messages import Upload
-from fedstream.journal import Segment, Standing, Taken
 from fedstream.journal.inspection import Move, Read, history
 from fedstream.journal.rebuild import is_used
+from fedstream.journal.records import Standing, Taken
+from fedstream.journal.segment import Segment
 from fedstream.strategies.mixing import norm
 
 _SAMPLE = 1 << 16  # numbers of a model that stand for its direction

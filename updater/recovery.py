@@ -26,10 +26,10 @@ from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.messages import Version
 from fedstream.broker.records import End, Head, Run, ended, without
 from fedstream.journal import (
-    Ending,
     JournalError,
     JournalSettings,
     Segment,
+    SegmentEnd,
     SegmentHead,
     name_of,
     segments,
@@ -259,7 +259,7 @@ class Recovery:
         head: Head,
         *,
         norms: Norms | None = None,
-        after: Ending | None = None,
+        after: SegmentEnd | None = None,
     ) -> None:
         """Go on from Redis's newest model in a new segment, without what the journal lost.
 
@@ -303,7 +303,7 @@ class Recovery:
         self.course.ahead = None
         self.context.log.error("going on from Redis's newest model", version=head.version)
 
-    async def begin_segment(self, why: str, *, after: Ending | None = None) -> None:
+    async def begin_segment(self, why: str, *, after: SegmentEnd | None = None) -> None:
         """Begin a segment with the run's state, after another updater's (``after``) or our own."""
         course, mine = self.course, self.recorder.head
         run, progress = course.run, course.progress

@@ -78,7 +78,7 @@ def show(
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object per line")] = False,
 ) -> None:
     """Show the records in order: what arrived, from whom, how late, and what became of it."""
-    from fedstream.journal.inspection import opened
+    from fedstream.journal import opened
     from fedstream.recordings import pages
 
     outcomes = frozenset(named("--outcome", one, OUTCOMES) for one in outcome or ())
@@ -116,8 +116,7 @@ def _from(chain: list[Segment], version: int) -> list[Segment]:
 
     Raises JournalError if the journal does not have the version.
     """
-    from fedstream.journal import JournalError
-    from fedstream.journal.inspection import entries, newest, since
+    from fedstream.journal import JournalError, entries, newest_version, since
 
     since(chain, version)
     last = chain[-1]
@@ -125,7 +124,7 @@ def _from(chain: list[Segment], version: int) -> list[Segment]:
     if version > last.standing.version and next(later, None) is None:
         raise JournalError(
             f"{last.path.parent}: version {version} does not exist yet: the newest is "
-            f"{newest(chain)}"
+            f"{newest_version(chain)}"
         )
     # The record that made this version may be the last one of the previous segment.
     return list(since(chain, max(version - 1, chain[0].standing.version)))
@@ -153,18 +152,19 @@ def verify(
 
     Exit codes: 0 intact (a torn tail from a crash is fine), 1 damaged.
     """
-    from fedstream.journal import JournalError, inspection
+    from fedstream.journal import JournalError, counted_bytes, opened, uncounted
+    from fedstream.journal.inspection import verify as verified
     from fedstream.observe.report import as_json as text
     from fedstream.recordings import pages
 
     verdicts = []
-    with inspection.opened(path) as chain:
-        with _bar("verify", inspection.counting(chain), quiet=as_json) as read:
-            for verdict in inspection.verify(chain, models=models, read=read):
+    with opened(path) as chain:
+        with _bar("verify", counted_bytes(chain), quiet=as_json) as read:
+            for verdict in verified(chain, models=models, read=read):
                 verdicts.append(verdict)
                 if not as_json:
                     line(pages.verdict(verdict))
-        others = [] if path.is_file() else inspection.uncounted(chain)
+        others = [] if path.is_file() else uncounted(chain)
     records, versions = sum(v.records for v in verdicts), sum(v.versions for v in verdicts)
     damaged = [verdict for verdict in verdicts if verdict.damage is not None]
     if as_json:
@@ -196,7 +196,8 @@ def diff(
 
     Compares their records and digests. Exit codes: 0 identical, 1 different.
     """
-    from fedstream.journal.inspection import opened, parting
+    from fedstream.journal import opened
+    from fedstream.journal.inspection import parting
     from fedstream.observe.report import as_json as text
 
     with opened(a) as ours, opened(b) as theirs:
@@ -271,7 +272,7 @@ def bisect(
 
     Exit codes: 0 found, 1 the metric was never good, or never went bad afterwards.
     """
-    from fedstream.journal.inspection import opened
+    from fedstream.journal import opened
     from fedstream.observe.report import as_json as text
     from fedstream.recordings import bisect as search
     from fedstream.recordings import pages
@@ -337,8 +338,8 @@ def export(
     Names, shapes and dtypes are those of the task's state_dict; the task itself is not needed. Tied
     tensors appear once, under the first of their names.
     """
-    from fedstream.journal import SUFFIX
-    from fedstream.journal.inspection import counting, model_at, newest, opened, since
+    from fedstream.journal import SUFFIX, counted_bytes, newest_version, opened, since
+    from fedstream.journal.inspection import model_at
 
     if out.suffix == SUFFIX:
         raise ConfigError(
@@ -348,9 +349,9 @@ def export(
     if out.exists() and not force:
         raise ConfigError(f"--out {out}: already exists: choose another file or give --force")
     with opened(path) as chain:
-        number = newest(chain) if version is None else version
+        number = newest_version(chain) if version is None else version
         from_there = since(chain, number)[:1]
-        with _bar("export", counting(from_there), quiet=False) as read:
+        with _bar("export", counted_bytes(from_there), quiet=False) as read:
             model, digest = model_at(chain, number, read)
         head = chain[-1].head
     about = {"version": str(number), "digest": digest, "run": head.run, "task": head.task}
@@ -415,13 +416,13 @@ def stats(
     update's: around 0 or below, the others undid it. Updates followed by fewer than K versions
     don't count. For models with more than 65,536 numbers, that many evenly spaced ones are used.
     """
-    from fedstream.journal.inspection import counting, opened
+    from fedstream.journal import counted_bytes, opened
     from fedstream.journal.shares import stats as measured
     from fedstream.observe.report import as_json as text
     from fedstream.recordings import pages
 
     sort = named("--sort", sort, pages.NAMES)
-    with opened(path) as chain, _bar("stats", counting(chain), quiet=as_json) as read:
+    with opened(path) as chain, _bar("stats", counted_bytes(chain), quiet=as_json) as read:
         shares = measured(chain, ahead, read)
     rows = pages.rows(shares, sort, ascending=ascending)
     used = sum(share.staleness.count for share in shares.values())

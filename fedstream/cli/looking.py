@@ -149,7 +149,7 @@ def replay(
     from fedstream.recordings import replay as page
 
     if redis is not None:
-        from fedstream.journal.inspection import journal_of
+        from fedstream.journal import journal_of
         from fedstream.operate import feed
 
         others = {

@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING
 from fedstream.broker.client import Client
 from fedstream.broker.errors import ConfigError, DataError, FedstreamError, NoRun, Unavailable
 from fedstream.broker.keys import Keys
-from fedstream.journal import JournalError, segments
-from fedstream.journal.inspection import entries
+from fedstream.journal import JournalError, entries, segments
 from fedstream.local.ports import HeldPort
 from fedstream.local.request import RunRequest
 from fedstream.observe import report

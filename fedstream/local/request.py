@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from fedstream.journal.inspection import FOLDER
+from fedstream.journal import FOLDER
 from fedstream.settings.config import Settings
 
 

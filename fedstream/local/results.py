@@ -11,7 +11,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.errors import FedstreamError, NoRun
 from fedstream.broker.layout import Model
 from fedstream.broker.records import View
-from fedstream.journal.inspection import FOLDER
+from fedstream.journal import FOLDER
 from fedstream.local.ending import Ending
 from fedstream.local.preflight import Subject
 from fedstream.local.request import RunRequest

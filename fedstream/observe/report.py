@@ -18,7 +18,7 @@ from fedstream import __version__
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.messages import OUTCOMES
 from fedstream.broker.records import View
-from fedstream.journal.inspection import FOLDER
+from fedstream.journal import FOLDER
 from fedstream.observe.observer import History, Made
 from fedstream.settings.recording import CONFIG
 

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import DataError, FedstreamError, LayoutMismatch
 from fedstream.broker.layout import Model
-from fedstream.journal import Segment, Standing, Taken
-from fedstream.journal.inspection import Move, history, newest, since
-from fedstream.journal.rebuild import NotRecorded, is_used
+from fedstream.journal import NotRecorded, Segment, Standing, Taken, newest_version, since
+from fedstream.journal.inspection import Move, history
+from fedstream.journal.rebuild import is_used
 from fedstream.journal.shares import direction
 from fedstream.strategies.mixing import norm
 from fedstream.trainer.loading import load_task
@@ -74,7 +74,7 @@ def search(
     found is real and the first in its interval; an earlier dip that recovers between two measured
     versions goes unseen unless ``every`` is 1. Raises JournalError.
     """
-    last = newest(chain)
+    last = newest_version(chain)
     found = Search(every or max(1, (last - chain[0].standing.version) // _MEASUREMENTS))
     good: int | None = None  # the last good version
     for move in history(chain):

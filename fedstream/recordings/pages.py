@@ -17,8 +17,18 @@ from rich.table import Table
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.messages import OUTCOMES
-from fedstream.journal import Cut, Entry, JournalError, Record, Segment, Standing, Taken, cuts
-from fedstream.journal.inspection import Move, Verdict, entries, moves
+from fedstream.journal import (
+    Cut,
+    EntryRecord,
+    JournalError,
+    Record,
+    Segment,
+    Standing,
+    Taken,
+    cuts,
+    entries,
+)
+from fedstream.journal.inspection import Move, Verdict, moves
 from fedstream.journal.rebuild import is_used
 from fedstream.journal.shares import Share, Spread, direction
 from fedstream.recordings.bisect import Cause
@@ -41,7 +51,7 @@ _IMPORTANT = (
 )  # fmt: skip
 
 Norms: TypeAlias = tuple[float | None, float | None]  # of the sent vector; of x_new - x
-Line: TypeAlias = tuple[Segment, Record, Standing | Entry, Norms]
+Line: TypeAlias = tuple[Segment, Record, Standing | EntryRecord, Norms]
 
 
 # records
@@ -56,11 +66,11 @@ class Filter:
     first: int | None = None  # version
     last: int | None = None
 
-    def is_past(self, message: Standing | Entry) -> bool:
+    def is_past(self, message: Standing | EntryRecord) -> bool:
         """Whether nothing from here on in this segment is shown."""
         return self.last is not None and message.version > self.last
 
-    def takes(self, message: Standing | Entry) -> bool:
+    def takes(self, message: Standing | EntryRecord) -> bool:
         """Whether a record is shown; standings have no device and no outcome."""
         if self.first is not None and message.version < self.first:
             return False
@@ -101,7 +111,7 @@ def lines(chain: Sequence[Segment], wanted: Filter, *, norms: bool = False) -> I
 
 def _read(
     segment: Segment, cut: Cut | None, *, norms: bool
-) -> Iterator[tuple[Record, Entry, Move | None]]:
+) -> Iterator[tuple[Record, EntryRecord, Move | None]]:
     if not norms:
         for record, entry in entries(segment, cut):
             yield record, entry, None
@@ -188,7 +198,7 @@ def _words(value: object) -> str:
     return f"{first} ({', '.join(more)})" if more else first
 
 
-def _cells(entry: Entry, measured: Norms) -> dict[str, str]:
+def _cells(entry: EntryRecord, measured: Norms) -> dict[str, str]:
     """Cells of a row. Of a task's id only the end is shown: it begins with the time."""
     about = {
         "version": str(entry.version),
@@ -254,7 +264,7 @@ def _new(path: Path) -> Iterator[TextIO]:
 
 
 def facts(
-    segment: Segment, record: Record, message: Standing | Entry, measured: Norms
+    segment: Segment, record: Record, message: Standing | EntryRecord, measured: Norms
 ) -> dict[str, Any]:
     """Record as plain values; a standing's include its segment's head."""
     about: dict[str, Any] = {

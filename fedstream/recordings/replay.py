@@ -19,8 +19,7 @@ from rich.table import Table
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Model
-from fedstream.journal import JournalError
-from fedstream.journal.inspection import journal_of
+from fedstream.journal import JournalError, journal_of
 from fedstream.journal.rebuild import is_used
 from fedstream.journal.replay import Moment, Replayer
 from fedstream.observe import report

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fedstream.broker.errors import ConfigError
-from fedstream.journal.inspection import journal_of, opened
+from fedstream.journal import journal_of, opened
 from fedstream.runtime.config import load
 from fedstream.settings.config import Settings, options, read
 from fedstream.trainer.loading import runs_program

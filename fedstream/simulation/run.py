@@ -25,7 +25,7 @@ from rich.progress import (
 from fedstream import __version__
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.messages import Version
-from fedstream.journal.inspection import FOLDER
+from fedstream.journal import FOLDER
 from fedstream.observe import report
 from fedstream.observe.display import duration, short, two_columns
 from fedstream.observe.observer import History

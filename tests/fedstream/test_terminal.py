@@ -27,7 +27,8 @@ from fedstream.broker.messages import OUTCOMES, Contribution, Dead, Event, Trigg
 from fedstream.coordinator.app import status
 from fedstream.doctor import checkup as doctor
 from fedstream.doctor.findings import Finding
-from fedstream.journal.inspection import Verdict, opened
+from fedstream.journal import opened
+from fedstream.journal.inspection import Verdict
 from fedstream.observe import display, top
 from fedstream.observe import status as page
 from fedstream.observe.observer import History, Observer

@@ -15,7 +15,7 @@ import msgpack
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import PAGE
-from fedstream.journal import inspection, name_of, shares
+from fedstream.journal import inspection, name_of, opened, shares, uncounted
 from fedstream.journal.frames import FRAME_BYTES, file_page, filled, frame_of
 from fedstream.journal.frames import packed as framed
 from fedstream.journal.rebuild import recovered
@@ -61,10 +61,10 @@ def read(data: bytes) -> None:
 
 
 def _looked_at(folder: Path) -> None:
-    with inspection.opened(folder) as chain:
+    with opened(folder) as chain:
         refusals = [verdict.damage for verdict in inspection.verify(chain) if verdict.damage]
         shares.stats(chain, 2)
-        inspection.uncounted(chain)
+        uncounted(chain)
         inspection.parting(chain, chain)
         recovered(chain[-1])
     if refusals:

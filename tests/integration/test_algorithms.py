@@ -17,8 +17,8 @@ import pytest
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.keys import Keys
-from fedstream.journal import Segment, Taken, cuts
-from fedstream.journal.inspection import entries, model_at, opened
+from fedstream.journal import Segment, Taken, cuts, entries, opened
+from fedstream.journal.inspection import model_at
 from fedstream.journal.rebuild import is_used, recovered
 from fedstream.journal.replay import Replayer
 from fedstream.settings.config import Settings, read

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.journal import segments
+from fedstream.journal import Diverged, segments
 from fedstream.journal.inspection import verify
-from fedstream.journal.rebuild import Diverged, recovered
+from fedstream.journal.rebuild import recovered
 from fedstream.journal.replay import Replayer
 from fedstream.recordings.pages import verdict
 from fedstream.strategies import FedAsyncSettings, FedBuffSettings, Rule

@@ -21,8 +21,10 @@ from hypothesis import strategies as st
 
 from fedstream.broker.layout import PAGE, Model
 from fedstream.journal import (
+    Diverged,
     JournalDamaged,
     JournalError,
+    NotRecorded,
     Place,
     RoundClosed,
     Segment,
@@ -32,7 +34,6 @@ from fedstream.journal import (
 from fedstream.journal import (
     segment as reading,
 )
-from fedstream.journal.rebuild import Diverged, NotRecorded
 from fedstream.journal.replay import Moment, Replayer
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings
 from tests.journals import GOLDEN, LAYOUT, Scribe

@@ -26,6 +26,7 @@ from fedstream.journal import (
     JournalDamaged,
     JournalError,
     JournalSettings,
+    NotRecorded,
     Segment,
     SegmentHead,
     Standing,
@@ -34,7 +35,7 @@ from fedstream.journal import (
     segments,
 )
 from fedstream.journal.progress import Progress, take
-from fedstream.journal.rebuild import NotRecorded, recovered, standing_of
+from fedstream.journal.rebuild import recovered, standing_of
 from fedstream.journal.recorder import Recorder
 from fedstream.journal.replay import Replayer
 from fedstream.strategies import (

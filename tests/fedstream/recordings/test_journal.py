@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 
 from fedstream.broker.layout import Layout, Model, Tensor
 from fedstream.cli import journal as journal_commands
-from fedstream.journal import Segment
-from fedstream.journal.inspection import made, model_at, opened
+from fedstream.journal import Segment, opened
+from fedstream.journal.inspection import made, model_at
 from fedstream.journal.shares import stats
 from fedstream.recordings import pages as journal_pages
 from fedstream.recordings.bisect import search

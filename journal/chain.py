@@ -1,0 +1,198 @@
+"""A journal's segments, read as one chain.
+
+Each segment names its predecessor, and how much of that one counts. What counts is found from the
+newest segment backwards; other segments in the folder are a fenced writer's or an earlier
+journal's, and are not read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from fedstream.broker.layout import vector_of
+from fedstream.journal.errors import Diverged, JournalDamaged, JournalError
+from fedstream.journal.records import SUFFIX, EntryRecord
+from fedstream.journal.segment import Cut, Record, Segment
+from fedstream.strategies import DeviceVectors
+
+FOLDER = "journal"  # in a run's output folder
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[list[Segment]]:
+    """The segments that count, oldest first, of a run's folder, a journal's, or a segment's file.
+
+    A single segment counts as far as it is whole. Raises JournalError.
+    """
+    chain = [Segment(path)] if path.is_file() else segments(journal_of(path))
+    try:
+        if not chain:
+            raise JournalError(
+                f"{path}: no journal there: name a run's folder, its journal folder or a segment"
+            )
+        yield chain
+    finally:
+        for segment in chain:
+            segment.close()
+
+
+def journal_of(path: Path) -> Path:
+    """The journal's folder in a run's folder; a journal's own folder is returned as it is."""
+    inside = path / FOLDER
+    return inside if inside.is_dir() else path
+
+
+def segments(folder: Path) -> list[Segment]:
+    """The segments that count, oldest first, each but the last up to its successor's cut.
+
+    Empty if there is no journal. Leaves out the segments of fenced writers, and the oldest ones if
+    they can't be rebuilt because devices' vectors were deleted with the segments before them.
+    Raises JournalError for a foreign file, and if a segment is missing in the middle.
+    """
+    try:
+        names = sorted(path.name for path in folder.iterdir() if path.name.endswith(SUFFIX))
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise JournalError(f"{folder}: cannot be read: {error.strerror}") from error
+    chain: list[Segment] = []
+    try:
+        name = names[-1] if names else None
+        while name is not None and name in names:
+            try:
+                chain.append(Segment(folder / name))
+            except JournalError:
+                if chain and not (folder / name).exists():
+                    return chain[::-1]  # the oldest, deleted since it was listed
+                raise
+            chain[-1].close()  # there may be more segments than the limit on open files
+            before = chain[-1].head.predecessor
+            if before is not None and before >= name:
+                raise JournalDamaged(f"{folder / name}: names {before} as its predecessor")
+            name = before
+        if name is not None and names[0] < name:
+            raise JournalError(
+                f"{folder / name}: is missing, but older segments are there: restore it, or move "
+                "the older ones away to start after it"
+            )
+    except BaseException:
+        for segment in chain:
+            segment.close()
+        raise
+    return _with_vectors(chain, set(names))[::-1]
+
+
+def _with_vectors(chain: list[Segment], names: set[str]) -> list[Segment]:
+    """The segments, newest first, as far back as all their devices' vectors are there.
+
+    A vector whose segment is gone may be repeated in a later segment: it is then taken from there.
+    """
+    again: dict[int, str] = {}  # device -> the segment that has the vector unchanged
+    for number, segment in enumerate(chain):
+        gone = {device for device, name in segment.elsewhere.items() if name not in names}
+        if number and not gone <= again.keys():
+            return chain[:number]
+        segment.elsewhere |= {device: again[device] for device in gone & again.keys()}
+        again = segment.elsewhere | dict.fromkeys(segment.standing.again, segment.path.name)
+    return chain
+
+
+def cuts(chain: Sequence[Segment]) -> Iterator[tuple[Segment, Cut | None]]:
+    """Each segment with its successor's cut; None: everything whole in it counts."""
+    for segment, successor in zip(chain, [*chain[1:], None], strict=True):
+        yield segment, successor.follows if successor is not None else None
+
+
+def counted_bytes(chain: Sequence[Segment]) -> int:
+    """The number of the journal's bytes that count."""
+    return sum(segment.size if cut is None else cut.at for segment, cut in cuts(chain))
+
+
+def uncounted(chain: Sequence[Segment]) -> list[str]:
+    """The folder's other segments: those of fenced writers or of an earlier journal."""
+    ours = {segment.path.name for segment in chain}
+    names = {path.name for path in chain[0].path.parent.iterdir() if path.name.endswith(SUFFIX)}
+    return sorted(names - ours)
+
+
+def since(chain: Sequence[Segment], version: int) -> Sequence[Segment]:
+    """The segments from the newest one on that begins at or before ``version``.
+
+    Raises JournalError, with the oldest version that was kept, if there is none.
+    """
+    for number in range(len(chain) - 1, -1, -1):
+        if chain[number].standing.version <= version:
+            return chain[number:]
+    raise JournalError(
+        f"{chain[0].path.parent}: version {version} is no longer kept: the oldest is "
+        f"{chain[0].standing.version}"
+    )
+
+
+def entries(segment: Segment, cut: Cut | None) -> Iterator[tuple[Record, EntryRecord]]:
+    """A segment's records after its beginning, with their messages; no payload is read."""
+    for record in segment.records(cut):
+        yield record, record.entry
+
+
+def newest_version(chain: Sequence[Segment]) -> int:
+    """The newest version."""
+    version = chain[-1].standing.version
+    for _, entry in entries(chain[-1], None):
+        version = entry.version
+    return version
+
+
+def check_joint(segment: Segment, ended: tuple[int, str] | None) -> None:
+    """Raise Diverged unless a segment begins with the version and digest that the one before
+    ``ended`` with, if these are known."""
+    said = segment.standing
+    if ended is None or said.why != "continued" or (said.version, said.digest) == ended:
+        return
+    raise Diverged(
+        f"{segment.standing_record.place.where}: the segment begins with version "
+        f"{said.version} ({said.digest}), the one before ends with version {ended[0]} ({ended[1]})"
+    )
+
+
+def device_vectors(segment: Segment, devices: int) -> DeviceVectors | None:
+    """What the strategy remembers of each device, from the segment that it was last written to.
+
+    None if it remembers nothing. Raises JournalError.
+    """
+    here, elsewhere = segment.standing.here, segment.elsewhere
+    if not (here or elsewhere):
+        return None
+    vectors = DeviceVectors(devices, segment.layout.parameters)
+    wanted: dict[str, set[int]] = {}
+    for device, name in elsewhere.items():
+        wanted.setdefault(name, set()).add(device)
+    _load(segment, set(here), vectors)
+    for name, missing in wanted.items():
+        path = segment.path.with_name(name)
+        if not path.exists():
+            raise JournalError(
+                f"{path}: is missing, but {segment.path.name} needs it for the vectors of "
+                f"{len(missing)} devices, such as device {min(missing)}: restore it"
+            )
+        with Segment(path) as other:
+            _load(other, missing, vectors)
+    vectors.changed.clear()
+    return vectors
+
+
+def _load(segment: Segment, devices: set[int], vectors: DeviceVectors) -> None:
+    for record, message in segment.vectors():
+        if message.device not in devices:
+            continue
+        vector = vector_of(vectors.write(message.device))
+        segment.load(record, vector)
+        if vector.digest() != message.digest:
+            raise JournalDamaged(
+                f"{record.place.where}: the device's vector does not match its digest"
+            )
+        devices.discard(message.device)
+    if devices:
+        raise JournalDamaged(f"{segment.path}: has no vector of device {min(devices)}")
