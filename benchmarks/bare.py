@@ -1,4 +1,4 @@
-"""The baseline: the same bytes over the same Redis, with nothing around them.
+"""The baseline: the same bytes through a Redis, with nothing around them.
 
 Two echo processes read the newest model and write it back as an update; one loop reads the update,
 mixes it in with the pipeline's own arithmetic and writes the new model. It uses plain redis-py with

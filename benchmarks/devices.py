@@ -1,10 +1,11 @@
-"""What asynchrony gains with slow devices: more trainers, and one straggler.
+"""What asynchrony gains with slow devices: more trainers, or one straggler.
 
     python -m benchmarks.devices
 
-Real runs of `fedstream run` on the digits. Scaling: one trainer against four, with every device
-taking 0.5 s. Straggler: the time until the test accuracy is .90 with four trainers, FedAsync
-against FedAvg with all ten devices in each round; one device takes 20 times the others' 0.2 s.
+Runs `fedstream run` on the digits. Scaling: one trainer against four, with every device taking
+0.5 s. Straggler: the time to a test accuracy of .90 with four trainers, FedAsync against FedAvg
+with all ten devices in each round; one device takes 20 times as long as the others, which take
+0.2 s.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""End to end: updates a second through every service, beside the bare loop over the same Redis.
+"""End to end: updates per second through every service, next to a bare loop.
 
     python -m benchmarks.end_to_end [--runs 5] [--sizes 61706,11000000]
 
-Two trainers return the model without training, four tasks are in flight. Each run measures the bare
-loop and the pipeline one after the other, on one Redis; the ratio of a run is what counts, because
-machines are noisy. Beside the rate: the processor time of each process, the updater's seconds by
-part, and the peaks of memory.
+Two trainers return the model without training, with four tasks in flight. Each run measures the
+bare loop and then the pipeline, each with a new Redis; the ratio within a run is what counts,
+because machines are noisy. Also measured: processor time per process, the updater's seconds by
+part, and peak memory.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class Pipeline:
                 if process.poll() is not None:
                     raise SystemExit(f"{name} exited with {process.returncode}")
             time.sleep(0.01)
-        raise SystemExit(f"version {version} was not reached in 300 s")
+        raise SystemExit(f"version {version} was not reached within 300 s")
 
     def _way_ms(self) -> float:
         """The median time from a task's trigger (in its id) to its version, through six hops."""
@@ -160,8 +160,8 @@ def _cpu(process: psutil.Process) -> float:
 def main() -> None:
     """Measure, print a table, and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--sizes", default="61706,11000000")
+    parser.add_argument("--runs", type=int, default=5, help="pairs to measure per size")
+    parser.add_argument("--sizes", default="61706,11000000", help="numbers of parameters")
     options = parser.parse_args()
     results: dict[str, Any] = {"machine": machine.described(), "sizes": {}}
     for size in (int(part) for part in options.sizes.split(",")):
@@ -217,9 +217,9 @@ def _table(results: dict[str, Any]) -> str:
     about = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
     lines = [
         "# End to end, without training", "",
-        "`make bench`: two trainers that return the model as it came, four tasks in flight, beside",
-        "a bare loop over the same Redis. Medians; the ratios are of pairs measured one after the",
-        "other.", "", about, "",
+        "`make bench`: two trainers that return the model as it came, four tasks in flight, next",
+        "to a bare loop, each with a new Redis. Medians; the ratios are of pairs measured one",
+        "after the other.", "", about, "",
         "| parameters | updates/s | bare loop | ratio | every run's ratio |",
         "|---|---|---|---|---|",
     ]  # fmt: skip

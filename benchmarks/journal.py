@@ -1,9 +1,10 @@
-"""What the journal costs: updates a second with it, beside a pipeline that records nothing.
+"""What the journal costs: updates per second with it, next to a pipeline that records nothing.
 
     python -m benchmarks.journal [--runs 5] [--sizes 61706,11000000]
 
-Pairs: both pipelines one after the other on one Redis, the order changing from run to run. Then how
-long an updater takes to be back that was killed 1,000 versions after its checkpoint.
+Measures pairs: both pipelines one after the other, each with a new Redis, alternating which goes
+first. Then measures how long an updater takes to recover when it was killed 1,000 versions after
+its checkpoint.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ def recovery_s(size: int, versions: int) -> float:
 def main() -> None:
     """Measure, print a table, and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--sizes", default="61706,11000000")
-    parser.add_argument("--syncs", default="interval,always,never")
+    parser.add_argument("--runs", type=int, default=5, help="pairs to measure per setting")
+    parser.add_argument("--sizes", default="61706,11000000", help="numbers of parameters")
+    parser.add_argument("--syncs", default="interval,always,never", help="values of journal.sync")
     options = parser.parse_args()
     results: dict[str, Any] = {"machine": machine.described(), "cost": {}, "recovery_s": {}}
     lines = []
@@ -90,8 +91,8 @@ def main() -> None:
     text = "\n".join(
         [
             "# What the journal costs", "",
-            "`python -m benchmarks.journal`: updates a second end to end, without training, beside",
-            "the same pipeline that records nothing; medians of pairs.", "", about, "",
+            "`python -m benchmarks.journal`: updates per second end to end, without training, next",
+            "to the same pipeline that records nothing; medians of pairs.", "", about, "",
             "| parameters | sync | none, updates/s | with it | cost | at most | | every pair |",
             "|---|---|---|---|---|---|---|---|", *table, "", *rest, "",
         ]

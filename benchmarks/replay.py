@@ -1,13 +1,13 @@
-"""Replay: versions a second, beside reading the file alone and mixing alone; and its memory.
+"""Replay: versions per second, next to only reading the file and only mixing; and its memory.
 
     python -m benchmarks.replay [--runs 5] [--sizes 61706,11000000]
 
-The journal is made in a temporary folder, at most 4 GB of it, and deleted. Replay checks every
-version's digest. A run measures the three one after the other; the ratio of a run is what counts:
-replay over the slower of the other two. Once with the file on the disk alone, as a journal is that
-somebody comes back to (it is evicted from the page cache before each reading): 0.6 at least. And
-once with the file in the page cache, which shows what replay itself costs. The memory is that of a
-process that replays and does nothing else; of small models, mostly what is read ahead.
+Writes a journal of at most 4 GB to a temporary folder, deleted at the end. Replay checks every
+version's digest. A run measures the three one after the other; the ratio within a run is what
+counts: replay over the slower of the other two. It is measured with the file only on disk (evicted
+from the page cache before each reading, like an old journal), where it must be at least 0.6, and
+with the file in the page cache, which shows what replay itself costs. The memory is that of a
+process that only replays; with small models it is mostly read-ahead.
 """
 
 from __future__ import annotations
@@ -184,8 +184,8 @@ def _run(
 def main() -> None:
     """Measure, print a table, and write the results as JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--sizes", default="61706,11000000")
+    parser.add_argument("--runs", type=int, default=5, help="runs per size")
+    parser.add_argument("--sizes", default="61706,11000000", help="numbers of parameters")
     wanted = parser.parse_args()
     results = [measured(int(size), wanted.runs) for size in wanted.sizes.split(",")]
     print("parameters  updates  where   read/s    mix/s  replay/s  ratio            peak, models")

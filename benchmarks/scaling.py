@@ -1,15 +1,15 @@
-"""Scaling: updates a second by number of trainer processes, where a device takes a second.
+"""Scaling: updates per second by number of trainer processes, if a device takes a second.
 
     python -m benchmarks.scaling [--runs 3] [--trainers 1,2,4,8,16,32] [--cycles 8]
 
-Every service is a process of its own over one Redis; trainers are added until there are as many as
-the next figure wants. They really train the digits, a few ms of each simulated second, and the
-number in flight follows the trainers that are alive. A figure is taken over whole cycles: each
-trainer has made ``cycles`` updates, so it does not matter where in their second they are.
+Every service is a process of its own, and all share one Redis. Trainers are added for each figure.
+They really train the digits, for a few ms of each simulated second, and the number of tasks in
+flight follows the number of live trainers. Each figure covers whole cycles, in which every trainer
+makes ``cycles`` updates, so it does not matter where in their second they are.
 
-Beside it: what a task costs the coordinator and the scheduler in processor time, which includes
-what they do by the clock; how long a trainer takes from its start until it is ready, alone on the
-machine; and the memory of one that waits for its first task. A smoke test on a busy machine:
+Also measured: the processor time per task of the coordinator and the scheduler, including their
+periodic work; how long a trainer alone on the machine takes to become ready; and the memory of one
+that waits for its first task. A smoke test for a busy machine:
 ``--runs 1 --trainers 1,4 --cycles 4 --out FOLDER``.
 """
 
@@ -264,10 +264,10 @@ def _median(runs: list[dict[str, Any]]) -> dict[str, Any]:
 def main() -> None:
     """Measure, print a table, and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=3)
-    parser.add_argument("--trainers", default="1,2,4,8,16,32")
-    parser.add_argument("--cycles", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--runs", type=int, default=3, help="repeats of the whole measurement")
+    parser.add_argument("--trainers", default="1,2,4,8,16,32", help="numbers of trainers")
+    parser.add_argument("--cycles", type=int, default=8, help="updates of each trainer per figure")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
     options = parser.parse_args()
     trainers = sorted(int(part) for part in options.trainers.split(","))
     load = os.getloadavg()[0]

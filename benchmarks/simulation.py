@@ -1,13 +1,13 @@
-"""Simulation: device-epochs a second, beside a plain PyTorch loop on the same machine.
+"""Simulation: device-epochs per second, next to a plain PyTorch loop on the same machine.
 
     python -m benchmarks.simulation [--runs 5] [--threads 2]
 
-The plain loop trains one device after the other in float32 with torch.optim.SGD, on tensors that
-are in memory, and does nothing else; the simulation also draws, mixes and keeps versions. Pairs:
-one after the other in turn, and the median of their ratios counts. Then how long AFL's table 2 for
-LR/MNIST takes (12 rows, 4 columns, 3 repeats, measured after every round), by one run of each kind,
-and what FedAsync's CNN loses with bfloat16. The peak is that of a large matrix product.
-FEDSTREAM_DATA has to have MNIST and CIFAR-10.
+The plain loop trains one device after the other in float32 with torch.optim.SGD, on tensors in
+memory, and does nothing else; the simulation also draws, mixes and keeps versions. Both are
+measured in pairs, and the median ratio counts. Then estimates how long AFL's table 2 for LR/MNIST
+takes (12 rows, 4 columns, 3 repeats, measured after every round) from one run of each kind, and
+measures what FedAsync's CNN loses with bfloat16. The peak is that of a large matrix product.
+FEDSTREAM_DATA must contain MNIST and CIFAR-10.
 """
 
 from __future__ import annotations
@@ -185,9 +185,9 @@ def accuracy(threads: int, versions: int) -> dict[str, float]:
 def main() -> None:
     """Measure, print a table, and write it to benchmarks/results."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--versions", type=int, default=20)
+    parser.add_argument("--runs", type=int, default=5, help="pairs to measure")
+    parser.add_argument("--threads", type=int, default=2, help="PyTorch threads")
+    parser.add_argument("--versions", type=int, default=20, help="versions per run")
     wanted = parser.parse_args()
     results: dict[str, Any] = {
         "machine": machine.described(), "load": os.getloadavg()[0], "threads": wanted.threads,

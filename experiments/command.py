@@ -45,11 +45,11 @@ def reproduce(
 
     known = _experiments()
     if unknown := [name for name in names if name not in known]:
-        raise ConfigError(f"no experiment {', '.join(unknown)}; there are {', '.join(known)}")
+        raise ConfigError(f"unknown experiment {', '.join(unknown)}; known: {', '.join(known)}")
     if not names:
-        raise ConfigError(f"which experiment? There are {', '.join(known)}")
+        raise ConfigError(f"name an experiment: {', '.join(known)}")
     if out is not None and len(names) > 1:
-        raise ConfigError("--out is one experiment's folder, and several are named")
+        raise ConfigError("--out takes the results of one experiment: name only one")
     program = commit()  # before results are written, which may be inside the checkout
     for name in names:
         folder = out or RESULTS / name
@@ -67,6 +67,6 @@ def _experiments() -> dict[str, Experiment]:
         from fedstream.experiments.reproduction import catalogue
     except ModuleNotFoundError as error:
         raise ConfigError(
-            f"{error}: the experiments come with a checkout, and this is none ({Path.cwd()})"
+            f"{error}: experiments need a checkout of the repository, and {Path.cwd()} is not one"
         ) from error
     return catalogue()

@@ -201,7 +201,7 @@ class Results:
         """Each repeat's best or last value. Raises ConfigError if there are none."""
         found = [row.best if of == "best" else row.last for row in self.of(cell)]
         if not found:
-            raise ConfigError(f"there are no results of the cell {cell!r}")
+            raise ConfigError(f"no results of cell {cell!r}")
         return np.array(found)
 
     def mean(self, cell: str, of: Of = "best") -> float:
@@ -217,9 +217,9 @@ class Results:
         """(x, mean of y, deviation of y) at every kept version."""
         found = [self.curves[cell, row.repeat] for row in self.of(cell)]
         if not found:
-            raise ConfigError(f"there is no curve of the cell {cell!r}")
+            raise ConfigError(f"no curve of cell {cell!r}")
         if y not in found[0] or x not in found[0]:
-            raise ConfigError(f"no column {x!r} or {y!r}; there are {', '.join(found[0])}")
+            raise ConfigError(f"no column {x!r} or {y!r}; known: {', '.join(found[0])}")
         size = min(len(curve[y]) for curve in found)  # diverged runs are shorter
         xs, ys = (np.array([curve[name][:size] for curve in found]) for name in (x, y))
         kept = ~np.isnan(ys).any(axis=0)

@@ -115,7 +115,9 @@ def chosen(experiment: Experiment, patterns: Sequence[str]) -> list[Cell]:
     for pattern in patterns:
         if pattern not in labels and not fnmatch.filter(labels, pattern):
             near = get_close_matches(pattern, labels, n=1) or labels[:1]
-            raise ConfigError(f"{experiment.name} has no cell {pattern!r}; there is {near[0]!r}")
+            raise ConfigError(
+                f"{experiment.name} has no cell {pattern!r}; did you mean {near[0]!r}?"
+            )
     return [
         cell for cell in experiment.cells
         if not patterns
@@ -131,7 +133,7 @@ def run_job(job: Job) -> tuple[Row, Points]:
     outcome = simulate(settings, _task(settings.task))
     measured = outcome.measured
     if not measured or job.metric not in measured[0].metrics:
-        raise ConfigError(f"cell {job.cell!r}: the task measures no {job.metric}")
+        raise ConfigError(f"cell {job.cell!r}: the task does not measure {job.metric}")
     sign = 1 if job.higher else -1
     best = max(
         (made for made in measured if math.isfinite(made.metrics[job.metric])),
@@ -414,7 +416,7 @@ def run(
     missing = [job for job in wanted if (job.cell, job.repeat) not in there]
     processes = max(1, min(processes, len(missing)))
     threads = max(1, cores() // processes)
-    say(f"{experiment.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them are there")
+    say(f"{experiment.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them done already")
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     waiting, done = Counter(job.cell for job in missing), list[Row]()
     for n, (row, curve) in enumerate(results(missing, processes, threads), start=1):

@@ -73,9 +73,7 @@ def torch_cpu(every: Entries, builds: Mapping[str, Sequence[str]]) -> Entries:
     """The list ``torch-cpu``. Raises SystemExit if there is no known CPU build of a pin."""
     for name in _TORCH:
         if (pin := _pin(every[name])) not in builds:
-            raise SystemExit(
-                f"torch-cpu.sha256 has no CPU build of {pin}: add those of the new one"
-            )
+            raise SystemExit(f"torch-cpu.sha256 has no CPU build of {pin}: add its hashes")
     torch, torchvision = (_pin(every[name]) for name in _TORCH)
     either = [*re.findall(r"--hash=sha256:(\w+)", every["torchvision"]), *builds[torchvision]]
     return {
@@ -116,7 +114,7 @@ def _write_project() -> None:
     runtime = _compiled(known, project, *pins)
     every = _compiled(known | runtime, project, "--extra", "dev", *pins)
     if differing := [name for name in runtime if _pin(runtime[name]) != _pin(every[name])]:
-        raise SystemExit(f"the tests want other versions of {', '.join(differing)}")
+        raise SystemExit(f"the tests need other versions of {', '.join(differing)}")
     cuda = [name for name in every if name in _TORCH or _CUDA.match(name)]
     _write("torch-cpu", torch_cpu(every, cpu_builds()))
     _write("torch-cuda", {name: every[name] for name in cuda})

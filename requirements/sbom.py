@@ -23,7 +23,7 @@ def version() -> str:
         match node:
             case ast.Assign(targets=[ast.Name("__version__")], value=ast.Constant(str(text))):
                 return text
-    raise SystemExit("fedstream/__init__.py does not say __version__")
+    raise SystemExit("fedstream/__init__.py does not set __version__")
 
 
 def main() -> None:

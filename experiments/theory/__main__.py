@@ -1,6 +1,6 @@
 """``python -m experiments.theory [name ...]``: results, pictures and README.md.
 
-Without names, every setting is measured anew. README.md always covers all settings with results.
+Without names, measures every setting again. README.md always covers all settings with results.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def write(name: str, folder: Path) -> None:
 def main(names: list[str]) -> int:
     """Measure, draw and write README.md; return the exit status, 2 for an unknown name."""
     if unknown := set(names) - set(SETTINGS):
-        sys.stderr.write(f"no setting {', '.join(unknown)}; there are {', '.join(SETTINGS)}\n")
+        sys.stderr.write(f"unknown setting {', '.join(unknown)}; known: {', '.join(SETTINGS)}\n")
         return 2
     folder = HERE / "results"
     folder.mkdir(exist_ok=True)

@@ -2,9 +2,9 @@
 
     python -m tests.chaos [--faults 240] [--of 12] [--seed N ...] [--only KIND ...] [--sentinels]
 
-Runs of twelve faults each, over all rules and journal.sync always and interval, until there were as
-many as wanted; then a table. With --seed only those seeds' runs, whose faults are the same each
-time.
+Plays runs of twelve faults each, across all rules and journal.sync = always and interval, until
+there have been enough faults, and then prints a table. With --seed, plays only the runs of these
+seeds; a seed's faults are the same every time.
 """
 
 from __future__ import annotations
@@ -57,16 +57,24 @@ async def play(
 def main() -> int:
     """Plays, prints, and writes the table unless only some seeds were asked for."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--faults", type=int, default=240)
-    parser.add_argument("--of", type=int, default=FAULTS, help="faults of a run")
-    parser.add_argument("--seed", type=int, nargs="+", help="only these seeds' runs")
-    parser.add_argument("--only", nargs="+", type=Kind, help="kinds of fault")
-    parser.add_argument("--sentinels", action="store_true", help="Redis fails over")
-    parser.add_argument("--without", nargs="+", type=Kind, default=(), help="kinds of fault")
+    parser.add_argument("--faults", type=int, default=240, help="faults in all")
+    parser.add_argument("--of", type=int, default=FAULTS, help="faults per run")
+    parser.add_argument("--seed", type=int, nargs="+", help="play only the runs of these seeds")
+    parser.add_argument("--only", nargs="+", type=Kind, help="inject only these kinds of fault")
+    parser.add_argument(
+        "--sentinels", action="store_true", help="run Redis with sentinels and failovers"
+    )
+    parser.add_argument(
+        "--without", nargs="+", type=Kind, default=(), help="leave out these kinds of fault"
+    )
     parser.add_argument("--at-once", type=int, default=max(1, (os.cpu_count() or 1) // 2))
-    parser.add_argument("--stuck-s", type=float, default=STUCK_S, help="without what must come")
-    parser.add_argument("--minutes", type=float, default=math.inf, help="none begins after these")
-    parser.add_argument("--until-failure", action="store_true")
+    parser.add_argument(
+        "--stuck-s", type=float, default=STUCK_S, help="fail after this long without progress"
+    )
+    parser.add_argument(
+        "--minutes", type=float, default=math.inf, help="start no run after this many minutes"
+    )
+    parser.add_argument("--until-failure", action="store_true", help="stop at the first failure")
     options = parser.parse_args()
     seeds = options.seed or range(-(-options.faults // options.of))
     every = SENTINELED if options.sentinels else ALONE

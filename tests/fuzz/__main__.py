@@ -1,4 +1,4 @@
-"""Throws hostile inputs at everything that reads what others wrote, and prints a table."""
+"""Throw hostile inputs at everything that reads what others wrote, and print a table."""
 
 from __future__ import annotations
 
@@ -43,10 +43,12 @@ def main() -> int:
     every = targets()
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("target", nargs="*", choices=[*every, []], metavar="TARGET")
-    parser.add_argument("--inputs", type=int, default=100_000, help="of all targets together")
+    parser.add_argument(
+        "--inputs", type=int, default=100_000, help="number of inputs, divided among the targets"
+    )
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--jobs", type=int, default=2, help="processes side by side")
-    parser.add_argument("--json", type=Path, help="writes the table there too")
+    parser.add_argument("--jobs", type=int, default=2, help="processes to run in parallel")
+    parser.add_argument("--json", type=Path, help="also write the table to this file")
     options = parser.parse_args()
     names = options.target or [*every]
     each = -(-options.inputs // len(names))

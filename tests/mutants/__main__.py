@@ -1,4 +1,4 @@
-"""Plants a sample of faults, one at a time, and prints which of them no test noticed."""
+"""Plant a sample of faults, one at a time, and print which of them no test noticed."""
 
 from __future__ import annotations
 
@@ -37,11 +37,13 @@ def main() -> int:
     """Exits with 1 if fewer than ``--least`` of a package's mutants were killed."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
     parser.add_argument("package", nargs="*", choices=[*TESTS, []], metavar="PACKAGE")
-    parser.add_argument("--mutants", type=int, default=40, help="of each package")
+    parser.add_argument("--mutants", type=int, default=40, help="number of mutants per package")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--least", type=float, default=0.9, help="share that must be killed")
-    parser.add_argument("--csv", type=Path, help="writes every verdict there")
+    parser.add_argument(
+        "--least", type=float, default=0.9, help="share of mutants that must be killed"
+    )
+    parser.add_argument("--csv", type=Path, help="write every verdict to this file")
     options = parser.parse_args()
     packages = options.package or [*TESTS]
     drawn = [m for name in packages for m in sample(ROOT, name, options.mutants, options.seed)]
@@ -51,7 +53,7 @@ def main() -> int:
         reach, failed = traced(tree, every, options.jobs)
         trees.put(tree)
         if failed:
-            parser.error(f"these fail without any mutant: {', '.join(failed)}")
+            parser.error(f"these tests fail even without a mutant: {', '.join(failed)}")
         verdicts = []
         for verdict in pool.map(lambda mutant: _tried(mutant, reach, trees), drawn):
             verdicts.append(verdict)

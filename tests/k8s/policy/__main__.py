@@ -22,10 +22,12 @@ def main() -> int:
     """Renders, checks, prints. The exit code."""
     began = time.monotonic()
     if kubectl() is None:
-        sys.stderr.write("k8s-check: skipped, there is no kubectl on the path\n")
+        sys.stderr.write("k8s-check: skipped: kubectl is not on PATH\n")
         return 2 if os.environ.get("FEDSTREAM_CI") == "1" else 0
     if not PROGRAM.is_file():
-        sys.stderr.write(f"k8s-check: there is no {PROGRAM}: make .venv-checkov/installed\n")
+        sys.stderr.write(
+            f"k8s-check: {PROGRAM} is not installed: run make .venv-checkov/installed\n"
+        )
         return 2
     wrong = [f"sources: {line}" for line in sources()]
     try:
