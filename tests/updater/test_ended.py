@@ -5,6 +5,7 @@ from __future__ import annotations
 import sqlite3
 import stat
 from collections import Counter
+from contextlib import closing
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -121,7 +122,7 @@ def _damaged(path: Path) -> None:
 
 def _damaged_in_a_page(path: Path) -> None:
     """Behind what is read first: a cell says that it is longer than its page."""
-    with sqlite3.connect(path) as database:
+    with closing(sqlite3.connect(path)) as database, database:
         root = "SELECT rootpage FROM sqlite_master WHERE name = 'ended'"
         [page] = database.execute(root).fetchone()
         [size] = database.execute("PRAGMA page_size").fetchone()
@@ -133,12 +134,12 @@ def _damaged_in_a_page(path: Path) -> None:
 
 
 def _of_another_journal(path: Path) -> None:
-    with sqlite3.connect(path) as database:
+    with closing(sqlite3.connect(path)) as database, database:
         database.execute("UPDATE journal SET lineage = 'another'")
 
 
 def _behind(path: Path) -> None:
-    with sqlite3.connect(path) as database:
+    with closing(sqlite3.connect(path)) as database, database:
         database.execute("UPDATE journal SET through = '00000001-000000.journal'")
         database.execute("DELETE FROM ended")
 
@@ -185,6 +186,8 @@ def test_damage_that_is_seen_while_it_is_used_is_gone_with_the_next_start(
     with pytest.raises(JournalError, match="the next start rebuilds it from the journal"):
         index.get(tasks[0])
     assert not (tmp_path / NAME).exists()
+    monkeypatch.undo()
+    index.close()
 
 
 def test_what_the_journal_has_no_more_is_said_and_refused_from_then_on(tmp_path: Path) -> None:
