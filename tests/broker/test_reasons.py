@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -60,6 +61,23 @@ def test_scripts_know_reasons_by_name() -> None:
     source = Script("admit").source.decode()
     assert "reasons." not in re.sub(r"--[^\n]*", "", source)
     assert 'astray("another site\'s task")' in source
+
+
+def test_services_know_reasons_by_name() -> None:
+    """One word may mean other things too, and a log line says that a run finished."""
+    apart = {text for text in reasons.named().values() if " " in text} - {reasons.RUN_FINISHED}
+    packages = ("broker", "coordinator", "fedstream", "journal", "runtime", "strategies",
+                "trainer", "updater")  # fmt: skip
+    paths = [path for package in packages for path in (ROOT / package).rglob("*.py")]
+    assert len(paths) > 100
+    found = {
+        (path.name, node.value)
+        for path in paths
+        if path.name != "reasons.py"
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and node.value in apart
+    }
+    assert found == set()
 
 
 def test_an_unknown_reason_is_noticed_when_its_script_is_loaded() -> None:
