@@ -3,41 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import TypeVar
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from fedstream.broker import reasons
+from fedstream.broker.blobs import chunks_of
 from fedstream.broker.errors import BadMessage, BlobDamaged, BlobMissing
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
-from fedstream.broker.messages import RoundEnd, Upload, Version, decode
-from fedstream.broker.records import End
+from fedstream.broker.messages import Outcome, RoundEnd, Upload, Version, decode
 from fedstream.broker.streams import Entry
+from fedstream.journal import RoundClosed, Taken
 from fedstream.journal.progress import Progress, Step, close_round, take
+from fedstream.journal.rebuild import end_of
 from fedstream.journal.records import Counted
 from fedstream.runtime.service import Context
-from fedstream.strategies import State
-from fedstream.updater import changes, refusals
-from fedstream.updater.changes import Change
-from fedstream.updater.course import Course
+from fedstream.updater import refusals
 from fedstream.updater.intake import Intake
 from fedstream.updater.metrics import Metrics
-
-T = TypeVar("T")
+from fedstream.updater.publisher import blob_of
+from fedstream.updater.state import Change, RunState
 
 LARGE = 4 << 20  # bytes; arithmetic on larger models runs in a thread
 
 
 @dataclass(frozen=True, kw_only=True)
 class Decider:
-    """Turns queue entries into changes, each on top of the one before."""
+    """Turns queue entries into changes, each on top of a state."""
 
     context: Context
     metrics: Metrics
-    course: Course
     intake: Intake
     keys: Keys
     ledger: UpdaterLedger
@@ -46,135 +44,150 @@ class Decider:
     norm_factor: float
     weights: bool  # the journal keeps the updates' bytes
 
-    async def change(self, entry: Entry, before: Progress) -> Change | None:
-        """Decide what a queue entry does; None if it is undecodable or no longer expected."""
+    async def change(self, entry: Entry, state: RunState) -> Change | None:
+        """Decide what a queue entry does; None if it is undecodable or no longer expected.
+
+        Afterwards only the change may follow ``state``: the strategy's memory has it already.
+        """
         try:
             message = decode(entry.data, Upload, RoundEnd)
         except BadMessage as error:
             await self.ledger.bury(self.keys.queue, "", entry, str(error))
             return None
         if isinstance(message, RoundEnd):
-            if entry.id in self.course.rounds:
-                return Change(entry.id, None, (), before)
-            return await self._round_end(entry, message, before)
-        if (end := self.course.ended(message.task)) is not None:
+            return await self._off_loop(state, lambda: self._round_end(entry, message, state))
+        if (end := state.ends.get(message.task)) is not None:
             await self.intake.unfetch(entry)
-            return self._found_again(entry, message, before, end)
-        refusal, update, sizes = await self._checked(entry, message, before)
-        before = before.with_sizes(sizes)
-        if refusal == reasons.BLOB_MISSING and not await self.ledger.awaits(message):
-            # Redis fell back to before the update was admitted, so it may come again; or our
-            # successor has processed it.
-            self.context.log.warning(
-                "update not awaited any more", task=message.task, device=message.device
-            )
-            return None
-        if update is None:
-            return self._refused(entry, message, before, refusal, sizes)
-        spare = self.intake.spare(update.layout)
-        with self.metrics.seconds.labels("mix").time():
-            step = await self._off_loop(
-                lambda: take(self.course.strategy, before, message, update, spare)
-            )
-        used = (before.state.model, update, spare)
-        if step.decision is None or step.decision.outcome == "dropped":
-            stale = self._refused(entry, message, before, reasons.TOO_STALE, sizes)
-            return replace(stale, used=(update, spare))
-        return await self._taken(entry, message, step, update, used, sizes)
+            self._warn("update found again", message)
+            return Change(entry.id, None, (), state.progress, end=end, blob=message.blob)
+        change = await self._update(entry, message, state)
+        if change is None:
+            self._warn("update not awaited any more", message)
+        elif change.end is not None and change.end.reason:
+            self._warn("update refused", message, reason=change.end.reason)
+        return change
 
-    async def _checked(
-        self, entry: Entry, upload: Upload, before: Progress
-    ) -> tuple[str, Model | None, Counted]:
-        """Check an update: why it is refused ('' if it isn't), its content, its counted sizes."""
-        refusal = self._refusal(upload, before.state)
+    def _warn(self, event: str, upload: Upload, **about: str) -> None:
+        self.context.log.warning(event, task=upload.task, device=upload.device, **about)
+
+    async def _update(self, entry: Entry, upload: Upload, state: RunState) -> Change | None:
+        """Check an update and mix it in; None if Redis does not expect it any more."""
+        refusal = (
+            reasons.RUN_FINISHED if state.is_over
+            # There is no telling whether it was applied before.
+            else reasons.TOO_OLD if upload.tau < state.forgotten
+            else refusals.by_word(upload, state.strategy, state.progress.state)
+        )  # fmt: skip
         if refusal:
             await self.intake.unfetch(entry)
-            return refusal, None, ()
+            return _refused(entry, upload, state.progress, refusal, state.besides)
         try:
             with self.metrics.seconds.labels("fetch").time():
-                model = await self.intake.fetched(entry, upload, before.state.model.layout)
+                update = await self.intake.fetched(entry, upload, state.layout, state.ends)
         except BlobMissing:
-            return reasons.BLOB_MISSING, None, ()
+            # Unless it is awaited, Redis fell back to before the update was admitted, so it may
+            # come again; or our successor has processed it.
+            refusal = reasons.BLOB_MISSING
+            if not await self.ledger.awaits(upload):
+                return None
         except BlobDamaged:
-            return reasons.DIGEST, None, ()
-        with self.metrics.seconds.labels("check").time():
-            refusal, sizes = await self._off_loop(
-                lambda: refusals.by_content(
-                    upload, self.course.strategy, model, before,
-                    max_norm=self.max_norm, norm_factor=self.norm_factor,
-                )
-            )  # fmt: skip
+            refusal = reasons.DIGEST
         if refusal:
-            self.intake.free.append(model)
-            return refusal, None, sizes
-        return "", model, sizes
-
-    def _refusal(self, upload: Upload, state: State) -> str:
-        """Why an update is refused before its content is read; '' if it isn't."""
-        if self.course.is_over(state.version):
-            return reasons.RUN_FINISHED
-        if upload.tau < self.course.forgotten:
-            return reasons.TOO_OLD  # there is no telling whether it was applied before
-        return refusals.by_word(upload, self.course.strategy, state)
-
-    # the changes
-
-    async def _taken(
-        self,
-        entry: Entry,
-        upload: Upload,
-        step: Step,
-        update: Model,
-        used: tuple[Model, ...],
-        sizes: Counted,
-    ) -> Change:
-        """An update that was applied or buffered."""
-        payload = (update,) if self.weights else ()
-        return changes.taken(
-            entry, upload, step, payload, version=await self._version(step),
-            finish=self._end_of_run(step), counts=self.course.besides, used=used,
-            sizes=sizes,
-        )  # fmt: skip
-
-    async def _round_end(self, entry: Entry, message: RoundEnd, before: Progress) -> Change:
-        """End a round: make a version of what has arrived, unless it was made already."""
-        late = self.course.is_over(before.state.version)
-        step = Step(before) if late else close_round(self.course.strategy, before, message.version)
-        version = await self._version(step)
-        return changes.round_closed(
-            entry, message, step, late=late, version=version, finish=self._end_of_run(step),
-            counts=self.course.besides, used=(before.state.model,) if version is not None else (),
-        )  # fmt: skip
-
-    def _refused(
-        self, entry: Entry, upload: Upload, before: Progress, reason: str, sizes: Counted
-    ) -> Change:
-        """An update that never reaches the model."""
-        self.context.log.warning(
-            "update refused", task=upload.task, device=upload.device, reason=reason
+            return _refused(entry, upload, state.progress, refusal, state.besides)
+        spare = self.intake.spare(update.layout)
+        return await self._off_loop(
+            state, lambda: self._mixed_in(entry, upload, update, spare, state)
         )
-        return changes.refused(entry, upload, before, reason, self.course.besides, sizes)
 
-    def _found_again(self, entry: Entry, upload: Upload, before: Progress, end: End) -> Change:
-        """A task that the journal has but Redis forgot."""
-        self.context.log.warning("update found again", task=upload.task, device=upload.device)
-        return changes.found_again(entry, upload, before, end)
+    # arithmetic
 
-    async def _version(self, step: Step) -> Version | None:
-        """The version that a step made, if it made one."""
+    def _mixed_in(
+        self, entry: Entry, upload: Upload, update: Model, spare: Model, state: RunState
+    ) -> Change:
+        """Check an update's content, and mix it in."""
+        before, seconds = state.progress, self.metrics.seconds
+        with seconds.labels("check").time():
+            refusal, sizes = refusals.by_content(
+                upload, state.strategy, update, before,
+                max_norm=self.max_norm, norm_factor=self.norm_factor,
+            )  # fmt: skip
+        before, unused = before.with_sizes(sizes), (update, spare)
+        if refusal:
+            return _refused(entry, upload, before, refusal, state.besides, sizes, unused)
+        with seconds.labels("mix").time():
+            step = take(state.strategy, before, upload, update, spare)
+        if step.decision is None or step.decision.outcome == "dropped":
+            return _refused(entry, upload, before, reasons.TOO_STALE, state.besides, sizes, unused)
+        version, finish = self._made(state, step)
+        outcome: Outcome = "applied" if step.decision.outcome == "applied" else "buffered"
+        record = Taken(
+            entry=entry.id, upload=_as_recorded(upload), outcome=outcome,
+            staleness=step.decision.staleness, weight=step.decision.weight,
+            version=step.after.state.version, digest=version.digest if version else None,
+            time=version.time if version else time.time(), received=entry.time,
+            finished=finish, counts=dict(state.besides), sizes=sizes,
+        )  # fmt: skip
+        return Change(
+            entry.id, record, (update,) if self.weights else (), step.after, version,
+            end_of(record), upload.blob, finish, used=(before.state.model, update, spare),
+        )  # fmt: skip
+
+    def _round_end(self, entry: Entry, message: RoundEnd, state: RunState) -> Change:
+        """End a round: make a version of what has arrived, unless it was made already."""
+        before = state.progress
+        if state.ends.closed(entry.id):
+            return Change(entry.id, None, (), before)
+        late = state.is_over
+        step = Step(before) if late else close_round(state.strategy, before, message.version)
+        version, finish = self._made(state, step)
+        record = RoundClosed(
+            entry=entry.id, round=message.version, why=message.why, late=late,
+            version=step.after.state.version, digest=version.digest if version else None,
+            time=version.time if version else time.time(), received=entry.time,
+            finished=finish, counts=dict(state.besides),
+        )  # fmt: skip
+        used = (before.state.model,) if version is not None else ()
+        return Change(entry.id, record, (), step.after, version, finish=finish, used=used)
+
+    def _made(self, state: RunState, step: Step) -> tuple[Version | None, str | None]:
+        """The version that a step made, if it made one, and why this ends the run, if it does."""
         if step.made is None:
-            return None
+            return None, None
         with self.metrics.seconds.labels("digest").time():
-            digest = await self._off_loop(step.after.state.model.digest)
-        return changes.version_of(step, digest, self.lease.number, self.lease.nonce)
+            digest = step.after.state.model.digest()
+        number, size, epoch = step.after.state.version, state.layout.nbytes, self.lease.number
+        version = Version(
+            version=number, time=time.time(), epoch=epoch, parent=number - 1, digest=digest,
+            blob=blob_of(number, epoch, self.lease.nonce), size=size, updates=step.made,
+            chunks=chunks_of(size),
+        )  # fmt: skip
+        return version, f"version {number} reached" if number >= state.run.versions else None
 
-    def _end_of_run(self, step: Step) -> str | None:
-        run, version = self.course.run, step.after.state.version
-        last = run is not None and step.made is not None and version >= run.versions
-        return f"version {version} reached" if last else None
-
-    async def _off_loop(self, work: Callable[[], T]) -> T:
+    async def _off_loop(self, state: RunState, work: Callable[[], Change]) -> Change:
         """Run arithmetic: in a thread if it would block the event loop, else here."""
-        run = self.course.run
-        large = run is not None and run.layout.nbytes > LARGE
-        return await asyncio.to_thread(work) if large else work()
+        return await asyncio.to_thread(work) if state.layout.nbytes > LARGE else work()
+
+
+def _refused(
+    entry: Entry,
+    upload: Upload,
+    before: Progress,
+    reason: str,
+    counts: Mapping[str, int],
+    sizes: Counted = (),
+    used: tuple[Model, ...] = (),
+) -> Change:
+    """An update that never reaches the model."""
+    outcome: Outcome = "given_up" if reason == reasons.RUN_FINISHED else "refused"
+    version = before.state.version
+    record = Taken(
+        entry=entry.id, upload=_as_recorded(upload), outcome=outcome, reason=reason,
+        staleness=max(0, version - upload.since), version=version, time=time.time(),
+        received=entry.time, counts=dict(counts), sizes=sizes,
+    )  # fmt: skip
+    return Change(entry.id, record, (), before, end=end_of(record), blob=upload.blob, used=used)
+
+
+def _as_recorded(upload: Upload) -> Upload:
+    """The upload without what only matters to readers of its blob."""
+    return upload.model_copy(update={"chunks": None})

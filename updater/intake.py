@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 
 from fedstream.broker import blobs
@@ -13,7 +14,7 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Layout, Model
 from fedstream.broker.messages import Upload, decode
 from fedstream.broker.streams import Entry, Reader
-from fedstream.updater.course import Course
+from fedstream.updater.state import Ends
 
 BATCH = 16  # entries that are read together; small ones share a journal write
 
@@ -21,10 +22,9 @@ BATCH = 16  # entries that are read together; small ones share a journal write
 class Intake:
     """Reads the queue in order, without a consumer group, and prefetches one update."""
 
-    def __init__(self, client: Client, keys: Keys, course: Course) -> None:
+    def __init__(self, client: Client, keys: Keys) -> None:
         self._client = client
         self._keys = keys
-        self._course = course
         self._reader = Reader(client, {keys.queue: "0"})
         self.backlog: deque[Entry] = deque()
         self.fetches: dict[str, asyncio.Task[Model]] = {}  # by entry
@@ -39,6 +39,10 @@ class Intake:
         self.backlog.extend(entries)
         return bool(entries)
 
+    async def left(self) -> int:
+        """Number of entries in the queue, whether read or not."""
+        return int(await self._client.call("XLEN", self._keys.queue))
+
     def rewind(self) -> None:
         """Go back to the beginning of the queue."""
         self.backlog.clear()
@@ -50,21 +54,26 @@ class Intake:
         """A model to write into."""
         return self.free.pop() if self.free else Model(layout)
 
-    async def fetched(self, entry: Entry, upload: Upload, layout: Layout) -> Model:
+    def take_back(self, used: Iterable[Model], in_use: Iterable[Model]) -> None:
+        """Keep for reuse those of the ``used`` models that are not in use any more."""
+        kept = {id(model) for model in in_use}
+        self.free += [model for model in used if id(model) not in kept]
+
+    async def fetched(self, entry: Entry, upload: Upload, layout: Layout, ends: Ends) -> Model:
         """The update's model, usually prefetched while the one before was being mixed in."""
         fetch = self.fetches.pop(entry.id, None) or self._fetch(upload, layout)
-        self._fetch_ahead(layout, 1)
+        self._fetch_ahead(1, layout, ends)
         try:
             return await fetch
         except asyncio.CancelledError:
             fetch.cancel()
             raise
 
-    async def read_ahead(self, layout: Layout) -> None:
+    async def read_ahead(self, layout: Layout, ends: Ends) -> None:
         """Start prefetching the next update, if there is one by now."""
         if not self.backlog:
             await self.read(block_ms=0)
-        self._fetch_ahead(layout, 0)
+        self._fetch_ahead(0, layout, ends)
 
     async def unfetch(self, entry: Entry) -> None:
         """Free the memory of a prefetched update that is not going to be used."""
@@ -90,7 +99,7 @@ class Intake:
 
         return asyncio.create_task(read(), name=f"fetch {upload.blob}")
 
-    def _fetch_ahead(self, layout: Layout, place: int) -> None:
+    def _fetch_ahead(self, place: int, layout: Layout, ends: Ends) -> None:
         """Prefetch an update of the backlog: only one, to keep memory at four models."""
         if len(self.backlog) <= place or self.fetches:
             return
@@ -99,5 +108,5 @@ class Intake:
             upload = decode(following.data, Upload)
         except BadMessage:
             return  # reported when its turn comes
-        if upload.layout == layout.signature and not self._course.ended(upload.task):
+        if upload.layout == layout.signature and ends.get(upload.task) is None:
             self.fetches[following.id] = self._fetch(upload, layout)

@@ -22,6 +22,11 @@ from fedstream.strategies import DeviceVectors
 _UNNAMED_S = 600.0
 
 
+def blob_of(version: int, epoch: int, nonce: str) -> str:
+    """A unique name for a version's model, never reused for other bytes."""
+    return f"{version}.{epoch}.{nonce}"
+
+
 class Publisher:
     """Models by their blobs' names, and a vector for each device (SCAFFOLD's c_i)."""
 
@@ -77,9 +82,11 @@ class Publisher:
         """Forget the prepared model: it expired, never reached Redis, or is of no use."""
         self._written = ""
 
-    def published(self, version: Version) -> None:
-        """Take note that a version was committed."""
+    def published(self, version: Version, retired: Sequence[str]) -> None:
+        """Take note that a version was committed, and that these models were deleted."""
         self._kept[version.blob] = version.version
+        for blob in retired:
+            self._kept.pop(blob, None)
 
     def outlived(self, size: int) -> tuple[str, ...]:
         """The models to delete so that one more of ``size`` bytes stays within the limits."""
@@ -89,18 +96,14 @@ class Publisher:
         surplus = len(self._kept) + 1 - most
         return tuple(list(self._kept)[:surplus]) if surplus > 0 else ()
 
-    def deleted(self, outlived: Sequence[str]) -> None:
-        """Take note that these models were deleted."""
-        for blob in outlived:
-            self._kept.pop(blob, None)
-
     async def make_room(self) -> int:
         """Delete all models but the newest, because Redis is full; return how many."""
         self._kept = self._kept or await self._ledger.kept()
         older = list(self._kept)[:-1]
         if not older or await self._ledger.retire(self._lease.token, older) != "done":
             return 0
-        self.deleted(older)
+        for blob in older:
+            del self._kept[blob]
         return len(older)
 
     # devices

@@ -31,9 +31,8 @@ from fedstream.broker.messages import (
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Entry, Group
 from fedstream.journal.ended import Ended
-from fedstream.strategies.fedasync import FedAsyncSettings
-from fedstream.updater.course import Course
 from fedstream.updater.intake import Intake
+from fedstream.updater.state import Ends
 from tests.broker.guarded import KEYS, Guarded, guarded, needs_7
 from tests.broker.pipeline import finished, pipeline
 from tests.support import SIZE_LIMIT, EveryRole, Hand, wait_until
@@ -417,8 +416,8 @@ async def test_what_was_admitted_its_site_can_neither_change_nor_delete(
         await north.call("HSET", written, 0, b"x" * (8 << 20), "size", 1)
         [(id_, queued)] = await hand.queue()
         assert isinstance(queued, Upload)
-        intake = Intake(updater, KEYS, Course(FedAsyncSettings().build(), Ended(tmp_path)))
-        model = await intake.fetched(Entry(id_, queued.encode()), queued, hand.layout)
+        entry, ends = Entry(id_, queued.encode()), Ends(Ended(tmp_path))
+        model = await Intake(updater, KEYS).fetched(entry, queued, hand.layout, ends)
         assert model.floats.tolist() == [2.0] * 4
     assert await hand.commit(1, honest) == "done"
     assert not await hand.client.call("EXISTS", KEYS.queued(honest.blob))

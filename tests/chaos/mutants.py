@@ -109,8 +109,8 @@ MUTANTS = (
         (Kind.EMPTY,),
     ),
     Mutant(
-        "the newest model is not published again", "updater/recovery.py",
-        "elif not await self.publisher.keep(", "elif False and not await self.publisher.keep(",
+        "the newest model is not published again", "updater/loop.py",
+        "if not await self.publisher.keep(", "if False and not await self.publisher.keep(",
         (Kind.ERASE,),
     ),
     Mutant(
@@ -130,8 +130,8 @@ MUTANTS = (
     ),
     Mutant(
         "a task that is in the journal is done again", "updater/decider.py",
-        "self.course.ended(message.task)) is not None:",
-        "self.course.ended(message.task)) is not None and False:",
+        "state.ends.get(message.task)) is not None:",
+        "state.ends.get(message.task)) is not None and False:",
         (Kind.REWIND, Kind.TORN),
     ),
     Mutant(
@@ -150,9 +150,8 @@ MUTANTS = (
         (Kind.ROT,),
     ),
     Mutant(
-        "what a device has to know is not handed out", "updater/service.py",
-        "        if end is None or end.device is None or end.weight is None:\n",
-        "        if end is not None:\n",
+        "what a device has to know is not handed out", "updater/commit.py",
+        "device = None if end is None or end.weight is None else end.device", "device = None",
         (Kind.KILL,), (5, 11),
     ),
     Mutant(

@@ -16,6 +16,7 @@ from fedstream.journal import RoundClosed, Taken, segments
 from fedstream.strategies import FedAsyncSettings
 from fedstream.strategies.staleness import Constant
 from fedstream.updater.service import Updater
+from fedstream.updater.state import RunState
 from tests.support import Hand, context, running
 
 HALF = FedAsyncSettings(alpha=0.5, staleness=Constant())
@@ -32,6 +33,12 @@ def records(folder: Path) -> list[Taken | RoundClosed]:
     for segment in chain:
         segment.close()
     return found
+
+
+def has_compared(updater: Updater) -> bool:
+    """Whether it leads, and has found Redis where the journal is."""
+    state: RunState | None = getattr(updater._loop, "state", None)  # None: not recovered yet
+    return state is not None and state.compared == updater._lease.number > 0
 
 
 async def makes(hand: Hand, updater: Updater, *values: float) -> None:

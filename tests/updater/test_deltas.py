@@ -123,7 +123,7 @@ async def test_what_is_no_use_is_refused_and_changes_nothing(
         told = {"refused": 1, f"refused:{reason}": 1}
         assert await hand.ledger.head() == replace(before, journalled=told)
         assert await client.call("EXISTS", keys.queued(upload.blob)) == 0
-        assert updater._course.progress.state.memory.devices is None  # nobody is remembered
+        assert updater._loop.state.progress.state.memory.devices is None  # nobody is remembered
         await sent(hand, *filled(hand, 1.0))  # and the next one is taken as if nothing had happened
         await hand.reaches(1)
         assert np.isfinite((await hand.model((await hand.published())[-1])).floats).all()
@@ -207,5 +207,5 @@ async def test_a_stale_update_leaves_what_is_remembered_of_its_device(
             )
         await sent(hand, *filled(hand, 1.0, 1.0, 1.0), device=1, tau=0)
         await wait_until(lambda: reasons(hand, "refused", {"too stale": 1}))
-        vectors = updater._course.progress.state.memory.devices
+        vectors = updater._loop.state.progress.state.memory.devices
         assert [vectors[device].tolist() for device in (1, 5)] == [[1.0] * 4, [0.0] * 4]

@@ -236,8 +236,8 @@ async def test_a_redis_that_is_older_than_what_is_remembered_brings_no_second_re
     make: Any, hand: Hand, client: Client, folder: Path, restarted: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    monkeypatch.setattr("fedstream.updater.course._REMEMBERED", 2)
-    monkeypatch.setattr("fedstream.updater.service.BLOCK_MS", 20)
+    monkeypatch.setattr("fedstream.updater.state._REMEMBERED", 2)
+    monkeypatch.setattr("fedstream.updater.loop.BLOCK_MS", 20)
     async with running(make(segment_versions=3, lease_s=0.5), context()):
         await hand.join()
         tasks = await hand.open(8)
@@ -275,7 +275,7 @@ async def test_a_buffered_update_is_no_second_one_at_its_own_version(
     make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its end carries its tau: no version was made by it."""
-    monkeypatch.setattr("fedstream.updater.course._REMEMBERED", 1)
+    monkeypatch.setattr("fedstream.updater.state._REMEMBERED", 1)
     async with running(make(FedAvgSettings(clients_per_round=9)), context()):
         await hand.join()
         first = await hand.admitted(1.0)

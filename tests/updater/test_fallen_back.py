@@ -23,7 +23,7 @@ ROUNDS = FedAvgSettings(clients_per_round=9)
 
 def idle_after(monkeypatch: pytest.MonkeyPatch, milliseconds: int) -> None:
     """The updater is idle when the queue was empty for so long."""
-    monkeypatch.setattr("fedstream.updater.service.BLOCK_MS", milliseconds)
+    monkeypatch.setattr("fedstream.updater.loop.BLOCK_MS", milliseconds)
 
 
 Why = Literal["timed out", "deadline passed"]
@@ -115,7 +115,7 @@ async def test_what_is_decided_on_does_not_count_as_lost(
         await makes_more(hand, 1.0)
         disk.full = True
         await hand.admitted(2.0)
-        await wait_until(lambda: updater._course.unwritten)
+        await wait_until(lambda: updater._loop.unwritten)
         await client.call("FLUSHALL")
         await wait_until(lambda: updater._lease.number > 1)
         disk.full = False
@@ -262,7 +262,7 @@ async def test_the_updater_goes_on_though_the_reply_to_publishing_several_versio
             together, proxy.refuse = 2, lambda data: COMMIT in data
             await hand.admitted(1.0)
             await hand.admitted(1.0)
-            await wait_until(lambda: len(updater._course.pending) == 2)
+            await wait_until(lambda: len(updater._loop.commits.pending) == 2)
             await go_back(client, backup)
             together, proxy.refuse, proxy.cut_reply_to = 1, None, lambda data: CREATE in data
             await hand.reaches(3)

@@ -7,7 +7,6 @@ import errno
 import os
 import shutil
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +18,7 @@ from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import PAGE, Model
 from fedstream.broker.messages import CloseRound, Upload
 from fedstream.broker.records import End as Ended
-from fedstream.broker.records import Head, Run
+from fedstream.broker.records import Head
 from fedstream.broker.scripts import Script
 from fedstream.journal import (
     JournalDamaged,
@@ -31,11 +30,11 @@ from fedstream.journal import (
     segments,
 )
 from fedstream.journal.frames import BEGINNING, packed
-from fedstream.journal.progress import Progress
 from fedstream.journal.rebuild import recovered
 from fedstream.strategies import FedAvgSettings
-from fedstream.updater.changes import Change
+from fedstream.updater.loop import Loop
 from fedstream.updater.recovery import Recovery
+from fedstream.updater.state import Change, RunState
 from tests.journals import Scribe
 from tests.support import (
     Hand,
@@ -70,7 +69,7 @@ def idle_after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Sets for how many milliseconds the queue is empty before the updater is idle: 20."""
 
     def idle_after(milliseconds: int) -> None:
-        monkeypatch.setattr("fedstream.updater.service.BLOCK_MS", milliseconds)
+        monkeypatch.setattr("fedstream.updater.loop.BLOCK_MS", milliseconds)
 
     idle_after(20)
     return idle_after
@@ -228,9 +227,9 @@ async def test_adopting_goes_on_after_the_disk_was_full(
     updater = make(adopt=True)
     real = Recovery._adopt
 
-    async def adopt(*args: Any, **about: Any) -> None:
+    async def adopt(*args: Any, **about: Any) -> RunState:
         disk.full = disk.refused < 3  # from now on
-        await real(*args, **about)
+        return await real(*args, **about)
 
     monkeypatch.setattr(Recovery, "_adopt", adopt)
     async with running(updater, context()):
@@ -248,20 +247,20 @@ async def test_a_run_that_is_gone_when_it_is_to_be_adopted_is_looked_for_again(
 ) -> None:
     """Redis was emptied since, or answered for another moment."""
     await loses_its_end(make, hand, end, 4.0, 4.0)
-    lost_for_good, seen = Recovery.lost_for_good, Recovery._seen
+    real, seen = Recovery.adopt, Recovery.seen
     times = 0
 
     async def nothing(_: Recovery) -> tuple[None, None]:
         return None, None
 
-    async def lost(recovery: Recovery, head: Any) -> None:
+    async def adopt(recovery: Recovery, state: RunState, ahead: Head) -> RunState | None:
         nonlocal times
         times += 1
         with monkeypatch.context() as patch:
-            patch.setattr(Recovery, "_seen", nothing if times == 1 else seen)
-            await lost_for_good(recovery, head)
+            patch.setattr(Recovery, "seen", nothing if times == 1 else seen)
+            return await real(recovery, state, ahead)
 
-    monkeypatch.setattr(Recovery, "lost_for_good", lost)
+    monkeypatch.setattr(Recovery, "adopt", adopt)
     async with running(make(adopt=True), context()):
         await wait_until(lambda: segments(folder)[-1].standing.why == "adopted")
     assert times == 2
@@ -273,29 +272,31 @@ async def test_adopting_that_fails_leaves_all_as_it_was(
     """Of a task that is in no journal it would say that it has ended."""
     await loses_its_end(make, hand, end, 4.0, 4.0)
     updater = make(adopt=True)
-    real = Recovery._adopt
-    changed: list[set[str]] = []
+    real = Recovery.adopt
+    kept: list[bool] = []
 
-    async def adopt(recovery: Recovery, run: Run, head: Head, **about: Any) -> None:
-        if changed:
-            await real(recovery, run, head, **about)
-            return
-        progress = updater._course.progress
-        updater._course.unwritten = [Change("1-0", None, (), progress)]
-        was = dict(vars(updater._course))
-        disk.full = True
+    def held() -> list[Any]:
+        """All that it goes on from, if nothing is adopted."""
+        loop, commits = updater._loop, updater._loop.commits
+        queues = (loop.unwritten, commits.pending, commits.retained)
+        return [loop.state, loop.state.ends.done, *(one for queue in queues for one in queue)]
+
+    async def adopt(recovery: Recovery, state: RunState, ahead: Head) -> RunState | None:
+        if kept:
+            return await real(recovery, state, ahead)
+        updater._loop.unwritten = [Change("1-0", None, (), state.progress)]
+        was, disk.full = held(), True
         try:
-            await real(recovery, replace(run, state="finished"), head, **about)
+            return await real(recovery, state, ahead)
         finally:
             disk.full = False
-            now = vars(updater._course)
-            changed.append({name for name in was if now[name] is not was[name]})
-            updater._course.unwritten = []
+            kept.append(was == held())
+            updater._loop.unwritten = []
 
-    monkeypatch.setattr(Recovery, "_adopt", adopt)
+    monkeypatch.setattr(Recovery, "adopt", adopt)
     async with running(updater, context()):
         await wait_until(lambda: segments(folder)[-1].standing.why == "adopted")
-    assert changed == [set()]
+    assert kept == [True]
 
 
 async def test_a_journal_that_is_deleted_under_its_updater_is_one_clear_line(
@@ -410,7 +411,7 @@ async def test_redis_that_is_emptied_while_a_lost_end_is_made_again_has_the_jour
 
     async def flush() -> None:
         nonlocal emptied
-        if updater._course.ahead is not None and not emptied:
+        if updater._loop.state.ahead is not None and not emptied:
             await client.call("FLUSHALL")
             emptied = True
 
@@ -535,11 +536,11 @@ async def test_two_updates_of_one_task_are_applied_once_though_they_are_read_tog
 async def test_what_is_remembered_stays_bounded_over_restarts(
     make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("fedstream.updater.course._REMEMBERED", 2)
+    monkeypatch.setattr("fedstream.updater.state._REMEMBERED", 2)
     for _ in range(3):
         updater = make()
         await makes(hand, updater, 1.0, 1.0, 1.0)
-        assert len(updater._course.done) == 2
+        assert len(updater._loop.state.ends.done) == 2
         assert len(segments(folder)[-1].done()) <= 2
     async with running(make(), context()):
         await wait_until(lambda: len(segments(folder)) == 4)
@@ -555,7 +556,7 @@ async def test_what_was_being_fetched_when_redis_went_back_is_forgotten(
         await makes_more(hand, 1.0)
         disk.full = True
         await hand.admitted(2.0)
-        await wait_until(lambda: updater._course.unwritten and disk.refused > 1)
+        await wait_until(lambda: updater._loop.unwritten and disk.refused > 1)
         await client.pipeline(
             [
                 ("MULTI",),
@@ -593,7 +594,7 @@ async def test_an_update_that_redis_lost_with_its_entry_is_not_refused(
         await makes_more(hand, 1.0)
         disk.full = True
         await hand.admitted(2.0)
-        await wait_until(lambda: updater._course.unwritten and disk.refused > 1)
+        await wait_until(lambda: updater._loop.unwritten and disk.refused > 1)
         with monkeypatch.context() as patched:
             patched.setattr(updater._intake, "read", both_at_once)
             await hand.admitted(3.0)
@@ -628,7 +629,7 @@ async def test_a_full_redis_is_emptied_when_there_is_nothing_else_to_do(
     async def flush() -> None:
         """It is idle."""
         nonlocal limits
-        if updater._course.retained and updater._course.progress.state.version == 4 and not limits:
+        if updater._loop.commits.retained and updater._loop.state.version == 4 and not limits:
             await limited(hand, -2_500_000)
             limits += 1
         await real()
@@ -732,7 +733,7 @@ async def test_what_the_journal_has_has_no_second_record_after_adopting(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """Whether it was in memory or in the index."""
-    monkeypatch.setattr("fedstream.updater.course._REMEMBERED", remembered)
+    monkeypatch.setattr("fedstream.updater.state._REMEMBERED", remembered)
     async with running(make(), context()):
         uploads = await makes_more(hand, 4.0, 4.0, 4.0)
     end.begins()
@@ -754,21 +755,21 @@ async def test_what_was_decided_on_and_not_journalled_has_not_ended_after_adopti
 ) -> None:
     await loses_its_end(make, hand, end, 4.0)
     updater = make(adopt=True)
-    real = Recovery._adopt
+    real = Recovery.adopt
 
-    async def adopt(recovery: Recovery, run: Run, head: Head, **about: Any) -> None:
-        course = updater._course
-        course.remember(Ended("found again", "1", "applied"))
+    async def adopt(recovery: Recovery, state: RunState, ahead: Head) -> RunState | None:
+        state.ends.add(Ended("found again", "1", "applied"))
         for task, record in (("found again", None), ("new", records(folder)[0])):
             end = Ended(task, "1", "applied")
-            course.decided(Change("1-0", record, (), course.progress, end=end))
-        await real(recovery, run, head, **about)
+            updater._loop.unwritten.append(Change("1-0", record, (), state.progress, end=end))
+            state.ends.decide(updater._loop.unwritten[-1])
+        return await real(recovery, state, ahead)
 
-    monkeypatch.setattr(Recovery, "_adopt", adopt)
+    monkeypatch.setattr(Recovery, "adopt", adopt)
     async with running(updater, context()):
         await wait_until(lambda: segments(folder)[-1].standing.why == "adopted")
-        assert updater._course.ended("found again")
-        assert not updater._course.ended("new")
+        await wait_until(lambda: updater._loop.state.ends.get("found again"))
+        assert not updater._loop.state.ends.get("new")
 
 
 async def test_a_task_that_was_found_again_is_counted_once_though_redis_went_back_meanwhile(
@@ -777,7 +778,7 @@ async def test_a_task_that_was_found_again_is_counted_once_though_redis_went_bac
     """It is in the journal, but nothing is written of its being found again."""
     async with Proxy(redis) as proxy:
         updater = make(redis=proxy.settings)
-        real, found = updater._take_batch, asyncio.Event()
+        real, found = Loop._decide, asyncio.Event()
         async with running(updater, context()):
             await hand.join()
             proxy.reading.clear()
@@ -787,15 +788,15 @@ async def test_a_task_that_was_found_again_is_counted_once_though_redis_went_bac
             await hand.reaches(1)
             await wait_until(hand.queue_is_empty)
 
-            async def take_batch(progress: Progress) -> None:
-                await real(progress)
-                if updater._course.unwritten and not found.is_set():
-                    assert [change.record for change in updater._course.unwritten] == [None]
+            async def decide(loop: Loop) -> None:
+                await real(loop)
+                if loop.unwritten and not found.is_set():
+                    assert [change.record for change in loop.unwritten] == [None]
                     await go_back(client, backup)
-                    updater._course.epoch = 0  # as if the lease had been taken again
+                    loop.state = loop.state.to_compare()  # as if the lease had been taken again
                     found.set()
 
-            monkeypatch.setattr(updater, "_take_batch", take_batch)
+            monkeypatch.setattr(Loop, "_decide", decide)
             await hand.slip_in(upload)
             await wait_until(found.is_set)
             await hand.reaches(1)
@@ -823,7 +824,7 @@ async def test_a_run_that_somebody_ended_stays_ended_though_redis_went_back(
             await hand.ledger.finish("target")
             proxy.reading.set()
             await hand.reaches(1)
-            await wait_until(lambda: updater._course.finished)
+            await wait_until(lambda: updater._loop.state.finished)
             await wait_until(lambda: segments(folder)[-1].standing.finished == "target")
             run = await hand.ledger.run()
             assert (run.state, run.why) == ("finished", "target")
@@ -838,7 +839,7 @@ async def test_a_run_that_somebody_ended_is_ended_again_where_redis_forgot_that(
         await wait_until(hand.queue_is_empty)
         backup = await backed_up(client)
         await hand.ledger.finish("target")
-        await wait_until(lambda: updater._course.finished)
+        await wait_until(lambda: updater._loop.state.finished)
         await go_back(client, backup)
 
         async def ended() -> bool:

@@ -16,7 +16,7 @@ from tests.updater.test_faults import Disk, makes_more
 @pytest.fixture(autouse=True)
 def soon_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """The updater is idle when the queue was empty for 20 ms."""
-    monkeypatch.setattr("fedstream.updater.service.BLOCK_MS", 20)
+    monkeypatch.setattr("fedstream.updater.loop.BLOCK_MS", 20)
 
 
 async def test_older_models_make_room_though_nothing_is_to_be_written(
@@ -46,7 +46,7 @@ async def test_what_was_being_fetched_is_forgotten_though_its_entry_never_comes_
         await makes_more(hand, 1.0)
         disk.full = True
         await hand.admitted(2.0)
-        await wait_until(lambda: updater._course.unwritten and disk.refused > 1)
+        await wait_until(lambda: updater._loop.unwritten and disk.refused > 1)
         lost = await hand.admitted(3.0)
         await wait_until(lambda: updater._intake.fetches)
         await forget_newest(hand, lost, ("HSET", hand.keys.head, "version", 0))

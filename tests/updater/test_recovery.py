@@ -179,7 +179,7 @@ async def test_the_queue_makes_again_what_the_journal_lost(
     make: Any, hand: Hand, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = {"sync": "interval", "sync_s": 3600.0}
-    monkeypatch.setattr("fedstream.updater.service.BLOCK_MS", 3_600_000)  # it is never idle
+    monkeypatch.setattr("fedstream.updater.loop.BLOCK_MS", 3_600_000)  # it is never idle
     async with running(make(**late), context()):
         await hand.join()
         await hand.admitted(4.0)
@@ -192,7 +192,7 @@ async def test_the_queue_makes_again_what_the_journal_lost(
         assert (await hand.ledger.look()).head.retained == 4
     shutil.rmtree(folder)
     shutil.move(tmp_path / "copy", folder)
-    monkeypatch.setattr("fedstream.updater.service.BLOCK_MS", 20)
+    monkeypatch.setattr("fedstream.updater.loop.BLOCK_MS", 20)
     told = await hand.published()
     async with running(make(**late), context()) as updater:
         await wait_until(lambda: len(records(folder)) == 4)
@@ -249,7 +249,7 @@ async def test_a_task_older_than_the_journal_is_refused(
     make: Any, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it was applied before, in a segment that is gone, nobody could say."""
-    monkeypatch.setattr("fedstream.updater.course._REMEMBERED", 1)
+    monkeypatch.setattr("fedstream.updater.state._REMEMBERED", 1)
     async with running(make(segment_versions=1, keep_segments=1), context()):
         await hand.join()
         for number in range(1, 8):
@@ -270,7 +270,7 @@ async def test_the_end_of_a_round_after_the_end_of_the_run_ends_nothing(
         await hand.admitted(3.0)
         await wait_until(lambda: held(hand, 1))
         await hand.ledger.finish("enough")
-        await wait_until(lambda: updater._course.finished)
+        await wait_until(lambda: updater._loop.state.finished)
         await hand.ledger.ask(CloseRound(version=0, tasks=(), why="round over"))
         assert await hand.dispatch() == ["closed"]
         await wait_until(hand.queue_is_empty)

@@ -17,7 +17,7 @@ from tests.support import Hand, context, counted, layout_of, running, wait_until
 @pytest.fixture(autouse=True)
 def often_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     """It looks around whenever nothing has come for so long."""
-    monkeypatch.setattr("fedstream.updater.service.BLOCK_MS", 20)
+    monkeypatch.setattr("fedstream.updater.loop.BLOCK_MS", 20)
 
 
 async def _delete(client: Client, key: str) -> None:
@@ -131,11 +131,11 @@ async def test_it_says_so_when_no_version_comes_although_tasks_are_open(
         updater = make()
         async with running(updater, context()):
             await hand.join()
-            updater._heard = -math.inf
-            await wait_until(lambda: updater._heard > 0)
+            updater._loop.upkeep.heard = -math.inf
+            await wait_until(lambda: updater._loop.upkeep.heard > 0)
             assert told() == []  # no task is open
             await hand.open(2)
-            updater._heard -= 1000
+            updater._loop.upkeep.heard -= 1000
             await wait_until(told)
             await hand.admitted(4.0)
             await hand.reaches(1)

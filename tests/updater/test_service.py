@@ -430,7 +430,7 @@ async def test_a_run_that_redis_lost_is_published_again_and_no_version_is_taken_
         await client.call("FLUSHALL")
         await wait_until(lambda: published_again(hand))
         # What it had decided on before may still become a version.
-        await wait_until(lambda: not updater._course.unwritten and not updater._course.pending)
+        await wait_until(lambda: not updater._loop.unwritten and not updater._loop.commits.pending)
         head = await hand.ledger.head()
         assert head
         assert head.epoch > newest.epoch
@@ -607,7 +607,7 @@ async def test_a_run_that_is_finished_from_outside_takes_no_more(make: Any, hand
         await hand.reaches(1)
         upload = await hand.trained((await hand.open())[0], 4.0)
         await hand.ledger.finish("accuracy 0.9 reached")
-        await wait_until(lambda: updater._course.finished)
+        await wait_until(lambda: updater._loop.state.finished)
         await hand.slip_in(upload)  # was admitted in the last moment
         await wait_until(lambda: empty(hand))
         assert await hand.version() == 1

@@ -28,7 +28,7 @@ from fedstream.journal import (
 from fedstream.journal.rebuild import recovered
 from fedstream.updater.service import Updater
 from tests.support import Hand, Proxy, context, running, wait_until
-from tests.updater.journalled import backed_up, go_back, records
+from tests.updater.journalled import backed_up, go_back, has_compared, records
 
 STEPS = ("leads", "claimed", "listed", "read", "linking", "begun", "looking", "looked")
 
@@ -178,8 +178,7 @@ async def test_no_version_is_taken_back_whatever_redis_forgets_during_a_take_ove
 
                 async def settled() -> bool:
                     return following.done() or (
-                        second._recorder.head is not None
-                        and second._course.epoch == second._lease.number > 0
+                        second._recorder.head is not None and has_compared(second)
                     )
 
                 await wait_until(settled, what="the take-over comes to an end")
@@ -231,7 +230,7 @@ async def test_who_was_claimed_over_is_fenced_whatever_redis_forgets(
     make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch, forgets: str
 ) -> None:
     """It looks for a successor before it leads anew, and before it publishes anew."""
-    monkeypatch.setattr("fedstream.updater.service.BLOCK_MS", 20)
+    monkeypatch.setattr("fedstream.updater.loop.BLOCK_MS", 20)
     async with running(make(lease_s=0.4), context(), may_fail=True) as leading:
         await hand.join()
         await hand.admitted(4.0)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fedstream.broker import blobs
 from fedstream.broker.layout import Layout, Model, Tensor
 from fedstream.broker.messages import Upload
-from fedstream.journal import Taken
+from fedstream.journal import Taken, segments
 from fedstream.journal.norms import Norms, sizes
 from fedstream.journal.progress import Progress
 from fedstream.settings.config import read
@@ -220,13 +220,13 @@ async def test_what_is_usual_is_known_after_a_restart(make: Any, hand: Hand, fol
             await hand.reaches(n + 1)
         await hand.admitted(1e6)
         await refused(hand, "norm too large")
-        before = updater._course.progress.norms
+        before = updater._loop.state.progress.norms
     assert len(before.last) == 26
     assert len(records(folder)) == 26
     again = make()
     async with running(again, context()):
-        await wait_until(lambda: again._course.progress)
-        assert again._course.progress.norms == before
+        await wait_until(lambda: again._recorder.head)
+        assert segments(folder)[-1].standing.sizes == before.last
         await hand.join()
         await hand.admitted(1e5)
         await refused(hand, "norm too large", 2)

@@ -1,0 +1,112 @@
+"""What the updater does about what it finds in Redis: a table, without Redis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+
+from fedstream.broker.records import Head, Run
+from fedstream.updater.reconcile import (
+    Action,
+    Confirm,
+    Finish,
+    Publish,
+    Refuse,
+    Remake,
+    action,
+)
+from fedstream.updater.state import Change, RunState
+from tests.updater.states import applied, refused, run_of, state_of
+
+OVER = run_of(state="finished", why="target", finished=9.0)
+STATE = state_of(5)
+FINISHED = STATE.ended(OVER)
+
+
+def head_of(version: int = 5, digest: str = "", **ends: int) -> Head:
+    """What Redis says of its newest version."""
+    digest = digest or f"digest {version}"
+    return Head(version, digest, f"{version}.1.x", 2.5, 1, journalled=ends)
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is in Redis and in the journal, and what is to be done."""
+
+    name: str
+    expected: Action
+    head: Head | None = field(default_factory=head_of)
+    run: Run | None = field(default_factory=run_of)
+    state: RunState = STATE
+    told: dict[str, int] = field(default_factory=dict)
+    pending: tuple[Change, ...] = ()
+
+
+CASES = (
+    Case("agree", Confirm(head_of())),
+    Case("no-run", Publish("no run"), head=None, run=None),
+    Case("no-head", Publish("no run"), head=None),
+    Case("older-version", Publish("version 4"), head=head_of(4)),
+    Case("newer-version", Remake(head_of(7)), head=head_of(7)),
+    Case(
+        "another-lineage", Refuse("a run of another lineage than the journal"),
+        run=run_of(lineage="theirs"),
+    ),
+    Case(
+        "another-lineage-counts-before-its-version",
+        Refuse("a run of another lineage than the journal"),
+        run=run_of(lineage="theirs"), head=head_of(4),
+    ),
+    Case(
+        "another-digest", Refuse("another version 5 than the journal"), head=head_of(5, "other")
+    ),
+    # Ends that made no version: only their number shows that Redis fell back.
+    Case(
+        "forgotten-ends", Publish("2 of 3 ends"), head=head_of(applied=2),
+        told={"applied": 2, "refused": 1, "refused:digest": 1},
+    ),
+    Case(
+        "all-ends", Confirm(head_of(applied=2, refused=1)), head=head_of(applied=2, refused=1),
+        told={"applied": 2, "refused": 1},
+    ),
+    # What is pending was not told yet, so Redis need not have its ends.
+    Case("pending-ends", Confirm(head_of()), pending=(refused("a", 5),)),
+    # Somebody ends the run.
+    Case("ended", Finish(OVER), run=OVER),
+    Case("ended-and-known", Confirm(head_of()), run=OVER, state=FINISHED),
+    Case("ended-with-a-pending-change", Finish(OVER), run=OVER, pending=(refused("a", 5),)),
+    Case("ended-while-the-journal-lost-its-end", Finish(OVER), run=OVER, head=head_of(7)),
+    Case("ended-but-fallen-back", Publish("version 4"), run=OVER, head=head_of(4)),
+    Case("end-forgotten", Publish("a run that goes on"), state=FINISHED),
+    Case(
+        "end-pending", Confirm(head_of()), state=FINISHED, pending=(refused("a", 5),)
+    ),
+    # Our newest version was published again and the reply lost, with older ones pending.
+    Case(
+        "before-its-turn", Publish("version 5 before its turn"),
+        pending=(applied("a", 4), applied("b", 5)),
+    ),
+    Case("in-turn", Confirm(head_of()), pending=(applied("b", 5),)),
+    Case("pending-and-behind", Publish("version 3"), head=head_of(3), pending=(applied("b", 5),)),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_what_is_done(case: Case) -> None:
+    found: dict[str, Any] = {"told": case.told, "pending": case.pending}
+    assert action(case.state, case.run, case.head, **found) == case.expected
+
+
+def test_taking_over_the_end_of_a_run_settles_that() -> None:
+    """The loop compares once more after it; the second answer is another."""
+    todo = action(STATE, OVER, head_of(), told={})
+    assert isinstance(todo, Finish)
+    assert action(STATE.ended(todo.run), OVER, head_of(), told={}) == Confirm(head_of())
+
+
+def test_it_does_not_matter_in_which_epoch_redis_was_compared() -> None:
+    compared = replace(STATE, compared=7, ahead=head_of(6))
+    assert action(compared, run_of(), head_of(6), told={}) == Remake(head_of(6))
+    assert action(compared, run_of(), head_of(5), told={}) == Confirm(head_of(5))

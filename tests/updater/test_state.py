@@ -1,0 +1,143 @@
+"""The state of a run and its transitions, and what it remembers of tasks that ended."""
+
+from __future__ import annotations
+
+from dataclasses import FrozenInstanceError, replace
+from pathlib import Path
+
+import pytest
+
+from fedstream.broker.records import End, Head
+from fedstream.journal.ended import Ended
+from fedstream.updater.state import Change, Ends
+from tests.updater.states import applied, closed, refused, run_of, state_of
+
+# transitions
+
+
+def test_a_version_is_the_newest_after_it() -> None:
+    before, change = state_of(5, journalled={"applied": 3}), applied("a", 6)
+    after = before.after(change)
+    assert after.progress is change.after
+    assert (after.version, after.digest, after.time) == (6, "digest 6", 16.0)
+    assert [one.task for one in after.made] == ["a"]
+    assert after.journalled == {"applied": 4}
+    assert not after.finished
+    assert (before.version, before.digest, before.journalled) == (5, "digest 5", {"applied": 3})
+
+
+def test_a_refused_update_leaves_the_version_and_counts_by_its_reason() -> None:
+    before = replace(state_of(5), made=applied("a", 5).version.updates)  # type: ignore[union-attr]
+    after = before.after(refused("b", 5))
+    assert (after.digest, after.time, after.made) == (before.digest, before.time, before.made)
+    assert after.journalled == {"refused": 1, "refused:digest": 1}
+
+
+def test_what_was_recorded_before_is_not_counted_again() -> None:
+    state, change = state_of(5), refused("a", 5)
+    assert state.after(replace(change, record=None)).journalled == {}
+
+
+def test_the_last_version_ends_the_run_at_its_time() -> None:
+    run = state_of(5).after(applied("a", 6, finish="version 6 reached")).run
+    assert (run.state, run.why, run.finished) == ("finished", "version 6 reached", 16.0)
+
+
+def test_counts_are_the_journals_and_the_others_that_redis_has() -> None:
+    state = state_of(5, journalled={"applied": 3})
+    # Two of the three were committed when Redis counted.
+    state = state.counted({"issued": 9, "applied": 2, "given_up": 1}, {"applied": 2})
+    assert state.besides == {"issued": 9, "given_up": 1}
+    assert state.counts == {"issued": 9, "given_up": 1, "applied": 3}
+
+
+def test_a_run_is_not_over_while_its_lost_versions_are_made_again() -> None:
+    ahead = Head(7, "digest 7", "7.1.x", 2.5, 1)
+    over = state_of(6).ended(run_of(state="finished", why="target"))
+    assert over.is_over
+    assert not over.behind(ahead).is_over
+    assert over.behind(ahead).after(applied("a", 7)).is_over
+    assert over.behind(ahead).caught_up().is_over
+    assert not state_of(6).is_over
+
+
+def test_a_segment_seals_what_the_state_says() -> None:
+    running = state_of(5, forgotten=1)
+    assert not running.in_segment(3).sealed
+    assert running.in_segment(3).forgotten == 3
+    assert running.ended(run_of(state="finished")).in_segment(3).sealed
+
+
+def test_a_state_does_not_change() -> None:
+    state = state_of(5)
+    with pytest.raises(FrozenInstanceError):
+        state.compared = 1  # type: ignore[misc]
+    assert state.agreeing(3).to_compare() == state
+
+
+# ends
+
+
+@pytest.fixture
+def index(tmp_path: Path) -> Ended:
+    """An index that is closed: it keeps what it is given in memory."""
+    return Ended(tmp_path)
+
+
+def test_what_is_decided_on_is_known_before_it_is_in_the_journal(index: Ended) -> None:
+    ends, change, round_ = Ends(index), refused("a", 5), closed("7-0", 5)
+    for one in (change, round_):
+        ends.decide(one)
+    assert ends.get("a") == change.end
+    assert ends.closed("7-0")
+    assert (ends.done, ends.rounds) == ((), ())
+    assert ends.copy().get("a") is None  # whoever adopts must not think that it has ended
+    assert not ends.copy().closed("7-0")
+    for one in (change, round_):
+        ends.journal(one)
+    assert (ends.done, ends.rounds) == ((change.end,), ("7-0",))
+    assert ends.copy().get("a") == ends.get("a") == change.end
+    assert ends.copy().closed("7-0")
+
+
+def test_what_was_found_again_ended_as_it_did_before(index: Ended) -> None:
+    first, again = End("a", "a1", "applied", weight=0.5), refused("a", 5)
+    ends = Ends(index, [first])
+    found = Change("8-0", None, (), again.after, end=again.end)
+    ends.decide(found)
+    ends.journal(found)
+    assert ends.get("a") == first
+
+
+def test_a_copy_is_one_of_its_own(index: Ended) -> None:
+    ends = Ends(index, [End("a", "a1", "applied")], ["1-0"])
+    copy = ends.copy()
+    copy.add(End("b", "a1", "given_up"))
+    assert ends.get("b") is None
+    assert copy.get("a") is not None
+    assert copy.closed("1-0")
+
+
+def test_the_oldest_ends_move_to_the_index_when_others_are_decided_on(
+    index: Ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not once these are in the journal: then nothing may fail any more."""
+    monkeypatch.setattr("fedstream.updater.state._REMEMBERED", 2)
+    ends = Ends(index, [End(task, "a1", "applied") for task in ("a", "b")])
+    change = refused("c", 5)
+    ends.decide(change)
+    assert [end.task for end in ends.done] == ["b"]
+    assert index.get("a") is not None
+    monkeypatch.setattr(index, "add", None)  # no more calls
+    ends.journal(change)
+    assert [end.task for end in ends.done] == ["b", "c"]
+    assert ends.get("a") is not None
+
+
+def test_rounds_are_forgotten_beyond_a_limit(index: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fedstream.updater.state._ROUNDS_REMEMBERED", 2)
+    ends = Ends(index)
+    for entry in ("1-0", "2-0", "3-0"):
+        ends.decide(closed(entry, 5))
+        ends.journal(closed(entry, 5))
+    assert ends.rounds == ("2-0", "3-0")

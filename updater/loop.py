@@ -1,0 +1,236 @@
+"""What the leading updater does over and over: it decides on updates, journals and commits them.
+
+Each step does the one thing that is due. Whatever fails leaves the state as it was, or as far as it
+got, and the next step takes it up there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+
+from fedstream.broker import blobs
+from fedstream.broker.errors import OutOfMemory
+from fedstream.broker.lease import Lease
+from fedstream.broker.ledger.updater import UpdaterLedger
+from fedstream.broker.records import Head
+from fedstream.broker.streams import BLOCK_MS
+from fedstream.journal.recorder import Recorder
+from fedstream.runtime.service import Context
+from fedstream.updater.commit import Commits, Pending
+from fedstream.updater.decider import LARGE, Decider
+from fedstream.updater.intake import BATCH, Intake
+from fedstream.updater.metrics import Metrics
+from fedstream.updater.publisher import Publisher
+from fedstream.updater.reconcile import Confirm, Finish, Publish, Refuse, Remake, action
+from fedstream.updater.recovery import Recovery
+from fedstream.updater.state import Change, RunState
+from fedstream.updater.upkeep import Upkeep
+
+
+@dataclass(kw_only=True)
+class Loop:
+    """Advances the state of the run, one step at a time."""
+
+    context: Context
+    metrics: Metrics
+    ledger: UpdaterLedger
+    lease: Lease
+    recorder: Recorder
+    publisher: Publisher
+    intake: Intake
+    decider: Decider
+    commits: Commits
+    recovery: Recovery
+    upkeep: Upkeep
+    state: RunState = field(init=False)  # once recovered
+    unwritten: list[Change] = field(default_factory=list)  # decided on, not in the journal yet
+
+    async def begin(self) -> bool:
+        """Recover the state to go on from; return whether there is one."""
+        try:
+            state = await self.recovery.recover()
+        except OutOfMemory:
+            await self.upkeep.make_room()
+            raise
+        if state is not None:
+            self._go_on_from(state)
+        return state is not None
+
+    async def step(self) -> None:
+        """Do the first of these that is due."""
+        state, pending, backlog = self.state, self.commits.pending, self.intake.backlog
+        # More than four small models may be in memory: commit these while the next are journalled.
+        small = state.layout.nbytes <= blobs.CHUNK and state.ahead is None
+        try:
+            if self.unwritten:  # first: a change not yet journalled would be taken for lost
+                await self._write()
+            elif state.compared != self.lease.number:
+                await self._compare()
+            elif pending and not (backlog and small):
+                await self._settle()
+            elif self.recorder.is_full or state.finished != state.sealed:
+                self.state = await self.recovery.begin_segment(state, "continued")
+            elif backlog:
+                await self._decide()
+            elif not await self.intake.read(BLOCK_MS):
+                await self._rest()
+        except OutOfMemory:
+            await self.upkeep.make_room()
+            raise
+
+    # an update: decided on, written to the journal, settled in Redis
+
+    async def _decide(self) -> None:
+        """Decide on the next entries, each on top of the one before."""
+        state, backlog, ahead = self.state, self.intake.backlog, self.state.ahead
+        most = max(1, min(BATCH, LARGE // max(1, state.layout.nbytes)))
+        finishing = False
+        while backlog and len(self.unwritten) < most and not finishing:
+            told = None
+            if ahead is not None:
+                # Ask first: deciding writes into the strategy's memory, so nothing may fail after.
+                told = await self.ledger.digest(state.version + 1)
+            change = await self.decider.change(backlog[0], state)
+            if change is not None and ahead is not None and not change.remakes(ahead, told):
+                await self._adopt(ahead)
+                return
+            backlog.popleft()
+            if change is not None:
+                self.unwritten.append(change)
+                state.ends.decide(change)
+                state = state.after(change)
+                finishing = change.finish is not None
+
+    async def _write(self) -> None:
+        """Write the changes decided on to the journal, and meanwhile get on with other work.
+
+        Settles the changes written before, prefetches the next update, and writes a large model's
+        chunks to Redis. Whatever fails here is left to its regular turn.
+        """
+        changes = self.unwritten
+        appending = asyncio.create_task(
+            self.recorder.append([(one.record, one.payload) for one in changes]), name="journal"
+        )
+        try:
+            await self._settle()
+            await self.intake.read_ahead(self.state.layout, self.state.ends)
+            await self.commits.write_ahead(changes[0], self.state)
+        finally:
+            with self.metrics.seconds.labels("journal").time():
+                positions = await appending
+            # Fewer if the disk is full: the rest is retried, which raises if nothing fits.
+            self.unwritten = changes[len(positions) :]
+            for change, position in zip(changes, positions, strict=False):
+                self._written(change, position)
+
+    def _written(self, change: Change, position: int) -> None:
+        """Apply a change that is in the journal, and therefore final."""
+        self.state.ends.journal(change)
+        self.state = self.state.after(change)
+        self.commits.pending.append(Pending(change, position, self.state.journalled))
+        if change.finish is not None:
+            self.context.log.info("run finished", why=change.finish)
+        end = change.end
+        if end is not None and change.record is not None and end.weight is not None:
+            self.context.trace(
+                end.outcome, task=end.task, device=end.device, version=end.version,
+                staleness=end.staleness, weight=end.weight,
+            )  # fmt: skip
+
+    async def _settle(self) -> None:
+        """Commit the changes in the journal, in order, until one is not accepted."""
+        while self.commits.pending:
+            self.state, change = await self.commits.settle(self.state)
+            if change is None:
+                return  # the rest depends on it
+            in_use = [*self.state.progress.state.models()]
+            for other in (*(one.change for one in self.commits.pending), *self.unwritten):
+                in_use += other.models()
+            self.intake.take_back(change.used, in_use)
+            if change.version is not None:
+                self.upkeep.heard = time.monotonic()
+
+    # nothing to do
+
+    async def _rest(self) -> None:
+        """Put everything on disk, and check that Redis has not fallen back."""
+        await self.recorder.flush()
+        if self.commits.retained:
+            self.state = await self.commits.release(self.state)
+            return
+        await self._compare()
+        ahead = self.state.ahead
+        if ahead is not None and ahead.version > self.state.version:
+            await self._adopt(ahead)
+        elif await self.intake.left():
+            self.intake.rewind()  # processed entries are back in the queue
+        else:
+            await self.upkeep.look(self.state)
+
+    # Redis and the journal differ
+
+    async def _compare(self) -> None:
+        """Reconcile Redis with the journal: publish the newest version if Redis lacks it."""
+        epoch, commits = self.lease.number, self.commits
+        run, head = await self.recovery.seen()
+        pending = [one.change for one in commits.pending]
+        todo = action(self.state, run, head, told=commits.told, pending=pending)
+        if isinstance(todo, Finish):
+            self.state = self.state.ended(todo.run)
+            self.context.log.info("run finished", why=todo.run.why)
+            todo = action(self.state, run, head, told=commits.told, pending=pending)
+        state = self.state
+        match todo:
+            case Publish():
+                await self._publish_again(todo.found)
+                return
+            case Refuse():
+                await self.recorder.check_last()  # our successor may have made it
+                raise self.recovery.foreign(todo.found)
+            case Remake(head):
+                await self.recorder.check_last()
+                if state.ahead is None:
+                    self.context.log.error(
+                        "the journal lost its end: making the versions again from the queue",
+                        journal=state.version, redis=head.version,
+                    )  # fmt: skip
+                self.state = state.behind(head)
+            case Confirm(head):
+                if not await self.publisher.keep(head, state.layout.nbytes):
+                    self.metrics.repaired.inc()
+                    self.context.log.error(
+                        "the newest model is gone from Redis", version=head.version
+                    )
+                    await self._publish_again(f"version {head.version} without its model")
+                    return
+                if epoch != state.compared:
+                    await self.recorder.check_last()
+                    if not await commits.hand_out(state.progress, state.strategy):
+                        return  # Redis was emptied
+        await self.publisher.look()
+        self.state = self.state.agreeing(epoch)
+
+    async def _publish_again(self, why: str) -> None:
+        """Publish what Redis lost, and go on from there."""
+        await self.recorder.check_last()
+        self.state = self.state.caught_up()
+        published = await self.commits.publish_again(self.state, why)
+        if published is not None:
+            await self.intake.forget_fetches()
+            self._go_on_from(published)
+
+    async def _adopt(self, ahead: Head) -> None:
+        """Go on from Redis's newest model: the journal's end is lost for good."""
+        adopted = await self.recovery.adopt(self.state, ahead)
+        if adopted is not None:
+            self.unwritten = []  # decided on top of what was lost
+            self._go_on_from(adopted)
+
+    def _go_on_from(self, state: RunState) -> None:
+        """Go on from a state, reading the queue from its beginning."""
+        self.state = state
+        self.commits.begin_from(state)
+        self.intake.rewind()
+        self.metrics.version.set(state.version)

@@ -1,0 +1,215 @@
+"""The state of the run, as the leading updater knows it, and the changes that advance it.
+
+A :class:`RunState` is frozen: each transition returns the next state. Whatever fails in between
+leaves the state as it was, so nothing has to be rolled back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+
+from fedstream.broker.layout import Layout, Model
+from fedstream.broker.messages import Contribution, Version
+from fedstream.broker.records import End, Head, Run, counted, without
+from fedstream.journal import RoundClosed, Taken
+from fedstream.journal.ended import Ended
+from fedstream.journal.progress import Progress
+from fedstream.strategies import Strategy
+
+_REMEMBERED = 10_000  # ended tasks that are recognised without an index look-up
+_ROUNDS_REMEMBERED = 1000
+
+
+@dataclass(frozen=True)
+class Change:
+    """What one queue entry does: its journal record, and the contents of its commit."""
+
+    entry: str
+    record: Taken | RoundClosed | None  # None: it was recorded before
+    payload: tuple[Model, ...]  # of the record
+    after: Progress
+    version: Version | None = None
+    end: End | None = None
+    blob: str | None = None  # of the update
+    finish: str | None = None  # why this ends the run, if it does
+    used: tuple[Model, ...] = ()  # models that it read or wrote
+
+    def models(self) -> Iterator[Model]:
+        """The models whose buffers it needs until it is committed."""
+        yield from self.after.state.models()
+        yield from self.used
+
+    def remakes(self, ahead: Head, told: str | None) -> bool:
+        """Whether this can be a change that Redis already has and the journal lost.
+
+        ``told``: the digest of the next version in Redis.
+        """
+        version, record = self.version, self.record
+        if version is not None and version.version <= ahead.version:
+            return told == version.digest
+        # An update trained from a version not yet made: others are missing before it.
+        return not (isinstance(record, Taken) and record.upload.tau > record.version)
+
+
+class Ends:
+    """Which tasks and rounds have ended: in the journal, or by a change decided on.
+
+    Grows in place, unlike the state that holds it: a copy for each update would cost more than the
+    update.
+    """
+
+    def __init__(self, index: Ended, done: Iterable[End] = (), rounds: Iterable[str] = ()) -> None:
+        """``index`` knows the ends of tasks that no longer fit in memory."""
+        self.index = index
+        self._done: dict[str, End] = {}  # by task, oldest first
+        self._rounds = dict.fromkeys(rounds)  # entries that ended rounds, oldest first
+        self._decided: dict[str, Change] = {}  # not in the journal yet, by task or entry
+        for end in done:
+            self.add(end)
+
+    @property
+    def done(self) -> tuple[End, ...]:
+        """The newest ends of tasks in the journal, oldest first."""
+        return tuple(self._done.values())
+
+    @property
+    def rounds(self) -> tuple[str, ...]:
+        """The newest entries in the journal that ended rounds, oldest first."""
+        return tuple(self._rounds)
+
+    def get(self, task: str) -> End | None:
+        """How a task ended, if it has. Raises JournalError."""
+        if (change := self._decided.get(task)) is not None:
+            return change.end
+        return self._done.get(task) or self.index.get(task)
+
+    def closed(self, entry: str) -> bool:
+        """Whether this entry has ended its round."""
+        return entry in self._rounds or entry in self._decided
+
+    def decide(self, change: Change) -> None:
+        """Add what a change ends; it is recognised if it comes again. Raises JournalError."""
+        if change.record is not None:
+            self._decided[change.end.task if change.end else change.entry] = change
+            self._make_room()  # now: nothing may fail once the change is in the journal
+
+    def journal(self, change: Change) -> None:
+        """Take note that a change that was decided on is in the journal."""
+        if change.record is None:
+            return
+        if change.end is not None:
+            self._done[change.end.task] = change.end
+            self._decided.pop(change.end.task, None)
+        else:
+            self._rounds[change.entry] = None
+            self._decided.pop(change.entry, None)
+            if len(self._rounds) > _ROUNDS_REMEMBERED:
+                del self._rounds[next(iter(self._rounds))]
+
+    def add(self, end: End) -> None:
+        """Add how a task ended. Raises JournalError."""
+        self._done[end.task] = end
+        self._make_room()
+
+    def _make_room(self) -> None:
+        """Move the oldest ends in the journal to the index. Raises JournalError."""
+        while self._done and len(self._done) + len(self._decided) > _REMEMBERED:
+            self.index.add(self._done.pop(next(iter(self._done))))
+
+    def copy(self) -> Ends:
+        """The ends that are in the journal, to add others to."""
+        return Ends(self.index, self.done, self.rounds)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunState:
+    """Where the run stands: everything in the journal, and how far Redis agrees with it."""
+
+    run: Run
+    strategy: Strategy
+    progress: Progress
+    digest: str  # of the newest version's model
+    time: float  # of the newest version
+    made: tuple[Contribution, ...] = ()  # the updates in the newest version
+    ends: Ends
+    journalled: Mapping[str, int] = field(default_factory=dict)  # tasks, by how they ended
+    besides: Mapping[str, int] = field(default_factory=dict)  # the run's other counts, as in Redis
+    forgotten: int = 0  # the ends of tasks before this version may be forgotten
+    sealed: bool = False  # the journal's newest segment says that the run is over
+    ahead: Head | None = None  # Redis's head, while it has versions that the journal lost
+    compared: int = 0  # epoch in which Redis was last compared with this; 0: compare again
+
+    @property
+    def version(self) -> int:
+        """The newest version."""
+        return self.progress.state.version
+
+    @property
+    def layout(self) -> Layout:
+        """The layout of the run's models."""
+        return self.progress.state.model.layout
+
+    @property
+    def finished(self) -> bool:
+        """Whether the run is over: it made its last version, or someone ended it."""
+        return self.run.state == "finished"
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run is over, so that the newest version gets no successor.
+
+        False while versions that the journal lost are being made again.
+        """
+        return self.finished and (self.ahead is None or self.version >= self.ahead.version)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """The run's counts, including everything in the journal."""
+        ends, besides = self.journalled, self.besides
+        return {name: besides.get(name, 0) + ends.get(name, 0) for name in {**besides, **ends}}
+
+    # transitions
+
+    def after(self, change: Change) -> RunState:
+        """The state with one more change."""
+        digest, made_at, made, run = self.digest, self.time, self.made, self.run
+        journalled = self.journalled
+        if change.end is not None and change.record is not None:
+            journalled = counted(journalled, change.end)
+        if (version := change.version) is not None:
+            digest, made_at, made = version.digest, version.time, version.updates
+        if change.finish is not None:
+            run = replace(run, state="finished", why=change.finish, finished=made_at)
+        return replace(
+            self, run=run, progress=change.after, digest=digest, time=made_at, made=made,
+            journalled=journalled,
+        )  # fmt: skip
+
+    def ended(self, run: Run) -> RunState:
+        """The run is over, as this record of it says."""
+        return replace(self, run=run)
+
+    def in_segment(self, forgotten: int) -> RunState:
+        """The journal's newest segment begins with this state."""
+        return replace(self, sealed=self.finished, forgotten=forgotten)
+
+    def counted(self, counts: Mapping[str, int], told: Mapping[str, int]) -> RunState:
+        """Redis has these counts, ``told`` among them: those of the ends committed so far."""
+        return replace(self, besides=without(counts, told))
+
+    def agreeing(self, epoch: int) -> RunState:
+        """Redis was compared in this epoch, and lacks nothing."""
+        return replace(self, compared=epoch)
+
+    def behind(self, ahead: Head) -> RunState:
+        """Redis has versions that the journal lost, up to this head."""
+        return replace(self, ahead=ahead)
+
+    def caught_up(self) -> RunState:
+        """Redis has no versions that the journal lost."""
+        return replace(self, ahead=None)
+
+    def to_compare(self) -> RunState:
+        """Redis may differ: it has to be compared again."""
+        return replace(self, compared=0)
