@@ -17,7 +17,9 @@ import numpy as np
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.errors import BlobDamaged, BlobMissing, Foreign
+from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
+from fedstream.broker.records import Head
 
 # Bytes: 1 MiB less Redis's header. One byte more would take 1.25 MiB of Redis's memory.
 CHUNK = (1 << 20) - 64
@@ -101,6 +103,11 @@ async def read(client: Client, key: str, into: Model, *, digest: str, chunks: in
     own = into.digest() if data.nbytes <= CHUNK else await asyncio.to_thread(into.digest)
     if own != digest:
         raise BlobDamaged(f"blob {key} has digest {own}, announced was {digest}")
+
+
+async def read_newest(client: Client, keys: Keys, head: Head, into: Model) -> None:
+    """Read the newest version's model. Raises as :func:`read` does."""
+    await read(client, keys.model(head.blob), into, digest=head.digest, chunks=head.chunks)
 
 
 async def _asked(client: Client, key: str, numbers: range) -> list[Any]:

@@ -133,8 +133,7 @@ class Evaluator:
 
     async def _measure(self, head: Head, model: Model) -> None:
         try:
-            key = self._keys.model(head.blob)
-            await blobs.read(self._client, key, model, digest=head.digest, chunks=head.chunks)
+            await blobs.read_newest(self._client, self._keys, head, model)
         except BlobMissing:  # superseded meanwhile, or lost by Redis
             await pause(self._context.stop, _GONE_S)
             return

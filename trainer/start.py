@@ -78,11 +78,8 @@ class Newest:
                     return self._version
                 model = self._version[1] if self._version is not None else Model(self._layout)
                 self._version = None
-                key = self._keys.model(head.blob)
                 try:
-                    await blobs.read(
-                        self._client, key, model, digest=head.digest, chunks=head.chunks
-                    )
+                    await blobs.read_newest(self._client, self._keys, head, model)
                 except BlobMissing as error:
                     now = await self._ledger.head()
                     if now is not None and now.version == head.version:

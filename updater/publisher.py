@@ -75,8 +75,7 @@ class Publisher:
 
     async def read(self, head: Head, model: Model) -> None:
         """Read the newest model. Raises BlobMissing, or BlobDamaged if its digest differs."""
-        key = self._ledger.keys.model(head.blob)
-        await blobs.read(self._client, key, model, digest=head.digest, chunks=head.chunks)
+        await blobs.read_newest(self._client, self._ledger.keys, head, model)
 
     def forget_written(self) -> None:
         """Forget the prepared model: it expired, never reached Redis, or is of no use."""

@@ -32,8 +32,7 @@ async def last_state(
         await observer.catch_up()
         view = await observer.look()
         model = Model(view.run.layout)
-        head, blob = view.head, observer.keys.model(view.head.blob)
-        await blobs.read(client, blob, model, digest=head.digest, chunks=head.chunks)
+        await blobs.read_newest(client, observer.keys, view.head, model)
     except NoRun:
         return view, None
     except FedstreamError as error:

@@ -87,9 +87,7 @@ async def _model(client: Client, keys: Keys, ledger: EveryRole, head: Head) -> s
     """The digest of what lies in Redis as the newest model."""
     model = Model((await ledger.run()).layout)
     try:
-        await blobs.read(
-            client, keys.model(head.blob), model, digest=head.digest, chunks=head.chunks
-        )
+        await blobs.read_newest(client, keys, head, model)
     except (BlobMissing, BlobDamaged) as error:
         return str(error)
     return model.digest()
