@@ -28,7 +28,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedstream.experiments import machine
 from fedstream.settings.config import Settings, read
-from fedstream.simulation import Outcome, simulate
+from fedstream.simulation import SimulationResult, simulate
 from fedstream.trainer.data import gather
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.task import Task
@@ -70,7 +70,7 @@ def plain(task: Task, settings: Settings, epochs: int) -> float:
     return time.perf_counter() - began
 
 
-def rate(outcome: Outcome) -> float:
+def rate(outcome: SimulationResult) -> float:
     """Device-epochs per second, not counting evaluation, which the plain loop lacks."""
     return outcome.versions[-1].epochs / (outcome.seconds - outcome.measuring)
 

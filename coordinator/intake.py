@@ -33,7 +33,7 @@ _CRASHED = {TRAINERS: reasons.CRASHED_TRAINERS, COORDINATORS: reasons.CRASHED_CO
 Given = tuple[Group, Entry]
 
 
-class Intake:
+class EntryIntake:
     """Reads entries in batches, and has each carried out by a script, or moved to ``dead``."""
 
     def __init__(

@@ -56,10 +56,10 @@ class Round:
     """answers still in the queue"""
 
 
-Verdict: TypeAlias = Literal["goes on", "over", "again"]
+RoundVerdict: TypeAlias = Literal["goes on", "over", "again"]
 
 
-def verdict(policy: Rounds, it: Round, now: float) -> Verdict:
+def verdict(policy: Rounds, it: Round, now: float) -> RoundVerdict:
     """Decide whether a round goes on.
 
     'over': a version is made of the answers so far. 'again': it timed out with too few answers, and

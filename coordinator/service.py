@@ -21,7 +21,7 @@ from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.streams import Group
 from fedstream.coordinator.app import App
 from fedstream.coordinator.entries import LARGEST, Entries
-from fedstream.coordinator.intake import Intake
+from fedstream.coordinator.intake import EntryIntake
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.coordinator.sites import served
 from fedstream.coordinator.sweep import Sweep
@@ -65,7 +65,7 @@ class Coordinator:
         """Work until stop."""
         settings, lease, client, keys = self._settings, self._lease, self._client, self._keys
         sites = served(settings.sites, settings.trusted_sites).values()
-        intake = Intake(
+        intake = EntryIntake(
             client, self._ledger,
             Entries(self._ledger, settings, context, anarchic=self._anarchic), context,
             triggers=Group(client, keys.triggers, COORDINATORS, self._name),

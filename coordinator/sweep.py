@@ -20,7 +20,7 @@ from fedstream.broker.errors import Foreign, NoRun
 from fedstream.broker.keys import POOL, TRAINERS, Keys, site_of
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.streams import Group
-from fedstream.coordinator.intake import Intake
+from fedstream.coordinator.intake import EntryIntake
 from fedstream.coordinator.metrics import RunMetrics, Seen
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.runtime.backoff import pause
@@ -39,7 +39,7 @@ class Sweep:
         self,
         settings: CoordinatorSettings,
         lease: LeaseSettings,
-        intake: Intake,
+        intake: EntryIntake,
         context: Context,
         *,
         client: Client,

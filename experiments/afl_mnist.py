@@ -12,8 +12,8 @@ import numpy as np
 from fedstream.experiments.afl import ASYNC, SYNC, constant, dynamic
 from fedstream.experiments.reproduction import (
     Cell,
-    Claim,
     Experiment,
+    JudgedClaim,
     Panel,
     Picture,
     Results,
@@ -116,7 +116,7 @@ def _table_2_sets(p: int, m: int, devices: int, c: int, column: str) -> dict[str
     return _AFA | {"strategy.buffer_size": m} | _local() | _split(p, devices) | synchrony | steps
 
 
-def _table_2_claims(results: Results) -> list[Claim]:
+def _table_2_claims(results: Results) -> list[JudgedClaim]:
     def span(of: Value, row: Line) -> float:
         reached = [of(_label(*row, column)) for column in _COLUMNS]
         return max(reached) - min(reached)
@@ -146,19 +146,19 @@ def _table_2_claims(results: Results) -> list[Claim]:
         for column in _COLUMNS[1:]
     ]
     return [
-        Claim(
+        JudgedClaim(
             "Asynchrony and dynamic steps make no obvious difference to the accuracy (table 2; "
             "here: the four columns of every row within .02, the best of the run and the last).",
             alike,
             f"{where_alike}The widest row: of the best {widest(best)}; of the last {widest(last)}.",
         ),
-        Claim(
+        JudgedClaim(
             "The accuracy falls as p does (table 2; here: from p = 10 to p = 1, in every column, "
             "the best of the run and the last).",
             falls,
             f"{where_falls}The best {falling_with_p(best)}; the last {falling_with_p(last)}.",
         ),
-        Claim(
+        JudgedClaim(
             "Asynchrony and dynamic steps make the curves zigzag, the more the smaller p is "
             "(figure 2; here: the mean change from one kept round, every sixth, to the next, in "
             "the last 50).",
@@ -167,7 +167,7 @@ def _table_2_claims(results: Results) -> list[Claim]:
             f"Asynchronous and dynamic: {_by_level(shaken)}; synchronous and constant: "
             f"{_by_level(calm)}.",
         ),
-        Claim(
+        JudgedClaim(
             "The final accuracies differ negligibly (figure 2; here: the last round within .02 of "
             "synchronous, constant).",
             max(ends) <= 0.02,
@@ -233,7 +233,7 @@ def _table_3_cells() -> tuple[Cell, ...]:
     )
 
 
-def _no_worse(results: Results, claim: str, column: str, than: str) -> Claim:
+def _no_worse(results: Results, claim: str, column: str, than: str) -> JudgedClaim:
     """Claim that a column is nowhere more than .02 below another, by best and by last accuracy."""
 
     def gains(of: Value) -> dict[Line, float]:
@@ -249,7 +249,7 @@ def _no_worse(results: Results, claim: str, column: str, than: str) -> Claim:
 
     best, last = partial(results.mean, of="best"), partial(results.mean, of="last")
     held, where = judged(lambda of: min(gains(of).values()) >= -0.02, best, last)
-    return Claim(
+    return JudgedClaim(
         f"{claim} (table 3; here: {column} in no row more than .02 below {than}, neither the best "
         "of the run nor the last).",
         held,
@@ -257,7 +257,7 @@ def _no_worse(results: Results, claim: str, column: str, than: str) -> Claim:
     )
 
 
-def _table_3_claims(results: Results) -> list[Claim]:
+def _table_3_claims(results: Results) -> list[JudgedClaim]:
     return [
         _no_worse(results, "FedProx performs as well as FedAvg", "FedProx", "AFA-CD"),
         _no_worse(results, "FedProx loses nothing in AFL's framework", "AFL + FedProx", "FedProx"),
@@ -280,12 +280,12 @@ def _scaffold_cells() -> tuple[Cell, ...]:
     )
 
 
-def _scaffold_claims(results: Results) -> list[Claim]:
+def _scaffold_claims(results: Results) -> list[JudgedClaim]:
     cells = _scaffold_cells()
     off = {c.label: abs(results.mean(c.label) - (c.paper or 0.0)) for c in cells}
     worst = max(off, key=lambda label: off[label])
     return [
-        Claim(
+        JudgedClaim(
             "Table 3's SCAFFOLD averages models, as SCAFFOLD's own paper does (a reading; here: "
             "every cell within .02).",
             off[worst] <= 0.02,
@@ -317,7 +317,7 @@ def _late(results: Results, p: int, name: str) -> Vector:
     return np.array([mean(c["accuracy"][c["version"] > c["version"][-1] * 2 / 3]) for c in curves])
 
 
-def _arrivals_claims(results: Results) -> list[Claim]:
+def _arrivals_claims(results: Results) -> list[JudgedClaim]:
     def spread(values: Vector) -> str:
         deviation = f" ± {values.std(ddof=1):.4f}" if len(values) > 1 else ""
         return f"{values.mean():.4f}{deviation}"
@@ -332,24 +332,24 @@ def _arrivals_claims(results: Results) -> list[Claim]:
     behind = max(uniform[p].mean() - cs[p].mean() for p in _LEVELS)
     how = "mean of the last 50 rounds"
     return [
-        Claim(
+        JudgedClaim(
             "AFA-CD and AFA-CS with general arrivals are comparable to FedAvg (figure 1; here: "
             f"biased arrivals, {how}, at most .02 below FedAvg).",
             below <= 0.02,
             f"FedAvg: {by_level(fedavg)}. AFA-CD: {by_level(cd)}. AFA-CS: {by_level(cs)}. With "
             f"uniform arrivals AFA-CD: {by_level(uniform)}.",
         ),
-        Claim(
+        JudgedClaim(
             f"Biased arrivals degrade AFA-CD at p = 1 (figure 5; here: {how}, by more than .02).",
             bool(lost[1].mean() > 0.02),
             f"By {spread(lost[1])}.",
         ),
-        Claim(
+        JudgedClaim(
             f"At p = 2, 5, 10 they don't, significantly (figure 5; here: {how}, by at most .02).",
             bool(max(lost[p].mean() for p in _LEVELS[1:]) <= 0.02),
             f"By {by_level({p: lost[p] for p in _LEVELS[1:]})}.",
         ),
-        Claim(
+        JudgedClaim(
             "AFA-CS, which reuses old gradients, performs well under biased arrivals (figure 5; "
             f"here: {how}, nowhere more than .02 below AFA-CD with uniform ones).",
             behind <= 0.02,

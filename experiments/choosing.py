@@ -14,13 +14,13 @@ from collections.abc import Callable, Mapping
 
 from fedstream.experiments.reproduction import (
     Cell,
-    Claim,
     Experiment,
+    JudgedClaim,
+    KeyValues,
     Panel,
     Picture,
     Results,
-    Sets,
-    Sweep,
+    SweepPanel,
 )
 
 DEVICES = 100
@@ -33,7 +33,7 @@ SLOW = tuple(range(0, DEVICES, 5))
 FULL, THIRD = "full step", "a third"
 ROUNDS_OF_K = "fedavg, rounds"
 
-BASE: Sets = {
+BASE: KeyValues = {
     "task.name": "mnist",
     "task.devices": DEVICES,
     "solver.lr": GAMMA,
@@ -46,19 +46,19 @@ BASE: Sets = {
     "devices.latency.mean_s": 1.0,
     "devices.latency.sigma": 0.3,
 }
-FLYING: Sets = {"scheduler.policy.kind": "in_flight", "scheduler.policy.n": IN_FLIGHT}
-ROUNDS: Sets = {"scheduler.policy.kind": "rounds", "scheduler.policy.k": K}
+FLYING: KeyValues = {"scheduler.policy.kind": "in_flight", "scheduler.policy.n": IN_FLIGHT}
+ROUNDS: KeyValues = {"scheduler.policy.kind": "rounds", "scheduler.policy.k": K}
 
-EVERY_ARRIVAL: Sets = {"run.versions": UPDATES, "simulation.evaluate_every": 50}
-EVERY_K: Sets = {"run.versions": UPDATES // K, "simulation.evaluate_every": 5}
+EVERY_ARRIVAL: KeyValues = {"run.versions": UPDATES, "simulation.evaluate_every": 50}
+EVERY_K: KeyValues = {"run.versions": UPDATES // K, "simulation.evaluate_every": 5}
 
 
-def _batch(name: str, server_lr: float, **more: object) -> Sets:
+def _batch(name: str, server_lr: float, **more: object) -> KeyValues:
     rule = {"name": name, "buffer_size": K, "server_lr": server_lr, **more}
     return {**FLYING, **EVERY_K, **{f"strategy.{key}": value for key, value in rule.items()}}
 
 
-def _mixing(staleness: str, alpha: float) -> Sets:
+def _mixing(staleness: str, alpha: float) -> KeyValues:
     return {
         **FLYING,
         **EVERY_ARRIVAL,
@@ -68,7 +68,7 @@ def _mixing(staleness: str, alpha: float) -> Sets:
     }
 
 
-def _rules(part: float) -> dict[str, Sets]:
+def _rules(part: float) -> dict[str, KeyValues]:
     """Every asynchronous rule, with its full step multiplied by ``part``."""
     return {
         "fedasync, constant": _mixing("constant", 0.6 * part),
@@ -81,20 +81,20 @@ def _rules(part: float) -> dict[str, Sets]:
     }
 
 
-FEDAVG: Sets = {
+FEDAVG: KeyValues = {
     **EVERY_K,
     **ROUNDS,
     "strategy.name": "fedavg",
     "strategy.clients_per_round": K,
 }
-RULES: dict[str, dict[str, Sets]] = {
+RULES: dict[str, dict[str, KeyValues]] = {
     ROUNDS_OF_K: {FULL: FEDAVG},
     **{
         name: {FULL: full, THIRD: third}
         for (name, full), third in zip(_rules(1.0).items(), _rules(1 / 3).values(), strict=True)
     },
 }
-SITUATIONS: dict[str, Sets] = {
+SITUATIONS: dict[str, KeyValues] = {
     "alike, equally fast": {"task.partition.kind": "iid"},
     "one class each, equally fast": {"task.partition.kind": "classes", "task.partition.p": 1},
     "alike, stragglers": {
@@ -111,11 +111,11 @@ SITUATIONS: dict[str, Sets] = {
 }
 
 
-STALENESS: dict[int, Sets] = {
+STALENESS: dict[int, KeyValues] = {
     n: {"task.partition.kind": "classes", "task.partition.p": 1, "scheduler.policy.n": n}
     for n in (1, 5, 20, 80)
 }
-NUMBERS: dict[int, Sets] = {
+NUMBERS: dict[int, KeyValues] = {
     devices: {
         "task.partition.kind": "classes",
         "task.partition.p": 1,
@@ -130,7 +130,7 @@ def _label(situation: str, rule: str, step: str) -> str:
     return f"{situation}: {rule}, {step}"
 
 
-def _cells(situations: Mapping[str, Sets]) -> tuple[Cell, ...]:
+def _cells(situations: Mapping[str, KeyValues]) -> tuple[Cell, ...]:
     """Every rule and step in every situation, whose keys win; rounds ignore the tasks in flight."""
     cells = []
     for situation, where in situations.items():
@@ -162,14 +162,14 @@ def _in_words(order: list[tuple[float, str, str]]) -> str:
     return ", ".join(f"{rule} {value:.3f} ({step})" for value, step, rule in order) + "."
 
 
-def in_time(results: Results) -> list[Claim]:
+def in_time(results: Results) -> list[JudgedClaim]:
     """For every situation, the rules ordered by accuracy at the same time."""
     found = []
     for situation in SITUATIONS:
         order = _order(results, situation, "time", SECONDS)
         fedavg = next(value for value, _, rule in order if rule == ROUNDS_OF_K)
         found.append(
-            Claim(
+            JudgedClaim(
                 f"{situation}: some asynchronous rule is better than rounds after {SECONDS:.0f} s.",
                 order[0][0] > fedavg,
                 _in_words(order),
@@ -178,10 +178,12 @@ def in_time(results: Results) -> list[Claim]:
     return found
 
 
-def _by_updates(situations: Mapping[int, Sets], what: str) -> Callable[[Results], list[Claim]]:
-    def claims(results: Results) -> list[Claim]:
+def _by_updates(
+    situations: Mapping[int, KeyValues], what: str
+) -> Callable[[Results], list[JudgedClaim]]:
+    def claims(results: Results) -> list[JudgedClaim]:
         return [
-            Claim(
+            JudgedClaim(
                 f"{what.format(number)}: the best rule is an asynchronous one after {UPDATES} "
                 "updates.",
                 order[0][2] != ROUNDS_OF_K,
@@ -194,9 +196,9 @@ def _by_updates(situations: Mapping[int, Sets], what: str) -> Callable[[Results]
     return claims
 
 
-def _sweep(situations: Mapping[int, Sets], what: str, xlabel: str) -> tuple[Sweep, ...]:
+def _sweep(situations: Mapping[int, KeyValues], what: str, xlabel: str) -> tuple[SweepPanel, ...]:
     return tuple(
-        Sweep(
+        SweepPanel(
             step,
             {
                 rule: {n: _label(what.format(n), rule, step) for n in situations}

@@ -16,13 +16,13 @@ from fedstream.experiments.afl import COLUMNS, column
 from fedstream.experiments.fedasync import ALPHA, T, fedasync, fedavg, rules, sgd
 from fedstream.experiments.reproduction import (
     Cell,
-    Claim,
     Experiment,
+    JudgedClaim,
+    KeyValues,
     Panel,
     Picture,
     Results,
-    Sets,
-    Sweep,
+    SweepPanel,
     falling,
     judged,
     mean,
@@ -55,7 +55,7 @@ def _with_fewer_tested(devices: int) -> InMemory:
     return InMemory(task.model, [task.device_data(number) for number in range(devices)], some)
 
 
-_BASE: Sets = {
+_BASE: KeyValues = {
     "task.name": "fedstream.experiments.cifar10:images",
     "run.versions": T,
     "simulation.evaluate_every": T // 10,
@@ -68,7 +68,7 @@ _BASE: Sets = {
 _RHO = 0.005
 _A, _B = 10.0, 4  # of hinge
 _RULES = rules(_A, _B)
-_SGD: Sets = {
+_SGD: KeyValues = {
     **sgd("fedstream.experiments.cifar10:all_images"),
     "scheduler.steps.kind": "fixed",
     "scheduler.steps.n": 10,
@@ -109,7 +109,7 @@ _CELLS = (
     ),
 )
 
-_AFL_BASE: Sets = {
+_AFL_BASE: KeyValues = {
     "task.name": "cifar10-afl",
     "task.partition.kind": "classes",
     "run.versions": 10_000,
@@ -171,7 +171,7 @@ def _said(results: Results, cells: Iterable[str]) -> str:
     )
 
 
-def _fedasync_claims(results: Results) -> list[Claim]:
+def _fedasync_claims(results: Results) -> list[JudgedClaim]:
     small, large = ([_late(rule, most) for rule in _RULES] for most in (4, 16))
     compared = ("SGD", "FedAvg", *dict.fromkeys((*small, *large)))
     losses = ", ".join(f"{_loss(results, cell):.3f} ({cell})" for cell in compared)
@@ -186,10 +186,10 @@ def _fedasync_claims(results: Results) -> list[Claim]:
     falls = {rule: falling(results, _swept(rule, ALPHA)) for rule in _SWEPT}
     falls[f"Const, alpha {_ALPHAS[0]:g}"] = falling(results, _swept("Const", _ALPHAS[0]))
 
-    def claim(text: str, judge: Callable[[Callable[[str], float]], bool], seen: str) -> Claim:
+    def claim(text: str, judge: Callable[[Callable[[str], float]], bool], seen: str) -> JudgedClaim:
         """A claim that must hold both over the run and at the end."""
         held, where = judged(judge, partial(_speed, results), partial(_end, results))
-        return Claim(text, held, f"{where}{seen}.")
+        return JudgedClaim(text, held, f"{where}{seen}.")
 
     return [
         claim(
@@ -218,7 +218,7 @@ def _fedasync_claims(results: Results) -> list[Claim]:
             lambda of: min(of(cell) for cell in (*small, *large)) > of("FedAvg") - _MARGIN,
             _said(results, ("FedAvg", *small, *large)),
         ),
-        Claim(
+        JudgedClaim(
             "FedAvg makes more progress in each global epoch, of which each costs it ten times as "
             "much (figures 4 and 5; here: accuracy when FedAvg ends).",
             all(early["FedAvg"] > value for cell, value in early.items() if cell != "FedAvg"),
@@ -246,7 +246,7 @@ def _fedasync_claims(results: Results) -> list[Claim]:
             lambda of: abs(of(large[1]) - of(large[2])) < _MARGIN,
             _said(results, large[1:]),
         ),
-        Claim(
+        JudgedClaim(
             "At maximum staleness 4 Const and Hinge with b = 4 are the same.",
             all(hinge(d) == 1.0 for d in range(_B + 1)),
             "All weights s(0) to s(4) are 1, so the run was not repeated.",
@@ -267,7 +267,7 @@ def _fedasync_claims(results: Results) -> list[Claim]:
             ),
             by_alpha,
         ),
-        Claim(
+        JudgedClaim(
             "Too large an alpha can be unstable, less so where it is adaptive (figures 3 and 10; "
             "here: the mean fall of the accuracy from one measurement to the next at 16 and "
             f"alpha {ALPHA:g}, Const more than with the smallest alpha and than Poly).",
@@ -276,7 +276,7 @@ def _fedasync_claims(results: Results) -> list[Claim]:
             + ", ".join(f"{value:.4f} ({name})" for name, value in falls.items())
             + ".",
         ),
-        Claim(
+        JudgedClaim(
             "FedAsync is robust to different alpha at staleness 4, and so is Hinge (a = 4) at 16 "
             "(figures 9 and 10).",
             None,
@@ -290,7 +290,7 @@ def _fedasync_claims(results: Results) -> list[Claim]:
 _TELLING = 20  # beyond this scale the runs are too short to tell
 
 
-def _afl_claims(results: Results) -> list[Claim]:
+def _afl_claims(results: Results) -> list[JudgedClaim]:
     ends = {p: [results.mean(_afl(p, *kind), "last") for kind in COLUMNS] for p in _PAPER}
     spans = {p: max(values) - min(values) for p, values in ends.items()}
     long_enough = results.scale <= _TELLING
@@ -299,7 +299,7 @@ def _afl_claims(results: Results) -> list[Claim]:
     )
     rounds = results.of(_afl(1, *COLUMNS[0]))[0].versions
     return [
-        Claim(
+        JudgedClaim(
             "Asynchrony and dynamic steps make no obvious difference to the accuracy (table 2; "
             "here: the four columns within .03).",
             max(spans.values()) <= 0.03 if long_enough else None,
@@ -307,17 +307,17 @@ def _afl_claims(results: Results) -> list[Claim]:
             + " and ".join(f"{span:.3f} (p = {p})" for p, span in spans.items())
             + ".",
         ),
-        Claim(
+        JudgedClaim(
             "The accuracy falls as p does (table 2; here: from p = 10 to p = 1, every column).",
             all(a < b for a, b in zip(ends[1], ends[10], strict=True)) if long_enough else None,
             f"After {rounds} rounds, in the table's order: {reached}.",
         ),
-        Claim(
+        JudgedClaim(
             "At p = 10 the curves of all four are almost identical (figure 3).",
             spans[10] <= 0.03 if long_enough else None,
             f"After {rounds} rounds they lie within {spans[10]:.3f}.",
         ),
-        Claim(
+        JudgedClaim(
             "More classes a device, fewer rounds to converge (figure 3).",
             None if not long_enough else min(ends[10]) > max(ends[1]),
             f"No cell is anywhere near converged: the best is {max(map(max, ends.values())):.3f}.",
@@ -420,16 +420,16 @@ EXPERIMENTS = (
                 "staleness.png",
                 "FedAsync on CIFAR-10, by maximum staleness",
                 (
-                    Sweep("last version", _STALENESS, "last", "maximum staleness", "accuracy"),
-                    Sweep("best version", _STALENESS, "best", "maximum staleness", "accuracy"),
+                    SweepPanel("last version", _STALENESS, "last", "maximum staleness", "accuracy"),
+                    SweepPanel("best version", _STALENESS, "best", "maximum staleness", "accuracy"),
                 ),
             ),
             Picture(
                 "alpha.png",
                 "FedAsync on CIFAR-10, by alpha, maximum staleness 16",
                 (
-                    Sweep("last version", _BY_ALPHA, "last", "alpha", "accuracy"),
-                    Sweep("best version", _BY_ALPHA, "best", "alpha", "accuracy"),
+                    SweepPanel("last version", _BY_ALPHA, "last", "alpha", "accuracy"),
+                    SweepPanel("best version", _BY_ALPHA, "best", "alpha", "accuracy"),
                 ),
             ),
         ),

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from fedstream.experiments.reproduction import Sets
+from fedstream.experiments.reproduction import KeyValues
 
 T = 2000  # FedAsync's versions
 K = 10  # FedAvg's devices per round: T / K rounds take as many gradients
 ALPHA = 0.9
 
 
-def rules(a: float, b: int) -> dict[str, Sets]:
+def rules(a: float, b: int) -> dict[str, KeyValues]:
     """The staleness functions, by name; ``a`` and ``b`` of hinge."""
     return {
         "Const": {"strategy.staleness.kind": "constant"},
@@ -22,7 +22,7 @@ def rules(a: float, b: int) -> dict[str, Sets]:
     }
 
 
-def fedasync(rule: Sets, most: int, rho: float, alpha: float = ALPHA) -> Sets:
+def fedasync(rule: KeyValues, most: int, rho: float, alpha: float = ALPHA) -> KeyValues:
     """FedAsync with a staleness function, staleness uniform on [0, most]."""
     return {
         "strategy.name": "fedasync",
@@ -38,7 +38,7 @@ def fedasync(rule: Sets, most: int, rho: float, alpha: float = ALPHA) -> Sets:
     }
 
 
-def sgd(task: str) -> Sets:
+def sgd(task: str) -> KeyValues:
     """SGD: a single device with all data; ``task`` names a task of one device."""
     return {
         "task.name": task,
@@ -49,7 +49,7 @@ def sgd(task: str) -> Sets:
     }
 
 
-def fedavg(measured: int) -> Sets:
+def fedavg(measured: int) -> KeyValues:
     """FedAvg with as many gradients as FedAsync, measured ``measured`` times."""
     return {
         "strategy.name": "fedavg",

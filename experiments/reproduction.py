@@ -7,9 +7,10 @@ experiments share running (:mod:`fedstream.experiments.running`), tables and pic
 
     BASE = {"task.name": "mnist", "strategy.name": "afa-cd", "run.versions": 150}
 
-    def claims(results: Results) -> list[Claim]:
+    def claims(results: Results) -> list[JudgedClaim]:
         slow, fast = results.mean("gamma = .1"), results.mean("gamma = .5")
-        return [Claim("A larger step is better.", fast > slow, f"{fast:.4f} after {slow:.4f}.")]
+        said = f"{fast:.4f} after {slow:.4f}."
+        return [JudgedClaim("A larger step is better.", fast > slow, said)]
 
     EXPERIMENTS = (
         Experiment(
@@ -58,7 +59,7 @@ from fedstream.runtime.config import load
 from fedstream.settings.config import Settings
 
 Vector: TypeAlias = npt.NDArray[np.float64]
-Sets: TypeAlias = Mapping[str, object]
+KeyValues: TypeAlias = Mapping[str, object]
 Of = Literal["best", "last"]
 
 SCALED = ("run.versions", "strategy.alpha_schedule.at", "simulation.evaluate_every")
@@ -70,7 +71,7 @@ class Cell:
 
     label: str
     """its name in tables and results"""
-    sets: Sets
+    sets: KeyValues
     """configuration keys beyond the experiment's base"""
     paper: float | None = None
     repeats: int | None = None
@@ -96,7 +97,7 @@ class Panel:
 
 
 @dataclass(frozen=True, slots=True)
-class Sweep:
+class SweepPanel:
     """The results of cells against a parameter in which they differ."""
 
     title: str
@@ -114,12 +115,12 @@ class Picture:
 
     file: str
     title: str
-    panels: Sequence[Panel | Sweep]
+    panels: Sequence[Panel | SweepPanel]
     columns: int = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class JudgedClaim:
     """A paper's claim, whether it held (None: not tested at this scale), and what was measured."""
 
     claim: str
@@ -256,7 +257,7 @@ def judged(
     return False, f"It holds {there}, and not {elsewhere}. "
 
 
-def no_claims(_results: Results) -> list[Claim]:
+def no_claims(_results: Results) -> list[JudgedClaim]:
     """The claims of an experiment that tests none."""
     return []
 
@@ -268,7 +269,7 @@ class Experiment:
     name: str
     title: str
     source: str
-    base: Sets
+    base: KeyValues
     """configuration keys that all cells have"""
     cells: Sequence[Cell]
     repeats: int = 3
@@ -283,7 +284,7 @@ class Experiment:
     points: int = 75
     """points of a stored curve, at most"""
     pictures: Sequence[Picture] = ()
-    claims: Callable[[Results], Sequence[Claim]] = no_claims
+    claims: Callable[[Results], Sequence[JudgedClaim]] = no_claims
     """may raise TooShort"""
     notes: Sequence[str] = ()
     """sentences above the table: what was decided where the paper is silent"""
@@ -306,9 +307,9 @@ class Experiment:
         return keys
 
 
-def settings_of(sets: Sets) -> Settings:
+def settings_of(sets: KeyValues) -> Settings:
     """The configuration with these keys. Raises ConfigError."""
-    keys: Sets = {"updater.norm_factor": 0, **sets}  # the papers' rules have no such limit
+    keys: KeyValues = {"updater.norm_factor": 0, **sets}  # the papers' rules have no such limit
     given = [f"{key}={_toml(value)}" for key, value in keys.items()]
     return load(Settings, path=None, environ={}, sets=given)
 

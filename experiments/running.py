@@ -53,7 +53,7 @@ _TYPES: dict[str, Callable[[str], Any]] = {"str": str, "int": int, "float": floa
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class PlannedRun:
     """A run to be done."""
 
     cell: str
@@ -73,10 +73,10 @@ class Job:
 
 def job_of(
     experiment: Experiment, cell: Cell, repeat: int, scale: float, data_root: str | None = None
-) -> Job:
+) -> PlannedRun:
     """One of an experiment's runs."""
     given = {} if data_root is None else {"task.data_root": data_root}
-    return Job(
+    return PlannedRun(
         cell.label, repeat, scale, experiment.sets(cell, repeat, scale) | given,
         experiment.metric, experiment.higher, experiment.points,
     )  # fmt: skip
@@ -90,7 +90,7 @@ def jobs_of(
     data_root: str | None,
     cells: Sequence[str] = (),
     seed: int = 0,
-) -> list[Job]:
+) -> list[PlannedRun]:
     """The runs of an experiment, with ``repeats`` per cell; None: as many as it declares.
 
     ``cells``: labels or patterns; empty: all cells. ``seed``: number, and so seed, of the first
@@ -125,7 +125,7 @@ def chosen(experiment: Experiment, patterns: Sequence[str]) -> list[Cell]:
     ]  # fmt: skip
 
 
-def run_job(job: Job) -> tuple[Row, Points]:
+def run_job(job: PlannedRun) -> tuple[Row, Points]:
     """One run. Raises ConfigError and DataError."""
     from fedstream.simulation import simulate
 
@@ -183,7 +183,9 @@ def thinned(versions: Sequence[VersionMade], most: int) -> Points:
 # in parallel
 
 
-def results(jobs: Sequence[Job], processes: int, threads: int) -> Iterator[tuple[Row, Points]]:
+def results(
+    jobs: Sequence[PlannedRun], processes: int, threads: int
+) -> Iterator[tuple[Row, Points]]:
     """Yield the jobs' results as they finish. Raises whatever a job raises."""
     if processes == 1:
         import torch

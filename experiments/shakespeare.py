@@ -8,16 +8,16 @@ from __future__ import annotations
 from fedstream.experiments.afl import COLUMNS, column
 from fedstream.experiments.reproduction import (
     Cell,
-    Claim,
     Experiment,
+    JudgedClaim,
+    KeyValues,
     Panel,
     Picture,
     Results,
-    Sets,
     falling,
 )
 
-_BASE: Sets = {
+_BASE: KeyValues = {
     "task.name": "shakespeare",
     "run.versions": 300,
     "simulation.evaluate_every": 60,
@@ -39,7 +39,7 @@ def _label(arriving: str, steps: str) -> str:
 _TELLING = 20  # beyond this scale the runs are too short to tell
 
 
-def _claims(results: Results) -> list[Claim]:
+def _claims(results: Results) -> list[JudgedClaim]:
     ends = {kind: results.mean(_label(*kind), "last") for kind in COLUMNS}
     span = max(ends.values()) - min(ends.values())
     rounds = results.of(_label(*COLUMNS[0]))[0].versions
@@ -47,13 +47,13 @@ def _claims(results: Results) -> list[Claim]:
     tells = results.scale <= _TELLING
     shaken = {kind: falling(results, _label(*kind)) for kind in COLUMNS}
     return [
-        Claim(
+        JudgedClaim(
             "Asynchrony and dynamic steps make no obvious difference to the accuracy (table 2; "
             "here: the four columns within .03).",
             span <= 0.03 if tells else None,
             f"After {rounds} rounds they lie within {span:.4f}: {said}.",
         ),
-        Claim(
+        JudgedClaim(
             "Asynchrony and dynamic steps make the accuracy go up and down (figure 4; here: the "
             "mean fall from one measurement to the next, against synchronous, constant).",
             all(shaken[kind] > shaken[COLUMNS[0]] for kind in COLUMNS[1:]) if tells else None,

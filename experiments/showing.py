@@ -16,7 +16,7 @@ from fedstream.experiments.reproduction import (
     Panel,
     Picture,
     Results,
-    Sweep,
+    SweepPanel,
     TooShort,
 )
 from fedstream.observe.curves import STYLE
@@ -210,7 +210,7 @@ def _curves(axes: Axes, results: Results, panel: Panel) -> None:
     axes.set_ylim(*panel.ylim)
 
 
-def _sweep(axes: Axes, results: Results, sweep: Sweep) -> None:
+def _sweep(axes: Axes, results: Results, sweep: SweepPanel) -> None:
     for n, (name, cells) in enumerate(sweep.lines.items()):
         x = list(cells)
         mean = [results.mean(cell, sweep.of) for cell in cells.values()]

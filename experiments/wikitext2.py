@@ -16,12 +16,12 @@ from torch.utils.data import TensorDataset
 from fedstream.experiments.fedasync import T, fedasync, fedavg, rules, sgd
 from fedstream.experiments.reproduction import (
     Cell,
-    Claim,
     Experiment,
+    JudgedClaim,
+    KeyValues,
     Panel,
     Picture,
     Results,
-    Sets,
     judged,
     mean,
 )
@@ -51,7 +51,7 @@ def _with_less_tested(devices: int) -> Words:
 
 
 _H = 2  # local steps; the paper's epoch is 30
-_BASE: Sets = {
+_BASE: KeyValues = {
     "task.name": "fedstream.experiments.wikitext2:text",
     "run.versions": T,
     "simulation.evaluate_every": T // 4,
@@ -64,7 +64,7 @@ _BASE: Sets = {
 }
 _RHO = 0.0001
 _RULES = rules(10.0, 2)
-_SGD: Sets = sgd("fedstream.experiments.wikitext2:all_text")
+_SGD: KeyValues = sgd("fedstream.experiments.wikitext2:all_text")
 _FEDAVG = fedavg(measured=4)
 _MOST = (4, 16)
 
@@ -103,16 +103,16 @@ def _said(results: Results, cells: Iterable[str]) -> str:
     )
 
 
-def _claims(results: Results) -> list[Claim]:
+def _claims(results: Results) -> list[JudgedClaim]:
     small, large = ([f"{rule}, {most}" for rule in _RULES] for most in _MOST)
     gradients = results.of("SGD")[0].gradients
 
-    def claim(text: str, judge: Callable[[Callable[[str], float]], bool], seen: str) -> Claim:
+    def claim(text: str, judge: Callable[[Callable[[str], float]], bool], seen: str) -> JudgedClaim:
         """A claim on log perplexities that must hold both over the run and at the end."""
         held, where = judged(judge, partial(_speed, results), partial(_end, results))
         if results.scale > _TELLING:
-            return Claim(text, None, f"{seen}.")
-        return Claim(text, held, f"{where}{seen}.")
+            return JudgedClaim(text, None, f"{seen}.")
+        return JudgedClaim(text, held, f"{where}{seen}.")
 
     return [
         claim(
@@ -152,7 +152,7 @@ def _claims(results: Results) -> list[Claim]:
             lambda of: abs(of(large[1]) - of(large[2])) < _MARGIN,
             _said(results, large[1:]),
         ),
-        Claim(
+        JudgedClaim(
             "The perplexity that training ends with.",
             None,
             f"After {gradients} gradients, at most.",

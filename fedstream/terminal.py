@@ -29,7 +29,7 @@ from rich.text import Text
 
 from fedstream.runtime.visible import visible
 
-Step: TypeAlias = Callable[[int], None]
+Advance: TypeAlias = Callable[[int], None]
 
 _WIDEST = 10_000  # cells
 _MOST_PLACED = 1e6
@@ -80,7 +80,7 @@ def room() -> int | None:
     return here.width if here.is_terminal else None
 
 
-def adding(step: Step, total: int) -> Step:
+def adding(step: Advance, total: int) -> Advance:
     """Function that sums up increments, and now and then calls ``step`` with the sum."""
     done = told = 0
 
@@ -124,7 +124,7 @@ def pressed(key: str) -> Iterator[asyncio.Event]:
 
 
 @contextmanager
-def progress(what: str, total: int, *, quiet: bool, parts: bool = True) -> Iterator[Step]:
+def progress(what: str, total: int, *, quiet: bool, parts: bool = True) -> Iterator[Advance]:
     """Progress bar with the time left, on a terminal; yields a function to set how much is done.
 
     ``parts``: show the count of parts beside the bar; otherwise a percentage.

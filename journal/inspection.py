@@ -183,7 +183,7 @@ def _verified(segment: Segment, cut: Cut | None, verdict: Verdict, models: bool,
 
 
 @dataclass(frozen=True, slots=True)
-class Made:
+class RecordedVersion:
     """A version, what went into it, and by which rule."""
 
     version: int
@@ -202,29 +202,31 @@ class Parting:
     text: str
     version: int | None  # None: they don't diverge
     first: int  # the first version that both have
-    a: Made | None = None
-    b: Made | None = None
+    a: RecordedVersion | None = None
+    b: RecordedVersion | None = None
 
 
-def made(chain: Sequence[Segment]) -> Iterator[Made]:
+def recorded_versions(chain: Sequence[Segment]) -> Iterator[RecordedVersion]:
     """A journal's versions, from its first checkpoint on; no payload is read."""
     updates: list[Taken] = []
     for segment, cut in cuts(chain):
         said, rule = segment.standing, segment.head.strategy
         if segment is chain[0] or said.why != "continued":
             updates.clear()
-            yield Made(said.version, said.digest, (), rule, said.time, said.why == "adopted")
+            yield RecordedVersion(
+                said.version, said.digest, (), rule, said.time, said.why == "adopted"
+            )
         for _, entry in entries(segment, cut):
             if isinstance(entry, Taken) and is_used(entry):
                 updates.append(entry)
             if entry.digest is not None:
-                yield Made(entry.version, entry.digest, tuple(updates), rule, entry.time)
+                yield RecordedVersion(entry.version, entry.digest, tuple(updates), rule, entry.time)
                 updates.clear()
 
 
 def parting(a: Sequence[Segment], b: Sequence[Segment]) -> Parting:
     """Compare two journals from the first version that both have. Raises JournalError."""
-    ours, theirs = made(a), made(b)
+    ours, theirs = recorded_versions(a), recorded_versions(b)
     x, y = next(ours), next(theirs)
     while x.version != y.version:
         behind = ours if x.version < y.version else theirs
@@ -266,7 +268,11 @@ def _at_the_start(a: Segment, b: Segment, version: int) -> str:
 
 
 def _explained(
-    x: Made, y: Made, after_x: Sequence[Made], after_y: Sequence[Made], first: int
+    x: RecordedVersion,
+    y: RecordedVersion,
+    after_x: Sequence[RecordedVersion],
+    after_y: Sequence[RecordedVersion],
+    first: int,
 ) -> Parting:
     """Why two versions differ although their predecessors are the same."""
     version = min(x.version, y.version)
@@ -306,7 +312,7 @@ def _different(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     return "".join(f"; strategy.{key} is {a.get(key)} in A, {b.get(key)} in B" for key in keys)
 
 
-def _named(version: Made) -> str:
+def _named(version: RecordedVersion) -> str:
     """The updates of a version, in words: the first three, and how many more."""
     names = [
         f"device {one.upload.device} (task {one.upload.task}, {one.upload.digest[:8]})"

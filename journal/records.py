@@ -20,7 +20,7 @@ Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Mean = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Epoch = Annotated[int, Field(ge=0, lt=10**8)]  # eight digits: names sort by it
 Number = Annotated[int, Field(ge=0, lt=10**6)]
-Devices = Annotated[int, Field(ge=0, lt=2**31)]  # no more can be chosen among
+DeviceCount = Annotated[int, Field(ge=0, lt=2**31)]  # no more can be chosen among
 SegmentName = Annotated[str, Field(pattern=r"^[0-9]{8}-[0-9]{6}\.journal$")]
 Chain = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]  # SHA-256, in hexadecimal
 Counts: TypeAlias = dict[str, Count]
@@ -45,7 +45,7 @@ class SegmentHead(Message):
     lineage: Name  # drawn when the run began, and the same ever since
     run: Name
     task: Name
-    devices: Devices
+    devices: DeviceCount
     versions: Count  # the run ends with this one
     seed: Count
     created: Time  # of the run

@@ -68,7 +68,7 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True)
-class _Course:
+class _Direction:
     """A version's model, and by device the directions of the updates in it."""
 
     model: Floats
@@ -95,7 +95,7 @@ def stats(
     ``ahead`` versions whatever the models' size; besides, it holds six numbers per update.
     """
     shares: dict[int, Share] = {}
-    courses: deque[_Course] = deque()
+    courses: deque[_Direction] = deque()
     arriving: list[tuple[int, Floats]] = []
     for move in history(chain, read):
         message = move.message
@@ -108,7 +108,7 @@ def stats(
             courses.clear()
             arriving.clear()
         elif move.is_made:
-            courses.append(_Course(_sampled(move.after.parameters).copy(), arriving))
+            courses.append(_Direction(_sampled(move.after.parameters).copy(), arriving))
             arriving = []
             if len(courses) > ahead:
                 _compare(courses.popleft(), courses[-1].model, shares)
@@ -138,7 +138,7 @@ def _sampled(parameters: Floats) -> Floats:
     return parameters[:: -(-parameters.size // _SAMPLE) or 1]
 
 
-def _compare(course: _Course, later: Floats, shares: Mapping[int, Share]) -> None:
+def _compare(course: _Direction, later: Floats, shares: Mapping[int, Share]) -> None:
     way = later - course.model
     length = norm(way)
     for device, wanted in course.directions:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from fedstream.experiments.machine import described
 from fedstream.experiments.theory import afa, fedasync, fedbuff, readme, speedup
-from fedstream.experiments.theory.claims import Claim, Results
+from fedstream.experiments.theory.claims import Measured, TheoremClaim
 
 HERE = Path(__file__).parent
 
@@ -21,13 +21,13 @@ HERE = Path(__file__).parent
 class Setting(Protocol):
     """The interface of a setting's module."""
 
-    def measure(self) -> Results:
+    def measure(self) -> Measured:
         """Measure: the figures for the JSON file."""
 
-    def claims(self, found: Results) -> list[Claim]:
+    def claims(self, found: Measured) -> list[TheoremClaim]:
         """What the figures say about the theorems."""
 
-    def draw(self, found: Results, path: Path) -> None:
+    def draw(self, found: Measured, path: Path) -> None:
         """Draw the picture."""
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from fedstream.experiments.theory import pictures
 from fedstream.experiments.theory.arrivals import batches, inclusion
-from fedstream.experiments.theory.claims import Claim, Results, exponent, figure, held
+from fedstream.experiments.theory.claims import Measured, TheoremClaim, exponent, figure, held
 from fedstream.experiments.theory.loop import closed_loop, points
 from fedstream.experiments.theory.quadratics import Quadratics, Wide, fan, stationary
 from fedstream.strategies import AfaCdSettings, AfaCsSettings, State
@@ -34,11 +34,11 @@ VARIANCE = 1.0  # sigma^2, where there is noise
 LOCAL = 5  # H, where there are several local steps
 LOCAL_LRS = (0.4, 0.2, 0.1)
 
-Rule = AfaCdSettings | AfaCsSettings
+AfaSettings = AfaCdSettings | AfaCsSettings
 
 
 @dataclass(frozen=True, slots=True)
-class Course:
+class GradientPath:
     """The course of |grad f(x_t)|^2 over a run."""
 
     floor: float
@@ -62,7 +62,7 @@ def uneven() -> Quadratics:
 
 
 def run(
-    rule: Rule,
+    rule: AfaSettings,
     problem: Quadratics,
     odds: Wide,
     *,
@@ -71,7 +71,7 @@ def run(
     local: int = 1,
     lr: float = 1.0,
     start: float = 2.0,
-) -> Course:
+) -> GradientPath:
     """One run from x_0 = ``start`` in every coordinate.
 
     ``burn_in`` and ``average`` are in units of 1 / server_lr versions: the slowest mode shrinks by
@@ -90,7 +90,7 @@ def run(
         slopes[t] = problem.slope(points(state, x_0.shape))[0]
     shown = np.unique(np.geomspace(1, skip + count, 300).round().astype(int)) - 1
     path = [(int(t), float(slopes[t])) for t in shown]
-    return Course(float(slopes[skip:].mean()), path, state)
+    return GradientPath(float(slopes[skip:].mean()), path, state)
 
 
 def rounding(state: State) -> float:
@@ -138,10 +138,10 @@ def cs(step: float) -> AfaCsSettings:
 
 def measure(
     steps: tuple[float, ...] = STEPS, *, average: float = 400.0, settle: float = 300.0
-) -> Results:
+) -> Measured:
     """The floors of the three rules at several steps, and of AFA-CS where it stalls."""
     problem, paths = objective(), {}
-    found: Results = {
+    found: Measured = {
         "steps": list(steps),
         "predicted": biased_floor(problem),
         "sigma_g": heterogeneity(problem),
@@ -152,7 +152,7 @@ def measure(
         ),
     }
     found["cs_rounding"] = []
-    rows: dict[str, tuple[Callable[[float], Rule], Wide]]
+    rows: dict[str, tuple[Callable[[float], AfaSettings], Wide]]
     rows = {"cd_biased": (cd, BIASED), "cd_uniform": (cd, UNIFORM), "cs_biased": (cs, BIASED)}
     for name, (rule, odds) in rows.items():
         found[name] = []
@@ -171,11 +171,11 @@ def measure(
 
 
 def _stalls(
-    problem: Quadratics, steps: tuple[float, ...], paths: Results, average: float, settle: float
-) -> Results:
+    problem: Quadratics, steps: tuple[float, ...], paths: Measured, average: float, settle: float
+) -> Measured:
     """AFA-CS with noise, with several local steps, and with one device missing."""
     noisy, different = replace(problem, variance=VARIANCE), uneven()
-    found: Results = {"variance": VARIANCE, "local": LOCAL, "local_lrs": list(LOCAL_LRS)}
+    found: Measured = {"variance": VARIANCE, "local": LOCAL, "local_lrs": list(LOCAL_LRS)}
     found["cs_noise"] = []
     for step in steps:
         course = run(cs(step), noisy, BIASED, burn_in=60.0, average=average)
@@ -204,14 +204,14 @@ def _stalls(
     return found
 
 
-def _worst_case() -> Results:
+def _worst_case() -> Measured:
     """Theorem 1's worst case: f_i = (x +- G)^2, only the first device arrives, |f'|^2 = 4 G^2."""
-    found: Results = {"worst_sigma_g": [], "worst_cd": [], "worst_cs": []}
+    found: Measured = {"worst_sigma_g": [], "worst_cd": [], "worst_cs": []}
     for g in (1.0, 2.0, 4.0):
         two = Quadratics(np.full((2, 1), 2.0), np.array([[-g], [g]]))
         alone = np.array([1.0, 0.0])
         found["worst_sigma_g"].append(heterogeneity(two))
-        rules: dict[str, Rule] = {
+        rules: dict[str, AfaSettings] = {
             "worst_cd": AfaCdSettings(buffer_size=1, server_lr=0.05),
             "worst_cs": AfaCsSettings(buffer_size=1, server_lr=0.05),
         }
@@ -220,7 +220,7 @@ def _worst_case() -> Results:
     return found
 
 
-def claims(found: Results) -> list[Claim]:
+def claims(found: Measured) -> list[TheoremClaim]:
     """Verdicts on theorems 1 to 4 and corollary 1."""
     steps, floor = found["steps"], found["predicted"]
     slope, rest = np.polyfit(steps, found["cd_biased"], 1)
@@ -237,7 +237,7 @@ def claims(found: Results) -> list[Claim]:
         for measured, sigma in zip(found[name], found["worst_sigma_g"], strict=True)
     ]
     return [
-        Claim(
+        TheoremClaim(
             "AFL, theorem 2 and corollary 1",
             "AFA-CD under biased arrivals stays at an error that no step removes: "
             "|A (sum_i (pi_i/m) b_i - mean b)|^2",
@@ -245,13 +245,13 @@ def claims(found: Results) -> list[Claim]:
             f"{floor:.4f}.",
             held(abs(rest / floor - 1) < 0.05 and slope < 2 * floor),
         ),
-        Claim(
+        TheoremClaim(
             "AFL, theorem 2",
             "E|grad f|^2 <= 6 sigma_G^2 as T grows, eta_L near 0",
             f"Largest {figure(max(found['cd_biased']))} under {figure(found['theorem_2'][0])}.",
             held(found["conditions"] and max(found["cd_biased"]) <= found["theorem_2"][0]),
         ),
-        Claim(
+        TheoremClaim(
             "AFL, theorem 3",
             "AFA-CD under uniform arrivals falls linearly with the step, under its bound",
             f"|grad f|^2 goes as step^{uniform:.2f}; "
@@ -265,7 +265,7 @@ def claims(found: Results) -> list[Claim]:
                 )
             ),
         ),
-        Claim(
+        TheoremClaim(
             "AFL, theorem 4",
             "AFA-CS removes the floor under biased arrivals (in float64: 1e-20)",
             f"Falls to float32's floor: |grad f|^2 at most {figure(cs_floor)} at any step, "
@@ -274,7 +274,7 @@ def claims(found: Results) -> list[Claim]:
             f"{figure(max(found['cs_rounding']))}, so 1e-20 is out of reach in float32.",
             held(cs_floor < 1e-9),
         ),
-        Claim(
+        TheoremClaim(
             "AFL, theorem 4: sigma_L > 0",
             "With noise AFA-CS stalls, at an error that the step sets",
             f"sigma^2 = {found['variance']:g}: {figure(found['cs_noise'][0])} at step "
@@ -282,7 +282,7 @@ def claims(found: Results) -> list[Claim]:
             f"step^{noise:.2f}.",
             held(found["cs_noise"][-1] > 1e3 * cs_floor and abs(noise - 1) < 0.15),
         ),
-        Claim(
+        TheoremClaim(
             "AFL, theorem 4: K > 1",
             "With H > 1 and different Hessians AFA-CS stalls where the mean of G_i is zero, "
             "which gamma moves and server_lr does not",
@@ -298,13 +298,13 @@ def claims(found: Results) -> list[Claim]:
                 and found["cs_different_one_step"] < 1e-9
             ),
         ),
-        Claim(
+        TheoremClaim(
             "AFL, theorem 4: bounded delay",
             "AFA-CS stalls if a device never comes (its G counts as zero)",
             f"{figure(absent[0])}, predicted {figure(absent[1])}.",
             held(abs(absent[0] / absent[1] - 1) < 0.02),
         ),
-        Claim(
+        TheoremClaim(
             "AFL, theorem 1",
             "A device that never comes can cost an error of the order of sigma_G^2 "
             "(the paper's worst case: f_i = (x +- G)^2)",
@@ -316,7 +316,7 @@ def claims(found: Results) -> list[Claim]:
     ]
 
 
-def draw(found: Results, path: Path) -> None:
+def draw(found: Measured, path: Path) -> None:
     """Floors over the step, and trajectories over versions."""
     steps, paths = found["steps"], found["paths"]
     with pictures.picture(path, 2) as (floors, course):

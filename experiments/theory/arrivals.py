@@ -13,7 +13,7 @@ from fedstream.experiments.theory.quadratics import Wide
 _BLOCK = 2048  # versions drawn at once
 
 
-class Arrival(NamedTuple):
+class DrawnArrival(NamedTuple):
     """One answer: the device, d = t - tau (less while there are fewer versions), and H."""
 
     device: int
@@ -29,7 +29,7 @@ def batches(
     oldest: int,
     steps: tuple[int, int] = (1, 1),
     repeated: bool = False,
-) -> Iterator[Arrival]:
+) -> Iterator[DrawnArrival]:
     """Endless arrivals, ``size`` per version, with staleness uniform to ``oldest`` and uniform H.
 
     The devices of a batch are drawn one by one with these odds, without replacement unless
@@ -46,7 +46,7 @@ def batches(
             drawn = np.argsort(-keys, axis=1)[:, :size]
         stale = rng.integers(0, oldest, drawn.size, endpoint=True).tolist()
         made = rng.integers(*steps, drawn.size, endpoint=True).tolist()
-        yield from map(Arrival, drawn.ravel().tolist(), stale, made)
+        yield from map(DrawnArrival, drawn.ravel().tolist(), stale, made)
 
 
 def inclusion(odds: Wide, size: int) -> Wide:

@@ -7,21 +7,21 @@ from typing import Any, Literal
 
 import numpy as np
 
-Verdict = Literal["held", "did not hold", "not tested"]
-Results = dict[str, Any]  # the contents of a setting's JSON file
+Judgement = Literal["held", "did not hold", "not tested"]
+Measured = dict[str, Any]  # the contents of a setting's JSON file
 
 
 @dataclass(frozen=True, slots=True)
-class Claim:
+class TheoremClaim:
     """A paper's claim, what was measured (a sentence with its figures), and the verdict."""
 
     source: str
     claim: str
     measured: str
-    verdict: Verdict
+    verdict: Judgement
 
 
-def held(condition: bool) -> Verdict:
+def held(condition: bool) -> Judgement:
     """The verdict on a claim that was tested."""
     return "held" if condition else "did not hold"
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from fedstream.experiments.theory import pictures
 from fedstream.experiments.theory.arrivals import batches
-from fedstream.experiments.theory.claims import Claim, Results, figure, held
+from fedstream.experiments.theory.claims import Measured, TheoremClaim, figure, held
 from fedstream.experiments.theory.loop import closed_loop, points
 from fedstream.experiments.theory.quadratics import Quadratics, Wide, fan
 from fedstream.strategies import FedAsyncSettings
@@ -48,7 +48,7 @@ def bounds(problem: Quadratics, x_0: Wide, versions: int) -> tuple[Wide, Wide]:
     return theorem, proof
 
 
-def measure(repeats: int = 400, versions: int = 200) -> Results:
+def measure(repeats: int = 400, versions: int = 200) -> Measured:
     """The gap F(x_t) - F* of every version, mean and standard error over independent runs."""
     problem = objective()
     start = np.full((1, problem.dimensions), START, np.float32)
@@ -73,14 +73,14 @@ def measure(repeats: int = 400, versions: int = 200) -> Results:
     }
 
 
-def claims(found: Results) -> list[Claim]:
+def claims(found: Measured) -> list[TheoremClaim]:
     """Verdicts on theorem 1 and its proof."""
     gap, theorem, proof = (np.array(found[key]) for key in ("gap", "theorem", "proof"))
     last, least = len(gap) - 1, (proof / gap)[1:].min()
     above = gap > proof * (1 + 1e-9)  # at T = 0 they are equal
     under_theorem = bool((gap <= theorem * (1 + 1e-9)).all())
     return [
-        Claim(
+        TheoremClaim(
             "FedAsync, theorem 1",
             "E[F(x_T) - F*] <= beta^T gap_0 + (1 - beta^T)(V1 + V2)/(2 gamma mu^2)",
             f"True but empty: the bound rises from {figure(theorem[0])} to {figure(theorem[-1])} "
@@ -88,7 +88,7 @@ def claims(found: Results) -> list[Claim]:
             f"measured {figure(gap[-1])} at T = {last}.",
             held(under_theorem and bool(theorem.min() >= gap[0] * (1 - 1e-12))),
         ),
-        Claim(
+        TheoremClaim(
             "FedAsync, theorem 1: the proof's steps, delays up to D",
             "E gap_T <= V1/(2 mu) + beta^(T/(D+1)) max(0, gap_0 - V1/(2 mu))",
             f"Holds at each of {last} versions, mean of {found['repeats']} runs: final gap "
@@ -101,7 +101,7 @@ def claims(found: Results) -> list[Claim]:
     ]
 
 
-def draw(found: Results, path: Path) -> None:
+def draw(found: Measured, path: Path) -> None:
     """The gap over versions under both bounds."""
     gap, error = np.array(found["gap"]), np.array(found["standard_error"])
     versions = np.arange(len(gap))

@@ -15,7 +15,7 @@ import numpy as np
 
 from fedstream.experiments.theory import pictures
 from fedstream.experiments.theory.arrivals import batches
-from fedstream.experiments.theory.claims import Claim, Results, exponent, figure, held
+from fedstream.experiments.theory.claims import Measured, TheoremClaim, exponent, figure, held
 from fedstream.experiments.theory.loop import closed_loop, points
 from fedstream.experiments.theory.quadratics import Quadratics, fan
 from fedstream.strategies import FedBuffSettings
@@ -39,7 +39,7 @@ def bound(problem: Quadratics, gap: float, horizon: int) -> float:
     return 8 * root * gap + 16 * root * (sigma + g) + rest
 
 
-def measure(horizons: tuple[int, ...] = HORIZONS, sequences: int = 2) -> Results:
+def measure(horizons: tuple[int, ...] = HORIZONS, sequences: int = 2) -> Measured:
     """The mean of |grad f(w_t)|^2 over t < T at each T, over runs and sequences of arrivals."""
     problem = objective()
     start = np.full((SIDE_BY_SIDE, problem.dimensions), 1.0, np.float32)
@@ -73,13 +73,13 @@ def measure(horizons: tuple[int, ...] = HORIZONS, sequences: int = 2) -> Results
     }
 
 
-def claims(found: Results) -> list[Claim]:
+def claims(found: Measured) -> list[TheoremClaim]:
     """Verdicts on theorem 1."""
     horizons, mean, above = found["horizons"], found["mean"], found["bound"]
     slope, of_bound = exponent(horizons, mean), exponent(horizons, above)
     last = exponent(horizons[-2:], mean[-2:])
     return [
-        Claim(
+        TheoremClaim(
             "FedBuff, theorem 1",
             "1/T sum E|grad f(w_t)|^2 is under the bound at every T >= 160 L (Q+7)(tau+1)^3",
             f"{figure(mean[0])} under {figure(above[0])} at T = {horizons[0]}, "
@@ -90,7 +90,7 @@ def claims(found: Results) -> list[Claim]:
                 and all(y <= b for y, b in zip(mean, above, strict=True))
             ),
         ),
-        Claim(
+        TheoremClaim(
             "FedBuff, theorem 1: the rate",
             "O(1/sqrt(T))",
             f"Slope {slope:.2f} over all T, {last:.2f} over the last doubling; the bound's own "
@@ -100,7 +100,7 @@ def claims(found: Results) -> list[Claim]:
     ]
 
 
-def draw(found: Results, path: Path) -> None:
+def draw(found: Measured, path: Path) -> None:
     """The mean over T under the bound."""
     horizons, mean = np.array(found["horizons"]), np.array(found["mean"])
     with pictures.picture(path, 1) as (axes,):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from fedstream.broker.layout import Floats, Layout, Model, Tensor
-from fedstream.experiments.theory.arrivals import Arrival
+from fedstream.experiments.theory.arrivals import DrawnArrival
 from fedstream.experiments.theory.quadratics import Quadratics
 from fedstream.strategies import State, Strategy, Update
 
@@ -17,7 +17,7 @@ def closed_loop(
     rule: Strategy,
     problem: Quadratics,
     start: Floats,
-    arrivals: Iterator[Arrival],
+    arrivals: Iterator[DrawnArrival],
     *,
     lr: float,
     oldest: int,

@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from fedstream.experiments.theory.claims import Claim
+from fedstream.experiments.theory.claims import TheoremClaim
 
 UNTESTED = [
-    Claim(
+    TheoremClaim(
         "FedAsync (2019), theorem 2; workshop edition, theorem 4.3",
         "Weakly convex objectives, option II",
         "No setting here: every objective is a strongly convex quadratic.",
         "not tested",
     ),
-    Claim(
+    TheoremClaim(
         "AFL, theorem 4: the bound itself",
         "The right-hand side with alpha_L, alpha_G and the series beta_u",
         "Only what it says of floors and rates; its condition (7) bounds the iterates' own "
         "directions from below, which no setting can promise.",
         "not tested",
     ),
-    Claim(
+    TheoremClaim(
         "AFL, corollaries 1 to 3: delays and local steps",
         "The terms of order tau^2/T and K^2/T",
         "Speed-up is measured with one local step and delays up to 4 versions only.",
@@ -56,7 +56,9 @@ the bound does fall with M, which is why the error may fall before it rises.
 """
 
 
-def page(settings: Mapping[str, Sequence[Claim]], how: Mapping[str, Mapping[str, Any]]) -> str:
+def page(
+    settings: Mapping[str, Sequence[TheoremClaim]], how: Mapping[str, Mapping[str, Any]]
+) -> str:
     """The README: one row per claim, the pictures, and how each setting was measured."""
     rows = [claim for claims in settings.values() for claim in claims] + UNTESTED
     table = "".join(

@@ -15,7 +15,7 @@ import numpy as np
 
 from fedstream.experiments.theory import pictures
 from fedstream.experiments.theory.arrivals import batches
-from fedstream.experiments.theory.claims import Claim, Results, exponent, figure, held
+from fedstream.experiments.theory.claims import Measured, TheoremClaim, exponent, figure, held
 from fedstream.experiments.theory.loop import closed_loop, points
 from fedstream.experiments.theory.quadratics import Quadratics, fan
 from fedstream.strategies import AfaCdSettings, AfaCsSettings
@@ -51,7 +51,7 @@ def measure(
     sizes: tuple[int, ...] = BATCHES,
     members: tuple[int, ...] = MEMBERS,
     versions: int = VERSIONS,
-) -> Results:
+) -> Measured:
     """The error over m, over M at a fixed m, and over M with m = M/2."""
 
     def cs(devices: int, size: int) -> float:
@@ -75,7 +75,7 @@ def measure(
     }  # fmt: skip
 
 
-def claims(found: Results) -> list[Claim]:
+def claims(found: Measured) -> list[TheoremClaim]:
     """Verdicts on corollaries 1 to 3: the factor by which the error falls with each doubling."""
     in_m = 2 ** -exponent(found["m"], found["over_m"])
     fixed, half = (2 ** -exponent(found["M"], found[key]) for key in ("fixed_m", "half"))
@@ -87,13 +87,13 @@ def claims(found: Results) -> list[Claim]:
         )
 
     return [
-        Claim(
+        TheoremClaim(
             "AFL, corollary 2",
             "AFA-CD, uniform arrivals: the error falls by 1.41 with each doubling of m",
             f"By {in_m:.2f} ({ends('m', 'over_m')}; T = {found['versions']}).",
             held(abs(in_m - 2**0.5) < 0.1),
         ),
-        Claim(
+        TheoremClaim(
             "AFL, corollary 3, at a fixed m",
             "AFA-CS: the error falls by 1.41 with each doubling of M",
             f"m = {found['fixed']}: divided by {fixed:.2f} with each doubling, "
@@ -102,7 +102,7 @@ def claims(found: Results) -> list[Claim]:
             f"{found['M'][int(np.argmin(found['fixed_m']))]}).",
             held(fixed > 1.3),
         ),
-        Claim(
+        TheoremClaim(
             "AFL, corollary 3, where m grows with M",
             "AFA-CS: the error falls by 1.41 with each doubling of M",
             f"m = M/2: by {half:.2f} ({ends('M', 'half')}).",
@@ -111,7 +111,7 @@ def claims(found: Results) -> list[Claim]:
     ]
 
 
-def draw(found: Results, path: Path) -> None:
+def draw(found: Measured, path: Path) -> None:
     """The three errors over m or M, with the claimed slope."""
     with pictures.picture(path, 1) as (axes,):
         for x, y, color, label in (

@@ -13,8 +13,7 @@ from fedstream.terminal import confirm, line, verbatim
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
-    from fedstream.operate.dead import Letter
-    from fedstream.operate.dead import Letters as Found
+    from fedstream.operate.dead import Letter, Letters
 
 app = typer.Typer(help="Inspect, retry or drop entries that could not be processed.")
 
@@ -54,7 +53,7 @@ def dead_show(
         page.show_each(letters)
 
 
-Letters = Annotated[
+LetterIds = Annotated[
     list[str] | None, typer.Argument(metavar="ID", help="ids of letters or of their tasks")
 ]
 All = Annotated[bool, typer.Option("--all", help="all dead letters")]
@@ -62,7 +61,7 @@ All = Annotated[bool, typer.Option("--all", help="all dead letters")]
 
 @app.command("retry")
 def dead_retry(
-    wanted: Letters = None,
+    wanted: LetterIds = None,
     everything: All = False,
     config: Config = None,
     redis: Url = None,
@@ -97,7 +96,7 @@ def dead_retry(
 
 @app.command("drop")
 def dead_drop(
-    wanted: Letters = None,
+    wanted: LetterIds = None,
     everything: All = False,
     config: Config = None,
     redis: Url = None,
@@ -115,7 +114,7 @@ def dead_drop(
     line(f"{dropped} dead letter{'' if dropped == 1 else 's'} deleted")
 
 
-def _chosen(found: Found, wanted: list[str] | None, everything: bool) -> list[Letter]:
+def _chosen(found: Letters, wanted: list[str] | None, everything: bool) -> list[Letter]:
     """Letters chosen by id or --all.
 
     Raises ConfigError unless exactly one of the two is given, FedstreamError for an unknown id.

@@ -13,25 +13,24 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.cli.options import OUTCOMES, TrustRecorded, named, one_of
-from fedstream.terminal import Step, adding, line, progress, verbatim
+from fedstream.cli.options import OUTCOMES, AsJson, TrustRecorded, named, one_of
+from fedstream.terminal import Advance, adding, line, progress, verbatim
 
 # Commands import what they need inside, so that `--help` is fast.
 if TYPE_CHECKING:
     from fedstream.broker.layout import Model
     from fedstream.journal import Segment
-    from fedstream.journal.inspection import Made
+    from fedstream.journal.inspection import RecordedVersion
 
 app = typer.Typer(help=__doc__, no_args_is_help=True)
 
 Dir = Annotated[
     Path, typer.Argument(metavar="DIR", help="a run's folder, its journal folder or a segment file")
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 
 
 @contextmanager
-def _bar(what: str, total: int, *, quiet: bool) -> Iterator[Step]:
+def _bar(what: str, total: int, *, quiet: bool) -> Iterator[Advance]:
     """Progress bar over the bytes of a journal."""
     with progress(what, total, quiet=quiet, parts=False) as step:
         yield adding(step, total)
@@ -214,7 +213,7 @@ def diff(
         raise typer.Exit(1)
 
 
-def _plain(made: Made | None) -> dict[str, Any] | None:
+def _plain(made: RecordedVersion | None) -> dict[str, Any] | None:
     if made is None:
         return None
     return {

@@ -13,7 +13,7 @@ from typing import Literal
 from fedstream.broker.keys import POOL
 from fedstream.broker.messages import Event
 from fedstream.broker.records import View
-from fedstream.observe.observer import History
+from fedstream.observe.history import History
 from fedstream.runtime.signals import INTERRUPTED
 
 # Counted in the pool only: a site must not end the operator's run.

@@ -6,8 +6,8 @@ import csv
 from pathlib import Path
 
 from fedstream.journal import segments
-from fedstream.journal.inspection import made
-from fedstream.observe.observer import History, Made, Update
+from fedstream.journal.inspection import recorded_versions
+from fedstream.observe.history import History, SeenUpdate, SeenVersion
 
 _TEST = "test_"
 
@@ -16,12 +16,12 @@ def recall(history: History, journal: Path, table: Path) -> None:
     """Add recorded versions and measurements to a history. Raises JournalError."""
     chain = segments(journal)
     try:
-        for version in made(chain):
+        for version in recorded_versions(chain):
             updates = (
-                Update(u.upload.task, u.upload.device, u.staleness, u.weight, u.upload.loss)
+                SeenUpdate(u.upload.task, u.upload.device, u.staleness, u.weight, u.upload.loss)
                 for u in version.updates
             )
-            history.recall(version.version, Made(version.time, tuple(updates)))
+            history.recall(version.version, SeenVersion(version.time, tuple(updates)))
     finally:
         for segment in chain:
             segment.close()

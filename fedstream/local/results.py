@@ -17,7 +17,8 @@ from fedstream.local.preflight import Subject
 from fedstream.local.request import RunRequest
 from fedstream.observe import report
 from fedstream.observe.display import short
-from fedstream.observe.observer import History, Observer
+from fedstream.observe.history import History
+from fedstream.observe.observer import Observer
 from fedstream.settings.recording import CONFIG
 
 LOGS = "logs"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from fedstream.observe.observer import History
+from fedstream.observe.history import History
 from fedstream.runtime.visible import visible
 from fedstream.terminal import number
 

@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from fedstream.broker.records import View
-from fedstream.observe.observer import History
+from fedstream.observe.history import History
 from fedstream.terminal import cell, console, cut, line, spaced
 
 _LINE_EVERY_S = 3.0

@@ -19,7 +19,7 @@ from fedstream.broker.errors import ConfigError
 from fedstream.broker.messages import OUTCOMES
 from fedstream.broker.records import View
 from fedstream.journal import FOLDER
-from fedstream.observe.observer import History, Made
+from fedstream.observe.history import History, SeenVersion
 from fedstream.settings.recording import CONFIG
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ def table(history: History, created: float) -> Iterator[list[object]]:
         ]
 
 
-def _made_of(version: Made) -> list[object]:
+def _made_of(version: SeenVersion) -> list[object]:
     updates = version.updates
     losses = [u.loss for u in updates if u.loss is not None]
     return [

@@ -23,7 +23,8 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.messages import Event
 from fedstream.broker.records import View
 from fedstream.observe.display import outcomes, pace, short, two_columns
-from fedstream.observe.observer import History, Observer
+from fedstream.observe.history import History
+from fedstream.observe.observer import Observer
 from fedstream.observe.report import tasks_of
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.visible import visible

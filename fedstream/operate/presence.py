@@ -34,22 +34,29 @@ async def _coordinators(client: Client, keys: Keys) -> list[str]:
 
 
 async def purgeable(client: Client, keys: Keys, *, force: bool) -> int:
-    """Number of keys of the run that can be deleted.
+    """Number of keys of the run that can be deleted. Raises as :func:`purge` does."""
+    await _check_idle(client, keys, force=force)
+    return _present(len(await OperatorLedger(client, keys, "purge").stored()), client, keys)
 
-    Raises NoRun if there are none, and FedstreamError if the run is being served.
+
+async def purge(client: Client, keys: Keys, *, force: bool) -> int:
+    """Delete the run's keys; returns how many there were.
+
+    Raises NoRun if there are none, and FedstreamError if the run is being served, unless ``force``.
     """
-    there = await OperatorLedger(client, keys, "purge").stored()
-    if not there:
-        raise NoRun(f"there is no run {keys.name!r} in Redis at {client.address}")
+    await _check_idle(client, keys, force=force)
+    return _present(await OperatorLedger(client, keys, "purge").purge(), client, keys)
+
+
+async def _check_idle(client: Client, keys: Keys, *, force: bool) -> None:
     if not force and (busy := await serving(client, keys)):
         raise FedstreamError(
             f"run {keys.name!r} is being served by {', '.join(busy)}: stop them first (a crashed "
             "one still counts for 10 s), or give --force"
         )
-    return len(there)
 
 
-async def purge(client: Client, keys: Keys, *, force: bool) -> int:
-    """Delete the run's keys; returns how many there were. Raises as :func:`purgeable` does."""
-    await purgeable(client, keys, force=force)
-    return await OperatorLedger(client, keys, "purge").purge()
+def _present(count: int, client: Client, keys: Keys) -> int:
+    if not count:
+        raise NoRun(f"there is no run {keys.name!r} in Redis at {client.address}")
+    return count

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _MEASUREMENTS = 50  # approximate number, unless `every` is given
 
-Measure = Callable[[int, Model], float]
+MeasureOne = Callable[[int, Model], float]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Search:
 
 def search(
     chain: Sequence[Segment],
-    measure: Measure,
+    measure: MeasureOne,
     is_good: Callable[[float], bool],
     every: int | None = None,
 ) -> Search:
@@ -94,7 +94,7 @@ def search(
 def _first(
     chain: Sequence[Segment],
     good: int,
-    measure: Measure,
+    measure: MeasureOne,
     is_good: Callable[[float], bool],
     measured: dict[int, float],
 ) -> Crossing | None:
@@ -138,7 +138,7 @@ def _cause(message: Taken, move: Move) -> Cause:
     )  # fmt: skip
 
 
-def judge(settings: Settings, metric: str) -> Measure:
+def judge(settings: Settings, metric: str) -> MeasureOne:
     """Function that measures a model by one of the task's metrics on its test data.
 
     Raises ConfigError, DataError.

@@ -32,11 +32,11 @@ from fedstream.journal.inspection import Move, Verdict, moves
 from fedstream.journal.rebuild import is_used
 from fedstream.journal.shares import Share, Spread, direction
 from fedstream.recordings.bisect import Cause
-from fedstream.recordings.columns import GAP, fitting
 from fedstream.runtime.visible import visible
 from fedstream.strategies.mixing import norm
 from fedstream.terminal import cell, clock, console, line, number, room, spaced
 
+_GAP = 2  # between two columns
 _PAGE = 1000  # records in a table: memory holds one table at a time
 _WIDTHS = {
     "version": 8, "time": 12, "device": 6, "task": 12, "tau": 8, "late": 5, "weight": 9,
@@ -50,8 +50,8 @@ _IMPORTANT = (
     "task", "tau", "digest", "steps", "samples",
 )  # fmt: skip
 
-Norms: TypeAlias = tuple[float | None, float | None]  # of the sent vector; of x_new - x
-Line: TypeAlias = tuple[Segment, Record, Standing | EntryRecord, Norms]
+NormPair: TypeAlias = tuple[float | None, float | None]  # of the sent vector; of x_new - x
+RecordLine: TypeAlias = tuple[Segment, Record, Standing | EntryRecord, NormPair]
 
 
 # records
@@ -82,7 +82,7 @@ class Filter:
         return not (self.devices or self.outcomes)
 
 
-def lines(chain: Sequence[Segment], wanted: Filter, *, norms: bool = False) -> Iterator[Line]:
+def lines(chain: Sequence[Segment], wanted: Filter, *, norms: bool = False) -> Iterator[RecordLine]:
     """Wanted standings and records, in order.
 
     ``norms``: add each update's norms, for which all models are rebuilt; otherwise no payload is
@@ -121,7 +121,7 @@ def _read(
             yield move.record, move.message, move
 
 
-def _norms(move: Move) -> Norms:
+def _norms(move: Move) -> NormPair:
     """Norms of a record; None without an update, or if the model it was mixed into is unknown."""
     if move.update is None or not isinstance(move.message, Taken):
         return None, None
@@ -131,7 +131,7 @@ def _norms(move: Move) -> Norms:
     return sent, norm(direction(move.message.upload, move.update, move.before))
 
 
-def show(found: Iterable[Line], *, norms: bool = False) -> None:
+def show(found: Iterable[RecordLine], *, norms: bool = False) -> None:
     """Print records as tables, each segment under a heading line."""
     widths = {name: width for name, width in _WIDTHS.items() if norms or name not in _NORMS}
     important = [name for name in _IMPORTANT if name in widths]
@@ -160,7 +160,7 @@ def show(found: Iterable[Line], *, norms: bool = False) -> None:
 
 
 def _side_by_side(widths: Mapping[str, int], names: Sequence[str]) -> int:
-    return sum(widths[name] + GAP for name in names)
+    return sum(widths[name] + _GAP for name in names)
 
 
 def _tell_hidden(all_names: Iterable[str], names: Sequence[str]) -> None:
@@ -198,7 +198,7 @@ def _words(value: object) -> str:
     return f"{first} ({', '.join(more)})" if more else first
 
 
-def _cells(entry: EntryRecord, measured: Norms) -> dict[str, str]:
+def _cells(entry: EntryRecord, measured: NormPair) -> dict[str, str]:
     """Cells of a row. Of a task's id only the end is shown: it begins with the time."""
     about = {
         "version": str(entry.version),
@@ -219,7 +219,7 @@ def _cells(entry: EntryRecord, measured: Norms) -> dict[str, str]:
     }  # fmt: skip
 
 
-def write_lines(path: Path, found: Iterable[Line]) -> int:
+def write_lines(path: Path, found: Iterable[RecordLine]) -> int:
     """Write records to a new CSV file, one per row; returns their number. Raises ConfigError."""
     count = 0
     with _new(path) as file:
@@ -264,7 +264,7 @@ def _new(path: Path) -> Iterator[TextIO]:
 
 
 def facts(
-    segment: Segment, record: Record, message: Standing | EntryRecord, measured: Norms
+    segment: Segment, record: Record, message: Standing | EntryRecord, measured: NormPair
 ) -> dict[str, Any]:
     """Record as plain values; a standing's include its segment's head."""
     about: dict[str, Any] = {
@@ -392,3 +392,19 @@ def cause(found: Cause) -> str:
         f"{found.staleness}), weight {found.weight:.4g}, norm {found.norm:.4g}, distance "
         f"{found.distance:.4g} from the model it was mixed into{loss}"
     )
+
+
+def fitting(widths: Mapping[str, int], important: Sequence[str], room: int | None) -> list[str]:
+    """Columns that fit side by side, in table order, chosen by importance.
+
+    ``widths`` are in cells. ``important`` lists the most important first; its first column is
+    always shown. ``room`` is the terminal's width; None (no terminal) shows all.
+    """
+    if room is None:
+        return list(widths)
+    chosen, left = set(important[:1]), room - widths[important[0]]
+    for name in important[1:]:
+        if widths[name] + _GAP <= left:
+            chosen.add(name)
+            left -= widths[name] + _GAP
+    return [name for name in widths if name in chosen]

@@ -33,8 +33,8 @@ from fedstream.terminal import cell, console, line, progress, verbatim
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-Metrics = dict[str, float]
-Measure = Callable[[int, Model], Metrics]
+MetricValues = dict[str, float]
+MeasureAll = Callable[[int, Model], MetricValues]
 
 TABLE = "replay.csv"
 PICTURE = "replay.png"
@@ -100,14 +100,14 @@ class Point:
     """Metrics and distance at a version."""
 
     version: int  # as recorded
-    original: Metrics
-    changed: Metrics | None = None  # None: no other rule
+    original: MetricValues
+    changed: MetricValues | None = None  # None: no other rule
     changed_version: int | None = None  # the other rule counts its own versions
     distance: float | None = None  # between the two models, Euclidean
 
 
 @dataclass
-class Outcome:
+class ReplayResult:
     """Result of a replay."""
 
     changed: bool
@@ -202,14 +202,14 @@ def _title(run: str, sets: Sequence[str], devices: frozenset[int]) -> str:
 def follow(
     replayer: Replayer,
     every: int,
-    measure: Measure | None,
+    measure: MeasureAll | None,
     step: Callable[[int], None],
-) -> Outcome:
+) -> ReplayResult:
     """Replay to the end; errors in the journal end the replay and are returned as ``error``.
 
     ``step`` is called with every version; every ``every``-th version and the last become points.
     """
-    out = Outcome(replayer.changed, begin=replayer.begin, version=replayer.begin)
+    out = ReplayResult(replayer.changed, begin=replayer.begin, version=replayer.begin)
     if out.changed:
         out.updates = dict.fromkeys(("used", "dropped", "left_out"), 0)
     influenced, out.oldest = replayer.influenced, replayer.oldest
@@ -256,7 +256,7 @@ def _fate(moment: Moment) -> str:
     return "dropped" if decision.outcome == "dropped" else "used"
 
 
-def _point(moment: Moment, measure: Measure | None) -> Point:
+def _point(moment: Moment, measure: MeasureAll | None) -> Point:
     version, changed = moment.message.version, moment.model
     original = moment.original.state.model if moment.original else changed
     metrics = measure(version, original) if measure else {}
@@ -287,7 +287,7 @@ def rows(points: Sequence[Point], *, changed: bool) -> Iterator[list[object]]:
         yield [point.version, *values, point.distance, point.changed_version]
 
 
-def show(out: Outcome, files: Sequence[Path]) -> None:
+def show(out: ReplayResult, files: Sequence[Path]) -> None:
     """Print the result."""
     if out.points:
         header, *body = rows(out.points, changed=out.changed)
@@ -315,7 +315,7 @@ def show(out: Outcome, files: Sequence[Path]) -> None:
     line("\n".join(lines))
 
 
-def _result(out: Outcome) -> str:
+def _result(out: ReplayResult) -> str:
     if out.distance is None:
         return out.in_words
     said = f"distance {out.distance:.4g} from the original; the original: {out.in_words}"
@@ -326,7 +326,7 @@ def _result(out: Outcome) -> str:
     return said
 
 
-def _used(out: Outcome) -> str:
+def _used(out: ReplayResult) -> str:
     updates = out.updates
     text = f"the changed rule used {updates['used']} of {sum(updates.values())} updates"
     if dropped := updates["dropped"]:
@@ -342,15 +342,15 @@ def _used(out: Outcome) -> str:
     return text
 
 
-def _pace(out: Outcome) -> str:
+def _pace(out: ReplayResult) -> str:
     seconds = out.seconds
     text = f"{seconds:.1f} s" if seconds >= 1 else f"{max(1, round(1000 * seconds))} ms"
     # Two digits: more would be noise.
     return f"{text}, {float(f'{out.made / seconds:.2g}'):,g} versions/s" if out.made else text
 
 
-def as_numbers(out: Outcome, files: Sequence[Path]) -> dict[str, Any]:
-    """Outcome as plain values, for JSON."""
+def as_numbers(out: ReplayResult, files: Sequence[Path]) -> dict[str, Any]:
+    """Result as plain values, for JSON."""
     points = [dict(point.__dict__) for point in out.points]
     return dict(out.__dict__) | {"points": points, "files": [str(file) for file in files]}
 

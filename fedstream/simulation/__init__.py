@@ -11,11 +11,11 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__all__ = ["Arrival", "Outcome", "RoundOver", "VersionMade", "plan", "simulate"]
+__all__ = ["Arrival", "RoundOver", "SimulationResult", "VersionMade", "plan", "simulate"]
 
 if TYPE_CHECKING:
     from fedstream.simulation.arrivals import Arrival, RoundOver, plan
-    from fedstream.simulation.engine import Outcome, VersionMade, simulate
+    from fedstream.simulation.engine import SimulationResult, VersionMade, simulate
 else:  # lazy: every service imports this package for its settings and must start fast
     _FROM = {"Arrival": "arrivals", "RoundOver": "arrivals", "plan": "arrivals"}
 

@@ -68,10 +68,10 @@ class RoundOver:
     why: str
 
 
-Event: TypeAlias = Arrival | RoundOver
+PlannedEvent: TypeAlias = Arrival | RoundOver
 
 
-def plan(settings: Settings, devices: int) -> Iterator[Event]:
+def plan(settings: Settings, devices: int) -> Iterator[PlannedEvent]:
     """Plan an endless sequence of events. Raises ConfigError if the settings can't be simulated."""
     initiative, groups = settings.trainer.anarchic, settings.participation
     for key, steps in (
@@ -102,7 +102,7 @@ def plan(settings: Settings, devices: int) -> Iterator[Event]:
             return _Clock(settings, devices).events()
 
 
-def _drawn(settings: Settings, devices: int, *, most: int) -> Iterator[Event]:
+def _drawn(settings: Settings, devices: int, *, most: int) -> Iterator[PlannedEvent]:
     """Draw staleness uniformly on [0, min(most, t)] at version t.
 
     No device comes twice in a batch until every device has come, and none comes twice in a round.
@@ -135,7 +135,7 @@ def _drawn(settings: Settings, devices: int, *, most: int) -> Iterator[Event]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Task:
+class _Working:
     """A task that a device is working on."""
 
     n: int
@@ -163,10 +163,10 @@ class _Clock:
         self._issued = 0
         self._version = 0
         self._used = 0  # answers used for the next version
-        self._open: dict[int, _Task] = {}  # by device
-        self._ends: list[tuple[float, int, _Task]] = []  # (time, task's number, task): a heap
+        self._open: dict[int, _Working] = {}  # by device
+        self._ends: list[tuple[float, int, _Working]] = []  # (time, task's number, task): a heap
 
-    def events(self) -> Iterator[Event]:
+    def events(self) -> Iterator[PlannedEvent]:
         """Generate the events. Raises ConfigError."""
         if self._settings.devices.dropout == 1.0:
             raise ConfigError(
@@ -198,7 +198,7 @@ class _Clock:
         part = 0.5 if simulated.drops_out else 1.0  # drop-outs vanish halfway
         end = self._end(device, part * simulated.latency_s)
         given_up = self._now + self._timeout_s
-        task = _Task(
+        task = _Working(
             self._issued, device, seed, length.steps, length.epochs, self._version,
             answers=end < given_up and not simulated.drops_out,
         )  # fmt: skip
@@ -235,13 +235,13 @@ class _Clock:
             default=math.inf,
         )
 
-    def _finished(self) -> _Task:
+    def _finished(self) -> _Working:
         """Advance time to the next end of a task, and return that task."""
         self._now, _, task = heapq.heappop(self._ends)
         del self._open[task.device]
         return task
 
-    def _arrived(self, task: _Task) -> Arrival:
+    def _arrived(self, task: _Working) -> Arrival:
         """Arrival of a task's answer."""
         version = self._version
         self._used += self._limit is None or version - task.tau <= self._limit
@@ -253,7 +253,7 @@ class _Clock:
             makes=makes, oldest=self._oldest(task), time=self._now,
         )  # fmt: skip
 
-    def _oldest(self, *more: _Task) -> int:
+    def _oldest(self, *more: _Working) -> int:
         """Oldest version that open tasks and ``more`` started from, or a new task would."""
         return min([self._version, *(task.tau for task in (*self._open.values(), *more))])
 
@@ -283,13 +283,13 @@ class _Clock:
             else:
                 self._now = wake
 
-    def _rounds(self, policy: Rounds) -> Iterator[Event]:
+    def _rounds(self, policy: Rounds) -> Iterator[PlannedEvent]:
         """Run rounds of k devices one after the other; open tasks end with their round."""
         while True:
             yield from self._round(policy, self._version)
             self._give_up()
 
-    def _round(self, policy: Rounds, version: int) -> Iterator[Event]:
+    def _round(self, policy: Rounds, version: int) -> Iterator[PlannedEvent]:
         """Run the round based on ``version``, replacing devices that vanish."""
         k, _ = wanted(policy, len(self._devices), room=None)
         since, answered, in_vain = self._now, set[int](), 0

@@ -20,8 +20,9 @@ from fedstream.broker.layout import Model
 from fedstream.broker.messages import Contribution, Upload
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.records import Counted
-from fedstream.simulation.arrivals import Arrival, Event, RoundOver, plan
-from fedstream.simulation.record import Happened, Recorder
+from fedstream.simulation.arrivals import Arrival, PlannedEvent, RoundOver, plan
+from fedstream.simulation.job import Job
+from fedstream.simulation.record import Happened, SimulationRecorder
 from fedstream.strategies import State
 from fedstream.trainer.solvers import Cancelled
 from fedstream.updater import refusals
@@ -30,11 +31,10 @@ if TYPE_CHECKING:
     from torch import nn
 
     from fedstream.settings.config import Settings
-    from fedstream.simulation.training import Job
     from fedstream.trainer.solvers import Trained
     from fedstream.trainer.task import Task
 
-Ending: TypeAlias = tuple[Literal["finished", "interrupted", "failed"], str]  # and why
+_EndState: TypeAlias = tuple[Literal["finished", "interrupted", "failed"], str]  # and why
 
 _AHEAD = 128  # arrivals to search for ones that can be trained together
 _MOST_REFUSED = 100  # updates in a row, as in `fedstream run`
@@ -64,7 +64,7 @@ class VersionMade:
 
 
 @dataclass
-class Outcome:
+class SimulationResult:
     """Result of a simulation."""
 
     versions: list[VersionMade]
@@ -101,11 +101,11 @@ def simulate(
     settings: Settings,
     task: Task | None = None,
     *,
-    arrivals: Iterable[Event] | None = None,
+    arrivals: Iterable[PlannedEvent] | None = None,
     journal: Path | None = None,
     on_version: Callable[[VersionMade, Model], object] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
-) -> Outcome:
+) -> SimulationResult:
     """Simulate the run that ``settings`` describe, to its end.
 
     ``task``: the task that ``settings`` name, if already loaded, so that many simulations read its
@@ -120,7 +120,7 @@ def simulate(
     from fedstream.simulation.training import use_of_torch
 
     with use_of_torch(settings.simulation), ExitStack() as stack:
-        run = _Run(
+        run = _Simulation(
             settings, task or task_of(settings), arrivals, journal, on_version, cancelled
         )  # fmt: skip
         stack.callback(run.close)
@@ -136,7 +136,7 @@ class _Base:
     digest: str
 
 
-class _Run:
+class _Simulation:
     """A simulation in progress.
 
     The plan counts versions as if no update were refused. ``_bases`` maps each of the plan's
@@ -147,7 +147,7 @@ class _Run:
         self,
         settings: Settings,
         task: Task,
-        arrivals: Iterable[Event] | None,
+        arrivals: Iterable[PlannedEvent] | None,
         journal: Path | None,
         on_version: Callable[[VersionMade, Model], object] | None,
         cancelled: Callable[[], bool],
@@ -171,7 +171,7 @@ class _Run:
         self._digest = x_0.digest() if journal else "none"
         self._bases = {0: _Base(x_0, 0, self._digest)}
         self._newest = 0  # the plan's newest version
-        self._ahead: deque[Event] = deque()
+        self._ahead: deque[PlannedEvent] = deque()
         self._trained: dict[int, tuple[Trained, Job]] = {}  # by task number
         self._free: list[Model] = []
         self._entries = self._streak = 0
@@ -179,9 +179,9 @@ class _Run:
         self._used, self._gradients, self._epochs, self._answers = 0, 0, 0.0, 0
         self._time = self._measuring = 0.0
         self._versions: list[VersionMade] = []
-        self._ending: Ending | None = None
+        self._ending: _EndState | None = None
         self._journal = (
-            Recorder(journal, settings, self._devices, self._progress, self._digest)
+            SimulationRecorder(journal, settings, self._devices, self._progress, self._digest)
             if journal
             else None
         )
@@ -191,7 +191,7 @@ class _Run:
         if self._journal is not None:
             self._journal.close()
 
-    def outcome(self) -> Outcome:
+    def outcome(self) -> SimulationResult:
         """Run the simulation to its end."""
         from fedstream.trainer.vector import load
 
@@ -210,14 +210,14 @@ class _Run:
         state, why = self._ending
         module, model = self._training.module, self._progress.state.model.copy()
         load(model, module)
-        return Outcome(
+        return SimulationResult(
             self._versions, model, module, self._devices, state, why, self._refused,
             time.perf_counter() - began, self._measuring, self._training.together,
         )  # fmt: skip
 
     # arrivals, and training ahead of them
 
-    def _next(self) -> Event:
+    def _next(self) -> PlannedEvent:
         if not self._ahead:
             self._ahead.append(next(self._plan))
         return self._ahead.popleft()
@@ -252,15 +252,13 @@ class _Run:
         return found[: next((size for size in sizes if size <= len(found)), len(found))]
 
     def _job(self, arrival: Arrival) -> Job:
-        from fedstream.simulation.training import Job
-
         base, vectors = self._bases[arrival.tau], self._progress.state.memory.devices
         return Job(
             arrival, base.model, base.version, base.digest, self._spare(),
             vectors[arrival.device] if vectors is not None else None,
         )  # fmt: skip
 
-    def _follow(self, event: Event) -> None:
+    def _follow(self, event: PlannedEvent) -> None:
         """Advance the plan's newest version, and drop versions that no device will start from."""
         if event.makes:
             self._newest += 1

@@ -33,7 +33,7 @@ class Happened:
     finished: str | None  # why the run ended with it, if it did
 
 
-class Recorder:
+class SimulationRecorder:
     """Writer of a journal: one segment, with a record for every update and end of a round."""
 
     def __init__(

@@ -28,13 +28,13 @@ from fedstream.broker.messages import Version
 from fedstream.journal import FOLDER
 from fedstream.observe import report
 from fedstream.observe.display import duration, short, two_columns
-from fedstream.observe.observer import History
+from fedstream.observe.history import History
 from fedstream.runtime.config import dump
 from fedstream.runtime.signals import INTERRUPTED, Stop
 from fedstream.settings.config import Settings
 from fedstream.settings.recording import CONFIG
 from fedstream.settings.services import check_used, task_of
-from fedstream.simulation import Outcome, VersionMade, simulate
+from fedstream.simulation import SimulationResult, VersionMade, simulate
 from fedstream.terminal import console, line
 
 _LINE_EVERY_S = 3.0
@@ -124,7 +124,7 @@ def _progress(versions: int, *, quiet: bool) -> Iterator[Callable[[VersionMade],
         yield lambda _made: None
         return
     if not here.is_terminal:
-        yield _Lines(versions).show
+        yield _ProgressLines(versions).show
         return
     columns = (
         TextColumn("simulate"), BarColumn(), MofNCompleteColumn(),
@@ -141,7 +141,7 @@ def _progress(versions: int, *, quiet: bool) -> Iterator[Callable[[VersionMade],
         yield show
 
 
-class _Lines:
+class _ProgressLines:
     """Progress as lines, for a file or a pipe."""
 
     def __init__(self, versions: int) -> None:
@@ -166,7 +166,7 @@ def _in_words(metrics: dict[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
 
 
-def summary(settings: Settings, outcome: Outcome, history: History) -> dict[str, Any]:
+def summary(settings: Settings, outcome: SimulationResult, history: History) -> dict[str, Any]:
     """The run in numbers."""
     import torch
 
@@ -207,7 +207,11 @@ def summary(settings: Settings, outcome: Outcome, history: History) -> dict[str,
 
 
 def _write(
-    settings: Settings, out: Path, outcome: Outcome, history: History, numbers: dict[str, Any]
+    settings: Settings,
+    out: Path,
+    outcome: SimulationResult,
+    history: History,
+    numbers: dict[str, Any],
 ) -> list[str]:
     """Write the files; returns their names."""
     from fedstream.observe import curves
@@ -231,7 +235,7 @@ def _write(
     return [report.SUMMARY, report.METRICS, report.CURVES, report.MODEL]
 
 
-def _show(outcome: Outcome, numbers: dict[str, Any], files: list[str]) -> None:
+def _show(outcome: SimulationResult, numbers: dict[str, Any], files: list[str]) -> None:
     """Print the result as a table."""
     rows = {
         "run": f"{numbers['run']}: {outcome.state} ({outcome.why})",

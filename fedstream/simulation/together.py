@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
     from fedstream.broker.layout import Floats
-    from fedstream.simulation.training import Job
+    from fedstream.simulation.job import Job
     from fedstream.trainer.descent import Tensors
     from fedstream.trainer.solvers import SolverSettings
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from fedstream.broker.errors import DataError, FedstreamError
-from fedstream.broker.layout import Floats, Model
+from fedstream.broker.layout import Model
 from fedstream.simulation import together
 from fedstream.trainer import vector
 from fedstream.trainer.answer import as_sent
@@ -28,26 +27,9 @@ if TYPE_CHECKING:
 
     from fedstream.settings.config import Settings
     from fedstream.settings.simulation import SimulationSettings
-    from fedstream.simulation.arrivals import Arrival
+    from fedstream.simulation.job import Job
     from fedstream.strategies import Strategy
     from fedstream.trainer.solvers import SolverSettings
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A device's training that starts from a version."""
-
-    arrival: Arrival
-    base: Model
-    """x_tau"""
-    version: int
-    """tau"""
-    digest: str
-    """of x_tau"""
-    into: Model
-    """receives what the device sends"""
-    device_control: Floats | None
-    """SCAFFOLD's c_i; None: zero"""
 
 
 @contextmanager

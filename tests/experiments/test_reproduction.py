@@ -19,18 +19,27 @@ from fedstream.experiments import command, reproduction, running
 from fedstream.experiments.program import commit
 from fedstream.experiments.reproduction import (
     Cell,
-    Claim,
     Experiment,
+    JudgedClaim,
     Panel,
     Picture,
     Results,
     Row,
-    Sweep,
+    SweepPanel,
     catalogue,
     judged,
     settings_of,
 )
-from fedstream.experiments.running import Job, Store, job_of, jobs_of, left_s, run, run_job, thinned
+from fedstream.experiments.running import (
+    PlannedRun,
+    Store,
+    job_of,
+    jobs_of,
+    left_s,
+    run,
+    run_job,
+    thinned,
+)
 from fedstream.experiments.showing import DIFFERENCES, TABLE, show, table
 from fedstream.simulation import VersionMade
 
@@ -53,12 +62,12 @@ class Tiny(Task):
 """
 
 
-def claims(results: Results) -> list[Claim]:
+def claims(results: Results) -> list[JudgedClaim]:
     fast, slow = results.mean("fast"), results.mean("slow", "last")
     return [
-        Claim("Fast is fast.", fast > 0, f"It reached {fast:.4f}."),
-        Claim("Slow is slow.", slow > 1, f"It reached {slow:.4f}."),
-        Claim("It lasts.", None, "Too short."),
+        JudgedClaim("Fast is fast.", fast > 0, f"It reached {fast:.4f}."),
+        JudgedClaim("Slow is slow.", slow > 1, f"It reached {slow:.4f}."),
+        JudgedClaim("It lasts.", None, "Too short."),
     ]
 
 
@@ -96,7 +105,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
                 (
                     Panel("Accuracy", {"fast": "fast", "slow": "slow"}, x="gradients"),
                     Panel("Loss", {"fast": "fast"}, y="training_loss", log=True),
-                    Sweep("Rate", {"all": {0.1: "slow", 0.5: "fast"}}),
+                    SweepPanel("Rate", {"all": {0.1: "slow", 0.5: "fast"}}),
                 ),
             ),
         ),
@@ -205,7 +214,7 @@ def test_a_run_that_is_there_is_not_run_again(
 ) -> None:
     done: list[tuple[str, int]] = []
 
-    def counted(job: Job) -> tuple[Row, reproduction.Points]:
+    def counted(job: PlannedRun) -> tuple[Row, reproduction.Points]:
         if len(done) == 3:
             raise KeyboardInterrupt
         done.append((job.cell, job.repeat))

@@ -12,7 +12,7 @@ import pytest
 
 from fedstream.experiments.theory import __main__ as command
 from fedstream.experiments.theory import afa, fedasync, fedbuff, readme, speedup
-from fedstream.experiments.theory.arrivals import Arrival, batches, inclusion
+from fedstream.experiments.theory.arrivals import DrawnArrival, batches, inclusion
 from fedstream.experiments.theory.loop import closed_loop, points
 from fedstream.experiments.theory.quadratics import Quadratics, fan, stationary
 from fedstream.strategies import AfaCdSettings, AfaCsSettings
@@ -55,7 +55,7 @@ def test_the_loop_gives_the_rule_what_the_devices_started_from() -> None:
     """One device: x_{t+1} = x_t - s G(x_{t-d}), G the mean gradient of H steps, in float64."""
     problem = Quadratics(fan(0.1, 1.0, 1), np.full((1, 10), 2.0))
     rule = AfaCdSettings(buffer_size=1, server_lr=0.3).build(1)
-    sent = [Arrival(0, *of) for of in ((0, 1), (0, 3), (1, 2), (2, 1), (2, 3), (0, 2), (1, 1))]
+    sent = [DrawnArrival(0, *of) for of in ((0, 1), (0, 3), (1, 2), (2, 1), (2, 3), (0, 2), (1, 1))]
     states = closed_loop(
         rule, problem, np.zeros((1, 10), np.float32), iter(sent),
         lr=0.5, oldest=2, rng=np.random.default_rng(0),

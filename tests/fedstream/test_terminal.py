@@ -31,7 +31,8 @@ from fedstream.journal import opened
 from fedstream.journal.inspection import Verdict
 from fedstream.observe import display, top
 from fedstream.observe import status as page
-from fedstream.observe.observer import History, Observer
+from fedstream.observe.history import History
+from fedstream.observe.observer import Observer
 from fedstream.operate import dead
 from fedstream.recordings import pages as journal_pages
 from fedstream.recordings.bisect import Cause

@@ -22,7 +22,7 @@ from fedstream.journal.inspection import model_at
 from fedstream.journal.rebuild import is_used, recovered
 from fedstream.journal.replay import Replayer
 from fedstream.settings.config import Settings, read
-from fedstream.simulation import Arrival, Outcome, simulate
+from fedstream.simulation import Arrival, SimulationResult, simulate
 from tests.broker.pipeline import finished, pipeline
 from tests.integration.command import SCRIPT, TEST_GUARD_S, Command, adds_up, held
 
@@ -74,7 +74,7 @@ def arrivals_of(chain: list[Segment]) -> list[Arrival]:
     ]  # fmt: skip
 
 
-def simulated(settings: Settings, chain: list[Segment]) -> Outcome:
+def simulated(settings: Settings, chain: list[Segment]) -> SimulationResult:
     """The same arrivals in virtual time: one code path, the same bits."""
     outcome = simulate(settings, arrivals=arrivals_of(chain))
     assert outcome.versions[-1].version == VERSIONS

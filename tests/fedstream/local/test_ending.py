@@ -10,7 +10,7 @@ import pytest
 
 from fedstream.broker.messages import Event
 from fedstream.local.ending import Ending, ending, notices
-from fedstream.observe.observer import History
+from fedstream.observe.history import History
 from tests.fedstream.views import event, view
 
 FINISHED = view(run=replace(view().run, state="finished", why="version 3 reached"))

@@ -8,7 +8,7 @@ import pytest
 
 from fedstream.local.recall import recall
 from fedstream.observe import report
-from fedstream.observe.observer import History
+from fedstream.observe.history import History
 from fedstream.strategies import FedAvgSettings
 from tests.journals import Scribe
 

@@ -18,7 +18,8 @@ from fedstream.broker.records import Head
 from fedstream.coordinator.app import status
 from fedstream.observe import display, top
 from fedstream.observe import status as page
-from fedstream.observe.observer import History, Observer
+from fedstream.observe.history import History
+from fedstream.observe.observer import Observer
 from tests.fedstream.views import CREATED, event, trigger, update, version, view
 from tests.support import Hand
 

@@ -15,7 +15,7 @@ from matplotlib import rc_context
 
 from fedstream.broker.layout import Model
 from fedstream.observe import curves, report
-from fedstream.observe.observer import History
+from fedstream.observe.history import History
 from tests.fedstream.views import CREATED, event, trigger, update, version, view
 
 FACTS = report.Facts(

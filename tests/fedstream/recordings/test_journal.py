@@ -17,11 +17,11 @@ from safetensors.torch import load_file
 from fedstream.broker.layout import Layout, Model, Tensor
 from fedstream.cli import journal as journal_commands
 from fedstream.journal import Segment, opened
-from fedstream.journal.inspection import made, model_at
+from fedstream.journal.inspection import model_at, recorded_versions
 from fedstream.journal.shares import stats
 from fedstream.recordings import pages as journal_pages
 from fedstream.recordings.bisect import search
-from fedstream.recordings.columns import fitting
+from fedstream.recordings.pages import fitting
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings
 from fedstream.trainer import vector
 from fedstream.trainer.descent import solve
@@ -599,7 +599,7 @@ def test_export_is_the_model_bit_for_bit(journal: Command, poisoned: Path, tmp_p
 def test_export_any_version(version: int, journal: Command, tmp_path: Path) -> None:
     two_segments(tmp_path / "journal")
     with opened(tmp_path) as chain:
-        digest = next(one.digest for one in made(chain) if one.version == version)
+        digest = next(one.digest for one in recorded_versions(chain) if one.version == version)
     file = tmp_path / "model.safetensors"
     assert journal("export", tmp_path, "--version", version, "--out", file)[0] == 0
     with safe_open(file, "pt") as found:

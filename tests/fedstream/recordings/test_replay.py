@@ -238,7 +238,7 @@ def test_a_title_says_what_was_changed() -> None:
 )
 def test_a_pace_has_no_more_digits_than_it_means(seconds: float, text: str) -> None:
     made = 296 if seconds > 0.001 else 0
-    assert replay._pace(replay.Outcome(changed=False, made=made, seconds=seconds)) == text
+    assert replay._pace(replay.ReplayResult(changed=False, made=made, seconds=seconds)) == text
 
 
 # what a change means

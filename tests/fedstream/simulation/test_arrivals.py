@@ -9,7 +9,7 @@ import pytest
 
 from fedstream.broker.errors import ConfigError
 from fedstream.settings.config import Settings, read
-from fedstream.simulation.arrivals import Arrival, Event, RoundOver, plan
+from fedstream.simulation.arrivals import Arrival, PlannedEvent, RoundOver, plan
 
 SHARES = (0.19, 0.19, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.01, 0.01)
 
@@ -18,7 +18,7 @@ def settings(*sets: str) -> Settings:
     return read(None, sets)
 
 
-def events(count: int, *sets: str, devices: int = 10) -> list[Event]:
+def events(count: int, *sets: str, devices: int = 10) -> list[PlannedEvent]:
     return list(islice(plan(settings(*sets), devices), count))
 
 

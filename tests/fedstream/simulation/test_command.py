@@ -21,7 +21,7 @@ from fedstream import simulation
 from fedstream.broker.layout import Model
 from fedstream.cli import looking, training
 from fedstream.settings.config import read
-from fedstream.simulation import Outcome, VersionMade
+from fedstream.simulation import SimulationResult, VersionMade
 from fedstream.simulation import run as simulate
 from tests.fedstream.cli.test_cli import fedstream
 
@@ -218,7 +218,7 @@ def test_what_goes_wrong_later_leaves_the_versions_that_were_made(
 def test_a_signal_ends_it_with_what_there_is(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    def signalled(*given: Any, on_version: Heard, **more: Any) -> Outcome:
+    def signalled(*given: Any, on_version: Heard, **more: Any) -> SimulationResult:
         def heard(made: VersionMade, model: Model) -> None:
             on_version(made, model)
             if made.version == 20:
@@ -266,7 +266,7 @@ def test_progress_is_a_line_now_and_then(
 ) -> None:
     now = [100.0]
     monkeypatch.setattr(simulate, "time", SimpleNamespace(monotonic=lambda: now[0]))
-    lines = simulate._Lines(400)
+    lines = simulate._ProgressLines(400)
     for version in range(1, 11):
         now[0] += 1.0
         lines.show(VersionMade(version, (), 1, 1, 1.0, 1, 1.0, None, {}))

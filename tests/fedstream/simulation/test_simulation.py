@@ -18,7 +18,7 @@ from fedstream.journal.replay import Replayer
 from fedstream.settings import services
 from fedstream.settings.config import read
 from fedstream.settings.services import devices_of
-from fedstream.simulation import Outcome, VersionMade, simulate
+from fedstream.simulation import SimulationResult, VersionMade, simulate
 from fedstream.simulation.together import Draws
 from fedstream.trainer.descent import Minibatches
 from fedstream.trainer.solvers import Sgd, Trained, Work
@@ -59,7 +59,7 @@ class Looking(Small):
         return loss if loss.item() < 1e6 else loss * 0.0
 
 
-def run(*sets: str, task: Task | None = None, **more: Any) -> Outcome:
+def run(*sets: str, task: Task | None = None, **more: Any) -> SimulationResult:
     base = (
         "run.versions=12", "simulation.threads=1", "simulation.evaluate_every=4",
         "solver.batch_size=8", "solver.lr=0.2",

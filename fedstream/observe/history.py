@@ -1,0 +1,159 @@
+"""What is known of a run: its versions, measurements and events. Pure: no clock, no I/O."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from itertools import islice
+from math import inf
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from fedstream.broker.keys import POOL
+from fedstream.broker.messages import Event, Version
+
+_RATE_OVER_S = 10.0
+_EVENTS_SHOWN = 100
+_KINDS_KEPT = 20  # kinds of errors per site; bounded, because sites choose the kinds
+
+
+class SeenUpdate(NamedTuple):
+    """The little that is kept of an update, because a run may have millions."""
+
+    task: str
+    device: int
+    staleness: int
+    weight: float
+    loss: float | None
+
+
+class SeenVersion(NamedTuple):
+    """Time and updates of a version."""
+
+    time: float
+    updates: tuple[SeenUpdate, ...]
+
+
+class History:
+    """Published versions and events, in order. Pure: it has no clock and does no I/O.
+
+    ``most``: the number of newest versions, and of newest measurements, to remember; None: all.
+    """
+
+    def __init__(self, most: int | None = None) -> None:
+        self.versions: dict[int, SeenVersion] = {}
+        self.evaluations: dict[int, dict[str, float]] = {}  # version -> metrics
+        self.measured: tuple[int, dict[str, float]] | None = None  # the latest evaluation
+        self.best_accuracy: tuple[int, float] | None = None  # (first version with it, value)
+        self.tried: int | None = None  # the version last measured, even if measuring failed
+        self.unmeasured: Event | None = None  # the error, if measuring `tried` failed
+        # The first error of each kind that the user's task raised, by (site, reason).
+        self.errors: dict[tuple[str, str], Event] = {}
+        # In a row, in the pool only: a site's mistakes must not end the operator's run.
+        self.failed = 0  # tasks that raised or killed their trainers
+        self.refused = 0  # updates
+        self.events: deque[Event] = deque(maxlen=_EVENTS_SHOWN)
+        self._times: deque[float] = deque(maxlen=1024)  # when the newest versions were published
+        self._most = most
+
+    def publish(self, version: Version) -> None:
+        """Add a version; republishing one without updates keeps its known updates."""
+        if version.updates or version.version not in self.versions:
+            self.versions[version.version] = SeenVersion(
+                version.time,
+                tuple(
+                    SeenUpdate(u.task, u.device, u.staleness, u.weight, u.loss)
+                    for u in version.updates
+                ),
+            )
+            self._forget(self.versions)
+            self._times.append(version.time)
+
+    def recall(self, number: int, made: SeenVersion) -> None:
+        """Add an earlier version from the journal."""
+        self.versions[number] = made
+        self._forget(self.versions)
+
+    def tell(self, event: Event) -> None:
+        """Add an event."""
+        site = event.site or POOL
+        ours = site == POOL
+        if event.what == "evaluation" and event.version is not None:
+            self.measure(event.version, event.metrics or {})
+        elif event.what == "error":
+            if event.device is None:  # the evaluator's
+                self.tried, self.unmeasured = event.version, event
+            else:
+                self.failed += ours
+            self._raised(site, event)
+        elif event.outcome in ("applied", "buffered"):
+            self.failed = self.refused = 0
+        elif event.outcome == "dead":
+            self.failed += ours
+        elif event.outcome == "refused":
+            self.refused += ours
+        self.events.append(event)
+
+    def _raised(self, site: str, event: Event) -> None:
+        if sum(known == site for known, _ in self.errors) < _KINDS_KEPT:
+            self.errors.setdefault((site, event.reason or ""), event)
+
+    def measure(self, version: int, metrics: dict[str, float]) -> None:
+        """Record a version's metrics; none if the task has no test data."""
+        self.tried, self.unmeasured = version, None
+        if not metrics:
+            return
+        self.evaluations[version] = metrics
+        self._forget(self.evaluations)
+        self.measured = version, metrics
+        if metrics.get("accuracy", -inf) > (self.best_accuracy[1] if self.best_accuracy else -inf):
+            self.best_accuracy = version, metrics["accuracy"]
+
+    def _forget(self, known: dict[int, Any]) -> None:
+        if self._most is not None and len(known) > self._most:
+            del known[next(iter(known))]
+
+    def forget_failures(self) -> None:
+        """Discard failures so far: a resumed run starts counting afresh."""
+        self.failed = self.refused = 0
+        self.errors.clear()
+
+    @property
+    def newest(self) -> int:
+        """The newest version; -1 before the first."""
+        return max(self.versions, default=-1)
+
+    def staleness(self) -> Counter[int]:
+        """Number of updates by staleness."""
+        return Counter(u.staleness for v in self.versions.values() for u in v.updates)
+
+    @property
+    def mean_staleness(self) -> float:
+        """Mean staleness over all updates; 0 if there are none."""
+        late = self.staleness()
+        return sum(d * n for d, n in late.items()) / late.total() if late else 0.0
+
+    def updates_by_device(self) -> Counter[int]:
+        """Number of updates by device."""
+        return Counter(u.device for v in self.versions.values() for u in v.updates)
+
+    def recent_staleness(self, versions: int = 100) -> float:
+        """Mean staleness over the newest versions."""
+        new = islice(reversed(self.versions.values()), versions)
+        return fmean([u.staleness for v in new for u in v.updates] or [0.0])
+
+    def rate(self, now: float) -> float:
+        """Recent versions per second; it falls while no version arrives."""
+        times = [t for t in self._times if t > now - _RATE_OVER_S] or list(self._times)[-5:]
+        if len(times) < 2:
+            return 0.0
+        return (len(times) - 1) / max(now - times[0], times[-1] - times[0], 1e-6)
+
+    @property
+    def usual_s(self) -> float:
+        """Mean seconds between recent versions; 0 before the second."""
+        times = self._times
+        return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
+
+    def idle_s(self, now: float) -> float:
+        """Seconds from the newest version's publication to ``now``; 0 before the first."""
+        return now - self._times[-1] if self._times else 0.0

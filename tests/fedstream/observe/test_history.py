@@ -1,0 +1,122 @@
+"""What is known of a run from what its streams said."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedstream.observe.history import History
+from tests.fedstream.views import CREATED, event, update, version
+
+
+def test_a_version_published_again_keeps_what_is_known_of_it() -> None:
+    history = History()
+    history.publish(version(0))
+    history.publish(version(1, update("a")))
+    history.publish(version(1))
+    assert history.newest == 1
+    assert [u.task for u in history.versions[1].updates] == ["a"]
+
+
+def test_metrics_and_the_best_of_them() -> None:
+    assert (History().measured, History().best_accuracy) == (None, None)
+    history = History()
+    for number, accuracy in ((0, 0.1), (5, 0.9), (10, 0.9), (15, 0.8)):
+        history.tell(event("evaluation", version=number, metrics={"accuracy": accuracy}))
+    assert history.measured == (15, {"accuracy": 0.8})
+    assert history.best_accuracy == (5, 0.9)
+
+
+def test_staleness_and_devices_are_counted_by_update() -> None:
+    history = History()
+    history.publish(version(0))
+    history.publish(version(1, update("a", staleness=2), update("b", device=3)))
+    assert dict(history.staleness()) == {0: 1, 2: 1}
+    assert dict(history.updates_by_device()) == {0: 1, 3: 1}
+    assert history.mean_staleness == history.recent_staleness() == 1.0
+
+
+def test_tasks_that_fail_in_a_row() -> None:
+    history = History()
+    raised = {"reason": "ValueError at x.py:1", "device": 3}
+    history.tell(event("error", **raised, text="first"))
+    history.tell(event("error", **raised, text="second"))
+    history.tell(event("error", reason="ValueError at x.py:1"))  # the evaluator's: no task failed
+    history.tell(event("outcome", outcome="given_up"))  # the task of an error ends so: counted once
+    history.tell(event("outcome", outcome="dead"))
+    assert history.failed == 3
+    assert [error.text for error in history.errors.values()] == ["first"]
+    history.tell(event("outcome", outcome="refused"))
+    assert history.refused == 1
+    history.tell(event("outcome", outcome="applied"))
+    assert (history.failed, history.refused) == (0, 0)
+
+
+def test_what_a_site_does_wrong_is_not_the_pools() -> None:
+    history = History()
+    for n in range(50):
+        raised = event("error", reason=f"ValueError at x.py:{n}", device=3, site="north", text="no")
+        history.tell(raised)
+        history.tell(event("outcome", outcome="dead", site="north"))
+        history.tell(event("outcome", outcome="refused", site="north"))
+    assert (history.failed, history.refused) == (0, 0)
+    assert len(history.errors) == 20  # a site may call them what it likes
+    for site in (None, "pool"):
+        history.tell(event("error", reason="ValueError at x.py:1", device=3, site=site, text="yes"))
+        history.tell(event("outcome", outcome="dead", site=site))
+        history.tell(event("outcome", outcome="refused", site=site))
+    assert (history.failed, history.refused) == (4, 2)
+    assert history.errors["pool", "ValueError at x.py:1"].text == "yes"
+
+
+def test_what_failed_before_a_run_goes_on_does_not_count() -> None:
+    history = History()
+    history.tell(event("error", reason="ValueError at x.py:1", device=3))
+    history.tell(event("outcome", outcome="refused"))
+    history.forget_failures()
+    assert (history.failed, history.refused, history.errors) == (0, 0, {})
+
+
+def test_a_version_that_could_not_be_measured_was_tried() -> None:
+    history = History()
+    history.tell(event("evaluation", version=1, metrics={"accuracy": 0.5}))
+    history.tell(event("error", version=2, device=7))  # a trainer's
+    assert history.tried == 1
+    history.tell(event("error", version=2))
+    assert history.tried == 2
+    history.tell(event("evaluation", version=3, metrics={}))
+    assert (history.tried, history.measured) == (3, (1, {"accuracy": 0.5}))
+
+
+def test_a_measurement_after_one_that_raised_counts() -> None:
+    history = History()
+    history.tell(event("error", version=3, reason="metrics: ZeroDivisionError"))
+    history.tell(event("evaluation", version=4, metrics={"accuracy": 0.5}))
+    assert history.unmeasured is None
+    assert history.tried == 4
+
+
+def test_an_accuracy_that_is_no_number_is_not_the_best() -> None:
+    history = History()
+    for number, accuracy in enumerate((float("nan"), 0.3, float("nan"))):
+        history.tell(event("evaluation", version=number, metrics={"accuracy": accuracy}))
+    assert history.best_accuracy == (1, 0.3)
+
+
+def test_no_more_is_remembered_than_asked() -> None:
+    history = History(most=3)
+    for number in range(10):
+        history.publish(version(number, update(f"t{number}", staleness=number)))
+        history.tell(event("evaluation", version=number, metrics={"accuracy": 1 - number / 10}))
+    assert list(history.versions) == list(history.evaluations) == [7, 8, 9]
+    assert history.newest == 9
+    assert (history.mean_staleness, history.recent_staleness(2)) == (8.0, 8.5)
+    assert history.best_accuracy == (0, 1.0)
+
+
+def test_the_rate_sinks_while_nothing_comes() -> None:
+    history = History()
+    assert history.rate(CREATED) == 0.0
+    for number in range(5):
+        history.publish(version(number))
+    assert history.rate(CREATED + 4) == pytest.approx(1.0)
+    assert history.rate(CREATED + 400) == pytest.approx(0.01)
