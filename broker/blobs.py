@@ -102,7 +102,7 @@ async def read(client: Client, key: str, into: Model, *, digest: str, chunks: in
     # Hashing a large blob would block the event loop for too long.
     own = into.digest() if data.nbytes <= CHUNK else await asyncio.to_thread(into.digest)
     if own != digest:
-        raise BlobDamaged(f"blob {key} has digest {own}, announced was {digest}")
+        raise BlobDamaged(f"blob {key} has digest {own}, expected {digest}")
 
 
 async def read_newest(client: Client, keys: Keys, head: Head, into: Model) -> None:
@@ -122,7 +122,7 @@ async def _of(client: Client, key: str, commands: Sequence[Command]) -> list[Any
     try:
         return await client.pipeline(commands)
     except Foreign as error:  # a site may write anything under an update's key
-        raise BlobDamaged(f"{key} is no blob") from error
+        raise BlobDamaged(f"{key} is not a blob") from error
 
 
 async def keep(client: Client, key: str, size: int, *, chunks: int | None) -> bool:

@@ -145,7 +145,8 @@ class Client:
         elif settings.cluster:
             if options.get("db"):
                 raise ConfigError(
-                    f"redis.url: database {options['db']}, but redis.cluster = true: has only 0"
+                    f"redis.url: database {options['db']}, but a cluster (redis.cluster = true) "
+                    "has only 0"
                 )
             self._guide = Cluster(place)
         if self._guide is not None:
@@ -365,15 +366,15 @@ class Client:
             return NoScript(f"{where} does not know our scripts yet: a coordinator loads them")
         if _FOREIGN.search(text):
             return Foreign(
-                f"{where}: a key of the run holds something else than it should ({text}): a "
-                "coordinator says which, and puts it aside"
+                f"{where}: a key of the run holds a foreign value ({text}): a coordinator logs "
+                "which one and moves it aside"
             )
         if isinstance(error, exceptions.OutOfMemoryError) or "OOM " in text:
             return OutOfMemory(f"{where} is full: {text}")
         if untrusted := _UNTRUSTED.search(text):
             return BrokerError(
-                f"{where} is not trusted: {untrusted[1].strip()}: redis.tls.ca must name who "
-                "signed its certificate, which must be for this address"
+                f"{where} is not trusted: {untrusted[1].strip()}: its certificate must be for this "
+                "address, and redis.tls.ca must name its authority"
             )
         if isinstance(error, exceptions.AskError) and self._guide is None:
             return BrokerError(f"{where} is a node of a cluster: set redis.cluster = true")
@@ -412,16 +413,16 @@ def _options(settings: RedisSettings) -> dict[str, Any]:
     url = urlsplit(settings.url)
     path = url.path.strip("/")
     if "path" not in options and path and not path.isdecimal():  # redis-py would ignore it
-        raise ConfigError(f"redis.url: {shown!r}: {path!r} is no number of a database")
+        raise ConfigError(f"redis.url: {shown!r}: {path!r} is not a database number")
     said = parse_qs(url.query, keep_blank_values=True).keys()
     for option in sorted((options.keys() - _OPTIONS) | (said & _OF_THE_URL)):
-        raise ConfigError(f"redis.url: {shown!r}: option {option!r} is not known")
+        raise ConfigError(f"redis.url: {shown!r}: unknown option {option!r}")
     try:
         made = dict(options)
         made.pop("connection_class")(**made)  # connects to nothing
     except TypeError as error:
         name = re.search(r"argument '(\w+)'", str(error))
-        other = f"option {name[1] if name else ''!r} does not go with its scheme"
+        other = f"option {name[1] if name else ''!r} does not work with this scheme"
         raise ConfigError(f"redis.url: {shown!r}: {other}") from error
     except exceptions.RedisError as error:  # an invalid TLS option
         raise ConfigError(f"redis.url: {shown!r}: {error}") from error
@@ -466,7 +467,7 @@ async def _check_role(connection: Connection) -> None:
     await connection.send_command("ROLE", check_health=False)
     role, *_ = await connection.read_response(disconnect_on_error=False)
     if role != b"master":
-        raise exceptions.ReadOnlyError(f"it is no master but a {role.decode()} now")
+        raise exceptions.ReadOnlyError(f"it is not a master but a {role.decode()} now")
 
 
 def _is_done(command: Command, reply: Any) -> bool:

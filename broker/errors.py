@@ -78,7 +78,7 @@ class BlobMissing(BrokerError):
     """A blob that does not exist (any more)."""
 
     def __init__(self, name: str) -> None:
-        super().__init__(f"blob {name} is not there: expired, deleted or never written")
+        super().__init__(f"blob {name} does not exist: expired, deleted or never written")
         self.name = name
 
 

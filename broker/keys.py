@@ -21,8 +21,8 @@ def check_name(what: str, name: str) -> str:
     """Return the name if it may be part of a key. Raises ConfigError."""
     if not _NAME.fullmatch(name):
         raise ConfigError(
-            f"{what}: {name!r} is no name: letters, digits, '.', '_' and '-', at most 63, "
-            "the first a letter or a digit"
+            f"{what}: {name!r} is not a valid name; expected at most 63 letters, digits, '.', '_' "
+            "and '-', starting with a letter or digit"
         )
     return name
 

@@ -77,7 +77,7 @@ class Layout:
         if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
             raise LayoutMismatch("a layout names every tensor once")
         if self.nbytes > LARGEST:
-            raise LayoutMismatch(f"a layout of {self.nbytes} bytes: at most {LARGEST} are possible")
+            raise LayoutMismatch(f"a layout of {self.nbytes} bytes; the limit is {LARGEST}")
 
     def _count(self, kind: Kind) -> int:
         return sum(tensor.count for tensor in self.tensors if tensor.kind == kind)
@@ -158,7 +158,7 @@ class Layout:
             rows: Any = msgpack.unpackb(data)
             return cls(tuple(_tensor(*row) for row in rows))
         except (ValueError, TypeError, msgpack.UnpackException) as error:
-            raise LayoutMismatch(f"this is no layout: {error}") from error
+            raise LayoutMismatch(f"not a layout: {error}") from error
 
 
 def _tensor(name: str, shape: list[int], dtype: str, kind: Kind) -> Tensor:
@@ -168,9 +168,9 @@ def _tensor(name: str, shape: list[int], dtype: str, kind: Kind) -> Tensor:
     if not all(type(length) is int and length >= 0 for length in shape):
         raise ValueError(f"{name} has no shape")
     if len(shape) > _DIMENSIONS:
-        raise ValueError(f"{name} has {len(shape)} dimensions, numpy knows {_DIMENSIONS}")
+        raise ValueError(f"{name} has {len(shape)} dimensions; numpy supports {_DIMENSIONS}")
     if kind not in _ORDER or dtype not in (_INTEGERS if kind in OF_INTEGERS else _FLOATS):
-        raise ValueError(f"{name} is {kind!r} of dtype {dtype!r}, which no model has")
+        raise ValueError(f"{name} is {kind!r} of dtype {dtype!r}, which models cannot have")
     return Tensor(name, tuple(shape), dtype, kind)
 
 

@@ -74,7 +74,7 @@ class Message(BaseModel):
 def _plain(value: object) -> dict[str, Any]:
     if isinstance(value, BaseModel):
         return dict(value.__dict__)
-    raise TypeError(f"{type(value).__name__} can't ride in a message")
+    raise TypeError(f"{type(value).__name__} can't be part of a message")
 
 
 class Assignment(Message):

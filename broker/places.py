@@ -47,10 +47,10 @@ class Guide(ABC):
             if found is not None:
                 self._put(node, last=False)
                 return found
-            said = f"{node[0]}:{node[1]} knows none"
+            said = f"{node[0]}:{node[1]} knows no master"
         if len(refusals) == len(self.nodes):
             raise refusals[0]
-        raise Unavailable(f"{self._wanted} is not known to {self}: {said}")
+        raise Unavailable(f"{self._wanted} is unknown to {self}: {said}")
 
     def _put(self, node: Address, *, last: bool) -> None:
         if node in self.nodes:

@@ -72,7 +72,7 @@ class Run:
         if (keys := record.get("keys", b"1")) != _KEYS:
             raise BrokerError(
                 f"the run in Redis was made by another release of fedstream (its keys are of kind "
-                f"{keys.decode()}, ours of {_KEYS.decode()}): finish it with that release, or take "
+                f"{keys.decode()}, ours of {_KEYS.decode()}): finish it with that release, or use "
                 "another run.name or Redis"
             )
         number = record.get("max_staleness")

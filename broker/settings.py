@@ -56,16 +56,19 @@ class RedisSettings(_Table):
         scheme = self.url.partition("://")[0]
         if self.sentinel is not None and self.cluster:
             raise ValueError(
-                "redis.sentinel and redis.cluster = true: one of them, a cluster has no sentinels"
+                "redis.sentinel and redis.cluster = true: set only one, because a cluster has no "
+                "sentinels"
             )
         if scheme == "unix" and (self.sentinel is not None or self.cluster):
             other = "redis.cluster = true" if self.cluster else "redis.sentinel"
-            raise ValueError(f"redis.url = unix://... and {other}: their nodes have addresses")
+            raise ValueError(
+                f"redis.url = unix://... does not work with {other}, whose nodes have addresses"
+            )
         if self.tls is not None:
             if scheme != "rediss":
-                raise ValueError("redis.tls needs a redis.url that begins with rediss://")
+                raise ValueError("redis.tls needs a redis.url that starts with rediss://")
             if (self.tls.cert is None) != (self.tls.key is None):
-                raise ValueError("redis.tls.cert and redis.tls.key: both or neither")
+                raise ValueError("redis.tls.cert and redis.tls.key: set both or neither")
         for node in self.sentinel.nodes if self.sentinel else ():
             address(node)
         return self
@@ -84,7 +87,7 @@ def address(node: str) -> tuple[str, int]:
     found = _NODE.fullmatch(node)
     port = int(found[2] or 26379) if found else 0
     if found is None or not 0 < port < 1 << 16:
-        raise ValueError(f"redis.sentinel.nodes: {node!r} is no address: host:port")
+        raise ValueError(f"redis.sentinel.nodes: {node!r} is not an address; expected host:port")
     return found[1].strip("[]"), port
 
 
@@ -96,7 +99,7 @@ def check_files(tls: TlsSettings) -> None:
         try:
             context.load_verify_locations(tls.ca)
         except OSError as error:  # includes ssl.SSLError
-            raise ConfigError(f"redis.tls.ca: {tls.ca}: holds no certificate in PEM") from error
+            raise ConfigError(f"redis.tls.ca: {tls.ca}: contains no PEM certificate") from error
     if tls.cert is not None and tls.key is not None:
         _tried("redis.tls.cert", tls.cert)
         _tried("redis.tls.key", tls.key)
@@ -104,8 +107,8 @@ def check_files(tls: TlsSettings) -> None:
             context.load_cert_chain(tls.cert, tls.key, password="")
         except OSError as error:
             raise ConfigError(
-                f"redis.tls.cert, redis.tls.key: {tls.cert} and {tls.key} are no certificate and "
-                "its unencrypted key in PEM"
+                f"redis.tls.cert, redis.tls.key: {tls.cert} and {tls.key} are not a PEM "
+                "certificate and its unencrypted key"
             ) from error
 
 

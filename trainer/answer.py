@@ -39,9 +39,11 @@ def as_sent(
     lr = None if trained.lr is None else float(trained.lr)
     took = Trained(int(trained.steps), int(trained.samples), float(trained.loss), lr=lr)
     if min(took.steps, took.samples) < 0:
-        raise ValueError("train() must return Trained(...) with numbers of at least zero")
+        raise ValueError("train() must return Trained(...) with no negative numbers")
     if lr is not None and not 0.0 < lr < math.inf:
-        raise ValueError(f"train() must return Trained(..., lr=...) above 0 and finite, not {lr}")
+        raise ValueError(
+            f"train() must return Trained(..., lr=...) with a finite lr above 0, not {lr}"
+        )
     if sends == "delta":
         vector.to_delta(into, base)
         compress(into.parameters, compression)
@@ -52,7 +54,7 @@ def as_sent(
         )
     if into.layout.controls:
         if trained.control is None:
-            raise TypeError("train() must return Trained(..., control=...): it is SCAFFOLD")
+            raise TypeError("train() must return Trained(..., control=...): SCAFFOLD needs it")
         known = 0.0 if device_control is None else device_control
         np.subtract(trained.control, known, out=into.controls)
     return took

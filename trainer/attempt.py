@@ -152,7 +152,7 @@ class Attempt:
                 if not await returns(training, self._is_cancelled, patience_s=patience_s):
                     # The drain waits as long again; then the process ends, hung thread or not.
                     shop.context.log.error(
-                        "training hangs: this trainer ends, and has to be started again",
+                        "training hangs: this trainer exits and must be restarted",
                         told_to_stop_s=patience_s,
                     )
                     self._stop.set()

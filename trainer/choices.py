@@ -74,7 +74,7 @@ def chosen(task: Task, device: int, solvers: Solvers) -> SolverSettings:
     solver = task.solver_of(device, solvers[device])
     if not isinstance(solver, Sgd):
         raise TypeError(
-            f"solver_of() must return the settings of a solver, not {type(solver).__name__}: "
-            "solver.model_copy(update={'lr': 0.1}), say"
+            f"solver_of() must return the settings of a solver, not {type(solver).__name__}; "
+            "for example solver.model_copy(update={'lr': 0.1})"
         )
     return solver

@@ -156,12 +156,12 @@ def _batch(path: Path) -> tuple[Tensor, Tensor]:
             values = _Unpickler(file, encoding="latin1").load()  # as Python 2 wrote them
     except FileNotFoundError:
         raise DataError(
-            f"CIFAR-10's {path.name} is not in {path.parent}: point --data-root or FEDSTREAM_DATA "
-            f"to a folder with {_FOLDER} in it, or set task.download = true"
+            f"CIFAR-10's {path.name} is not in {path.parent}: set --data-root or FEDSTREAM_DATA to "
+            f"a folder that contains {_FOLDER}, or set task.download = true"
         ) from None
     except Exception as error:  # a damaged pickle raises nearly anything
         words = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{path} is damaged: {words}; fetch it anew") from error
+        raise DataError(f"{path} is damaged: {words}; download it again") from error
     match values:
         case {"data": np.ndarray() as data, "labels": list() as labels} if (
             data.shape == (len(labels), 3 * _SIDE**2)
@@ -171,8 +171,8 @@ def _batch(path: Path) -> tuple[Tensor, Tensor]:
             images = torch.from_numpy(data.copy())  # a copy: torch wants writable arrays
             return images.view(-1, 3, _SIDE, _SIDE), torch.tensor(labels)
     raise DataError(
-        f"{path} is not a batch of CIFAR-10, 'data' of shape (images, 3072) and as many 'labels' "
-        f"from 0 to 9: fetch it anew"
+        f"{path} is not a batch of CIFAR-10 ('data' of shape (images, 3072) and as many 'labels' "
+        "from 0 to 9): download it again"
     )
 
 

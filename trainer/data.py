@@ -28,7 +28,7 @@ def gather(data: Dataset[Any], rows: torch.Tensor) -> Any:
     try:
         return default_collate(items)
     except (TypeError, RuntimeError) as error:
-        raise DataError(f"items of the data set do not make a batch: {error}") from error
+        raise DataError(f"cannot form a batch from items of the data set: {error}") from error
 
 
 def size_of(data: Dataset[Any], device: int) -> int:

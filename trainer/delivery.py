@@ -70,7 +70,7 @@ class Delivery:
             except FedstreamError as error:
                 if not error.retriable or self._context.stop.is_set():
                     raise
-                self._context.log.warning("answer not said yet", reason=str(error))
+                self._context.log.warning("answer not delivered yet", reason=str(error))
                 if isinstance(error, OutOfMemory):
                     await make_room()
                 await pause(self._context.stop, backoff.next())

@@ -57,7 +57,7 @@ def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Train
     samples = size_of(data, work.device)
     trained = [x for x in model.parameters() if x.requires_grad]
     if not trained:
-        raise ConfigError("there is nothing to train: no parameter of the model takes a gradient")
+        raise ConfigError("nothing to train: no parameter of the model requires a gradient")
     model.train()
     with torch.random.fork_rng(devices=[trained[0].device] if trained[0].is_cuda else []):
         training = _begun(model, trained, samples, work)
@@ -187,8 +187,8 @@ class _Descent:
         for name, ours in self._about.items():
             if (theirs := getattr(saved, name)) != ours:
                 raise ConfigError(
-                    f"task {self._work.task}: the workspace is of other work, its {name} is "
-                    f"{theirs} and not {ours}: train from the start"
+                    f"task {self._work.task}: the workspace belongs to other work: its {name} is "
+                    f"{theirs}, not {ours}; train from the start"
                 )
         self._step = saved.step
         self._began_s -= saved.seconds
@@ -314,4 +314,6 @@ def _restore(generator: torch.Generator, state: bytes) -> None:
     try:
         generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
     except (RuntimeError, ValueError) as error:
-        raise BadMessage(f"the state of a generator is not this torch's: {error}") from error
+        raise BadMessage(
+            f"the random generator's state does not fit this version of torch: {error}"
+        ) from error

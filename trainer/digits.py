@@ -85,7 +85,7 @@ def _digits_table() -> npt.NDArray[np.float64]:
     folder = Path(package.origin).parent if package and package.origin else Path("sklearn")
     path = folder / "datasets" / "data" / "digits.csv.gz"
     if not path.is_file():
-        raise DataError(f"the digits are not in {path}: install scikit-learn anew")
+        raise DataError(f"the digits are not in {path}: reinstall scikit-learn")
     return np.loadtxt(path, delimiter=",")
 
 
@@ -103,8 +103,8 @@ def _examples(folder: Path, images: str, labels: str) -> TensorDataset:
     if pixels.shape[1:] != (28, 28) or classes.shape != pixels.shape[:1] or classes.max() > 9:
         raise DataError(
             f"{folder}: {images} holds values of shape {pixels.shape}, {labels} of "
-            f"{classes.shape}; (images, 28, 28) and as many labels from 0 to 9 are wanted: "
-            f"fetch them anew"
+            f"{classes.shape}; expected (images, 28, 28) and as many labels from 0 to 9: download "
+            "them again"
         )
     x = torch.from_numpy(pixels).flatten(1).float().div_(255).sub_(0.1307).div_(0.3081)
     return TensorDataset(x, torch.from_numpy(classes).long())
@@ -124,8 +124,8 @@ def _idx(folder: Path, name: str) -> Bytes:
     path = _find(folder, name)
     if path is None:
         raise DataError(
-            f"MNIST's {name} (or {name}.gz) is not in {folder}: point --data-root or "
-            f"FEDSTREAM_DATA to a folder with MNIST/raw in it, or set task.download = true"
+            f"MNIST's {name} (or {name}.gz) is not in {folder}: set --data-root or FEDSTREAM_DATA "
+            "to a folder that contains MNIST/raw, or set task.download = true"
         )
     try:
         data = path.read_bytes()
@@ -133,11 +133,11 @@ def _idx(folder: Path, name: str) -> Bytes:
             data = gzip.decompress(data)
         zeros, kind, dimensions = int.from_bytes(data[:2]), data[2], data[3]
         if zeros != 0 or kind != 8:
-            raise ValueError("it does not begin as an IDX file of bytes")
+            raise ValueError("it is not an IDX file of bytes")
         shape = np.frombuffer(data, dtype=">u4", count=dimensions, offset=4)
         values = np.frombuffer(data, dtype=np.uint8, offset=4 + 4 * dimensions)
         if not len(values):
-            raise ValueError("there is nothing in it")
+            raise ValueError("it is empty")
         return values.reshape(shape).copy()  # a copy: torch wants writable arrays
     except (ValueError, IndexError, EOFError, OSError, zlib.error) as error:
-        raise DataError(f"{path} is damaged: {error}; fetch it anew") from error
+        raise DataError(f"{path} is damaged: {error}; download it again") from error

@@ -175,6 +175,6 @@ class Evaluator:
         from fedstream.trainer import vector
 
         if self._data is None:
-            raise DataError("there is no test data to measure a model by")
+            raise DataError("there is no test data to measure a model with")
         vector.load(model, self._module)
         return measured(self._learning, self._module, self._data)

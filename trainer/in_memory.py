@@ -46,7 +46,8 @@ class InMemory(Task):
         """The device's share. Raises DataError for a device that does not exist."""
         if not 0 <= device < len(self._shares):
             raise DataError(
-                f"there is no device {device}: task.devices = {self.devices} are numbered from 0"
+                f"there is no device {device}: the {self.devices} devices (task.devices) are "
+                "numbered from 0"
             )
         return self._shares[device]
 
@@ -71,8 +72,8 @@ def split_by_class(
             rows = partitions.by_dirichlet(labels, devices, partition.alpha, seed)
         case Natural():
             raise DataError(
-                "task.partition.kind = 'natural': these images are not divided by themselves; "
-                "take iid, classes or dirichlet"
+                "task.partition.kind = 'natural': these images have no natural partition; choose "
+                "iid, classes or dirichlet"
             )
     return deal(train, rows)
 
@@ -99,7 +100,7 @@ def read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path} cannot be read as text: {error}; fetch it anew") from error
+        raise DataError(f"{path} cannot be read as text: {error}; download it again") from error
 
 
 def download(dataset: str, root: Path) -> None:

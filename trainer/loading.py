@@ -34,8 +34,8 @@ def load_task(spec: str, settings: TaskSettings) -> Task:
 
         if spec not in BUILT_IN:
             raise ConfigError(
-                f"task {spec!r} is none of {', '.join(BUILT_IN)}; a task of your own is named "
-                f"path/to/file.py:attribute or package.module:attribute"
+                f"unknown task {spec!r}; choose one of {', '.join(BUILT_IN)}, or name your own as "
+                "path/to/file.py:attribute or package.module:attribute"
             )
         return BUILT_IN[spec](settings)
     found = getattr(_import(source), attribute, None)
@@ -50,8 +50,8 @@ def load_task(spec: str, settings: TaskSettings) -> Task:
             raise ConfigError(f"task {spec!r}: {attribute}() raised {words(error)}") from error
     if not isinstance(found, Task):
         raise ConfigError(
-            f"task {spec!r} is of type {type(found).__name__}: it must be a fedstream.Task, "
-            f"or a callable without arguments that returns one"
+            f"task {spec!r} is of type {type(found).__name__}: expected a fedstream.Task, or a "
+            "callable without arguments that returns one"
         )
     return found
 

@@ -21,7 +21,7 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._ended = Counter(
-            "fedstream_trainer_tasks", "Tasks by what became of them here.", ["end"],
+            "fedstream_trainer_tasks", "Tasks, by what became of them here.", ["end"],
             registry=registry,
         )  # fmt: skip
         self._seconds = Histogram(

@@ -49,12 +49,13 @@ def by_classes(labels: npt.NDArray[Any], devices: int, p: int, seed: int) -> lis
     classes, counts = np.unique(labels, return_counts=True)
     if devices < 1 or not 1 <= p <= len(classes):
         raise DataError(
-            f"{devices} devices of p = {p} classes each: the data has {len(classes)} classes"
+            f"{devices} devices of p = {p} classes each: need at least 1 device, and p from 1 to "
+            f"{len(classes)}, the number of classes"
         )
     if devices * p < len(classes):
         raise DataError(
             f"{devices} devices of p = {p} classes hold {devices * p} of {len(classes)} classes: "
-            f"take at least {-(-len(classes) // p)} devices or p = {-(-len(classes) // devices)}"
+            f"use at least {-(-len(classes) // p)} devices or p = {-(-len(classes) // devices)}"
         )
     draw = np.random.default_rng(seed)
     held = _holders(len(classes), devices, p, draw)
@@ -63,7 +64,7 @@ def by_classes(labels: npt.NDArray[Any], devices: int, p: int, seed: int) -> lis
         if count < len(holders):
             raise DataError(
                 f"class {name} has {count} samples, too few for the {len(holders)} devices that "
-                f"hold it: take fewer devices or a smaller p"
+                "hold it: use fewer devices or a smaller p"
             )
         rows = draw.permutation(np.flatnonzero(labels == name))
         for device, share in zip(holders, np.array_split(rows, len(holders)), strict=True):
@@ -84,7 +85,7 @@ def by_dirichlet(labels: npt.NDArray[Any], devices: int, alpha: float, seed: int
     """
     _check_devices(len(labels), devices)
     if not alpha > 0:
-        raise DataError(f"a Dirichlet distribution with alpha = {alpha}: take one above 0")
+        raise DataError(f"a Dirichlet distribution with alpha = {alpha}: alpha must be above 0")
     draw = np.random.default_rng(seed)
     classes = np.unique(labels)
     mixes = draw.dirichlet(np.full(len(classes), alpha), size=devices)
@@ -100,8 +101,8 @@ def by_dirichlet(labels: npt.NDArray[Any], devices: int, alpha: float, seed: int
     if empty:
         raise DataError(
             f"a Dirichlet partition with alpha = {alpha} and seed {seed} leaves device {empty[0]} "
-            f"({len(empty)} of {devices} devices) without a sample: take fewer devices, a larger "
-            f"alpha or another seed"
+            f"({len(empty)} of {devices} devices) without a sample: use fewer devices, a larger "
+            "alpha or another seed"
         )
     return split
 
@@ -109,8 +110,7 @@ def by_dirichlet(labels: npt.NDArray[Any], devices: int, alpha: float, seed: int
 def _check_devices(samples: int, devices: int) -> None:
     if not 1 <= devices <= samples:
         raise DataError(
-            f"{samples} samples cannot be split over {devices} devices: "
-            f"take from 1 to {samples} devices"
+            f"{samples} samples cannot be split over {devices} devices: use 1 to {samples} devices"
         )
 
 

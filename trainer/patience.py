@@ -33,9 +33,8 @@ class Patience:
                 self.heard = now
             elif most_s is not None and now - self.heard > most_s:
                 raise FedstreamError(
-                    f"for {most_s:g} s (trainer.redis_away_s) Redis has not served this trainer, "
-                    f"at last: {error}: the run that it was for is over, or start this trainer "
-                    "again when Redis serves"
+                    f"Redis has not served this trainer for {most_s:g} s (trainer.redis_away_s), "
+                    f"last: {error}: restart it when Redis is back, unless the run is over"
                 ) from error
             raise
         self.heard = time.monotonic()

@@ -24,7 +24,7 @@ def check(key: str, place: Place) -> None:
 
     if place == "cuda" and not torch.cuda.is_available():
         raise ConfigError(
-            f"{key} = 'cuda': torch finds no CUDA device here; take 'cpu', or install a torch with "
+            f"{key} = 'cuda': torch finds no CUDA device here; use 'cpu', or install torch with "
             "CUDA"
         )
 

@@ -60,7 +60,9 @@ class SavedWork:
             self._unusable(error)
             return None
         self._exists = True
-        self._log.info("goes on from a workspace", version=workspace.version, step=workspace.step)
+        self._log.info(
+            "continuing from a workspace", version=workspace.version, step=workspace.step
+        )
         return workspace
 
     async def save(self, workspace: Workspace | None) -> None:
@@ -69,7 +71,7 @@ class SavedWork:
             return
         data = workspace.encode()
         if len(data) > self._settings.workspace_bytes:
-            self._log.warning("workspace too large to be saved", bytes=len(data))
+            self._log.warning("workspace too large to save", bytes=len(data))
             return
         expire_s = self._settings.workspace_expiry_s
         try:
@@ -104,4 +106,4 @@ class SavedWork:
                 self._exists = False
 
     def _unusable(self, error: Exception) -> None:
-        self._log.warning("workspace of no use: begun anew", reason=str(error))
+        self._log.warning("discarding unusable workspace", reason=str(error))

@@ -137,7 +137,7 @@ class Trainer:
             try:
                 await self._outbox.goodbye(self._name)
             except FedstreamError as error:
-                context.log.warning("left without a good-bye", reason=str(error))
+                context.log.warning("could not announce that it is leaving", reason=str(error))
             await self._client.close()
             thread.shutdown(wait=False)
 
@@ -163,14 +163,15 @@ class Trainer:
         if theirs != ours:
             raise LayoutMismatch(
                 f"the model of this trainer's task has {ours.parameters} parameters in "
-                f"{len(ours.tensors)} tensors, run {self._keys.name!r} was made with "
+                f"{len(ours.tensors)} tensors, but run {self._keys.name!r} was made with "
                 f"{run.layout.parameters} in {len(run.layout.tensors)}: give every service the "
                 "same task, or purge the run"
             )
         if bool(run.layout.controls) != self._solvers.usual.controls:
             raise ConfigError(
                 f"solver.kind = {self._solvers.usual.kind!r}: run {self._keys.name!r} was made "
-                f"with strategy {run.strategy!r}; scaffold takes both"
+                f"with strategy {run.strategy!r}: scaffold must be both strategy and solver, or "
+                "neither"
             )
         await self._group.ensure()
         self._run = run

@@ -46,7 +46,7 @@ class TrainerSettings(Section):
             raise ValueError(str(error)) from error
         if self.site != POOL and not self.owns:
             raise ValueError(
-                f"trainer.site = {self.site!r} without trainer.owns: only the site {POOL!r} serves "
+                f"trainer.site = {self.site!r} needs trainer.owns: only the site {POOL!r} serves "
                 "devices that nobody owns"
             )
         return self

@@ -76,8 +76,8 @@ def shakespeare(settings: TaskSettings) -> InMemory:
     partition = settings.partition or Natural()
     if not isinstance(partition, Natural):
         raise DataError(
-            f"task.partition.kind = {partition.kind!r}: in shakespeare a device is a "
-            f"speaking role; leave the partition out, or take natural"
+            f"task.partition.kind = {partition.kind!r}: in shakespeare a device is a speaking "
+            "role; leave out the partition, or choose natural"
         )
     folder = data_root("shakespeare", settings) / "shakespeare" / "plays"
     roles = chosen(roles_in(folder), settings.devices or _DEVICES)
@@ -103,8 +103,8 @@ def roles_in(folder: Path) -> list[Role]:
     paths = sorted(folder.glob("*.txt"))
     if not paths:
         raise DataError(
-            f"no play, a .txt file, is in {folder}: point --data-root or FEDSTREAM_DATA to a "
-            f"folder with shakespeare/plays in it; they are not downloaded"
+            f"no plays (.txt files) in {folder}: set --data-root or FEDSTREAM_DATA to a folder "
+            "that contains shakespeare/plays; fedstream does not download them"
         )
     return [
         Role(path.stem, speaker, text)
@@ -125,7 +125,7 @@ def chosen(roles: Sequence[Role], devices: int) -> list[Role]:
     if devices > len(ranked):
         raise DataError(
             f"task.devices = {devices}, but {len(ranked)} of the plays' {len(roles)} roles have "
-            f"the {_SHORTEST} characters that a device needs: take fewer devices"
+            f"the {_SHORTEST} characters that a device needs: use fewer devices"
         )
     middles = ((2 * i + 1) * len(ranked) // (2 * devices) for i in range(devices))
     return [roles[number] for number in sorted(ranked[middle] for middle in middles)]

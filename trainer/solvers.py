@@ -60,8 +60,8 @@ class DriftCorrected(Sgd):
     def _plain_steps(self) -> DriftCorrected:
         if self.momentum:
             raise ValueError(
-                f"momentum = {self.momentum} does not go with kind = scaffold, whose control is "
-                "the mean of plain steps: leave momentum out"
+                f"momentum = {self.momentum} does not work with kind = scaffold, whose control is "
+                "the mean of plain steps: leave out momentum"
             )
         return self
 
@@ -131,8 +131,8 @@ class Work:
         if wrong or (self.seconds is None and given[0] < 1):
             raise ConfigError(
                 f"task {self.task} asks for {self.steps} steps, {self.epochs} epochs and "
-                f"{self.seconds} seconds: exactly one of them is to be given, at least 1 step or "
-                f"epoch, or a time above 0"
+                f"{self.seconds} seconds: give exactly one of them: at least 1 step or epoch, or a "
+                "time above 0"
             )
 
 

@@ -107,8 +107,8 @@ def examples(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
             device = next(model.parameters()).device
             return x.to(device), y.to(device)
     raise DataError(
-        "the default loss and metrics take data whose items are (x, y), tensors or numbers: "
-        "override loss() and metrics() for other items"
+        "the default loss and metrics expect items (x, y) of tensors or numbers: override loss() "
+        "and metrics() for other items"
     )
 
 
@@ -183,7 +183,7 @@ def untrained(task: Task) -> nn.Module:
     module: object = task.model()
     if not isinstance(module, nn.Module):
         got = f"the class {module.__name__}" if isinstance(module, type) else type(module).__name__
-        raise ConfigError(f"model() returned {got}: it must return a torch.nn.Module, untrained")
+        raise ConfigError(f"model() returned {got}: it must return an untrained torch.nn.Module")
     return module
 
 
@@ -216,4 +216,4 @@ def measured(task: Task, module: nn.Module, data: Dataset[Any]) -> dict[str, flo
     try:
         return {str(name): float(value) for name, value in found.items()}  # type: ignore[attr-defined]
     except (AttributeError, TypeError, ValueError) as error:
-        raise DataError(f"metrics() returned no dict of numbers by name: {error}") from error
+        raise DataError(f"metrics() did not return a dict of names and numbers: {error}") from error

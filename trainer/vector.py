@@ -73,7 +73,7 @@ def _tensors(module: nn.Module) -> list[tuple[Tensor, torch.Tensor]]:
     }
     changing = getattr(module, "changing_integers", ())
     if isinstance(changing, str):
-        raise LayoutMismatch(f"changing_integers is a tuple of patterns: ({changing!r},)")
+        raise LayoutMismatch(f"changing_integers must be a tuple of patterns: ({changing!r},)")
     of_float: Kind
     for of_float, named in (("parameter", module.named_parameters()), ("buffer", buffers)):
         for name, tensor in named:
@@ -116,4 +116,4 @@ def _difference(model: Layout, module: Layout) -> str:
     ours, theirs = set(module.tensors), set(model.tensors)
     here = next((t for t in module.tensors if t not in theirs), None)
     there = next((t for t in model.tensors if t not in ours), None)
-    return f"the module's layout is not the model's: the module has {here}, the model {there}"
+    return f"the module's layout differs from the model's: the module has {here}, the model {there}"

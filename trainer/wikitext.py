@@ -111,14 +111,14 @@ def wikitext2(settings: TaskSettings) -> Words:
             rows = partitions.iid(windows.tensors[1].numpy(), devices, settings.seed)
         case other:
             raise DataError(
-                f"task.partition.kind = {other.kind!r}: the words of a text have no classes to "
-                f"split it by; take natural or iid"
+                f"task.partition.kind = {other.kind!r}: a text has no classes to split it by; "
+                "choose natural or iid"
             )
     foreign = next((word for word in test if word not in numbers), None)
     if foreign is not None and "<unk>" not in numbers:
         raise DataError(
             f"{folder}: {foreign!r} of the test text is not in the training text, which has no "
-            f"<unk> either: take the files of WikiText-2, not of its raw edition"
+            "<unk> either: use the files of WikiText-2, not of its raw edition"
         )
     known = [numbers[word if word in numbers else "<unk>"] for word in test]
     return Words(lambda: WordModel(len(numbers)), deal(windows, rows), _windows(known))
@@ -131,13 +131,13 @@ def _words(folder: Path, part: str) -> list[str]:
     if path is None:
         raise DataError(
             f"WikiText-2's {names[0]} (or {names[1]}, as it was published) is not in {folder}: "
-            f"point --data-root or FEDSTREAM_DATA to a folder with wikitext-2 in it; "
-            f"it is not downloaded"
+            "set --data-root or FEDSTREAM_DATA to a folder that contains wikitext-2; fedstream "
+            "does not download it"
         )
     lines = read_text(path).removesuffix("\n").split("\n")
     words = [word for line in lines for word in (*line.split(), "<eos>")]
     if len(words) < 2:
-        raise DataError(f"{path} is empty: fetch it anew")
+        raise DataError(f"{path} is empty: download it again")
     return words
 
 

@@ -116,16 +116,16 @@ class Workspace(BaseModel):
         """The workspace that :meth:`encode` wrote. Raises BadMessage for anything else."""
         packed = memoryview(data)[_CHECKSUM:]
         if xxhash.xxh3_64_digest(packed) != data[:_CHECKSUM]:
-            raise BadMessage("a workspace whose bytes do not match their checksum")
+            raise BadMessage("the workspace's bytes do not match their checksum")
         try:
             fields = msgpack.unpackb(
                 packed, use_list=False, list_hook=_Few(), object_hook=_Few(),
                 max_array_len=_MOST, max_map_len=2 * _MOST,
             )  # fmt: skip
         except (ValueError, msgpack.UnpackException) as error:
-            raise BadMessage(f"a workspace that is not msgpack: {error}") from error
+            raise BadMessage(f"the workspace is not msgpack: {error}") from error
         if not isinstance(fields, dict) or fields.pop("v", None) != SCHEMA:
-            raise BadMessage(f"not a workspace of schema {SCHEMA}, which this release speaks")
+            raise BadMessage(f"not a workspace of schema {SCHEMA}, the one this release reads")
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
@@ -134,7 +134,7 @@ class Workspace(BaseModel):
     def models(self, layout: Layout) -> tuple[Model, Model]:
         """The model so far, and x_tau. Raises LayoutMismatch if their layout is another."""
         if self.layout != layout.signature:
-            raise LayoutMismatch("the workspace was saved with a model of another layout")
+            raise LayoutMismatch("the workspace was saved with a model of a different layout")
         return Model(layout, self.x), Model(layout, self.x_tau)
 
 

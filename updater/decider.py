@@ -58,11 +58,11 @@ class Decider:
             return await self._off_loop(state, lambda: self._round_end(entry, message, state))
         if (end := state.ends.get(message.task)) is not None:
             await self.intake.unfetch(entry)
-            self._warn("update found again", message)
+            self._warn("update already in the journal", message)
             return Change(entry.id, None, (), state.progress, end=end, blob=message.blob)
         change = await self._update(entry, message, state)
         if change is None:
-            self._warn("update not awaited any more", message)
+            self._warn("update no longer expected", message)
         elif change.end is not None and change.end.reason:
             self._warn("update refused", message, reason=change.end.reason)
         return change

@@ -10,12 +10,12 @@ class Metrics:
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self.updates = Counter(
-            "fedstream_updates", "Updates by outcome.", ["outcome", "reason"], registry=registry
+            "fedstream_updates", "Updates, by outcome.", ["outcome", "reason"], registry=registry
         )
         for outcome in ("applied", "buffered", "refused"):
             self.updates.labels(outcome, "")  # from the start, so that a rate sees the first one
         self.staleness = Histogram(
-            "fedstream_staleness", "Versions that an update came late.", registry=registry,
+            "fedstream_staleness", "How many versions late an update arrived.", registry=registry,
             buckets=(0, 1, 2, 4, 8, 16, 32, 64, 128),
         )  # fmt: skip
         self.weight = Histogram(
@@ -24,14 +24,19 @@ class Metrics:
         )  # fmt: skip
         self.version = Gauge("fedstream_version", "The newest version.", registry=registry)
         self.repaired = Counter(
-            "fedstream_models_repaired", "Newest models that were gone from Redis, written again.",
+            "fedstream_models_repaired",
+                "Newest models that were missing from Redis and written again.",
             registry=registry,
         )  # fmt: skip
         self.journal = Gauge(
-            "fedstream_journal_bytes", "Journalled by this process.", registry=registry
+            "fedstream_journal_bytes",
+            "Bytes written to the journal by this process.",
+            registry=registry,
         )
         self.unsynced = Gauge(
-            "fedstream_journal_unsynced_bytes", "Not on disk yet.", registry=registry
+            "fedstream_journal_unsynced_bytes",
+            "Bytes of the journal that are not on disk yet.",
+            registry=registry,
         )
         self.sync = Histogram(
             "fedstream_journal_sync_seconds", "How long the disk took to sync.", registry=registry,

@@ -63,7 +63,7 @@ def action(
     if run is None or head is None:
         return Publish("no run")
     if run.lineage != state.run.lineage:
-        return Refuse("a run of another lineage than the journal")
+        return Refuse("a run of a different lineage")
     if head.version < state.version:
         return Publish(f"version {head.version}")
     there, committed = ended(head.journalled), ended(told)
@@ -73,12 +73,12 @@ def action(
     if run.state == "finished" and not state.finished:
         return Finish(run)
     if run.state != "finished" and state.finished and not pending:
-        return Publish("a run that goes on")
+        return Publish("a run that is not finished")
     if head.version > state.version:
         return Remake(head)
     if head.digest != state.digest:
-        return Refuse(f"another version {head.version} than the journal")
+        return Refuse(f"a different version {head.version} from the journal")
     if any(one.version and one.version.version < head.version for one in pending):
         # It was republished and the reply lost: changes before it no longer fit the head.
-        return Publish(f"version {head.version} before its turn")
+        return Publish(f"version {head.version}, which is not due yet")
     return Confirm(head)

@@ -84,8 +84,9 @@ class Recovery:
             if run is not None and head is not None and not self.journal.adopt:
                 raise ConfigError(
                     f"journal.dir: there is no journal in {self.recorder.folder}, but run "
-                    f"{self.keys.name!r} is in Redis at {self.client.address}: name the folder "
-                    "that holds its journal, or begin a new one with Redis's newest model: --adopt"
+                    f"{self.keys.name!r} is in Redis at {self.client.address}: set journal.dir to "
+                    "the folder of its journal, or start a new journal with Redis's newest model: "
+                    "--adopt"
                 )
             await self._open_index("", [])
             if run is None or head is None:
@@ -105,7 +106,7 @@ class Recovery:
     async def _open_index(self, lineage: str, chain: list[Segment]) -> None:
         """Open the index of the journal's ended tasks; log what can't be read."""
         for why in await self._patiently(lambda: self.index.open(lineage, chain)):
-            self.context.log.error("tasks that ended long ago are not known", why=why)
+            self.context.log.error("index of ended tasks unavailable", why=why)
 
     async def _claim(self) -> bool:
         """Claim the journal before reading it; return whether it is ours.
@@ -158,7 +159,7 @@ class Recovery:
         )  # fmt: skip
         if found.torn is not None and found.torn.behind:
             self.context.log.error(
-                "the journal's end is torn: what Redis has of it is made again",
+                "the journal's end is torn: remaking what Redis still has of it",
                 torn=f"{found.torn.place}{found.torn.lost}",
             )
         return state
@@ -173,7 +174,7 @@ class Recovery:
             raise JournalError(
                 f"the journal in {self.recorder.folder} ends with version {state.version}, Redis "
                 f"at {self.client.address} has {ahead.version}, and the updates between are gone: "
-                "bring the journal's end back, or go on from Redis's newest model: --adopt"
+                "restore the journal's end, or continue from Redis's newest model with --adopt"
             )
         run, _ = await self.seen()
         if run is None:
@@ -224,7 +225,7 @@ class Recovery:
             forgotten=0 if norms is None else head.version,
         )  # fmt: skip
         state = await self.begin_segment(state, "adopted", after=after)
-        self.context.log.error("going on from Redis's newest model", version=head.version)
+        self.context.log.error("continuing from Redis's newest model", version=head.version)
         return state
 
     async def _from_redis(self, newest: Segment, found: Recovered, head: Head | None) -> Recovered:
@@ -246,8 +247,8 @@ class Recovery:
             raise ConfigError(
                 f"the journal in {self.recorder.folder} was recorded without weights "
                 f"(journal.weights = false) and ends with version {found.version}, Redis at "
-                f"{self.client.address} {there}: go on from Redis's version if it is newer, else "
-                f"from the checkpoint of version {before.state.version}, with --adopt"
+                f"{self.client.address} {there}: with --adopt it continues from Redis's version if "
+                f"that is newer, or else from the checkpoint of version {before.state.version}"
             )
         self.context.log.error(
             "going back to a checkpoint's model", model_of=before.state.version,
@@ -263,7 +264,7 @@ class Recovery:
         if head.run != self.keys.name:
             raise self.foreign(f"the journal of run {head.run!r}", here=True)
         if run is not None and run.lineage != head.lineage:
-            raise self.foreign("a run of another lineage than the journal")
+            raise self.foreign("a run of a different lineage")
         if head.strategy.get("name") != self.rule.name:
             raise ConfigError(
                 f"strategy.name: run {self.keys.name!r} was created with "
@@ -274,7 +275,7 @@ class Recovery:
         if was.devices != now.devices:
             raise ConfigError(
                 f"strategy.devices: run {self.keys.name!r} was created with {was.devices}, not "
-                f"{now.devices}: a mean over all of them cannot change its number"
+                f"{now.devices}: a mean over all devices needs a fixed number of them"
             )
 
     def foreign(self, what: str, *, here: bool = False) -> ConfigError:
@@ -282,8 +283,8 @@ class Recovery:
         where = self.recorder.folder if here else f"Redis at {self.client.address}"
         return ConfigError(
             f"run {self.keys.name!r}, journal in {self.recorder.folder}: {where} holds {what}; "
-            "name the right folder with journal.dir, or the right run, or purge the run in Redis "
-            "to go on from the journal"
+            "correct journal.dir or run.name, or purge the run in Redis to continue from the "
+            "journal"
         )
 
     def _ends_of(self, found: Recovered) -> Ends:
@@ -344,7 +345,7 @@ class Recovery:
                 after=after.path if after else None,
             )  # fmt: skip
         if left:
-            self.context.log.error("an old segment stays until the next one begins", why=left)
+            self.context.log.error("old segment kept until the next one starts", why=left)
         return state
 
     async def _recalled(self, run: Run, known: DeviceVectors | None) -> DeviceVectors | None:

@@ -69,8 +69,8 @@ class Updater:
     ) -> None:
         if not journal.weights and strategy.has_memory:
             raise ConfigError(
-                f"journal.weights = false: {strategy.name} has a memory, which only the updates' "
-                "weights could rebuild"
+                f"journal.weights = false: {strategy.name} has a memory, which can only be rebuilt "
+                "from the updates' weights"
             )
         self._settings = settings
         self._rule = strategy

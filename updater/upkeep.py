@@ -47,6 +47,6 @@ class Upkeep:
         waiting = await self.client.call("HLEN", self.ledger.keys.open)
         if waiting:
             self.context.log.error(
-                "tasks are open and none of them makes a version: see docs/how-to/alerts.md, "
+                "tasks are open but no version is made: see docs/how-to/alerts.md, "
                 "FedstreamStalled", open=waiting, seconds=round(silent),
             )  # fmt: skip

@@ -250,7 +250,7 @@ class CoordinatorLedger(Overview, Models, Register, Letters, Memory):
         """
         shown = name.decode(errors="replace")
         left = self._event(what="trainer", text=f"{shown} left")
-        lost = self._event(what="trainer", text=f"{shown} was not heard for {silent_s:g} s")
+        lost = self._event(what="trainer", text=f"{shown} was not heard from for {silent_s:g} s")
         given_up = await self._run(
             _LEAVE, name, silent_s, packed(left), packed(lost), packed(self._event())
         )

@@ -159,9 +159,9 @@ def _about(data: bytes) -> dict[str, Any]:
         about = msgpack.unpackb(data)
         json.dumps(about, allow_nan=False)  # shown as JSON: no bytes, only text and number keys
     except (TypeError, ValueError, RecursionError, msgpack.UnpackException) as error:
-        raise BadMessage(f"not what a trainer says: {error}") from error
+        raise BadMessage(f"not a trainer's announcement: {error}") from error
     if not isinstance(about, dict) or not isinstance(about.get("owns"), list):
-        raise BadMessage("not what a trainer says: a map with what it 'owns' was expected")
+        raise BadMessage("not a trainer's announcement: expected a map with what it 'owns'")
     return about
 
 

@@ -109,7 +109,7 @@ async def test_the_expiry_begins_anew_with_every_few_chunks(
 
 
 async def test_a_blob_that_is_not_there_is_missing_and_named(client: Client, keys: Keys) -> None:
-    with pytest.raises(BlobMissing, match=r"model:1\.1 is not there") as raised:
+    with pytest.raises(BlobMissing, match=r"model:1\.1 does not exist") as raised:
         await blobs.read(client, keys.model("1.1"), random_model(3), digest="", chunks=None)
     assert raised.value.name == keys.model("1.1")
 
@@ -152,14 +152,14 @@ async def test_a_chunk_that_was_never_written_is_a_missing_blob(
 async def test_what_is_no_hash_is_a_damaged_blob(client: Client, keys: Keys) -> None:
     """Whoever may write updates can put anything in the place of one that was admitted."""
     await client.call("SET", keys.update("a.1"), "x", "PX", 60_000)
-    with pytest.raises(BlobDamaged, match=r"update:a\.1 is no blob"):
+    with pytest.raises(BlobDamaged, match=r"update:a\.1 is not a blob"):
         await blobs.read(client, keys.update("a.1"), random_model(3), digest="", chunks=None)
 
 
 async def test_another_models_digest_is_refused(client: Client, keys: Keys) -> None:
     model = random_model(5)
     await blobs.write(client, keys.model("1.1"), model, expire_s=60)
-    with pytest.raises(BlobDamaged, match="announced was 0000"):
+    with pytest.raises(BlobDamaged, match="expected 0000"):
         await blobs.read(client, keys.model("1.1"), Model(model.layout), digest="0000", chunks=None)
 
 

@@ -260,7 +260,7 @@ async def test_every_node_that_was_named_is_asked_when_the_first_is_gone() -> No
     cluster.slot = 100
     assert await cluster.find(ask) == ("b", 2)
     assert asked == [("a", 1), ("a", 1), ("b", 2)]
-    with pytest.raises(Unavailable, match="the node of slot 100 is not known to b:2, "):
+    with pytest.raises(Unavailable, match="the node of slot 100 is unknown to b:2, "):
         await cluster.find(ask)
 
 

@@ -307,7 +307,7 @@ def test_each_site_gets_a_user_with_rights_of_its_own() -> None:
     ("sites", "said"),
     [
         (["pool"], "the pool's trainers are the user trainer"),
-        (["a b"], "--site: 'a b' is no name"),
+        (["a b"], "--site: 'a b' is not a valid name"),
         (["west"], "FEDSTREAM_PASSWORD_SITE_WEST: not set in the environment"),
         (
             ["a-b", "a.b"],

@@ -163,7 +163,7 @@ async def test_a_redis_with_tls_does_not_answer_without(guarded: Guarded) -> Non
     ("given", "says"),
     [
         ({"ca": "no.crt"}, "redis.tls.ca: {}/no.crt: cannot be read: No such file or directory"),
-        ({"ca": "server.key"}, "redis.tls.ca: {}/server.key: holds no certificate in PEM"),
+        ({"ca": "server.key"}, "redis.tls.ca: {}/server.key: contains no PEM certificate"),
         ({"cert": "no.crt", "key": "we.key"}, "redis.tls.cert: {}/no.crt: cannot be read: No such"),
         ({"cert": "we.crt", "key": "no.key"}, "redis.tls.key: {}/no.key: cannot be read: No such"),
         ({"cert": "we.crt", "key": "server.key"}, "redis.tls.cert, redis.tls.key: {}/we.crt and"),
@@ -182,21 +182,21 @@ def test_files_of_no_use_are_found_at_the_start(
 @pytest.mark.parametrize(
     ("sets", "says"),
     [
-        (["redis.tls.ca=a.crt"], "redis.tls needs a redis.url that begins with rediss://"),
+        (["redis.tls.ca=a.crt"], "redis.tls needs a redis.url that starts with rediss://"),
         (
             ["redis.url=rediss://h", "redis.tls.cert=a.crt"],
-            "redis.tls.cert and redis.tls.key: both or neither",
+            "redis.tls.cert and redis.tls.key: set both or neither",
         ),
         (
             ["redis.cluster=true", 'redis.sentinel.nodes=["a:1"]'],
-            "redis.sentinel and redis.cluster = true: one of them",
+            "redis.sentinel and redis.cluster = true: set only one",
         ),
         (
             ["redis.cluster=true", "redis.url=unix:///a"],
-            "redis.url = unix://... and redis.cluster = true",
+            "redis.url = unix://... does not work with redis.cluster = true",
         ),
-        (['redis.sentinel.nodes=["a:1", "b:x"]'], "redis.sentinel.nodes: 'b:x' is no address"),
-        (['redis.sentinel.nodes=["a:70000"]'], "redis.sentinel.nodes: 'a:70000' is no address"),
+        (['redis.sentinel.nodes=["a:1", "b:x"]'], "redis.sentinel.nodes: 'b:x' is not an address"),
+        (['redis.sentinel.nodes=["a:70000"]'], "redis.sentinel.nodes: 'a:70000' is not an address"),
         (["redis.sentinel.nodes=[]"], "redis.sentinel.nodes = []"),
         (["redis.sentinel.master=m"], "redis.sentinel.nodes: required, but not given"),
     ],
@@ -209,7 +209,7 @@ def test_keys_that_do_not_go_together_are_both_named(sets: list[str], says: str)
 
 
 def test_a_cluster_has_one_database() -> None:
-    with pytest.raises(ConfigError, match=r"redis\.url: database 2, but redis\.cluster = true"):
+    with pytest.raises(ConfigError, match=r"redis\.url: database 2, but a cluster"):
         Client(RedisSettings(url="redis://127.0.0.1:1/2", cluster=True))
 
 

@@ -265,8 +265,8 @@ def test_sites_are_named_with_the_devices_that_they_may_own() -> None:
     ("named", "trusted", "said"),
     [
         (("north",), (), "'pool' is missing"),
-        (("pool", "no/rth"), (), "'no/rth' is no name"),
-        (("pool", "north*"), (), "is no name"),
+        (("pool", "no/rth"), (), "'no/rth' is not a valid name"),
+        (("pool", "north*"), (), "is not a valid name"),
         (("pool", "north", "north:1"), (), "'north' is listed twice"),
         (("pool", "north:1-"), (), "expected 'name', or 'name:0-99,200'"),
         (("pool", "north:"), (), "expected 'name'"),
@@ -297,5 +297,5 @@ def test_a_trainer_of_another_site_than_the_pool_owns_devices() -> None:
     assert TrainerSettings(site="north", owns=(1,)).site == "north"
     with pytest.raises(ValueError, match=r"trainer.site = 'north' without trainer\.owns: only the"):
         TrainerSettings(site="north")
-    with pytest.raises(ValueError, match=r"trainer\.site: 'a/b' is no name"):
+    with pytest.raises(ValueError, match=r"trainer\.site: 'a/b' is not a valid name"):
         TrainerSettings(site="a/b", owns=(1,))

@@ -539,7 +539,7 @@ async def test_a_silent_trainer_is_struck_off_and_its_consumer_reaped(
         await silent(run, name, -3600)
     async with running(make(trainer_silence_s=2.0), context()):
         await wait_until(lambda: consumers(client, run.keys, {"cat"}))  # cat is at work
-        await wait_until(lambda: texts(run, "ann was not heard for 2 s"))
+        await wait_until(lambda: texts(run, "ann was not heard from for 2 s"))
         assert list(await run.ledger.trainers()) == ["bob", "cat"]
 
 

@@ -206,7 +206,7 @@ async def test_a_run_outlives_all_that_is_done_to_its_pods(
         assert min(service.ready) >= len(old), "never fewer than before"
         assert said(six, "workspace saved") > 0, "each was between two tasks"
         await cluster.until(
-            lambda: said(cluster["trainer"].pods, "goes on from a workspace"),
+            lambda: said(cluster["trainer"].pods, "continuing from a workspace"),
             what="what one began another finishes",
         )
 

@@ -20,7 +20,7 @@ from tests.trainer.adding import Point
     [
         (None, TypeError, "not NoneType"),
         (Trained(1, 1, 0.5), TypeError, "control="),
-        (Trained(-1, 1, 0.5), ValueError, "at least zero"),
+        (Trained(-1, 1, 0.5), ValueError, "no negative numbers"),
     ],
 )
 def test_what_train_must_return(trained: object, error: type[Exception], said: str) -> None:

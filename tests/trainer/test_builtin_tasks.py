@@ -63,7 +63,7 @@ def test_digits_has_ten_devices_unless_told_and_no_eleventh() -> None:
     task = load_task("digits", TaskSettings())
     assert task.devices == 10
     for device in (-1, 10):
-        with pytest.raises(DataError, match=f"no device {device}: task.devices = 10"):
+        with pytest.raises(DataError, match=f"no device {device}: the 10 devices"):
             task.device_data(device)
 
 
@@ -104,7 +104,9 @@ def test_damaged_mnist_names_the_file(root: Path, damage: str) -> None:
     file.unlink()
     packed = {"": b"", "short": gzip.compress(whole[:-1]), "not gzip": whole}[damage]
     file.with_name(f"{file.name}.gz").write_bytes(packed)
-    with pytest.raises(DataError, match=r"train-images-idx3-ubyte.gz is damaged: .*fetch it anew"):
+    with pytest.raises(
+        DataError, match=r"train-images-idx3-ubyte.gz is damaged: .*download it again"
+    ):
         mnist(TaskSettings(data_root=str(root)))
 
 
@@ -119,14 +121,14 @@ def test_damaged_mnist_names_the_file(root: Path, damage: str) -> None:
 )
 def test_mnist_of_the_wrong_shape_is_refused(root: Path, name: str, values: Bytes) -> None:
     (root / "MNIST/raw" / f"{name}-ubyte").write_bytes(idx(values))
-    with pytest.raises(DataError, match=f"{name}-ubyte.* 28, 28\\).* from 0 to 9 .*anew"):
+    with pytest.raises(DataError, match=f"{name}-ubyte.* 28, 28\\).* from 0 to 9: download"):
         mnist(TaskSettings(data_root=str(root)))
 
 
 def test_an_empty_mnist_is_refused(root: Path) -> None:
     file = root / "MNIST/raw/train-images-idx3-ubyte"
     file.write_bytes(idx(np.zeros((0, 28, 28), np.uint8)))
-    with pytest.raises(DataError, match="train-images-idx3-ubyte is damaged: there is nothing"):
+    with pytest.raises(DataError, match="train-images-idx3-ubyte is damaged: it is empty"):
         mnist(TaskSettings(data_root=str(root)))
 
 
@@ -151,7 +153,7 @@ def test_download_is_torchvisions_and_only_for_what_is_missing(
 
 
 def test_images_are_not_divided_by_themselves() -> None:
-    with pytest.raises(DataError, match=r"'natural'.*take iid, classes or dirichlet"):
+    with pytest.raises(DataError, match=r"'natural'.*choose iid, classes or dirichlet"):
         digits(TaskSettings(partition=Natural()))
 
 
@@ -171,7 +173,7 @@ def test_every_task_with_files_says_what_it_needs(
     monkeypatch.delenv("FEDSTREAM_DATA", raising=False)
     with pytest.raises(DataError, match=rf"{name} needs a folder .*--data-root .*FEDSTREAM_DATA"):
         load_task(name, TaskSettings())
-    with pytest.raises(DataError, match=rf"in {tmp_path}/.*: point --data-root") as caught:
+    with pytest.raises(DataError, match=rf"in {tmp_path}/.*: set --data-root") as caught:
         load_task(name, TaskSettings(data_root=str(tmp_path)))
     assert "\n" not in str(caught.value)
 

@@ -143,7 +143,7 @@ def test_what_a_task_chooses_has_to_be_a_solver() -> None:
 @pytest.mark.parametrize("lr", [0.0, -0.1, float("nan"), float("inf")])
 def test_a_step_that_nobody_can_have_taken_is_not_sent(lr: float) -> None:
     layout = layout_of(nn.Linear(3, 2))
-    with pytest.raises(ValueError, match=r"lr=\.\.\.\) above 0"):
+    with pytest.raises(ValueError, match=r"lr=\.\.\.\) with a finite lr above 0"):
         as_sent(
             Trained(1, 1, 0.5, lr=lr), Model(layout), Model(layout), None, "model", NoCompression()
         )

@@ -192,7 +192,7 @@ def test_metrics_are_of_the_centre_and_do_not_vary(root: Path) -> None:
 
 def test_a_missing_file_is_named(root: Path) -> None:
     (root / "cifar-10-batches-py/data_batch_4").unlink()
-    with pytest.raises(DataError, match=r"data_batch_4 is not in .*cifar-10-batches-py: point"):
+    with pytest.raises(DataError, match=r"data_batch_4 is not in .*cifar-10-batches-py: set"):
         cifar10_afl(TaskSettings(data_root=str(root)))
 
 
@@ -218,7 +218,7 @@ def test_a_file_that_holds_something_else_is_refused(
 ) -> None:
     path = root / "cifar-10-batches-py/data_batch_2"
     path.write_bytes(pickle.dumps(values, protocol=2))
-    with pytest.raises(DataError, match=f"data_batch_2 .*{words}.*fetch it anew$"):
+    with pytest.raises(DataError, match=f"data_batch_2 .*{words}.*download it again$"):
         cifar10_afl(TaskSettings(data_root=str(root)))
 
 
@@ -237,7 +237,7 @@ def test_a_file_that_holds_something_else_is_refused(
 def test_a_damaged_or_hostile_file_is_refused_and_not_run(root: Path, damage: bytes) -> None:
     path = root / "cifar-10-batches-py/test_batch"
     path.write_bytes(damage)
-    with pytest.raises(DataError, match=r"test_batch is damaged: .+; fetch it anew$") as caught:
+    with pytest.raises(DataError, match=r"test_batch is damaged: .+; download it again$") as caught:
         cifar10_afl(TaskSettings(data_root=str(root)))
     assert "\n" not in str(caught.value)
 

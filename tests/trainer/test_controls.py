@@ -106,7 +106,11 @@ async def test_a_trainer_waits_for_a_control_that_is_being_written(
 @pytest.mark.parametrize(
     ("strategy", "solver", "said"),
     [
-        ("scaffold", SGD, r"solver.kind = 'sgd': run .* strategy 'scaffold'; scaffold takes both"),
+        (
+            "scaffold",
+            SGD,
+            r"solver.kind = 'sgd': run .* strategy 'scaffold': scaffold must be both",
+        ),
         ("fedbuff", SCAFFOLD, "solver.kind = 'scaffold': run .* made with strategy 'fedbuff'"),
     ],
 )

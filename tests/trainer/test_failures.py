@@ -58,7 +58,7 @@ async def test_a_task_of_no_length_or_of_two_is_given_up_and_ends_no_trainer(
     assert given_up.reason == "raised ConfigError"
     assert isinstance(upload, Upload)
     [error] = await hand.words(Event)
-    assert "exactly one of them is to be given" in (error.text or "")
+    assert "give exactly one of them" in (error.text or "")
 
 
 async def test_a_trainer_rests_after_each_task_that_raises(hand: Hand, make: Make) -> None:

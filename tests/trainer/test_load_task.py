@@ -90,7 +90,7 @@ def test_a_program_imports_its_neighbours_and_a_spawned_process_finds_it(
     ("attribute", "words"),
     [
         ("nothing", "defines no 'nothing'"),
-        ("number", "is of type int: it must be a fedstream.Task"),
+        ("number", "is of type int: expected a fedstream.Task"),
         ("needs", r"needs\(\) raised TypeError: .*argument"),
         ("fails", r"fails\(\) raised ZeroDivisionError: .* at .*wrong_program.py:16"),
         ("Unfinished", r"Unfinished\(\) raised TypeError: .*device_data"),
@@ -120,7 +120,9 @@ def test_a_program_that_cannot_be_imported(write: Callable[[str, str], Path]) ->
 def test_names_that_lead_nowhere(write: Callable[[str, str], Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"there is no file {tmp_path}/missing.py"):
         load_task(f"{tmp_path}/missing.py:task", TaskSettings())
-    with pytest.raises(ConfigError, match=r"'digit' is none of digits, mnist, .*; .*:attribute"):
+    with pytest.raises(
+        ConfigError, match=r"unknown task 'digit'; choose one of digits, mnist, .*:attribute"
+    ):
         load_task("digit", TaskSettings())
     for taken in ("calendar.py", "two.dots.py"):
         with pytest.raises(ConfigError, match="rename the file"):

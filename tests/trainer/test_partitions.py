@@ -33,7 +33,7 @@ def test_iid_deals_every_row_once_and_evenly(devices: int, more: int, seed: int)
 def test_iid_refuses_more_devices_than_rows() -> None:
     with pytest.raises(DataError, match="3 samples cannot be split over 4 devices"):
         iid(np.zeros(3), 4, seed=0)
-    with pytest.raises(DataError, match=r"3 samples .* 4 devices: take from 1 to 3 devices"):
+    with pytest.raises(DataError, match=r"3 samples .* 4 devices: use 1 to 3 devices"):
         contiguous(3, 4)
 
 
@@ -84,8 +84,8 @@ def test_by_classes_repeats_by_seed_and_mixes_classes_differently_by_another() -
 @pytest.mark.parametrize(
     ("devices", "p", "words"),
     [
-        (4, 2, "4 devices of p = 2 classes hold 8 of 10 classes: take at least 5 devices or p = 3"),
-        (10, 11, "p = 11 classes each: the data has 10 classes"),
+        (4, 2, "4 devices of p = 2 classes hold 8 of 10 classes: use at least 5 devices or p = 3"),
+        (10, 11, "p = 11 classes each: need at least 1 device, and p from 1 to 10"),
         (10, 0, "p = 0 classes each"),
         (100, 10, "class 0 has 40 samples, too few for the 100 devices that hold it"),
     ],
@@ -142,5 +142,5 @@ def test_by_dirichlet_says_who_would_have_nothing() -> None:
     with pytest.raises(DataError, match="20 samples cannot be split over 21 devices"):
         by_dirichlet(labels, 21, 1.0, seed=0)
     for alpha in (0.0, -1.0, float("nan")):
-        with pytest.raises(DataError, match="take one above 0"):
+        with pytest.raises(DataError, match="alpha must be above 0"):
             by_dirichlet(labels, 2, alpha, seed=0)

@@ -67,7 +67,7 @@ async def test_without_cuda_a_service_that_wants_it_says_so_and_ends(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     service: Service = make("cuda", RedisSettings(), Keys("nowhere"))
-    said = f"{service.role}.device = 'cuda': torch finds no CUDA device here; take 'cpu', or"
+    said = f"{service.role}.device = 'cuda': torch finds no CUDA device here; use 'cpu', or"
     with pytest.raises(ConfigError, match=said):
         await service.run(context())
 

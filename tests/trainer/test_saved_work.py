@@ -110,7 +110,7 @@ async def test_a_workspace_too_large_is_not_saved_and_the_work_is_done_again(
     with capture_logs() as logs:
         name = await stopped_midway(hand, task, make("t1", settings=small))
     [warning] = [line for line in logs if line["log_level"] == "warning"]
-    assert warning["event"] == "workspace too large to be saved"
+    assert warning["event"] == "workspace too large to save"
     assert warning["bytes"] > 1000
     assert await saved(hand, name) is None
     await newer(hand)
@@ -163,9 +163,9 @@ async def test_where_redis_is_full_a_workspace_makes_room_for_the_update(
         ("a bit", "do not match their checksum"),
         ("all but a byte", "do not match their checksum"),
         ("no end", "a workspace of more than 67108864 bytes"),
-        ("another solver", "the workspace is of other work, its solver is"),
-        ("another torch", "the state of a generator is not this torch's"),
-        ("another model", "a model of another layout"),
+        ("another solver", "the workspace belongs to other work: its solver is"),
+        ("another torch", "the random generator's state does not fit this version of torch"),
+        ("another model", "a model of a different layout"),
     ],
 )
 async def test_a_workspace_of_no_use_is_left_and_the_task_begun_anew(
@@ -194,7 +194,7 @@ async def test_a_workspace_of_no_use_is_left_and_the_task_begun_anew(
     with capture_logs() as logs:
         async with running(make("t2", solver), context()):
             [upload] = await answers(hand)
-    [warning] = [line for line in logs if line["event"] == "workspace of no use: begun anew"]
+    [warning] = [line for line in logs if line["event"] == "discarding unusable workspace"]
     assert warning["log_level"] == "warning"
     assert said in warning["reason"]
     assert (upload.task, upload.tau, upload.steps, task.steps) == (name, 1, H, H)

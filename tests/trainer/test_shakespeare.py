@@ -204,7 +204,9 @@ def test_it_learns_and_repeats_by_the_seed(root: Path) -> None:
 def test_devices_are_roles_and_nothing_else(
     root: Path, partition: Iid | Classes | Dirichlet
 ) -> None:
-    with pytest.raises(DataError, match=f"'{partition.kind}'.*speaking role; leave the partition"):
+    with pytest.raises(
+        DataError, match=f"'{partition.kind}'.*speaking role; leave out the partition"
+    ):
         shakespeare(settings(root, partition=partition))
 
 
@@ -216,5 +218,5 @@ def test_what_is_missing_or_not_enough_is_said(root: Path) -> None:
         shakespeare(settings(root))
     for file in (root / "shakespeare/plays").iterdir():
         file.unlink()
-    with pytest.raises(DataError, match=r"no play, a .txt file, is in .*not downloaded"):
+    with pytest.raises(DataError, match=r"no plays \(.txt files\) in .* does not download"):
         shakespeare(settings(root))

@@ -415,9 +415,9 @@ class Endless(Dataset[Any]):
     [
         (TensorDataset(torch.zeros(0, 4), torch.zeros(0)), "device 3 has no data"),
         (Endless(), r"device 3: device_data\(\) returned Endless, which has no length"),
-        (TensorDataset(torch.zeros(5, 4)), r"device 3: the default loss .* items are \(x, y\)"),
+        (TensorDataset(torch.zeros(5, 4)), r"device 3: the default loss .* items \(x, y\)"),
         (AsItems(TensorDataset(torch.zeros(5, 4))), r"device 3: the default loss"),
-        ([(None, 1)], "device 3: items of the data set do not make a batch"),
+        ([(None, 1)], "device 3: cannot form a batch from items of the data set"),
     ],
 )
 def test_data_that_does_not_fit_names_the_device(data: Dataset[Any], words: str) -> None:
@@ -476,7 +476,10 @@ def test_a_solvers_options_are_its_own_and_sgd_is_what_no_kind_means() -> None:
         ({"clip_norm": 0.0}, r"clip_norm\n.*greater than 0"),
         ({"lr": 0.0}, r"lr\n.*greater than 0"),
         ({"sampling": "bootstrap"}, r"sampling\n.*'passes' or 'fresh'"),
-        ({"kind": "scaffold", "momentum": 0.9}, "momentum = 0.9 does not go with kind = scaffold"),
+        (
+            {"kind": "scaffold", "momentum": 0.9},
+            "momentum = 0.9 does not work with kind = scaffold",
+        ),
     ],
 )
 def test_solver_settings_that_make_no_sense(settings: dict[str, Any], says: str) -> None:

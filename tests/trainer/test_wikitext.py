@@ -159,7 +159,9 @@ def test_it_learns_and_repeats_by_the_seed(root: Path) -> None:
 
 @pytest.mark.parametrize("partition", [Classes(p=2), Dirichlet(alpha=1.0)])
 def test_words_have_no_classes(root: Path, partition: Classes | Dirichlet) -> None:
-    with pytest.raises(DataError, match=f"'{partition.kind}'.*no classes .*; take natural or iid"):
+    with pytest.raises(
+        DataError, match=f"'{partition.kind}'.*no classes .*; choose natural or iid"
+    ):
         wikitext2(settings(root, partition=partition))
 
 
@@ -171,11 +173,11 @@ def test_what_is_missing_empty_or_wrong_is_said(root: Path) -> None:
     with pytest.raises(DataError, match="'c' of the test text is not in the training text"):
         wikitext2(settings(root, devices=1))
     file.write_text("\n")
-    with pytest.raises(DataError, match=r"test.txt is empty: fetch it anew"):
+    with pytest.raises(DataError, match=r"test.txt is empty: download it again"):
         wikitext2(settings(root))
     file.write_bytes(b"\xff\xfe")
-    with pytest.raises(DataError, match=r"test.txt cannot be read as text: .*fetch it anew"):
+    with pytest.raises(DataError, match=r"test.txt cannot be read as text: .*download it again"):
         wikitext2(settings(root))
     file.unlink()
-    with pytest.raises(DataError, match=r"test.txt \(or wiki.test.tokens, .*not downloaded"):
+    with pytest.raises(DataError, match=r"test.txt \(or wiki.test.tokens, .* does not download"):
         wikitext2(settings(root))

@@ -131,29 +131,29 @@ def test_the_model_of_a_cancelled_work_is_x_tau_again() -> None:
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ({"task": "u"}, "task is t and not u"),
-        ({"version": 8}, "version is 9 and not 8"),
-        ({"seed": 6}, "seed is 5 and not 6"),
-        ({"steps": 8}, "steps is 7 and not 8"),
-        ({"steps": None, "epochs": 2}, "steps is 7 and not 2"),
-        ({"steps": None, "seconds": 1.0}, "steps is 7 and not None"),
-        ({"solver": Sgd(lr=0.2)}, "solver is .* and not "),
+        ({"task": "u"}, "task is t, not u"),
+        ({"version": 8}, "version is 9, not 8"),
+        ({"seed": 6}, "seed is 5, not 6"),
+        ({"steps": 8}, "steps is 7, not 8"),
+        ({"steps": None, "epochs": 2}, "steps is 7, not 2"),
+        ({"steps": None, "seconds": 1.0}, "steps is 7, not None"),
+        ({"solver": Sgd(lr=0.2)}, "solver is .*, not "),
     ],
 )
 def test_only_the_work_that_was_interrupted_is_resumed(more: dict[str, Any], says: str) -> None:
     piece = work(Sgd(lr=0.1))
     other = replace(piece, resume=interrupted(piece, 2), **more)
-    with pytest.raises(ConfigError, match=f"workspace is of other work, its {says}"):
+    with pytest.raises(ConfigError, match=f"workspace belongs to other work: its {says}"):
         trained(other)
 
 
 def test_a_workspace_of_another_layout_or_torch_is_refused() -> None:
     piece = work(Sgd())
     saved = interrupted(piece, 2)
-    with pytest.raises(LayoutMismatch, match="another layout"):
+    with pytest.raises(LayoutMismatch, match="different layout"):
         trained(replace(piece, resume=saved.model_copy(update={"layout": "other"})))
     for damaged in ({"minibatches": b"x"}, {"minibatches": b""}, {"generators": (b"x" * 5056,)}):
-        with pytest.raises(BadMessage, match="not this torch's"):
+        with pytest.raises(BadMessage, match="does not fit this version of torch"):
             trained(replace(piece, resume=saved.model_copy(update=damaged)))
 
 

@@ -126,7 +126,7 @@ async def test_it_says_so_when_no_version_comes_although_tasks_are_open(
     with structlog.testing.capture_logs() as logs:
 
         def told() -> list[Any]:
-            return [one for one in logs if "none of them makes a version" in one["event"]]
+            return [one for one in logs if "no version is made" in one["event"]]
 
         updater = make()
         async with running(updater, context()):

@@ -70,7 +70,7 @@ async def test_a_trainer_is_silent_only_after_a_while(
     assert await hand.ledger.leave(b"ann", silent_s=30) is None
     await client.call("ZINCRBY", keys.alive, -60, "ann")
     assert await hand.ledger.leave(b"ann", silent_s=30) == 0
-    assert [e.text for e in await hand.events("trainer")][-1] == "ann was not heard for 30 s"
+    assert [e.text for e in await hand.events("trainer")][-1] == "ann was not heard from for 30 s"
 
 
 async def test_what_waits_for_an_owner_that_left_is_given_up(hand: Hand, client: Client) -> None:
@@ -141,7 +141,7 @@ async def test_junk_on_the_register_hides_nobody_else(
         assert await hand.ledger.leave(name, silent_s=60 * (name != b"ann")) == 0
     assert await client.call("ZCARD", keys.alive) == 0
     told = [event.text for event in await hand.events("trainer")]
-    assert told[-3:] == ["ann left", "\ufffd left", "\ufffd was not heard for 60 s"]
+    assert told[-3:] == ["ann left", "\ufffd left", "\ufffd was not heard from for 60 s"]
 
 
 # owners

@@ -135,7 +135,7 @@ def test_what_is_of_no_use_to_a_task_of_ones_own_is_refused(
     ("task", "said"),
     [
         ("Metrics", "test data: ZeroDivisionError: division by zero at"),
-        ("NoNumbers", "metrics() returned no dict of numbers by name"),
+        ("NoNumbers", "metrics() did not return a dict of names and numbers"),
     ],
 )
 def test_metrics_that_raise_fail_a_simulation(

@@ -451,7 +451,7 @@ def test_bisect_takes_the_task_of_the_runs_configuration(
     (poisoned / "run.toml").write_text("[task]\nname = 'nobody'\n")
     code, _, said = journal("bisect", poisoned, "--below", 0.5)
     assert code == 2
-    assert "task 'nobody' is none of digits, mnist" in said
+    assert "unknown task 'nobody'; choose one of digits, mnist" in said
     assert journal("bisect", poisoned, "--below", 0.5, "--task", "digits")[0] == 0
     config = tmp_path / "other.toml"
     config.write_text("[task]\nname = 'digits'\n")

@@ -161,7 +161,7 @@ def test_what_kept_updates_inherited_is_counted(
             2,
             "is inside the journal's folder",
         ),
-        (["--evaluate-every", "5", "--task", "nope"], 2, "is none of digits, mnist"),
+        (["--evaluate-every", "5", "--task", "nope"], 2, "choose one of digits, mnist"),
         (
             ["--evaluate-every", "5", "--task", "{out}/other.py:task"],
             1,
