@@ -18,7 +18,7 @@ _RENDERED_WITHIN_S = 100.0
 
 
 class Unsupported(Exception):
-    """A manifest wants what is not built here: to run it without would be to claim too much."""
+    """A manifest wants what is not built here."""
 
 
 def kubectl() -> Path | None:
@@ -93,12 +93,6 @@ def texts(one: Manifest) -> dict[str, str]:
         }
         return coded | (one.get("stringData") or {})
     return dict(one.get("data") or {})
-
-
-def check(what: str, spec: Mapping[str, Any], known: Iterable[str]) -> None:
-    """Raises Unsupported where a manifest has keys that nobody here looks at."""
-    if unknown := sorted(spec.keys() - set(known)):
-        raise Unsupported(f"{what} with {', '.join(unknown)}")
 
 
 def share(value: int | str, whole: int, *, up: bool) -> int:

@@ -16,12 +16,13 @@ from typing import Any, Protocol, Self
 
 import aiohttp
 
-from tests.k8s.cluster.manifests import Manifest, Unsupported
+from tests.k8s.cluster.manifests import Manifest
 
 _LOCK_PORT = 9  # of the network's last address: whoever has it has the network
 _UNPRIVILEGED = 1024  # a port below it may be root's alone
 _RAISED = 8000  # so much higher is such a port of a Service here
 _CHUNK = 1 << 16
+_LAG_S = 3.0  # before a Service forgets a pod that is not ready, or to end
 
 
 class Addresses:
@@ -76,39 +77,23 @@ class Endpoint(Protocol):
 class Service:
     """One Service: connections to it go to whoever is ready, in turn; without anybody they end."""
 
-    def __init__(self, manifest: Manifest, address: str, lag_s: float) -> None:
+    def __init__(self, manifest: Manifest, address: str) -> None:
         spec = manifest["spec"]
-        self.name: str = manifest["metadata"]["name"]
-        self.selector: Mapping[str, Any] = spec.get("selector") or {}
+        self.selector: Mapping[str, Any] = spec["selector"]
         self.address = address
         self.unready_too = bool(spec.get("publishNotReadyAddresses"))
-        self.ports: Sequence[Mapping[str, Any]] = spec.get("ports") or []
         self.ready: list[int] = []  # how many endpoints there were, each time that changed
-        self._lag_s = lag_s  # until nobody is sent to an endpoint that is none any more
+        self._ports: Sequence[Mapping[str, Any]] = spec["ports"]
         self._endpoints: tuple[Endpoint, ...] = ()
-        self.asked: list[Endpoint] = []  # these, and those that were so a moment ago
+        self._asked: list[Endpoint] = []  # these, and those that were so a moment ago
         self._turn = 0
         self._servers: list[asyncio.Server] = []
         self._passing: set[asyncio.Task[None]] = set()
-        if "type" in spec and spec["type"] not in ("ClusterIP", "LoadBalancer", "NodePort"):
-            raise Unsupported(f"Service {self.name} of type {spec['type']}")
-
-    def url(self, port: int | None = None) -> str:
-        """Of HTTP at a port; its first if none is named."""
-        return f"http://{self.address}:{raised(port or self.ports[0]['port'])}"
 
     @property
-    def links(self) -> dict[str, str]:
-        """The environment variables by which pods that come later know of it."""
-        prefix = self.name.upper().replace("-", "_")
-        if not self.ports:
-            return {}
-        port = str(raised(self.ports[0]["port"]))
-        return {
-            f"{prefix}_SERVICE_HOST": self.address,
-            f"{prefix}_SERVICE_PORT": port,
-            f"{prefix}_PORT": f"tcp://{self.address}:{port}",
-        }
+    def url(self) -> str:
+        """Of HTTP at its first port."""
+        return f"http://{self.address}:{raised(self._ports[0]['port'])}"
 
     def set(self, endpoints: Iterable[Endpoint]) -> None:
         """From now on these are the endpoints."""
@@ -116,23 +101,23 @@ class Service:
         if set(before) == set(self._endpoints):
             return
         self.ready.append(len(self._endpoints))
-        self.asked += [one for one in self._endpoints if one not in self.asked]
+        self._asked += [one for one in self._endpoints if one not in self._asked]
         loop = asyncio.get_running_loop()
         for one in before:
             if one not in self._endpoints:
-                loop.call_later(self._lag_s, self._drop, one)
+                loop.call_later(_LAG_S, self._drop, one)
 
     def _drop(self, endpoint: Endpoint) -> None:
-        if endpoint not in self._endpoints and endpoint in self.asked:
-            self.asked.remove(endpoint)
+        if endpoint not in self._endpoints and endpoint in self._asked:
+            self._asked.remove(endpoint)
 
     async def __aenter__(self) -> Self:
-        for port in self.ports:
+        for port in self._ports:
 
             def accept(
                 reader: asyncio.StreamReader,
                 writer: asyncio.StreamWriter,
-                target: int | str = port.get("targetPort", port["port"]),
+                target: int | str = port["targetPort"],
             ) -> None:
                 passing = asyncio.create_task(self._pass_on(reader, writer, target))
                 self._passing.add(passing)
@@ -151,8 +136,8 @@ class Service:
 
     def _next(self, target: int | str) -> tuple[str, int] | None:
         self._turn += 1
-        for n in range(len(self.asked)):
-            pod = self.asked[(self._turn + n) % len(self.asked)]
+        for n in range(len(self._asked)):
+            pod = self._asked[(self._turn + n) % len(self._asked)]
             if port := pod.port(target):
                 return pod.address, port
         return None
