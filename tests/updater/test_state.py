@@ -134,6 +134,19 @@ def test_the_oldest_ends_move_to_the_index_when_others_are_decided_on(
     assert ends.get("a") is not None
 
 
+def test_what_is_in_the_journal_is_not_held_as_decided_on_too(
+    index: Ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the place of ends that are to be remembered."""
+    monkeypatch.setattr("fedstream.updater.state._REMEMBERED", 2)
+    ends = Ends(index)
+    for n in range(4):
+        for change in (closed(f"{n}-0", 5), refused(f"task {n}", 5)):
+            ends.decide(change)
+            ends.journal(change)
+    assert [end.task for end in ends.done] == ["task 2", "task 3"]
+
+
 def test_rounds_are_forgotten_beyond_a_limit(index: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedstream.updater.state._ROUNDS_REMEMBERED", 2)
     ends = Ends(index)
