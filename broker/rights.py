@@ -21,14 +21,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from fedstream.broker.keys import POOL, Keys
-from fedstream.broker.ledger import (
-    coordinator,
-    evaluator,
-    operator,
-    scheduler,
-    trainer,
-    updater,
-)
+from fedstream.broker.ledger import coordinator, evaluator, operator, scheduler, trainer, updater
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.scripts import prelude
 

@@ -11,13 +11,7 @@ from contextlib import contextmanager, suppress
 
 from fedstream.broker import reasons
 from fedstream.broker.client import Client
-from fedstream.broker.errors import (
-    BadMessage,
-    BrokerError,
-    FedstreamError,
-    NoScript,
-    ReplyTooLarge,
-)
+from fedstream.broker.errors import BadMessage, BrokerError, FedstreamError, NoScript, ReplyTooLarge
 from fedstream.broker.keys import COORDINATORS, TRAINERS
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.messages import Assignment, Dead, GiveUp, Trigger, Upload

@@ -29,14 +29,7 @@ from fedstream.broker.reasons import Overdue
 from fedstream.broker.records import Run, View
 from fedstream.broker.streams import BLOCK_MS
 from fedstream.coordinator.metrics import SchedulerMetrics
-from fedstream.coordinator.scheduling import (
-    HoldBack,
-    Plan,
-    Policy,
-    Situation,
-    opened_at,
-    plan,
-)
+from fedstream.coordinator.scheduling import HoldBack, Plan, Policy, Situation, opened_at, plan
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
 from fedstream.runtime.leading import lead

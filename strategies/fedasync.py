@@ -10,12 +10,7 @@ from fedstream.broker.layout import Model
 from fedstream.broker.messages import Sends
 from fedstream.strategies.mixing import mix
 from fedstream.strategies.settings import InRounds, RuleSettings
-from fedstream.strategies.staleness import (
-    AlphaSchedule,
-    ConstantAlpha,
-    Polynomial,
-    Staleness,
-)
+from fedstream.strategies.staleness import AlphaSchedule, ConstantAlpha, Polynomial, Staleness
 from fedstream.strategies.strategy import Decision, State, Update
 
 

@@ -21,13 +21,7 @@ from aiohttp import web
 from structlog.contextvars import bound_contextvars
 
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import (
-    BadMessage,
-    ConfigError,
-    FedstreamError,
-    LayoutMismatch,
-    NoRun,
-)
+from fedstream.broker.errors import BadMessage, ConfigError, FedstreamError, LayoutMismatch, NoRun
 from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.layout import Model
 from fedstream.broker.ledger.trainer import Outbox, TrainerLedger

@@ -21,8 +21,7 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.records import Run, View
 from fedstream.broker.rights import ROLES
-from fedstream.doctor import machine
-from fedstream.doctor import redis as judged
+from fedstream.doctor import rights, run, server, task, volume
 from fedstream.doctor.findings import Finding, Level, not_checked, ok, problem, warning
 from fedstream.operate.presence import serving
 from fedstream.settings.services import DEVICES
@@ -51,13 +50,13 @@ async def examine(
     client = Client(settings.redis, "doctor")
     user = user_of(settings.redis)
     role = user if user in ROLES else None
-    loaded, about_task = machine.Loaded(), list[Finding]()
+    loaded, about_task = task.Loaded(), list[Finding]()
     if not configured:
         about_task.append(not_checked("task, data, torch", _NEEDS_CONFIG))
     elif role is None or role in _WITH_TASK:
-        loaded, about_task = machine.task(settings)
+        loaded, about_task = task.load(settings)
         if loaded.task is not None:
-            about_task += machine.computing(settings, role)
+            about_task += task.computing(settings, role)
     else:
         about_task.append(not_checked("task, data, torch", _elsewhere(role, "a trainer")))
     look = _Look(settings, client, user, loaded, now, configured=configured)
@@ -69,8 +68,8 @@ async def examine(
         findings.append(not_checked("journal", _NEEDS_CONFIG))
     elif role in (None, "updater"):
         layout = look.run.layout if look.run is not None else loaded.layout
-        findings += machine.volume(settings, layout.nbytes if layout is not None else None)
-        findings.append(machine.journal(settings, look.run, asked=look.asked))
+        findings += volume.disk(settings, layout.nbytes if layout is not None else None)
+        findings.append(volume.journal(settings, look.run, asked=look.asked))
     else:
         findings.append(not_checked("journal", _elsewhere(role, "the updater")))
     return findings + about_task
@@ -93,7 +92,7 @@ class _Look:
         settings: Settings,
         client: Client,
         user: str,
-        loaded: machine.Loaded,
+        loaded: task.Loaded,
         now: Callable[[], float],
         *,
         configured: bool,
@@ -106,7 +105,7 @@ class _Look:
         self._configured = configured
         self._keys = Keys(settings.run.name)
         self._ledger = OperatorLedger(client, self._keys, "doctor")
-        self._info: judged.Info | None = None
+        self._info: server.Info | None = None
         self._view: View | None = None
         self.run: Run | None = None
         self.asked = False  # whether Redis has answered whether it holds the run
@@ -147,7 +146,7 @@ class _Look:
             begun = time.perf_counter()
             await self._client.call("PING")
             seconds.append(time.perf_counter() - begun)
-        return [judged.latency(seconds, self._settings.redis.timeout_s)]
+        return [server.latency(seconds, self._settings.redis.timeout_s)]
 
     async def _clock(self) -> Iterable[Finding]:
         asked = []
@@ -155,32 +154,32 @@ class _Look:
             before = self._now()
             seconds, micros = await self._client.call("TIME")
             asked.append((before, int(seconds) + int(micros) / 1e6, self._now()))
-        return [judged.clock(asked, self._settings.policy)]
+        return [server.clock(asked, self._settings.policy)]
 
     async def _server(self) -> Iterable[Finding]:
         redis, budget = self._settings.redis, self._settings.scheduler.memory_budget
-        info = judged.parsed(await self._client.call("INFO"))
-        part = list(judged.part(info, cluster=redis.cluster, sentinel=redis.sentinel is not None))
+        info = server.parsed(await self._client.call("INFO"))
+        part = list(server.part(info, cluster=redis.cluster, sentinel=redis.sentinel is not None))
         if "maxmemory" not in info:  # a sentinel holds no data and doesn't report memory
-            return [judged.version(info), *part]
+            return [server.version(info), *part]
         self._info = info
         try:
             found = await self._client.call("CONFIG", "GET", "save")
         except BrokerError as error:
-            if judged.refusal(error) is None:
+            if rights.refusal(error) is None:
                 raise
             found = []
         save = found[1].decode() if found else None  # some managed services don't tell
         return [
-            judged.version(info),
+            server.version(info),
             *part,
-            *judged.persistence(info, save),
-            judged.limit(info, budget=budget),
+            *server.persistence(info, save),
+            server.limit(info, budget=budget),
         ]
 
     async def _rights(self) -> Iterable[Finding]:
-        what, asked = judged.rights_of(self._user, self._keys, self._settings.redis)
-        return [judged.rights(self._user, what, asked, await judged.allowed(self._client, asked))]
+        what, asked = rights.rights_of(self._user, self._keys, self._settings.redis)
+        return [rights.judged(self._user, what, asked, await rights.allowed(self._client, asked))]
 
     async def _users(self) -> Iterable[Finding]:
         """Check the roles' users. A service's own user can't: it may not ask about others."""
@@ -190,12 +189,12 @@ class _Look:
         for role in ROLES:
             if role == self._user or await self._client.call("ACL", "GETUSER", role) is None:
                 continue
-            asked = judged.required(role, self._keys, self._settings.redis)
+            asked = rights.required(role, self._keys, self._settings.redis)
             said = await self._client.pipeline(
                 [("ACL", "DRYRUN", role, *one.command) for one in asked]
             )
             may = [reply == b"OK" for reply in said]
-            findings.append(judged.rights(role, f"fedstream {role}", asked, may))
+            findings.append(rights.judged(role, f"fedstream {role}", asked, may))
         return findings
 
     async def _agreement(self) -> Iterable[Finding]:
@@ -212,7 +211,7 @@ class _Look:
                 ok("run", f"is {self.run.state}; {made}"),
                 not_checked("configuration beside the run's", _NEEDS_CONFIG),
             ]
-        return judged.agreement(
+        return run.agreement(
             self.run, strategy=settings.strategy.name, task=settings.task.name,
             versions=settings.run.versions, layout=self._loaded.layout,
             devices=self._loaded.devices,
@@ -272,18 +271,18 @@ class _Look:
         if layout is None or not self._configured:
             why = "needs a run, or a task that loads" if self._configured else _NEEDS_CONFIG
             return [
-                judged.room(self._info, None, budget=None),
+                server.room(self._info, None, budget=None),
                 not_checked("redis memory for the run", why),
             ]
         view, keep = self._view, self._settings.updater
         devices = self.run.devices if self.run is not None else self._loaded.devices
-        wants = judged.need(
+        wants = server.need(
             self._settings.policy, layout, devices=devices or DEVICES,
             trainers=view.trainers if view is not None else 0,
             queue=view.queue if view is not None else 0,
             keep=(keep.keep_versions, keep.keep_bytes),
         )  # fmt: skip
-        return [judged.room(self._info, wants, budget=self._settings.scheduler.memory_budget)]
+        return [server.room(self._info, wants, budget=self._settings.scheduler.memory_budget)]
 
 
 async def _tried(about: str, check: Awaitable[Iterable[Finding]]) -> list[Finding]:
@@ -291,7 +290,7 @@ async def _tried(about: str, check: Awaitable[Iterable[Finding]]) -> list[Findin
     try:
         return list(await check)
     except BrokerError as error:
-        refused = judged.refusal(error)
+        refused = rights.refusal(error)
         return [problem(about, str(error)) if refused is None else not_checked(about, refused)]
 
 

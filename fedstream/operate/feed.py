@@ -32,15 +32,7 @@ from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.messages import OUTCOMES, Assignment, CloseRound, Trigger, Upload, task_id
 from fedstream.broker.records import View
 from fedstream.broker.streams import Entry, Group
-from fedstream.journal import (
-    JournalError,
-    Record,
-    RoundClosed,
-    Segment,
-    Taken,
-    cuts,
-    segments,
-)
+from fedstream.journal import JournalError, Record, RoundClosed, Segment, Taken, cuts, segments
 from fedstream.journal.rebuild import is_used, recorded
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.health import Health

@@ -23,8 +23,7 @@ from fedstream.cli import looking
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduling import InFlight, Poisson
 from fedstream.doctor import checkup as doctor
-from fedstream.doctor import machine
-from fedstream.doctor import redis as judged
+from fedstream.doctor import rights, server, task, volume
 from fedstream.doctor.findings import Finding
 from fedstream.settings.config import Settings, read
 from tests.support import Hand, layout_of, snapshot
@@ -37,8 +36,8 @@ Change = Callable[..., Awaitable[None]]
 def sets(redis: RedisSettings, keys: Keys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """A configuration with nothing to find fault with, however slow and small this machine is."""
     monkeypatch.delenv("FEDSTREAM_DATA", raising=False)
-    monkeypatch.setattr(judged, "_SLOW", math.inf)
-    monkeypatch.setattr(machine, "_cores", lambda: 4.0)
+    monkeypatch.setattr(server, "_SLOW", math.inf)
+    monkeypatch.setattr(task, "_cores", lambda: 4.0)
     return [
         f"redis.url={redis.url}", f"run.name={keys.name}", f"journal.dir={tmp_path / 'journal'}",
         "journal.keep_bytes=1000", "journal.segment_bytes=1000", "journal.sync_s=3600",
@@ -255,7 +254,7 @@ async def test_the_roles_users_are_looked_at_from_outside_and_by_themselves(
 
 def test_every_command_of_a_role_can_be_asked_about() -> None:
     needed = {one for role in ROLES for part in rights_of(role) for one in commands(part)}
-    assert needed - judged._SAMPLES.keys() == set()
+    assert needed - rights._SAMPLES.keys() == set()
 
 
 # the run
@@ -328,7 +327,7 @@ Here = Callable[..., Settings]
 
 def test_a_journal_that_cannot_be_written(here: Here, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    findings = list(machine.volume(here(f"journal.dir={tmp_path / 'file' / 'journal'}"), None))
+    findings = list(volume.disk(here(f"journal.dir={tmp_path / 'file' / 'journal'}"), None))
     assert the_one(findings, "problem", "journal volume") == (
         f"{tmp_path / 'file'}: Not a directory -> let the updater's user write there, or set "
         "journal.dir to another folder"
@@ -339,7 +338,7 @@ def test_a_journal_that_cannot_be_written(here: Here, tmp_path: Path) -> None:
 def test_looking_at_a_volume_leaves_nothing_there(here: Here, tmp_path: Path) -> None:
     (tmp_path / "journal").mkdir()
     before = (tmp_path / "journal").stat().st_blocks
-    findings = list(machine.volume(here(), 1000))
+    findings = list(volume.disk(here(), 1000))
     assert "can be written, " in findings[0].text
     assert list(tmp_path.rglob("*")) == [tmp_path / "journal"]
     assert (tmp_path / "journal").stat().st_blocks == before
@@ -356,13 +355,13 @@ def test_looking_at_a_volume_leaves_nothing_there(here: Here, tmp_path: Path) ->
 def test_a_volume_that_is_too_small(
     here: Here, monkeypatch: pytest.MonkeyPatch, free: int, level: str, said: str
 ) -> None:
-    monkeypatch.setattr(machine, "_free", lambda _folder: free)
-    [_, space] = machine.volume(here(), 19_240)
+    monkeypatch.setattr(volume, "_free", lambda _folder: free)
+    [_, space] = volume.disk(here(), 19_240)
     assert (space.about, space.level, space.text) == ("journal space", level, said)
 
 
 def test_a_disk_that_is_slower_than_the_syncs_are_apart(here: Here) -> None:
-    [speed, _] = machine.volume(here("journal.sync_s=1e-9"), 1000)
+    [speed, _] = volume.disk(here("journal.sync_s=1e-9"), 1000)
     assert speed.level == "warning"
     assert "more than journal.sync_s = 1e-09 -> use a faster disk" in str(speed)
 
@@ -370,7 +369,7 @@ def test_a_disk_that_is_slower_than_the_syncs_are_apart(here: Here) -> None:
 def test_a_folder_of_something_else(here: Here, tmp_path: Path) -> None:
     (tmp_path / "journal").mkdir()
     (tmp_path / "journal" / "00000001-000001.journal").write_bytes(b"something else")
-    found = machine.journal(here(), None, asked=True)
+    found = volume.journal(here(), None, asked=True)
     assert found.level == "problem"
     assert "is not a journal segment" in found.text
 
@@ -380,8 +379,8 @@ def test_a_folder_of_something_else(here: Here, tmp_path: Path) -> None:
 
 def test_data_that_are_not_there(here: Here, tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
-    loaded, findings = machine.task(here("task.name=mnist", f"task.data_root={nowhere}"))
-    assert loaded == machine.Loaded()
+    loaded, findings = task.load(here("task.name=mnist", f"task.data_root={nowhere}"))
+    assert loaded == task.Loaded()
     assert [(one.level, one.about) for one in findings] == [
         ("problem", "data root"),
         ("problem", "task"),
@@ -390,12 +389,12 @@ def test_data_that_are_not_there(here: Here, tmp_path: Path) -> None:
         f"task.data_root = {nowhere!r} is not a folder -> mount it, or set another"
     )
     assert nowhere in findings[1].text
-    _, [_, later] = machine.task(
+    _, [_, later] = task.load(
         here("task.name=mnist", f"task.data_root={nowhere}", "task.download=true")
     )
     assert (later.level, later.about) == ("not checked", "task")
     assert not Path(nowhere).exists()  # looking fetches nothing
-    _, findings = machine.task(here(f"task.data_root={nowhere}"))  # the digits need none
+    _, findings = task.load(here(f"task.data_root={nowhere}"))  # the digits need none
     assert findings[0].level == "warning"
 
 
@@ -426,7 +425,7 @@ def test_data_that_do_not_fit_the_model(
 ) -> None:
     file = tmp_path / f"doctors_task_{samples}_{columns}.py"
     file.write_text(_TASK.format(samples=samples, columns=columns))
-    loaded, findings = machine.task(here(f"task.name={file}:task"))
+    loaded, findings = task.load(here(f"task.name={file}:task"))
     assert said in the_one(findings, "problem", "task")
     assert loaded.layout is not None
     assert loaded.layout.parameters == 8  # what was good of it is known
@@ -437,7 +436,7 @@ def test_more_threads_than_cores_and_a_gpu_that_is_not_there(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     settings = here("trainer.threads=1024", "evaluator.device=cuda")
-    threads, gpu, _ = machine.computing(settings, None)
+    threads, gpu, _ = task.computing(settings, None)
     assert (threads.level, gpu.level) == ("warning", "problem")
     assert "trainer.threads = 1024 on" in threads.text
     assert gpu.text.startswith("evaluator.device = 'cuda': torch finds no CUDA device here")
@@ -457,7 +456,7 @@ def test_more_threads_than_cores_and_a_gpu_that_is_not_there(
     ],
 )
 def test_versions(info: dict[str, str], level: str, text: str) -> None:
-    found = judged.version(info)
+    found = server.version(info)
     assert (found.level, found.text) == (level, text)
 
 
@@ -476,20 +475,20 @@ def test_versions(info: dict[str, str], level: str, text: str) -> None:
     ],
 )  # fmt: skip
 def test_parts(info: dict[str, str], cluster: bool, sentinel: bool, level: str, said: str) -> None:
-    [found] = judged.part(info, cluster=cluster, sentinel=sentinel)
+    [found] = server.part(info, cluster=cluster, sentinel=sentinel)
     assert found.level == level
     assert said in str(found)
 
 
 def test_persistence_that_fails_or_may_not_be_read() -> None:
-    failing = judged.persistence({"rdb_last_bgsave_status": "err"}, "60 1")
+    failing = server.persistence({"rdb_last_bgsave_status": "err"}, "60 1")
     assert [one.level for one in failing] == ["problem", "warning"]
-    [found] = judged.persistence({"aof_enabled": "0"}, None)
+    [found] = server.persistence({"aof_enabled": "0"}, None)
     assert (found.level, found.text) == ("not checked", "this user may not CONFIG GET save")
     [found] = (
-        judged.persistence({"loading": "1"}, None)[:1]
+        server.persistence({"loading": "1"}, None)[:1]
         if False
-        else list(judged.persistence({"loading": "1"}, ""))[:1]
+        else list(server.persistence({"loading": "1"}, ""))[:1]
     )
     assert found.level == "problem"
 
@@ -510,8 +509,8 @@ MEMORY = {"used_memory": "1000000", "maxmemory": "1000000000"}
     ],
 )  # fmt: skip
 def test_memory(info: dict[str, str], model_bytes: int, level: str, said: str) -> None:
-    wants = judged.Need(model_bytes, open=4, queue=1, kept=3)
-    found = judged.room(info, wants, budget=None)
+    wants = server.Need(model_bytes, open=4, queue=1, kept=3)
+    found = server.room(info, wants, budget=None)
     assert found.level == level
     assert said in str(found)
 
@@ -521,7 +520,7 @@ def test_what_a_run_needs() -> None:
 
     def models(policy: Any, **more: Any) -> tuple[int, int]:
         about: dict[str, Any] = {"devices": 10, "trainers": 3, "queue": 0, "keep": (16, 1 << 30)}
-        need = judged.need(policy, more.pop("layout", layout), **about | more)
+        need = server.need(policy, more.pop("layout", layout), **about | more)
         return need.open, need.kept
 
     assert models(InFlight()) == (3, 16)
@@ -535,16 +534,16 @@ def test_what_a_run_needs() -> None:
 
 
 def test_a_redis_that_is_far_away() -> None:
-    assert judged.latency([0.001, 0.002, 0.003], timeout_s=10).level == "ok"
-    far = judged.latency([0.001, 0.002, 1.5], timeout_s=10)
+    assert server.latency([0.001, 0.002, 0.003], timeout_s=10).level == "ok"
+    far = server.latency([0.001, 0.002, 1.5], timeout_s=10)
     assert far.level == "warning"
     assert far.text.startswith("round trip 2.00 ms, median of 3; slowest 1500.00 ms")
 
 
 def test_the_quickest_exchange_says_most_about_the_clock() -> None:
     asked = [(100.0, 105.0, 110.0), (200.0, 203.01, 200.02)]  # 0 +- 5 s, and 3 s +- 10 ms
-    assert "3.0 s behind" in judged.clock(asked, InFlight()).text
-    assert judged.clock(asked[:1], InFlight()).level == "ok"
+    assert "3.0 s behind" in server.clock(asked, InFlight()).text
+    assert server.clock(asked[:1], InFlight()).level == "ok"
 
 
 # the command
