@@ -116,3 +116,38 @@ async def test_a_trainer_that_crashed_finds_its_task_again(
         [upload] = await answers(hand)
     assert isinstance(upload, Upload)
     assert len(task.seen) == 2
+
+
+async def test_a_trainer_that_starts_takes_no_task_that_another_one_holds(
+    hand: Hand, make: Make, task: Adds
+) -> None:
+    """It looks for tasks of its own from before, however short they were idle."""
+    await hand.create()
+    task.gate.clear()
+    async with running(make("t1"), context()):
+        await hand.open(device=1)
+        await hand.dispatch()
+        await wait_until(lambda: task.seen)
+        async with running(make("t2"), context()):
+            await hand.open(device=2)
+            await hand.dispatch()
+            await wait_until(lambda: len(task.seen) == 2)
+            task.gate.set()
+            said = await answers(hand, 2)
+    assert {(one.device, one.trainer) for one in said} == {(1, "t1"), (2, "t2")}
+
+
+async def test_trouble_with_redis_does_not_make_a_task_poison(
+    hand: Hand, make: Make, task: Adds
+) -> None:
+    first = await hand.create()
+    await hand.client.call("DEL", hand.keys.model(first.blob))
+    live = context()
+    async with running(make(lease=LeaseSettings(seconds=60, attempts=2)), live):
+        await hand.open()
+        await hand.dispatch()
+        await wait_until(lambda: counted(live, "fedstream_retries_total", loop="tasks") > 3)
+        assert await hand.commit(1) == "done"
+        [upload] = await answers(hand)
+    assert isinstance(upload, Upload)
+    assert (upload.tau, len(task.seen)) == (1, 1)
