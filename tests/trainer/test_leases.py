@@ -137,6 +137,22 @@ async def test_a_trainer_that_starts_takes_no_task_that_another_one_holds(
     assert {(one.device, one.trainer) for one in said} == {(1, "t1"), (2, "t2")}
 
 
+async def test_a_trainer_takes_the_task_of_one_that_died_meanwhile(hand: Hand, make: Make) -> None:
+    await hand.create()
+    dead = Group(hand.client, hand.keys.tasks, TRAINERS, "dead")
+    await dead.ensure()
+    await hand.open(device=1)
+    await hand.dispatch()
+    [entry] = await dead.read()
+    async with running(make(lease=LeaseSettings(seconds=4)), context()):
+        await hand.open(device=2)
+        await hand.dispatch()
+        assert [one.device for one in await answers(hand)] == [2]
+        long_ago = ("IDLE", 60_000, "JUSTID")
+        await hand.client.call("XCLAIM", dead.stream, TRAINERS, "dead", 0, entry.id, *long_ago)
+        assert [one.device for one in await answers(hand, 2)] == [2, 1]
+
+
 async def test_trouble_with_redis_does_not_make_a_task_poison(
     hand: Hand, make: Make, task: Adds
 ) -> None:
