@@ -66,7 +66,7 @@ async def works(run: Hand) -> None:
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("when", ["before", "while it runs"])
-async def test_what_stands_in_a_keys_place_is_put_aside_and_the_run_goes_on(
+async def test_foreign_value_is_moved_aside_and_the_run_continues(
     run: Hand, redis: RedisSettings, client: Client, keys: Keys, name: str, when: str
 ) -> None:
     key, aside = keys.prefix + name, keys.prefix + "quarantine:" + name
@@ -96,7 +96,7 @@ async def test_what_stands_in_a_keys_place_is_put_aside_and_the_run_goes_on(
 
 
 @pytest.mark.parametrize("name", ["inbox:north", "events"])
-async def test_a_stream_at_its_last_id_is_put_aside(
+async def test_stream_at_its_last_id_is_moved_aside(
     run: Hand, redis: RedisSettings, client: Client, keys: Keys, name: str
 ) -> None:
     """Nothing can be added to it: what a site does so to its own inbox harms nobody else."""
@@ -121,7 +121,7 @@ async def test_a_stream_at_its_last_id_is_put_aside(
     assert told["why"] == f"an entry had the id {LARGEST}"
 
 
-async def test_an_inbox_beyond_its_limit_is_deleted(
+async def test_inbox_beyond_its_limit_is_deleted(
     run: Hand, redis: RedisSettings, client: Client, keys: Keys
 ) -> None:
     inbox = keys.inbox("north")
@@ -139,7 +139,7 @@ async def test_an_inbox_beyond_its_limit_is_deleted(
     assert not await client.call("EXISTS", keys.quarantine(inbox))
 
 
-async def test_a_key_of_the_runs_state_is_named_once_and_left(
+async def test_foreign_state_key_is_logged_once_and_left_alone(
     run: Hand, redis: RedisSettings, client: Client, keys: Keys
 ) -> None:
     await client.call("SET", keys.queue, "x")
@@ -152,7 +152,7 @@ async def test_a_key_of_the_runs_state_is_named_once_and_left(
     assert [line["key"] for line in logs if line["event"].startswith("a key of")] == [keys.queue]
 
 
-async def test_devices_of_nobody_are_free_again(
+async def test_devices_of_vanished_owners_are_free_again(
     run: Hand, redis: RedisSettings, client: Client, keys: Keys
 ) -> None:
     await client.call("HSET", keys.owners, "3", "ghost", "99999", "ghost", "junk", b"\xff")
@@ -174,7 +174,7 @@ async def test_devices_of_nobody_are_free_again(
 # what a site never lets expire
 
 
-async def test_what_a_site_wrote_for_ever_gets_an_expiry(
+async def test_sites_keys_without_an_expiry_get_one(
     run: Hand, redis: RedisSettings, client: Client, keys: Keys
 ) -> None:
     forgotten = [keys.update("north/t.a1"), keys.workspace("north", "t")]
@@ -208,7 +208,7 @@ async def test_what_a_site_wrote_for_ever_gets_an_expiry(
     assert {line["first"] for line in told} <= {*forgotten, far}
 
 
-async def test_copies_that_a_site_needs_no_more_are_deleted(
+async def test_copies_a_site_no_longer_needs_are_deleted(
     run: Hand, redis: RedisSettings, client: Client, keys: Keys
 ) -> None:
     await client.call("HSET", keys.device(3), "digest", "d", "0", "x")
@@ -226,7 +226,7 @@ async def test_copies_that_a_site_needs_no_more_are_deleted(
         await works(run)
 
 
-async def test_streams_of_tasks_of_trainers_that_nobody_heard_get_an_expiry(
+async def test_task_streams_of_unknown_trainers_get_an_expiry(
     run: Hand, redis: RedisSettings, client: Client, keys: Keys
 ) -> None:
     await run.announce("own", 3)
@@ -251,7 +251,7 @@ async def test_streams_of_tasks_of_trainers_that_nobody_heard_get_an_expiry(
 
 
 @pytest.mark.parametrize("how", ["deleted", "acknowledged", "trigger", "stream"])
-async def test_an_open_task_without_an_entry_is_given_up(
+async def test_open_task_without_an_entry_is_given_up(
     run: Hand, redis: RedisSettings, client: Client, keys: Keys, how: str
 ) -> None:
     """By a member of the pool that deletes what it should do, or acknowledges it and leaves it."""
@@ -285,7 +285,7 @@ async def test_an_open_task_without_an_entry_is_given_up(
     await run.balanced()
 
 
-async def test_a_task_whose_answer_is_on_its_way_is_not_lost(run: Hand, keys: Keys) -> None:
+async def test_task_with_an_answer_in_transit_is_not_lost(run: Hand, keys: Keys) -> None:
     """Not before everything was read that was said by then, however long that takes."""
     await run.open(device=1)
     await run.dispatch()
@@ -307,7 +307,7 @@ async def test_a_task_whose_answer_is_on_its_way_is_not_lost(run: Hand, keys: Ke
     await run.balanced()
 
 
-async def test_what_was_said_before_a_task_was_missed_is_waited_for_and_nothing_after(
+async def test_missing_task_waits_only_for_earlier_inbox_entries(
     run: Hand, client: Client, keys: Keys
 ) -> None:
     await run.open(device=1)
@@ -325,7 +325,7 @@ async def test_what_was_said_before_a_task_was_missed_is_waited_for_and_nothing_
     assert await run.ledger.find_lost(seen) == (1, {})
 
 
-async def test_a_site_keeps_no_more_in_workspaces_than_it_may(
+async def test_site_workspaces_are_limited(
     run: Hand, redis: RedisSettings, keys: Keys, client: Client
 ) -> None:
     """Each pass counts anew: what may stay does."""
@@ -359,7 +359,7 @@ async def test_a_site_keeps_no_more_in_workspaces_than_it_may(
     assert {(line["site"], line["most"]) for line in told} == {("north", 3500)}
 
 
-async def test_a_pass_whose_last_step_fails_counts_for_no_other(
+async def test_failed_pass_does_not_count_towards_the_next(
     run: Hand, redis: RedisSettings, keys: Keys, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Else a site that has more than half of what it may would lose what it may keep."""

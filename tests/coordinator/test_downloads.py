@@ -81,7 +81,7 @@ def idle_reader(stack: ExitStack, url: str, path: str) -> socket.socket:
     return slow
 
 
-async def test_those_who_ask_at_once_read_one_copy(
+async def test_concurrent_downloads_share_one_copy(
     redis: RedisSettings, hand: Hand, saved: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hand.layout = layout_of(1000)
@@ -113,7 +113,7 @@ async def test_those_who_ask_at_once_read_one_copy(
         assert not made[0]._app._downloads._bodies  # nothing is kept that nobody reads
 
 
-async def test_a_download_that_fails_when_all_went_away_is_told_to_nobody(
+async def test_download_failing_after_all_readers_left_is_silent(
     hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     version = await hand.create()
@@ -145,7 +145,7 @@ async def test_a_download_that_fails_when_all_went_away_is_told_to_nobody(
         await body()
 
 
-async def test_one_download_too_many_is_asked_to_come_back(
+async def test_excess_download_is_told_to_retry_later(
     redis: RedisSettings, hand: Hand, saved: list[int]
 ) -> None:
     hand.layout = layout_of(MODEL // 4)
@@ -174,7 +174,7 @@ async def test_one_download_too_many_is_asked_to_come_back(
             assert saved == [0]
 
 
-async def test_no_more_than_two_models_are_in_memory(
+async def test_at_most_two_models_are_in_memory(
     redis: RedisSettings, hand: Hand, saved: list[int]
 ) -> None:
     hand.layout = layout_of(MODEL // 4)
@@ -195,7 +195,9 @@ async def test_no_more_than_two_models_are_in_memory(
             assert sorted(saved) == [0, 1]
 
 
-async def test_a_slow_reader_is_cut_and_its_place_is_free(redis: RedisSettings, hand: Hand) -> None:
+async def test_stalled_reader_is_cut_off_and_frees_its_slot(
+    redis: RedisSettings, hand: Hand
+) -> None:
     hand.layout = layout_of(MODEL // 4)
     await hand.create()
     made: list[Coordinator] = []
@@ -218,9 +220,7 @@ async def test_a_slow_reader_is_cut_and_its_place_is_free(redis: RedisSettings, 
     assert lines == []  # that readers go away is nothing to tell
 
 
-async def test_a_reader_that_is_slow_but_takes_something_is_served(
-    redis: RedisSettings, hand: Hand
-) -> None:
+async def test_slow_but_steady_reader_is_served(redis: RedisSettings, hand: Hand) -> None:
     hand.layout = layout_of(MODEL // 4)
     await hand.create()
     async with (
@@ -237,7 +237,9 @@ async def test_a_reader_that_is_slow_but_takes_something_is_served(
         assert time.monotonic() - begun > 1.4  # longer than it may take nothing
 
 
-async def test_head_tells_the_length_and_sends_nothing(redis: RedisSettings, hand: Hand) -> None:
+async def test_head_request_gives_the_length_without_a_body(
+    redis: RedisSettings, hand: Hand
+) -> None:
     await hand.create()
     async with serving(hand, redis) as url, aiohttp.ClientSession(url) as session:
         async with session.get("/v1/models/0") as answer:
@@ -248,9 +250,7 @@ async def test_head_tells_the_length_and_sends_nothing(redis: RedisSettings, han
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process's memory")
-async def test_readers_that_take_nothing_cost_a_coordinator_no_memory(
-    redis: RedisSettings, hand: Hand
-) -> None:
+async def test_stalled_readers_use_no_memory(redis: RedisSettings, hand: Hand) -> None:
     hand.layout = layout_of(MODEL // 4)
     await hand.create()
     arguments = ("coordinator", "--set", f"run.name={hand.keys.name}", "--set", "log.format=json")
@@ -298,7 +298,7 @@ REGISTERS = st.dictionaries(
 
 
 @given(REGISTERS, st.integers(1, 5))
-def test_pages_hold_everybody_once_and_none_is_long(
+def test_pages_list_every_trainer_once_and_stay_short(
     register: dict[str, dict[str, Any]], most: int
 ) -> None:
     seen: list[str] = []
@@ -313,7 +313,7 @@ def test_pages_hold_everybody_once_and_none_is_long(
     assert seen == sorted(name for name in register if name)
 
 
-def test_a_trainer_that_just_fills_a_page_comes_whole() -> None:
+def test_trainer_that_just_fills_a_page_is_not_split() -> None:
     room = _PAGE_BYTES - len(json.dumps({"t": {"host": ""}}))
     about = {"host": "h" * room}
     assert page({"t": about}) == ({"t": about}, 0)
@@ -321,7 +321,7 @@ def test_a_trainer_that_just_fills_a_page_comes_whole() -> None:
     assert more == {"owns": [], "left_out": f"{_PAGE_BYTES + 1} bytes"}
 
 
-async def test_the_register_comes_in_pages(redis: RedisSettings, hand: Hand) -> None:
+async def test_register_is_paginated(redis: RedisSettings, hand: Hand) -> None:
     await hand.create()
     for n in range(120):
         await hand.announce(f"t{n:03}")
@@ -347,9 +347,7 @@ async def test_the_register_comes_in_pages(redis: RedisSettings, hand: Hand) -> 
             assert "limit" in about["error"]
 
 
-async def test_a_register_that_sites_have_filled_is_not_taken_in(
-    redis: RedisSettings, hand: Hand
-) -> None:
+async def test_oversized_register_is_not_loaded(redis: RedisSettings, hand: Hand) -> None:
     """Each of a site's trainers may name 100,000 devices; who asks hears that it is too much."""
     await hand.create()
     told = msgpack.packb({"owns": list(range(1 << 18, (1 << 18) + 100_000))})
@@ -363,7 +361,7 @@ async def test_a_register_that_sites_have_filled_is_not_taken_in(
             assert answer.status == 200
 
 
-async def test_a_model_that_another_release_wrote_is_sent(hand: Hand, redis: RedisSettings) -> None:
+async def test_model_written_by_another_release_is_served(hand: Hand, redis: RedisSettings) -> None:
     """Its chunks are of another size; the register of the models that are kept says only names."""
     hand.layout = layout_of(blobs.CHUNK)
     await hand.create()

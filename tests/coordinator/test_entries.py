@@ -55,7 +55,7 @@ async def strays(run: Hand) -> dict[str, int]:
     return (await run.ledger.look()).reasons("stray")
 
 
-async def test_a_sites_own_trigger_gets_its_name_and_its_task_from_the_coordinator(
+async def test_coordinator_sets_origin_and_task_of_a_sites_trigger(
     run: Hand, redis: RedisSettings, keys: Keys
 ) -> None:
     said = run.trigger(device=3, origin="scheduler", task="0", why="round", version=0, deadline=1.0)
@@ -79,7 +79,7 @@ async def test_a_sites_own_trigger_gets_its_name_and_its_task_from_the_coordinat
         {"seconds": float("inf"), "epochs": None},
     ],
 )  # fmt: skip
-async def test_a_trigger_for_too_long_is_not_taken_up(
+async def test_trigger_for_too_long_is_rejected(
     run: Hand, redis: RedisSettings, keys: Keys, length: dict[str, Any]
 ) -> None:
     async with running(make(redis, keys), context()):
@@ -89,7 +89,7 @@ async def test_a_trigger_for_too_long_is_not_taken_up(
     assert (await run.ledger.look()).issued == 0
 
 
-async def test_10_000_triggers_open_as_many_tasks_as_the_site_has_devices(
+async def test_many_triggers_open_one_task_per_device(
     run: Hand, redis: RedisSettings, keys: Keys
 ) -> None:
     """From rotating names, for devices of anybody and of nobody."""
@@ -107,7 +107,7 @@ async def test_10_000_triggers_open_as_many_tasks_as_the_site_has_devices(
     await run.balanced()
 
 
-async def test_where_the_scheduler_decides_devices_do_not(
+async def test_devices_cannot_trigger_under_a_scheduler_policy(
     run: Hand, redis: RedisSettings, keys: Keys
 ) -> None:
     async with running(make(redis, keys, anarchic=False), context()):
@@ -116,7 +116,7 @@ async def test_where_the_scheduler_decides_devices_do_not(
     assert await strays(run) == {"trigger of its own": 1}
 
 
-async def test_of_a_sites_events_only_errors_go_on_as_its_own_and_not_too_often(
+async def test_only_a_sites_errors_are_relayed_and_rate_limited(
     run: Hand, redis: RedisSettings, keys: Keys
 ) -> None:
     outbox = Outbox(run.client, keys, NORTH)
@@ -145,7 +145,7 @@ async def test_of_a_sites_events_only_errors_go_on_as_its_own_and_not_too_often(
         assert "must not send event" in Dead.decode(fields[1]).reason
 
 
-async def test_a_site_that_announces_too_much_is_heard_no_more_in_that_second(
+async def test_announcements_are_rate_limited_per_second(
     run: Hand, redis: RedisSettings, keys: Keys
 ) -> None:
     """Each device that is named counts; one announcement a second always comes through."""
@@ -165,7 +165,7 @@ async def announced(run: Hand) -> bool:
     return bool((await run.ledger.trainers())["north/edge"].get("answers") == 7)
 
 
-async def test_of_junk_without_end_some_is_kept_and_all_is_counted(
+async def test_endless_junk_is_counted_but_only_partly_kept(
     run: Hand, redis: RedisSettings, keys: Keys
 ) -> None:
     begun = (await run.client.call("TIME"))[0]
@@ -178,7 +178,7 @@ async def test_of_junk_without_end_some_is_kept_and_all_is_counted(
     assert view.dead + view.reasons("stray")["letter over the limit"] == 100
 
 
-async def test_what_is_too_long_is_not_even_read(
+async def test_oversized_message_is_not_decoded(
     run: Hand, redis: RedisSettings, keys: Keys
 ) -> None:
     async with running(make(redis, keys), context()):
@@ -188,7 +188,7 @@ async def test_what_is_too_long_is_not_even_read(
     assert (await run.ledger.look()).dead == 0
 
 
-async def test_a_sites_trainer_must_own_devices_and_may_own_only_its_sites(
+async def test_site_trainer_must_own_devices_of_its_site(
     run: Hand, redis: RedisSettings, keys: Keys
 ) -> None:
     outbox = Outbox(run.client, keys, NORTH)
@@ -204,16 +204,14 @@ async def test_a_sites_trainer_must_own_devices_and_may_own_only_its_sites(
     assert await strays(run) == {"trainer without devices": 3}
 
 
-async def test_a_site_that_is_not_served_is_not_heard(
-    run: Hand, redis: RedisSettings, keys: Keys
-) -> None:
+async def test_unserved_site_is_ignored(run: Hand, redis: RedisSettings, keys: Keys) -> None:
     await Outbox(run.client, keys, "elsewhere").say(Presence(trainer="t", owns=(5,)))
     async with running(make(redis, keys), context()):
         await heard(run, 1)
     assert list(await run.ledger.trainers()) == ["north/edge"]
 
 
-async def test_a_site_that_is_trusted_says_itself_how_stale_it_is(
+async def test_trusted_site_reports_its_own_staleness(
     run: Hand, redis: RedisSettings, keys: Keys
 ) -> None:
     await run.open(device=3)
@@ -231,7 +229,7 @@ async def test_a_site_that_is_trusted_says_itself_how_stale_it_is(
     assert (upload.tau, found) == (1, upload.model_copy(update={"trainer": "north/t"}))
 
 
-async def test_what_a_site_that_is_not_trusted_says_ends_no_others_task_and_is_not_fresher(
+async def test_untrusted_site_cannot_end_others_tasks_or_claim_freshness(
     run: Hand, redis: RedisSettings, keys: Keys
 ) -> None:
     await run.announce("ann")  # else nobody serves the pool, and its tasks are given up
@@ -252,7 +250,7 @@ async def test_what_a_site_that_is_not_trusted_says_ends_no_others_task_and_is_n
 # which sites there are
 
 
-def test_sites_are_named_with_the_devices_that_they_may_own() -> None:
+def test_sites_may_list_the_devices_they_may_own() -> None:
     sites = served(("pool", "north", "south:0-2,9"), ("pool", "north"))
     assert [(one.name, one.trusted) for one in sites.values()] == [
         ("pool", True), ("north", True), ("south", False)
@@ -273,7 +271,7 @@ def test_sites_are_named_with_the_devices_that_they_may_own() -> None:
         (("pool",), ("south",), "trusted_sites: 'south' is not in coordinator.sites"),
     ],
 )
-def test_what_is_no_site_is_said_in_a_line(
+def test_invalid_site_is_a_one_line_error(
     named: tuple[str, ...], trusted: tuple[str, ...], said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said.replace("*", r"\*")) as raised:
@@ -283,7 +281,7 @@ def test_what_is_no_site_is_said_in_a_line(
         CoordinatorSettings(sites=named, trusted_sites=trusted)
 
 
-def test_a_trainer_owns_no_more_devices_than_it_can_say() -> None:
+def test_owned_devices_are_limited_to_what_fits_an_announcement() -> None:
     """What is too long to be taken in would leave it unheard for ever."""
     most = range(2**31 - OWNED, 2**31)  # whose numbers are the longest
     said = Presence(trainer="t" * 200, owns=tuple(most), host="h" * 255, pid=2**32, device=most[0])
@@ -293,7 +291,7 @@ def test_a_trainer_owns_no_more_devices_than_it_can_say() -> None:
         TrainerSettings(owns=tuple(range(OWNED + 1)))
 
 
-def test_a_trainer_of_another_site_than_the_pool_owns_devices() -> None:
+def test_trainer_outside_the_pool_must_own_devices() -> None:
     assert TrainerSettings(site="north", owns=(1,)).site == "north"
     with pytest.raises(ValueError, match=r"trainer.site = 'north' without trainer\.owns: only the"):
         TrainerSettings(site="north")

@@ -8,7 +8,7 @@ from fedstream.coordinator.scheduling import HELD_BY, InFlight
 from tests.support import Hand, context, running, wait_until
 
 
-async def test_every_reason_is_shown_from_the_start_and_only_while_it_holds(
+async def test_held_back_shows_each_reason_only_while_it_applies(
     hand: Hand, redis: RedisSettings, client: Client
 ) -> None:
     await hand.create()

@@ -54,14 +54,14 @@ async def http(redis: RedisSettings, keys: Keys) -> AsyncIterator[Http]:
     await client.close()
 
 
-async def test_before_there_is_a_run_there_is_nothing(http: Http, keys: Keys) -> None:
+async def test_nothing_is_served_before_the_run_exists(http: Http, keys: Keys) -> None:
     for path in (f"/v1/runs/{keys.name}", "/v1/models/latest", "/v1/models/0"):
         answer = await http.get(path)
         assert answer.status == 404
         assert "error" in await answer.json()
 
 
-async def test_the_status_says_how_the_run_stands(http: Http, hand: Hand) -> None:
+async def test_status_describes_the_run(http: Http, hand: Hand) -> None:
     await hand.create(versions=5)
     await hand.announce("ann")
     upload = await hand.admitted()
@@ -94,16 +94,14 @@ async def test_the_status_says_how_the_run_stands(http: Http, hand: Hand) -> Non
 
 
 @pytest.mark.parametrize("path", ["", "/scaling"])
-async def test_another_run_is_not_served_here(http: Http, hand: Hand, path: str) -> None:
+async def test_other_runs_are_not_served(http: Http, hand: Hand, path: str) -> None:
     await hand.create()
     answer = await http.get(f"/v1/runs/another{path}")
     assert answer.status == 404
     assert hand.keys.name in (await answer.json())["error"]
 
 
-async def test_an_autoscaler_follows_the_open_tasks_from_nothing_to_nothing(
-    http: Http, hand: Hand
-) -> None:
+async def test_autoscaler_follows_open_tasks_from_zero_to_zero(http: Http, hand: Hand) -> None:
     async def scaling() -> Any:
         answer = await http.get(f"/v1/runs/{hand.keys.name}/scaling")
         assert answer.status == 200
@@ -123,7 +121,7 @@ async def test_an_autoscaler_follows_the_open_tasks_from_nothing_to_nothing(
     assert await scaling() == {"open": 0, "trainers": 1, "state": "finished"}
 
 
-async def test_a_model_comes_as_safetensors_with_its_digest(http: Http, hand: Hand) -> None:
+async def test_model_is_served_as_safetensors_with_its_digest(http: Http, hand: Hand) -> None:
     hand.layout = Layout(
         (
             Tensor("linear.weight", (2, 3), "float32", "parameter"),
@@ -150,7 +148,7 @@ async def test_a_model_comes_as_safetensors_with_its_digest(http: Http, hand: Ha
 
 
 @pytest.mark.parametrize("version", ["latest", "1"])
-async def test_who_has_the_model_already_gets_no_body(http: Http, hand: Hand, version: str) -> None:
+async def test_client_with_the_current_model_gets_304(http: Http, hand: Hand, version: str) -> None:
     await hand.create()
     await hand.commit(1)
     first = await http.get(f"/v1/models/{version}")
@@ -163,9 +161,7 @@ async def test_who_has_the_model_already_gets_no_body(http: Http, hand: Hand, ve
     assert latest.status == 200
 
 
-async def test_a_version_that_is_not_kept_is_not_found_and_the_kept_are_named(
-    http: Http, hand: Hand
-) -> None:
+async def test_unavailable_version_is_404_and_lists_the_kept_ones(http: Http, hand: Hand) -> None:
     await hand.create()
     for number in range(1, 7):
         await hand.commit(number, retired=["2.1"] if number == 4 else [])
@@ -178,21 +174,21 @@ async def test_a_version_that_is_not_kept_is_not_found_and_the_kept_are_named(
 
 
 @pytest.mark.parametrize("version", ["newest", "-1", "1.5", "0x1", "9" * 5000])
-async def test_what_is_no_version_is_a_bad_request(http: Http, hand: Hand, version: str) -> None:
+async def test_invalid_version_is_a_bad_request(http: Http, hand: Hand, version: str) -> None:
     await hand.create()
     answer = await http.get(f"/v1/models/{version}")
     assert answer.status == 400
     assert "is not a version" in (await answer.json())["error"]
 
 
-async def test_a_latest_model_whose_blob_is_gone_is_an_answer_too(http: Http, hand: Hand) -> None:
+async def test_latest_model_without_a_blob_is_404(http: Http, hand: Hand) -> None:
     await hand.create()
     await hand.client.call("DEL", hand.keys.model("0.1"))
     assert (await http.get("/v1/models/latest")).status == 404
     await hand.client.call("ZREM", hand.keys.kept, "0.1")
 
 
-async def test_a_latest_model_that_is_replaced_while_it_is_fetched_is_the_next(
+async def test_latest_model_replaced_during_a_fetch_serves_the_next(
     redis: RedisSettings, hand: Hand
 ) -> None:
     await hand.create()
@@ -216,7 +212,7 @@ async def test_a_latest_model_that_is_replaced_while_it_is_fetched_is_the_next(
         await http.close()
 
 
-async def test_a_damaged_model_is_an_error_and_not_a_model(http: Http, hand: Hand) -> None:
+async def test_damaged_model_is_an_error(http: Http, hand: Hand) -> None:
     await hand.create()
     await hand.client.call("HSET", hand.keys.model("0.1"), "0", b"\1" * hand.layout.nbytes)
     answer = await http.get("/v1/models/latest")
@@ -224,16 +220,14 @@ async def test_a_damaged_model_is_an_error_and_not_a_model(http: Http, hand: Han
     assert "digest" in (await answer.json())["error"]
 
 
-async def test_without_redis_it_asks_to_come_back_later(keys: Keys) -> None:
+async def test_redis_outage_sets_retry_after(keys: Keys) -> None:
     http = await serving(coordinator_of(RedisSettings(url="redis://127.0.0.1:1/0"), keys))
     for path in (f"/v1/runs/{keys.name}", f"/v1/runs/{keys.name}/scaling", "/v1/models/latest"):
         assert (await http.get(path)).status == 503
     await http.close()
 
 
-async def test_a_coordinator_that_stops_keeps_no_connection(
-    redis: RedisSettings, hand: Hand
-) -> None:
+async def test_stopping_coordinator_keeps_no_connection(redis: RedisSettings, hand: Hand) -> None:
     """Else a request that is sent on it just as it is cut is lost."""
     version = await hand.create()
     coordinator = coordinator_of(redis, hand.keys)
@@ -260,11 +254,11 @@ async def test_a_coordinator_that_stops_keeps_no_connection(
     ("versions", "text"),
     [([], "none"), ([3], "3"), ([5, 4], "4-5"), ([0, 1, 2, 7, 9, 10], "0-2, 7, 9-10")],
 )
-def test_versions_in_few_words(versions: list[int], text: str) -> None:
+def test_version_ranges_are_compact(versions: list[int], text: str) -> None:
     assert _ranges(versions) == text
 
 
-async def test_a_token_is_wanted_where_there_is_one(redis: RedisSettings, keys: Keys) -> None:
+async def test_token_is_required_if_configured(redis: RedisSettings, keys: Keys) -> None:
     """Of status and models, in no other form than it is; an autoscaler has none."""
     right = "0123456789abcdef-é"
     coordinator = Coordinator(

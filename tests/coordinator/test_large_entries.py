@@ -100,7 +100,7 @@ async def strays(run: Hand) -> dict[str, int]:
 @pytest.mark.process
 @needs_7
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the process's memory")
-async def test_entries_of_30_mb_cost_a_coordinator_no_memory_and_nobody_his_answers(
+async def test_huge_entries_use_no_memory_and_delay_no_answers(
     there: Guarded, run: Hand, tmp_path: Path
 ) -> None:
     """They lie between honest answers, of the same site and of another, when it reads."""
@@ -142,7 +142,7 @@ async def test_entries_of_30_mb_cost_a_coordinator_no_memory_and_nobody_his_answ
     await run.balanced()
 
 
-async def test_what_another_coordinator_was_given_and_left_is_not_taken_in_either(
+async def test_huge_entries_claimed_from_another_coordinator_are_not_loaded(
     hand: Hand, redis: RedisSettings, keys: Keys
 ) -> None:
     """However often: what is not even looked at can't have crashed anybody."""
@@ -168,9 +168,7 @@ async def test_what_another_coordinator_was_given_and_left_is_not_taken_in_eithe
     assert (await strays(hand), (await hand.ledger.look()).dead) == ({"message too long": 3}, 0)
 
 
-async def test_sites_that_say_much_at_once_are_all_heard(
-    hand: Hand, redis: RedisSettings, keys: Keys
-) -> None:
+async def test_busy_sites_are_all_heard(hand: Hand, redis: RedisSettings, keys: Keys) -> None:
     """Entries that are just not too long: more of them than one read may bring."""
     await hand.create()
     for site in ("pool", "north"):
@@ -192,7 +190,7 @@ async def test_sites_that_say_much_at_once_are_all_heard(
     assert view.dead + view.reasons("stray").get("letter over the limit", 0) == 80
 
 
-async def test_what_lies_behind_much_poison_is_found_at_once(
+async def test_entries_behind_much_poison_are_found_at_once(
     hand: Hand, redis: RedisSettings, keys: Keys
 ) -> None:
     """Also where no more than that is looked at together, and nothing of it is taken."""

@@ -45,7 +45,7 @@ def tasks(n: int) -> tuple[Trigger, ...]:
         (1, 2, 0, (0, 0, 1)),
     ],
 )
-def test_states_add_up_to_what_is_open(
+def test_states_add_up_to_the_open_tasks(
     opened: int, answered: int, training: int, expected: tuple[int, int, int]
 ) -> None:
     states = open_by_state(view_of(open=tasks(opened), admitted=answered), training)
@@ -66,14 +66,14 @@ def test_blobs_are_counted_by_number_and_size() -> None:
     assert value("fedstream_redis_memory_max_bytes") == 0
 
 
-def test_before_redis_has_answered_it_says_just_that() -> None:
+def test_metrics_say_if_redis_has_not_answered_yet() -> None:
     registry = CollectorRegistry()
     RunMetrics(registry)
     assert registry.get_sample_value("fedstream_run_looked_timestamp_seconds") == 0
     assert registry.get_sample_value("fedstream_run_running") is None
 
 
-def test_every_outcome_is_there_before_the_first() -> None:
+def test_every_outcome_is_exported_from_the_start() -> None:
     registry = CollectorRegistry()
     counts = {"issued": 9, "applied": 4, "refused": 3, "refused:digest": 2, "refused:size": 1}
     RunMetrics(registry).saw(Seen(100.0, 0, 0, view_of(counts=counts)))
@@ -93,7 +93,7 @@ async def training(hand: Hand, lease_ms: int = LEASE_MS) -> int:
     return leased
 
 
-async def test_a_task_is_in_training_while_its_lease_holds(hand: Hand) -> None:
+async def test_task_is_training_while_its_lease_holds(hand: Hand) -> None:
     await hand.create()
     assert await training(hand) == 0  # not even a stream
     await hand.open(3)
@@ -106,7 +106,7 @@ async def test_a_task_is_in_training_while_its_lease_holds(hand: Hand) -> None:
     assert await training(hand, 0) == 0  # all leases are over
 
 
-async def test_an_owners_tasks_count_as_well(hand: Hand) -> None:
+async def test_owners_tasks_count_too(hand: Hand) -> None:
     await hand.create()
     await hand.announce("ann", 3)
     await hand.open(device=3)
@@ -119,7 +119,7 @@ async def test_an_owners_tasks_count_as_well(hand: Hand) -> None:
     assert await training(hand) == 1
 
 
-async def test_what_it_saw_last_stays_while_redis_is_away(redis: RedisSettings, hand: Hand) -> None:
+async def test_last_values_are_kept_while_redis_is_away(redis: RedisSettings, hand: Hand) -> None:
     await hand.create()
     await hand.open(2)
     watched = context()

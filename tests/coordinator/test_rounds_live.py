@@ -13,7 +13,7 @@ from tests.broker.pipeline import finished, pipeline
 BATCH = 2
 
 
-async def test_a_round_uses_its_own_answers_alone(
+async def test_round_uses_only_its_own_answers(
     client: Client, redis: RedisSettings, keys: Keys, tmp_path: Path
 ) -> None:
     """More devices are asked than fill a version: what the others train comes too late."""

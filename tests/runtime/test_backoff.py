@@ -15,18 +15,18 @@ class Highest(random.Random):
         return b
 
 
-def test_the_ceiling_doubles_up_to_the_most_and_starts_again() -> None:
+def test_ceiling_doubles_up_to_the_maximum_and_resets() -> None:
     backoff = Backoff(0.1, 0.5, rng=Highest())
     assert [backoff.next() for _ in range(5)] == [0.1, 0.2, 0.4, 0.5, 0.5]
     backoff.reset()
     assert backoff.next() == 0.1
 
 
-def test_the_most_bounds_the_first() -> None:
+def test_maximum_bounds_the_first_delay() -> None:
     assert Backoff(1.0, 0.2, rng=Highest()).next() == 0.2
 
 
-def test_full_jitter_is_within_bounds_and_repeats_with_its_seed() -> None:
+def test_full_jitter_stays_within_bounds_and_is_seeded() -> None:
     one, other = (Backoff(rng=random.Random(7)) for _ in range(2))
     waits = [one.next() for _ in range(2000)]
     assert waits == [other.next() for _ in range(2000)]
@@ -35,14 +35,14 @@ def test_full_jitter_is_within_bounds_and_repeats_with_its_seed() -> None:
     assert min(waits[10:]) < 0.5 < 4.5 < max(waits)
 
 
-async def test_a_pause_lasts_its_time() -> None:
+async def test_pause_lasts_as_long_as_asked() -> None:
     loop = asyncio.get_running_loop()
     began = loop.time()
     assert not await pause(asyncio.Event(), 0.02)
     assert loop.time() - began >= 0.02
 
 
-async def test_stop_ends_a_pause() -> None:
+async def test_stop_interrupts_a_pause() -> None:
     stop = asyncio.Event()
     waiting = asyncio.create_task(pause(stop, 3600))
     await asyncio.sleep(0)

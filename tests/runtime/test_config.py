@@ -82,11 +82,11 @@ def refusal(*sets: str, **environ: str) -> str:
 # Layers
 
 
-def test_without_layers_the_defaults_hold() -> None:
+def test_defaults_apply_without_any_layers() -> None:
     assert load_sets() == Sample()
 
 
-def test_later_layers_win_key_by_key(tmp_path: Path) -> None:
+def test_later_layers_override_earlier_ones_per_key(tmp_path: Path) -> None:
     settings = load_file(
         tmp_path,
         '[run]\nname = "file"\nseed = 1\nquick = true\n',
@@ -121,7 +121,7 @@ def test_names_without_a_double_underscore_are_not_configuration() -> None:
         ("out", "/tmp/run", Path("/tmp/run")),  # noqa: S108 (nothing is written there)
     ],
 )
-def test_values_are_toml_or_else_text(key: str, text: str, value: object) -> None:
+def test_values_are_parsed_as_toml_or_taken_as_text(key: str, text: str, value: object) -> None:
     assert getattr(load_sets(f"run.{key}={text}").run, key) == value
     assert getattr(load_sets(**{f"FEDSTREAM_RUN__{key.upper()}": text}).run, key) == value
 
@@ -136,23 +136,23 @@ def test_a_table_replaces_a_value_and_the_last_set_wins() -> None:
     assert load_sets("run.seed=1", "run.seed=2").run.seed == 2
 
 
-def test_a_change_of_kind_drops_the_keys_of_the_other_kind(tmp_path: Path) -> None:
+def test_changing_the_kind_drops_the_other_kinds_keys(tmp_path: Path) -> None:
     text = '[strategy]\nname = "fedasync"\nalpha = 0.3\n'
     settings = load_file(tmp_path, text, "strategy.name=fedbuff", "strategy.k=3")
     assert settings.strategy == FedBuff(k=3)
 
 
-def test_the_same_kind_again_keeps_the_keys(tmp_path: Path) -> None:
+def test_repeating_the_kind_keeps_its_keys(tmp_path: Path) -> None:
     text = '[strategy]\nname = "fedasync"\nalpha = 0.3\n'
     assert load_file(tmp_path, text, "strategy.name=fedasync").strategy == FedAsync(alpha=0.3)
 
 
-def test_a_name_that_chooses_nothing_drops_nothing(tmp_path: Path) -> None:
+def test_name_that_selects_no_alternative_drops_no_keys(tmp_path: Path) -> None:
     settings = load_file(tmp_path, '[run]\nname = "a"\nseed = 4\n', "run.name=b")
     assert settings.run == Run(name="b", seed=4)
 
 
-def test_a_table_without_a_name_is_about_the_default(tmp_path: Path) -> None:
+def test_table_without_a_name_configures_the_default(tmp_path: Path) -> None:
     assert load_sets("strategy.alpha=0.25").strategy == FedAsync(alpha=0.25)
     assert load_file(tmp_path, "[strategy]\nalpha = 0.25\n").strategy == FedAsync(alpha=0.25)
 
@@ -222,7 +222,7 @@ def test_a_table_without_a_name_is_about_the_default(tmp_path: Path) -> None:
         (("retry.first=9",), "retry (from --set): first must not exceed most"),
     ],
 )
-def test_a_refusal_names_key_value_source_and_what_is_allowed(
+def test_error_names_key_value_source_and_what_is_allowed(
     sets: tuple[str, ...], message: str
 ) -> None:
     assert refusal(*sets) == message
@@ -241,7 +241,7 @@ def test_a_missing_key_is_named() -> None:
     ]
 
 
-def test_a_check_of_the_whole_has_no_key() -> None:
+def test_error_across_tables_names_no_key() -> None:
     class Whole(Section):
         seed: int = 0
 
@@ -255,7 +255,7 @@ def test_a_check_of_the_whole_has_no_key() -> None:
         load(Whole, path=None, environ={}, sets=["seed=1"])
 
 
-def test_every_wrong_key_has_its_line_and_its_source(tmp_path: Path) -> None:
+def test_every_invalid_key_gets_a_line_with_its_source(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load_file(tmp_path, "[run]\nseed = 'x'\n", "retry.most=no", FEDSTREAM_RUN__QUICK="2")
     assert str(caught.value).splitlines() == [
@@ -265,11 +265,11 @@ def test_every_wrong_key_has_its_line_and_its_source(tmp_path: Path) -> None:
     ]
 
 
-def test_a_long_value_is_cut() -> None:
+def test_long_value_is_truncated() -> None:
     assert len(refusal(f"run.seed={'x' * 10_000}")) < 200
 
 
-def test_a_file_that_is_missing_or_not_toml(tmp_path: Path) -> None:
+def test_missing_or_malformed_file_is_an_error(tmp_path: Path) -> None:
     missing = tmp_path / "missing.toml"
     with pytest.raises(ConfigError, match=r"missing\.toml: cannot be read: No such file"):
         load(Sample, path=missing, environ={})
@@ -277,20 +277,20 @@ def test_a_file_that_is_missing_or_not_toml(tmp_path: Path) -> None:
         load_file(tmp_path, "[run]\nseed = = 1\n")
 
 
-def test_an_environment_in_another_encoding() -> None:
+def test_environment_with_invalid_utf8_is_an_error() -> None:
     latin = b"caf\xe9".decode("utf-8", "surrogateescape")  # what os.environ makes of it
     assert refusal(FEDSTREAM_RUN__NAME=latin) == "FEDSTREAM_RUN__NAME: not valid UTF-8"
 
 
 @pytest.mark.parametrize("key", ["run.n\udce9me", "run.\udce9"])
-def test_a_key_in_another_encoding(key: str) -> None:
+def test_key_with_invalid_utf8_is_an_error(key: str) -> None:
     assert refusal(f"{key}=1") == "--set: not valid UTF-8"
     name = "FEDSTREAM_" + key.upper().replace(".", "__")
     assert refusal(**{name: "1"}) == name.replace("\udce9", r"\udce9") + ": not valid UTF-8"
 
 
 @pytest.mark.parametrize("deep", ["[" * 5000, "{a=" * 5000])
-def test_what_is_nested_too_deeply_is_one_line(tmp_path: Path, deep: str) -> None:
+def test_excessive_nesting_is_a_one_line_error(tmp_path: Path, deep: str) -> None:
     said = "configuration: a key or a value is nested too deeply"
     assert refusal(f"run.name={deep}") == said
     assert refusal(".".join("a" * 5000) + "=1") == said
@@ -299,7 +299,7 @@ def test_what_is_nested_too_deeply_is_one_line(tmp_path: Path, deep: str) -> Non
 
 
 @pytest.mark.parametrize("number", ["9" * 5000, "0x" + "f" * 5000])
-def test_a_number_of_thousands_of_digits_is_refused(number: str) -> None:
+def test_number_with_thousands_of_digits_is_rejected(number: str) -> None:
     said = refusal(f"run.seed={number}")
     assert "\n" not in said
     assert len(said) < 200
@@ -316,7 +316,7 @@ values = st.sampled_from(
 
 
 @given(st.lists(st.tuples(keys, values), max_size=3), st.booleans())
-def test_whatever_is_given_there_are_settings_or_a_refusal(
+def test_any_input_gives_settings_or_a_config_error(
     given: list[tuple[list[str], str]], by_environment: bool
 ) -> None:
     try:
@@ -328,7 +328,7 @@ def test_whatever_is_given_there_are_settings_or_a_refusal(
         return
 
 
-def test_a_file_in_another_encoding(tmp_path: Path) -> None:
+def test_file_with_invalid_utf8_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(b'[run]\nname = "caf\xe9"\n')
     with pytest.raises(ConfigError, match=r"run\.toml: not valid TOML: .*utf-8"):
@@ -336,7 +336,7 @@ def test_a_file_in_another_encoding(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("item", ["run.seed", "=1", ""])
-def test_a_set_without_key_and_value(item: str) -> None:
+def test_set_without_key_and_value_is_an_error(item: str) -> None:
     assert refusal(item).startswith(f"--set {item}: expected key=value")
 
 
@@ -372,7 +372,9 @@ samples = st.builds(
 
 
 @given(samples)
-def test_load_of_dump_is_the_same(tmp_path_factory: pytest.TempPathFactory, sample: Sample) -> None:
+def test_dump_round_trips_through_load(
+    tmp_path_factory: pytest.TempPathFactory, sample: Sample
+) -> None:
     path = tmp_path_factory.getbasetemp() / "dumped.toml"
     path.write_bytes(dump(sample).encode())
     assert load(Sample, path=path, environ={}) == sample

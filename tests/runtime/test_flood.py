@@ -21,7 +21,7 @@ class Clock:
         return self.now
 
 
-def test_a_burst_passes_and_then_so_many_a_second() -> None:
+def test_burst_passes_then_a_steady_rate() -> None:
     clock = Clock()
     flood = Flood(burst=3, per_s=0.5, clock=clock)
     assert [flood.passes("a") for _ in range(5)] == [0, 0, 0, None, None]
@@ -34,19 +34,19 @@ def test_a_burst_passes_and_then_so_many_a_second() -> None:
     assert [flood.passes("a") for _ in range(4)] == [1, 0, 0, None]
 
 
-def test_one_kind_does_not_silence_another() -> None:
+def test_kinds_are_limited_independently() -> None:
     flood = Flood(burst=1, clock=Clock())
     assert [flood.passes(kind) for kind in "aabba"] == [0, None, 0, None, None]
 
 
-def test_kinds_without_end_take_no_memory_without_end() -> None:
+def test_unlimited_kinds_use_bounded_memory() -> None:
     flood = Flood(clock=Clock())
     for kind in range(10_000):
         flood.passes(kind)
     assert len(flood._kinds) <= 256
 
 
-def test_a_flood_of_warnings_fills_no_disk_and_hides_nothing_else(
+def test_flood_of_warnings_is_limited_and_hides_nothing_else(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configure(LogSettings(format="json"))

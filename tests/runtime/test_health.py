@@ -23,7 +23,7 @@ class Clock:
         return self.now
 
 
-def test_a_loop_is_overdue_until_it_beats_again() -> None:
+def test_loop_is_overdue_until_it_beats_again() -> None:
     clock = Clock()
     health = Health(clock)
     health.expect("claim", 2.0)
@@ -36,7 +36,7 @@ def test_a_loop_is_overdue_until_it_beats_again() -> None:
     assert health.overdue() == []
 
 
-def test_a_released_loop_need_not_beat() -> None:
+def test_released_loop_need_not_beat() -> None:
     clock = Clock()
     health = Health(clock)
     health.expect("claim", 2.0)
@@ -45,12 +45,12 @@ def test_a_released_loop_need_not_beat() -> None:
     assert health.overdue() == []
 
 
-def test_a_beat_that_nobody_expects_is_a_mistake() -> None:
+def test_unexpected_beat_is_an_error() -> None:
     with pytest.raises(KeyError, match="claim"):
         Health().beat("claim")
 
 
-def test_ready_while_every_check_holds() -> None:
+def test_ready_while_every_check_passes() -> None:
     health = Health()
     connected = [False]
     assert health.not_ready() == []
@@ -62,7 +62,7 @@ def test_ready_while_every_check_holds() -> None:
 
 
 @pytest.mark.parametrize("port", [-1, 65536, "80"])
-def test_a_port_is_a_port(port: object) -> None:
+def test_port_must_be_in_range(port: object) -> None:
     with pytest.raises(ValidationError):
         HttpSettings.model_validate({"port": port})
 
@@ -95,7 +95,7 @@ async def probe() -> AsyncIterator[Probe]:
     await runner.cleanup()
 
 
-async def test_livez_names_the_loop_that_hangs(probe: Probe) -> None:
+async def test_livez_names_the_hanging_loop(probe: Probe) -> None:
     probe.health.expect("claim", 1.0)
     assert await probe.get("/livez") == (200, {"alive": True, "overdue": []})
     probe.clock.now += 2.0
@@ -109,7 +109,7 @@ async def test_readyz_names_what_is_missing(probe: Probe) -> None:
     assert await probe.get("/readyz") == (503, {"ready": False, "missing": ["redis"]})
 
 
-async def test_metrics_are_the_registrys_and_the_processs(probe: Probe) -> None:
+async def test_metrics_include_the_registry_and_the_process(probe: Probe) -> None:
     Counter("applied", "Updates applied.", registry=probe.registry).inc(3)
     async with ClientSession() as session, session.get(probe.url + "/metrics") as reply:
         assert reply.headers["Content-Type"].startswith("text/plain; version=")

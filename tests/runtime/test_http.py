@@ -118,7 +118,7 @@ async def is_closed(reader: asyncio.StreamReader) -> bool:
 
 
 @pytest.mark.parametrize("begun", [b"", b"GET /sho", get("/short")[:-2], b"GET / HTTP/1.1\r\nA: "])
-async def test_a_request_that_never_becomes_whole_is_cut(begun: bytes) -> None:
+async def test_incomplete_request_is_cut_off(begun: bytes) -> None:
     async with site(idle_s=0.2) as http:
         reader, writer = await http.connected()
         writer.write(begun)
@@ -126,7 +126,7 @@ async def test_a_request_that_never_becomes_whole_is_cut(begun: bytes) -> None:
         writer.close()
 
 
-async def test_a_trickle_is_no_sign_of_life() -> None:
+async def test_trickling_client_is_cut_off() -> None:
     async with site(idle_s=0.3) as http:
         reader, writer = await http.connected()
 
@@ -144,7 +144,7 @@ async def test_a_trickle_is_no_sign_of_life() -> None:
         writer.close()
 
 
-async def test_a_kept_connection_may_idle_for_as_long_and_no_longer() -> None:
+async def test_idle_keep_alive_connection_is_closed_after_the_same_time() -> None:
     async with site(idle_s=0.5) as http:
         reader, writer = await http.connected()
         for _ in range(3):
@@ -155,7 +155,7 @@ async def test_a_kept_connection_may_idle_for_as_long_and_no_longer() -> None:
         writer.close()
 
 
-async def test_a_reader_that_takes_nothing_is_cut_and_holds_little() -> None:
+async def test_stalled_reader_is_cut_off_and_uses_little_memory() -> None:
     async with site(write_s=0.3) as http, AsyncExitStack() as stack:
         slow = stack.enter_context(socket.socket())
         slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -178,7 +178,7 @@ async def test_a_reader_that_takes_nothing_is_cut_and_holds_little() -> None:
         assert http.sent == taken
 
 
-async def test_the_last_bytes_of_an_answer_are_not_waited_for_without_end() -> None:
+async def test_unread_end_of_a_response_does_not_block_forever() -> None:
     """The handler is done and the connection to be closed; the reader takes nothing."""
     async with site(write_s=0.3, connections=1) as http, AsyncExitStack() as stack:
         slow = stack.enter_context(socket.socket())
@@ -195,7 +195,7 @@ async def test_the_last_bytes_of_an_answer_are_not_waited_for_without_end() -> N
         await wait_until(is_free)
 
 
-async def test_a_body_that_nobody_asked_for_is_not_waited_for() -> None:
+async def test_unexpected_request_body_is_not_waited_for() -> None:
     async with site() as http:
         reader, writer = await http.connected()
         writer.write(get("/short", "Content-Length: 1000000000"))
@@ -207,7 +207,7 @@ async def test_a_body_that_nobody_asked_for_is_not_waited_for() -> None:
 # who comes in numbers
 
 
-async def test_one_connection_too_many_is_told_so_and_a_place_that_is_free_is_given_again() -> None:
+async def test_excess_connection_gets_503_and_freed_slot_is_reused() -> None:
     async with site(connections=3) as http, AsyncExitStack() as stack:
         held = []
         for _ in range(3):
@@ -227,7 +227,7 @@ async def test_one_connection_too_many_is_told_so_and_a_place_that_is_free_is_gi
         await wait_until(is_free)
 
 
-async def test_half_sent_requests_in_numbers_leave_probes_and_memory_alone() -> None:
+async def test_many_half_sent_requests_affect_neither_probes_nor_memory() -> None:
     async with site(connections=64) as http, AsyncExitStack() as stack:
         for _ in range(1100):
             _, writer = await http.connected()
@@ -238,14 +238,14 @@ async def test_half_sent_requests_in_numbers_leave_probes_and_memory_alone() -> 
             assert (await http.said(get(probe), "health_port"))[0] == 200
 
 
-async def test_probes_are_nowhere_but_on_their_own_port() -> None:
+async def test_probes_are_only_on_their_own_port() -> None:
     async with site() as http:
         for path in ("/livez", "/readyz", "/metrics"):
             assert (await http.said(get(path)))[0] == 404
         assert (await http.said(get("/short"), "health_port"))[0] == 404
 
 
-async def test_a_service_without_routes_has_the_port_of_probes_alone() -> None:
+async def test_service_without_routes_listens_only_for_probes() -> None:
     with capture_logs() as lines:
         log = structlog.get_logger()
         health = health_routes(Health(), CollectorRegistry())
@@ -272,7 +272,7 @@ BAD = [
 
 
 @pytest.mark.parametrize("request_", BAD, ids=range(len(BAD)))
-async def test_what_is_no_request_is_a_line_and_an_error_in_json(request_: bytes) -> None:
+async def test_malformed_request_is_logged_and_answered_in_json(request_: bytes) -> None:
     async with site() as http:
         with capture_logs() as lines:
             reader, writer = await http.connected()
@@ -288,7 +288,7 @@ async def test_what_is_no_request_is_a_line_and_an_error_in_json(request_: bytes
         assert "\n" not in line["reason"]
 
 
-async def test_a_handler_that_fails_says_so_in_json_and_in_the_log() -> None:
+async def test_failing_handler_is_logged_and_answered_in_json() -> None:
     async with site() as http:
         with capture_logs() as lines:
             status, _, body = await http.said(get("/broken"))
@@ -299,7 +299,7 @@ async def test_a_handler_that_fails_says_so_in_json_and_in_the_log() -> None:
 
 
 @pytest.mark.parametrize("port", ["port", "health_port"])
-async def test_what_is_not_there_is_said_in_json(port: str) -> None:
+async def test_unknown_route_is_answered_in_json(port: str) -> None:
     known = {"port": "/short", "health_port": "/livez"}[port]
     async with site() as http:
         status, _, body = await http.said(get("/v2/nothing"), port)
@@ -312,13 +312,13 @@ async def test_what_is_not_there_is_said_in_json(port: str) -> None:
         assert body["error"] == "POST is not allowed here; allowed: GET, HEAD"
 
 
-async def test_what_may_pass_says_when_to_come_back() -> None:
+async def test_temporary_error_sets_retry_after() -> None:
     async with site() as http:
         status, headers, body = await http.said(get("/full"))
         assert (status, headers["retry-after"], body) == (503, "7", {"error": "full"})
 
 
-async def test_a_service_that_stops_ends_connections_with_its_answers() -> None:
+async def test_stopping_service_closes_connections_with_its_responses() -> None:
     """Else a request that is sent on one just as it is cut is lost."""
     paths = {"/short": "port", "/nothing": "port", "/livez": "health_port"}
     async with site() as http:

@@ -46,7 +46,7 @@ async def leading(watched: Context, lease: Lease) -> AsyncIterator[asyncio.Task[
         await asyncio.wait({task})
 
 
-async def test_who_leads_says_so_and_lets_the_next_one_in_when_it_leaves(
+async def test_leader_is_announced_and_releases_the_role_on_exit(
     client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedstream.runtime.leading._PAUSE_S", 0.01)
@@ -61,7 +61,7 @@ async def test_who_leads_says_so_and_lets_the_next_one_in_when_it_leaves(
     assert (says(first), says(second)) == (0, 0)
 
 
-async def test_who_stops_while_it_waits_never_led(client: Client, keys: Keys) -> None:
+async def test_standby_that_stops_never_led(client: Client, keys: Keys) -> None:
     assert await lease_of(client, keys, "other").acquire()
     watched = context()
     async with leading(watched, lease_of(client, keys, "one")) as task:
@@ -70,7 +70,7 @@ async def test_who_stops_while_it_waits_never_led(client: Client, keys: Keys) ->
     assert says(watched) == 0
 
 
-async def test_a_role_that_redis_forgot_is_taken_again_unless_another_was_quicker(
+async def test_role_lost_by_redis_is_retaken_unless_another_was_faster(
     client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedstream.runtime.leading._PAUSE_S", 0.01)

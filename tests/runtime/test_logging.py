@@ -41,7 +41,7 @@ def lines(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     return [json.loads(line) for line in captured.err.splitlines()]
 
 
-def test_an_event_carries_what_was_bound(capsys: pytest.CaptureFixture[str]) -> None:
+def test_event_carries_bound_values(capsys: pytest.CaptureFixture[str]) -> None:
     configure(LogSettings(), run="r1", service="updater")
     structlog.get_logger().info("applied", version=7)
     [line] = lines(capsys)
@@ -57,7 +57,7 @@ def test_an_event_carries_what_was_bound(capsys: pytest.CaptureFixture[str]) -> 
     }
 
 
-def test_the_standard_library_comes_out_in_the_same_form(
+def test_standard_library_logs_have_the_same_format(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     configure(LogSettings(), run="r1", service="updater")
@@ -68,7 +68,7 @@ def test_the_standard_library_comes_out_in_the_same_form(
     assert (line["run"], line["level"], line["logger"]) == ("r1", "warning", "aiohttp.server")
 
 
-def test_exceptions_are_one_string(capsys: pytest.CaptureFixture[str]) -> None:
+def test_exception_is_logged_as_one_string(capsys: pytest.CaptureFixture[str]) -> None:
     configure(LogSettings())
     try:
         raise ValueError("no such thing")
@@ -81,7 +81,7 @@ def test_exceptions_are_one_string(capsys: pytest.CaptureFixture[str]) -> None:
         assert line["exception"].endswith("ValueError: no such thing")
 
 
-def test_the_level_holds_for_both(capsys: pytest.CaptureFixture[str]) -> None:
+def test_level_applies_to_both_loggers(capsys: pytest.CaptureFixture[str]) -> None:
     configure(LogSettings(level="warning"))
     for log in (structlog.get_logger(), logging.getLogger("theirs")):
         log.info("not this")
@@ -111,14 +111,14 @@ def test_run_and_service_reach_threads(capsys: pytest.CaptureFixture[str]) -> No
     assert lines(capsys)[0]["run"] == "r1"
 
 
-def test_configured_twice_a_line_comes_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_configuring_twice_does_not_duplicate_lines(capsys: pytest.CaptureFixture[str]) -> None:
     configure(LogSettings())
     configure(LogSettings())
     logging.getLogger("theirs").info("once")
     assert len(lines(capsys)) == 1
 
 
-def test_a_line_that_cannot_be_written_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unwritable_log_line_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
     class Disk(StringIO):
         full = True
 
@@ -138,7 +138,7 @@ def test_a_line_that_cannot_be_written_ends_nothing(monkeypatch: pytest.MonkeyPa
     assert [json.loads(line)["event"] for line in disk.getvalue().splitlines()] == ["recovered"]
 
 
-def test_console_is_text(
+def test_console_format_is_plain_text(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     configure(LogSettings(format="console"))
@@ -161,7 +161,7 @@ def traced(settings: LogSettings) -> Context:
     return Context(asyncio.Event(), Health(), CollectorRegistry(), log, settings.traces)
 
 
-def test_a_step_of_a_task_is_a_line_only_where_it_is_wanted(
+def test_task_steps_are_logged_only_if_enabled(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     traced(LogSettings()).trace("applied", task="a")
@@ -172,7 +172,7 @@ def test_a_step_of_a_task_is_a_line_only_where_it_is_wanted(
         assert (line["event"], line["task"], line["version"]) == ("applied", "a", 7)
 
 
-def test_a_step_bears_the_time_when_it_happened(capsys: pytest.CaptureFixture[str]) -> None:
+def test_step_is_stamped_with_the_time_it_happened(capsys: pytest.CaptureFixture[str]) -> None:
     context = traced(LogSettings(tasks=True))
     context.trace("admitted", at=1_700_000_000.25, task="a")
     context.trace("applied", task="a")
@@ -182,12 +182,12 @@ def test_a_step_bears_the_time_when_it_happened(capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize("level", ["warning", "error"])
-def test_lines_that_would_be_dropped_are_not_asked_for(level: Any) -> None:
+def test_task_lines_need_a_level_that_shows_them(level: Any) -> None:
     with pytest.raises(ValidationError, match=f"tasks = true .* level = '{level}' hides"):
         LogSettings(tasks=True, level=level)
 
 
-def test_a_console_obeys_nothing_that_others_wrote(capsys: pytest.CaptureFixture[str]) -> None:
+def test_console_escapes_control_sequences(capsys: pytest.CaptureFixture[str]) -> None:
     configure(LogSettings(format="console"), run="r1")
     escape = "\x1b]0;owned\x07\u202e"
     structlog.get_logger().warning(f"event {escape}", reason=escape, names=[escape])

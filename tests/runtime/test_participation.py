@@ -45,13 +45,13 @@ class Fixed(random.Random):
         ((4,), 0.99, 0),
     ],
 )
-def test_a_device_is_drawn_by_its_share_of_the_rates(
+def test_device_is_drawn_in_proportion_to_its_rate(
     devices: Sequence[int], number: float, place: int
 ) -> None:
     assert Participation(FIVE, GROUPS).pick(Fixed(number), devices) == place
 
 
-def test_without_groups_every_device_is_as_likely_and_nothing_is_summed() -> None:
+def test_without_groups_devices_are_drawn_uniformly_without_summing() -> None:
     alike = Participation(FIVE)
     devices = range(10**12)  # rates of so many would never be there
     drawn = random.Random(3)
@@ -59,7 +59,7 @@ def test_without_groups_every_device_is_as_likely_and_nothing_is_summed() -> Non
     assert alike.mean(devices) == 1.0
 
 
-def test_rates_and_lengths_are_the_usual_ones_unless_a_group_says_otherwise() -> None:
+def test_groups_override_the_usual_rates_and_lengths() -> None:
     parts, rng = Participation(UniformSteps(c=1), GROUPS), random.Random(0)
     assert parts.rates(range(6)) == [1.0, 3.0, 0.5, 1.0, 3.0, 1.0]
     assert parts.mean([0, 1, 2, 5]) == 5.5 / 4
@@ -67,7 +67,7 @@ def test_rates_and_lengths_are_the_usual_ones_unless_a_group_says_otherwise() ->
     assert {parts.length(rng, 1) for _ in range(64)} == {Length(steps=1), Length(steps=2)}
 
 
-def test_groups_are_read_and_written() -> None:
+def test_groups_round_trip() -> None:
     sets = ["participation=[{devices=[0, 1], rate=0.5}, {devices=[5], steps={kind='epochs', n=2}}]"]
     settings = read(None, sets)
     assert settings.participation == (
@@ -93,7 +93,7 @@ def test_groups_are_read_and_written() -> None:
         ("[{devices=[1]}, {devices=[0, 1]}]", r"participation\[1\]\.devices: device 1 is .*twice"),
     ],
 )
-def test_groups_that_cannot_be_are_refused_in_a_line(groups: str, said: str) -> None:
+def test_invalid_groups_are_rejected_in_one_line(groups: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
         read(None, [f"participation={groups}"])
     assert "\n" not in str(refused.value)

@@ -43,7 +43,7 @@ def context() -> Context:
 # repeat
 
 
-async def test_a_loop_steps_until_stop_and_beats(context: Context) -> None:
+async def test_loop_steps_and_beats_until_stop(context: Context) -> None:
     steps = 0
 
     async def step() -> None:
@@ -59,7 +59,7 @@ async def test_a_loop_steps_until_stop_and_beats(context: Context) -> None:
         context.health.beat("claim")  # released: a drain may take long
 
 
-async def test_a_step_that_returns_true_ends_its_loop(context: Context) -> None:
+async def test_step_returning_true_ends_its_loop(context: Context) -> None:
     answers = [False, False, True]
 
     async def step() -> bool:
@@ -70,7 +70,7 @@ async def test_a_step_that_returns_true_ends_its_loop(context: Context) -> None:
     assert not context.stop.is_set()
 
 
-async def test_trouble_that_passes_is_waited_out_and_told_once(context: Context) -> None:
+async def test_temporary_trouble_is_waited_out_and_logged_once(context: Context) -> None:
     failures = [Unavailable("redis is loading"), OutOfMemory("full"), Unavailable("gone")]
 
     async def step() -> None:
@@ -94,7 +94,7 @@ async def test_trouble_that_passes_is_waited_out_and_told_once(context: Context)
     assert context.registry.get_sample_value("fedstream_retries_total", labels) == 3
 
 
-async def test_new_trouble_is_told_again(context: Context) -> None:
+async def test_new_trouble_is_logged_again(context: Context) -> None:
     outcomes: list[Exception | None] = [Unavailable("a"), None, Unavailable("b"), None]
 
     async def step() -> None:
@@ -110,7 +110,7 @@ async def test_new_trouble_is_told_again(context: Context) -> None:
     assert names == ["retrying", "recovered", "retrying", "recovered"]
 
 
-async def test_a_loop_in_trouble_beats_in_time_and_ends_on_stop(
+async def test_retrying_loop_keeps_beating_and_ends_on_stop(
     context: Context, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     waits: list[float] = []
@@ -131,7 +131,7 @@ async def test_a_loop_in_trouble_beats_in_time_and_ends_on_stop(
 
 
 @pytest.mark.parametrize("error", [Fenced("another updater"), ValueError("a bug")])
-async def test_every_other_exception_ends_the_loop(context: Context, error: Exception) -> None:
+async def test_other_exceptions_end_the_loop(context: Context, error: Exception) -> None:
     async def step() -> None:
         raise error
 
@@ -215,7 +215,7 @@ async def cancels_itself(_context: Context) -> None:
 
 
 @pytest.mark.usefixtures("logging_restored")
-def test_a_service_that_returns_stops_cleanly(capsys: pytest.CaptureFixture[str]) -> None:
+def test_service_that_returns_stops_cleanly(capsys: pytest.CaptureFixture[str]) -> None:
     before = signal.getsignal(signal.SIGTERM)
     code, lines = live(capsys, returns)
     assert code == 0
@@ -225,7 +225,7 @@ def test_a_service_that_returns_stops_cleanly(capsys: pytest.CaptureFixture[str]
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-async def test_who_returns_is_not_waited_for(context: Context) -> None:
+async def test_returning_service_is_not_waited_for(context: Context) -> None:
     drained = _drained(Scripted(returns), context, drain_s=3600.0)
     assert await asyncio.wait_for(drained, timeout=30)
     assert context.stop.is_set()
@@ -240,7 +240,7 @@ async def test_who_returns_is_not_waited_for(context: Context) -> None:
         (is_misconfigured, 2, "ConfigError", "run.seed: wrong\nrun.name: wrong"),
     ],
 )
-def test_an_error_of_ours_is_one_line(
+def test_fedstream_error_is_one_line(
     capsys: pytest.CaptureFixture[str],
     run: Callable[[Context], Awaitable[None]],
     code: int,
@@ -261,7 +261,7 @@ def test_an_error_of_ours_is_one_line(
         (cancels_itself, "asyncio.exceptions.CancelledError"),
     ],
 )
-def test_an_unexpected_exception_leaves_its_traceback(
+def test_unexpected_exception_logs_its_traceback(
     capsys: pytest.CaptureFixture[str],
     run: Callable[[Context], Awaitable[None]],
     last: str,
@@ -273,7 +273,7 @@ def test_an_unexpected_exception_leaves_its_traceback(
 
 
 @pytest.mark.usefixtures("logging_restored")
-def test_a_port_in_use_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_port_in_use_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         code, [failed] = live(capsys, returns, port)
@@ -283,7 +283,7 @@ def test_a_port_in_use_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> 
 
 
 @pytest.mark.usefixtures("logging_restored")
-def test_a_host_that_can_be_none_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_host_is_one_clear_line(capsys: pytest.CaptureFixture[str]) -> None:
     code, [failed] = live(capsys, returns, host="no..host")
     assert code == 1
     assert failed["reason"].startswith("cannot listen on host 'no..host', port 0: ")
@@ -358,7 +358,7 @@ def wait_until(condition: Callable[[], bool], seconds: float = 30.0) -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_drains_while_http_is_served(start: Callable[..., Child], number: int) -> None:
+def test_http_is_served_while_draining(start: Callable[..., Child], number: int) -> None:
     child = start("Drains")
     assert child.get("/readyz")[0] == 200
     child.signal(number)
@@ -373,7 +373,7 @@ def test_a_signal_drains_while_http_is_served(start: Callable[..., Child], numbe
 
 
 @pytest.mark.process
-def test_a_service_has_routes_of_its_own_beside_health(start: Callable[..., Child]) -> None:
+def test_service_serves_its_own_routes_besides_health(start: Callable[..., Child]) -> None:
     child = start("Sample")
     assert child.get("/hello") == (200, "hello")
     assert child.get("/livez") == (200, '{"alive": true, "overdue": []}')
@@ -382,7 +382,7 @@ def test_a_service_has_routes_of_its_own_beside_health(start: Callable[..., Chil
 
 @pytest.mark.process
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_exits_hard(start: Callable[..., Child], number: int) -> None:
+def test_second_signal_exits_immediately(start: Callable[..., Child], number: int) -> None:
     child = start("Drains")
     child.signal(signal.SIGTERM)
     child.until("draining")
@@ -391,7 +391,7 @@ def test_a_second_signal_exits_hard(start: Callable[..., Child], number: int) ->
 
 
 @pytest.mark.process
-def test_a_second_signal_ends_a_stuck_event_loop(start: Callable[..., Child]) -> None:
+def test_second_signal_ends_a_stuck_event_loop(start: Callable[..., Child]) -> None:
     child = start("BlocksLoop")
     child.signal(signal.SIGTERM)
     child.until("blocking")
@@ -401,7 +401,7 @@ def test_a_second_signal_ends_a_stuck_event_loop(start: Callable[..., Child]) ->
 
 @pytest.mark.process
 @pytest.mark.parametrize("kind", ["Hangs", "HangsInThread"])
-def test_a_drain_that_takes_too_long_is_cancelled(start: Callable[..., Child], kind: str) -> None:
+def test_slow_drain_is_cancelled(start: Callable[..., Child], kind: str) -> None:
     child = start(kind, drain_s=0.1)
     assert child.get("/hello")[0] == 200  # what answers after `run` has begun
     child.signal(signal.SIGTERM)
@@ -410,7 +410,7 @@ def test_a_drain_that_takes_too_long_is_cancelled(start: Callable[..., Child], k
 
 
 @pytest.mark.process
-def test_what_a_cancelled_service_raises_is_logged(start: Callable[..., Child]) -> None:
+def test_error_during_cancellation_is_logged(start: Callable[..., Child]) -> None:
     child = start("FailsWhenCancelled", drain_s=0.1)
     child.signal(signal.SIGTERM)
     line = child.until("failed while being cancelled")
@@ -419,7 +419,7 @@ def test_what_a_cancelled_service_raises_is_logged(start: Callable[..., Child]) 
 
 
 @pytest.mark.process
-def test_a_loop_that_hangs_shows_on_livez(start: Callable[..., Child]) -> None:
+def test_hanging_loop_fails_livez(start: Callable[..., Child]) -> None:
     child = start("Hangs")
     wait_until(lambda: child.get("/livez")[0] == 503)
     [overdue] = json.loads(child.get("/livez")[1])["overdue"]
