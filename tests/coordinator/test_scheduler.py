@@ -97,7 +97,7 @@ async def test_it_keeps_n_tasks_open(make: Any, run: Hand) -> None:
 
 
 @pytest.mark.parametrize("policy", [InFlight(n=9, mean_delay_s=0.5), Poisson(rate=2.0)])
-async def test_a_clock_that_was_ahead_delays_the_next_task_no_longer_than_usual(
+async def test_clock_set_back_does_not_delay_the_next_task(
     make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
     """A delay begins when the clock is set back, and not anew with every look."""
@@ -125,7 +125,7 @@ async def has_issued(hand: Hand, n: int) -> None:
     await wait_until(lambda: issued(hand, n), what=f"{n} issued")
 
 
-async def test_it_follows_the_trainers_that_are_alive(make: Any, run: Hand) -> None:
+async def test_it_follows_the_live_trainers(make: Any, run: Hand) -> None:
     async with running(make(InFlight()), context()):
         await are_open(run, 1)
         for name in ("ann", "bob", "cat"):
@@ -146,22 +146,20 @@ async def test_it_waits_for_a_run_and_rests_after_it(make: Any, hand: Hand) -> N
         assert not scheduler.done()
 
 
-async def test_owned_devices_alone_are_asked(make: Any, run: Hand) -> None:
+async def test_only_owned_devices_are_asked(make: Any, run: Hand) -> None:
     await run.announce("owner", 3, 8)
     async with running(make(InFlight(n=5)), context()):
         assert {trigger.device for trigger in await are_open(run, 2)} == {3, 8}
 
 
-async def test_beside_owners_the_pool_is_asked_for_what_nobody_owns(make: Any, run: Hand) -> None:
+async def test_pool_is_asked_for_unowned_devices(make: Any, run: Hand) -> None:
     await run.announce("owner", 3, 8)
     await run.announce("ann")
     async with running(make(InFlight(n=10)), context()):
         assert {trigger.device for trigger in await are_open(run, 10)} == set(range(10))
 
 
-async def test_devices_are_asked_once_they_are_eligible(
-    run: Hand, redis: RedisSettings, keys: Keys
-) -> None:
+async def test_devices_are_asked_once_eligible(run: Hand, redis: RedisSettings, keys: Keys) -> None:
     there = {2}
     scheduler = Scheduler(
         SchedulerSettings(), InFlight(n=3), keys=keys, redis=redis, name="scheduler-0", seed=7,
@@ -176,7 +174,7 @@ async def test_devices_are_asked_once_they_are_eligible(
         assert {trigger.device for trigger in await are_open(run, 3)} == {2, 4, 8}
 
 
-async def test_while_it_looks_for_eligible_devices_its_lease_goes_on(
+async def test_lease_is_renewed_while_waiting_for_eligible_devices(
     run: Hand, redis: RedisSettings, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Thousands of them take a while."""
@@ -213,7 +211,7 @@ async def test_while_it_looks_for_eligible_devices_its_lease_goes_on(
     assert set(pauses.asked_s) == {5.0}  # a quarter of the lease
 
 
-async def test_simulated_devices_are_asked_when_their_trainers_would_not_wait(
+async def test_simulated_devices_are_asked_when_eligible(
     run: Hand, redis: RedisSettings, keys: Keys
 ) -> None:
     where = (f"redis.url={redis.url}", f"run.name={keys.name}")
@@ -240,13 +238,13 @@ async def test_simulated_devices_are_asked_when_their_trainers_would_not_wait(
         ("{kind='epochs', n=100_000_000_000}", "n"),
     ],
 )
-def test_steps_that_nobody_will_ever_have_done_are_refused(steps: str, key: str) -> None:
+def test_impossible_step_counts_are_rejected(steps: str, key: str) -> None:
     said = rf"^scheduler\.steps\.{key} = 100000000000 .*less than or equal to 1000000000$"
     with pytest.raises(ConfigError, match=said):
         read(None, [f"scheduler.steps={steps}"])
 
 
-async def test_anarchy_has_no_triggers(make: Any, run: Hand) -> None:
+async def test_no_triggers_under_the_anarchic_policy(make: Any, run: Hand) -> None:
     async with running(make(Anarchic()), context()):
         await run.announce("ann")  # an event, which it looks at
         await wait_until(lambda: watched(run))
@@ -259,7 +257,7 @@ async def watched(hand: Hand) -> bool:
     return b"cmd=xread" in listed
 
 
-async def test_a_full_queue_holds_it_back(make: Any, run: Hand, client: Client) -> None:
+async def test_full_queue_holds_the_scheduler_back(make: Any, run: Hand, client: Client) -> None:
     await client.pipeline([("XADD", run.keys.queue, "*", "m", b"x") for _ in range(4)])
     async with running(make(InFlight(n=3), max_queue=4), context()):
         await are_open(run, 1)
@@ -268,7 +266,7 @@ async def test_a_full_queue_holds_it_back(make: Any, run: Hand, client: Client) 
         await are_open(run, 3)
 
 
-async def test_the_memory_of_redis_holds_it_back(
+async def test_redis_memory_holds_the_scheduler_back(
     make: Any, run: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedstream.coordinator.scheduler._BUDGET_HOLDS_S", 0.0)
@@ -284,7 +282,7 @@ async def test_the_memory_of_redis_holds_it_back(
         await are_open(run, 8)
 
 
-async def test_a_budget_that_is_given_is_not_redis_s(
+async def test_configured_budget_overrides_redis_memory(
     make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis has no limit here: nothing would be held back."""
@@ -297,7 +295,7 @@ async def test_a_budget_that_is_given_is_not_redis_s(
         assert len((await run.ledger.look()).open) == 2
 
 
-async def test_after_trouble_it_decides_on_what_is_and_not_on_what_it_saw_before(
+async def test_decisions_after_an_outage_use_fresh_state(
     make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[View] = []
@@ -323,7 +321,7 @@ def big_layout(nbytes: int) -> bytes:
 # rounds
 
 
-async def test_rounds_follow_versions_and_past_tasks_are_closed(make: Any, run: Hand) -> None:
+async def test_rounds_follow_versions_and_close_old_tasks(make: Any, run: Hand) -> None:
     async with running(make(Rounds(k=3)), context()):
         first = await are_open(run, 3)
         assert {trigger.version for trigger in first} == {0}
@@ -362,9 +360,7 @@ async def test_given_up_tasks_of_a_round_are_replaced(make: Any, run: Hand) -> N
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_round_that_times_out_with_arrivals_ends_with_them_and_asks_nobody_in_vain(
-    make: Any, run: Hand, clock: Clock
-) -> None:
+async def test_timed_out_round_ends_with_its_arrivals(make: Any, run: Hand, clock: Clock) -> None:
     async with running(make(Rounds(k=3, timeout_s=600.0)), context()):
         first = await are_open(run, 3)
         await run.dispatch()
@@ -397,7 +393,7 @@ async def test_a_round_that_times_out_with_arrivals_ends_with_them_and_asks_nobo
         assert all(t.deadline and t.deadline > time.time() + 601.0 for t in second)
 
 
-async def test_a_round_that_times_out_without_arrivals_begins_anew(
+async def test_timed_out_round_without_arrivals_restarts(
     make: Any, run: Hand, client: Client, clock: Clock
 ) -> None:
     async with running(make(Rounds(k=2, timeout_s=600.0)), context()):
@@ -415,7 +411,7 @@ async def test_a_round_that_times_out_without_arrivals_begins_anew(
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_round_with_too_few_answers_keeps_them_and_asks_others(
+async def test_round_with_too_few_answers_keeps_them_and_asks_others(
     make: Any, run: Hand, clock: Clock
 ) -> None:
     watched = context()
@@ -448,7 +444,7 @@ async def test_a_round_with_too_few_answers_keeps_them_and_asks_others(
 
 
 @pytest.mark.usefixtures("patient")
-async def test_a_task_that_never_ends_loses_its_slot(make: Any, run: Hand, clock: Clock) -> None:
+async def test_task_that_never_ends_loses_its_slot(make: Any, run: Hand, clock: Clock) -> None:
     """Its trainer hangs and renews the lease for ever."""
     async with running(make(InFlight(n=2), task_timeout_s=900.0), context()):
         hung, other = await are_open(run, 2)
@@ -475,7 +471,7 @@ async def test_a_task_that_never_ends_loses_its_slot(make: Any, run: Hand, clock
 
 
 @pytest.mark.usefixtures("patient")
-async def test_it_wakes_when_a_task_s_time_is_over(make: Any, run: Hand) -> None:
+async def test_scheduler_wakes_when_a_task_times_out(make: Any, run: Hand) -> None:
     async def withdrawn() -> bool:
         rows = await run.client.call("XRANGE", run.keys.triggers, "-", "+")
         return any(Withdraw.kind.encode() in row[1][1] for row in rows)
@@ -489,9 +485,7 @@ async def test_it_wakes_when_a_task_s_time_is_over(make: Any, run: Hand) -> None
 # leading
 
 
-async def test_a_standby_goes_on_with_the_draws_of_the_first(
-    make: Any, run: Hand, client: Client
-) -> None:
+async def test_standby_continues_the_leaders_draws(make: Any, run: Hand, client: Client) -> None:
     async def chosen() -> list[tuple[int, int]]:
         rows = await client.call("XRANGE", run.keys.triggers, "-", "+")
         return [(t.device, t.seed) for t in (Trigger.decode(row[1][1]) for row in rows)]
@@ -518,7 +512,7 @@ async def test_a_standby_goes_on_with_the_draws_of_the_first(
     assert await chosen() == whole
 
 
-async def test_a_scheduler_that_was_replaced_ends(make: Any, run: Hand) -> None:
+async def test_replaced_scheduler_exits(make: Any, run: Hand) -> None:
     async with running(make(InFlight(n=1)), context(), may_fail=True) as deposed:
         first = await are_open(run, 1)
 
@@ -546,7 +540,7 @@ async def test_lost_replies_open_no_task_twice(make: Any, run: Hand, redis: Redi
         await run.balanced()
 
 
-async def test_it_goes_on_after_redis_was_emptied(make: Any, run: Hand, client: Client) -> None:
+async def test_recovers_after_redis_was_emptied(make: Any, run: Hand, client: Client) -> None:
     async with running(make(InFlight(n=2), lease_s=0.2), context()):
         await are_open(run, 2)
         await client.call("FLUSHALL")
@@ -557,7 +551,7 @@ async def test_it_goes_on_after_redis_was_emptied(make: Any, run: Hand, client: 
         assert (await run.ledger.look()).issued == 2
 
 
-async def test_closing_a_round_is_asked_once(make: Any, run: Hand, client: Client) -> None:
+async def test_closing_a_round_is_requested_once(make: Any, run: Hand, client: Client) -> None:
     await one_is_held(run)
     async with running(make(Rounds(k=2, timeout_s=0.1)), context()):
         await wait_until(lambda: asked_to_close(run, 1))
@@ -579,7 +573,7 @@ async def asked_to_close(hand: Hand, n: int) -> bool:
     return sum(CloseRound.kind.encode() in row[1][1] for row in rows) == n
 
 
-async def test_the_end_of_a_round_that_was_lost_is_asked_for_again(
+async def test_lost_round_end_is_requested_again(
     make: Any, run: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedstream.coordinator.scheduler._ASK_AGAIN_S", 0.5)
@@ -592,7 +586,7 @@ async def test_the_end_of_a_round_that_was_lost_is_asked_for_again(
         assert [type(message) for _, message in await run.queue()] == [RoundEnd]
 
 
-async def test_who_has_answered_in_a_round_does_not_replace_who_gave_up(
+async def test_device_that_answered_does_not_replace_one_that_gave_up(
     make: Any, run: Hand, client: Client
 ) -> None:
     await client.call("HSET", run.keys.run, "devices", 3)
@@ -613,7 +607,7 @@ async def test_who_has_answered_in_a_round_does_not_replace_who_gave_up(
             assert second.device != first.device
 
 
-async def test_a_long_lease_is_looked_after_often_enough(
+async def test_long_lease_is_renewed_often_enough(
     run: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedstream.runtime.leading._PAUSE_S", 0.02)
@@ -640,7 +634,7 @@ async def test_a_long_lease_is_looked_after_often_enough(
     await leading
 
 
-def test_what_redis_holds_of_the_devices_is_there_twice() -> None:
+def test_device_vectors_count_twice_in_memory() -> None:
     """What was handed out, and the copy of the site that has the device."""
     layout = layout_of(1000)
     assert vectors(layout, 10) == 0

@@ -63,13 +63,13 @@ def chosen(what: Plan) -> list[tuple[int, int, int | None, int | None]]:
 
 
 @given(st.integers(0, 2**32), st.integers(0, 10**9))
-def test_draw_n_depends_on_the_seed_and_n_alone(seed: int, n: int) -> None:
+def test_draw_n_depends_only_on_seed_and_n(seed: int, n: int) -> None:
     assert draw(seed, n).random() == draw(seed, n).random()
     assert draw(seed, n).random() != draw(seed, n + 1).random()
     assert draw(seed, n).random() != draw(seed + 1, n).random()
 
 
-def test_a_scheduler_that_takes_over_goes_on_with_its_predecessors_draws() -> None:
+def test_successor_continues_its_predecessors_draws() -> None:
     steps = UniformSteps(c=5)
     whole = chosen(planned(InFlight(n=6), steps=steps))
     first = planned(InFlight(n=3), steps=steps)
@@ -89,7 +89,7 @@ def test_draws_of_steps() -> None:
 # N in flight
 
 
-def test_n_tasks_are_in_flight_and_ended_ones_are_replaced() -> None:
+def test_n_tasks_stay_in_flight() -> None:
     assert len(planned(InFlight(n=3)).triggers) == 3
     assert planned(InFlight(n=3), replace(CALM, open=opened(3))).triggers == ()
     assert len(planned(InFlight(n=3), replace(CALM, open=opened(2))).triggers) == 1
@@ -97,14 +97,14 @@ def test_n_tasks_are_in_flight_and_ended_ones_are_replaced() -> None:
 
 
 @pytest.mark.parametrize(("trainers", "wanted"), [(0, 1), (1, 1), (4, 4), (50, 10)])
-def test_without_n_it_follows_the_trainers_that_are_alive(trainers: int, wanted: int) -> None:
+def test_without_n_it_follows_the_live_trainers(trainers: int, wanted: int) -> None:
     seen = replace(CALM, trainers=trainers)  # and never more than there are devices
     assert len(planned(InFlight(), seen).triggers) == wanted
     assert planned(InFlight(), seen).limit == wanted
 
 
 @given(st.integers(1, 12), st.integers(0, 8), st.integers(0, 1000))
-def test_no_device_is_asked_twice_at_once(n: int, busy: int, seed: int) -> None:
+def test_no_device_has_two_tasks_at_once(n: int, busy: int, seed: int) -> None:
     what = planned(InFlight(n=n), replace(CALM, open=opened(busy)), seed=seed)
     asked = [trigger.device for trigger in what.triggers]
     assert len(asked) == len(set(asked))
@@ -112,13 +112,13 @@ def test_no_device_is_asked_twice_at_once(n: int, busy: int, seed: int) -> None:
     assert len({trigger.task for trigger in what.triggers}) == len(asked)
 
 
-def test_only_devices_that_can_be_reached_are_asked() -> None:
+def test_only_reachable_devices_are_asked() -> None:
     what = planned(InFlight(n=5), replace(CALM, devices=(3, 7)))
     assert {trigger.device for trigger in what.triggers} == {3, 7}
     assert planned(InFlight(n=5), replace(CALM, devices=())).triggers == ()
 
 
-def test_only_devices_that_may_begin_now_are_asked() -> None:
+def test_only_eligible_devices_are_asked() -> None:
     some = replace(CALM, is_eligible=lambda device: device in (2, 7))
     assert {t.device for t in planned(InFlight(n=6), some).triggers} == {2, 7}
     nobody = replace(CALM, is_eligible=lambda _device: False)
@@ -141,7 +141,7 @@ def test_devices_are_asked_in_proportion_to_their_rates(policy: Policy) -> None:
         assert abs(asked[device] - expected) < 4 * expected**0.5, device
 
 
-def test_rates_count_among_the_devices_that_may_begin() -> None:
+def test_rates_apply_among_eligible_devices() -> None:
     some = replace(CALM, open=opened(1), is_eligible=lambda device: device in (0, 1, 9))
     asked = Counter(
         planned(InFlight(n=2), replace(some, issued=n), groups=(SELDOM, MUCH)).triggers[0].device
@@ -152,14 +152,14 @@ def test_rates_count_among_the_devices_that_may_begin() -> None:
 
 
 @pytest.mark.parametrize("policy", [InFlight(n=10), Poisson(rate=1e9, n=10), Rounds(k=10)])
-def test_a_device_trains_for_as_long_as_its_group_says(policy: Policy) -> None:
+def test_device_trains_as_long_as_its_group_says(policy: Policy) -> None:
     what = planned(policy, replace(CALM, last=NOW - 60), groups=(SELDOM, MUCH))
     lengths = {trigger.device: (trigger.steps, trigger.epochs) for trigger in what.triggers}
     assert lengths == dict.fromkeys(range(9), (5, None)) | {9: (None, 3)}
 
 
 @pytest.mark.parametrize("policy", [InFlight(n=10), Rounds(k=10)])
-def test_a_plan_asks_no_device_twice_whether_it_may_begin(policy: Policy) -> None:
+def test_plan_checks_each_devices_eligibility_once(policy: Policy) -> None:
     questions: list[int] = []
 
     def is_eligible(device: int) -> bool:
@@ -172,7 +172,7 @@ def test_a_plan_asks_no_device_twice_whether_it_may_begin(policy: Policy) -> Non
 
 
 @pytest.mark.parametrize("policy", [InFlight(n=10), Rounds(k=10)])
-def test_where_all_may_begin_only_those_are_asked_that_are_drawn(policy: Policy) -> None:
+def test_only_drawn_devices_are_checked_if_all_are_eligible(policy: Policy) -> None:
     questions: list[int] = []
 
     def is_eligible(device: int) -> bool:
@@ -186,7 +186,7 @@ def test_where_all_may_begin_only_those_are_asked_that_are_drawn(policy: Policy)
     assert chosen(what) == chosen(planned(policy, replace(seen, is_eligible=None)))
 
 
-def test_among_those_that_may_begin_every_device_has_its_turn() -> None:
+def test_every_eligible_device_gets_its_turn() -> None:
     some = replace(CALM, is_eligible=lambda device: device in (2, 3, 7))
     asked = Counter(
         planned(InFlight(n=1), replace(some, issued=n)).triggers[0].device for n in range(3000)
@@ -195,7 +195,7 @@ def test_among_those_that_may_begin_every_device_has_its_turn() -> None:
     assert all(880 < count < 1120 for count in asked.values())
 
 
-def test_every_device_has_its_turn() -> None:
+def test_every_device_gets_its_turn() -> None:
     asked = Counter(
         planned(InFlight(n=1), replace(CALM, issued=n)).triggers[0].device for n in range(2000)
     )
@@ -203,7 +203,7 @@ def test_every_device_has_its_turn() -> None:
     assert all(140 < count < 260 for count in asked.values())
 
 
-def test_a_random_delay_comes_before_every_trigger() -> None:
+def test_every_trigger_has_a_random_delay() -> None:
     policy = InFlight(n=3, mean_delay_s=10.0)
     what = planned(policy)
     assert what.triggers == ()
@@ -230,7 +230,7 @@ def virtual_time(policy: Policy, seconds: float, seed: int) -> list[float]:
 
 
 @pytest.mark.parametrize("policy", [Poisson(rate=5.0), InFlight(n=9, mean_delay_s=0.2)])
-def test_random_triggers_are_a_poisson_process_of_their_rate(policy: Policy) -> None:
+def test_random_triggers_form_a_poisson_process(policy: Policy) -> None:
     times = virtual_time(policy, 1000, seed=1)
     assert len(times) == pytest.approx(5000, rel=0.05)
     gaps = [b - a for a, b in pairwise(times)]
@@ -240,13 +240,13 @@ def test_random_triggers_are_a_poisson_process_of_their_rate(policy: Policy) -> 
     assert virtual_time(policy, 10, seed=1) != virtual_time(policy, 10, seed=2)
 
 
-def test_a_poisson_process_stops_at_its_limit() -> None:
+def test_poisson_process_stops_at_its_limit() -> None:
     seen = replace(CALM, now=NOW + 1000, open=opened(4))
     assert planned(Poisson(rate=5, n=4), seen).triggers == ()
     assert len(planned(Poisson(rate=5, n=5), seen).triggers) == 1
 
 
-def test_a_poisson_process_keeps_its_rate_though_its_scheduler_is_late() -> None:
+def test_poisson_process_keeps_its_rate_if_the_scheduler_is_late() -> None:
     times: list[float] = []
     seen = replace(CALM, devices=tuple(range(1000)))
     policy = Poisson(rate=500, n=1000)
@@ -258,7 +258,7 @@ def test_a_poisson_process_keeps_its_rate_though_its_scheduler_is_late() -> None
     assert len(times) == pytest.approx(10_000, rel=0.05)
 
 
-def test_a_poisson_process_makes_up_for_a_second_of_a_long_pause() -> None:
+def test_poisson_process_catches_up_at_most_a_second() -> None:
     seen = replace(CALM, now=NOW + 3600, devices=tuple(range(1000)))
     burst = len(planned(Poisson(rate=20, n=1000), seen).triggers)
     assert 10 < burst < 40
@@ -272,14 +272,14 @@ def test_anarchic_devices_are_not_triggered() -> None:
 # holding back
 
 
-def test_nothing_holds_back_while_all_is_calm() -> None:
+def test_nothing_is_held_back_without_pressure() -> None:
     assert held_back(7, FREE, CALM) == (7, "")
 
 
 @pytest.mark.parametrize(
     ("queue", "backlog", "n"), [(63, 63, 7), (64, 64, 1), (90, 63, 7), (90, 64, 1)]
 )
-def test_a_queue_that_grows_holds_back_but_not_what_is_done(
+def test_growing_queue_holds_back_but_processed_entries_do_not(
     queue: int, backlog: int, n: int
 ) -> None:
     seen = replace(CALM, queue=queue, backlog=backlog)
@@ -301,12 +301,12 @@ def test_memory_holds_back(models: int, n: int) -> None:
     assert (limit, why) == (n, "" if n == 7 else "memory")
 
 
-def test_models_without_bytes_take_no_memory() -> None:
+def test_empty_models_use_no_memory() -> None:
     hold = replace(FREE, memory_budget=1)
     assert held_back(7, hold, replace(CALM, model_bytes=0)) == (7, "")
 
 
-def test_what_holds_back_most_decides() -> None:
+def test_strongest_limit_decides() -> None:
     hold = HoldBack(max_queue=4, target_staleness=4.0, memory_budget=11_000)
     roomy = replace(CALM, queue=3)  # 11 models, less 3 in the queue, 1 kept and 2 to spare
     assert held_back(7, hold, roomy) == (5, "memory")
@@ -318,7 +318,7 @@ def test_what_holds_back_most_decides() -> None:
     st.integers(1, 100), st.integers(0, 10**4), st.integers(0, 10**4), st.floats(0, 1e6),
     st.integers(0, 10**9),
 )  # fmt: skip
-def test_one_task_may_always_be_open_and_never_more_than_wanted(
+def test_at_least_one_task_and_never_more_than_wanted(
     wanted: int, queue: int, kept: int, staleness: float, budget: int
 ) -> None:
     hold = HoldBack(max_queue=1, target_staleness=0.1, memory_budget=budget)
@@ -327,7 +327,7 @@ def test_one_task_may_always_be_open_and_never_more_than_wanted(
     assert 1 <= limit <= wanted
 
 
-def test_a_plan_that_is_held_back_says_why() -> None:
+def test_held_back_plan_says_why() -> None:
     seen = replace(CALM, backlog=64)
     assert (planned(InFlight(n=5), seen).limit, planned(InFlight(n=5), seen).held) == (1, "queue")
 
@@ -339,7 +339,7 @@ def test_a_plan_that_is_held_back_says_why() -> None:
     st.lists(st.tuples(st.floats(0, 20), st.none() | st.floats(0, 20)), max_size=8),
     st.sampled_from([InFlight(n=3), Anarchic(), Rounds(k=4, timeout_s=60.0)]),
 )  # fmt: skip
-def test_what_is_open_for_too_long_is_given_up_and_nothing_else(
+def test_only_overdue_tasks_are_given_up(
     ages: list[tuple[float, float | None]], policy: Policy
 ) -> None:
     """Each task was opened so long ago, and has a deadline so long after that, or none."""
@@ -361,7 +361,7 @@ def test_what_is_open_for_too_long_is_given_up_and_nothing_else(
     assert not coming or (what.wake_at is not None and what.wake_at <= min(coming))
 
 
-def test_a_task_is_as_old_as_its_id_says_if_the_scheduler_made_that() -> None:
+def test_task_age_comes_from_ids_the_scheduler_made() -> None:
     trigger = Trigger(task=task_id(int((NOW - 50) * 1000)), device=0, seed=0)
     assert opened_at(trigger, NOW) == pytest.approx(NOW - 50)
     assert opened_at(trigger.model_copy(update={"origin": "ann"}), NOW) == NOW
@@ -380,19 +380,19 @@ def round_of(n: int, version: int = 3) -> tuple[Trigger, ...]:
     return opened(n, version=version)
 
 
-def test_a_round_asks_k_devices_to_train_from_one_version_until_the_deadline() -> None:
+def test_round_asks_k_devices_with_one_version_and_deadline() -> None:
     what = planned(ROUNDS, replace(CALM, version=3))
     assert [(t.version, t.deadline, t.why) for t in what.triggers] == [(3, NOW + 60, "round")] * 4
     assert len({t.device for t in what.triggers}) == 4
     assert (what.limit, what.close, what.wake_at) == (4, None, NOW + 60)
 
 
-def test_a_round_that_is_on_is_left_alone() -> None:
+def test_ongoing_round_is_left_alone() -> None:
     seen = replace(CALM, version=3, open=round_of(3), held=(9,))
     assert planned(ROUNDS, seen) == Plan(limit=3, wake_at=NOW + 60)
 
 
-def test_tasks_that_ended_without_an_answer_are_replaced() -> None:
+def test_tasks_ended_without_an_answer_are_replaced() -> None:
     seen = replace(CALM, version=3, open=round_of(2), held=(9,))
     what = planned(ROUNDS, seen)
     assert len(what.triggers) == 1
@@ -400,11 +400,11 @@ def test_tasks_that_ended_without_an_answer_are_replaced() -> None:
     assert what.limit == 3
 
 
-def test_a_round_of_more_devices_than_there_are_asks_all() -> None:
+def test_round_larger_than_the_population_asks_all() -> None:
     assert len(planned(Rounds(k=99), CALM).triggers) == 10
 
 
-def test_a_round_waits_for_devices_that_may_not_begin_yet() -> None:
+def test_round_waits_for_ineligible_devices() -> None:
     some = replace(CALM, is_eligible=lambda device: device in (2, 7))
     first = planned(ROUNDS, some)
     assert {t.device for t in first.triggers} == {2, 7}
@@ -415,7 +415,7 @@ def test_a_round_waits_for_devices_that_may_not_begin_yet() -> None:
     assert [t.device for t in planned(ROUNDS, later).triggers] == [5]
 
 
-def test_at_the_time_out_a_round_with_arrivals_or_open_tasks_is_closed() -> None:
+def test_timeout_closes_a_round_with_arrivals_or_open_tasks() -> None:
     late = replace(CALM, version=3, now=NOW + 60, open=round_of(2), held=(9,))
     what = planned(ROUNDS, late)
     assert what.close == (3, tuple(trigger.task for trigger in late.open))
@@ -424,11 +424,11 @@ def test_at_the_time_out_a_round_with_arrivals_or_open_tasks_is_closed() -> None
     assert planned(ROUNDS, replace(late, open=(), held=(8, 9))).close == (3, ())
 
 
-def test_at_the_time_out_a_round_of_nobody_has_nothing_to_close() -> None:
+def test_timeout_of_an_empty_round_closes_nothing() -> None:
     assert planned(ROUNDS, replace(CALM, version=3, now=NOW + 60)).close is None
 
 
-def test_at_the_time_out_a_round_with_too_few_goes_on_and_keeps_what_it_has() -> None:
+def test_timed_out_round_with_too_few_answers_continues() -> None:
     policy = Rounds(k=4, min_answers=3, timeout_s=60.0)
     late = tuple(t.model_copy(update={"deadline": NOW + 60}) for t in round_of(2))
     seen = replace(CALM, version=3, now=NOW + 60, open=late, held=(8, 9))
@@ -445,18 +445,18 @@ def test_at_the_time_out_a_round_with_too_few_goes_on_and_keeps_what_it_has() ->
     assert enough.close == (3, tuple(t.task for t in late))
 
 
-def test_while_the_end_of_a_round_is_on_its_way_nobody_is_asked() -> None:
+def test_no_device_is_asked_while_a_round_is_ending() -> None:
     seen = replace(CALM, version=3, now=NOW + 61, held=(8, 9), round_ending=True)
     assert planned(ROUNDS, seen) == Plan()
 
 
-def test_tasks_of_past_rounds_are_closed_before_anything_else() -> None:
+def test_past_rounds_tasks_are_closed_first() -> None:
     past = round_of(2, version=2)
     what = planned(ROUNDS, replace(CALM, version=3, open=past))
     assert (what.close, what.triggers) == ((2, tuple(t.task for t in past)), ())
 
 
-def test_a_device_that_has_answered_is_not_asked_again_in_the_same_round() -> None:
+def test_answered_device_is_not_asked_again_in_its_round() -> None:
     answered = (4, 5, 6, 7, 8)
     seen = replace(CALM, version=3, open=round_of(4), held=answered)
     for n in range(20):
@@ -464,7 +464,7 @@ def test_a_device_that_has_answered_is_not_asked_again_in_the_same_round() -> No
         assert trigger.device == 9
 
 
-def test_a_round_ends_when_every_device_has_answered() -> None:
+def test_round_ends_when_every_device_has_answered() -> None:
     devices = frozenset(range(10))
     seen = replace(CALM, version=3, held=tuple(devices))
     what = planned(Rounds(k=99), seen)
@@ -474,7 +474,7 @@ def test_a_round_ends_when_every_device_has_answered() -> None:
     assert planned(Rounds(k=10), seen).close is None  # the updater has all that it waits for
 
 
-def test_a_round_that_needs_more_than_memory_has_room_for_asks_them_one_after_the_other() -> None:
+def test_round_larger_than_memory_asks_devices_in_turn() -> None:
     policy, hold = Rounds(k=6, min_answers=6), replace(FREE, memory_budget=6 * 1000)
     seen = replace(CALM, version=3)  # there is room for three: version 3, and 2
     assert len(planned(policy, seen, hold=hold).triggers) == 3
@@ -482,7 +482,7 @@ def test_a_round_that_needs_more_than_memory_has_room_for_asks_them_one_after_th
     assert len(planned(policy, replace(seen, open=round_of(3)), hold=hold).triggers) == 0
 
 
-def test_a_round_is_of_as_many_as_memory_has_room_for() -> None:
+def test_round_size_is_limited_by_memory() -> None:
     hold = replace(FREE, memory_budget=8000)  # 1 kept, 2 to spare: 5 answers
     what = planned(Rounds(k=9), hold=hold)
     assert (len(what.triggers), what.limit, what.held) == (5, 5, "memory")

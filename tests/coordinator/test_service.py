@@ -93,9 +93,7 @@ async def dead(hand: Hand, n: int) -> list[Dead]:
 # the run of things
 
 
-async def test_a_trigger_becomes_a_task_and_its_answer_enters_the_queue(
-    make: Any, run: Hand
-) -> None:
+async def test_trigger_becomes_a_task_and_its_answer_is_queued(make: Any, run: Hand) -> None:
     watched = context()
     async with running(make(), watched):
         triggers = await run.open(2)
@@ -120,7 +118,7 @@ async def test_a_trigger_becomes_a_task_and_its_answer_enters_the_queue(
         assert counted(watched, dispatched, verdict="sent") == 2
 
 
-async def test_what_a_trainer_says_for_a_reason_is_no_label(make: Any, run: Hand) -> None:
+async def test_trainers_reasons_do_not_become_labels(make: Any, run: Hand) -> None:
     watched = context()
     async with running(make(), watched):
         await run.open(5)
@@ -138,7 +136,7 @@ async def test_what_a_trainer_says_for_a_reason_is_no_label(make: Any, run: Hand
     assert [event.text for event in await run.events()] == [f"mood {n}" for n in range(5)]
 
 
-async def test_it_may_be_there_before_the_run(make: Any, hand: Hand) -> None:
+async def test_coordinator_may_start_before_the_run(make: Any, hand: Hand) -> None:
     async with running(make(), context()) as coordinator:
         await wait_until(lambda: groups(hand))
         assert not coordinator.done()
@@ -153,7 +151,7 @@ async def groups(hand: Hand) -> bool:
     return bool(await hand.client.call("EXISTS", *names) == 2)
 
 
-async def test_replicas_share_the_work_and_do_nothing_twice(make: Any, run: Hand) -> None:
+async def test_replicas_share_the_work_without_duplicates(make: Any, run: Hand) -> None:
     async with (
         running(make(name="coordinator-0"), context()),
         running(make(name="coordinator-1"), context()),
@@ -168,7 +166,7 @@ async def test_replicas_share_the_work_and_do_nothing_twice(make: Any, run: Hand
         await run.balanced()
 
 
-async def test_the_size_limit_is_the_settings(make: Any, run: Hand) -> None:
+async def test_size_limit_is_configurable(make: Any, run: Hand) -> None:
     async with running(make(max_update_bytes=run.layout.nbytes - 1), context()):
         await run.open()
         [(entry, task)] = await tasks(run, 1)
@@ -177,7 +175,7 @@ async def test_the_size_limit_is_the_settings(make: Any, run: Hand) -> None:
         assert (await run.ledger.look()).reasons("refused") == {"too large": 1}
 
 
-async def test_devices_of_their_own_accord_are_let_in_up_to_the_limit(make: Any, run: Hand) -> None:
+async def test_self_triggered_tasks_are_limited(make: Any, run: Hand) -> None:
     async with running(make(open_limit=2, anarchic=True), context()):
         for _ in range(4):
             await run.outbox.say(run.trigger(origin="ann"))
@@ -206,7 +204,7 @@ async def given_to(hand: Hand, name: str) -> tuple[Trigger, Upload]:
     return new, upload
 
 
-async def test_a_restarted_coordinator_does_what_it_had_begun(make: Any, run: Hand) -> None:
+async def test_restarted_coordinator_finishes_its_work(make: Any, run: Hand) -> None:
     new, upload = await given_to(run, "coordinator-0")
     async with running(make(name="coordinator-0"), context()):
         assert await queued(run, 1) == [upload]
@@ -215,16 +213,14 @@ async def test_a_restarted_coordinator_does_what_it_had_begun(make: Any, run: Ha
         await run.balanced()
 
 
-async def test_another_coordinator_takes_over_what_one_had_begun(make: Any, run: Hand) -> None:
+async def test_another_coordinator_takes_over_unfinished_work(make: Any, run: Hand) -> None:
     _, upload = await given_to(run, "coordinator-0")
     async with running(make(name="coordinator-1", redeliver_s=0.05), context()):
         assert await queued(run, 1) == [upload]
         await tasks(run, 3)
 
 
-async def test_an_entry_that_crashes_coordinators_is_buried_and_its_task_ends(
-    make: Any, run: Hand
-) -> None:
+async def test_entry_that_crashes_coordinators_becomes_a_dead_letter(make: Any, run: Hand) -> None:
     _, upload = await given_to(run, "coordinator-0")
     crashing = Group(run.client, run.keys.inbox("pool"), COORDINATORS, "coordinator-0")
     for _ in range(2):
@@ -242,7 +238,7 @@ async def test_an_entry_that_crashes_coordinators_is_buried_and_its_task_ends(
     await run.balanced()
 
 
-async def test_trouble_with_redis_makes_no_entry_a_poison(
+async def test_redis_outage_does_not_count_as_a_crash(
     make: Any, run: Hand, redis: RedisSettings
 ) -> None:
     admit = Script("admit")._sha.encode()
@@ -259,7 +255,7 @@ async def test_trouble_with_redis_makes_no_entry_a_poison(
         assert (await run.ledger.look()).dead == 0
 
 
-async def test_lost_connections_lose_and_repeat_nothing(
+async def test_lost_connections_neither_lose_nor_repeat_work(
     make: Any, run: Hand, redis: RedisSettings
 ) -> None:
     async with Proxy(redis) as proxy, running(make(redis=proxy.settings), context()):
@@ -277,7 +273,7 @@ async def test_lost_connections_lose_and_repeat_nothing(
         await run.balanced()
 
 
-async def test_it_goes_on_after_redis_was_emptied(make: Any, run: Hand, client: Client) -> None:
+async def test_recovers_after_redis_was_emptied(make: Any, run: Hand, client: Client) -> None:
     async with running(make(), context()):
         await run.open()
         await tasks(run, 1)
@@ -289,9 +285,7 @@ async def test_it_goes_on_after_redis_was_emptied(make: Any, run: Hand, client: 
         await tasks(run, 1)
 
 
-async def test_it_goes_on_when_redis_forgets_the_scripts(
-    make: Any, run: Hand, client: Client
-) -> None:
+async def test_recovers_when_redis_loses_the_scripts(make: Any, run: Hand, client: Client) -> None:
     async with running(make(), context()):
         for _ in range(2):
             await run.open()
@@ -299,7 +293,7 @@ async def test_it_goes_on_when_redis_forgets_the_scripts(
             await client.call("SCRIPT", "FLUSH")
 
 
-async def test_entries_that_came_together_are_decided_in_one_exchange(
+async def test_entries_read_together_are_decided_in_one_exchange(
     make: Any, run: Hand, redis: RedisSettings
 ) -> None:
     dispatch = Script("dispatch")._sha.encode()
@@ -318,7 +312,7 @@ async def test_entries_that_came_together_are_decided_in_one_exchange(
             assert 1 <= writes <= 2  # more than one only where the proxy saw it in parts
 
 
-async def test_what_it_is_given_while_it_is_stopped_is_not_left_behind(
+async def test_entries_read_while_stopping_are_processed(
     make: Any, run: Hand, client: Client
 ) -> None:
     watched = context()
@@ -340,7 +334,7 @@ async def waits(client: Client) -> bool:
     return any(b"name=coordinator-0" in line and b"flags=b" in line for line in lines)
 
 
-async def test_an_entry_that_crashes_it_again_takes_no_other_with_it(
+async def test_repeatedly_crashing_entry_affects_no_other(
     make: Any, run: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     triggers = await run.open(3)
@@ -374,7 +368,7 @@ async def long_ago(client: Client, keys: Keys) -> None:
         await client.call("XCLAIM", stream, COORDINATORS, "crashed", 0, id_, *idle)
 
 
-async def test_nothing_is_taken_over_before_it_knows_what_is_its_own(
+async def test_own_entries_are_recovered_before_claiming_others(
     make: Any, run: Hand, client: Client, redis: RedisSettings
 ) -> None:
     _, upload = await given_to(run, "crashed")
@@ -393,7 +387,7 @@ async def test_nothing_is_taken_over_before_it_knows_what_is_its_own(
             assert await queued(run, 1) == [upload]
 
 
-async def test_a_sweep_that_fails_halfway_leaves_nothing_pending(
+async def test_failed_sweep_leaves_nothing_pending(
     make: Any, run: Hand, client: Client, redis: RedisSettings
 ) -> None:
     new, upload = await given_to(run, "crashed")
@@ -413,7 +407,9 @@ async def test_a_sweep_that_fails_halfway_leaves_nothing_pending(
 
 
 @pytest.mark.parametrize("stream", ["triggers", "inbox:pool"])
-async def test_junk_goes_to_the_dead_and_holds_up_nobody(make: Any, run: Hand, stream: str) -> None:
+async def test_junk_becomes_dead_letters_and_blocks_nothing(
+    make: Any, run: Hand, stream: str
+) -> None:
     await run.client.call("XADD", run.keys.prefix + stream, "*", "m", b"junk")
     await run.client.call("XADD", run.keys.prefix + stream, "*", "other", b"field")
     async with running(make(), context()):
@@ -428,7 +424,7 @@ async def test_junk_goes_to_the_dead_and_holds_up_nobody(make: Any, run: Hand, s
         await queued(run, 1)
 
 
-async def test_a_task_that_crashes_its_trainers_is_buried(make: Any, run: Hand) -> None:
+async def test_task_that_crashes_its_trainers_becomes_a_dead_letter(make: Any, run: Hand) -> None:
     await run.open(2)
     await run.dispatch()
     [(poison, task), (good, _)] = await run.take()
@@ -447,7 +443,7 @@ async def test_a_task_that_crashes_its_trainers_is_buried(make: Any, run: Hand) 
         await run.balanced()
 
 
-async def test_a_poisonous_task_of_an_owner_is_buried_too(make: Any, run: Hand) -> None:
+async def test_owners_poison_task_becomes_a_dead_letter(make: Any, run: Hand) -> None:
     await poisoned(run, "owner", 3)
     async with running(make(lease_s=0.05), context()):
         [letter] = await dead(run, 1)
@@ -467,7 +463,7 @@ async def poisoned(run: Hand, name: str, device: int) -> None:
         await owner.claim(idle_ms=0, most=9, own=True)
 
 
-async def test_a_sweep_looks_after_every_owner_some_at_a_time(
+async def test_sweeps_cover_every_owner_in_turn(
     make: Any, run: Hand, client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedstream.broker.custody._AT_ONCE", 3)
@@ -489,7 +485,7 @@ async def test_a_sweep_looks_after_every_owner_some_at_a_time(
     await run.balanced()
 
 
-async def test_owners_whose_leases_hold_cost_a_sweep_no_exchange_each(
+async def test_sweep_needs_no_exchange_per_owner(
     make: Any, run: Hand, redis: RedisSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedstream.coordinator.sweep._SWEEP_S", 0.0)
@@ -525,7 +521,7 @@ def long_there(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("long_there")
-async def test_a_silent_trainer_is_struck_off_and_its_consumer_reaped(
+async def test_silent_trainer_is_removed_with_its_consumer(
     make: Any, run: Hand, client: Client
 ) -> None:
     for name in ("ann", "bob", "cat"):
@@ -543,7 +539,7 @@ async def test_a_silent_trainer_is_struck_off_and_its_consumer_reaped(
         assert list(await run.ledger.trainers()) == ["bob", "cat"]
 
 
-async def test_junk_on_the_register_is_struck_off(make: Any, run: Hand, client: Client) -> None:
+async def test_junk_in_the_register_is_removed(make: Any, run: Hand, client: Client) -> None:
     """Any trainer's user may write there."""
     await client.call("ZADD", run.keys.alive, 0, b"\xfe", 1, b"\xff")
 
@@ -558,7 +554,7 @@ async def test_junk_on_the_register_is_struck_off(make: Any, run: Hand, client: 
     assert lost["trainer"] == "\ufffd"
 
 
-async def test_nobody_is_struck_off_who_had_no_chance_to_be_heard(
+async def test_trainers_are_not_removed_before_they_could_be_heard(
     make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await run.announce("ann")
@@ -586,7 +582,7 @@ async def texts(hand: Hand, last: str) -> bool:
     return [event.text for event in await hand.events("trainer")][-1] == last
 
 
-async def test_a_consumer_that_rests_is_not_reaped(make: Any, run: Hand, client: Client) -> None:
+async def test_idle_consumer_is_not_reaped(make: Any, run: Hand, client: Client) -> None:
     await client.call("XGROUP", "CREATECONSUMER", run.keys.tasks, TRAINERS, "t")
     coordinator = make(trainer_silence_s=3600.0)
     watched = context()
@@ -595,7 +591,7 @@ async def test_a_consumer_that_rests_is_not_reaped(make: Any, run: Hand, client:
     assert await consumers(client, run.keys, {"t"})
 
 
-async def test_what_does_not_pass_while_it_reads_ends_it(
+async def test_permanent_error_while_reading_ends_it(
     make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     coordinator = make()
@@ -619,7 +615,7 @@ async def consumers(client: Client, keys: Keys, expected: set[str]) -> bool:
 
 
 @pytest.mark.usefixtures("long_there")
-async def test_the_tasks_of_an_owner_that_fell_silent_are_given_up(make: Any, run: Hand) -> None:
+async def test_tasks_of_a_silent_owner_are_given_up(make: Any, run: Hand) -> None:
     await run.announce("owner", 3, 4)
     await run.announce("ann")  # serves the pool: nothing there is given up
     await silent(run, "ann", -3600)
@@ -646,9 +642,7 @@ async def routed(hand: Hand, n: int) -> bool:
     return int(await hand.client.call("XLEN", hand.keys.tasks_of("owner"))) == n
 
 
-async def test_an_update_written_long_before_it_is_admitted_does_not_expire_after(
-    make: Any, run: Hand, client: Client
-) -> None:
+async def test_admitted_update_does_not_expire(make: Any, run: Hand, client: Client) -> None:
     async with running(make(), context()):
         await run.open()
         [(entry, task)] = await tasks(run, 1)
@@ -667,7 +661,7 @@ async def all_is_heard(hand: Hand) -> bool:
     return (await hand.ledger.look(inboxes=True)).inbox == 0
 
 
-async def test_owners_alone_serve_a_run_over_a_restart(
+async def test_run_served_only_by_owners_survives_a_restart(
     make: Any, run: Hand, redis: RedisSettings, client: Client
 ) -> None:
     await run.scheduler.release()

@@ -12,7 +12,7 @@ LAYOUT = layout_of(64)
 DEVICES = 10
 
 
-def test_the_sum_is_made_anew_every_hundred_versions() -> None:
+def test_sum_is_recomputed_every_hundred_versions() -> None:
     rule = AfaCsSettings(buffer_size=1, server_lr=1e-3).build(DEVICES)
     rng, state, apart = np.random.default_rng(0), State(0, model_of(LAYOUT)), []
     for n in range(1, 301):

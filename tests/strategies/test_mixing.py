@@ -35,7 +35,7 @@ def whole(x: Model, new: Model, weight: float) -> Floats:
 
 
 @given(sizes, st.floats(0, 1), st.integers(0, 100))
-def test_blocks_change_no_bit(size: int, weight: float, seed: int) -> None:
+def test_mixing_in_blocks_gives_the_same_bits(size: int, weight: float, seed: int) -> None:
     x, new = pair(size, seed)
     into = Model(x.layout)
     mix(x, new, weight, into=into)
@@ -44,7 +44,7 @@ def test_blocks_change_no_bit(size: int, weight: float, seed: int) -> None:
 
 
 @given(sizes, st.floats(0, 1), st.integers(0, 100))
-def test_the_result_may_overwrite_either_of_the_two(size: int, weight: float, seed: int) -> None:
+def test_result_may_overwrite_either_input(size: int, weight: float, seed: int) -> None:
     x, new = pair(size, seed)
     expected = whole(x, new, weight).tobytes()
     over_x, over_new = x.copy(), new.copy()
@@ -54,7 +54,7 @@ def test_the_result_may_overwrite_either_of_the_two(size: int, weight: float, se
     assert over_x.integers.tolist() == over_new.integers.tolist() == [3, 4]
 
 
-def test_neither_of_the_two_changes() -> None:
+def test_inputs_are_unchanged() -> None:
     x, new = pair(10, 1)
     before = x.digest(), new.digest()
     mix(x, new, 0.3, into=Model(x.layout))
@@ -72,7 +72,7 @@ def test_mixing_is_the_papers_convex_combination(weight: float, seed: int) -> No
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("where", [0, 1, BLOCK - 1, BLOCK, 2 * BLOCK, -1])
-def test_one_bad_element_anywhere_makes_the_norm_non_finite(bad: float, where: int) -> None:
+def test_any_non_finite_element_makes_the_norm_non_finite(bad: float, where: int) -> None:
     vector = np.ones(3 * BLOCK + 5, np.float32)
     assert math.isfinite(norm(vector))
     vector[where] = bad
@@ -84,11 +84,11 @@ def test_infinities_of_both_signs_do_not_cancel() -> None:
 
 
 @pytest.mark.parametrize("value", [1e-3, 1.0, 1e18, 1e19, 1e30, 3e38])
-def test_a_finite_vector_has_a_finite_norm_of_the_right_size(value: float) -> None:
+def test_norm_of_a_finite_vector_is_finite_and_accurate(value: float) -> None:
     n = BLOCK + 17
     vector = np.full(n, value, np.float32)
     assert norm(vector) == pytest.approx(value * math.sqrt(n), rel=1e-3)
 
 
-def test_the_norm_of_nothing_is_zero() -> None:
+def test_norm_of_an_empty_vector_is_zero() -> None:
     assert norm(np.empty(0, np.float32)) == 0.0

@@ -100,7 +100,7 @@ def test_known_answers(case: dict[str, Any]) -> None:
         assert np.abs(now.model.floats - wanted).max() <= 1e-5 * np.abs(wanted).max(), number
 
 
-def test_the_known_answers_cover_every_outcome_and_strategy() -> None:
+def test_known_answers_cover_every_outcome_and_strategy() -> None:
     outcomes = {(c["strategy"]["name"], e["outcome"]) for c in KNOWN for e in c["expected"]}
     assert outcomes >= {
         ("fedasync", "applied"), ("fedasync", "dropped"),
@@ -115,7 +115,7 @@ def test_the_known_answers_cover_every_outcome_and_strategy() -> None:
 # mistakes that others made
 
 
-def test_the_staleness_discount_does_not_compound() -> None:
+def test_staleness_discount_does_not_compound() -> None:
     """Applied to alpha in place, the second of two equally stale updates would weigh less."""
     rule = FedAsyncSettings(alpha=0.8, staleness=Polynomial(a=0.5)).build()
     now, weights = state(0.0, version=8), []
@@ -125,7 +125,7 @@ def test_the_staleness_discount_does_not_compound() -> None:
     assert weights == pytest.approx([0.4, 0.4, 0.4])
 
 
-def test_staleness_is_counted_before_the_version_is_raised() -> None:
+def test_staleness_is_counted_before_the_version_increments() -> None:
     rule = FedAsyncSettings(alpha=0.8, staleness=Polynomial(a=0.5)).build()
     after, _, weight, staleness = receive(
         rule, state(0.0, version=5), update(model_of(LAYOUT, 1.0), tau=5)
@@ -142,7 +142,7 @@ def test_the_hinge_is_the_papers() -> None:
     assert weights == pytest.approx([1, 1 / 11, 1 / 21])
 
 
-def test_a_dropped_update_changes_nothing_not_even_the_schedule() -> None:
+def test_dropped_update_changes_nothing() -> None:
     rule = FedAsyncSettings(alpha=0.5, max_staleness=2).build()
     before = state(1.0, 2.0, version=7)
     after, outcome, weight, staleness = receive(rule, before, update(model_of(LAYOUT, 9.0), tau=4))
@@ -151,7 +151,7 @@ def test_a_dropped_update_changes_nothing_not_even_the_schedule() -> None:
     assert receive(rule, before, update(model_of(LAYOUT, 9.0), tau=5))[1] == "applied"
 
 
-def test_fedavg_is_the_mean_over_the_k_that_came_and_all_of_them() -> None:
+def test_fedavg_is_the_mean_of_all_k_updates() -> None:
     """Not over the number of clients there are, and not only the first of the batch."""
     rule = FedAvgSettings(clients_per_round=3).build()
     now = state(100.0, -100.0)
@@ -162,7 +162,7 @@ def test_fedavg_is_the_mean_over_the_k_that_came_and_all_of_them() -> None:
     assert (now.memory.model, now.memory.arrivals) == (None, 0)
 
 
-def test_fedavg_is_unweighted_unless_told_and_then_by_samples() -> None:
+def test_fedavg_weights_by_samples_only_if_configured() -> None:
     for weighting, mean in (("uniform", 5.0), ("samples", 7.5)):
         rule = SETTINGS.validate_python(
             {"name": "fedavg", "clients_per_round": 2, "weighting": weighting}
@@ -182,7 +182,7 @@ def test_devices_without_samples_do_not_divide_by_zero() -> None:
     assert now.model.floats == pytest.approx([8.0, 8.0])
 
 
-def test_a_round_that_times_out_is_the_mean_of_fewer_than_k() -> None:
+def test_timed_out_round_averages_fewer_than_k() -> None:
     rule = FedAvgSettings(clients_per_round=10).build()
     now = state(0.0)
     for value in (2.0, 4.0):
@@ -193,20 +193,20 @@ def test_a_round_that_times_out_is_the_mean_of_fewer_than_k() -> None:
     assert after.model.floats == pytest.approx([3.0, 3.0])
 
 
-def test_a_round_without_arrivals_makes_no_version() -> None:
+def test_round_without_arrivals_makes_no_version() -> None:
     now = state(1.0, version=3)
     for settings in (FedAvgSettings(), FedAsyncSettings(), FedBuffSettings(), AfaCsSettings()):
         assert settings.build(10).end_round(now) is now
 
 
-def test_late_arrivals_of_a_round_are_dropped() -> None:
+def test_late_arrivals_are_dropped() -> None:
     rule = FedAvgSettings(clients_per_round=2).build()
     before = state(1.0, version=3)
     after, outcome, weight, staleness = receive(rule, before, update(model_of(LAYOUT, 2.0), tau=2))
     assert (after, outcome, weight, staleness) == (before, "dropped", 0.0, 1)
 
 
-def test_a_device_that_answers_twice_counts_twice() -> None:
+def test_device_that_answers_twice_counts_twice() -> None:
     rule = FedAvgSettings(clients_per_round=2).build()
     now = state(0.0)
     for value in (1.0, 3.0):
@@ -226,7 +226,7 @@ def test_a_device_that_answers_twice_counts_twice() -> None:
         (AfaCsSettings(buffer_size=2, server_lr=0.1, devices=4), [3.0, 4.0]),
     ],
 )
-def test_batch_norms_statistics_mix_and_its_counters_take_the_newest(
+def test_batch_norm_statistics_mix_and_counters_take_the_newest(
     settings: Rule, floats: list[float]
 ) -> None:
     """Where devices send deltas, statistics are never stepped beyond what the devices have."""
@@ -243,7 +243,7 @@ def test_batch_norms_statistics_mix_and_its_counters_take_the_newest(
 # batches
 
 
-def test_a_batch_is_divided_by_its_size_and_all_of_it_counts() -> None:
+def test_batch_is_divided_by_its_size() -> None:
     rule = FedBuffSettings(buffer_size=4, server_lr=2.0).build(100)
     now = state(10.0)
     for value in (1.0, 2.0, 3.0, 6.0):
@@ -252,7 +252,7 @@ def test_a_batch_is_divided_by_its_size_and_all_of_it_counts() -> None:
     assert now.model.floats == pytest.approx([16.0, 16.0])  # 10 + 2/4 * 12
 
 
-def test_a_batch_that_ends_early_is_of_as_many_as_came() -> None:
+def test_short_batch_is_divided_by_its_actual_size() -> None:
     rule = FedBuffSettings(buffer_size=10).build()
     now = state(0.0)
     for value in (2.0, 4.0):
@@ -260,7 +260,7 @@ def test_a_batch_that_ends_early_is_of_as_many_as_came() -> None:
     assert rule.end_round(now).model.floats == pytest.approx([3.0, 3.0])
 
 
-def test_afa_takes_the_mean_gradient_over_the_devices_own_steps() -> None:
+def test_afa_divides_by_each_devices_own_steps() -> None:
     rule = AfaCdSettings(buffer_size=2, server_lr=0.5).build()
     now = state(0.0)
     for steps, lr in ((5, 0.1), (10, 0.2)):
@@ -281,7 +281,7 @@ def test_afa_cs_steps_along_every_devices_last_gradient() -> None:
     assert now.model.floats == pytest.approx([2 + 5.0] * 2)
 
 
-def test_afa_cs_finds_its_sum_again_where_only_the_devices_vectors_are_left() -> None:
+def test_afa_cs_recovers_its_sum_from_the_devices_vectors() -> None:
     rule = AfaCsSettings(buffer_size=1, server_lr=1.0).build(3)
     vectors = DeviceVectors(3, 2)
     vectors.write(1)[:] = 6.0
@@ -303,7 +303,7 @@ def test_scaffold_is_published_with_its_control_variate() -> None:
     assert [now.memory.devices[n][0] for n in range(4)] == [10.0, -2.0, 0.0, 0.0]
 
 
-def test_vectors_that_do_not_fit_are_in_a_file_of_their_own() -> None:
+def test_large_vectors_are_kept_in_a_file() -> None:
     small, large = DeviceVectors(3, 4), DeviceVectors(3, 4, in_memory=47)
     for vectors in (small, large):
         vectors.write(2)[:] = 7.0
@@ -316,7 +316,7 @@ def test_vectors_that_do_not_fit_are_in_a_file_of_their_own() -> None:
         assert vectors[2].tolist() == [7.0] * 4
 
 
-def test_a_file_of_vectors_has_its_room_from_the_beginning(
+def test_file_of_vectors_is_allocated_up_front(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A page that a full disk has no room for kills by a signal, where nobody can say anything."""
@@ -342,7 +342,7 @@ def test_a_file_of_vectors_has_its_room_from_the_beginning(
     assert "\n" not in str(said.value)
 
 
-def test_room_for_many_small_vectors_takes_little_memory() -> None:
+def test_many_small_vectors_use_little_memory() -> None:
     """A journal of a few kilobytes may speak of 2^53 devices with four parameters."""
     tracemalloc.start()
     try:
@@ -352,7 +352,7 @@ def test_room_for_many_small_vectors_takes_little_memory() -> None:
         tracemalloc.stop()
 
 
-def test_room_is_made_for_the_vectors_that_were_written_alone() -> None:
+def test_only_written_vectors_use_space() -> None:
     """M is what somebody says; an update of each that is heard is there."""
     vectors = DeviceVectors(10**12, 1000)
     vectors.write(10**12 - 1)[:] = 1.0
@@ -419,7 +419,7 @@ def test_the_same_updates_give_the_same_bits(settings: Rule) -> None:
 
 
 @pytest.mark.parametrize("settings", get_args(Rule))
-def test_facts_on_the_settings_are_those_of_the_strategy(settings: type[Rule]) -> None:
+def test_settings_agree_with_their_strategy(settings: type[Rule]) -> None:
     """The rest of fedstream reads the settings, and never asks which strategy they are for."""
     usual, rule = settings(), settings().build(3)
     assert (rule.sends, rule.controls) == (settings.sends, settings.controls)
@@ -434,7 +434,7 @@ def test_facts_on_the_settings_are_those_of_the_strategy(settings: type[Rule]) -
     assert (rule.devices is not None) == ("devices" in settings.model_fields)
 
 
-def test_a_mixture_of_finite_models_stays_between_them() -> None:
+def test_mix_of_finite_models_stays_between_them() -> None:
     rule = FedAsyncSettings(alpha=1.0).build()
     now = state(-1e36, 1e36)
     now, *_ = receive(rule, now, update(model_of(LAYOUT, 1e37, -1e37)))
