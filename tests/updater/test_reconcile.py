@@ -94,19 +94,19 @@ CASES = (
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_what_is_done(case: Case) -> None:
+def test_action(case: Case) -> None:
     found: dict[str, Any] = {"told": case.told, "pending": case.pending}
     assert action(case.state, case.run, case.head, **found) == case.expected
 
 
-def test_taking_over_the_end_of_a_run_settles_that() -> None:
-    """The loop compares once more after it; the second answer is another."""
+def test_finish_is_asked_for_only_once() -> None:
+    """The loop compares again after it, so another Finish would be lost."""
     todo = action(STATE, OVER, head_of(), told={})
     assert isinstance(todo, Finish)
     assert action(STATE.ended(todo.run), OVER, head_of(), told={}) == Confirm(head_of())
 
 
-def test_it_does_not_matter_in_which_epoch_redis_was_compared() -> None:
+def test_earlier_comparisons_do_not_change_the_action() -> None:
     compared = replace(STATE, compared=7, ahead=head_of(6))
     assert action(compared, run_of(), head_of(6), told={}) == Remake(head_of(6))
     assert action(compared, run_of(), head_of(5), told={}) == Confirm(head_of(5))

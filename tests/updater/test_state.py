@@ -1,4 +1,4 @@
-"""The state of a run and its transitions, and what it remembers of tasks that ended."""
+"""The state of a run, its transitions, and what it remembers of ended tasks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.updater.states import applied, closed, refused, run_of, state_of
 # transitions
 
 
-def test_a_version_is_the_newest_after_it() -> None:
+def test_applied_update_becomes_the_newest_version() -> None:
     before, change = state_of(5, journalled={"applied": 3}), applied("a", 6)
     after = before.after(change)
     assert after.progress is change.after
@@ -26,24 +26,24 @@ def test_a_version_is_the_newest_after_it() -> None:
     assert (before.version, before.digest, before.journalled) == (5, "digest 5", {"applied": 3})
 
 
-def test_a_refused_update_leaves_the_version_and_counts_by_its_reason() -> None:
+def test_refused_update_keeps_the_version_and_is_counted_by_reason() -> None:
     before = replace(state_of(5), made=applied("a", 5).version.updates)  # type: ignore[union-attr]
     after = before.after(refused("b", 5))
     assert (after.digest, after.time, after.made) == (before.digest, before.time, before.made)
     assert after.journalled == {"refused": 1, "refused:digest": 1}
 
 
-def test_what_was_recorded_before_is_not_counted_again() -> None:
+def test_change_without_a_record_is_not_counted_again() -> None:
     state, change = state_of(5), refused("a", 5)
     assert state.after(replace(change, record=None)).journalled == {}
 
 
-def test_the_last_version_ends_the_run_at_its_time() -> None:
+def test_last_version_finishes_the_run() -> None:
     run = state_of(5).after(applied("a", 6, finish="version 6 reached")).run
     assert (run.state, run.why, run.finished) == ("finished", "version 6 reached", 16.0)
 
 
-def test_counts_are_the_journals_and_the_others_that_redis_has() -> None:
+def test_counts_add_the_journals_ends_to_the_others_in_redis() -> None:
     state = state_of(5, journalled={"applied": 3})
     # Two of the three were committed when Redis counted.
     state = state.counted({"issued": 9, "applied": 2, "given_up": 1}, {"applied": 2})
@@ -51,7 +51,7 @@ def test_counts_are_the_journals_and_the_others_that_redis_has() -> None:
     assert state.counts == {"issued": 9, "given_up": 1, "applied": 3}
 
 
-def test_a_run_is_not_over_while_its_lost_versions_are_made_again() -> None:
+def test_finished_run_is_not_over_while_lost_versions_are_remade() -> None:
     ahead = Head(7, "digest 7", "7.1.x", 2.5, 1)
     over = state_of(6).ended(run_of(state="finished", why="target"))
     assert over.is_over
@@ -61,14 +61,14 @@ def test_a_run_is_not_over_while_its_lost_versions_are_made_again() -> None:
     assert not state_of(6).is_over
 
 
-def test_a_segment_seals_what_the_state_says() -> None:
+def test_segment_is_sealed_if_the_run_is_finished() -> None:
     running = state_of(5, forgotten=1)
     assert not running.in_segment(3).sealed
     assert running.in_segment(3).forgotten == 3
     assert running.ended(run_of(state="finished")).in_segment(3).sealed
 
 
-def test_a_state_does_not_change() -> None:
+def test_state_is_frozen() -> None:
     state = state_of(5)
     with pytest.raises(FrozenInstanceError):
         state.compared = 1  # type: ignore[misc]
@@ -84,14 +84,14 @@ def index(tmp_path: Path) -> Ended:
     return Ended(tmp_path)
 
 
-def test_what_is_decided_on_is_known_before_it_is_in_the_journal(index: Ended) -> None:
+def test_decided_ends_are_known_before_they_are_journalled(index: Ended) -> None:
     ends, change, round_ = Ends(index), refused("a", 5), closed("7-0", 5)
     for one in (change, round_):
         ends.decide(one)
     assert ends.get("a") == change.end
     assert ends.closed("7-0")
     assert (ends.done, ends.rounds) == ((), ())
-    assert ends.copy().get("a") is None  # whoever adopts must not think that it has ended
+    assert ends.copy().get("a") is None  # an adoption must not take it for ended
     assert not ends.copy().closed("7-0")
     for one in (change, round_):
         ends.journal(one)
@@ -100,7 +100,7 @@ def test_what_is_decided_on_is_known_before_it_is_in_the_journal(index: Ended) -
     assert ends.copy().closed("7-0")
 
 
-def test_what_was_found_again_ended_as_it_did_before(index: Ended) -> None:
+def test_update_found_again_keeps_its_first_end(index: Ended) -> None:
     first, again = End("a", "a1", "applied", weight=0.5), refused("a", 5)
     ends = Ends(index, [first])
     found = Change("8-0", None, (), again.after, end=again.end)
@@ -109,7 +109,7 @@ def test_what_was_found_again_ended_as_it_did_before(index: Ended) -> None:
     assert ends.get("a") == first
 
 
-def test_a_copy_is_one_of_its_own(index: Ended) -> None:
+def test_copy_is_independent(index: Ended) -> None:
     ends = Ends(index, [End("a", "a1", "applied")], ["1-0"])
     copy = ends.copy()
     copy.add(End("b", "a1", "given_up"))
@@ -118,10 +118,10 @@ def test_a_copy_is_one_of_its_own(index: Ended) -> None:
     assert copy.closed("1-0")
 
 
-def test_the_oldest_ends_move_to_the_index_when_others_are_decided_on(
+def test_oldest_ends_move_to_the_index_when_others_are_decided(
     index: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Not once these are in the journal: then nothing may fail any more."""
+    """Not when those are journalled: nothing may fail after that."""
     monkeypatch.setattr("fedstream.updater.state._REMEMBERED", 2)
     ends = Ends(index, [End(task, "a1", "applied") for task in ("a", "b")])
     change = refused("c", 5)
@@ -134,10 +134,10 @@ def test_the_oldest_ends_move_to_the_index_when_others_are_decided_on(
     assert ends.get("a") is not None
 
 
-def test_what_is_in_the_journal_is_not_held_as_decided_on_too(
+def test_journalled_ends_are_no_longer_held_as_decided(
     index: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would take the place of ends that are to be remembered."""
+    """They would take the place of ends that must be remembered."""
     monkeypatch.setattr("fedstream.updater.state._REMEMBERED", 2)
     ends = Ends(index)
     for n in range(4):
@@ -147,7 +147,7 @@ def test_what_is_in_the_journal_is_not_held_as_decided_on_too(
     assert [end.task for end in ends.done] == ["task 2", "task 3"]
 
 
-def test_rounds_are_forgotten_beyond_a_limit(index: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_oldest_rounds_are_forgotten(index: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedstream.updater.state._ROUNDS_REMEMBERED", 2)
     ends = Ends(index)
     for entry in ("1-0", "2-0", "3-0"):
