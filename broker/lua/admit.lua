@@ -36,15 +36,16 @@ local function unlike(size)
   local digits = redis.pcall('HSTRLEN', blob, 'size')
   if type(digits) == 'table' or digits == 0 then return reasons.BLOB_MISSING end
   if digits ~= #size or redis.call('HGET', blob, 'size') ~= size then return reasons.SIZE end
-  if a.chunks < size / a.longest or a.chunks > math.ceil(size / a.shortest) then return reasons.SIZE end
+  if a.chunks > math.ceil(size / a.shortest) then return reasons.SIZE end
   if redis.call('HLEN', blob) > a.chunks + 1 then return reasons.SIZE end
-  local whole = redis.call('HSTRLEN', blob, 0)
+  local whole, total = redis.call('HSTRLEN', blob, 0), 0
   for n = 0, a.chunks - 1 do
     local length = n == 0 and whole or redis.call('HSTRLEN', blob, n)
     if length == 0 then return reasons.BLOB_MISSING end
-    if length ~= math.min(whole, size - n * whole) then return reasons.SIZE end
+    if length ~= math.min(whole, size - total) then return reasons.SIZE end
+    total = total + length
   end
-  if a.chunks > 0 and math.ceil(size / whole) ~= a.chunks or whole > a.longest then return reasons.SIZE end
+  if total ~= tonumber(size) or whole > a.longest then return reasons.SIZE end
   if a.chunks > 1 and whole < a.shortest then return reasons.SIZE end
 end
 

@@ -103,6 +103,15 @@ async def test_other_chunks_must_add_up(
     assert await admitted(hand, upload) == ("refused", reason)
 
 
+@pytest.mark.parametrize("left", [0, 1, 3])
+async def test_a_blob_cut_short_is_refused_though_its_number_is_right(
+    hand: Hand, client: Client, left: int
+) -> None:
+    upload = await trained(hand, FOUR, CHUNK, chunks=left)
+    await client.call("HDEL", hand.keys.update(upload.blob), *range(left, 4))
+    assert await admitted(hand, upload) == ("refused", "size")
+
+
 async def test_redis_measures_no_more_chunks_than_the_size_allows(
     hand: Hand, client: Client
 ) -> None:
