@@ -117,14 +117,14 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Experiment:
 # what is run
 
 
-def test_a_cells_keys_win_over_the_bases_and_the_repeat_is_the_seed(tiny: Experiment) -> None:
+def test_cell_keys_override_the_base_and_the_repeat_is_the_seed(tiny: Experiment) -> None:
     keys = tiny.sets(tiny.cells[0], 3, 1.0)
     settings = settings_of(keys)
     assert settings.solver.lr == 0.5
     assert settings.run.seed == settings.task.seed == 3
 
 
-def test_another_kind_drops_what_the_base_said_of_the_table(tiny: Experiment) -> None:
+def test_changing_the_kind_drops_the_bases_keys(tiny: Experiment) -> None:
     cell = Cell("other", {"strategy.name": "fedavg", "strategy.clients_per_round": 2})
     keys = tiny.sets(cell, 0, 1.0)
     assert "strategy.alpha" not in keys
@@ -132,7 +132,7 @@ def test_another_kind_drops_what_the_base_said_of_the_table(tiny: Experiment) ->
     assert settings_of(keys).strategy.name == "fedavg"
 
 
-def test_the_scale_divides_the_versions_and_the_decay_stays_where_it_was(tiny: Experiment) -> None:
+def test_scale_divides_versions_and_keeps_the_decays_position(tiny: Experiment) -> None:
     keys = tiny.sets(tiny.cells[0], 0, 4.0)
     assert keys["run.versions"] == 5
     assert keys["strategy.alpha_schedule.at"] == 2
@@ -140,7 +140,7 @@ def test_the_scale_divides_the_versions_and_the_decay_stays_where_it_was(tiny: E
     assert keys["solver.lr"] == 0.5
 
 
-def test_repeats_are_the_cells_own_unless_they_are_given(tiny: Experiment) -> None:
+def test_repeats_default_to_the_cells_own(tiny: Experiment) -> None:
     def count(repeats: int | None) -> dict[str, int]:
         jobs = jobs_of(tiny, repeats=repeats, scale=1.0, data_root=None)
         return {c.label: sum(job.cell == c.label for job in jobs) for c in tiny.cells}
@@ -149,7 +149,7 @@ def test_repeats_are_the_cells_own_unless_they_are_given(tiny: Experiment) -> No
     assert count(1) == {"fast": 1, "slow": 1}
 
 
-def test_a_configuration_is_told_from_another_but_not_by_where_the_data_lies(
+def test_configurations_differ_but_not_by_data_root(
     tiny: Experiment,
 ) -> None:
     def digest(experiment: Experiment, data_root: str | None = None) -> str:
@@ -159,7 +159,7 @@ def test_a_configuration_is_told_from_another_but_not_by_where_the_data_lies(
     assert digest(tiny) != digest(replace(tiny, base={**tiny.base, "strategy.alpha": 0.6}))
 
 
-def test_every_experiment_that_there_is_can_be_configured() -> None:
+def test_every_experiment_has_a_valid_configuration() -> None:
     for experiment in catalogue().values():
         labels = [cell.label for cell in experiment.cells]
         assert len(set(labels)) == len(labels)
@@ -167,7 +167,7 @@ def test_every_experiment_that_there_is_can_be_configured() -> None:
             settings_of(experiment.sets(cell, 0, 1.0))
 
 
-def test_no_update_is_refused_for_its_size_which_the_papers_do_not_do(tiny: Experiment) -> None:
+def test_no_experiment_limits_norms(tiny: Experiment) -> None:
     """What a run refuses by default, a device that takes enormous steps."""
     base = {**tiny.base, "solver.lr": 1e4, "run.versions": 3}
     job = jobs_of(replace(tiny, base=base, cells=(Cell("wild", {}),)), repeats=1, scale=1.0,
@@ -181,7 +181,7 @@ def test_no_update_is_refused_for_its_size_which_the_papers_do_not_do(tiny: Expe
 # what is kept
 
 
-def test_a_run_leaves_rows_curves_a_table_and_pictures(tiny: Experiment, tmp_path: Path) -> None:
+def test_run_writes_rows_curves_table_and_pictures(tiny: Experiment, tmp_path: Path) -> None:
     folder, said = tmp_path / "out", list[str]()
     results = run(tiny, folder, command="reproduce tiny", say=said.append)
     show(tiny, results, folder)
@@ -209,7 +209,7 @@ def test_a_run_leaves_rows_curves_a_table_and_pictures(tiny: Experiment, tmp_pat
     assert {path.name for path in folder.glob("*.png")} == {"curves.png", DIFFERENCES}
 
 
-def test_a_run_that_is_there_is_not_run_again(
+def test_existing_run_is_not_repeated(
     tiny: Experiment, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[tuple[str, int]] = []
@@ -252,7 +252,7 @@ def test_stored_curves_are_compressed_the_same_way_every_time(
     assert stored.read_bytes() == gzip.compress(text, mtime=0)
 
 
-def test_only_what_is_configured_otherwise_is_run_again(tiny: Experiment, tmp_path: Path) -> None:
+def test_only_changed_configurations_are_run_again(tiny: Experiment, tmp_path: Path) -> None:
     before = run(tiny, tmp_path)
     cells = (Cell("fast", {"solver.lr": 0.4}), tiny.cells[1])
     said: list[str] = []
@@ -266,7 +266,7 @@ def test_only_what_is_configured_otherwise_is_run_again(tiny: Experiment, tmp_pa
     assert len(again.rows) == 2
 
 
-def test_results_of_another_scale_are_not_mixed_in(tiny: Experiment, tmp_path: Path) -> None:
+def test_results_of_different_scales_are_not_mixed(tiny: Experiment, tmp_path: Path) -> None:
     results = run(tiny, tmp_path, repeats=1, scale=10)
     assert results.of("fast")[0].versions == 2
     assert "T divided by 10, 1 repeat" in (text := table(tiny, results))
@@ -277,14 +277,14 @@ def test_results_of_another_scale_are_not_mixed_in(tiny: Experiment, tmp_path: P
 
 
 @pytest.mark.process
-def test_processes_side_by_side_give_the_same(tiny: Experiment, tmp_path: Path) -> None:
+def test_parallel_processes_give_the_same_results(tiny: Experiment, tmp_path: Path) -> None:
     alone = run(tiny, tmp_path / "one", repeats=1)
     together = run(tiny, tmp_path / "two", repeats=1, processes=2)
     for cell in ("fast", "slow"):
         assert alone.values(cell).tolist() == together.values(cell).tolist()
 
 
-def test_the_time_left_is_that_of_the_cells_that_are_left() -> None:
+def test_time_left_is_estimated_from_the_remaining_cells() -> None:
     def took(cell: str, seconds: float) -> Row:
         return Row(cell, 0, 1.0, "", "finished", 1, 1, 1, 1.0, 1, 0, 1.0, 1, 1.0, seconds)
 
@@ -294,14 +294,14 @@ def test_the_time_left_is_that_of_the_cells_that_are_left() -> None:
     assert left_s({"unknown": 3}, done, processes=1) == 3 * 12
 
 
-def test_claims_wait_until_every_cell_was_run(tiny: Experiment, tmp_path: Path) -> None:
+def test_claims_need_every_cell(tiny: Experiment, tmp_path: Path) -> None:
     results = run(replace(tiny, cells=tiny.cells[:1]), tmp_path, repeats=1)
     text = table(tiny, results)
     assert "| slow |  | not run | | | 0 |" in text
     assert "Not judged: 1 cells were not run yet." in text
 
 
-def test_a_cell_beyond_the_tolerance_is_named(tiny: Experiment, tmp_path: Path) -> None:
+def test_cell_outside_the_tolerance_is_named(tiny: Experiment, tmp_path: Path) -> None:
     far = replace(tiny, cells=(Cell("fast", {}, paper=0.1), Cell("slow", {})), tolerance=0.02)
     results = run(far, tmp_path, repeats=1)
     text = table(far, results)
@@ -309,7 +309,7 @@ def test_a_cell_beyond_the_tolerance_is_named(tiny: Experiment, tmp_path: Path) 
     assert f"**{results.mean('fast') - 0.1:+.4f}**" in text
 
 
-def test_a_curve_keeps_some_versions_and_the_losses_between_them() -> None:
+def test_curves_are_thinned_and_average_losses_in_between() -> None:
     def made(version: int) -> VersionMade:
         metrics = {"accuracy": 0.5, "loss": 1.0} if version % 2 == 0 else {}
         loss = None if version == 0 else float(version)
@@ -321,7 +321,7 @@ def test_a_curve_keeps_some_versions_and_the_losses_between_them() -> None:
     assert curve["training_loss"][1:].tolist() == [2.5, 6.5]
 
 
-def test_a_verdict_holds_over_the_run_and_at_the_end() -> None:
+def test_verdict_needs_the_whole_run_and_the_end() -> None:
     def over(cell: str) -> float:
         return {"a": 0.5, "b": 0.4, "c": 0.3}[cell]
 
@@ -337,7 +337,7 @@ def test_a_verdict_holds_over_the_run_and_at_the_end() -> None:
 
 
 @pytest.mark.parametrize("name", catalogue())
-def test_the_tables_that_are_kept_are_those_of_their_results(name: str) -> None:
+def test_stored_tables_match_their_results(name: str) -> None:
     """Verdicts are computed, and the program that computes them is this one."""
     folder = command.RESULTS / name
     results = Store(folder).results()
@@ -345,7 +345,7 @@ def test_the_tables_that_are_kept_are_those_of_their_results(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", catalogue())
-def test_the_results_that_are_kept_are_of_the_configurations_that_there_are(name: str) -> None:
+def test_stored_results_match_current_configurations(name: str) -> None:
     """Else `fedstream reproduce` would throw them away and run them anew."""
     experiment = catalogue()[name]
     cells = {cell.label: cell for cell in experiment.cells}
@@ -357,7 +357,7 @@ def test_the_results_that_are_kept_are_of_the_configurations_that_there_are(name
 # some of it, and by which program
 
 
-def test_a_cell_alone_and_the_seed_of_its_first_repeat(tiny: Experiment, tmp_path: Path) -> None:
+def test_single_cell_with_a_given_first_seed(tiny: Experiment, tmp_path: Path) -> None:
     def wanted(*cells: str, seed: int = 0) -> list[tuple[str, int]]:
         jobs = jobs_of(tiny, repeats=2, scale=1.0, data_root=None, cells=cells, seed=seed)
         assert all(job.sets["run.seed"] == job.sets["task.seed"] == job.repeat for job in jobs)
@@ -393,7 +393,7 @@ def checkout(folder: Path) -> Path:
 
 
 @pytest.mark.process
-def test_the_commit_is_named_and_whether_the_program_was_changed(tmp_path: Path) -> None:
+def test_commit_is_named_with_local_changes(tmp_path: Path) -> None:
     there = checkout(tmp_path)
     clean = commit(there)
     assert re.fullmatch("[0-9a-f]{12}", clean)
@@ -407,7 +407,7 @@ def test_the_commit_is_named_and_whether_the_program_was_changed(tmp_path: Path)
     assert commit(there / "nowhere") == ""
 
 
-def test_results_say_which_commits_made_them(tiny: Experiment, tmp_path: Path) -> None:
+def test_results_name_their_commits(tiny: Experiment, tmp_path: Path) -> None:
     results = run(tiny, tmp_path, repeats=1, scale=10, program="0123456789ab")
     assert {row.commit for row in results.rows} == {"0123456789ab"}
     assert "; commit 0123456789ab; machine" in table(tiny, results)
@@ -417,9 +417,7 @@ def test_results_say_which_commits_made_them(tiny: Experiment, tmp_path: Path) -
     assert told in table(tiny, results)
 
 
-def test_results_from_before_commits_were_recorded_are_read(
-    tiny: Experiment, tmp_path: Path
-) -> None:
+def test_results_without_commits_are_still_read(tiny: Experiment, tmp_path: Path) -> None:
     run(tiny, tmp_path, repeats=1, scale=10)
     rows = (tmp_path / "results.csv").read_text().splitlines()
     (tmp_path / "results.csv").write_text("".join(line.rpartition(",")[0] + "\n" for line in rows))
@@ -460,7 +458,7 @@ def test_the_command_runs_an_experiment_by_its_name(
     assert command.listed() == ["tiny                       2 cells  Tiny"]
 
 
-def test_an_unknown_name_is_answered_with_those_that_there_are(tmp_path: Path) -> None:
+def test_unknown_experiment_lists_the_known_ones(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"unknown experiment nope; known: .*afl-mnist-table2"):
         ask(["afl-mnist-table2", "nope"])
     with pytest.raises(ConfigError, match="name an experiment"):
@@ -470,26 +468,24 @@ def test_an_unknown_name_is_answered_with_those_that_there_are(tmp_path: Path) -
 
 
 @pytest.mark.process
-def test_missing_data_is_an_error_that_says_where_it_was_sought(tmp_path: Path) -> None:
+def test_missing_data_error_says_where_it_looked(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=f"is not in {tmp_path}"):
         ask(["afl-mnist-table2"], tmp_path / "out", str(tmp_path))
 
 
-def test_a_metric_that_the_task_does_not_measure_is_named(tiny: Experiment, tmp_path: Path) -> None:
+def test_unmeasured_metric_is_named(tiny: Experiment, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cell 'fast': the task does not measure perplexity"):
         run(replace(tiny, metric="perplexity"), tmp_path, repeats=1, scale=50)
 
 
-def test_results_that_there_are_not_are_named() -> None:
+def test_missing_results_are_named() -> None:
     with pytest.raises(ConfigError, match="no results of cell 'fast'"):
         Results([], {}, 1.0).mean("fast")
 
 
 @pytest.mark.parametrize("name", catalogue())
 @pytest.mark.parametrize("points", [1, 2, 3])
-def test_runs_that_are_far_too_short_to_judge_are_shown_all_the_same(
-    name: str, points: int
-) -> None:
+def test_runs_too_short_to_judge_are_still_shown(name: str, points: int) -> None:
     """As by --scale 2000: a version or two, with nothing to take a mean of."""
     experiment = catalogue()[name]
     rows, curves = [], {}

@@ -20,7 +20,7 @@ from fedstream.strategies import AfaCdSettings, AfaCsSettings
 # what the measurements stand on
 
 
-def test_the_odds_of_a_biased_draw_are_those_that_are_drawn() -> None:
+def test_biased_draw_follows_its_odds() -> None:
     exact = inclusion(afa.BIASED, afa.BATCH)
     assert exact.sum() == pytest.approx(afa.BATCH)
     arriving = batches(np.random.default_rng(0), afa.BIASED, afa.BATCH, oldest=4)
@@ -29,12 +29,12 @@ def test_the_odds_of_a_biased_draw_are_those_that_are_drawn() -> None:
     assert all(len(set(batch)) == afa.BATCH for batch in drawn.reshape(-1, afa.BATCH))
 
 
-def test_a_device_with_no_odds_never_comes() -> None:
+def test_device_with_zero_odds_never_arrives() -> None:
     arriving = batches(np.random.default_rng(0), afa.ABSENT, afa.BATCH, oldest=4)
     assert {arrival.device for arrival in islice(arriving, 5000)} == set(range(9))
 
 
-def test_the_objectives_constants_are_those_of_its_gradients() -> None:
+def test_objectives_constants_match_its_gradients() -> None:
     rng = np.random.default_rng(0)
     problem = Quadratics(rng.uniform(0.1, 1.0, (4, 3)), rng.standard_normal((4, 3)))
     x = rng.standard_normal(3)
@@ -51,7 +51,7 @@ def test_the_objectives_constants_are_those_of_its_gradients() -> None:
     assert np.abs(np.mean(rest, axis=0)).max() < 1e-6 < np.abs(np.mean(local, axis=0)).max()
 
 
-def test_the_loop_gives_the_rule_what_the_devices_started_from() -> None:
+def test_loop_passes_each_updates_base_to_the_rule() -> None:
     """One device: x_{t+1} = x_t - s G(x_{t-d}), G the mean gradient of H steps, in float64."""
     problem = Quadratics(fan(0.1, 1.0, 1), np.full((1, 10), 2.0))
     rule = AfaCdSettings(buffer_size=1, server_lr=0.3).build(1)
@@ -72,14 +72,14 @@ def test_the_loop_gives_the_rule_what_the_devices_started_from() -> None:
 # FedAsync, theorem 1
 
 
-def test_fedasync_stays_under_both_bounds_and_comes_down() -> None:
+def test_fedasync_stays_below_both_bounds_and_converges() -> None:
     found = fedasync.measure(repeats=20, versions=60)
     assert [claim.verdict for claim in fedasync.claims(found)] == ["held", "held"]
     assert found["gap"][-1] < 0.02 * found["gap"][0]
     assert min(found["theorem"]) >= found["gap"][0]  # empty, as is said of it
 
 
-def test_a_gap_above_the_bound_is_said() -> None:
+def test_gap_above_the_bound_is_reported() -> None:
     found = fedasync.measure(repeats=2, versions=10)
     found["gap"][7] = 2 * found["proof"][7]
     assert [claim.verdict for claim in fedasync.claims(found)] == ["held", "did not hold"]
@@ -89,7 +89,7 @@ def test_a_gap_above_the_bound_is_said() -> None:
 
 
 @pytest.mark.parametrize("step", [0.08, 0.04])
-def test_afa_cd_stays_where_the_biased_arrivals_draw_it(step: float) -> None:
+def test_afa_cd_stalls_at_the_biased_optimum(step: float) -> None:
     problem = afa.objective()
     floor = afa.run(afa.cd(step), problem, afa.BIASED, burn_in=60, average=60).floor
     assert floor == pytest.approx(afa.biased_floor(problem), rel=0.08)
@@ -136,7 +136,7 @@ def test_afa_cs_stalls_with_local_steps_where_hessians_differ() -> None:
 # speed-up
 
 
-def test_the_error_falls_by_the_root_of_two_with_each_doubling_of_m() -> None:
+def test_error_falls_by_sqrt_2_per_doubling_of_m() -> None:
     errors = [
         speedup.average(AfaCdSettings(buffer_size=m, server_lr=(m / 1000) ** 0.5), 16, 1000)
         for m in (1, 4, 16)
@@ -158,7 +158,7 @@ def test_more_devices_help_afa_cs_only_with_larger_batches() -> None:
 # FedBuff, theorem 1
 
 
-def test_fedbuff_is_under_its_bound_and_falls_as_the_root_of_t() -> None:
+def test_fedbuff_is_below_its_bound_and_falls_as_1_over_sqrt_t() -> None:
     found = fedbuff.measure((1200, 2400), sequences=1)
     assert [claim.verdict for claim in fedbuff.claims(found)] == ["held", "held"]
 
@@ -166,7 +166,7 @@ def test_fedbuff_is_under_its_bound_and_falls_as_the_root_of_t() -> None:
 # what is written
 
 
-def test_the_readme_says_what_the_results_say() -> None:
+def test_readme_matches_the_results() -> None:
     results = {
         name: json.loads((command.HERE / "results" / f"{name}.json").read_text())
         for name in command.SETTINGS
@@ -176,6 +176,6 @@ def test_the_readme_says_what_the_results_say() -> None:
     assert (command.HERE / "README.md").read_text() == readme.page(claims, how)
 
 
-def test_a_setting_that_there_is_not_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_setting_is_rejected(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["fedsgd"]) == 2
     assert "fedbuff" in capsys.readouterr().err

@@ -103,7 +103,7 @@ def test_each_record_follows_the_one_before_it(tmp_path: Path) -> None:
     assert len({record.chain for record in records}) == len(records)
 
 
-def test_two_records_that_changed_places_are_told(tmp_path: Path) -> None:
+def test_swapped_records_are_detected(tmp_path: Path) -> None:
     path = written(tmp_path)
     *_, one, other = found(path)  # nothing behind them says that they were on disk
     exchange(path, one.place.offset, other.place.offset, one.end - one.place.offset)
@@ -112,7 +112,7 @@ def test_two_records_that_changed_places_are_told(tmp_path: Path) -> None:
     )
 
 
-def test_a_record_that_was_copied_elsewhere_is_told(tmp_path: Path) -> None:
+def test_copied_record_is_detected(tmp_path: Path) -> None:
     path = written(tmp_path)
     first, *_, last = found(path)
     data = path.read_bytes()
@@ -120,7 +120,7 @@ def test_a_record_that_was_copied_elsewhere_is_told(tmp_path: Path) -> None:
     everyone_says(tmp_path, f"at byte {last.end}: holds the record of byte {first.place.offset}")
 
 
-def test_a_forged_record_breaks_the_chain_behind_it(tmp_path: Path) -> None:
+def test_forged_record_breaks_the_chain(tmp_path: Path) -> None:
     """Whoever can write the file can mend a checksum, but not without all that follow."""
     path = written(tmp_path)
     _, second, third, *_ = found(path)
@@ -128,7 +128,7 @@ def test_a_forged_record_breaks_the_chain_behind_it(tmp_path: Path) -> None:
     everyone_says(tmp_path, f"at byte {third.place.offset}: does not follow the record before it")
 
 
-def test_a_forged_end_is_told_by_the_segment_behind_it(tmp_path: Path) -> None:
+def test_next_segment_detects_a_forged_end(tmp_path: Path) -> None:
     scribe = Scribe(tmp_path)
     scribe.update()
     path = scribe.writer.path
@@ -143,7 +143,7 @@ def test_a_forged_end_is_told_by_the_segment_behind_it(tmp_path: Path) -> None:
     )
 
 
-def test_an_end_that_is_lost_is_told_by_the_segment_behind_it(tmp_path: Path) -> None:
+def test_next_segment_detects_a_lost_end(tmp_path: Path) -> None:
     scribe = Scribe(tmp_path)
     for _ in range(3):
         scribe.update()
@@ -165,9 +165,7 @@ def test_an_end_that_is_lost_is_told_by_the_segment_behind_it(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize("parameters", [4, 1_100_000], ids=["small", "large"])
-def test_whole_records_behind_a_torn_one_are_told_and_nothing_hangs(
-    tmp_path: Path, parameters: int
-) -> None:
+def test_intact_records_after_a_torn_one_are_reported(tmp_path: Path, parameters: int) -> None:
     """A machine's death may take one write and keep a later one; so may a bit that flipped."""
     path = written(tmp_path, layout=layout_of(parameters))
     records = found(path)
@@ -188,7 +186,7 @@ def test_whole_records_behind_a_torn_one_are_told_and_nothing_hangs(
         assert replayer.torn == tear
 
 
-def test_a_successor_that_cut_at_the_tear_makes_it_whole_again(tmp_path: Path) -> None:
+def test_successors_cut_at_the_tear_makes_the_journal_intact(tmp_path: Path) -> None:
     scribe = Scribe(tmp_path)
     scribe.update()
     before, at, chain = scribe.writer.path.name, scribe.writer.size, scribe.writer.chain.hex()
@@ -220,7 +218,7 @@ def flip(path: Path, at: int) -> None:
 
 
 @pytest.mark.parametrize("call", ["pread", "preadv"])
-def test_a_disk_that_cannot_be_read_is_told_with_the_place(
+def test_read_error_names_the_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     path = written(tmp_path)
@@ -242,7 +240,7 @@ def test_a_disk_that_cannot_be_read_is_told_with_the_place(
     assert verdict.damage == f"{path} at byte {wanted}: cannot be read: Input/output error"
 
 
-def test_a_journal_of_the_release_before_is_refused_in_a_line(tmp_path: Path) -> None:
+def test_previous_releases_journal_is_refused_in_one_line(tmp_path: Path) -> None:
     path = written(tmp_path)
     with path.open("r+b") as file:
         file.seek(8)
@@ -254,7 +252,7 @@ def test_a_journal_of_the_release_before_is_refused_in_a_line(tmp_path: Path) ->
     )
 
 
-def test_a_journal_is_its_owner_s_alone_whatever_the_umask(tmp_path: Path) -> None:
+def test_journal_is_private_whatever_the_umask(tmp_path: Path) -> None:
     folder = tmp_path / "runs" / "journal"
     before = os.umask(0)
     try:
@@ -268,7 +266,7 @@ def test_a_journal_is_its_owner_s_alone_whatever_the_umask(tmp_path: Path) -> No
     }  # fmt: skip
 
 
-def test_a_journal_of_very_many_devices_takes_no_more_memory_than_it_has_bytes(
+def test_claimed_number_of_devices_allocates_nothing(
     tmp_path: Path,
 ) -> None:
     scribe = Scribe(tmp_path, AfaCsSettings(buffer_size=2), devices=2**31 - 1)
@@ -283,7 +281,7 @@ def test_a_journal_of_very_many_devices_takes_no_more_memory_than_it_has_bytes(
         segment.close()
 
 
-def test_a_device_that_the_run_does_not_have_is_told(tmp_path: Path) -> None:
+def test_unknown_device_is_reported(tmp_path: Path) -> None:
     path = written(tmp_path, strategy=AfaCsSettings(buffer_size=2))
     second = found(path)[1]
     message = second.message
@@ -307,9 +305,7 @@ def test_a_device_that_the_run_does_not_have_is_told(tmp_path: Path) -> None:
         ({"sends": "delta"}, "an update was used that should not have been: sends a delta"),
     ],
 )
-def test_an_update_that_no_updater_uses_is_told(
-    tmp_path: Path, about: dict[str, Any], said: str
-) -> None:
+def test_unusable_update_is_reported(tmp_path: Path, about: dict[str, Any], said: str) -> None:
     path = written(tmp_path)
     second = found(path)[1]
     message = second.message
@@ -328,7 +324,7 @@ def test_an_update_that_no_updater_uses_is_told(
     ],
     ids=str,
 )  # fmt: skip
-def test_a_field_out_of_bounds_is_told(tmp_path: Path, about: dict[str, Any]) -> None:
+def test_out_of_range_field_is_reported(tmp_path: Path, about: dict[str, Any]) -> None:
     path = written(tmp_path)
     second = found(path)[1]
     rewrite(path, second, **about)
@@ -337,7 +333,7 @@ def test_a_field_out_of_bounds_is_told(tmp_path: Path, about: dict[str, Any]) ->
         found(path)
 
 
-def test_a_layout_that_says_more_than_the_file_has_takes_no_memory(tmp_path: Path) -> None:
+def test_layout_larger_than_the_file_allocates_nothing(tmp_path: Path) -> None:
     scribe = Scribe(tmp_path)
     scribe.close()
     path = scribe.writer.path

@@ -52,7 +52,7 @@ def a_hair_more(weight: float) -> float:
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["exponential", "polynomial", "fedbuff"])
-def test_a_journal_of_another_machine_gives_the_same_bits(
+def test_journal_from_another_machine_gives_the_same_bits(
     rule: Rule, written: Callable[..., dict[int, str]], tmp_path: Path
 ) -> None:
     digests = written(rule, some_bits_more)
@@ -66,7 +66,7 @@ def test_a_journal_of_another_machine_gives_the_same_bits(
     assert made == {version: digest for version, digest in digests.items() if version}
 
 
-def test_what_is_mixed_with_is_the_recorded_weight(
+def test_recorded_weight_is_the_one_used(
     written: Callable[..., dict[int, str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where another float32 comes of it, as a bit of a float64 does at the right place."""
@@ -77,7 +77,9 @@ def test_what_is_mixed_with_is_the_recorded_weight(
     segment.close()
 
 
-def test_verify_warns_of_them(written: Callable[..., dict[int, str]], tmp_path: Path) -> None:
+def test_verify_warns_about_differing_weights(
+    written: Callable[..., dict[int, str]], tmp_path: Path
+) -> None:
     written(RULES[0], some_bits_more)
     [found] = verify(segments(tmp_path))
     assert found.damage is None
@@ -87,7 +89,7 @@ def test_verify_warns_of_them(written: Callable[..., dict[int, str]], tmp_path: 
     )
 
 
-def test_the_same_machine_is_no_warning(
+def test_same_machine_gives_no_warning(
     written: Callable[..., dict[int, str]], tmp_path: Path
 ) -> None:
     written(RULES[0], float)
@@ -97,7 +99,7 @@ def test_the_same_machine_is_no_warning(
 
 
 @pytest.mark.parametrize("rule", RULES, ids=["exponential", "polynomial", "fedbuff"])
-def test_a_weight_that_no_machine_gives_is_an_error(
+def test_implausible_weight_is_an_error(
     rule: Rule, written: Callable[..., dict[int, str]], tmp_path: Path
 ) -> None:
     written(rule, a_hair_more)

@@ -111,9 +111,7 @@ def disk(monkeypatch: pytest.MonkeyPatch) -> Disk:
 RECORD = PAGE + LAYOUT.nbytes  # bytes of one on disk
 
 
-async def test_a_batch_that_meets_a_full_disk_keeps_what_was_whole(
-    tmp_path: Path, disk: Disk
-) -> None:
+async def test_full_disk_keeps_the_complete_records_of_a_batch(tmp_path: Path, disk: Disk) -> None:
     """A successor may have read it; and the rest is written once there is room."""
     async with recording(tmp_path, sync="always") as recorder:
         begun = recorder.appended
@@ -131,7 +129,7 @@ async def test_a_batch_that_meets_a_full_disk_keeps_what_was_whole(
     assert tasks(tmp_path) == ["task-0", "task-1", "task-2"]
 
 
-async def test_what_was_no_whole_record_is_cut_off_a_full_disk(tmp_path: Path, disk: Disk) -> None:
+async def test_partial_record_is_truncated_on_a_full_disk(tmp_path: Path, disk: Disk) -> None:
     async with recording(tmp_path) as recorder:
         path = tmp_path / FIRST
         size = path.stat().st_size
@@ -141,14 +139,14 @@ async def test_what_was_no_whole_record_is_cut_off_a_full_disk(tmp_path: Path, d
         assert path.stat().st_size == size
 
 
-def test_a_segment_that_could_not_be_begun_leaves_nothing(tmp_path: Path, disk: Disk) -> None:
+def test_segment_that_fails_to_start_leaves_nothing(tmp_path: Path, disk: Disk) -> None:
     disk.room = 3 * PAGE
     with pytest.raises(JournalFull):
         Scribe(tmp_path)
     assert listed(tmp_path) == []
 
 
-async def test_what_a_failing_disk_took_is_left_to_the_successor(
+async def test_unsynced_records_of_a_failing_disk_are_left_to_the_successor(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody knows what was written: it may be whole, and read already."""
@@ -164,7 +162,7 @@ async def test_what_a_failing_disk_took_is_left_to_the_successor(
         assert tasks(tmp_path) == []
 
 
-async def test_a_new_segment_s_name_is_on_disk_before_anything_is_appended(
+async def test_segment_name_is_on_disk_before_the_first_append(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened: list[str] = []
@@ -184,7 +182,7 @@ async def test_a_new_segment_s_name_is_on_disk_before_anything_is_appended(
     assert happened == ["linked 00000001-000000.journal", f"synced {tmp_path.name}"]
 
 
-def test_a_sync_counts_what_was_there_when_it_began(
+def test_sync_covers_what_was_there_when_it_started(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scribe = Scribe(tmp_path)
@@ -203,9 +201,7 @@ def test_a_sync_counts_what_was_there_when_it_began(
     scribe.close()
 
 
-def test_a_sync_that_ends_after_a_later_one_takes_nothing_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_overtaken_sync_takes_nothing_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scribe = Scribe(tmp_path)
     scribe.update()
     real = os.fdatasync
@@ -222,7 +218,7 @@ def test_a_sync_that_ends_after_a_later_one_takes_nothing_back(
     scribe.close()
 
 
-def test_a_sync_that_failed_counts_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_sync_covers_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scribe = Scribe(tmp_path)
     scribe.update()
     unsynced, real = scribe.writer.unsynced, os.fdatasync
@@ -253,7 +249,7 @@ class Held:
         return self._real(*given)
 
 
-async def test_who_writes_faster_than_the_disk_waits_for_it(
+async def test_writer_waits_for_a_slow_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bound = RECORD  # behind so much a sync begins, behind twice that it is waited for
@@ -271,7 +267,7 @@ async def test_who_writes_faster_than_the_disk_waits_for_it(
 
 
 @pytest.mark.parametrize(("sync", "syncs"), [("interval", 1), ("never", 0)])
-async def test_at_its_end_all_is_on_disk_unless_nobody_wants_that(
+async def test_closing_syncs_everything_unless_disabled(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sync: str, syncs: int
 ) -> None:
     async with recording(tmp_path, sync=sync, sync_s=3600.0) as recorder:
@@ -282,7 +278,7 @@ async def test_at_its_end_all_is_on_disk_unless_nobody_wants_that(
     assert held.calls == syncs
 
 
-async def test_who_is_cancelled_while_it_appends_has_appended(
+async def test_cancelled_append_is_completed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with recording(tmp_path) as recorder:
@@ -301,7 +297,7 @@ async def test_who_is_cancelled_while_it_appends_has_appended(
     assert tasks(tmp_path) == ["task-0", "task-1", "task-2"]
 
 
-async def test_a_record_is_there_before_its_writer_looks_for_claims(
+async def test_record_is_written_before_checking_for_claims(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The order that take-overs rest on: who claims later than that look reads the record."""
@@ -342,7 +338,7 @@ async def begins_the_next(recorder: Recorder) -> None:
     await recorder.begin(head, standing, *models)
 
 
-async def test_of_more_bytes_than_are_kept_the_oldest_segments_go(tmp_path: Path) -> None:
+async def test_oldest_segments_are_deleted_beyond_the_size_limit(tmp_path: Path) -> None:
     async with recording(tmp_path / "one"):
         size = (tmp_path / "one" / FIRST).stat().st_size
     folder = tmp_path / "journal"
@@ -352,7 +348,7 @@ async def test_of_more_bytes_than_are_kept_the_oldest_segments_go(tmp_path: Path
     assert listed(folder) == [f"00000001-00000{n}.journal" for n in (2, 3, 4)]  # 2, and its own
 
 
-async def test_who_has_a_successor_begins_no_segment(tmp_path: Path) -> None:
+async def test_fenced_writer_starts_no_segment(tmp_path: Path) -> None:
     async with recording(tmp_path) as recorder:
         Claim(tmp_path, 2)
         with pytest.raises(Fenced):
@@ -360,7 +356,7 @@ async def test_who_has_a_successor_begins_no_segment(tmp_path: Path) -> None:
         assert listed(tmp_path) == ["00000001-000000.journal", "00000002.claim"]
 
 
-async def test_who_gets_a_successor_while_it_begins_a_segment_deletes_none(
+async def test_writer_fenced_while_starting_a_segment_deletes_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The successor may read it."""
@@ -384,7 +380,7 @@ def listed(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-async def test_nothing_is_begun_or_appended_unclaimed(tmp_path: Path) -> None:
+async def test_nothing_is_written_without_a_claim(tmp_path: Path) -> None:
     recorder = Recorder(JournalSettings(dir=str(tmp_path / "journal")))
     with pytest.raises(RuntimeError, match="no segment was started"):
         await recorder.append([taken(0)])

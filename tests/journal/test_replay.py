@@ -105,13 +105,15 @@ def fedavg(folder: Path, rule: FedAvgSettings = FEDAVG, **options: Any) -> Scrib
 
 @pytest.mark.parametrize("layout", [LAYOUT, layout_of(5, 2, 3), LARGE])
 @pytest.mark.parametrize("run", [fedasync, fedavg])
-def test_it_makes_the_same_versions(run: Callable[..., Scribe], folder: Path, layout: Any) -> None:
+def test_replay_makes_the_same_versions(
+    run: Callable[..., Scribe], folder: Path, layout: Any
+) -> None:
     scribe = run(folder, layout=layout)
     scribe.digests.pop(0)
     assert digests(folder) == scribe.digests
 
 
-def test_every_record_is_a_moment(folder: Path) -> None:
+def test_every_record_is_a_moment_of_the_replay(folder: Path) -> None:
     scribe = fedavg(folder)
     with Replayer(folder) as replayer:
         moments = list(replayer)
@@ -128,7 +130,7 @@ def test_every_record_is_a_moment(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("pages", [1, 2, 3, 7])
-def test_records_lie_anywhere_in_what_is_read_at_once(
+def test_records_may_span_read_chunks(
     folder: Path, monkeypatch: pytest.MonkeyPatch, pages: int
 ) -> None:
     """At its end, across it, and longer than the memory that is there for it."""
@@ -147,7 +149,7 @@ def test_records_lie_anywhere_in_what_is_read_at_once(
     assert digests(folder) == scribe.digests
 
 
-def test_an_update_can_be_looked_at(folder: Path) -> None:
+def test_update_can_be_inspected(folder: Path) -> None:
     fedasync(folder)
     with Replayer(folder) as replayer:
         for moment in replayer:
@@ -155,7 +157,7 @@ def test_an_update_can_be_looked_at(folder: Path) -> None:
             assert moment.update().digest() == moment.message.upload.digest
 
 
-def test_a_replay_can_be_left_and_begun_again(folder: Path) -> None:
+def test_replay_can_be_abandoned_and_restarted(folder: Path) -> None:
     fedasync(folder, layout=LARGE)
     with Replayer(folder) as replayer:
         first = next(iter(replayer)).message
@@ -164,14 +166,14 @@ def test_a_replay_can_be_left_and_begun_again(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("begin", range(10))
-def test_it_begins_and_ends_anywhere(folder: Path, begin: int) -> None:
+def test_replay_starts_and_ends_at_any_version(folder: Path, begin: int) -> None:
     scribe = fedasync(folder)
     for end in range(begin, 10):
         wanted = {n: scribe.digests[n] for n in range(begin + 1, end + 1)}
         assert digests(folder, from_version=begin, until=end) == wanted
 
 
-def test_it_begins_at_the_nearest_checkpoint(folder: Path) -> None:
+def test_replay_starts_at_the_nearest_checkpoint(folder: Path) -> None:
     """What lies before is not even looked at."""
     scribe = fedasync(folder)
     _damage(folder / "00000001-000000.journal", -8)
@@ -194,7 +196,7 @@ def test_each_segment_has_its_own_parameters(folder: Path) -> None:
     assert weights == [0.5, 0.1]
 
 
-def test_what_a_fenced_writer_wrote_does_not_count(folder: Path) -> None:
+def test_fenced_writers_records_are_ignored(folder: Path) -> None:
     scribe = Scribe(folder)
     scribe.update()
     scribe.segment(epoch=2)
@@ -207,7 +209,7 @@ def test_what_a_fenced_writer_wrote_does_not_count(folder: Path) -> None:
     assert digests(folder) == scribe.digests
 
 
-def test_an_adopted_model_begins_a_new_lineage(folder: Path) -> None:
+def test_adopted_model_starts_a_new_lineage(folder: Path) -> None:
     scribe = Scribe(folder)
     scribe.update()
     scribe.adopt()
@@ -233,7 +235,7 @@ def _damage(path: Path, at: int) -> None:
 
 @pytest.mark.parametrize("layout", [LAYOUT, LARGE])
 @pytest.mark.parametrize("left", [1, 31, 100, PAGE, PAGE + 3, -5])
-def test_a_torn_tail_ends_it(folder: Path, layout: Any, left: int) -> None:
+def test_torn_tail_ends_the_replay(folder: Path, layout: Any, left: int) -> None:
     scribe = Scribe(folder, layout=layout)
     scribe.update()
     begin = scribe.writer.size
@@ -247,7 +249,7 @@ def test_a_torn_tail_ends_it(folder: Path, layout: Any, left: int) -> None:
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, LARGE])
-def test_a_disk_that_fails_is_told_where_it_did(
+def test_disk_error_names_the_place(
     folder: Path, monkeypatch: pytest.MonkeyPatch, layout: Any
 ) -> None:
     scribe = Scribe(folder, layout=layout)
@@ -273,7 +275,7 @@ def test_a_disk_that_fails_is_told_where_it_did(
             next(replay)
 
 
-def test_an_update_of_another_size_is_damage(folder: Path) -> None:
+def test_update_of_the_wrong_size_is_damage(folder: Path) -> None:
     scribe = Scribe(folder)
     record = scribe.update()
     path, at = scribe.writer.path, scribe.writer.size
@@ -287,7 +289,7 @@ def test_an_update_of_another_size_is_damage(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("layout", [LAYOUT, LARGE])
-def test_an_update_that_changed_on_disk_is_found_at_its_version(folder: Path, layout: Any) -> None:
+def test_altered_update_is_found_at_its_version(folder: Path, layout: Any) -> None:
     scribe = Scribe(folder, layout=layout)
     for _ in range(4):
         scribe.update()
@@ -319,7 +321,7 @@ def test_a_damaged_record_is_named(folder: Path) -> None:
         assert len(list(replayer)) == 1
 
 
-def test_a_segment_that_begins_elsewhere_is_found(folder: Path) -> None:
+def test_segment_that_starts_with_another_model_is_found(folder: Path) -> None:
     scribe = Scribe(folder)
     scribe.update()
     scribe.digests[1] = "0" * 64
@@ -331,7 +333,7 @@ def test_a_segment_that_begins_elsewhere_is_found(folder: Path) -> None:
         digests(folder)
 
 
-def test_without_the_weights_there_is_nothing_to_replay(folder: Path) -> None:
+def test_journal_without_weights_cannot_be_replayed(folder: Path) -> None:
     scribe = Scribe(folder, weights=False)
     scribe.update()
     scribe.close()
@@ -340,7 +342,7 @@ def test_without_the_weights_there_is_nothing_to_replay(folder: Path) -> None:
         digests(folder)
 
 
-def test_what_has_no_bytes_says_why(folder: Path) -> None:
+def test_records_without_bytes_say_why(folder: Path) -> None:
     scribe = Scribe(folder, FEDAVG)
     scribe.update()
     scribe.weights = False
@@ -357,7 +359,7 @@ def test_what_has_no_bytes_says_why(folder: Path) -> None:
     assert said == ["a refused update's bytes are not kept", "is the end of a round, not an update"]
 
 
-def test_another_outcome_is_told_in_words(folder: Path) -> None:
+def test_differing_outcome_is_described(folder: Path) -> None:
     scribe = Scribe(folder, FedAsyncSettings(alpha=0.3))
     scribe.strategy = FedAsyncSettings(alpha=0.2)  # not what the segment's head says
     scribe.update()
@@ -376,7 +378,7 @@ def test_another_outcome_is_told_in_words(folder: Path) -> None:
         ({"without": frozenset({77})}, "device 77 never took part"),
     ],
 )
-def test_what_is_not_there_is_said(folder: Path, options: Any, said: str) -> None:
+def test_missing_versions_and_devices_are_named(folder: Path, options: Any, said: str) -> None:
     fedasync(folder)
     with pytest.raises(JournalError, match=said):
         Replayer(folder, **options)
@@ -387,7 +389,7 @@ def test_no_journal(folder: Path) -> None:
         Replayer(folder)
 
 
-def test_nothing_is_written(folder: Path) -> None:
+def test_replay_writes_nothing(folder: Path) -> None:
     fedasync(folder)
     before = {path.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in folder.iterdir()}
     digests(folder)
@@ -405,7 +407,7 @@ def mixed(x: np.ndarray[Any, Any], new: Model, weight: float) -> np.ndarray[Any,
     return (1 - weight) * x + weight * new.floats.astype(float)
 
 
-def test_another_alpha_mixes_the_same_updates(folder: Path) -> None:
+def test_other_alpha_mixes_the_same_updates(folder: Path) -> None:
     fedasync(folder)
     with Replayer(folder) as replayer:
         original = list(replayer)
@@ -459,7 +461,7 @@ def test_a_round_without_a_device_is_the_mean_of_the_others(folder: Path) -> Non
     assert made[1] == pytest.approx((updates[3] + updates[5]) / 2, rel=1e-6)
 
 
-def test_both_rules_side_by_side(folder: Path) -> None:
+def test_both_rules_can_be_replayed_together(folder: Path) -> None:
     scribe = fedasync(folder)
     last: Moment | None = None
     with Replayer(folder, strategy=FedAsyncSettings(alpha=0.1), beside=True) as replayer:
@@ -472,7 +474,7 @@ def test_both_rules_side_by_side(folder: Path) -> None:
         assert last.model.digest() != scribe.digests[9]
 
 
-def test_the_other_rule_begins_where_it_is_told(folder: Path) -> None:
+def test_other_rule_starts_at_the_given_version(folder: Path) -> None:
     scribe = fedasync(folder)
     rule = FedAsyncSettings(alpha=0.1)
     with Replayer(folder, strategy=rule, from_version=6) as replayer:
@@ -486,7 +488,7 @@ def test_the_other_rule_begins_where_it_is_told(folder: Path) -> None:
     assert scribe.digests[7] != ""
 
 
-def test_the_override_goes_on_behind_a_segment(folder: Path) -> None:
+def test_override_continues_across_segments(folder: Path) -> None:
     """The recorded standing is not the other rule's."""
     fedasync(folder / "cut")
     scribe = Scribe(folder / "whole")
@@ -497,7 +499,7 @@ def test_the_override_goes_on_behind_a_segment(folder: Path) -> None:
     assert values(folder / "cut", strategy=rule) == values(folder / "whole", strategy=rule)
 
 
-def test_the_override_begins_with_a_whole_round(folder: Path) -> None:
+def test_override_starts_with_a_whole_round(folder: Path) -> None:
     """Also where the checkpoint lies in the middle of it."""
     for name in ("cut", "whole"):
         scribe = Scribe(folder / name, FedAvgSettings(clients_per_round=3))
@@ -512,7 +514,7 @@ def test_the_override_begins_with_a_whole_round(folder: Path) -> None:
         assert cut == values(folder / "whole", strategy=rule, from_version=begin)
 
 
-def test_the_rule_may_be_made_of_each_segments_own(folder: Path) -> None:
+def test_rule_may_be_derived_from_each_segments_own(folder: Path) -> None:
     scribe = Scribe(folder, FedAsyncSettings(alpha=0.5))
     scribe.update()
     scribe.segment(FedAsyncSettings(alpha=0.1))
@@ -527,7 +529,7 @@ def test_the_rule_may_be_made_of_each_segments_own(folder: Path) -> None:
     assert weights == [0.25, 0.05]
 
 
-def test_a_journal_of_an_unknown_rule(folder: Path) -> None:
+def test_unknown_rule_is_an_error(folder: Path) -> None:
     scribe = Scribe(folder)
     scribe.head = scribe.head.model_copy(update={"strategy": {"name": "magic"}})
     path, head = scribe.writer.path, scribe.head
@@ -592,9 +594,7 @@ def test_any_sequence_of_records_replays_to_the_same_bits(
 
 @pytest.mark.process
 @pytest.mark.parametrize("threads", ["1", "7"])
-def test_the_bits_depend_neither_on_threads_nor_on_the_machine_s_load(
-    folder: Path, threads: str
-) -> None:
+def test_bits_do_not_depend_on_threads_or_load(folder: Path, threads: str) -> None:
     """A process of its own, because libraries read these variables when they are loaded."""
     scribe = Scribe(folder, FedAvgSettings(clients_per_round=3), layout=layout_of(200_001, 3, 1))
     for _ in range(9):

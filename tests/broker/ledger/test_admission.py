@@ -18,9 +18,7 @@ from tests.broker.ledger.steps import exists, give_up
 from tests.support import SIZE_LIMIT, Hand
 
 
-async def test_an_answer_is_admitted_and_its_blob_stays(
-    hand: Hand, client: Client, keys: Keys
-) -> None:
+async def test_answer_is_admitted_and_its_blob_kept(hand: Hand, client: Client, keys: Keys) -> None:
     await hand.create()
     upload = await hand.admitted()
     [(_, queued)] = await hand.queue()
@@ -31,7 +29,7 @@ async def test_an_answer_is_admitted_and_its_blob_stays(
     assert (view.admitted, view.queue, view.inbox, len(view.open)) == (1, 1, 0, 1)
 
 
-async def test_the_same_answer_told_again_is_admitted_without_a_second_entry(
+async def test_repeated_answer_is_admitted_without_a_second_entry(
     hand: Hand, keys: Keys, client: Client
 ) -> None:
     await hand.create()
@@ -49,7 +47,7 @@ async def test_the_same_answer_told_again_is_admitted_without_a_second_entry(
     assert (await hand.ledger.look()).reasons("stray") == {}
 
 
-async def test_deciding_on_an_entry_twice_decides_once(hand: Hand) -> None:
+async def test_deciding_twice_on_an_entry_decides_once(hand: Hand) -> None:
     await hand.create()
     [trigger] = await hand.open()
     [entry] = await hand.said(upload := await hand.trained(trigger))
@@ -59,7 +57,7 @@ async def test_deciding_on_an_entry_twice_decides_once(hand: Hand) -> None:
 
 
 @pytest.mark.parametrize("ended", [False, True])
-async def test_a_second_answer_to_a_task_is_a_stray_and_its_blob_goes(
+async def test_second_answer_is_a_stray_and_its_blob_is_deleted(
     hand: Hand, client: Client, keys: Keys, ended: bool
 ) -> None:
     await hand.create()
@@ -77,7 +75,7 @@ async def test_a_second_answer_to_a_task_is_a_stray_and_its_blob_goes(
     await hand.balanced()
 
 
-async def test_of_how_tasks_ended_the_newest_20_000_are_remembered(
+async def test_newest_20_000_task_ends_are_remembered(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
@@ -91,7 +89,7 @@ async def test_of_how_tasks_ended_the_newest_20_000_are_remembered(
     assert newest == [f"{trigger.task}|a1|given_up|dropped out".encode()]
 
 
-async def test_an_answer_to_nothing_is_a_stray(hand: Hand, client: Client, keys: Keys) -> None:
+async def test_answer_to_an_unknown_task_is_a_stray(hand: Hand, client: Client, keys: Keys) -> None:
     await hand.create()
     upload = await hand.trained(hand.trigger())
     assert await hand.admit(upload) == [("stray", "unknown task")]
@@ -99,7 +97,7 @@ async def test_an_answer_to_nothing_is_a_stray(hand: Hand, client: Client, keys:
     await hand.balanced()
 
 
-async def test_an_answer_after_the_task_was_given_up_is_late(hand: Hand) -> None:
+async def test_answer_after_giving_up_is_late(hand: Hand) -> None:
     await hand.create()
     [trigger] = await hand.open()
     await hand.ledger.ask(CloseRound(version=0, tasks=(trigger.task,), why="round over"))
@@ -119,7 +117,7 @@ async def test_an_answer_after_the_task_was_given_up_is_late(hand: Hand) -> None
         ({"write": False}, "blob missing"),
     ],
 )
-async def test_an_answer_is_refused_for_what_it_says_of_itself(
+async def test_answer_with_invalid_metadata_is_refused(
     hand: Hand, client: Client, keys: Keys, changes: dict[str, Any], reason: str
 ) -> None:
     await hand.create()
@@ -135,7 +133,7 @@ async def test_an_answer_is_refused_for_what_it_says_of_itself(
     await hand.balanced()
 
 
-async def test_another_type_in_the_place_of_an_update_is_no_update(
+async def test_update_key_of_another_type_is_no_update(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
@@ -147,7 +145,7 @@ async def test_another_type_in_the_place_of_an_update_is_no_update(
     await hand.balanced()
 
 
-async def test_staleness_is_judged_by_the_version_that_is_current_now(hand: Hand) -> None:
+async def test_staleness_counts_from_the_current_version(hand: Hand) -> None:
     await hand.create(max_staleness=1)
     first, second = await hand.open(2)
     stale = await hand.trained(first)
@@ -161,7 +159,7 @@ async def test_staleness_is_judged_by_the_version_that_is_current_now(hand: Hand
     await hand.commit(3, in_time)
 
 
-async def test_a_device_that_gives_up_ends_the_task(hand: Hand) -> None:
+async def test_giving_up_ends_the_task(hand: Hand) -> None:
     await hand.create()
     [trigger] = await hand.open()
     assert await hand.admit(give_up(trigger)) == [("given_up", "dropped out")]
@@ -171,9 +169,7 @@ async def test_a_device_that_gives_up_ends_the_task(hand: Hand) -> None:
     await hand.balanced()
 
 
-async def test_reasons_of_a_trainers_own_are_told_and_not_counted_one_by_one(
-    hand: Hand, client: Client
-) -> None:
+async def test_custom_reasons_are_reported_but_counted_together(hand: Hand, client: Client) -> None:
     """Each would stay in the counts for ever, and be a label of a metric."""
     await hand.create()
     for n, trigger in enumerate(await hand.open(5)):
@@ -199,9 +195,7 @@ async def test_reasons_of_a_trainers_own_are_told_and_not_counted_one_by_one(
     await hand.balanced()
 
 
-async def test_an_answer_for_another_device_than_was_asked_is_refused(
-    hand: Hand, client: Client, keys: Keys
-) -> None:
+async def test_answer_for_another_device_is_refused(hand: Hand, client: Client, keys: Keys) -> None:
     await hand.create()
     [trigger] = await hand.open(device=3)
     upload = await hand.trained(trigger, device=4)
@@ -211,7 +205,7 @@ async def test_an_answer_for_another_device_than_was_asked_is_refused(
     await hand.balanced()
 
 
-async def test_giving_up_what_another_has_answered_changes_nothing(hand: Hand) -> None:
+async def test_giving_up_an_answered_task_changes_nothing(hand: Hand) -> None:
     await hand.create()
     upload = await hand.admitted()
     task = Assignment(task=upload.task, device=0, seed=0)
@@ -219,7 +213,7 @@ async def test_giving_up_what_another_has_answered_changes_nothing(hand: Hand) -
     assert len(await hand.queue()) == 1
 
 
-async def test_an_answer_after_the_run_is_given_up(hand: Hand, client: Client, keys: Keys) -> None:
+async def test_answer_after_the_run_is_given_up(hand: Hand, client: Client, keys: Keys) -> None:
     await hand.create()
     [trigger] = await hand.open()
     upload = await hand.trained(trigger)

@@ -38,7 +38,7 @@ async def test_a_commit_publishes_ends_and_deletes(hand: Hand, client: Client, k
     await hand.balanced()
 
 
-async def test_a_commit_repeated_after_a_lost_reply_is_done_and_counts_once(
+async def test_commit_repeated_after_a_lost_reply_counts_once(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
@@ -61,7 +61,7 @@ async def test_a_refusal_repeated_after_a_lost_reply_counts_once(hand: Hand) -> 
 
 
 @pytest.mark.parametrize(("number", "found"), [(2, 0), (7, 0), (0, 0)])
-async def test_a_version_that_is_not_the_heads_child_is_not_published(
+async def test_version_must_follow_the_head(
     hand: Hand, client: Client, keys: Keys, number: int, found: int
 ) -> None:
     await hand.create()
@@ -73,7 +73,7 @@ async def test_a_version_that_is_not_the_heads_child_is_not_published(
     assert await snapshot(client, keys) == before
 
 
-async def test_a_commit_that_comes_behind_its_repetition_and_later_versions_changes_nothing(
+async def test_late_duplicate_commit_changes_nothing(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     """Redis knows more ends than it asks for, and its token is good: only the head says so."""
@@ -97,7 +97,7 @@ async def test_nothing_is_committed_to_a_run_that_redis_lost(hand: Hand, client:
     assert await hand.ledger.head() is None
 
 
-async def test_a_version_whose_model_is_not_there_is_not_published(
+async def test_version_without_its_model_is_not_published(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
@@ -119,7 +119,7 @@ async def test_the_last_version_finishes_the_run(hand: Hand) -> None:
     await hand.balanced()
 
 
-async def test_finishing_a_run_from_outside_is_done_once(hand: Hand) -> None:
+async def test_run_is_finished_from_outside_once(hand: Hand) -> None:
     await hand.create()
     assert await hand.ledger.finish("accuracy 0.9 reached")
     assert not await hand.ledger.finish("again")
@@ -135,7 +135,7 @@ async def test_finishing_a_run_from_outside_is_done_once(hand: Hand) -> None:
     assert await hand.ledger.run() == run
 
 
-async def test_models_that_outlived_their_use_go_with_the_commit(
+async def test_outdated_models_are_deleted_with_the_commit(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
@@ -153,7 +153,7 @@ async def test_models_are_retired_out_of_turn(hand: Hand, client: Client, keys: 
     assert not await exists(client, keys.model("0.1"))
 
 
-async def test_a_commit_of_very_many_updates_is_whole(hand: Hand) -> None:
+async def test_commit_of_very_many_updates_is_complete(hand: Hand) -> None:
     await hand.create()
     ids = [f"{n}-1" for n in range(1, 10_001)]  # more than Lua's stack holds
     assert await hand.commit(1, entries=ids) == "done"

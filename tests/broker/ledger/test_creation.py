@@ -18,7 +18,7 @@ from tests.broker.ledger.steps import expires
 from tests.support import Hand, layout_of, snapshot
 
 
-async def test_before_it_is_created_there_is_no_run(hand: Hand, keys: Keys) -> None:
+async def test_no_run_before_it_is_created(hand: Hand, keys: Keys) -> None:
     for ask in (hand.ledger.look, hand.ledger.run):
         with pytest.raises(NoRun, match=keys.name):
             await ask()
@@ -41,7 +41,7 @@ async def test_a_created_run_reads_back_as_it_was_made(hand: Hand, client: Clien
     assert not await expires(client, hand.keys.model("0.1"))
 
 
-async def test_an_emptied_redis_gets_the_counts_and_what_was_open_is_given_up(
+async def test_emptied_redis_gets_the_counts_and_open_tasks_are_given_up(
     hand: Hand, client: Client
 ) -> None:
     await hand.create()
@@ -65,7 +65,7 @@ async def test_an_emptied_redis_gets_the_counts_and_what_was_open_is_given_up(
     await hand.balanced()
 
 
-async def test_a_redis_that_is_older_than_the_journal_gets_what_it_lacks(
+async def test_redis_behind_the_journal_is_brought_up_to_date(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     """As after the fail-over to a replica that lagged."""
@@ -110,7 +110,7 @@ async def test_a_redis_that_is_older_than_the_journal_gets_what_it_lacks(
     assert (await hand.ledger.look()).counts == view.counts
 
 
-async def test_a_redis_that_is_newer_than_the_journals_counts_keeps_its_own(hand: Hand) -> None:
+async def test_redis_ahead_of_the_journal_keeps_its_counts(hand: Hand) -> None:
     """The updater died between record and commit: nothing is lost."""
     await hand.create()
     upload = await hand.admitted()
@@ -128,7 +128,7 @@ async def test_a_redis_that_is_newer_than_the_journals_counts_keeps_its_own(hand
     await hand.balanced()
 
 
-async def test_what_the_journal_lost_and_redis_counts_is_not_lost_with_redis(hand: Hand) -> None:
+async def test_ends_lost_by_the_journal_survive_in_redis(hand: Hand) -> None:
     """The model is published again before the queue has made the journal's end again."""
     await hand.create()
     uploads = [await hand.admitted(), await hand.admitted()]
@@ -148,7 +148,7 @@ async def test_what_the_journal_lost_and_redis_counts_is_not_lost_with_redis(han
     await hand.balanced()
 
 
-async def test_an_end_that_redis_lost_is_told_and_counted_with_its_reason(hand: Hand) -> None:
+async def test_end_lost_by_redis_is_reported_with_its_reason(hand: Hand) -> None:
     await hand.create()
     upload = await hand.admitted()
     refused = End(upload.task, upload.attempt, "refused", "norm", upload.device)
@@ -162,7 +162,7 @@ async def test_an_end_that_redis_lost_is_told_and_counted_with_its_reason(hand: 
     assert (event.task, event.outcome, event.reason) == (upload.task, "refused", "norm")
 
 
-async def test_a_run_is_not_created_on_a_model_that_is_not_there(hand: Hand) -> None:
+async def test_run_is_not_created_without_its_model(hand: Hand) -> None:
     assert await hand.updater.acquire()
     version = await hand.publish(0, write=False)
     reply = await hand.ledger.create(hand.updater.token, hand.run(), version)
@@ -171,7 +171,7 @@ async def test_a_run_is_not_created_on_a_model_that_is_not_there(hand: Hand) -> 
         await hand.ledger.run()
 
 
-async def test_only_the_holder_creates_or_commits_or_retires(
+async def test_only_the_leader_creates_commits_and_retires(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
@@ -191,7 +191,7 @@ async def test_only_the_holder_creates_or_commits_or_retires(
     assert await snapshot(client, keys) == before
 
 
-async def test_a_token_that_redis_lost_is_lost_and_not_fenced(hand: Hand, client: Client) -> None:
+async def test_token_lost_by_redis_does_not_fence(hand: Hand, client: Client) -> None:
     await hand.create()
     await client.call("FLUSHALL")
     version = await hand.publish(1)
@@ -203,7 +203,7 @@ async def test_a_token_that_redis_lost_is_lost_and_not_fenced(hand: Hand, client
     assert (await hand.ledger.commit(token, commit)).what == "lost"
 
 
-async def test_a_process_that_takes_its_own_lease_again_is_not_fenced_by_itself(
+async def test_retaking_its_own_lease_does_not_fence(
     hand: Hand,
 ) -> None:
     """Its loops may still show the token that it had a moment ago."""
@@ -218,9 +218,7 @@ async def test_a_process_that_takes_its_own_lease_again_is_not_fenced_by_itself(
     assert await hand.ledger.trigger(before, 9, 0, [hand.trigger()]) == 0
 
 
-async def test_a_run_that_redis_lost_is_published_again_where_it_was(
-    hand: Hand, client: Client
-) -> None:
+async def test_run_lost_by_redis_is_republished(hand: Hand, client: Client) -> None:
     await hand.create()
     await client.call("FLUSHALL")
     assert await hand.updater.acquire(at_least=hand.updater.number)

@@ -21,7 +21,7 @@ async def test_a_trigger_becomes_a_task_of_the_pool(hand: Hand) -> None:
     assert (await hand.ledger.look()).triggers == 0
 
 
-async def test_a_device_that_is_owned_is_served_by_its_owner(hand: Hand, client: Client) -> None:
+async def test_owned_device_is_served_by_its_owner(hand: Hand, client: Client) -> None:
     await hand.create()
     await hand.announce("owner", 3)
     await hand.open(device=3)
@@ -44,7 +44,7 @@ async def test_dispatching_an_entry_twice_makes_one_task(hand: Hand) -> None:
     assert len(await hand.take()) == 1
 
 
-async def test_a_trigger_whose_task_has_ended_makes_none(hand: Hand) -> None:
+async def test_trigger_of_an_ended_task_makes_none(hand: Hand) -> None:
     await hand.create()
     [trigger] = await hand.open()
     assert await hand.admit(give_up(trigger)) == [("given_up", "dropped out")]
@@ -81,23 +81,21 @@ async def test_a_device_triggers_itself_within_its_rate(hand: Hand, client: Clie
     assert len(await hand.take()) == 2
 
 
-async def test_a_sites_rate_begins_anew_every_second(
-    hand: Hand, client: Client, keys: Keys
-) -> None:
+async def test_sites_rate_is_per_second(hand: Hand, client: Client, keys: Keys) -> None:
     await hand.create()
     await client.call("HSET", keys.rates, "", "1234", "trigger pool", 99, "trigger other", 1)
     assert await hand.take_up(hand.trigger(origin="ann"), rate=1) == ["sent"]
     assert set(await client.call("HKEYS", keys.rates)) == {b"", b"trigger pool"}
 
 
-async def test_devices_trigger_themselves_only_up_to_the_limit(hand: Hand) -> None:
+async def test_self_triggered_tasks_are_limited(hand: Hand) -> None:
     await hand.create()
     await hand.open(2)
     own = [hand.trigger(origin="ann") for _ in range(2)]
     assert await hand.take_up(*own, limit=3) == ["sent", "limited"]
 
 
-async def test_devices_trigger_nothing_where_the_scheduler_decides(hand: Hand) -> None:
+async def test_devices_cannot_trigger_under_a_scheduler_policy(hand: Hand) -> None:
     await hand.create()
     assert await hand.take_up(hand.trigger(origin="ann"), anarchic=False) == ["unasked"]
     view = await hand.ledger.look()
@@ -120,7 +118,7 @@ async def test_a_site_triggers_only_its_own_devices(hand: Hand, client: Client) 
     assert view.issued == 2
 
 
-async def test_a_device_that_is_busy_triggers_nothing_more(hand: Hand) -> None:
+async def test_busy_device_cannot_trigger(hand: Hand) -> None:
     """Two tasks of a device would start from the same control variate, and count it twice."""
     await hand.create()
     first = hand.trigger(origin="ann", device=3)
@@ -132,7 +130,7 @@ async def test_a_device_that_is_busy_triggers_nothing_more(hand: Hand) -> None:
     await hand.balanced()
 
 
-async def test_a_devices_trigger_that_was_said_twice_is_one_task_even_after_its_end(
+async def test_duplicate_trigger_makes_one_task_even_after_its_end(
     hand: Hand,
 ) -> None:
     await hand.create()
@@ -143,7 +141,7 @@ async def test_a_devices_trigger_that_was_said_twice_is_one_task_even_after_its_
     await hand.balanced()
 
 
-async def test_a_device_triggers_nothing_after_the_run(hand: Hand) -> None:
+async def test_device_cannot_trigger_after_the_run(hand: Hand) -> None:
     await hand.create()
     await hand.ledger.finish("enough")
     assert await hand.take_up(hand.trigger(origin="ann")) == ["finished"]

@@ -12,7 +12,7 @@ from tests.support import Hand
 # rounds
 
 
-async def test_the_end_of_a_round_gives_up_what_was_not_answered_and_comes_last_in_the_queue(
+async def test_round_end_gives_up_unanswered_tasks_and_is_queued_last(
     hand: Hand,
 ) -> None:
     await hand.create()
@@ -31,7 +31,7 @@ async def test_the_end_of_a_round_gives_up_what_was_not_answered_and_comes_last_
     await hand.balanced()
 
 
-async def test_a_round_is_closed_once_for_each_entry(hand: Hand) -> None:
+async def test_round_is_closed_once_per_entry(hand: Hand) -> None:
     await hand.create()
     closing = CloseRound(version=0, tasks=("gone",), why="time is up")
     await hand.ledger.ask(closing)
@@ -45,7 +45,7 @@ async def test_a_round_is_closed_once_for_each_entry(hand: Hand) -> None:
 # tasks that take too long
 
 
-async def test_a_task_that_is_withdrawn_is_given_up_and_its_trainer_loses_its_lease(
+async def test_withdrawn_task_is_given_up_and_loses_its_lease(
     hand: Hand,
 ) -> None:
     await hand.create()

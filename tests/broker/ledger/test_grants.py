@@ -89,7 +89,7 @@ def commands_of(some: tuple[type, ...]) -> set[str]:
 
 
 @pytest.mark.parametrize("role", [role for role in ROLES if role != "trainer"])
-def test_a_roles_scripts_are_those_that_its_rights_name(role: str) -> None:
+def test_roles_scripts_match_its_rights(role: str) -> None:
     used = scripts_of(CLASSES[role]) | {script.name for script in BESIDES.get(role, ())}
     assert sorted(script.name for script in RIGHTS[role].scripts) == sorted(used)
 
@@ -116,7 +116,7 @@ def sent_by(script: Script) -> set[str]:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_a_ledger_has_nothing_of_another_roles(role: str) -> None:
+def test_ledger_offers_only_its_roles_commands(role: str) -> None:
     """Only what several roles may do is in a class that they share."""
     own = {name for name in vars(CLASSES[role][0]) if not name.startswith("_")}
     for other, (ledger, *_) in CLASSES.items():

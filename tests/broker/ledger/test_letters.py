@@ -13,7 +13,7 @@ from tests.broker.ledger.steps import give_up
 from tests.support import Hand
 
 
-async def test_a_poisonous_task_is_buried_and_ends(hand: Hand, client: Client) -> None:
+async def test_poison_task_becomes_a_dead_letter_and_ends(hand: Hand, client: Client) -> None:
     await hand.create()
     [trigger] = await hand.open()
     await hand.dispatch()
@@ -36,7 +36,7 @@ async def test_a_poisonous_task_is_buried_and_ends(hand: Hand, client: Client) -
     await hand.balanced()
 
 
-async def test_of_two_letters_about_a_task_one_is_retried_and_the_other_says_as_what(
+async def test_second_letter_about_a_task_names_the_retry(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
@@ -56,7 +56,7 @@ async def test_of_two_letters_about_a_task_one_is_retried_and_the_other_says_as_
     assert (await hand.ledger.look()).issued == 2
 
 
-async def test_burying_a_second_answer_does_not_end_a_task_whose_first_was_admitted(
+async def test_burying_a_second_answer_does_not_end_an_admitted_task(
     hand: Hand,
 ) -> None:
     await hand.create()
@@ -71,7 +71,7 @@ async def test_burying_a_second_answer_does_not_end_a_task_whose_first_was_admit
     await hand.balanced()
 
 
-async def test_an_entry_of_a_stream_without_a_group_is_buried(hand: Hand, client: Client) -> None:
+async def test_entry_of_a_stream_without_a_group_is_buried(hand: Hand, client: Client) -> None:
     await hand.create()
     id_ = (await client.call("XADD", hand.keys.queue, "*", "m", b"junk")).decode()
     entry = Entry(id_, b"junk")
@@ -80,7 +80,7 @@ async def test_an_entry_of_a_stream_without_a_group_is_buried(hand: Hand, client
     assert (await hand.ledger.look()).dead == 1
 
 
-async def test_a_task_that_a_trainer_cannot_read_goes_by_way_of_the_coordinator(
+async def test_task_unreadable_to_a_trainer_is_buried_by_the_coordinator(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
@@ -103,7 +103,7 @@ async def test_a_task_that_a_trainer_cannot_read_goes_by_way_of_the_coordinator(
     assert await client.call("XLEN", keys.inbox("pool")) == 0
 
 
-async def test_dead_letters_are_capped_and_the_losses_counted(
+async def test_dead_letters_are_capped_and_deletions_counted(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
@@ -133,9 +133,7 @@ async def letters(hand: Hand) -> list[tuple[str, str]]:
     return [(dead.stream, dead.reason) for dead in found]
 
 
-async def test_a_sites_letters_push_out_none_but_its_own(
-    hand: Hand, client: Client, keys: Keys
-) -> None:
+async def test_sites_letters_displace_only_its_own(hand: Hand, client: Client, keys: Keys) -> None:
     await hand.create()
     for site in ("pool", "south", "north-2"):  # names that begin alike are no matter
         await junk(hand, site, "first")
@@ -152,7 +150,7 @@ async def test_a_sites_letters_push_out_none_but_its_own(
     assert (await hand.ledger.look()).counts["dead_letters_lost"] == 3
 
 
-async def test_of_a_site_that_says_junk_without_end_not_all_is_kept(
+async def test_endless_junk_of_a_site_is_only_partly_kept(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     """What ends a task is: there are no more of those than tasks."""
@@ -181,9 +179,7 @@ async def test_of_a_site_that_says_junk_without_end_not_all_is_kept(
     assert (await hand.ledger.look()).outcomes["dead"] == 1
 
 
-async def test_a_sites_letters_take_so_much_memory_and_no_more(
-    hand: Hand, client: Client, keys: Keys
-) -> None:
+async def test_sites_letters_use_bounded_memory(hand: Hand, client: Client, keys: Keys) -> None:
     await hand.create()
     inbox = keys.inbox("north")
     for _ in range(110):
@@ -194,7 +190,7 @@ async def test_a_sites_letters_take_so_much_memory_and_no_more(
     assert await client.call("MEMORY", "USAGE", keys.dead, "SAMPLES", 0) < 100 * (84 << 10)
 
 
-async def test_letters_go_when_they_are_old(hand: Hand, client: Client, keys: Keys) -> None:
+async def test_old_letters_are_deleted(hand: Hand, client: Client, keys: Keys) -> None:
     await hand.create()
     now = int((await client.call("TIME"))[0])
     for days in (31, 29):
@@ -205,7 +201,7 @@ async def test_letters_go_when_they_are_old(hand: Hand, client: Client, keys: Ke
     assert (await hand.ledger.look()).counts["dead_letters_lost"] == 1
 
 
-async def test_of_a_reason_of_any_length_only_its_beginning_is_told(hand: Hand) -> None:
+async def test_long_reasons_are_truncated(hand: Hand) -> None:
     await hand.create()
     [_] = await hand.open()
     await hand.dispatch()

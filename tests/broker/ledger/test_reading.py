@@ -11,7 +11,7 @@ from fedstream.broker.records import Run
 from tests.support import Hand
 
 
-async def test_what_a_view_contains_is_no_news(hand: Hand) -> None:
+async def test_what_a_view_contains_is_not_reported_as_news(hand: Hand) -> None:
     await hand.create()
     upload = await hand.admitted()
     before = await hand.ledger.look()
@@ -23,7 +23,7 @@ async def test_what_a_view_contains_is_no_news(hand: Hand) -> None:
     assert then.now - after.now >= 0.05
 
 
-async def test_inboxes_are_counted_only_for_whoever_asks(hand: Hand, client: Client) -> None:
+async def test_inboxes_are_counted_only_on_request(hand: Hand, client: Client) -> None:
     """There may be thousands, one for each site, and the scheduler looks for every version."""
     await hand.create()
     await hand.ledger.prepare(["north", "south"])
@@ -59,15 +59,13 @@ async def test_opening_waiting_and_looking_are_one_exchange(hand: Hand, client: 
 # scripts
 
 
-async def test_a_script_that_fails_says_so(hand: Hand, client: Client, keys: Keys) -> None:
+async def test_failing_script_raises(hand: Hand, client: Client, keys: Keys) -> None:
     await client.call("SET", keys.run, "no hash")
     with pytest.raises(BrokerError, match="WRONGTYPE"):
         await hand.ledger.look()
 
 
-async def test_a_redis_that_forgot_the_scripts_is_told_them_again(
-    hand: Hand, client: Client
-) -> None:
+async def test_scripts_lost_by_redis_are_loaded_again(hand: Hand, client: Client) -> None:
     await hand.create()
     await client.call("SCRIPT", "FLUSH")
     await hand.admitted()

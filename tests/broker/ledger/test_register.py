@@ -19,7 +19,7 @@ from tests.support import Hand
 # trainers
 
 
-async def test_a_trainer_joins_once_and_says_what_it_likes(hand: Hand) -> None:
+async def test_trainer_joins_once_and_may_update_its_announcement(hand: Hand) -> None:
     await hand.create()
     assert await hand.announce("ann") == ["heard"]
     assert await hand.announce("ann", 7) == ["heard"]
@@ -41,7 +41,7 @@ async def test_a_trainer_leaves_once(hand: Hand) -> None:
     assert [e.text for e in await hand.events("trainer")][-1] == "ann left"
 
 
-async def test_a_trainer_that_said_goodbye_is_struck_off_unless_it_is_back(hand: Hand) -> None:
+async def test_departed_trainer_is_removed_unless_it_is_back(hand: Hand) -> None:
     await hand.create()
     await hand.goodbye("nobody")  # who never joined
     await hand.announce("ann")
@@ -57,7 +57,7 @@ async def test_a_trainer_that_said_goodbye_is_struck_off_unless_it_is_back(hand:
     assert [e.text for e in await hand.events("trainer")] == ["ann joined", "ann left"]
 
 
-async def test_a_trainer_is_silent_only_after_a_while(
+async def test_trainer_is_silent_only_after_the_limit(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
@@ -73,7 +73,7 @@ async def test_a_trainer_is_silent_only_after_a_while(
     assert [e.text for e in await hand.events("trainer")][-1] == "ann was not heard from for 30 s"
 
 
-async def test_what_waits_for_an_owner_that_left_is_given_up(hand: Hand, client: Client) -> None:
+async def test_tasks_waiting_for_a_departed_owner_are_given_up(hand: Hand, client: Client) -> None:
     await hand.create()
     await hand.announce("owner", 3, 4)
     await hand.open(device=3)
@@ -91,9 +91,7 @@ async def test_what_waits_for_an_owner_that_left_is_given_up(hand: Hand, client:
 
 
 @pytest.mark.parametrize("owned", [True, False], ids=["of an owner", "in the pool"])
-async def test_what_was_admitted_is_given_up_by_nobody_though_its_entry_is_still_there(
-    hand: Hand, owned: bool
-) -> None:
+async def test_admitted_task_is_not_given_up(hand: Hand, owned: bool) -> None:
     """A trainer may append to its inbox, and leave the task as if it had not answered."""
     await hand.create()
     if owned:
@@ -147,7 +145,7 @@ async def test_junk_on_the_register_hides_nobody_else(
 # owners
 
 
-async def test_a_trainer_owns_what_it_announced_last(hand: Hand) -> None:
+async def test_trainer_owns_what_it_last_announced(hand: Hand) -> None:
     await hand.create()
     await hand.announce("ann", 1, 2, 3)
     await hand.announce("ann", 3, 4)
@@ -156,7 +154,7 @@ async def test_a_trainer_owns_what_it_announced_last(hand: Hand) -> None:
     assert await hand.ledger.owners() == {}
 
 
-async def test_a_device_stays_with_its_first_owner_while_that_lives(hand: Hand) -> None:
+async def test_device_stays_with_its_first_live_owner(hand: Hand) -> None:
     await hand.create()
     await hand.announce("ann", 1, 2)
     for _ in range(3):
@@ -171,7 +169,7 @@ async def test_a_device_stays_with_its_first_owner_while_that_lives(hand: Hand) 
     assert await hand.ledger.owners() == {2: "bob", 3: "bob"}
 
 
-async def test_who_gives_up_on_a_device_takes_it_from_nobody(
+async def test_disowning_a_device_takes_it_from_nobody_else(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     """Nor is what it owns, and goes on to own, new to it."""
@@ -184,7 +182,7 @@ async def test_who_gives_up_on_a_device_takes_it_from_nobody(
     assert await client.call("XLEN", keys.tasks) == 1
 
 
-async def test_a_device_of_a_trainer_that_is_not_alive_goes_to_the_next_that_owns_it(
+async def test_device_of_a_dead_trainer_passes_to_the_next_owner(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
@@ -194,7 +192,7 @@ async def test_a_device_of_a_trainer_that_is_not_alive_goes_to_the_next_that_own
     assert await hand.ledger.owners() == {1: "ann", 2: "bob"}
 
 
-async def test_who_owns_a_device_is_not_refused_it_though_the_register_forgot_who_it_is(
+async def test_owner_missing_from_the_register_keeps_its_device(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
@@ -205,7 +203,7 @@ async def test_who_owns_a_device_is_not_refused_it_though_the_register_forgot_wh
     assert [event.text for event in await hand.events("trainer")] == ["ann joined"]
 
 
-async def test_devices_that_the_run_does_not_have_cannot_be_owned(hand: Hand) -> None:
+async def test_unknown_devices_cannot_be_owned(hand: Hand) -> None:
     await hand.announce("ann", 9, 10)  # before the run: nobody knows
     await hand.create(devices=10)
     for _ in range(2):
@@ -216,7 +214,7 @@ async def test_devices_that_the_run_does_not_have_cannot_be_owned(hand: Hand) ->
     assert event.text == "bob does not get device 11: the run has 10 devices"
 
 
-async def test_an_owner_of_one_device_more_takes_up_its_earlier_tasks(
+async def test_new_owner_takes_over_a_devices_waiting_tasks(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
@@ -230,7 +228,7 @@ async def test_an_owner_of_one_device_more_takes_up_its_earlier_tasks(
     assert Assignment.decode(fields[1]).task == task.task
 
 
-async def test_what_the_pool_holds_is_settled_where_only_owners_are_alive(
+async def test_pools_tasks_are_settled_if_only_owners_are_alive(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
@@ -261,7 +259,7 @@ async def test_what_the_pool_holds_is_settled_where_only_owners_are_alive(
     await hand.balanced()
 
 
-async def test_the_pool_serves_what_nobody_owns_while_a_trainer_of_it_is_there(
+async def test_pool_serves_unowned_devices_while_it_has_a_trainer(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create(devices=4)
@@ -289,7 +287,7 @@ async def test_the_pool_serves_what_nobody_owns_while_a_trainer_of_it_is_there(
     assert await served() == (1, 2)
 
 
-async def test_what_is_no_task_stops_nobody_who_looks_for_one(
+async def test_junk_in_a_task_stream_stops_no_trainer(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     """Trainers may write these streams and the register, and not all that is there is ours."""

@@ -11,7 +11,7 @@ from fedstream.broker.lease import Lease
 from tests.support import Hand
 
 
-async def test_tasks_are_opened_up_to_the_limit(hand: Hand) -> None:
+async def test_tasks_are_opened_only_up_to_the_limit(hand: Hand) -> None:
     await hand.create()
     triggers = [hand.trigger() for _ in range(5)]
     assert await hand.ledger.trigger(hand.scheduler.token, 3, 0, triggers) == 3
@@ -30,9 +30,7 @@ async def test_a_repeated_trigger_after_a_lost_reply_opens_nothing(hand: Hand) -
     assert (await hand.ledger.look()).triggers == 2
 
 
-async def test_a_scheduler_that_was_replaced_triggers_nothing(
-    hand: Hand, client: Client, keys: Keys
-) -> None:
+async def test_replaced_scheduler_triggers_nothing(hand: Hand, client: Client, keys: Keys) -> None:
     await hand.create()
     other = Lease(client, keys, "scheduler", "s", seconds=60)
     assert await other.acquire()
@@ -41,7 +39,7 @@ async def test_a_scheduler_that_was_replaced_triggers_nothing(
     assert (await hand.ledger.look()).issued == 0
 
 
-async def test_nothing_is_triggered_before_a_run_or_after_it(hand: Hand) -> None:
+async def test_nothing_is_triggered_before_or_after_a_run(hand: Hand) -> None:
     assert await hand.scheduler.acquire()
     assert await hand.ledger.trigger(hand.scheduler.token, 9, 0, [hand.trigger()]) == 0
     await hand.create()

@@ -10,7 +10,7 @@ from fedstream.broker.layout import Model
 from tests.support import Hand, model_of
 
 
-async def test_an_answer_is_said_once_and_ends_the_lease(hand: Hand) -> None:
+async def test_answer_is_sent_once_and_ends_the_lease(hand: Hand) -> None:
     await hand.create()
     await hand.open()
     await hand.dispatch()
@@ -24,7 +24,7 @@ async def test_an_answer_is_said_once_and_ends_the_lease(hand: Hand) -> None:
     assert not await hand.tasks.renew(entry)
 
 
-async def test_an_answer_waits_until_its_update_is_there_and_renews_its_expiry(
+async def test_answer_waits_for_its_update_and_renews_its_expiry(
     hand: Hand, client: Client
 ) -> None:
     await hand.create()
