@@ -51,16 +51,16 @@ CASES = (
     Case("older-version", Publish("version 4"), head=head_of(4)),
     Case("newer-version", Remake(head_of(7)), head=head_of(7)),
     Case(
-        "another-lineage", Refuse("a run of another lineage than the journal"),
+        "another-lineage", Refuse("a run of a different lineage"),
         run=run_of(lineage="theirs"),
     ),
     Case(
         "another-lineage-counts-before-its-version",
-        Refuse("a run of another lineage than the journal"),
+        Refuse("a run of a different lineage"),
         run=run_of(lineage="theirs"), head=head_of(4),
     ),
     Case(
-        "another-digest", Refuse("another version 5 than the journal"), head=head_of(5, "other")
+        "another-digest", Refuse("a different version 5 from the journal"), head=head_of(5, "other")
     ),
     # Ends that made no version: only their number shows that Redis fell back.
     Case(
@@ -79,13 +79,13 @@ CASES = (
     Case("ended-with-a-pending-change", Finish(OVER), run=OVER, pending=(refused("a", 5),)),
     Case("ended-while-the-journal-lost-its-end", Finish(OVER), run=OVER, head=head_of(7)),
     Case("ended-but-fallen-back", Publish("version 4"), run=OVER, head=head_of(4)),
-    Case("end-forgotten", Publish("a run that goes on"), state=FINISHED),
+    Case("end-forgotten", Publish("a run that is not finished"), state=FINISHED),
     Case(
         "end-pending", Confirm(head_of()), state=FINISHED, pending=(refused("a", 5),)
     ),
     # Our newest version was published again and the reply lost, with older ones pending.
     Case(
-        "before-its-turn", Publish("version 5 before its turn"),
+        "before-its-turn", Publish("version 5, which is not due yet"),
         pending=(applied("a", 4), applied("b", 5)),
     ),
     Case("in-turn", Confirm(head_of()), pending=(applied("b", 5),)),
