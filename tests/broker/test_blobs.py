@@ -41,7 +41,7 @@ def random_model(floats: int, integers: int = 0) -> Model:
         2 * blobs.WINDOW * MIB + 5,
     ],
 )
-async def test_a_model_of_any_size_comes_back(client: Client, keys: Keys, floats: int) -> None:
+async def test_model_of_any_size_round_trips(client: Client, keys: Keys, floats: int) -> None:
     model = random_model(floats, integers=1)
     key = keys.model("1.1")
     await blobs.write(client, key, model, expire_s=60)
@@ -53,7 +53,7 @@ async def test_a_model_of_any_size_comes_back(client: Client, keys: Keys, floats
     assert await client.call("HLEN", key) == 1 + chunks
 
 
-async def test_a_model_without_bytes_is_there_or_not(client: Client, keys: Keys) -> None:
+async def test_empty_model_exists_or_not(client: Client, keys: Keys) -> None:
     nothing = Model(layout_of(0))
     with pytest.raises(BlobMissing):
         await blobs.read(client, keys.model("1.1"), nothing, digest=nothing.digest(), chunks=None)
@@ -61,16 +61,14 @@ async def test_a_model_without_bytes_is_there_or_not(client: Client, keys: Keys)
     await blobs.read(client, keys.model("1.1"), nothing, digest=nothing.digest(), chunks=None)
 
 
-async def test_no_chunk_is_larger_than_a_mebibyte(client: Client, keys: Keys) -> None:
+async def test_no_chunk_exceeds_one_mebibyte(client: Client, keys: Keys) -> None:
     model = random_model(2 * MIB + 3)
     await blobs.write(client, keys.model("1.1"), model, expire_s=60)
     sizes = [await client.call("HSTRLEN", keys.model("1.1"), n) for n in range(4)]
     assert sizes == [blobs.CHUNK, blobs.CHUNK, 12, 0]
 
 
-async def test_a_small_one_rides_with_the_next_command_a_large_one_is_written(
-    client: Client, keys: Keys
-) -> None:
+async def test_small_model_is_sent_with_the_next_command(client: Client, keys: Keys) -> None:
     for number, floats in enumerate((0, 3, MIB // 4, MIB // 4 + 1)):
         model, key = random_model(floats), keys.update(f"a.{number}")
         ahead = await blobs.prepare(client, key, model, expire_s=60)
@@ -81,14 +79,14 @@ async def test_a_small_one_rides_with_the_next_command_a_large_one_is_written(
         assert 0 < await client.call("PTTL", key) <= 60_000
 
 
-async def test_the_expiry_is_there_before_the_first_chunk(client: Client, keys: Keys) -> None:
+async def test_expiry_is_set_before_the_first_chunk(client: Client, keys: Keys) -> None:
     async with full(client):
         with pytest.raises(OutOfMemory):
             await blobs.write(client, keys.model("1.1"), random_model(3), expire_s=60)
     assert await client.call("EXISTS", keys.model("1.1")) == 0
 
 
-async def test_the_expiry_begins_anew_with_every_few_chunks(
+async def test_expiry_is_renewed_every_few_chunks(
     client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However long a model takes, it does not expire while it is being written."""
@@ -108,7 +106,7 @@ async def test_the_expiry_begins_anew_with_every_few_chunks(
     assert min(left_ms) > 300_000
 
 
-async def test_a_blob_that_is_not_there_is_missing_and_named(client: Client, keys: Keys) -> None:
+async def test_missing_blob_is_named(client: Client, keys: Keys) -> None:
     with pytest.raises(BlobMissing, match=r"model:1\.1 does not exist") as raised:
         await blobs.read(client, keys.model("1.1"), random_model(3), digest="", chunks=None)
     assert raised.value.name == keys.model("1.1")
@@ -124,7 +122,7 @@ async def test_a_blob_that_is_not_there_is_missing_and_named(client: Client, key
         (("HSET", "size", "many"), "has many bytes"),
     ],
 )
-async def test_damage_is_seen(
+async def test_damage_is_detected(
     client: Client, keys: Keys, damage: tuple[str, str, str | bytes], says: str
 ) -> None:
     model = random_model(2 * MIB + 1)
@@ -137,9 +135,7 @@ async def test_damage_is_seen(
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 2])
-async def test_a_chunk_that_was_never_written_is_a_missing_blob(
-    client: Client, keys: Keys, chunk: int
-) -> None:
+async def test_unwritten_chunk_is_a_missing_blob(client: Client, keys: Keys, chunk: int) -> None:
     model = random_model(2 * MIB + 1)
     await blobs.write(client, keys.model("1.1"), model, expire_s=60)
     await client.call("HDEL", keys.model("1.1"), chunk)
@@ -149,23 +145,21 @@ async def test_a_chunk_that_was_never_written_is_a_missing_blob(
         )
 
 
-async def test_what_is_no_hash_is_a_damaged_blob(client: Client, keys: Keys) -> None:
+async def test_key_of_another_type_is_a_damaged_blob(client: Client, keys: Keys) -> None:
     """Whoever may write updates can put anything in the place of one that was admitted."""
     await client.call("SET", keys.update("a.1"), "x", "PX", 60_000)
     with pytest.raises(BlobDamaged, match=r"update:a\.1 is not a blob"):
         await blobs.read(client, keys.update("a.1"), random_model(3), digest="", chunks=None)
 
 
-async def test_another_models_digest_is_refused(client: Client, keys: Keys) -> None:
+async def test_wrong_digest_is_refused(client: Client, keys: Keys) -> None:
     model = random_model(5)
     await blobs.write(client, keys.model("1.1"), model, expire_s=60)
     with pytest.raises(BlobDamaged, match="expected 0000"):
         await blobs.read(client, keys.model("1.1"), Model(model.layout), digest="0000", chunks=None)
 
 
-async def test_writing_again_after_a_lost_reply_is_the_same_blob(
-    client: Client, keys: Keys
-) -> None:
+async def test_rewriting_after_a_lost_reply_gives_the_same_blob(client: Client, keys: Keys) -> None:
     model = random_model(MIB + 1)
     for _ in range(2):
         await blobs.write(client, keys.model("1.1"), model, expire_s=60)

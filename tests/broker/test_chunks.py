@@ -36,7 +36,7 @@ async def admitted(hand: Hand, upload: Upload) -> tuple[str, str]:
 
 
 @pytest.mark.parametrize("chunk", [SHORTEST, 1 << 17, CHUNK - 1, CHUNK, CHUNK + 1, LONGEST])
-async def test_an_update_in_other_chunks_is_admitted_and_read(hand: Hand, chunk: int) -> None:
+async def test_update_with_other_chunk_sizes_is_admitted_and_read(hand: Hand, chunk: int) -> None:
     upload = await trained(hand, FOUR, chunk)
     assert await admitted(hand, upload) == ("admitted", "")
     [(_, queued)] = await hand.queue()
@@ -53,7 +53,7 @@ async def test_an_update_shorter_than_any_chunk_is_admitted(hand: Hand, size: in
 
 
 @pytest.mark.parametrize("chunk", [CHUNK - 1, CHUNK + 1, 1 << 17])
-async def test_a_release_that_does_not_say_how_many_writes_ours(hand: Hand, chunk: int) -> None:
+async def test_missing_chunk_count_means_our_chunk_size(hand: Hand, chunk: int) -> None:
     upload = await trained(hand, FOUR, chunk, chunks=None)
     assert await admitted(hand, upload) == ("refused", "size")
 
@@ -74,7 +74,7 @@ async def test_a_release_that_does_not_say_how_many_writes_ours(hand: Hand, chun
         (4, CHUNK, 2, "size"),
     ],
 )
-async def test_a_hostile_number_of_chunks_is_refused(
+async def test_hostile_chunk_count_is_refused(
     hand: Hand, size: int, chunk: int, said: int, reason: str
 ) -> None:
     upload = await trained(hand, size, chunk, chunks=said)
@@ -94,7 +94,7 @@ async def test_a_hostile_number_of_chunks_is_refused(
         ([("HDEL", "3")], "blob missing"),
     ],
 )
-async def test_other_chunks_must_add_up(
+async def test_chunks_must_add_up(
     hand: Hand, client: Client, commands: list[tuple[Any, ...]], reason: str
 ) -> None:
     upload = await trained(hand, FOUR, 1 << 20)
@@ -112,7 +112,7 @@ async def test_a_blob_cut_short_is_refused_though_its_number_is_right(
     assert await admitted(hand, upload) == ("refused", "size")
 
 
-async def test_redis_measures_no_more_chunks_than_the_size_allows(
+async def test_redis_measures_at_most_as_many_chunks_as_the_size_allows(
     hand: Hand, client: Client
 ) -> None:
     """However many a site claims and has written."""
@@ -128,7 +128,7 @@ async def test_redis_measures_no_more_chunks_than_the_size_allows(
 
 
 @pytest.mark.parametrize("chunk", [1 << 16, 1 << 21, LONGEST])
-async def test_a_model_in_other_chunks_is_kept_and_read(
+async def test_model_with_other_chunk_sizes_is_kept_and_read(
     client: Client, keys: Keys, chunk: int
 ) -> None:
     model, key = model_of(layout_of(FOUR // 4), 3.0), keys.model("1.1")
@@ -145,7 +145,7 @@ async def test_a_model_in_other_chunks_is_kept_and_read(
     await client.call("UNLINK", key)
 
 
-async def test_head_and_model_say_how_many_chunks_there_are(hand: Hand, client: Client) -> None:
+async def test_head_and_model_give_the_chunk_count(hand: Hand, client: Client) -> None:
     hand.layout = layout_of(FOUR // 4)
     await hand.create()
     version = (await hand.publish(1, write=False)).model_copy(update={"chunks": 2})
@@ -161,7 +161,7 @@ async def test_head_and_model_say_how_many_chunks_there_are(hand: Hand, client: 
     assert again.digest() == version.digest
 
 
-async def test_a_vector_in_other_chunks_is_recalled(hand: Hand, client: Client) -> None:
+async def test_vector_with_other_chunk_sizes_is_recalled(hand: Hand, client: Client) -> None:
     """The updater that handed it out was of another release."""
     await hand.create()
     vector = model_of(layout_of(FOUR // 4), 2.0)
@@ -173,9 +173,7 @@ async def test_a_vector_in_other_chunks_is_recalled(hand: Hand, client: Client) 
     assert again.digest() == vector.digest()
 
 
-async def test_a_vector_that_is_handed_out_says_its_number_of_chunks(
-    hand: Hand, client: Client
-) -> None:
+async def test_handed_out_vector_gives_its_chunk_count(hand: Hand, client: Client) -> None:
     await hand.create()
     vector = model_of(layout_of(FOUR // 4 + 1), 2.0)
     digest, size = vector.digest(), vector.layout.nbytes

@@ -36,9 +36,7 @@ async def test_arguments_of_any_size_arrive(client: Client, keys: Keys, size: in
     assert await client.call("HMGET", keys.run, "before", "it", "after") == [b"1", value, b"2"]
 
 
-async def test_a_pipeline_goes_through_to_its_end_and_raises_its_first_error(
-    client: Client, keys: Keys
-) -> None:
+async def test_pipeline_completes_and_raises_its_first_error(client: Client, keys: Keys) -> None:
     with pytest.raises(BrokerError, match="unknown command") as raised:
         await client.pipeline(
             [
@@ -53,9 +51,7 @@ async def test_a_pipeline_goes_through_to_its_end_and_raises_its_first_error(
     assert await client.call("MGET", keys.run, keys.head) == [b"1", b"2"]
 
 
-async def test_a_reply_that_is_larger_than_may_be_is_not_taken_in(
-    client: Client, keys: Keys
-) -> None:
+async def test_oversized_reply_is_not_read(client: Client, keys: Keys) -> None:
     """Redis has done all that it was told; the next exchange meets nothing of it."""
     await client.call("SETRANGE", keys.run, 8 << 20, "end")
     commands = [("SET", keys.head, "1"), ("GET", keys.run), ("INCR", keys.head)]
@@ -77,7 +73,7 @@ async def test_many_tasks_share_a_client(client: Client, keys: Keys) -> None:
     await asyncio.gather(*(own(n) for n in range(50)))
 
 
-async def test_a_connection_lost_mid_command_is_unavailable_and_the_command_was_sent_once(
+async def test_connection_lost_mid_command_does_not_resend_it(
     redis: RedisSettings, keys: Keys, client: Client
 ) -> None:
     async with Proxy(redis, keys) as proxy:
@@ -108,7 +104,7 @@ async def test_connections_cut_while_idle_cost_one_call_each(redis: RedisSetting
         await mine.close()
 
 
-async def test_a_cancelled_call_does_not_hand_its_reply_to_the_next(
+async def test_cancelled_calls_reply_is_not_given_to_the_next(
     redis: RedisSettings, keys: Keys, client: Client
 ) -> None:
     async with Proxy(redis, keys) as proxy:
@@ -128,7 +124,7 @@ async def test_a_cancelled_call_does_not_hand_its_reply_to_the_next(
         await mine.close()
 
 
-async def test_a_reply_that_does_not_come_in_time_is_unavailable(
+async def test_late_reply_is_unavailable(
     redis: RedisSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with Proxy(redis) as proxy:
@@ -144,7 +140,7 @@ async def test_a_reply_that_does_not_come_in_time_is_unavailable(
         await mine.close()
 
 
-async def test_what_was_given_up_is_not_sent_later(
+async def test_abandoned_command_is_not_sent_later(
     redis: RedisSettings, keys: Keys, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its buffer may be in use for something else by then."""
@@ -164,9 +160,7 @@ async def test_what_was_given_up_is_not_sent_later(
         await mine.close()
 
 
-async def test_a_command_may_block_longer_than_the_time_out(
-    redis: RedisSettings, keys: Keys
-) -> None:
+async def test_blocking_command_may_exceed_the_timeout(redis: RedisSettings, keys: Keys) -> None:
     mine = Client(redis)
     await mine.call("PING")
     mine.hurry(0.2)
@@ -175,7 +169,7 @@ async def test_a_command_may_block_longer_than_the_time_out(
     await mine.close()
 
 
-async def test_no_redis_is_unavailable_and_names_the_address() -> None:
+async def test_unreachable_redis_is_unavailable_and_names_the_address() -> None:
     mine = Client(RedisSettings(url="redis://user:secret@127.0.0.1:1/0"))
     with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1 does not answer") as raised:
         await mine.call("PING")
@@ -183,9 +177,7 @@ async def test_no_redis_is_unavailable_and_names_the_address() -> None:
     await mine.close()
 
 
-async def test_a_full_redis_is_out_of_memory_and_reading_goes_on(
-    client: Client, keys: Keys
-) -> None:
+async def test_full_redis_still_allows_reading(client: Client, keys: Keys) -> None:
     await client.call("SET", keys.run, "there")
     async with full(client):
         with pytest.raises(OutOfMemory, match="is full") as raised:
@@ -194,9 +186,7 @@ async def test_a_full_redis_is_out_of_memory_and_reading_goes_on(
         assert await client.call("GET", keys.run) == b"there"
 
 
-async def test_a_wrong_password_does_not_pass_by_itself(
-    redis: RedisSettings, client: Client
-) -> None:
+async def test_wrong_password_is_not_retriable(redis: RedisSettings, client: Client) -> None:
     await client.call("ACL", "SETUSER", "tess", "on", ">right", "+ping")
     host = redis.url.removeprefix("redis://")
     try:
@@ -214,7 +204,7 @@ async def test_a_wrong_password_does_not_pass_by_itself(
         await client.call("ACL", "DELUSER", "tess")
 
 
-async def test_a_script_that_redis_does_not_know_is_told_apart(client: Client) -> None:
+async def test_unknown_script_has_its_own_error(client: Client) -> None:
     with pytest.raises(NoScript):
         await client.call("EVALSHA", "0" * 40, 0)
 
@@ -244,7 +234,7 @@ def test_a_bad_url_is_a_configuration_error_that_names_the_key(url: str, said: s
     assert "'ge'" not in str(raised.value)
 
 
-async def test_what_a_url_says_of_decoding_does_not_count(redis: RedisSettings) -> None:
+async def test_decoding_options_in_the_url_are_ignored(redis: RedisSettings) -> None:
     client = Client(redis.model_copy(update={"url": redis.url + "?decode_responses=true"}))
     assert await client.call("ECHO", "x") == b"x"
     await client.close()
@@ -261,7 +251,9 @@ async def test_what_a_url_says_of_decoding_does_not_count(redis: RedisSettings) 
         ("ACL failure in script: No permissions to access a key script: on @user_script:1", False),
     ],
 )
-async def test_words_of_every_release_are_understood(words: str, is_passing: bool) -> None:
+async def test_error_texts_of_every_redis_release_are_understood(
+    words: str, is_passing: bool
+) -> None:
     """Redis 7 and later ones, and Valkey: of an error inside a script there are only words."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -336,7 +328,7 @@ class Node:
         writer.transport.abort()
 
 
-async def test_what_was_done_in_part_is_not_repeated_at_another_node() -> None:
+async def test_partly_executed_command_is_not_repeated_at_another_node() -> None:
     async with Node() as there, Node(get=b"-MOVED 1 127.0.0.1:%d\r\n" % there.port) as here:
         settings = RedisSettings(url=f"redis://127.0.0.1:{here.port}", cluster=True)
         mine = Client(settings)
@@ -352,7 +344,7 @@ async def test_what_was_done_in_part_is_not_repeated_at_another_node() -> None:
         await mine.close()
 
 
-async def test_a_connection_to_what_is_no_longer_the_node_is_not_kept(
+async def test_connection_to_a_former_master_is_not_kept(
     redis: RedisSettings,
 ) -> None:
     async with Proxy(redis) as proxy:

@@ -93,7 +93,7 @@ async def keys(client: Client) -> AsyncIterator[Keys]:
     await EveryRole(client, keys, "test").purge()
 
 
-async def test_what_has_no_key_goes_to_the_runs_node_too(
+async def test_keyless_commands_go_to_the_runs_node(
     settings: RedisSettings, nodes: list[int]
 ) -> None:
     places = set()
@@ -109,7 +109,7 @@ async def test_what_has_no_key_goes_to_the_runs_node_too(
     assert len(places) == 3
 
 
-async def test_who_was_told_nothing_finds_the_node_by_the_first_key(
+async def test_client_finds_the_node_by_the_first_key(
     settings: RedisSettings, client: Client, keys: Keys
 ) -> None:
     stranger = Client(settings)
@@ -120,9 +120,7 @@ async def test_who_was_told_nothing_finds_the_node_by_the_first_key(
     await stranger.close()
 
 
-async def test_a_client_that_was_not_told_of_the_cluster_says_what_to_do(
-    nodes: list[int], keys: Keys
-) -> None:
+async def test_client_without_cluster_setting_says_what_to_do(nodes: list[int], keys: Keys) -> None:
     other = next(port for port in nodes if port != Slot(nodes, keys).at)
     plain = Client(RedisSettings(url=f"redis://127.0.0.1:{other}"))
     with pytest.raises(BrokerError, match=r"node of a cluster: set redis\.cluster = true"):
@@ -130,14 +128,14 @@ async def test_a_client_that_was_not_told_of_the_cluster_says_what_to_do(
     await plain.close()
 
 
-async def test_no_cluster_is_no_cluster(any_redis: RedisSettings) -> None:
+async def test_cluster_setting_without_a_cluster_is_an_error(any_redis: RedisSettings) -> None:
     client = Client(RedisSettings(url=any_redis.url, cluster=True))
     with pytest.raises(BrokerError, match="cluster support disabled") as raised:
         await client.call("PING")
     assert not raised.value.retriable
 
 
-async def test_while_the_slot_moves_each_step_is_done_whole_or_not_at_all(
+async def test_steps_are_atomic_while_the_slot_moves(
     client: Client, keys: Keys, nodes: list[int]
 ) -> None:
     hand = Hand(client, keys, EveryRole(client, keys, "test"))
@@ -168,7 +166,7 @@ async def test_while_the_slot_moves_each_step_is_done_whole_or_not_at_all(
     await hand.balanced()
 
 
-async def test_an_owners_stream_that_is_moving_leaves_triggers_and_register_as_they_are(
+async def test_moving_owners_stream_leaves_triggers_and_register_unchanged(
     client: Client, keys: Keys, nodes: list[int]
 ) -> None:
     """Its name is put together inside the script, where Redis can't look at it before."""
@@ -193,7 +191,7 @@ async def test_an_owners_stream_that_is_moving_leaves_triggers_and_register_as_t
     assert await hand.ledger.leave(b"ann") == 0
 
 
-async def test_a_run_goes_on_when_its_slot_moves(
+async def test_run_continues_when_its_slot_moves(
     settings: RedisSettings, client: Client, keys: Keys, nodes: list[int], tmp_path: Path
 ) -> None:
     sets = ("run.versions=60", "devices.latency={kind='fixed', mean_s=0.02}")
@@ -210,9 +208,7 @@ async def test_a_run_goes_on_when_its_slot_moves(
         assert view.outcomes["refused"] == view.outcomes["dead"] == 0
 
 
-async def test_a_cluster_that_is_down_is_waited_for(
-    client: Client, keys: Keys, nodes: list[int]
-) -> None:
+async def test_cluster_outage_is_waited_out(client: Client, keys: Keys, nodes: list[int]) -> None:
     slot = Slot(nodes, keys)
     beside = next(
         number
@@ -245,7 +241,7 @@ async def test_a_cluster_that_is_down_is_waited_for(
 # what nodes say, without any
 
 
-async def test_every_node_that_was_named_is_asked_when_the_first_is_gone() -> None:
+async def test_all_configured_nodes_are_tried() -> None:
     asked = []
 
     async def ask(node: tuple[str, int], _question: tuple[str, ...]) -> object:
@@ -264,7 +260,7 @@ async def test_every_node_that_was_named_is_asked_when_the_first_is_gone() -> No
         await cluster.find(ask)
 
 
-async def test_nodes_that_swallow_questions_do_not_hide_the_one_that_knows() -> None:
+async def test_unresponsive_nodes_do_not_hide_the_one_that_knows() -> None:
     """An attempt has its time-out: the next one goes on behind those that took it."""
     asked = []
 
@@ -296,7 +292,7 @@ async def test_nodes_that_left_the_cluster_are_forgotten() -> None:
     assert cluster.nodes == [("a", 1), ("d", 2)]
 
 
-async def test_sentinels_that_all_refuse_are_no_outage() -> None:
+async def test_sentinels_that_all_refuse_are_not_an_outage() -> None:
     async def ask(node: tuple[str, int], _question: tuple[str, ...]) -> object:
         raise BrokerError(f"{node[0]} refuses")
 

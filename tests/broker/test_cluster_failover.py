@@ -66,7 +66,7 @@ async def client(shard: Shard) -> AsyncIterator[Client]:
 
 
 @pytest.mark.parametrize("lagging", [False, True])
-async def test_a_run_goes_on_when_the_master_of_its_slot_dies(
+async def test_run_continues_when_its_slots_master_dies(
     shard: Shard, client: Client, tmp_path: Path, lagging: bool
 ) -> None:
     """Where the replica lagged, the updater publishes its newest version and the counts again."""

@@ -11,7 +11,7 @@ from fedstream.broker.messages import GiveUp
 from tests.support import Hand, wait_until
 
 
-async def test_a_step_looks_at_some_keys_and_the_next_goes_on(
+async def test_scan_continues_where_it_stopped(
     client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(custody, "_STEP", 10)
@@ -25,7 +25,7 @@ async def test_a_step_looks_at_some_keys_and_the_next_goes_on(
     assert sorted(name for found in steps for name in found) == sorted(names)  # each once
 
 
-async def test_a_site_keeps_a_copy_while_it_serves_the_device_or_has_a_task_of_it(
+async def test_site_keeps_a_copy_while_it_serves_the_device(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
@@ -62,7 +62,7 @@ async def test_a_site_keeps_a_copy_while_it_serves_the_device_or_has_a_task_of_i
     assert await client.call("EXISTS", keys.device(3), keys.device(4)) == 2
 
 
-async def test_what_is_no_workspace_goes_and_the_others_are_counted(
+async def test_invalid_workspaces_are_deleted_and_the_rest_counted(
     client: Client, keys: Keys
 ) -> None:
     names = [keys.workspace("north", str(n)) for n in range(5)]
@@ -81,7 +81,7 @@ async def test_what_is_no_workspace_goes_and_the_others_are_counted(
     assert await client.call("EXISTS", *names) == 4
 
 
-async def test_a_name_of_any_length_stays_in_redis(client: Client, keys: Keys) -> None:
+async def test_long_key_names_are_not_fetched(client: Client, keys: Keys) -> None:
     """It is nobody's who reads what is under it, and goes."""
     long, short = (keys.update("north/" + "x" * length) for length in (4 << 20, 900))
     await client.pipeline([("HSET", name, "size", 1) for name in (long, short)])

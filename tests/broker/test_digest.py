@@ -13,7 +13,7 @@ def test_the_digest_is_sha_256() -> None:
     assert digest_of(b"abc") == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
 
 
-def test_models_and_layouts_are_named_by_it() -> None:
+def test_models_and_layouts_are_named_by_digest() -> None:
     layout = layout_of(4, 2, 1)
     model = model_of(layout, *range(6), integers=[7])
     assert model.digest() == hashlib.sha256(bytes(model.buffer)).hexdigest()

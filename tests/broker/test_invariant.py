@@ -226,7 +226,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("seed", range(4))
-async def test_every_task_has_exactly_one_end(
+async def test_every_task_ends_exactly_once(
     hand: Hand, client: Client, keys: Keys, seed: int
 ) -> None:
     await hand.create(versions=10**6, devices=10**6)

@@ -17,14 +17,14 @@ def all_keys(keys: Keys) -> list[str]:
     ]  # fmt: skip
 
 
-def test_all_keys_of_a_run_share_the_hash_tag_that_puts_them_into_one_slot() -> None:
+def test_all_keys_of_a_run_share_one_slot() -> None:
     keys = Keys("demo")
     # Redis's rule: what is between the first { and the first } after it.
     tags = {re.sub(r"[^{]*\{([^}]+)\}.*", r"\1", key) for key in all_keys(keys)}
     assert tags == {"demo"}
 
 
-def test_no_two_things_share_a_key() -> None:
+def test_keys_are_unique() -> None:
     keys = Keys("demo")
     assert len(set(all_keys(keys))) == len(all_keys(keys))
     assert all(key.startswith(keys.prefix) for key in all_keys(keys))

@@ -43,14 +43,14 @@ layouts = st.lists(
 
 
 @given(layouts)
-def test_a_layout_survives_the_way_and_keeps_its_signature(layout: Layout) -> None:
+def test_layout_round_trips_and_keeps_its_signature(layout: Layout) -> None:
     again = Layout.decode(layout.encode())
     assert again == layout
     assert again.signature == layout.signature
 
 
 @given(layouts)
-def test_the_tensors_are_all_of_the_bytes_in_order(layout: Layout) -> None:
+def test_tensors_cover_all_bytes_in_order(layout: Layout) -> None:
     model = Model(layout)
     model.floats[:] = np.arange(layout.floats)
     model.integers[:] = np.arange(layout.integers)
@@ -67,7 +67,7 @@ def test_sizes_add_up() -> None:
     assert BATCH_NORM.nbytes == 4 * 9 + 8 * 4
 
 
-def test_tensors_come_back_in_the_dtypes_they_had_but_bfloat16_as_float32() -> None:
+def test_tensors_keep_their_dtypes_except_bfloat16() -> None:
     model = Model(BATCH_NORM)
     model.floats[:] = range(9)
     model.integers[:] = range(4)
@@ -81,7 +81,7 @@ def test_tensors_come_back_in_the_dtypes_they_had_but_bfloat16_as_float32() -> N
     }
 
 
-def test_what_numpy_holds_as_it_is_costs_no_memory_to_look_at() -> None:
+def test_viewing_native_dtypes_copies_nothing() -> None:
     model = Model(BATCH_NORM)
     views = {name for name, t in model.tensors().items() if np.shares_memory(t, model.buffer)}
     assert views == {"conv.weight", "scale", "norm.count"}
@@ -95,7 +95,7 @@ def test_what_numpy_holds_as_it_is_costs_no_memory_to_look_at() -> None:
         Tensor("conv.weight", (2, 3), "float16", "parameter"),
     ],
 )
-def test_any_difference_makes_another_signature(other: Tensor) -> None:
+def test_any_difference_changes_the_signature(other: Tensor) -> None:
     changed = Layout((other, *BATCH_NORM.tensors[1:]))
     assert changed.signature != BATCH_NORM.signature
 
@@ -111,7 +111,7 @@ def test_floats_integers_and_parameters_are_views_into_one_buffer() -> None:
     assert model.digest() != before
 
 
-def test_pages_are_the_block_of_ones_own_up_to_its_last_page() -> None:
+def test_pages_cover_the_tensors_block() -> None:
     """What the journal writes at once, past the system's cache; all else it copies first."""
     model = Model(BATCH_NORM)
     model.buffer[:] = 1
@@ -122,7 +122,7 @@ def test_pages_are_the_block_of_ones_own_up_to_its_last_page() -> None:
     assert Model(BATCH_NORM, short[:]).pages is None
 
 
-def test_a_copy_shares_nothing() -> None:
+def test_copies_share_no_memory() -> None:
     model = Model(BATCH_NORM)
     model.buffer[:] = 1
     copy = model.copy()
@@ -131,7 +131,7 @@ def test_a_copy_shares_nothing() -> None:
     assert copy.digest() != model.digest()
 
 
-def test_a_buffer_of_another_size_or_type_is_refused() -> None:
+def test_buffer_of_the_wrong_size_or_type_is_refused() -> None:
     with pytest.raises(LayoutMismatch, match="takes 68 bytes, the buffer has 4"):
         Model(BATCH_NORM, np.zeros(4, np.uint8))
     with pytest.raises(LayoutMismatch):
@@ -165,20 +165,20 @@ def test_a_layout_names_every_tensor_once_and_keeps_the_order_of_roles() -> None
         b"\x91" * 10**5 + b"\x01",
     ],
 )
-def test_what_is_no_layout_is_a_mismatch(junk: bytes) -> None:
+def test_invalid_layout_is_a_mismatch(junk: bytes) -> None:
     with pytest.raises(LayoutMismatch):
         Layout.decode(junk)
 
 
 @given(st.binary(max_size=100))
-def test_junk_is_a_mismatch_or_a_layout_that_is_written_again(junk: bytes) -> None:
+def test_junk_is_a_mismatch_or_a_layout_that_round_trips(junk: bytes) -> None:
     with suppress(LayoutMismatch):
         layout = Layout.decode(junk)
         assert layout.nbytes >= 0
         assert Layout.decode(layout.encode()) == layout
 
 
-def test_an_empty_model_has_no_bytes() -> None:
+def test_empty_model_has_no_bytes() -> None:
     empty = Model(Layout(()))
     assert (empty.buffer.size, empty.floats.size, math.prod(empty.integers.shape)) == (0, 0, 0)
     assert empty.tensors() == {}

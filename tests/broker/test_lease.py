@@ -17,7 +17,7 @@ def lease(client: Client, keys: Keys, name: str, seconds: float = 60.0) -> Lease
     return Lease(client, keys, "updater", name, seconds=seconds)
 
 
-async def test_one_holds_the_role_and_the_other_stands_by(client: Client, keys: Keys) -> None:
+async def test_one_process_leads_and_the_other_stands_by(client: Client, keys: Keys) -> None:
     ann, bob = lease(client, keys, "ann"), lease(client, keys, "bob")
     assert await ann.acquire()
     assert ann.number == 1
@@ -26,12 +26,12 @@ async def test_one_holds_the_role_and_the_other_stands_by(client: Client, keys: 
     assert await ann.hold()
 
 
-async def test_two_roles_are_two_leases(client: Client, keys: Keys) -> None:
+async def test_each_role_has_its_own_lease(client: Client, keys: Keys) -> None:
     assert await lease(client, keys, "ann").acquire()
     assert await Lease(client, keys, "scheduler", "bob", seconds=60).acquire()
 
 
-async def test_the_next_one_takes_over_when_the_lease_ran_out_and_fences_the_first(
+async def test_standby_takes_over_after_expiry_and_fences_the_leader(
     client: Client, keys: Keys
 ) -> None:
     ann, bob = lease(client, keys, "ann", seconds=0.05), lease(client, keys, "bob")
@@ -62,7 +62,7 @@ async def test_a_restarted_process_of_the_same_name_need_not_wait(
         await before.hold()
 
 
-async def test_releasing_lets_the_next_one_in_at_once(client: Client, keys: Keys) -> None:
+async def test_releasing_lets_the_standby_take_over_at_once(client: Client, keys: Keys) -> None:
     ann, bob = lease(client, keys, "ann"), lease(client, keys, "bob")
     await ann.acquire()
     await ann.release()
@@ -71,7 +71,7 @@ async def test_releasing_lets_the_next_one_in_at_once(client: Client, keys: Keys
     assert await bob.hold()
 
 
-async def test_a_redis_that_hangs_holds_up_nobody_who_leaves(
+async def test_hanging_redis_does_not_delay_a_leaving_process(
     client: Client, keys: Keys, redis: RedisSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedstream.broker.lease._GOODBYE_S", 0.1)
@@ -87,9 +87,7 @@ async def test_a_redis_that_hangs_holds_up_nobody_who_leaves(
     await client.call("DEL", keys.leader("updater"))  # which it may have given back, or not
 
 
-async def test_a_lease_that_redis_lost_is_taken_again_above_what_it_was(
-    client: Client, keys: Keys
-) -> None:
+async def test_lost_lease_is_retaken_with_a_higher_token(client: Client, keys: Keys) -> None:
     ann = lease(client, keys, "ann")
     await ann.acquire()
     await ann.acquire()
@@ -100,7 +98,7 @@ async def test_a_lease_that_redis_lost_is_taken_again_above_what_it_was(
     assert ann.number == 3
 
 
-async def test_who_took_over_while_redis_was_away_fences(client: Client, keys: Keys) -> None:
+async def test_takeover_during_an_outage_fences(client: Client, keys: Keys) -> None:
     ann, bob = lease(client, keys, "ann"), lease(client, keys, "bob")
     await ann.acquire()
     await client.call("FLUSHALL")
@@ -111,9 +109,7 @@ async def test_who_took_over_while_redis_was_away_fences(client: Client, keys: K
         await ann.hold()
 
 
-async def test_a_full_redis_gives_leases_or_nobody_would_empty_it(
-    client: Client, keys: Keys
-) -> None:
+async def test_full_redis_still_grants_leases(client: Client, keys: Keys) -> None:
     ann, bob = lease(client, keys, "ann"), lease(client, keys, "bob")
     async with full(client):
         assert await ann.acquire()

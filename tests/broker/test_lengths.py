@@ -27,7 +27,7 @@ async def written(hand: Hand) -> tuple[Upload, str]:
 @pytest.mark.parametrize(
     "floats", [1, CHUNK // 4 - 1, CHUNK // 4, CHUNK // 4 + 1, CHUNK // 2, CHUNK // 2 + 1]
 )
-async def test_a_blob_of_its_size_is_admitted(hand: Hand, floats: int) -> None:
+async def test_blob_of_the_announced_size_is_admitted(hand: Hand, floats: int) -> None:
     hand.layout = layout_of(floats)
     upload, _ = await written(hand)
     assert await hand.admit(upload) == [("admitted", "")]
@@ -53,7 +53,7 @@ async def test_a_blob_of_its_size_is_admitted(hand: Hand, floats: int) -> None:
         ([("SET", b"x" * TWO.nbytes)], "blob missing"),
     ],
 )
-async def test_a_blob_that_is_not_what_its_size_says_is_refused(
+async def test_blob_of_another_size_is_refused(
     hand: Hand, client: Client, commands: list[tuple[Any, ...]], reason: str
 ) -> None:
     hand.layout = TWO
@@ -65,7 +65,7 @@ async def test_a_blob_that_is_not_what_its_size_says_is_refused(
     await hand.balanced()
 
 
-async def test_what_is_too_long_is_refused_unread(hand: Hand, client: Client) -> None:
+async def test_oversized_blob_is_refused_unread(hand: Hand, client: Client) -> None:
     """Nor is the field that says the size copied into the script."""
 
     async def lua_bytes() -> int:
@@ -79,7 +79,7 @@ async def test_what_is_too_long_is_refused_unread(hand: Hand, client: Client) ->
     assert await lua_bytes() - before < 1 << 20
 
 
-async def test_a_letter_keeps_the_beginning_of_a_huge_entry(hand: Hand, client: Client) -> None:
+async def test_dead_letter_keeps_the_beginning_of_a_huge_entry(hand: Hand, client: Client) -> None:
     await hand.create()
     for found in (
         None,

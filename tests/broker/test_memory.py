@@ -33,7 +33,7 @@ async def client(own: RedisSettings) -> AsyncIterator[Client]:
     await client.close()
 
 
-async def test_every_service_waits_for_memory_and_goes_on(
+async def test_every_service_waits_for_memory_and_recovers(
     own: RedisSettings, client: Client, tmp_path: Path
 ) -> None:
     sets = ("run.versions=60", "evaluator.every=1", SLOW)
@@ -53,7 +53,7 @@ async def test_every_service_waits_for_memory_and_goes_on(
         await wait_until(lambda: not services.waiting())
 
 
-async def test_a_run_goes_on_in_the_memory_that_it_has(
+async def test_run_continues_within_its_memory(
     own: RedisSettings, client: Client, tmp_path: Path
 ) -> None:
     """Sixteen models are to be kept, but there is room for twelve: older ones go, often."""

@@ -85,12 +85,12 @@ messages = st.one_of(
 
 
 @given(messages)
-def test_every_message_arrives_as_it_was_sent(message: Message) -> None:
+def test_every_message_round_trips(message: Message) -> None:
     assert type(message).decode(message.encode()) == message
 
 
 @given(st.binary(max_size=200))
-def test_junk_is_a_bad_message_and_nothing_else(junk: bytes) -> None:
+def test_junk_is_a_bad_message(junk: bytes) -> None:
     for kind in KINDS:
         with pytest.raises(BadMessage):
             kind.decode(junk)
@@ -108,9 +108,7 @@ strange = st.recursive(
 
 
 @given(messages, st.data())
-def test_a_message_with_strange_fields_is_a_bad_one_or_goes_on_as_it_is(
-    message: Message, data: st.DataObject
-) -> None:
+def test_unusual_fields_are_rejected_or_round_trip(message: Message, data: st.DataObject) -> None:
     kind = type(message)
     names = st.sampled_from([*kind.model_fields, "of a later release"])
     changes = data.draw(st.dictionaries(names, strange, min_size=1, max_size=3))
@@ -122,7 +120,7 @@ def test_a_message_with_strange_fields_is_a_bad_one_or_goes_on_as_it_is(
 
 
 @given(messages, st.data())
-def test_a_message_cut_short_is_a_bad_message(message: Message, data: st.DataObject) -> None:
+def test_truncated_message_is_a_bad_message(message: Message, data: st.DataObject) -> None:
     whole = message.encode()
     end = data.draw(st.integers(0, len(whole) - 1))
     with pytest.raises(BadMessage):
@@ -135,7 +133,7 @@ def packed(**fields: Any) -> bytes:
     return data
 
 
-def test_fields_of_a_later_release_are_ignored_and_missing_ones_have_defaults() -> None:
+def test_unknown_fields_are_ignored_and_missing_ones_default() -> None:
     assert RoundEnd.decode(packed(colour="red")) == RoundEnd(version=3, why="")
 
 
@@ -164,7 +162,7 @@ def test_a_bad_message_says_what_is_wrong_with_it(data: bytes, says: str) -> Non
         RoundEnd.decode(data)
 
 
-def test_either_of_two_kinds_is_taken_and_both_are_named_if_it_is_neither() -> None:
+def test_decode_accepts_several_kinds_and_names_them_all_in_errors() -> None:
     assert decode(packed(), Upload, RoundEnd) == RoundEnd(version=3)
     with pytest.raises(BadMessage, match="expected upload or give_up"):
         decode(packed(), Upload, GiveUp)
@@ -174,9 +172,7 @@ def test_either_of_two_kinds_is_taken_and_both_are_named_if_it_is_neither() -> N
     ("task", "attempt"),
     [("a|b", "1"), ("a.b", "1"), ("a", "1|applied"), ("a", ""), ("", "1"), ("a", "x" * 201)],
 )
-def test_task_and_attempt_hold_nothing_that_could_name_another_blob_or_outcome(
-    task: str, attempt: str
-) -> None:
+def test_task_and_attempt_cannot_name_another_blob_or_outcome(task: str, attempt: str) -> None:
     # 'a.b' with attempt 'c' and 'a' with attempt 'b.c' would share the blob 'a.b.c'; the ledger
     # remembers ended tasks as 'task|attempt|outcome'.
     good = GiveUp(task="a", attempt="1", device=0, trainer="t", reason="tired")
@@ -192,7 +188,7 @@ def test_a_task_asks_for_what_its_trigger_asked_for() -> None:
     assert task.model_dump() == {k: v for k, v in trigger.model_dump().items() if k in shared}
 
 
-def test_task_ids_are_uuids_of_version_7_ordered_by_time() -> None:
+def test_task_ids_are_time_ordered_version_7_uuids() -> None:
     assert task_id(0x0123456789AB, b"\xff" * 10) == "01234567-89ab-7fff-bfff-ffffffffffff"
     assert task_id(0x0123456789AB, b"\x00" * 10) == "01234567-89ab-7000-8000-000000000000"
     made = [task_id(milliseconds) for milliseconds in (1, 2, 1 << 20, 1 << 47)]
@@ -202,5 +198,5 @@ def test_task_ids_are_uuids_of_version_7_ordered_by_time() -> None:
     }
 
 
-def test_two_tasks_of_one_millisecond_differ() -> None:
+def test_task_ids_of_the_same_millisecond_differ() -> None:
     assert len({task_id(5) for _ in range(1000)}) == 1000

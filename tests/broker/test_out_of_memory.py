@@ -262,7 +262,7 @@ NEEDS_NONE = {
 
 
 @pytest.mark.parametrize("scene", SCENES.values(), ids=SCENES.keys())
-async def test_a_script_that_takes_memory_does_nothing_without_it(
+async def test_scripts_that_need_memory_do_nothing_without_it(
     hand: Hand, client: Client, keys: Keys, scene: Scene
 ) -> None:
     step = await scene(hand)
@@ -275,13 +275,13 @@ async def test_a_script_that_takes_memory_does_nothing_without_it(
     assert await snapshot(client, keys) != before  # it would have done something
 
 
-def test_every_script_is_tried() -> None:
+def test_every_script_is_tested() -> None:
     names = {script.name.removesuffix(".lua") for script in scripts._LUA.iterdir()} - {"prelude"}
     tried = {name.partition(",")[0] for name in SCENES}
     assert names - NEEDS_NONE == tried
 
 
-async def test_what_frees_memory_works_without_any(hand: Hand, client: Client) -> None:
+async def test_freeing_memory_works_when_redis_is_full(hand: Hand, client: Client) -> None:
     await hand.create()
     await hand.open(2)
     await hand.dispatch()

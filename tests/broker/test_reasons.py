@@ -36,7 +36,7 @@ def _quoted(text: str) -> list[str]:
     return [one for one in found if "_" not in one]
 
 
-def test_the_page_lists_every_reason() -> None:
+def test_documentation_lists_every_reason() -> None:
     listed = documented()
     listed["given up"].remove("raised <Error>")
     assert {outcome: sorted(some) for outcome, some in listed.items()} == {
@@ -80,7 +80,7 @@ def test_services_know_reasons_by_name() -> None:
     assert found == set()
 
 
-def test_an_unknown_reason_is_noticed_when_its_script_is_loaded() -> None:
+def test_unknown_reason_is_detected_when_its_script_is_loaded() -> None:
     with pytest.raises(KeyError, match="TO_STALE"):
         scripts._REASON.sub(scripts._reason, "return refused(reasons.TO_STALE)")
 

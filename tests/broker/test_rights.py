@@ -47,7 +47,7 @@ async def under_users(there: Guarded, folder: Path, *sets: str) -> AsyncIterator
 
 
 @needs_7
-async def test_a_run_by_single_updates_with_a_workspace_ends_at_its_target(
+async def test_single_update_run_with_a_workspace_reaches_its_target(
     there: Guarded, tmp_path: Path
 ) -> None:
     """One trainer is stopped in the middle of a task and saves it, another one ends it."""
@@ -81,9 +81,7 @@ async def test_a_run_by_single_updates_with_a_workspace_ends_at_its_target(
 
 
 @needs_7
-async def test_a_run_in_rounds_goes_on_after_redis_forgot_everything(
-    there: Guarded, tmp_path: Path
-) -> None:
+async def test_run_in_rounds_survives_an_emptied_redis(there: Guarded, tmp_path: Path) -> None:
     """Rounds that time out because a device drops out; a new updater; an emptied Redis."""
     sets = (
         "run.versions=12", "strategy.name=fedavg", "strategy.clients_per_round=3",
@@ -103,9 +101,7 @@ async def test_a_run_in_rounds_goes_on_after_redis_forgot_everything(
 
 
 @needs_7
-async def test_owners_with_controls_of_their_own_who_decide_for_themselves(
-    there: Guarded, tmp_path: Path
-) -> None:
+async def test_anarchic_owners_with_scaffold_controls(there: Guarded, tmp_path: Path) -> None:
     """SCAFFOLD's c_i as blobs, owners' streams, and triggers of the devices' own."""
     sets = (
         "run.versions=10", "strategy.name=scaffold", "strategy.buffer_size=3",
@@ -171,7 +167,7 @@ FORBIDDEN: dict[str, list[tuple[str | int, ...]]] = {
 
 @needs_7
 @pytest.mark.parametrize("role", FORBIDDEN)
-async def test_what_a_role_must_not_do_is_denied(role: str, module_redis: Guarded) -> None:
+async def test_each_role_is_denied_what_it_must_not_do(role: str, module_redis: Guarded) -> None:
     async with module_redis.client(role) as client:
         for command in [
             *FORBIDDEN[role],
@@ -183,7 +179,7 @@ async def test_what_a_role_must_not_do_is_denied(role: str, module_redis: Guarde
 
 
 @needs_7
-async def test_the_operator_sees_what_redis_denied_to_anybody(module_redis: Guarded) -> None:
+async def test_operator_sees_everything_redis_denied(module_redis: Guarded) -> None:
     async with module_redis.client("operator") as operator:
         await operator.call("ACL", "LOG", "RESET")
         async with module_redis.client("trainer") as trainer:
@@ -198,7 +194,7 @@ async def test_the_operator_sees_what_redis_denied_to_anybody(module_redis: Guar
 
 @needs_7
 @pytest.mark.parametrize("role", ["trainer", "scheduler", "evaluator"])
-async def test_a_script_is_no_way_around(role: str, module_redis: Guarded) -> None:
+async def test_scripts_cannot_bypass_rights(role: str, module_redis: Guarded) -> None:
     """Neither one of the role's own making, nor one of ours that is another's."""
     own = f"return redis.call('XADD', '{KEYS.queue}', '*', 'm', 'x')"
     async with module_redis.client(role) as client:
@@ -209,7 +205,7 @@ async def test_a_script_is_no_way_around(role: str, module_redis: Guarded) -> No
 
 
 @needs_7
-async def test_what_a_device_has_to_know_stays_where_the_users_are_of_a_release_before(
+async def test_rights_of_the_previous_release_still_work_for_devices(
     module_redis: Guarded,
 ) -> None:
     """Theirs have no RENAME: what takes its place is denied, and is no loss."""
@@ -232,7 +228,7 @@ async def test_what_a_device_has_to_know_stays_where_the_users_are_of_a_release_
 
 
 @needs_7
-async def test_a_probe_may_ask_whether_redis_is_there_and_nothing_else(
+async def test_probe_may_only_ping(
     module_redis: Guarded,
 ) -> None:
     async with module_redis.client("health") as client:  # any password will do
@@ -245,7 +241,7 @@ async def test_a_probe_may_ask_whether_redis_is_there_and_nothing_else(
     await nobody.close()
 
 
-def test_every_script_is_some_roles_and_its_commands_are_granted() -> None:
+def test_every_script_belongs_to_a_role_with_its_commands() -> None:
     named = {script.name for one in rights.RIGHTS.values() for script in one.scripts}
     named |= {"renew", "release"}  # trainers', whose commands are listed
     there = {path.name.removesuffix(".lua") for path in scripts._LUA.iterdir()} - {"prelude"}
@@ -257,7 +253,7 @@ def test_every_script_is_some_roles_and_its_commands_are_granted() -> None:
 # the file
 
 
-def test_the_file_has_a_user_for_each_role_and_no_password(tmp_path: Path) -> None:
+def test_acl_file_has_a_user_per_role_and_no_passwords(tmp_path: Path) -> None:
     text = acl.file_of(RUN, PASSWORDS)
     users = [line.split()[1] for line in text.splitlines()]
     assert users == ["default", *rights.ROLES, "health"]
@@ -272,7 +268,7 @@ def test_the_file_has_a_user_for_each_role_and_no_password(tmp_path: Path) -> No
     assert [path.name for path in tmp_path.iterdir()] == ["users.acl"]
 
 
-def test_sentinels_and_replicas_get_users_where_they_have_passwords() -> None:
+def test_sentinels_and_replicas_with_passwords_get_users() -> None:
     more = {"FEDSTREAM_PASSWORD_SENTINEL": "s", "FEDSTREAM_PASSWORD_REPLICA": "r"}
     users = [line.split()[1] for line in acl.file_of(RUN, PASSWORDS | more).splitlines()]
     assert users == ["default", *rights.ROLES, "replica", "sentinel", "health"]
@@ -287,7 +283,7 @@ def test_a_missing_password_is_named(left: Sequence[str]) -> None:
     assert "\n" not in str(raised.value)
 
 
-def test_each_site_gets_a_user_with_rights_of_its_own() -> None:
+def test_each_site_gets_its_own_user() -> None:
     lines = acl.file_of(RUN, PASSWORDS | OF_SITES, SITES).splitlines()
     users = {line.split()[1]: line for line in lines}
     assert list(users)[-3:] == ["trainer-north", "trainer-south", "health"]
@@ -315,13 +311,13 @@ def test_each_site_gets_a_user_with_rights_of_its_own() -> None:
         ),
     ],
 )
-def test_a_site_without_a_user_of_its_own_is_named(sites: list[str], said: str) -> None:
+def test_ambiguous_site_is_named(sites: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)) as raised:
         acl.file_of(RUN, PASSWORDS, sites)
     assert "\n" not in str(raised.value)
 
 
-def test_the_commands_sites_are_those_that_the_coordinators_serve(tmp_path: Path) -> None:
+def test_acl_defaults_to_the_configured_sites(tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text('[coordinator]\nsites = ["pool", "north:0-4", "south"]\n')
     asked = [sys.executable, "-m", "fedstream", "acl", "--config", str(config)]
@@ -335,7 +331,7 @@ def test_the_commands_sites_are_those_that_the_coordinators_serve(tmp_path: Path
     assert "trainer-south" not in done.stdout
 
 
-def test_the_command_exits_with_2_and_one_line(tmp_path: Path) -> None:
+def test_acl_error_exits_with_2_and_one_line(tmp_path: Path) -> None:
     asked = [sys.executable, "-m", "fedstream", "acl", "--run", RUN]
     done = subprocess.run(asked, capture_output=True, text=True, check=False, env={})
     assert done.returncode == 2

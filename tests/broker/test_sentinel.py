@@ -120,7 +120,7 @@ async def client(there: Pair) -> AsyncIterator[Client]:
     await client.close()
 
 
-async def test_a_run_goes_on_when_the_master_dies(
+async def test_run_continues_when_the_master_dies(
     there: Pair, client: Client, tmp_path: Path
 ) -> None:
     """The replica may be a moment behind: the updater publishes again, what was lost is counted."""
@@ -156,7 +156,7 @@ async def naming(master: list[Redis]) -> AsyncIterator[RedisSettings]:
     await server.wait_closed()
 
 
-async def test_a_master_that_is_none_any_more_is_left(tmp_path: Path) -> None:
+async def test_demoted_master_is_abandoned(tmp_path: Path) -> None:
     """Nobody died: the connections are as good as ever, but the node takes no writes."""
     with redis(tmp_path / "one") as one, redis(tmp_path / "two") as two:
         master = [one]
@@ -186,7 +186,7 @@ async def test_a_master_that_is_none_any_more_is_left(tmp_path: Path) -> None:
             await client.close()
 
 
-async def test_a_name_that_leads_to_another_master_now_is_asked_anew(tmp_path: Path) -> None:
+async def test_sentinels_are_asked_again_for_a_new_master(tmp_path: Path) -> None:
     """No sentinel of ours: a managed Redis, or a Service, has one address for whoever is master."""
     with redis(tmp_path / "one") as one, redis(tmp_path / "two") as two:
         async with Proxy(RedisSettings(url=f"redis://127.0.0.1:{one.port}/0")) as service:
@@ -202,7 +202,7 @@ async def test_a_name_that_leads_to_another_master_now_is_asked_anew(tmp_path: P
             await client.close()
 
 
-async def test_what_sentinels_answer_and_what_they_do_not(there: Pair, client: Client) -> None:
+async def test_sentinel_answers_are_checked(there: Pair, client: Client) -> None:
     settings = there.settings("operator")
     watching = settings.sentinel
     assert watching is not None

@@ -74,9 +74,7 @@ async def given(hand: Hand, site: str, device: int) -> tuple[Entry, Assignment]:
 # a run of sites
 
 
-async def test_a_run_of_sites_ends_and_nothing_was_denied_to_anyone(
-    tmp_path: Path, there: Guarded
-) -> None:
+async def test_run_of_sites_finishes_with_nothing_denied(tmp_path: Path, there: Guarded) -> None:
     """With controls, which each site reads as copies of its own; tau counts for neither."""
     sets = (
         "run.versions=8", "strategy.name=scaffold", "strategy.buffer_size=3",
@@ -209,12 +207,12 @@ async def is_denied(client: Client, command: Command) -> bool:
     return False
 
 
-async def test_redis_denies_a_site_all_that_is_not_its_own(there: Guarded) -> None:
+async def test_redis_denies_a_site_what_belongs_to_others(there: Guarded) -> None:
     async with there.client(NORTH) as north:
         assert [command for command in FORBIDDEN if not await is_denied(north, command)] == []
 
 
-async def test_of_our_scripts_a_site_can_use_those_of_trainers_and_only_on_its_own(
+async def test_sites_can_run_only_trainers_scripts_on_their_own_keys(
     there: Guarded, hand: Hand
 ) -> None:
     """All are loaded: a service's would do its work for whoever may send its commands."""
@@ -233,7 +231,7 @@ async def test_of_our_scripts_a_site_can_use_those_of_trainers_and_only_on_its_o
             assert await is_denied(north, command), name
 
 
-async def test_a_site_that_finds_no_script_waits_until_a_service_has_loaded_it(
+async def test_site_waits_until_a_service_has_loaded_the_scripts(
     there: Guarded, hand: Hand
 ) -> None:
     entry, _ = await given(hand, "north", 3)
@@ -251,9 +249,7 @@ async def test_a_site_that_finds_no_script_waits_until_a_service_has_loaded_it(
     await north.close()
 
 
-async def test_streams_of_tasks_that_are_nobody_s_go_away_by_themselves(
-    there: Guarded, hand: Hand
-) -> None:
+async def test_orphaned_task_streams_expire(there: Guarded, hand: Hand) -> None:
     """A site may make any number of them, under its own name alone."""
     ghosts = [KEYS.tasks_of(f"north/ghost-{n}") for n in range(3)]
     async with there.client("coordinator") as coordinator, there.client(NORTH) as north:
@@ -290,7 +286,7 @@ def uploaded(task: Assignment | Trigger, site: str, **changes: Any) -> Upload:
     return Upload(**about | changes)
 
 
-async def test_a_site_answers_no_other_sites_task(there: Guarded, hand: Hand) -> None:
+async def test_site_cannot_answer_another_sites_task(there: Guarded, hand: Hand) -> None:
     _, task = await given(hand, "south", 4)
     verdict = [("stray", "another site's task")]
     # whatever it says of itself: who says it is the inbox that it came through
@@ -309,7 +305,7 @@ async def test_a_site_answers_no_other_sites_task(there: Guarded, hand: Hand) ->
     await hand.balanced()
 
 
-async def test_a_task_that_was_handed_out_to_nobody_is_the_pools_to_answer(hand: Hand) -> None:
+async def test_unassigned_task_may_be_answered_by_the_pool(hand: Hand) -> None:
     """Redis went back to before it was: the pool's word is enough, another site's is not."""
     [trigger] = await hand.open(device=4)
     early = uploaded(trigger, "south")
@@ -319,7 +315,7 @@ async def test_a_task_that_was_handed_out_to_nobody_is_the_pools_to_answer(hand:
     await hand.balanced()
 
 
-async def test_a_site_declares_no_other_sites_task_dead(hand: Hand) -> None:
+async def test_site_cannot_bury_another_sites_task(hand: Hand) -> None:
     _, task = await given(hand, "south", 4)
     for site, ended in (("north", 0), ("south", 1)):
         dead = Dead(stream="tasks", entry="1-1", reason="junk", time=1.0, data=task.encode())
@@ -332,7 +328,7 @@ async def test_a_site_declares_no_other_sites_task_dead(hand: Hand) -> None:
     await hand.balanced()
 
 
-async def test_whose_task_it_was_is_told_of_what_went_wrong(hand: Hand) -> None:
+async def test_error_event_names_the_tasks_site(hand: Hand) -> None:
     """An observer must know: a site's failures are not the operator's."""
     whose = {4: "south", 3: "north", 5: "pool"}
     for device in whose:
@@ -363,7 +359,7 @@ async def makes(hand: Hand, version: int) -> None:
     assert await hand.commit(version, upload) == "done"
 
 
-async def test_a_device_is_as_stale_as_its_task_where_its_site_is_not_trusted(hand: Hand) -> None:
+async def test_untrusted_devices_staleness_counts_from_the_task(hand: Hand) -> None:
     """It says that it began with the newest version, whose digest everybody can read."""
     await hand.create(max_staleness=1)
     _, first = await given(hand, "south", 4)
@@ -385,7 +381,7 @@ async def test_a_device_is_as_stale_as_its_task_where_its_site_is_not_trusted(ha
     assert Upload.decode(queued.encode()) == queued
 
 
-async def test_what_dispatch_adds_to_a_trigger_leaves_its_largest_numbers_as_they_are(
+async def test_dispatch_preserves_the_largest_numbers(
     hand: Hand,
 ) -> None:
     """Lua would round them."""
@@ -397,7 +393,7 @@ async def test_what_dispatch_adds_to_a_trigger_leaves_its_largest_numbers_as_the
     assert data.startswith(b"\xde")  # a longer map
 
 
-async def test_what_was_admitted_its_site_can_neither_change_nor_delete(
+async def test_site_can_neither_change_nor_delete_admitted_updates(
     there: Guarded, hand: Hand, tmp_path: Path
 ) -> None:
     """Under the name that it wrote it by stands nothing any more that anybody reads."""
@@ -424,9 +420,7 @@ async def test_what_was_admitted_its_site_can_neither_change_nor_delete(
     await hand.balanced()
 
 
-async def test_what_a_site_lets_stay_for_ever_a_coordinator_lets_expire(
-    there: Guarded, hand: Hand
-) -> None:
+async def test_coordinator_expires_keys_a_site_left_permanent(there: Guarded, hand: Hand) -> None:
     blob, left = KEYS.update("north/junk"), KEYS.workspace("north", "t")
     async with there.client("coordinator") as coordinator, there.client(NORTH) as north:
         await north.pipeline([("HSET", blob, "0", "x"), ("SET", left, "x")])
@@ -442,9 +436,7 @@ async def test_what_a_site_lets_stay_for_ever_a_coordinator_lets_expire(
         assert 0 < await hand.client.call("PTTL", key) <= 600_000
 
 
-async def test_a_sites_workspaces_have_a_budget_that_is_no_others(
-    there: Guarded, hand: Hand
-) -> None:
+async def test_each_site_has_its_own_workspace_budget(there: Guarded, hand: Hand) -> None:
     """A coordinator counts them and lets go what is too much; it can't read one."""
     async with (
         there.client("coordinator") as coordinator, there.client(NORTH) as north,
@@ -474,7 +466,7 @@ async def test_a_sites_workspaces_have_a_budget_that_is_no_others(
 # an inbox that somebody fills with what nobody wants
 
 
-async def test_an_inbox_that_nobody_reads_takes_no_more_announcements(hand: Hand) -> None:
+async def test_unread_inbox_stops_taking_announcements(hand: Hand) -> None:
     outbox = Outbox(hand.client, KEYS, "north")
     add = ("XADD", OWN, "*", "m", "x")
     await hand.client.pipeline([add] * 10_001)
@@ -482,7 +474,7 @@ async def test_an_inbox_that_nobody_reads_takes_no_more_announcements(hand: Hand
     assert await hand.client.call("XLEN", OWN) == 10_001
 
 
-async def test_strays_without_end_are_counted_and_not_all_told(hand: Hand) -> None:
+async def test_endless_strays_are_counted_but_not_all_reported(hand: Hand) -> None:
     told: list[int] = []
 
     async def in_one_second() -> bool:
@@ -500,7 +492,7 @@ async def test_strays_without_end_are_counted_and_not_all_told(hand: Hand) -> No
     assert (await hand.ledger.look()).reasons("stray")["unknown task"] >= 1
 
 
-async def test_a_site_that_wants_all_devices_does_not_fill_the_events(hand: Hand) -> None:
+async def test_site_claiming_all_devices_does_not_flood_events(hand: Hand) -> None:
     seconds = int((await hand.client.call("TIME"))[0])
     before = len(await hand.events("trainer"))
     assert await hand.announce("greedy", *range(100, 3000), site="north") == ["heard"]
@@ -508,7 +500,7 @@ async def test_a_site_that_wants_all_devices_does_not_fill_the_events(hand: Hand
     assert 0 < len(await hand.events("trainer")) - before <= 100 * seconds
 
 
-async def test_a_site_of_many_names_does_not_fill_the_register(hand: Hand) -> None:
+async def test_site_with_many_names_does_not_flood_the_register(hand: Hand) -> None:
     verdicts = [await hand.announce(f"t{n}", 5 + n, site="north", most=2) for n in range(3)]
     assert verdicts == [["heard"], ["over"], ["over"]]  # edge is there already
     assert await hand.announce("more", 7, site="south", most=2) == ["heard"]
@@ -523,7 +515,7 @@ async def test_a_device_stays_with_its_site_while_its_owner_lives(hand: Hand) ->
     assert (await hand.ledger.owners())[4] == "north/thief"
 
 
-async def test_what_a_site_may_not_own_it_does_not_get(hand: Hand) -> None:
+async def test_site_gets_only_devices_it_may_own(hand: Hand) -> None:
     await hand.outbox.announce("t")  # of the pool
     outbox = Outbox(hand.client, KEYS, "north")
     await outbox.announce("new", (8, 9))
@@ -535,7 +527,7 @@ async def test_what_a_site_may_not_own_it_does_not_get(hand: Hand) -> None:
     assert told == ["north/new does not get device 8: site north may not own it"]
 
 
-def test_names_of_keys_tell_sites_apart() -> None:
+def test_key_names_distinguish_sites() -> None:
     keys = Keys("a")
     assert keys.tasks_of("edge") == "fedstream:{a}:tasks:pool/edge"
     assert keys.tasks_of("north/edge") == "fedstream:{a}:tasks:north/edge"

@@ -123,7 +123,7 @@ def kinds() -> set[type[Message]]:
     return found
 
 
-def test_every_kind_has_its_bytes() -> None:
+def test_every_kind_has_recorded_bytes() -> None:
     ours = {one.kind for one in kinds() if one.__module__ == messages.__name__}
     assert ours == set(LEAST) == set(MOST)
     assert {path.stem for path in FOLDER.iterdir()} >= set(GOLDEN)
@@ -142,32 +142,32 @@ def test_the_fullest_message_has_every_field(kind: str) -> None:
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_what_a_release_wrote_is_read(name: str) -> None:
+def test_recorded_messages_are_read(name: str) -> None:
     message = GOLDEN[name]
     assert decode(golden(name), type(message)) == message
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_what_a_later_release_writes_is_read(name: str) -> None:
+def test_messages_of_a_later_release_are_read(name: str) -> None:
     message = GOLDEN[name]
     assert decode(later(golden(name)), type(message)) == message
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_what_a_release_with_fewer_fields_writes_is_read(name: str) -> None:
+def test_messages_with_fewer_fields_are_read(name: str) -> None:
     message = GOLDEN[name]
     assert decode(earlier(golden(name)), type(message)) == message
 
 
 @pytest.mark.parametrize("kind", LEAST)
-def test_such_a_release_writes_no_field_that_has_a_default(kind: str) -> None:
+def test_fields_missing_in_older_messages_have_defaults(kind: str) -> None:
     fields = type(LEAST[kind]).model_fields
     required = {name for name, field in fields.items() if field.is_required()}
     assert set(msgpack.unpackb(earlier(LEAST[kind].encode()))) == {"v", "k"} | required
 
 
 @pytest.mark.parametrize("name", GOLDEN)
-def test_what_is_written_now_has_all_that_older_readers_look_for(name: str) -> None:
+def test_current_messages_have_all_fields_older_readers_need(name: str) -> None:
     """The same fields with the same values; what came since may be there besides."""
     before = msgpack.unpackb(golden(name))
     now = msgpack.unpackb(GOLDEN[name].encode())
@@ -195,7 +195,7 @@ def task_of(name: str, **changes: Any) -> tuple[str, bytes]:
     return str(fields["task"]), packed
 
 
-async def test_scripts_read_what_a_later_scheduler_opened(
+async def test_scripts_read_tasks_opened_by_a_later_scheduler(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
@@ -208,7 +208,7 @@ async def test_scripts_read_what_a_later_scheduler_opened(
     await hand.balanced()
 
 
-async def test_scripts_read_the_tasks_that_a_later_coordinator_sent(
+async def test_scripts_read_tasks_sent_by_a_later_coordinator(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     """To a device's owner, and given up when the owner goes, or when nobody serves the device."""
@@ -229,9 +229,7 @@ async def test_scripts_read_the_tasks_that_a_later_coordinator_sent(
     await hand.balanced()
 
 
-async def test_an_upload_of_a_later_trainer_is_admitted_as_it_was_said(
-    hand: Hand, client: Client
-) -> None:
+async def test_upload_of_a_later_trainer_is_admitted(hand: Hand, client: Client) -> None:
     """What goes on to the updater is what this coordinator understood of it."""
     await hand.create()
     [trigger] = await hand.open()
@@ -244,9 +242,7 @@ async def test_an_upload_of_a_later_trainer_is_admitted_as_it_was_said(
     assert [message for _, message in await hand.queue()] == [upload]
 
 
-async def test_the_records_of_a_later_updater_are_read(
-    hand: Hand, client: Client, keys: Keys
-) -> None:
+async def test_records_of_a_later_updater_are_read(hand: Hand, client: Client, keys: Keys) -> None:
     await hand.create()
     for key in (keys.run, keys.head, keys.counts):
         await client.call("HSET", key, "later", 1)
@@ -254,7 +250,7 @@ async def test_the_records_of_a_later_updater_are_read(
     assert (view.run, view.head.version) == (hand.run(), 0)
 
 
-async def test_a_run_of_the_release_before_is_refused_in_one_line(
+async def test_previous_releases_run_is_refused_in_one_line(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     """Its services and ours would not see each other's streams."""

@@ -43,7 +43,7 @@ async def deliveries(client: Client, group: Group) -> dict[bytes, tuple[bytes, i
 # reading
 
 
-async def test_a_group_shares_entries_and_an_entry_knows_its_time(
+async def test_group_shares_entries_with_their_times(
     client: Client, ann: Group, bob: Group
 ) -> None:
     await client.call("XADD", ann.stream, "1500-0", "m", "x")
@@ -60,7 +60,7 @@ async def test_ensuring_a_group_twice_loses_nothing(client: Client, ann: Group) 
     assert data(await ann.read()) == [b"x"]
 
 
-async def test_what_was_there_before_the_group_is_read_too(
+async def test_entries_before_the_group_are_read_too(
     client: Client, keys: Keys, bob: Group
 ) -> None:
     await add(client, keys.tasks, "early")
@@ -68,14 +68,14 @@ async def test_what_was_there_before_the_group_is_read_too(
     assert data(await bob.read()) == [b"early"]
 
 
-async def test_a_group_that_redis_lost_is_made_again(client: Client, ann: Group) -> None:
+async def test_group_lost_by_redis_is_recreated(client: Client, ann: Group) -> None:
     await client.call("FLUSHALL")
     assert await ann.read(block_ms=0) == []
     await add(client, ann.stream, "x")
     assert data(await ann.read()) == [b"x"]
 
 
-async def test_a_group_that_redis_loses_while_it_is_waited_for_is_made_again(
+async def test_group_lost_while_waiting_is_recreated(
     redis: RedisSettings, client: Client, ann: Group
 ) -> None:
     waiting = Client(redis, "waiting")
@@ -98,18 +98,14 @@ async def test_a_group_that_redis_loses_while_it_is_waited_for_is_made_again(
     await waiting.close()
 
 
-async def test_claiming_from_a_group_that_redis_lost_finds_nothing(
-    client: Client, ann: Group
-) -> None:
+async def test_claiming_from_a_lost_group_finds_nothing(client: Client, ann: Group) -> None:
     await client.call("FLUSHALL")
     assert await ann.claim(idle_ms=0, most=3) == ([], [])
     assert not await ann.renew(Entry("1-1", b""))
     assert await ann.reap(idle_ms=0) == []
 
 
-async def test_an_error_that_is_not_the_groups_absence_is_raised(
-    client: Client, keys: Keys
-) -> None:
+async def test_other_errors_than_a_missing_group_are_raised(client: Client, keys: Keys) -> None:
     await client.call("SET", keys.tasks, "no stream")
     group = Group(client, keys.tasks, TRAINERS, "ann")
     for attempt in (group.ensure, group.read, lambda: group.claim(idle_ms=0, most=3)):
@@ -117,14 +113,12 @@ async def test_an_error_that_is_not_the_groups_absence_is_raised(
             await attempt()
 
 
-async def test_an_entry_of_another_form_has_empty_data(client: Client, ann: Group) -> None:
+async def test_malformed_entry_has_empty_data(client: Client, ann: Group) -> None:
     await client.call("XADD", ann.stream, "*", "other", "x")
     assert data(await ann.read()) == [b""]
 
 
-async def test_a_reader_reads_several_streams_and_goes_on_where_it_was(
-    client: Client, keys: Keys
-) -> None:
+async def test_reader_continues_in_several_streams(client: Client, keys: Keys) -> None:
     reader = Reader(client, {keys.models: "0", keys.events: "$"})
     await add(client, keys.events, "before")
     await add(client, keys.models, "1", "2", "3")
@@ -137,7 +131,7 @@ async def test_a_reader_reads_several_streams_and_goes_on_where_it_was(
     assert len((await reader.read())[keys.models]) == 3
 
 
-async def test_streams_of_one_group_are_read_in_one_exchange(
+async def test_groups_streams_are_read_in_one_exchange(
     client: Client, keys: Keys, ann: Group
 ) -> None:
     other = Group(client, keys.inbox("pool"), TRAINERS, "ann")
@@ -156,7 +150,7 @@ async def test_streams_of_one_group_are_read_in_one_exchange(
 # taking over
 
 
-async def test_what_a_consumer_was_given_before_it_crashed_comes_first(
+async def test_pending_entries_come_first_after_a_crash(
     client: Client, ann: Group, bob: Group
 ) -> None:
     await add(client, ann.stream, "x", "y", "z")
@@ -168,7 +162,7 @@ async def test_what_a_consumer_was_given_before_it_crashed_comes_first(
     assert data(own) == [b"x"]
 
 
-async def test_only_what_was_idle_for_long_enough_is_taken_over(
+async def test_only_entries_idle_long_enough_are_claimed(
     client: Client, ann: Group, bob: Group
 ) -> None:
     await add(client, ann.stream, "x")
@@ -180,7 +174,7 @@ async def test_only_what_was_idle_for_long_enough_is_taken_over(
     assert (consumer, times) == (b"bob", 2)
 
 
-async def test_taking_over_quietly_counts_no_delivery(client: Client, ann: Group) -> None:
+async def test_claiming_quietly_counts_no_delivery(client: Client, ann: Group) -> None:
     await add(client, ann.stream, "x")
     await ann.read()
     for _ in range(5):  # Redis was at fault, not the entry: it never becomes poison
@@ -189,9 +183,7 @@ async def test_taking_over_quietly_counts_no_delivery(client: Client, ann: Group
     assert [times for _, times in (await deliveries(client, ann)).values()] == [1]
 
 
-async def test_the_delivery_at_which_redis_failed_makes_no_poison(
-    client: Client, ann: Group
-) -> None:
+async def test_failed_delivery_does_not_count_towards_poison(client: Client, ann: Group) -> None:
     await add(client, ann.stream, "x")
     await ann.read()
     for _ in range(2):
@@ -201,7 +193,7 @@ async def test_the_delivery_at_which_redis_failed_makes_no_poison(
     assert (taken, [entry.data for entry, _ in poison]) == ([], [b"x"])
 
 
-async def test_poison_is_shown_with_its_deliveries_and_not_taken(
+async def test_poison_is_reported_with_its_deliveries_and_not_claimed(
     client: Client, ann: Group, bob: Group
 ) -> None:
     await add(client, ann.stream, "poison", "good")
@@ -215,7 +207,7 @@ async def test_poison_is_shown_with_its_deliveries_and_not_taken(
     assert (await deliveries(client, ann))[poison[0][0].id.encode()] == (b"ann", 3)
 
 
-async def test_without_a_consumer_poison_is_shown_and_nothing_taken(
+async def test_without_a_consumer_poison_is_reported_and_nothing_claimed(
     client: Client, ann: Group
 ) -> None:
     await add(client, ann.stream, "x", "y")
@@ -229,7 +221,7 @@ async def test_without_a_consumer_poison_is_shown_and_nothing_taken(
     assert {consumer for consumer, _ in (await deliveries(client, ann)).values()} == {b"ann"}
 
 
-async def test_poison_is_found_once_among_many_that_wait(client: Client, ann: Group) -> None:
+async def test_poison_is_found_once_among_many_entries(client: Client, ann: Group) -> None:
     await add(client, ann.stream, *(str(n) for n in range(30)))
     entries = await ann.read(count=30)
     bad = [entries[n] for n in (0, 9, 10, 19, 29)]
@@ -241,9 +233,7 @@ async def test_poison_is_found_once_among_many_that_wait(client: Client, ann: Gr
         assert [entry for entry, _ in poison] == bad
 
 
-async def test_poison_hides_nothing_from_those_who_take_over(
-    client: Client, ann: Group, bob: Group
-) -> None:
+async def test_poison_does_not_hide_other_entries(client: Client, ann: Group, bob: Group) -> None:
     await add(client, ann.stream, "poison", "good", "good too")
     for _ in await ann.read(count=3):
         await ann.claim(idle_ms=0, most=9, own=True, count=1)
@@ -252,7 +242,7 @@ async def test_poison_hides_nothing_from_those_who_take_over(
 
 
 @pytest.mark.parametrize("consumer", ["bob", ""])
-async def test_deleted_entries_that_are_still_pending_are_acknowledged(
+async def test_deleted_pending_entries_are_acknowledged(
     client: Client, ann: Group, consumer: str
 ) -> None:
     gone, _ = await add(client, ann.stream, "gone", "there")
@@ -267,7 +257,7 @@ async def test_deleted_entries_that_are_still_pending_are_acknowledged(
 # leases
 
 
-async def test_renewing_keeps_an_entry_from_the_others_and_counts_no_delivery(
+async def test_renewing_keeps_an_entry_and_counts_no_delivery(
     client: Client, ann: Group, bob: Group
 ) -> None:
     await add(client, ann.stream, "x")
@@ -281,9 +271,7 @@ async def test_renewing_keeps_an_entry_from_the_others_and_counts_no_delivery(
     assert [times for _, times in (await deliveries(client, ann)).values()] == [1]
 
 
-async def test_a_lease_that_another_took_cannot_be_renewed(
-    client: Client, ann: Group, bob: Group
-) -> None:
+async def test_lost_lease_cannot_be_renewed(client: Client, ann: Group, bob: Group) -> None:
     await add(client, ann.stream, "x")
     [entry] = await ann.read()
     await bob.claim(idle_ms=0, most=3)
@@ -293,7 +281,7 @@ async def test_a_lease_that_another_took_cannot_be_renewed(
     assert not await bob.renew(entry)
 
 
-async def test_what_is_handed_back_may_be_taken_at_once_and_counts_as_no_crash(
+async def test_handed_back_entry_is_available_at_once_and_not_a_crash(
     client: Client, ann: Group, bob: Group
 ) -> None:
     await add(client, ann.stream, "x")
@@ -308,7 +296,7 @@ async def test_what_is_handed_back_may_be_taken_at_once_and_counts_as_no_crash(
         assert (data(taken), poison) == ([b"x"], [])
 
 
-async def test_a_consumer_with_pending_entries_is_not_reaped(
+async def test_consumer_with_pending_entries_is_not_reaped(
     client: Client, ann: Group, bob: Group
 ) -> None:
     await add(client, ann.stream, "x")
@@ -321,9 +309,7 @@ async def test_a_consumer_with_pending_entries_is_not_reaped(
     assert await client.call("XINFO", "CONSUMERS", ann.stream, ann.group) == []
 
 
-async def test_of_a_stream_that_others_fill_only_so_much_is_taken_at_once(
-    client: Client, keys: Keys
-) -> None:
+async def test_reads_of_untrusted_streams_are_bounded(client: Client, keys: Keys) -> None:
     """What is larger than it may be comes without its data, and is no poison."""
     group = Group(client, keys.tasks, TRAINERS, "ann", largest=100)
     await group.ensure()
@@ -347,7 +333,7 @@ async def test_of_a_stream_that_others_fill_only_so_much_is_taken_at_once(
     assert {entry.size for entry in found if not entry.data} == {101, 501, 107}
 
 
-async def test_what_is_too_large_is_no_poison(client: Client, keys: Keys) -> None:
+async def test_oversized_entry_is_not_poison(client: Client, keys: Keys) -> None:
     group = Group(client, keys.tasks, TRAINERS, "ann", largest=10)
     await group.ensure()
     await add(client, keys.tasks, "x" * 99, "good")

@@ -102,7 +102,7 @@ async def answer(settings: RedisSettings) -> Any:
         await client.close()
 
 
-async def test_a_model_goes_there_and_back(guarded: Guarded) -> None:
+async def test_model_round_trips_over_tls(guarded: Guarded) -> None:
     client = Client(guarded.settings(), "tls")
     chunks = [bytes([n]) * (1 << 20) for n in range(8)]
     await client.pipeline([("HSET", "it", n, memoryview(chunk)) for n, chunk in enumerate(chunks)])
@@ -111,13 +111,13 @@ async def test_a_model_goes_there_and_back(guarded: Guarded) -> None:
     await client.close()
 
 
-async def test_a_redis_that_wants_our_certificate_gets_it(mutual: Guarded) -> None:
+async def test_client_certificate_is_sent_on_request(mutual: Guarded) -> None:
     assert await answer(mutual.settings(cert="we.crt", key="we.key")) == b"PONG"
     with pytest.raises(Unavailable, match=r"reset|closed|required"):  # by a Redis that says no more
         await answer(mutual.settings())
 
 
-async def test_a_clusters_nodes_are_asked_and_followed_by_tls(guarded: Guarded) -> None:
+async def test_cluster_nodes_are_reached_over_tls(guarded: Guarded) -> None:
     """``guarded``: there is a server that can."""
     files = guarded.folder
     ours = ssl.create_default_context(cafile=files / "ca.crt")
@@ -140,21 +140,19 @@ async def test_a_clusters_nodes_are_asked_and_followed_by_tls(guarded: Guarded) 
 
 
 @pytest.mark.parametrize("ca", ["stranger", None])
-async def test_a_redis_that_nobody_we_know_has_signed_is_not_trusted(
-    guarded: Guarded, ca: str | None
-) -> None:
+async def test_unknown_authority_is_not_trusted(guarded: Guarded, ca: str | None) -> None:
     with pytest.raises(BrokerError, match=r"is not trusted: .*redis\.tls\.ca") as raised:
         await answer(guarded.settings(ca))
     assert not raised.value.retriable
     assert "\n" not in str(raised.value)
 
 
-async def test_a_certificate_for_another_address_is_not_trusted(misplaced: Guarded) -> None:
+async def test_certificate_for_another_address_is_not_trusted(misplaced: Guarded) -> None:
     with pytest.raises(BrokerError, match=r"IP address mismatch"):
         await answer(misplaced.settings())
 
 
-async def test_a_redis_with_tls_does_not_answer_without(guarded: Guarded) -> None:
+async def test_redis_with_tls_refuses_plain_connections(guarded: Guarded) -> None:
     with pytest.raises(Unavailable):
         await answer(RedisSettings(url=f"redis://127.0.0.1:{guarded.port}/0"))
 
@@ -169,7 +167,7 @@ async def test_a_redis_with_tls_does_not_answer_without(guarded: Guarded) -> Non
         ({"cert": "we.crt", "key": "server.key"}, "redis.tls.cert, redis.tls.key: {}/we.crt and"),
     ],
 )
-def test_files_of_no_use_are_found_at_the_start(
+def test_unusable_certificate_files_are_reported_at_start(
     files: Path, given: dict[str, str], says: str
 ) -> None:
     paths = {name: str(files / file) for name, file in given.items()}
@@ -201,7 +199,7 @@ def test_files_of_no_use_are_found_at_the_start(
         (["redis.sentinel.master=m"], "redis.sentinel.nodes: required, but not given"),
     ],
 )
-def test_keys_that_do_not_go_together_are_both_named(sets: list[str], says: str) -> None:
+def test_conflicting_keys_are_both_named(sets: list[str], says: str) -> None:
     with pytest.raises(ConfigError) as raised:
         read(None, sets)
     assert says in str(raised.value)
@@ -216,7 +214,7 @@ def test_a_cluster_has_one_database() -> None:
 @pytest.mark.parametrize(
     ("key", "shown"), [("password", "redis.password"), ("passwrod", "redis.passwrod")]
 )
-def test_a_secret_is_in_no_message(key: str, shown: str) -> None:
+def test_secrets_appear_in_no_message(key: str, shown: str) -> None:
     with pytest.raises(ConfigError) as raised:
         read(None, [f"redis.{key}={{a='geheim'}}", "redis.timeout_s=0"])
     assert shown in str(raised.value)

@@ -19,9 +19,7 @@ async def test_a_workspace_is_replaced_read_and_deleted(client: Client, keys: Ke
     assert await workspaces.read(client, key, most=100) == b""
 
 
-async def test_no_more_is_read_than_shows_that_a_workspace_is_too_large(
-    client: Client, keys: Keys
-) -> None:
+async def test_oversized_workspace_is_not_read_completely(client: Client, keys: Keys) -> None:
     key = keys.workspace("pool", "t")
     await workspaces.write(client, key, b"12345", expire_s=60)
     assert await workspaces.read(client, key, most=5) == b"12345"
