@@ -13,7 +13,7 @@ from fedstream.broker.errors import BrokerError
 from fedstream.broker.layout import Layout
 from fedstream.broker.messages import OUTCOMES, Outcome, Sends, Trigger, Version
 
-State = Literal["running", "finished"]
+RunStatus = Literal["running", "finished"]
 
 _KEYS = b"2"  # version of the keys' names and contents; 1: release 0.1
 
@@ -50,7 +50,7 @@ class Run:
     max_staleness: int | None = None
     sends: Sends = "model"  # the content of updates
     lineage: str = ""  # the journal's id for this line of versions
-    state: State = "running"
+    state: RunStatus = "running"
     why: str | None = None  # reason for finishing
     finished: float | None = None  # seconds since 1970
 

@@ -17,10 +17,8 @@ from pydantic import Field
 from fedstream.broker.messages import Trigger, task_id, time_of
 from fedstream.broker.reasons import DEADLINE_PASSED, TIMED_OUT, Overdue
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
-from fedstream.runtime.config import Section
+from fedstream.runtime.config import Positive, Section
 from fedstream.runtime.participation import Participation
-
-Positive = Annotated[float, Field(gt=0)]
 
 _CATCH_UP_S = 1.0  # a Poisson process makes up for at most this much missed time
 

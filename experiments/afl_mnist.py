@@ -17,7 +17,7 @@ from fedstream.experiments.reproduction import (
     Panel,
     Picture,
     Results,
-    Vector,
+    Series,
     judged,
     mean,
 )
@@ -310,7 +310,7 @@ def _curve(p: int, name: str) -> str:
     return f"p = {p}: {name}"
 
 
-def _late(results: Results, p: int, name: str) -> Vector:
+def _late(results: Results, p: int, name: str) -> Series:
     """Each repeat's mean accuracy in the last third of the rounds, as single rounds fluctuate."""
     cell = _curve(p, name)
     curves = [results.curves[cell, run.repeat] for run in results.of(cell)]
@@ -318,11 +318,11 @@ def _late(results: Results, p: int, name: str) -> Vector:
 
 
 def _arrivals_claims(results: Results) -> list[JudgedClaim]:
-    def spread(values: Vector) -> str:
+    def spread(values: Series) -> str:
         deviation = f" ± {values.std(ddof=1):.4f}" if len(values) > 1 else ""
         return f"{values.mean():.4f}{deviation}"
 
-    def by_level(values: dict[int, Vector]) -> str:
+    def by_level(values: dict[int, Series]) -> str:
         return ", ".join(f"{spread(of)} at p = {p}" for p, of in values.items())
 
     late = {name: {p: _late(results, p, name) for p in _LEVELS} for name in _CURVES}

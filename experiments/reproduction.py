@@ -58,7 +58,7 @@ from fedstream.broker.errors import ConfigError
 from fedstream.runtime.config import load
 from fedstream.settings.config import Settings
 
-Vector: TypeAlias = npt.NDArray[np.float64]
+Series: TypeAlias = npt.NDArray[np.float64]
 KeyValues: TypeAlias = Mapping[str, object]
 Of = Literal["best", "last"]
 
@@ -162,7 +162,7 @@ class Row:
     """of the program, with ``+`` if its code had changes; empty if unknown"""
 
 
-Points: TypeAlias = dict[str, Vector]
+Points: TypeAlias = dict[str, Series]
 """A curve: for each column of curves.csv.gz, a value per kept version; NaN: not measured."""
 
 
@@ -198,7 +198,7 @@ class Results:
         """A cell's runs."""
         return [row for row in self.rows if row.cell == cell]
 
-    def values(self, cell: str, of: Of = "best") -> Vector:
+    def values(self, cell: str, of: Of = "best") -> Series:
         """Each repeat's best or last value. Raises ConfigError if there are none."""
         found = [row.best if of == "best" else row.last for row in self.of(cell)]
         if not found:
@@ -214,7 +214,7 @@ class Results:
         values = self.values(cell, of)
         return float(values.std(ddof=1)) if len(values) > 1 else float("nan")
 
-    def curve(self, cell: str, x: str, y: str) -> tuple[Vector, Vector, Vector]:
+    def curve(self, cell: str, x: str, y: str) -> tuple[Series, Series, Series]:
         """(x, mean of y, deviation of y) at every kept version."""
         found = [self.curves[cell, row.repeat] for row in self.of(cell)]
         if not found:

@@ -26,7 +26,7 @@ from typing import (
 )
 
 import tomli_w
-from pydantic import BaseModel, ConfigDict, SecretStr, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_core import to_json
 
 from fedstream.broker.errors import ConfigError
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from pydantic_core import ErrorDetails
 
 M = TypeVar("M", bound=BaseModel)
+
+Positive = Annotated[float, Field(gt=0)]
 
 _PREFIX = "FEDSTREAM_"
 _TAGS = ("kind", "name")  # the fields that choose between alternative tables

@@ -13,7 +13,7 @@ from pydantic import Field
 
 from fedstream.runtime.config import Section
 
-Count = Annotated[int, Field(ge=1, le=1_000_000_000)]  # more than any task does
+StepCount = Annotated[int, Field(ge=1, le=1_000_000_000)]  # more than any task does
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,7 @@ class FixedSteps(Section):
     """H steps."""
 
     kind: Literal["fixed"] = "fixed"
-    n: Count = 5
+    n: StepCount = 5
 
     def draw(self, _rng: random.Random) -> Length:
         """Always the same."""
@@ -43,7 +43,7 @@ class UniformSteps(Section):
     """H uniform on [1, 2c], drawn anew for every task (AFL: dynamic)."""
 
     kind: Literal["uniform"] = "uniform"
-    c: Count = 5
+    c: StepCount = 5
 
     def draw(self, rng: random.Random) -> Length:
         """A new draw for each task."""
@@ -54,7 +54,7 @@ class Epochs(Section):
     """Passes over the device's data."""
 
     kind: Literal["epochs"] = "epochs"
-    n: Count = 1
+    n: StepCount = 1
 
     def draw(self, _rng: random.Random) -> Length:
         """Always the same."""

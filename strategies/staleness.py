@@ -12,9 +12,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from fedstream.runtime.config import Section
-
-Positive = Annotated[float, Field(gt=0)]
+from fedstream.runtime.config import Positive, Section
 
 
 class Constant(Section):

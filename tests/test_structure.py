@@ -1,10 +1,12 @@
-"""What import-linter cannot see: start-up, printing, and how the folders are linked."""
+"""What import-linter cannot see: start-up, printing, names, and how the folders are linked."""
 
 from __future__ import annotations
 
 import ast
 import subprocess
 import sys
+from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -42,6 +44,31 @@ def test_one_module_alone_prints() -> None:
         if isinstance(node, ast.Call) and ast.unparse(node.func) in printing
     }
     assert found == {"fedstream/terminal.py"}
+
+
+def types_of(module: ast.Module) -> Iterator[str]:
+    """Names of a module's public classes and type aliases."""
+    for node in module.body:
+        match node:
+            case ast.ClassDef(name=name):
+                pass
+            case ast.AnnAssign(target=ast.Name(id=name), annotation=ast.Name(id="TypeAlias")):
+                pass
+            case ast.Assign(targets=[ast.Name(id=name)], value=ast.Subscript() | ast.BinOp()):
+                pass
+            case _:
+                continue
+        if name[0].isupper() and not name.isupper():
+            yield name
+
+
+def test_no_two_types_have_the_same_name() -> None:
+    places: dict[str, set[str]] = defaultdict(set)
+    for folder in ("fedstream", *LINKED):
+        for path in (ROOT / folder).rglob("*.py"):
+            for name in types_of(ast.parse(path.read_text())):
+                places[name].add(str(path.resolve().relative_to(ROOT)))
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
 
 
 @pytest.mark.parametrize("part", LINKED)

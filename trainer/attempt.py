@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fedstream.runtime.service import Context
     from fedstream.trainer.failures import Failures
     from fedstream.trainer.learner import Learned, Learner
-    from fedstream.trainer.metrics import Metrics
+    from fedstream.trainer.metrics import TrainerMetrics
     from fedstream.trainer.settings import TrainerSettings
 
 _LOOK_S = 0.1  # between checks whether a device has become eligible
@@ -56,7 +56,7 @@ class Workshop:
     thread: Executor  # the only one that may use the learner
     out: Model  # holds one update at a time
     failures: Failures
-    metrics: Metrics
+    metrics: TrainerMetrics
 
 
 class Attempt:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedstream.broker.ledger.trainer import Outbox
     from fedstream.broker.streams import Entry
     from fedstream.runtime.service import Context
-    from fedstream.trainer.metrics import Metrics
+    from fedstream.trainer.metrics import TrainerMetrics
 
 
 class Delivery:
@@ -28,7 +28,7 @@ class Delivery:
 
     def __init__(
         self, client: Client, keys: Keys, outbox: Outbox, stream: str, expire_s: float,
-        context: Context, metrics: Metrics,
+        context: Context, metrics: TrainerMetrics,
     ) -> None:  # fmt: skip
         """``stream``: of the tasks; ``expire_s``: of an update that is never admitted."""
         self._client = client

@@ -13,10 +13,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from fedstream.runtime.config import Section
+from fedstream.runtime.config import Positive, Section
 
-Seconds = Annotated[float, Field(ge=0)]
-Positive = Annotated[float, Field(gt=0)]
+NonNegative = Annotated[float, Field(ge=0)]
 
 
 class NoLatency(Section):
@@ -29,15 +28,15 @@ class FixedLatency(Section):
     """Always ``mean_s`` seconds."""
 
     kind: Literal["fixed"] = "fixed"
-    mean_s: Seconds
+    mean_s: NonNegative
 
 
 class UniformLatency(Section):
     """Uniform on [``low_s``, ``high_s``] seconds."""
 
     kind: Literal["uniform"] = "uniform"
-    low_s: Seconds = 0.0
-    high_s: Seconds
+    low_s: NonNegative = 0.0
+    high_s: NonNegative
 
     @model_validator(mode="after")
     def _ordered(self) -> UniformLatency:
@@ -88,7 +87,7 @@ class Diurnal(Section):
 
 
 Availability = AlwaysAvailable | OnOff | Diurnal
-State = Literal["idle", "working", "ineligible"]
+DeviceState = Literal["idle", "working", "ineligible"]
 
 
 class DeviceSettings(Section):
@@ -170,7 +169,9 @@ def next_change(settings: Availability, device: int, seed: int, at_s: float) -> 
             return _Calls(settings, device, seed, to=to).next(at_s)
 
 
-def state(settings: Availability, device: int, seed: int, at_s: float, *, busy: bool) -> State:
+def state(
+    settings: Availability, device: int, seed: int, at_s: float, *, busy: bool
+) -> DeviceState:
     """The state of ``device`` at ``at_s`` seconds; ``busy``: it is working on a task."""
     if not eligible(settings, device, seed, at_s):
         return "ineligible"

@@ -24,7 +24,7 @@ from fedstream.broker.streams import Reader
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
 from fedstream.runtime.service import Context, repeat
-from fedstream.trainer.placement import Place, Threads, check, placed
+from fedstream.trainer.placement import Processor, Threads, check, placed
 from fedstream.trainer.task import measured, untrained
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class EvaluatorSettings(Section):
 
     every: Annotated[int, Field(ge=1)] = 10  # versions; a run's last version is always evaluated
     threads: Threads = 1  # of torch
-    device: Place = "cpu"  # of torch
+    device: Processor = "cpu"  # of torch
     drain_s: Annotated[float, Field(gt=0)] = 20.0
 
 

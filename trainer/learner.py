@@ -10,7 +10,7 @@ import torch
 
 from fedstream.trainer import vector
 from fedstream.trainer.answer import as_sent
-from fedstream.trainer.placement import Place, check, placed
+from fedstream.trainer.placement import Processor, check, placed
 from fedstream.trainer.task import untrained
 
 if TYPE_CHECKING:
@@ -37,7 +37,7 @@ class Learned:
 class Learner:
     """The task, its module and its data. Creating it loads them; only one thread may use it."""
 
-    def __init__(self, load: Callable[[], Task], threads: int, place: Place) -> None:
+    def __init__(self, load: Callable[[], Task], threads: int, place: Processor) -> None:
         check("trainer.device", place)
         torch.set_num_threads(threads)
         torch.backends.cudnn.deterministic = True  # redoing a task gives the same bits

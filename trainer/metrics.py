@@ -16,7 +16,7 @@ _SECONDS = (
 )  # fmt: skip
 
 
-class Metrics:
+class TrainerMetrics:
     """The metrics of one trainer."""
 
     def __init__(self, registry: CollectorRegistry) -> None:

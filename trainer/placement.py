@@ -14,11 +14,11 @@ from fedstream.broker.errors import ConfigError
 if TYPE_CHECKING:
     from torch.utils.data import Dataset
 
-Place: TypeAlias = Literal["cpu", "cuda"]
+Processor: TypeAlias = Literal["cpu", "cuda"]
 Threads: TypeAlias = Annotated[int, Field(ge=1, le=1024)]  # more than any machine has cores
 
 
-def check(key: str, place: Place) -> None:
+def check(key: str, place: Processor) -> None:
     """Check that torch can compute there. Raises ConfigError, naming the key, if it can't."""
     import torch
 
@@ -29,7 +29,7 @@ def check(key: str, place: Place) -> None:
         )
 
 
-def placed(data: Dataset[Any], place: Place) -> Dataset[Any]:
+def placed(data: Dataset[Any], place: Processor) -> Dataset[Any]:
     """Move a TensorDataset there; return other data as it is, for the loss to move."""
     from torch.utils.data import TensorDataset
 

@@ -39,7 +39,7 @@ from fedstream.trainer.devices import DeviceSettings, eligible
 from fedstream.trainer.failures import Failures
 from fedstream.trainer.initiative import Initiative
 from fedstream.trainer.leases import Leases
-from fedstream.trainer.metrics import Metrics
+from fedstream.trainer.metrics import TrainerMetrics
 from fedstream.trainer.patience import Patience
 from fedstream.trainer.saved_work import SavedWork
 from fedstream.trainer.settings import InitiativeSettings, TrainerSettings
@@ -100,7 +100,7 @@ class Trainer:
 
     async def run(self, context: Context) -> None:
         """Work until stopped; hand back a task in progress at the next batch."""
-        metrics = Metrics(context.registry)
+        metrics = TrainerMetrics(context.registry)
         context.watch(self._client)
         loaded = False
         context.health.ready_when("task loaded", lambda: loaded)
@@ -172,7 +172,12 @@ class Trainer:
         return True
 
     def _workshop(
-        self, context: Context, metrics: Metrics, learner: Learner, thread: Executor, run: Run
+        self,
+        context: Context,
+        metrics: TrainerMetrics,
+        learner: Learner,
+        thread: Executor,
+        run: Run,
     ) -> Workshop:
         site = self._settings.site
 

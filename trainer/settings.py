@@ -11,7 +11,7 @@ from fedstream.broker.keys import POOL, check_name
 from fedstream.broker.messages import OWNED
 from fedstream.runtime.config import Section
 from fedstream.runtime.steps import Epochs, Steps
-from fedstream.trainer.placement import Place, Threads
+from fedstream.trainer.placement import Processor, Threads
 
 
 class InitiativeSettings(Section):
@@ -29,7 +29,7 @@ class TrainerSettings(Section):
     owns: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(max_length=OWNED)] = ()
     anarchic: InitiativeSettings | None = None
     threads: Threads = 1  # of torch
-    device: Place = "cpu"  # of torch; updates are float32 either way
+    device: Processor = "cpu"  # of torch; updates are float32 either way
     blob_expiry_s: Annotated[float, Field(gt=0)] = 600.0  # of an update that is never admitted
     workspace_bytes: Annotated[int, Field(ge=0)] = 64 << 20  # larger workspaces are not saved
     workspace_expiry_s: Annotated[float, Field(gt=0)] = 3600.0

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedstream.broker.keys import Keys
     from fedstream.broker.ledger.trainer import TrainerLedger
     from fedstream.broker.records import Head
-    from fedstream.trainer.metrics import Metrics
+    from fedstream.trainer.metrics import TrainerMetrics
     from fedstream.trainer.workspace import Workspace
 
 
@@ -42,7 +42,7 @@ class Newest:
 
     def __init__(
         self, client: Client, ledger: TrainerLedger, keys: Keys, site: str, layout: Layout,
-        metrics: Metrics,
+        metrics: TrainerMetrics,
     ) -> None:  # fmt: skip
         self._client = client
         self._ledger = ledger

@@ -13,11 +13,11 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
 
 from fedstream.broker.errors import BadMessage, LayoutMismatch
 from fedstream.broker.layout import Floats, Layout, Model
-from fedstream.broker.messages import first_wrong
+from fedstream.broker.messages import Count, first_wrong
 
 SCHEMA = 1
 
@@ -51,7 +51,6 @@ def _vector(dtype: str) -> PlainValidator:
     return PlainValidator(read)
 
 
-Count = Annotated[int, Field(ge=0)]
 Block = Annotated[npt.NDArray[np.uint8], _vector("u1")]
 """The buffer of a :class:`fedstream.broker.layout.Model`."""
 Vector = Annotated[Floats, _vector("<f4")]

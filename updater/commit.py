@@ -18,7 +18,7 @@ from fedstream.journal.recorder import Recorder
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.service import Context
 from fedstream.strategies import Strategy
-from fedstream.updater.metrics import Metrics
+from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import Publisher, blob_of
 from fedstream.updater.state import Change, RunState
 
@@ -35,7 +35,7 @@ class Retained:
 
 
 @dataclass(frozen=True)
-class Pending:
+class PendingCommit:
     """A change that is in the journal, and not committed yet."""
 
     change: Change
@@ -48,12 +48,12 @@ class Commits:
     """The changes in the journal that Redis has yet to accept, and the scripts that tell it."""
 
     context: Context
-    metrics: Metrics
+    metrics: UpdaterMetrics
     recorder: Recorder
     publisher: Publisher
     ledger: UpdaterLedger
     lease: Lease
-    pending: deque[Pending] = field(default_factory=deque)  # oldest first
+    pending: deque[PendingCommit] = field(default_factory=deque)  # oldest first
     retained: list[Retained] = field(default_factory=list)  # oldest first
     told: Mapping[str, int] = field(default_factory=dict)  # the journal's ends, as Redis has them
 
@@ -113,7 +113,7 @@ class Commits:
     async def _commit(
         self,
         state: RunState,
-        pending: Pending | None = None,
+        pending: PendingCommit | None = None,
         publish: Version | None = None,
         ahead: Sequence[Command] = (),
     ) -> tuple[RunState, bool]:

@@ -23,7 +23,7 @@ from fedstream.journal.records import Counted
 from fedstream.runtime.service import Context
 from fedstream.updater import refusals
 from fedstream.updater.intake import Intake
-from fedstream.updater.metrics import Metrics
+from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import blob_of
 from fedstream.updater.state import Change, RunState
 
@@ -35,7 +35,7 @@ class Decider:
     """Turns queue entries into changes, each on top of a state."""
 
     context: Context
-    metrics: Metrics
+    metrics: UpdaterMetrics
     intake: Intake
     keys: Keys
     ledger: UpdaterLedger

@@ -18,10 +18,10 @@ from fedstream.broker.records import Head
 from fedstream.broker.streams import BLOCK_MS
 from fedstream.journal.recorder import Recorder
 from fedstream.runtime.service import Context
-from fedstream.updater.commit import Commits, Pending
+from fedstream.updater.commit import Commits, PendingCommit
 from fedstream.updater.decider import LARGE, Decider
 from fedstream.updater.intake import BATCH, Intake
-from fedstream.updater.metrics import Metrics
+from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import Publisher
 from fedstream.updater.reconcile import Confirm, Finish, Publish, Refuse, Remake, action
 from fedstream.updater.recovery import Recovery
@@ -34,7 +34,7 @@ class Loop:
     """Advances the state of the run, one step at a time."""
 
     context: Context
-    metrics: Metrics
+    metrics: UpdaterMetrics
     ledger: UpdaterLedger
     lease: Lease
     recorder: Recorder
@@ -129,7 +129,7 @@ class Loop:
         """Apply a change that is in the journal, and therefore final."""
         self.state.ends.journal(change)
         self.state = self.state.after(change)
-        self.commits.pending.append(Pending(change, position, self.state.journalled))
+        self.commits.pending.append(PendingCommit(change, position, self.state.journalled))
         if change.finish is not None:
             self.context.log.info("run finished", why=change.finish)
         end = change.end

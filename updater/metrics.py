@@ -5,7 +5,7 @@ from __future__ import annotations
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Summary
 
 
-class Metrics:
+class UpdaterMetrics:
     """What the process counts and times; names and meanings are in docs/reference/metrics.md."""
 
     def __init__(self, registry: CollectorRegistry) -> None:

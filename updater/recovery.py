@@ -46,7 +46,7 @@ from fedstream.strategies import (
     strategy_of,
     without_batch,
 )
-from fedstream.updater.metrics import Metrics
+from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import Publisher
 from fedstream.updater.state import Ends, RunState
 
@@ -60,7 +60,7 @@ class Recovery:
     """Finds the state to go on from, and begins the journal's segments with it."""
 
     context: Context
-    metrics: Metrics
+    metrics: UpdaterMetrics
     index: Ended
     recorder: Recorder
     publisher: Publisher

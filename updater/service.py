@@ -34,7 +34,7 @@ from fedstream.updater.commit import Commits
 from fedstream.updater.decider import Decider
 from fedstream.updater.intake import Intake
 from fedstream.updater.loop import Loop
-from fedstream.updater.metrics import Metrics
+from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import Publisher
 from fedstream.updater.recovery import Recovery
 from fedstream.updater.upkeep import Upkeep
@@ -94,7 +94,7 @@ class Updater:
     async def run(self, context: Context) -> None:
         """Acquire the lease, and process the queue until told to stop."""
         recorder, publisher, intake = self._recorder, self._publisher, self._intake
-        ledger, lease, metrics = self._ledger, self._lease, Metrics(context.registry)
+        ledger, lease, metrics = self._ledger, self._lease, UpdaterMetrics(context.registry)
         self._metrics = metrics
         metrics.journal.set_function(lambda: recorder.appended)
         metrics.unsynced.set_function(lambda: recorder.appended - recorder.safe)

@@ -9,7 +9,7 @@ from fedstream.broker.keys import COORDINATORS, POOL, TRAINERS, member
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.letters import BURY, Letters
 from fedstream.broker.ledger.plumbing import Pending, packed, verdict, word
-from fedstream.broker.ledger.reading import LOOK, Memory, Models, Overview, Register
+from fedstream.broker.ledger.reading import LOOK, MemoryUse, Models, Overview, Register
 from fedstream.broker.messages import (
     Assignment,
     CloseRound,
@@ -58,7 +58,7 @@ RIGHTS = Rights(
 )  # fmt: skip
 
 
-class CoordinatorLedger(Overview, Models, Register, Letters, Memory):
+class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
     """The run as coordinators see and change it."""
 
     async def prepare(self, sites: Iterable[str] = ()) -> None:

@@ -143,7 +143,7 @@ class Register(Ledger):
         return names
 
 
-class Memory(Ledger):
+class MemoryUse(Ledger):
     """Redis's memory."""
 
     async def memory(self) -> tuple[int, int]:

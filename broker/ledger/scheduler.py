@@ -9,7 +9,7 @@ from fedstream.broker import lease
 from fedstream.broker.errors import Fenced
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.plumbing import Pending
-from fedstream.broker.ledger.reading import LOOK, LOOKED_AT, Memory, Watch
+from fedstream.broker.ledger.reading import LOOK, LOOKED_AT, MemoryUse, Watch
 from fedstream.broker.messages import CloseRound, Trigger, Withdraw
 from fedstream.broker.scripts import Script, load_all
 
@@ -24,7 +24,7 @@ RIGHTS = Rights(
 )
 
 
-class SchedulerLedger(Watch, Memory):
+class SchedulerLedger(Watch, MemoryUse):
     """The run as the scheduler sees and changes it."""
 
     async def prepare(self) -> None:

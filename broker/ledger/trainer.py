@@ -16,7 +16,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.keys import TRAINERS, Keys
 from fedstream.broker.ledger.grants import Rights
-from fedstream.broker.ledger.reading import Memory
+from fedstream.broker.ledger.reading import MemoryUse
 from fedstream.broker.messages import Dead, Event, GiveUp, Presence, Trigger, Upload
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Entry
@@ -44,7 +44,7 @@ RIGHTS = Rights(
 )  # fmt: skip
 
 
-class TrainerLedger(Memory):
+class TrainerLedger(MemoryUse):
     """The run as trainers see it."""
 
 

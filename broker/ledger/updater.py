@@ -16,7 +16,7 @@ from fedstream.broker.errors import BadMessage, Fenced
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.letters import BURY, Letters
 from fedstream.broker.ledger.plumbing import packed
-from fedstream.broker.ledger.reading import LOOK, LOOKED_AT, Memory, Models, Overview
+from fedstream.broker.ledger.reading import LOOK, LOOKED_AT, MemoryUse, Models, Overview
 from fedstream.broker.messages import OUTCOMES, Upload, Version
 from fedstream.broker.records import Commit, Committed, End, Run, flattened, mapping
 from fedstream.broker.scripts import Script
@@ -42,7 +42,7 @@ RIGHTS = Rights(
 )  # fmt: skip
 
 
-class UpdaterLedger(Overview, Models, Letters, Memory):
+class UpdaterLedger(Overview, Models, Letters, MemoryUse):
     """The run as the updater sees and changes it."""
 
     async def awaits(self, upload: Upload) -> bool:

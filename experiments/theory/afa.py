@@ -34,7 +34,7 @@ VARIANCE = 1.0  # sigma^2, where there is noise
 LOCAL = 5  # H, where there are several local steps
 LOCAL_LRS = (0.4, 0.2, 0.1)
 
-AfaSettings = AfaCdSettings | AfaCsSettings
+EitherAfa = AfaCdSettings | AfaCsSettings
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,7 @@ def uneven() -> Quadratics:
 
 
 def run(
-    rule: AfaSettings,
+    rule: EitherAfa,
     problem: Quadratics,
     odds: Wide,
     *,
@@ -152,7 +152,7 @@ def measure(
         ),
     }
     found["cs_rounding"] = []
-    rows: dict[str, tuple[Callable[[float], AfaSettings], Wide]]
+    rows: dict[str, tuple[Callable[[float], EitherAfa], Wide]]
     rows = {"cd_biased": (cd, BIASED), "cd_uniform": (cd, UNIFORM), "cs_biased": (cs, BIASED)}
     for name, (rule, odds) in rows.items():
         found[name] = []
@@ -211,7 +211,7 @@ def _worst_case() -> Measured:
         two = Quadratics(np.full((2, 1), 2.0), np.array([[-g], [g]]))
         alone = np.array([1.0, 0.0])
         found["worst_sigma_g"].append(heterogeneity(two))
-        rules: dict[str, AfaSettings] = {
+        rules: dict[str, EitherAfa] = {
             "worst_cd": AfaCdSettings(buffer_size=1, server_lr=0.05),
             "worst_cs": AfaCsSettings(buffer_size=1, server_lr=0.05),
         }

@@ -13,7 +13,7 @@ from fedstream.terminal import confirm, line, verbatim
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
     from fedstream.broker.keys import Keys
-    from fedstream.operate.dead import Letter, Letters
+    from fedstream.operate.dead import DeadLetters, Letter
 
 app = typer.Typer(help="Inspect, retry or drop entries that could not be processed.")
 
@@ -114,7 +114,7 @@ def dead_drop(
     line(f"{dropped} dead letter{'' if dropped == 1 else 's'} deleted")
 
 
-def _chosen(found: Letters, wanted: list[str] | None, everything: bool) -> list[Letter]:
+def _chosen(found: DeadLetters, wanted: list[str] | None, everything: bool) -> list[Letter]:
     """Letters chosen by id or --all.
 
     Raises ConfigError unless exactly one of the two is given, FedstreamError for an unknown id.

@@ -106,7 +106,7 @@ SummaryAsJson = Annotated[
 Url = Annotated[str | None, typer.Option("--redis", metavar="URL", help="overrides redis.url")]
 RunName = Annotated[str | None, typer.Option("--run", metavar="NAME", help="overrides run.name")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
-Name = Annotated[
+ServiceName = Annotated[
     str | None,
     typer.Option(
         envvar="FEDSTREAM_NAME", help="unique among the replicas; default: the host's name"

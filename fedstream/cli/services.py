@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fedstream.broker.keys import check_name
-from fedstream.cli.options import Config, Name, Sets, leave, settings_of
+from fedstream.cli.options import Config, ServiceName, Sets, leave, settings_of
 
 
 def _serve(role: str, path: Path | None, sets: list[str] | None, name: str | None) -> None:
@@ -28,12 +28,12 @@ def _serve(role: str, path: Path | None, sets: list[str] | None, name: str | Non
     leave(serve_role(role, settings, check_name("--name", name or socket.gethostname())))
 
 
-def coordinator(config: Config = None, sets: Sets = None, name: Name = None) -> None:
+def coordinator(config: Config = None, sets: Sets = None, name: ServiceName = None) -> None:
     """Turn triggers into tasks, admit answers, serve status and models over HTTP."""
     _serve("coordinator", config, sets, name)
 
 
-def scheduler(config: Config = None, sets: Sets = None, name: Name = None) -> None:
+def scheduler(config: Config = None, sets: Sets = None, name: ServiceName = None) -> None:
     """Trigger training tasks."""
     _serve("scheduler", config, sets, name)
 
@@ -41,7 +41,7 @@ def scheduler(config: Config = None, sets: Sets = None, name: Name = None) -> No
 def updater(
     config: Config = None,
     sets: Sets = None,
-    name: Name = None,
+    name: ServiceName = None,
     adopt: Annotated[
         bool,
         typer.Option(
@@ -54,11 +54,11 @@ def updater(
     _serve("updater", config, [*(sets or ()), *adopted], name)
 
 
-def trainer(config: Config = None, sets: Sets = None, name: Name = None) -> None:
+def trainer(config: Config = None, sets: Sets = None, name: ServiceName = None) -> None:
     """Train on devices' data."""
     _serve("trainer", config, sets, name)
 
 
-def evaluator(config: Config = None, sets: Sets = None, name: Name = None) -> None:
+def evaluator(config: Config = None, sets: Sets = None, name: ServiceName = None) -> None:
     """Measure the model on the test data."""
     _serve("evaluator", config, sets, name)

@@ -64,7 +64,7 @@ class Letter:
 
 
 @dataclass(frozen=True)
-class Letters:
+class DeadLetters:
     """All dead letters, and the number lost because they were too many or too old."""
 
     letters: tuple[Letter, ...]  # the oldest first
@@ -81,7 +81,7 @@ class Letters:
         return list(dict.fromkeys(found))
 
 
-async def read(client: Client, keys: Keys) -> Letters:
+async def read(client: Client, keys: Keys) -> DeadLetters:
     """Read the dead letters of a run. Raises NoRun."""
     ledger = OperatorLedger(client, keys, "dead")
     view = await ledger.look()
@@ -95,7 +95,7 @@ async def read(client: Client, keys: Keys) -> Letters:
         Letter(one.id, one.dead, one.message, one.unreadable, ends.get(one.task or "", ""))
         for one in parsed
     )
-    return Letters(letters, view.counts.get("dead_letters_lost", 0))
+    return DeadLetters(letters, view.counts.get("dead_letters_lost", 0))
 
 
 def _after(rows: list[Any]) -> str:
@@ -201,7 +201,7 @@ def plain(letter: Letter) -> dict[str, Any]:
     }
 
 
-def show(found: Letters) -> None:
+def show(found: DeadLetters) -> None:
     """Print all letters as a table."""
     console().print(page(found))
 
@@ -212,7 +212,7 @@ def show_each(letters: Sequence[Letter]) -> None:
         console().print(details(letter))
 
 
-def page(found: Letters) -> RenderableType:
+def page(found: DeadLetters) -> RenderableType:
     """Table of all letters."""
     if not found.letters and not found.lost:
         return "no dead letters"

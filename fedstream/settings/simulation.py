@@ -7,7 +7,7 @@ from typing import Annotated, ClassVar, Literal, TypeAlias
 from pydantic import Field, field_validator
 
 from fedstream.runtime.config import Section
-from fedstream.trainer.placement import Place
+from fedstream.trainer.placement import Processor
 
 
 class NoStaleness(Section):
@@ -51,7 +51,7 @@ class SimulationSettings(Section):
     """None: the policy's default, ``none`` for rounds and otherwise ``uniform``"""
     evaluate_every: Annotated[int, Field(ge=0)] = 10
     """in versions; the last one is always measured; 0: only the last"""
-    device: Place = "cpu"
+    device: Processor = "cpu"
     precision: Literal["float32", "bfloat16"] = "float32"
     """bfloat16: for layers while training (autocast, channels last); weights stay float32"""
     batched: bool = True

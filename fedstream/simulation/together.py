@@ -76,7 +76,7 @@ class _Room(threading.local):
         self.of = [column.new_empty(0) for column in columns]  # grows on demand
 
 
-class Rows:
+class StackedRows:
     """All devices' data in one block, so that one indexing takes minibatches of many devices."""
 
     def __init__(self, shares: Sequence[TensorDataset], device: str) -> None:
@@ -101,7 +101,7 @@ class Rows:
         return taken
 
 
-def rows_of(data: Callable[[int], Dataset[Any]], devices: int, device: str) -> Rows | None:
+def rows_of(data: Callable[[int], Dataset[Any]], devices: int, device: str) -> StackedRows | None:
     """All devices' data; None if it isn't tensors of equal shapes, or exceeds 2 GiB."""
     shares = [data(number) for number in range(devices)]
     tensors = [share.tensors for share in shares if type(share) is TensorDataset]
@@ -113,7 +113,7 @@ def rows_of(data: Callable[[int], Dataset[Any]], devices: int, device: str) -> R
         return None
     if sum(t.nbytes for one in tensors for t in one) > _ROWS_BYTES:
         return None
-    return Rows([share for share in shares if isinstance(share, TensorDataset)], device)
+    return StackedRows([share for share in shares if isinstance(share, TensorDataset)], device)
 
 
 def _in_one_piece(parts: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -136,7 +136,7 @@ class Together:
         task: Task,
         module: nn.Module,
         solver: SolverSettings,
-        rows: Rows,
+        rows: StackedRows,
         cancelled: Callable[[], bool],
     ) -> None:
         self._module = module
@@ -400,7 +400,7 @@ class _Gradients:
         return self._function(*given)
 
 
-def _is_regression(task: Task, module: nn.Module, rows: Rows) -> bool:
+def _is_regression(task: Task, module: nn.Module, rows: StackedRows) -> bool:
     """Whether this is logistic regression with a score for every class in the data."""
     if type(module) is not nn.Linear or type(task).loss is not Task.loss or len(rows.columns) != 2:
         return False

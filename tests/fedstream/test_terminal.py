@@ -172,7 +172,7 @@ def test_dead_letters_show_whatever_is_in_them(
     about = Dead(stream=stream, entry=entry, reason=reason, time=at, deliveries=1, data=data)
     message = Trigger(task=task, device=1, seed=1, steps=1, why=trigger_why, origin=stream)
     letters = (dead.Letter("1-0", about, message), dead.Letter("1-1", about, None, reason, reason))
-    assert is_harmless(drawn(dead.page(dead.Letters(letters, 2))))
+    assert is_harmless(drawn(dead.page(dead.DeadLetters(letters, 2))))
     for letter in letters:
         assert is_harmless(drawn(dead.details(letter)))
 
