@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
+import os
 import sys
+from typing import NoReturn
 
 from fedstream.runtime import signals
 
@@ -23,8 +26,18 @@ def main() -> None:
         signals.interrupt()
     try:
         command()
+    except SystemExit as end:
+        _leave(end.code if isinstance(end.code, int) else 0)
     except KeyboardInterrupt:  # raised while the command line is parsed, where nothing catches it
-        sys.exit(signals.INTERRUPTED)
+        _leave(signals.INTERRUPTED)
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit without tearing down the interpreter, which takes a second with torch loaded."""
+    atexit._run_exitfuncs()  # noqa: SLF001  (a user's task may have registered some)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 if __name__ == "__main__":

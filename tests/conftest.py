@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from itertools import count
@@ -142,15 +141,12 @@ def hand(client: Client, keys: Keys, ledger: EveryRole) -> Hand:
 
 
 @pytest.fixture
-def journal(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
+def journal(capsys: pytest.CaptureFixture[str]) -> Callable[..., tuple[int, str, str]]:
     """Runs `fedstream journal` in this process: exit code, stdout and stderr."""
 
     def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedstream", "journal", *map(str, arguments)])
         with pytest.raises(SystemExit) as ended:
-            main()
+            main(["journal", *map(str, arguments)])
         return int(ended.value.code or 0), *capsys.readouterr()
 
     return run

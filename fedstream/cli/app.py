@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated
 
 import typer
@@ -60,8 +60,11 @@ def _main(
     pass
 
 
-def main() -> None:
-    """Run the command line. Exit codes: 0 done, 1 failed, 2 wrong configuration or command line."""
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command line, or ``arguments`` in its place.
+
+    Exit codes: 0 done, 1 failed, 2 wrong configuration or command line.
+    """
     # Updates and models reveal something about people's data, so only this user may read our files.
     os.umask(os.umask(_NOBODY_ELSE) | _NOBODY_ELSE)
     for name in ("stdout", "stderr"):
@@ -71,7 +74,10 @@ def main() -> None:
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        app()
+        try:
+            app(arguments, prog_name=None if arguments is None else "fedstream")
+        finally:
+            sys.stdout.flush()  # here, where a failure is reported
     except ConfigError as error:
         line(f"fedstream: {error}", err=True)
         sys.exit(2)

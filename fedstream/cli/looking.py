@@ -20,7 +20,6 @@ from fedstream.cli.options import (
     TrustRecorded,
     Url,
     ask,
-    leave,
     settings_of,
 )
 from fedstream.runtime.signals import INTERRUPTED
@@ -166,7 +165,7 @@ def replay(
             verbatim(report.as_json(feed.numbers(fed)) + "\n")
         else:
             feed.show(fed)
-        leave(0 if to_the_end else INTERRUPTED)
+        raise typer.Exit(0 if to_the_end else INTERRUPTED)
     for option, value in (("--run", run), ("--speed", speed)):
         if value is not None:
             raise ConfigError(f"{option} needs --redis URL")
@@ -175,7 +174,7 @@ def replay(
         without=without or (), config=config,
         task=task, trusted=trust, data_root=data_root, out=out, as_json=as_json,
     )  # fmt: skip
-    leave(code)
+    raise typer.Exit(code)
 
 
 def doctor(
@@ -201,7 +200,7 @@ def doctor(
         verbatim(report.as_json(page.summary(findings)) + "\n")
     else:
         page.show(findings)
-    leave(page.exit_code(findings))
+    raise typer.Exit(page.exit_code(findings))
 
 
 def purge(

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import atexit
-import os
-import sys
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
@@ -146,11 +143,3 @@ def ask(
             await client.close()
 
     return asyncio.run(asked())
-
-
-def leave(code: int) -> NoReturn:
-    """Exit without tearing down the interpreter, which takes a second with torch loaded."""
-    atexit._run_exitfuncs()  # noqa: SLF001  (a user's task may have registered some)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(code)

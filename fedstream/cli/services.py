@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from fedstream.broker.keys import check_name
-from fedstream.cli.options import Config, ServiceName, Sets, leave, settings_of
+from fedstream.cli.options import Config, ServiceName, Sets, settings_of
 
 
 def _serve(role: str, path: Path | None, sets: list[str] | None, name: str | None) -> None:
@@ -25,7 +25,7 @@ def _serve(role: str, path: Path | None, sets: list[str] | None, name: str | Non
         refuse_ended(settings, path)
         if role == "trainer":
             settings = for_joining_trainer(settings, path)
-    leave(serve_role(role, settings, check_name("--name", name or socket.gethostname())))
+    raise typer.Exit(serve_role(role, settings, check_name("--name", name or socket.gethostname())))
 
 
 def coordinator(config: Config = None, sets: Sets = None, name: ServiceName = None) -> None:

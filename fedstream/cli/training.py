@@ -23,7 +23,6 @@ from fedstream.cli.options import (
     TrustRecorded,
     Updates,
     Versions,
-    leave,
     settings_of,
 )
 from fedstream.runtime.signals import INTERRUPTED
@@ -100,7 +99,7 @@ def run(
     code, numbers = run_here(request, display.choose(as_json=as_json))
     if as_json:
         verbatim(report.as_json(numbers) + "\n")
-    leave(code)
+    raise typer.Exit(code)
 
 
 def simulate(
@@ -137,7 +136,7 @@ def simulate(
     code, numbers = page.run(settings, folder, journal=journal, quiet=as_json)
     if as_json:
         verbatim(report.as_json(numbers) + "\n")
-    leave(code)
+    raise typer.Exit(code)
 
 
 def reproduce(
@@ -199,4 +198,4 @@ def reproduce(
             command=shlex.join(["fedstream", *sys.argv[1:]]), say=line,
         )  # fmt: skip
     except KeyboardInterrupt:
-        leave(INTERRUPTED)
+        raise typer.Exit(INTERRUPTED) from None

@@ -16,7 +16,7 @@ import typer
 
 from fedstream import __version__
 from fedstream.broker.messages import OUTCOMES
-from fedstream.cli import options, training
+from fedstream.cli import options
 from fedstream.cli.app import app, main
 from fedstream.local import run
 from fedstream.observe import display, status
@@ -34,11 +34,10 @@ def umask() -> Iterator[None]:
     os.umask(before)
 
 
-def fedstream(*arguments: str, monkeypatch: pytest.MonkeyPatch) -> int:
+def fedstream(*arguments: str) -> int:
     """The exit code of a command, run in this process."""
-    monkeypatch.setattr(sys, "argv", ["fedstream", *arguments])
     with pytest.raises(SystemExit) as ended:
-        main()
+        main(arguments)
     return int(ended.value.code or 0)
 
 
@@ -96,7 +95,7 @@ def test_what_is_wrong_is_said_in_one_line(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FEDSTREAM_DATA", raising=False)
-    assert fedstream(*arguments, monkeypatch=monkeypatch) == code
+    assert fedstream(*arguments) == code
     shown = capsys.readouterr()
     assert said in shown.err
     assert shown.err.startswith("fedstream: ")
@@ -107,14 +106,14 @@ def test_what_is_wrong_is_said_in_one_line(
 
 @pytest.mark.parametrize("command", ["run", "simulate"])
 def test_updates_is_a_deprecated_alias_of_versions(
-    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     warning = "fedstream: --updates is deprecated; use --versions\n"
-    assert fedstream(command, "--updates", "0", monkeypatch=monkeypatch) == 2
+    assert fedstream(command, "--updates", "0") == 2
     said = capsys.readouterr().err
     assert said.startswith(warning + "fedstream: run.versions = 0 (from --updates): must be")
     both = ("--updates", "2", "--versions", "2")
-    assert fedstream(command, *both, monkeypatch=monkeypatch) == 2
+    assert fedstream(command, *both) == 2
     assert "use --versions alone" in capsys.readouterr().err
     shown = {
         name
@@ -127,11 +126,10 @@ def test_updates_is_a_deprecated_alias_of_versions(
 
 
 def test_the_deprecated_updates_sets_the_number_of_versions(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(training, "leave", sys.exit)
     out = ("--json", "--out", str(tmp_path / "run"))
-    assert fedstream("simulate", "--updates", "2", *out, monkeypatch=monkeypatch) == 0
+    assert fedstream("simulate", "--updates", "2", *out) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out)["versions"] == 2
     assert shown.err == "fedstream: --updates is deprecated; use --versions\n"
@@ -159,7 +157,7 @@ def test_a_run_that_is_not_there(
         ["dead", "drop", "--all"],
     ):  # fmt: skip
         arguments = (*command, "--redis", url, "--run", "nobody")
-        assert fedstream(*arguments, monkeypatch=monkeypatch) == 1
+        assert fedstream(*arguments) == 1
         said = capsys.readouterr().err
         assert said.startswith("fedstream: there is no run 'nobody'")
         assert said.count("\n") == 1
@@ -193,22 +191,22 @@ def test_a_run_whose_redis_ended_with_it_is_where_its_summary_is(
     config = tmp_path / "run.toml"
     config.write_text("[run]\nname = 'over-and-gone'\n")
     for command in (["status"], ["top"], ["purge", "--yes"]):
-        assert fedstream(*command, "--config", str(config), monkeypatch=monkeypatch) == 1
+        assert fedstream(*command, "--config", str(config)) == 1
         assert "is over" not in capsys.readouterr().err  # it may yet begin
     (tmp_path / "summary.json").write_text("{}")
     for command in (["status"], ["top"], ["purge", "--yes"], ["dead", "list"], ["trainer"]):
         with monkeypatch.context() as patched:  # whatever is at the default address
             patched.setattr("fedstream.broker.client.Client.pipeline", asked)
-            assert fedstream(*command, "--config", str(config), monkeypatch=monkeypatch) == 1
+            assert fedstream(*command, "--config", str(config)) == 1
         said = capsys.readouterr().err
         assert f"{config} belongs to a run that is over" in said
         assert f"its results are in {tmp_path / 'summary.json'}" in said
         assert said.count("\n") == 1
     named = ("status", "--config", str(config), "--redis", NOWHERE)
-    assert fedstream(*named, monkeypatch=monkeypatch) == 1
+    assert fedstream(*named) == 1
     assert "is over" not in capsys.readouterr().err
     config.write_text(config.read_text() + "[redis.sentinel]\nnodes = ['127.0.0.1:1']\n")
-    assert fedstream("status", "--config", str(config), monkeypatch=monkeypatch) == 1
+    assert fedstream("status", "--config", str(config)) == 1
     assert "is over" not in capsys.readouterr().err
 
 
@@ -222,22 +220,21 @@ def test_json_has_no_number_that_is_none(
 
     monkeypatch.setattr(status, "read", read)
     monkeypatch.setattr(run, "run", lambda *_: (0, numbers))
-    monkeypatch.setattr(training, "leave", sys.exit)
     for command in ("status", "run"):
-        assert fedstream(command, "--json", monkeypatch=monkeypatch) == 0
+        assert fedstream(command, "--json") == 0
         assert json.loads(capsys.readouterr().out) == {"mean_staleness": None, "losses": [None]}
 
 
 def test_what_is_no_text_is_shown_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii"))
-    assert fedstream("--version", monkeypatch=monkeypatch) == 0
+    assert fedstream("--version") == 0
     display.Lines().say("caf\udce9 · done")
     assert shown.getvalue().endswith(b"caf\\udce9 \\xb7 done\n")
 
 
-def test_the_version(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    assert fedstream("--version", monkeypatch=monkeypatch) == 0
+def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert fedstream("--version") == 0
     assert capsys.readouterr().out == f"fedstream {__version__}\n"
 
 
@@ -258,7 +255,7 @@ def test_the_shell_completes_what_is_typed(
     monkeypatch.setenv("_FEDSTREAM_COMPLETE", "complete_bash")
     monkeypatch.setenv("COMP_WORDS", typed)
     monkeypatch.setenv("COMP_CWORD", str(len(typed.split()) - 1))
-    assert fedstream(monkeypatch=monkeypatch) == 0
+    assert fedstream() == 0
     assert capsys.readouterr().out.split() == completed
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import re
-import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -32,15 +31,13 @@ def redis(any_redis: RedisSettings) -> RedisSettings:
 
 
 @pytest.fixture
-def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+def command(capsys: pytest.CaptureFixture[str]) -> Command:
     """Runs `fedstream status`, or another one: exit code, stdout and stderr."""
 
     async def run(*arguments: str, words: tuple[str, ...] = ("status",)) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["fedstream", *words, *arguments])
-
         def ended() -> int:
             with pytest.raises(SystemExit) as end:
-                main()
+                main([*words, *arguments])
             return int(end.value.code or 0)
 
         return await asyncio.to_thread(ended), *capsys.readouterr()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import json
 import math
 import re
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +18,6 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.messages import Dead
 from fedstream.broker.rights import ROLES, commands, rights_of, rules
 from fedstream.cli import app as cli
-from fedstream.cli import looking
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduling import InFlight, Poisson
 from fedstream.doctor import checkup as doctor
@@ -549,14 +547,9 @@ def test_the_quickest_exchange_says_most_about_the_clock() -> None:
 # the command
 
 
-def _run(monkeypatch: pytest.MonkeyPatch, capsys: Any, *arguments: str) -> tuple[int, str, str]:
-    def leave(code: int) -> NoReturn:
-        raise SystemExit(code)
-
-    monkeypatch.setattr(looking, "leave", leave)
-    monkeypatch.setattr(sys, "argv", ["fedstream", "doctor", *arguments])
+def _run(capsys: Any, *arguments: str) -> tuple[int, str, str]:
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        cli.main(["doctor", *arguments])
     return int(ended.value.code or 0), *capsys.readouterr()
 
 
@@ -565,23 +558,23 @@ def test_the_command_prints_lines_or_json_and_ends_with_1_or_2(
 ) -> None:
     monkeypatch.setenv("FEDSTREAM_JOURNAL__DIR", str(tmp_path / "journal"))
     nobody = ("--redis", "redis://127.0.0.1:1/0")
-    code, out, _ = _run(monkeypatch, capsys, *nobody)
+    code, out, _ = _run(capsys, *nobody)
     assert code == 1
     assert out.splitlines()[0].startswith("problem      redis ")
-    code, out, _ = _run(monkeypatch, capsys, *nobody, "--json")
+    code, out, _ = _run(capsys, *nobody, "--json")
     told = json.loads(out)
     assert (code, told["problems"]) == (1, 1)
     assert told["findings"][0].keys() == {"level", "about", "text", "change"}
     monkeypatch.delenv("FEDSTREAM_JOURNAL__DIR")
-    _, out, _ = _run(monkeypatch, capsys, *nobody)
+    _, out, _ = _run(capsys, *nobody)
     assert "task, data, torch        needs the deployment's configuration: --config" in out
-    _, out, _ = _run(monkeypatch, capsys, *nobody, "--set", f"journal.dir={tmp_path / 'other'}")
+    _, out, _ = _run(capsys, *nobody, "--set", f"journal.dir={tmp_path / 'other'}")
     assert str(tmp_path / "other") in out
-    code, out, err = _run(monkeypatch, capsys, "--set", "journal.nothing=1")
+    code, out, err = _run(capsys, "--set", "journal.nothing=1")
     assert (code, out, err.count("\n")) == (2, "", 1)
-    code, out, err = _run(monkeypatch, capsys, "--run", "not a name")
+    code, out, err = _run(capsys, "--run", "not a name")
     assert (code, out) == (2, "")
     assert err.startswith("fedstream: --run: 'not a name'")
-    code, out, err = _run(monkeypatch, capsys, "--redis", "redis://[::1")
+    code, out, err = _run(capsys, "--redis", "redis://[::1")
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert err.startswith("fedstream: redis.url: ")

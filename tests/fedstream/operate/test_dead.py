@@ -40,12 +40,11 @@ def command(
 
     async def run(*arguments: str, said: str = "") -> tuple[int, str, str]:
         where = ("--redis", redis.url, "--run", hand.keys.name)
-        monkeypatch.setattr(sys, "argv", ["fedstream", "dead", *arguments, *where])
         monkeypatch.setattr("typer.confirm", lambda *_, **__: said == "y" or sys.exit(1))
 
         def ended() -> int:
             with pytest.raises(SystemExit) as end:
-                main()
+                main(["dead", *arguments, *where])
             return int(end.value.code or 0)
 
         return await asyncio.to_thread(ended), *capsys.readouterr()

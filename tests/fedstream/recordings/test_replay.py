@@ -7,7 +7,6 @@ import csv
 import json
 import math
 import re
-import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -21,7 +20,6 @@ from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.broker.keys import Keys
 from fedstream.broker.records import Run
 from fedstream.cli import app as cli
-from fedstream.cli import looking
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.journal import JournalSettings, Segment
@@ -38,16 +36,10 @@ from tests.journals import LAYOUT, Scribe
 from tests.support import Hand, Proxy, context, layout_of, model_of, running, wait_until
 
 
-def fedstream(*arguments: object, monkeypatch: pytest.MonkeyPatch) -> int:
+def fedstream(*arguments: object) -> int:
     """The exit code of `fedstream replay`, run in this process."""
-
-    def leave(code: int) -> None:
-        raise SystemExit(code)
-
-    monkeypatch.setattr(looking, "leave", leave)
-    monkeypatch.setattr(sys, "argv", ["fedstream", "replay", *map(str, arguments)])
     with pytest.raises(SystemExit) as ended:
-        cli.main()
+        cli.main(["replay", *map(str, arguments)])
     return int(ended.value.code or 0)
 
 
@@ -65,14 +57,15 @@ def out(tmp_path: Path) -> Path:
 
 
 def test_every_version_is_compared(
-    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    out: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for folder in (out, out / "journal"):
-        assert fedstream(folder, monkeypatch=monkeypatch) == 0
+        assert fedstream(folder) == 0
         said = capsys.readouterr().out.splitlines()
         assert said[0] == "20 of 20 versions identical"
         assert said[1].startswith("20 versions from 0 to 20, 20 records, 1 checkpoint passed")
-    assert fedstream(out, "--from", 5, "--until", 9, "--json", monkeypatch=monkeypatch) == 0
+    assert fedstream(out, "--from", 5, "--until", 9, "--json") == 0
     numbers = json.loads(capsys.readouterr().out)
     assert (numbers["begin"], numbers["version"], numbers["made"], numbers["identical"]) == (
         5, 9, 4, 4
@@ -80,16 +73,18 @@ def test_every_version_is_compared(
 
 
 def test_it_can_be_measured(
-    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    out: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert fedstream(out, "--evaluate-every", 8, "--json", monkeypatch=monkeypatch) == 0
+    assert fedstream(out, "--evaluate-every", 8, "--json") == 0
     points = json.loads(capsys.readouterr().out)["points"]
     assert [point["version"] for point in points] == [8, 16, 20]
     assert all(0 <= point["original"]["accuracy"] <= 1 for point in points)
 
 
 def test_the_first_divergence_ends_it(
-    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    out: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     path = max((out / "journal").iterdir())
     with Segment(path) as segment:
@@ -97,19 +92,20 @@ def test_the_first_divergence_ends_it(
     with path.open("r+b") as file:
         file.seek(last.payload)
         file.write(b"\x43\x43\x43\x43")
-    assert fedstream(out, monkeypatch=monkeypatch) == 1
+    assert fedstream(out) == 1
     said = capsys.readouterr()
     assert said.out.startswith("19 versions from 0 to 19")
     assert "the update of version 20 is not what it was" in said.err
-    assert fedstream(out, "--json", monkeypatch=monkeypatch) == 1
+    assert fedstream(out, "--json") == 1
     assert "version 20" in json.loads(capsys.readouterr().out)["error"]
 
 
 def test_another_rule_is_compared_with_the_recorded_one(
-    out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    out: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     change = ("--set", "strategy.alpha=0.1", "--without", "device=3")
-    assert fedstream(out, *change, monkeypatch=monkeypatch) == 0
+    assert fedstream(out, *change) == 0
     said = capsys.readouterr().out
     assert "accuracy 0." in said
     inherited = sum(n - n % 3 >= 4 for n in range(20) if n % 10 != 3)  # by device 3's in version 4
@@ -124,16 +120,17 @@ def test_another_rule_is_compared_with_the_recorded_one(
     assert rows[-1]["version changed"] == "18"  # device 3 had two updates
     assert all(float(row["distance"]) > 0 for row in rows)
     assert (out / "replay-1" / "replay.png").read_bytes().startswith(b"\x89PNG")
-    assert fedstream(out, *change, monkeypatch=monkeypatch) == 0
+    assert fedstream(out, *change) == 0
     assert (out / "replay-2" / "replay.csv").is_file()
 
 
 def test_what_kept_updates_inherited_is_counted(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     def inherited(*arguments: object) -> object:
         options = ("--evaluate-every", 0, "--json", *arguments)
-        assert fedstream(tmp_path, *options, monkeypatch=monkeypatch) == 0
+        assert fedstream(tmp_path, *options) == 0
         return json.loads(capsys.readouterr().out)["inherited"]
 
     scribe = Scribe(tmp_path, FedBuffSettings(buffer_size=2))
@@ -179,13 +176,13 @@ def test_what_kept_updates_inherited_is_counted(
 )
 def test_what_is_wrong_is_said_in_a_line(
     out: Path, arguments: list[str], code: int, said: str,
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     (out / "other.py").write_text(BLOBS)
     (out / "taken").mkdir()
     (out / "taken" / "replay.csv").touch()
     given = [argument.format(out=out) for argument in arguments]
-    assert fedstream(out, *given, monkeypatch=monkeypatch) == code
+    assert fedstream(out, *given) == code
     error = capsys.readouterr().err
     assert said in error
     assert error.startswith("fedstream: ")
@@ -193,9 +190,10 @@ def test_what_is_wrong_is_said_in_a_line(
 
 
 def test_no_journal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert fedstream(tmp_path, monkeypatch=monkeypatch) == 1
+    assert fedstream(tmp_path) == 1
     assert f"{tmp_path}: there is no journal" in capsys.readouterr().err
 
 
@@ -204,12 +202,12 @@ def test_an_outcome_without_a_measurement(
 ) -> None:
     change = ("--set", "strategy.name=fedavg", "--evaluate-every", 0)
     monkeypatch.chdir(out)
-    assert fedstream(".", *change, monkeypatch=monkeypatch) == 0
+    assert fedstream(".", *change) == 0
     said = capsys.readouterr().out.splitlines()
     assert re.match(r"distance [0-9.]+ from the original; the original: 20 of 20", said[0])
     assert said[1] == "the changed rule used 13 of 20 updates, dropped 7 (too stale)"
     assert len(said) == 3  # and no files
-    assert fedstream("journal", *change, "--json", monkeypatch=monkeypatch) == 0
+    assert fedstream("journal", *change, "--json") == 0
     numbers = json.loads(capsys.readouterr().out)
     assert numbers["updates"] == {"used": 13, "dropped": 7, "left_out": 0}
     assert numbers["distance"] > 0

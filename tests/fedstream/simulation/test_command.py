@@ -6,7 +6,6 @@ import csv
 import json
 import re
 import signal
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +18,6 @@ from safetensors.torch import load_file
 
 from fedstream import simulation
 from fedstream.broker.layout import Model
-from fedstream.cli import looking, training
 from fedstream.settings.config import read
 from fedstream.simulation import SimulationResult, VersionMade
 from fedstream.simulation import run as simulate
@@ -54,13 +52,6 @@ class Seldom(Label):
 """
 
 
-@pytest.fixture(autouse=True)
-def stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command ends, but not this process."""
-    monkeypatch.setattr(training, "leave", sys.exit)
-    monkeypatch.setattr(looking, "leave", sys.exit)
-
-
 def task_in(folder: Path) -> Path:
     """A program with tasks, of a name of its own."""
     file = folder / f"tasks_of_{folder.name}.py"
@@ -93,22 +84,19 @@ def test_it_leaves_what_a_run_leaves(folder: Path) -> None:
     assert load_file(folder / "model.safetensors")["0.weight"].shape == (64, 64)
 
 
-def test_replay_accepts_its_journal(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert fedstream("replay", str(folder), monkeypatch=monkeypatch) == 0
+def test_replay_accepts_its_journal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert fedstream("replay", str(folder)) == 0
     assert "40 of 40 versions identical" in capsys.readouterr().out
 
 
 def test_its_configuration_gives_the_same_run_again(
     folder: Path,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     again = tmp_path / "again"
     arguments = ("--config", str(folder / "run.toml"), "--out", str(again), "--no-journal")
-    assert fedstream("simulate", *arguments, monkeypatch=monkeypatch) == 0
+    assert fedstream("simulate", *arguments) == 0
     assert "finished (version 40 reached)" in capsys.readouterr().out
     assert not (again / "journal").exists()
     assert (again / "metrics.csv").read_bytes() == (folder / "metrics.csv").read_bytes()
@@ -135,27 +123,25 @@ def test_its_picture_says_what_its_time_is(
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
     options = (f"--set={one}" for one in sets)
     arguments = ("--versions", "2", "--out", str(tmp_path / "run"), *options, *QUICK)
-    assert fedstream("simulate", *arguments, monkeypatch=monkeypatch) == 0
+    assert fedstream("simulate", *arguments) == 0
     labels = [axes.get_xlabel() for axes in figures[0].axes]
     assert labels[:2] + labels[3:5] == ["versions", time] * 2
 
 
 def test_its_summary_is_what_a_program_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "run"
     arguments = ("--versions", "2", "--out", str(out), "--json", *QUICK)
-    assert fedstream("simulate", *arguments, monkeypatch=monkeypatch) == 0
+    assert fedstream("simulate", *arguments) == 0
     shown = capsys.readouterr()
     assert json.loads(shown.out) == json.loads((out / "summary.json").read_text())
 
 
-def test_a_folder_with_a_run_is_refused(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_with_a_run_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     arguments = ("--versions", "2", "--out", str(folder))
-    assert fedstream("simulate", *arguments, monkeypatch=monkeypatch) == 1
+    assert fedstream("simulate", *arguments) == 1
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "already contains a run" in said
@@ -184,7 +170,6 @@ def test_what_is_wrong_is_said_in_one_line_and_leaves_nothing(
     sets: list[str],
     code: int,
     said: str,
-    monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
@@ -192,7 +177,7 @@ def test_what_is_wrong_is_said_in_one_line_and_leaves_nothing(
     keys = [part for key in sets for part in ("--set", key.format(task=task))]
     out = tmp_path / "runs" / "out"
     arguments = ("simulate", "--out", str(out), "--versions", "1", *QUICK, *keys)
-    assert fedstream(*arguments, monkeypatch=monkeypatch) == code
+    assert fedstream(*arguments) == code
     shown = capsys.readouterr()
     assert said in shown.err
     assert (shown.err.count("\n"), shown.out) == (1, "")
@@ -200,7 +185,7 @@ def test_what_is_wrong_is_said_in_one_line_and_leaves_nothing(
 
 
 def test_what_goes_wrong_later_leaves_the_versions_that_were_made(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     sets = (
         f"task.name={task_in(tmp_path)}:Seldom", "participation=[{devices=[1], rate=0.02}]",
@@ -208,10 +193,10 @@ def test_what_goes_wrong_later_leaves_the_versions_that_were_made(
     )  # fmt: skip
     out = tmp_path / "out"
     keys = [part for key in sets for part in ("--set", key)]
-    assert fedstream("simulate", "--out", str(out), *QUICK, *keys, monkeypatch=monkeypatch) == 1
+    assert fedstream("simulate", "--out", str(out), *QUICK, *keys) == 1
     assert "device 1: IndexError" in capsys.readouterr().err
     assert sorted(path.name for path in out.iterdir()) == ["journal", "run.toml"]
-    assert fedstream("replay", str(out), monkeypatch=monkeypatch) == 0
+    assert fedstream("replay", str(out)) == 0
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -229,19 +214,17 @@ def test_a_signal_ends_it_with_what_there_is(
     monkeypatch.setattr(simulate, "simulate", signalled)
     before = signal.getsignal(number)
     arguments = ("simulate", "--out", str(tmp_path / "out"), "--versions", "1000", *QUICK)
-    assert fedstream(*arguments, monkeypatch=monkeypatch) == 130
+    assert fedstream(*arguments) == 130
     summary = json.loads((tmp_path / "out" / "summary.json").read_text())
     assert summary["state"] == "interrupted"
     assert 20 <= summary["versions"] < 1000
     assert signal.getsignal(number) == before
 
 
-def test_a_folder_that_was_there_stays_as_it_was(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_folder_that_was_there_stays_as_it_was(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     arguments = ("--out", str(tmp_path), "--set", "simulation.staleness.kind=latency")
-    assert fedstream("simulate", *arguments, monkeypatch=monkeypatch) == 2
+    assert fedstream("simulate", *arguments) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
@@ -250,14 +233,14 @@ def test_progress_is_told_without_a_terminal(
 ) -> None:
     monkeypatch.setattr(simulate, "_LINE_EVERY_S", 0.0)
     monkeypatch.chdir(tmp_path)
-    assert fedstream("simulate", "--versions", "12", "--out", "out", monkeypatch=monkeypatch) == 0
+    assert fedstream("simulate", "--versions", "12", "--out", "out") == 0
     said = capsys.readouterr()
     told = said.err.splitlines()
     assert len(told) == 12
     assert re.fullmatch(r"version 11 of 12 · 0:\d\d left · accuracy 0\.\d{4}, loss .*", told[-2])
     assert "version 3 of" not in said.out
     quiet = ("simulate", "--versions", "12", "--out", "quiet", "--json")
-    assert fedstream(*quiet, monkeypatch=monkeypatch) == 0
+    assert fedstream(*quiet) == 0
     assert capsys.readouterr().err == ""
 
 
