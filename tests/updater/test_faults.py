@@ -755,7 +755,7 @@ async def test_what_was_decided_on_and_not_journalled_has_not_ended_after_adopti
 ) -> None:
     await loses_its_end(make, hand, end, 4.0)
     updater = make(adopt=True)
-    real = Recovery.adopt
+    real, adopted = Recovery.adopt, list[RunState | None]()
 
     async def adopt(recovery: Recovery, state: RunState, ahead: Head) -> RunState | None:
         state.ends.add(Ended("found again", "1", "applied"))
@@ -763,13 +763,16 @@ async def test_what_was_decided_on_and_not_journalled_has_not_ended_after_adopti
             end = Ended(task, "1", "applied")
             updater._loop.unwritten.append(Change("1-0", record, (), state.progress, end=end))
             state.ends.decide(updater._loop.unwritten[-1])
-        return await real(recovery, state, ahead)
+        adopted.append(await real(recovery, state, ahead))
+        return adopted[-1]
 
     monkeypatch.setattr(Recovery, "adopt", adopt)
     async with running(updater, context()):
-        await wait_until(lambda: segments(folder)[-1].standing.why == "adopted")
-        await wait_until(lambda: updater._loop.state.ends.get("found again"))
-        assert not updater._loop.state.ends.get("new")
+        await wait_until(lambda: adopted)
+        assert adopted[0] is not None
+        assert adopted[0].ends.get("found again")
+        assert not adopted[0].ends.get("new")
+        assert updater._loop.unwritten == []
 
 
 async def test_a_task_that_was_found_again_is_counted_once_though_redis_went_back_meanwhile(
