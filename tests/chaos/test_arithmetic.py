@@ -50,7 +50,7 @@ def layout(rule: Rule) -> Layout:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("early", [None, 7])
-def test_bits_are_the_updaters(rule: Rule, early: int | None) -> None:
+def test_arithmetic_matches_the_updater(rule: Rule, early: int | None) -> None:
     """``early``: behind so many updates a round ends with what has come."""
     rng = np.random.default_rng(0)
     shape = layout(rule)

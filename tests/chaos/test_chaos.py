@@ -22,12 +22,12 @@ pytestmark = [
 ]
 
 
-def test_the_seeds_cover_all_that_can_go_wrong() -> None:
+def test_seeds_cover_every_kind_of_fault() -> None:
     drawn = {fault.kind for seed in SEEDS for fault in plan(seed, FAULTS).faults}
     assert drawn | {Kind.BLACKOUT} == set(ALONE), "BLACKOUT is for journal.sync always"
 
 
-async def test_runs_under_faults_keep_what_is_promised() -> None:
+async def test_runs_under_faults_keep_the_guarantees() -> None:
     async with Zygote() as zygote:
         for seed in SEEDS:
             outcome = await run(plan(seed, FAULTS), zygote)

@@ -93,54 +93,54 @@ def kept(facts: Facts, **changes: Any) -> Facts:
     return replace(facts, account=replace(facts.account, **changes))
 
 
-def test_a_history_that_is_right_passes(right: Facts) -> None:
+def test_correct_history_passes(right: Facts) -> None:
     assert complaints(right) == []
     assert right.account.version == 3
     assert set(right.account.made) == {0, 1, 2, 3}
 
 
-def test_a_task_without_an_outcome_is_found(right: Facts) -> None:
+def test_task_without_an_outcome_is_found(right: Facts) -> None:
     assert failed(replace(right, open=0)) == {"balanced"}
 
 
-def test_a_reason_that_was_not_counted_is_found(right: Facts) -> None:
+def test_uncounted_reason_is_found(right: Facts) -> None:
     assert failed(counting_as(right, **{"refused:not finite": 0})) == {"balanced"}
 
 
-def test_an_entry_that_was_not_understood_is_found(right: Facts) -> None:
+def test_unreadable_entry_is_found(right: Facts) -> None:
     assert failed(counting_as(right, dead_letters=1)) == {"understood"}
 
 
-def test_an_outcome_counted_as_another_is_found(right: Facts) -> None:
+def test_miscounted_outcome_is_found(right: Facts) -> None:
     swapped = counting_as(right, applied=2, refused=2, **{"refused:not finite": 2})
     assert failed(swapped) == {"counted"}
 
 
-def test_counts_that_were_not_restored_are_found(right: Facts) -> None:
+def test_unrestored_counts_are_found(right: Facts) -> None:
     two = replace(right, lives=(right.lives[0], right.lives[0]))
     assert "counted" in failed(replace(two, counts={**two.counts, "applied": 2, "issued": 4}))
 
 
-def test_more_tasks_than_were_ever_open_are_found(right: Facts) -> None:
+def test_too_many_tasks_are_found(right: Facts) -> None:
     assert "counted" in failed(counting_as(right, issued=6, dead=1))
 
 
-def test_sums_that_did_not_hold_for_a_moment_are_found(right: Facts) -> None:
+def test_temporarily_wrong_sums_are_found(right: Facts) -> None:
     assert failed(living(right, wrong=["issued 1, but 2"])) == {"at_any_moment"}
 
 
-def test_an_outcome_that_was_counted_and_not_told_is_found(right: Facts) -> None:
+def test_counted_but_unreported_outcome_is_found(right: Facts) -> None:
     counted = right.lives[0].counted + Counter(applied=1)
     assert failed(living(right, counted=counted)) == {"told_as_counted"}
 
 
-def test_a_task_that_was_told_as_another_outcome_is_found(right: Facts) -> None:
+def test_misreported_outcome_is_found(right: Facts) -> None:
     first, *rest = right.lives[0].ended
     told = living(right, ended=[{**first, "outcome": "refused"}, *rest])
     assert failed(told) == {"told_as_counted"}
 
 
-def test_a_task_may_end_otherwise_only_where_redis_falls_back_again(right: Facts) -> None:
+def test_outcome_may_change_only_if_redis_falls_back_again(right: Facts) -> None:
     """It is open there, and a coordinator may give it up before the updater is there."""
     first, *rest = right.lives[0].ended
     given_up = {"task": first["task"], "outcome": "given_up", "service": "coordinator"}
@@ -156,7 +156,7 @@ def test_a_task_may_end_otherwise_only_where_redis_falls_back_again(right: Facts
     assert failed(replace(right, lives=(right.lives[0], by_updater, last))) == {"told_as_counted"}
 
 
-def test_a_task_that_counts_as_both_is_found(right: Facts) -> None:
+def test_task_counted_under_two_outcomes_is_found(right: Facts) -> None:
     """As what a coordinator said where Redis fell back, and as what the journal has."""
     given_up = {"task": right.lives[0].ended[0]["task"], "outcome": "given_up"}
     life = replace(right.lives[0], ended=[*right.lives[0].ended, given_up], fell_back=True)
@@ -164,14 +164,14 @@ def test_a_task_that_counts_as_both_is_found(right: Facts) -> None:
     assert "counted" in failed(replace(both, lives=(right.lives[0], life, right.lives[0])))
 
 
-def test_an_outcome_is_taken_back_only_where_redis_fell_back(right: Facts) -> None:
+def test_outcome_is_revoked_only_if_redis_fell_back(right: Facts) -> None:
     given_up = {"task": right.lives[0].ended[0]["task"], "outcome": "given_up"}
     life = replace(right.lives[0], taken_back=[given_up])
     assert failed(replace(right, lives=(life,))) == {"told_as_counted"}
     assert failed(replace(right, lives=(right.lives[0], replace(life, fell_back=True)))) == set()
 
 
-def test_a_task_that_ended_twice_is_found(right: Facts) -> None:
+def test_task_that_ended_twice_is_found(right: Facts) -> None:
     ended = [*right.lives[0].ended, right.lives[0].ended[0]]
     counted = right.lives[0].counted + Counter(applied=1)
     assert failed(living(right, ended=ended, counted=counted)) == {"told_as_counted"}
@@ -182,12 +182,12 @@ def test_tasks_counted_as_lost_twice_are_found(right: Facts) -> None:
     assert "lost_once" in failed(living(lost, opened={*right.opened, "gone"}))
 
 
-def test_a_task_that_was_taken_twice_is_found(right: Facts) -> None:
+def test_task_taken_twice_is_found(right: Facts) -> None:
     records = right.account.records
     assert "once" in failed(kept(right, records=[*records, records[0]]))
 
 
-def test_a_second_answer_in_the_queue_is_found(right: Facts) -> None:
+def test_second_queued_answer_is_found(right: Facts) -> None:
     task = right.account.taken[0]["upload"]["task"]
     two = {**right.lives[0].admitted, task: {"attempt", "again"}}
     assert failed(living(right, admitted=two)) == {"once"}
@@ -196,12 +196,12 @@ def test_a_second_answer_in_the_queue_is_found(right: Facts) -> None:
     assert failed(forged) == {"once"}
 
 
-def test_an_update_that_left_the_queue_without_a_record_is_found(right: Facts) -> None:
+def test_update_dequeued_without_a_record_is_found(right: Facts) -> None:
     settled = {**right.lives[0].settled, "9-0": {"k": "upload", "task": "gone"}}
     assert failed(living(right, settled=settled)) == {"none_lost"}
 
 
-def test_an_update_that_vanished_is_found(right: Facts) -> None:
+def test_vanished_update_is_found(right: Facts) -> None:
     seen = living(right, admitted={**right.lives[0].admitted, "gone": {"a"}})
     assert failed(seen) == {"none_lost"}
     assert seen.lost_with_redis == 1
@@ -210,36 +210,36 @@ def test_an_update_that_vanished_is_found(right: Facts) -> None:
     assert waits.lost_with_redis == 0
 
 
-def test_an_update_that_went_with_redis_is_counted(right: Facts) -> None:
+def test_update_lost_with_redis_is_counted(right: Facts) -> None:
     before = replace(right.lives[0], admitted={"gone": {"a"}})
     gone = replace(right, lives=(before, right.lives[0]))
     assert failed(gone) == set()
     assert gone.lost_with_redis == 1
 
 
-def test_an_admitted_task_without_its_entry_is_found(right: Facts) -> None:
+def test_admitted_task_without_its_entry_is_found(right: Facts) -> None:
     assert failed(replace(right, admitted=frozenset({"open"}))) == {"none_lost"}
 
 
-def test_a_replay_that_diverges_is_found(right: Facts) -> None:
+def test_diverging_replay_is_found(right: Facts) -> None:
     diverged = replace(right.production, diverged="version 2: other bits")
     assert failed(replace(right, production=diverged)) == {"same_bits"}
 
 
-def test_a_replay_that_gives_something_else_is_found(right: Facts) -> None:
+def test_replay_with_another_result_is_found(right: Facts) -> None:
     other = replace(right.production, replayed=(3, "other"))
     assert failed(replace(right, production=other)) == {"same_bits"}
 
 
-def test_another_head_than_the_journals_is_found(right: Facts) -> None:
+def test_head_that_differs_from_the_journal_is_found(right: Facts) -> None:
     assert failed(replace(right, head=(2, right.head[1]))) == {"same_bits"}
 
 
-def test_another_model_than_the_heads_is_found(right: Facts) -> None:
+def test_model_that_differs_from_the_head_is_found(right: Facts) -> None:
     assert failed(replace(right, model="0" * 64)) == {"same_bits"}
 
 
-def test_a_vector_that_a_restart_or_redis_has_otherwise_is_found(right: Facts) -> None:
+def test_vector_that_differs_after_a_restart_or_in_redis_is_found(right: Facts) -> None:
     heard = kept(right, devices={1: "new"})
     assert failed(heard) == {"same_vectors"}
     both = replace(heard, production=replace(heard.production, recovered={1: "new"}))
@@ -248,21 +248,21 @@ def test_a_vector_that_a_restart_or_redis_has_otherwise_is_found(right: Facts) -
     assert failed(replace(both, handed_out={1: "new"})) == set()
 
 
-def test_a_c_that_is_not_the_mean_is_found(right: Facts) -> None:
+def test_control_that_is_not_the_mean_is_found(right: Facts) -> None:
     assert failed(kept(right, drift=0.1)) == {"same_vectors"}
 
 
-def test_two_models_under_one_number_are_found(right: Facts) -> None:
+def test_two_models_with_one_version_number_are_found(right: Facts) -> None:
     told = [*right.lives[0].told, Told(2, "other", 1, "")]
     assert failed(living(right, told=told)) == {"one_digest"}
 
 
-def test_a_version_that_is_not_in_the_journal_is_found(right: Facts) -> None:
+def test_version_missing_from_the_journal_is_found(right: Facts) -> None:
     told = [*right.lives[0].told, Told(4, "more", 1, "")]
     assert failed(living(right, told=told)) == {"one_digest"}
 
 
-def test_what_was_found_on_the_way_is_told(right: Facts) -> None:
+def test_findings_during_the_run_are_reported(right: Facts) -> None:
     assert complaints(replace(right, findings=("scheduler exited with 70",))) == [
         "as_expected: scheduler exited with 70"
     ]
@@ -276,18 +276,18 @@ def wrong(journal: Path, notes: Notes) -> str:
     return "\n".join(accounted(journal, notes).wrong)
 
 
-def test_an_update_that_no_trainer_made_is_found(journal: Path) -> None:
+def test_update_that_no_trainer_made_is_found(journal: Path) -> None:
     notes = noted(journal)
     del notes[next(iter(notes))]
     assert "no trainer made this update" in wrong(journal, notes)
 
 
-def test_without_notes_the_journal_is_believed_what_was_sent(journal: Path) -> None:
+def test_without_trainers_notes_the_journal_is_trusted(journal: Path) -> None:
     assert accounted(journal, None).wrong == []
     assert accounted(journal, None).model == accounted(journal, noted(journal)).model
 
 
-def test_an_update_of_other_bytes_is_found(journal: Path) -> None:
+def test_update_with_other_bytes_is_found(journal: Path) -> None:
     notes = noted(journal)
     first = next(iter(notes))
     other = np.frombuffer(notes[first]["ended"], np.float32) + np.float32(1)
@@ -297,23 +297,21 @@ def test_an_update_of_other_bytes_is_found(journal: Path) -> None:
     assert "worked out as" in said
 
 
-def test_a_trainer_that_began_with_another_model_is_found(journal: Path) -> None:
+def test_wrong_base_model_is_found(journal: Path) -> None:
     notes = noted(journal)
     first = next(iter(notes))
     notes[first] = {**notes[first], "began": bytes(16)}
     assert "began with another model" in wrong(journal, notes)
 
 
-def test_an_account_of_steps_that_is_not_the_trainers_is_found(journal: Path) -> None:
+def test_wrong_number_of_steps_is_found(journal: Path) -> None:
     notes = noted(journal)
     first = next(iter(notes))
     notes[first] = {**notes[first], "steps": 99}
     assert "the trainer's was 99" in wrong(journal, notes)
 
 
-def test_another_weight_than_the_rules_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_wrong_weight_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from fedstream.strategies.fedasync import FedAsync
 
     weigh = FedAsync.weigh
@@ -335,6 +333,6 @@ def test_damage_in_the_journal_is_found(journal: Path) -> None:
     assert replayed(journal).diverged
 
 
-def test_a_folder_without_a_journal_is_found(tmp_path: Path) -> None:
+def test_missing_journal_is_found(tmp_path: Path) -> None:
     assert "there is no journal" in wrong(tmp_path, {})
     assert isinstance(accounted(tmp_path, {}), Account)

@@ -58,7 +58,7 @@ def file(tmp_path: Path) -> Path:
     return tmp_path / "file"
 
 
-def test_a_task_from_its_beginning_to_its_end(file: Path) -> None:
+def test_task_from_beginning_to_end(file: Path) -> None:
     life = lived(written(file, ("SELECT", 0), *OPENED, *ended("applied")))
     assert life.wrong == []
     assert (life.opened, life.open) == ({"t"}, set())
@@ -73,7 +73,7 @@ def test_entries_of_a_later_release_are_counted(file: Path) -> None:
     assert life.later == {(f"{PREFIX}events".encode(), b"6-0")}
 
 
-def test_an_outcome_that_is_taken_back(file: Path) -> None:
+def test_revoked_outcome(file: Path) -> None:
     """The task is open once more, and ends otherwise, in one step."""
     less = ("HINCRBY", PREFIX + "counts", "given_up", -1)
     reopened = ("HSET", PREFIX + "open", "t", "")
@@ -87,7 +87,7 @@ def test_an_outcome_that_is_taken_back(file: Path) -> None:
     assert [event["outcome"] for event in uncounted.ended] == ["given_up", "applied"]
 
 
-def test_sums_are_looked_at_behind_every_step(file: Path) -> None:
+def test_sums_are_checked_after_every_step(file: Path) -> None:
     late = ("HINCRBY", PREFIX + "counts", "issued", 1)
     life = lived(written(file, ("HSET", PREFIX + "open", "t", "x"), late))
     assert len(life.wrong) == 2
@@ -95,7 +95,7 @@ def test_sums_are_looked_at_behind_every_step(file: Path) -> None:
     assert "1 counted as issued where 0 were opened" in life.wrong[1]
 
 
-def test_a_torn_end_and_half_a_transaction_are_left(file: Path) -> None:
+def test_torn_end_and_half_a_transaction_are_ignored(file: Path) -> None:
     whole_file = written(file, *OPENED, *ended("applied")).read_bytes()
     for size in (len(whole_file) - 1, len(whole_file) - len("*1\r\n$4\r\nEXEC\r\n")):
         file.write_bytes(whole_file[:size])
@@ -103,7 +103,7 @@ def test_a_torn_end_and_half_a_transaction_are_left(file: Path) -> None:
         assert whole(whole_file[:size]) == len(written(file, *OPENED).read_bytes())
 
 
-def test_an_update_in_the_queue_and_out_of_it(file: Path) -> None:
+def test_update_enters_and_leaves_the_queue(file: Path) -> None:
     upload = packed(k="upload", task="t", attempt="a")
     put = ("XADD", PREFIX + "queue", "7-0", "m", upload)
     assert lived(written(file, put)).queue.keys() == {"7-0"}
@@ -113,13 +113,13 @@ def test_an_update_in_the_queue_and_out_of_it(file: Path) -> None:
     assert life.admitted == {"t": {"a"}}
 
 
-def test_who_publishes_must_be_the_updater(file: Path) -> None:
+def test_only_the_updater_may_publish(file: Path) -> None:
     assert lived(written(file, TOKEN, version(1))).wrong == []
     other = lived(written(file, TOKEN, version(1, "else")))
     assert "3:mine was the updater's token" in other.wrong[0]
 
 
-def test_versions_do_not_go_back(file: Path) -> None:
+def test_versions_never_go_back(file: Path) -> None:
     """One that is published again because its model was gone is the newest still."""
     assert lived(written(file, TOKEN, version(1), version(2), version(2))).wrong == []
     life = lived(written(file, TOKEN, version(1), version(2), version(1)))

@@ -10,7 +10,7 @@ import pytest
 from tests.chaos.faults import ALONE, STRATEGIES, SYNCS, Kind, plan
 
 
-def test_a_seed_gives_the_same_plan_again() -> None:
+def test_same_seed_gives_the_same_plan() -> None:
     assert plan(7, 10) == plan(7, 10)
     assert plan(7, 10).faults != plan(8, 10).faults
 
@@ -20,7 +20,7 @@ def test_seeds_cover_every_rule_with_both_ways_to_sync() -> None:
     assert {(one.strategy, one.sync) for one in plans} == {*product(STRATEGIES, SYNCS)}
 
 
-def test_kinds_are_dealt_out_evenly() -> None:
+def test_kinds_are_dealt_evenly() -> None:
     times = Counter(fault.kind for seed in range(24) for fault in plan(seed, 7).faults)
     blackouts = times.pop(Kind.BLACKOUT)
     assert 0 < blackouts < 7
@@ -30,7 +30,7 @@ def test_kinds_are_dealt_out_evenly() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_faults_come_in_order_and_the_run_outlasts_them(seed: int) -> None:
+def test_faults_are_ordered_and_end_before_the_run(seed: int) -> None:
     faults = plan(seed, 12).faults
     assert [fault.at for fault in faults] == sorted(fault.at for fault in faults)
     assert plan(seed, 12).versions > faults[-1].at
@@ -39,6 +39,6 @@ def test_faults_come_in_order_and_the_run_outlasts_them(seed: int) -> None:
     assert all(bool(fault.target) == (fault.kind in aimed) for fault in faults)
 
 
-def test_some_faults_come_while_another_lasts() -> None:
+def test_some_faults_overlap() -> None:
     faults = plan(0, 40).faults
     assert any(one.at == next_.at for one, next_ in pairwise(faults))

@@ -120,7 +120,7 @@ def is_asleep(child: Child) -> bool:
     return state == "T"
 
 
-async def test_a_fault_that_ends_wakes_nobody_whom_another_put_to_sleep(
+async def test_ending_fault_does_not_wake_what_another_paused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inject, "_TWICE_S", 0.0)
@@ -142,7 +142,7 @@ async def test_a_fault_that_ends_wakes_nobody_whom_another_put_to_sleep(
 
 
 @pytest.mark.parametrize("commits", [True, False])
-async def test_a_successor_waits_until_the_first_one_has_committed_or_ended(
+async def test_successor_waits_until_the_first_has_committed_or_ended(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, commits: bool
 ) -> None:
     """However long that takes."""
@@ -192,7 +192,7 @@ class Disk:
         (self._platter / "names").write_text(json.dumps(disk.names_of(self._journal)))
 
 
-async def test_what_a_successor_does_not_count_need_not_get_to_disk(
+async def test_ignored_records_need_not_reach_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(inject, "_TAKEN_OVER_S", 5.0)
@@ -209,7 +209,7 @@ async def test_what_a_successor_does_not_count_need_not_get_to_disk(
     assert findings == []
 
 
-async def test_redis_forgets_nothing_until_what_the_power_took_is_on_disk_again(
+async def test_redis_forgets_nothing_before_lost_records_are_rewritten(
     tmp_path: Path,
 ) -> None:
     Disk(tmp_path).put("00000001-000000.journal", 1, synced=1)

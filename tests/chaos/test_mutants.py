@@ -22,7 +22,7 @@ def test_a_mutant_is_another_program(mutant: Mutant, tmp_path: Path) -> None:
         compile(path.read_text(), path, "exec")
 
 
-def test_what_is_not_there_cannot_be_planted(tmp_path: Path) -> None:
+def test_mutation_of_missing_code_is_an_error(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("a a")
     for before in ("a", "b"):
         with pytest.raises(ValueError, match="not exactly one"):

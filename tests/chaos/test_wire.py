@@ -38,7 +38,7 @@ async def asked(wire: Wire, request: bytes) -> bytes:
         back.transport.abort()
 
 
-async def test_a_straggler_arrives_behind_its_repetition_and_what_came_later() -> None:
+async def test_straggler_arrives_after_its_repetition_and_later_requests() -> None:
     heard: list[bytes] = []
     async with asyncio.timeout(30.0), listening(heard) as port, Wire(port) as wire:
         async with wire.straggling(b"commit", b"version") as kept:

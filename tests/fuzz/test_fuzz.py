@@ -20,19 +20,19 @@ FINDS = sorted((Path(__file__).parent / "finds").glob("*/*.bin"))
 
 
 @pytest.mark.parametrize("name", targets())
-def test_what_all_inputs_are_made_from_is_accepted(name: str) -> None:
+def test_seed_inputs_are_accepted(name: str) -> None:
     target = targets()[name]
     assert target.valid()
     assert {attempt(target, data) for data in target.valid()} == {"accepted"}
 
 
 @pytest.mark.parametrize("find", FINDS, ids=lambda path: f"{path.parent.name}-{path.stem}")
-def test_what_was_found_once_is_refused(find: Path) -> None:
+def test_earlier_finds_are_refused(find: Path) -> None:
     assert attempt(targets()[find.parent.name], find.read_bytes()) == "refused"
 
 
 @pytest.mark.process
-def test_a_short_run_finds_nothing(tmp_path: Path) -> None:
+def test_short_run_finds_nothing(tmp_path: Path) -> None:
     table = tmp_path / "table.json"
     inputs = 300 * len(targets())
     command = [sys.executable, "-m", "tests.fuzz", "--inputs", str(inputs), "--jobs", "1"]
@@ -63,7 +63,7 @@ def _says_nothing(data: bytes) -> None:
 
 
 @pytest.mark.parametrize("read", [_crashes, _hangs, _says_nothing])
-def test_a_fault_is_found_and_its_input_kept(
+def test_fault_is_found_and_its_input_kept(
     read: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("tests.fuzz.harness.LIMIT_S", 0.2)
@@ -76,7 +76,7 @@ def test_a_fault_is_found_and_its_input_kept(
 
 
 @pytest.mark.process
-def test_more_memory_than_there_is_for_an_input_is_a_crash() -> None:
+def test_exceeding_the_memory_limit_is_a_crash() -> None:
     script = """
 from tests.fuzz.harness import MEMORY, Target, fuzz, limit_memory
 limit_memory()
@@ -89,7 +89,7 @@ print(list(fuzz(target, 1, 1).crashed)[0])
     assert done.stdout.startswith("MemoryError"), done.stderr
 
 
-def test_the_same_seed_gives_the_same_inputs_and_hardly_one_twice() -> None:
+def test_same_seed_gives_the_same_mostly_distinct_inputs() -> None:
     target = targets()["message"]
     inputs = list(target.inputs(400, seed=3))
     assert inputs == list(target.inputs(400, seed=3))
@@ -97,7 +97,7 @@ def test_the_same_seed_gives_the_same_inputs_and_hardly_one_twice() -> None:
     assert len(set(inputs)) > 350
 
 
-def test_a_value_is_changed_in_a_copy_and_bytes_at_any_length() -> None:
+def test_mutations_work_on_copies_and_on_bytes_of_any_length() -> None:
     value = {"a": [1, {"b": "text"}], "c": 2.0}
     rng = Random(1)
     assert sum(mutated_value(value, rng) != value for _ in range(200)) > 180

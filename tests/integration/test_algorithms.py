@@ -82,7 +82,7 @@ def simulated(settings: Settings, chain: list[Segment]) -> SimulationResult:
     return outcome
 
 
-def test_a_scaffold_run_whose_updater_is_killed_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_scaffold_run_with_a_killed_updater_gives_the_same_bits(tmp_path: Path) -> None:
     (tmp_path / "digits_held.py").write_text(held(DIGITS, 4))
     sets = (*SETS, "solver.kind=scaffold", "solver.lr=0.1")
     command = Command(
@@ -125,7 +125,7 @@ def test_a_scaffold_run_whose_updater_is_killed_goes_on_to_the_same_bits(tmp_pat
 
 
 @pytest.mark.parametrize("name", RULES)
-async def test_a_run_its_replay_and_its_simulation_agree(
+async def test_run_replay_and_simulation_agree(
     name: str, client: Client, redis: RedisSettings, keys: Keys, tmp_path: Path
 ) -> None:
     sets = (f"strategy.name={name}", f"run.versions={VERSIONS}", *SETS, *RULES[name])

@@ -87,7 +87,7 @@ def mistaken(tmp_path_factory: pytest.TempPathFactory, server: RedisServer) -> E
         command.clean_up()
 
 
-def test_a_users_mistake_is_shown_once_and_ends_the_run(mistaken: Ended) -> None:
+def test_users_mistake_is_shown_once_and_ends_the_run(mistaken: Ended) -> None:
     assert mistaken.said.count("Traceback") == 1
     assert "at version 0 (trainer-1):" in mistaken.said
     assert mistaken.summary["versions"] == 0
@@ -115,14 +115,14 @@ def poisoned(mistaken: Ended) -> Ended:
         command.clean_up()
 
 
-def test_a_task_that_kills_its_trainers_goes_to_dead(poisoned: Ended) -> None:
+def test_task_that_kills_its_trainers_becomes_a_dead_letter(poisoned: Ended) -> None:
     summary = poisoned.summary
     assert summary["dead"] == {"crashed its trainers": 1}
     assert summary["restarts"]["trainer-1"] + summary["restarts"]["trainer-2"] == 2
     assert "exited with 9; restarting it" in poisoned.said
 
 
-def test_ctrl_c_leaves_the_outputs(mistaken: Ended, poisoned: Ended) -> None:
+def test_ctrl_c_still_writes_the_outputs(mistaken: Ended, poisoned: Ended) -> None:
     assert poisoned.files == FILES
     assert poisoned.summary["state"] == "interrupted"
     assert 5 < poisoned.summary["versions"] < 4000
@@ -131,9 +131,7 @@ def test_ctrl_c_leaves_the_outputs(mistaken: Ended, poisoned: Ended) -> None:
     assert poisoned.said.count("Traceback") == 0  # the mistake was mended
 
 
-def test_a_run_that_was_interrupted_can_be_gone_on_with(
-    poisoned: Ended, server: RedisServer
-) -> None:
+def test_interrupted_run_can_be_resumed(poisoned: Ended, server: RedisServer) -> None:
     before = poisoned.summary
     said = fedstream(poisoned.folder, "run", "--redis", server.url, "--out", "elsewhere")
     assert said.returncode == 1
@@ -155,7 +153,7 @@ def test_a_run_that_was_interrupted_can_be_gone_on_with(
     assert versions == list(range(command.summary["versions"] + 1))
 
 
-def test_a_run_goes_on_from_its_journal_when_its_own_redis_is_gone(tmp_path: Path) -> None:
+def test_run_resumes_from_its_journal_when_its_own_redis_is_gone(tmp_path: Path) -> None:
     """At first everything is killed, then the run is interrupted, then it comes to its end."""
     (tmp_path / "blobs.py").write_text(held(BLOBS, 25))
     command = Command(
@@ -211,7 +209,7 @@ def test_a_run_goes_on_from_its_journal_when_its_own_redis_is_gone(tmp_path: Pat
     )
 
 
-def test_a_trainer_that_joined_leaves_with_the_run_that_is_finished(tmp_path: Path) -> None:
+def test_joined_trainer_exits_when_the_run_is_finished(tmp_path: Path) -> None:
     """And devices take part as their groups say: here only device 2 ever comes."""
     (tmp_path / "blobs.py").write_text(held(BLOBS, 3))
     command = Command(

@@ -68,7 +68,7 @@ def digits(
 Digits = tuple[Command, list[psutil.Process]]
 
 
-def test_a_run_ends_by_itself_and_its_counts_add_up(digits: Digits) -> None:
+def test_run_ends_by_itself_and_its_counts_add_up(digits: Digits) -> None:
     command, _ = digits
     summary = command.summary
     assert adds_up(summary)
@@ -80,7 +80,7 @@ def test_a_run_ends_by_itself_and_its_counts_add_up(digits: Digits) -> None:
     assert set(summary["restarts"].values()) == {0}
 
 
-def test_a_run_leaves_every_file(digits: Digits) -> None:
+def test_run_writes_every_file(digits: Digits) -> None:
     command, _ = digits
     assert sorted(file.name for file in command.out.iterdir()) == FILES
     assert [int(row["version"]) for row in command.rows] == list(range(41))
@@ -94,7 +94,7 @@ def test_a_run_leaves_every_file(digits: Digits) -> None:
         assert json.loads(lines[-1])["event"] == "stopped"
 
 
-def test_the_final_model_is_the_one_that_was_measured(digits: Digits) -> None:
+def test_final_model_is_the_measured_one(digits: Digits) -> None:
     from safetensors.torch import load_file
 
     from fedstream.settings.services import task_of
@@ -109,14 +109,14 @@ def test_the_final_model_is_the_one_that_was_measured(digits: Digits) -> None:
     assert metrics["accuracy"] == pytest.approx(command.summary["accuracy"])
 
 
-def test_the_configuration_left_behind_can_be_run_again(digits: Digits) -> None:
+def test_written_configuration_can_be_run_again(digits: Digits) -> None:
     command, _ = digits
     settings = read(command.out / "run.toml")
     assert settings.run.versions == 40
     assert "url" not in settings.redis.model_fields_set  # its own Redis is gone
 
 
-def test_a_task_leaves_a_line_at_every_step(digits: Digits) -> None:
+def test_every_step_of_a_task_is_logged(digits: Digits) -> None:
     """One task can be followed through all services by its id."""
     command, _ = digits
     said = [
@@ -135,7 +135,7 @@ def test_a_task_leaves_a_line_at_every_step(digits: Digits) -> None:
         assert uploaded["attempt"] == of_task[2]["attempt"]
 
 
-def test_no_process_is_left(digits: Digits) -> None:
+def test_no_process_is_left_behind(digits: Digits) -> None:
     command, processes = digits
     assert len(processes) == 7  # six services and Redis
     assert not [process for process in processes if is_alive(process)]
@@ -165,12 +165,12 @@ def battered(tmp_path_factory: pytest.TempPathFactory, folders: list[Command]) -
 
 
 @pytest.mark.parametrize("service", ROLES)
-def test_a_service_that_is_killed_comes_back(battered: Command, service: str) -> None:
+def test_killed_service_is_restarted(battered: Command, service: str) -> None:
     assert battered.summary["restarts"][service] == 1
     assert f"{service} was killed by SIGKILL; restarting it in 0.5 s" in battered.stdout
 
 
-def test_no_update_counts_twice_whatever_is_killed(battered: Command) -> None:
+def test_no_update_counts_twice_whichever_service_is_killed(battered: Command) -> None:
     summary = battered.summary
     assert adds_up(summary)
     assert summary["versions"] == summary["tasks"]["applied"] == 90
@@ -179,9 +179,7 @@ def test_no_update_counts_twice_whatever_is_killed(battered: Command) -> None:
     assert [int(row["version"]) for row in battered.rows] == list(range(91))
 
 
-def test_the_readmes_own_task_by_fedavg_for_a_program(
-    tmp_path: Path, folders: list[Command]
-) -> None:
+def test_readmes_own_task_runs_with_fedavg_and_json(tmp_path: Path, folders: list[Command]) -> None:
     [program] = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert len([line for line in program.splitlines() if line.strip()]) <= 15
     (tmp_path / "my_task.py").write_text(program + "print('this is not the summary')\n")
@@ -201,9 +199,7 @@ def test_the_readmes_own_task_by_fedavg_for_a_program(
     assert [row["updates"] for row in command.rows] == ["0", *["3"] * 15]
 
 
-def test_services_end_with_the_run_that_started_them(
-    tmp_path: Path, folders: list[Command]
-) -> None:
+def test_services_exit_with_their_run(tmp_path: Path, folders: list[Command]) -> None:
     command = Command(tmp_path)
     folders.append(command)
     processes = wait_until(

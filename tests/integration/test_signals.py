@@ -53,7 +53,7 @@ def at(
     )  # fmt: skip
 
 
-def test_the_entry_knows_the_services() -> None:
+def test_entry_point_knows_the_services() -> None:
     assert SERVICES == ROLES
     assert PYPROJECT["project"]["scripts"]["fedstream"] == "fedstream.__main__:main"
 
@@ -68,7 +68,7 @@ def test_the_entry_knows_the_services() -> None:
         ("trainer", "open", "run.toml"),
     ],
 )
-def test_a_service_that_is_stopped_before_it_has_begun_has_stopped_cleanly(
+def test_service_stopped_during_startup_exits_cleanly(
     tmp_path: Path, number: str, role: str, event: str, about: str
 ) -> None:
     (tmp_path / "run.toml").write_text("")
@@ -77,7 +77,7 @@ def test_a_service_that_is_stopped_before_it_has_begun_has_stopped_cleanly(
     assert done.stderr == f"fedstream: {number} during start-up\n"
 
 
-def test_a_service_that_is_stopped_while_it_loads_its_task_says_that_it_has_stopped(
+def test_service_stopped_while_loading_its_task_logs_it(
     tmp_path: Path,
 ) -> None:
     where = ("--set", "redis.url=redis://127.0.0.1:1")
@@ -103,7 +103,7 @@ COMMANDS = {
         ("replay", "fedstream.recordings.replay"), ("status", "fedstream.broker.client"),
     ],
 )  # fmt: skip
-def test_a_command_that_is_interrupted_while_it_loads_leaves_nothing(
+def test_command_interrupted_while_loading_leaves_nothing(
     tmp_path: Path, number: str, command: str, about: str
 ) -> None:
     done = at(tmp_path, number, "import", about, 0, *COMMANDS[command])
@@ -124,7 +124,7 @@ def test_a_command_that_is_interrupted_while_it_loads_leaves_nothing(
         ("socket.connect", "redis.sock"),  # which is asked whether it answers
     ],
 )
-def test_a_run_that_is_interrupted_before_anything_is_written_leaves_nothing(
+def test_run_interrupted_before_writing_leaves_nothing(
     tmp_path: Path, event: str, about: str
 ) -> None:
     done = at(tmp_path, "SIGTERM", event, about, 0, *COMMANDS["run"])
@@ -136,7 +136,7 @@ def test_a_run_that_is_interrupted_before_anything_is_written_leaves_nothing(
 @pytest.mark.parametrize(
     ("event", "about"), [("open", ".run.toml"), ("subprocess.Popen", "'evaluator'")]
 )
-def test_a_run_that_is_interrupted_as_it_starts_its_services_stops_them(
+def test_run_interrupted_while_starting_services_stops_them(
     tmp_path: Path, event: str, about: str
 ) -> None:
     done = at(tmp_path, "SIGTERM", event, about, 0, *COMMANDS["run"])
@@ -148,7 +148,7 @@ def test_a_run_that_is_interrupted_as_it_starts_its_services_stops_them(
     assert left(tmp_path) == []
 
 
-def test_a_second_signal_ends_a_run_at_once_and_with_it_its_redis(tmp_path: Path) -> None:
+def test_second_signal_ends_a_run_and_its_redis_at_once(tmp_path: Path) -> None:
     process = begun(tmp_path, "run", "--out", "out")
     redis = wait_until(lambda: server_of(process), "its Redis")
     process.send_signal(signal.SIGSTOP)  # so that both are there when it goes on, the lower first
@@ -159,7 +159,7 @@ def test_a_second_signal_ends_a_run_at_once_and_with_it_its_redis(tmp_path: Path
     wait_until(lambda: not is_alive(redis), "the end of its Redis")
 
 
-def test_a_command_interrupted_while_its_line_is_read_says_nothing(tmp_path: Path) -> None:
+def test_command_interrupted_while_parsing_prints_nothing(tmp_path: Path) -> None:
     script = """
 import sys
 import fedstream.cli.app
@@ -181,7 +181,7 @@ main()
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads what a process catches in /proc")
 @pytest.mark.parametrize("seed", range(2))
-def test_a_run_that_is_interrupted_at_any_time_ends_cleanly(tmp_path: Path, seed: int) -> None:
+def test_run_interrupted_at_any_time_ends_cleanly(tmp_path: Path, seed: int) -> None:
     rng = random.Random(seed)
     process = begun(tmp_path, "run", "--out", "out", "--trainers", "1")
     wait_until(lambda: catches(process.pid, signal.SIGTERM), "a handler")
@@ -220,7 +220,7 @@ def catches(pid: int, number: int) -> bool:
     return bool(int(caught.split()[1], 16) >> (number - 1) & 1)
 
 
-def test_a_simulation_that_is_interrupted_writes_what_there_is(tmp_path: Path) -> None:
+def test_interrupted_simulation_writes_what_it_has(tmp_path: Path) -> None:
     """Also where the signal comes while the files are written."""
     for event, about, state in (
         ("open", "run.toml", "interrupted"), ("open", "summary.json", "finished")
@@ -237,7 +237,7 @@ def test_a_simulation_that_is_interrupted_writes_what_there_is(tmp_path: Path) -
 # the pieces, in this process
 
 
-def test_whoever_listens_late_is_told_of_the_signal_that_came() -> None:
+def test_late_listener_gets_an_earlier_signal() -> None:
     told: list[str] = []
     with Stop() as stop:
         signal.raise_signal(signal.SIGINT)
@@ -250,7 +250,7 @@ def test_whoever_listens_late_is_told_of_the_signal_that_came() -> None:
     assert told == ["SIGINT", "SIGTERM"]
 
 
-def test_whoever_does_not_listen_any_more_is_not_told() -> None:
+def test_removed_listener_is_not_called() -> None:
     told: list[str] = []
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with Stop() as stop:
@@ -261,7 +261,7 @@ def test_whoever_does_not_listen_any_more_is_not_told() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
-def test_a_second_signal_ends_a_command_that_swallowed_the_first() -> None:
+def test_second_signal_ends_a_command_that_swallowed_the_first() -> None:
     script = """
 import signal
 from fedstream.runtime.signals import interrupt

@@ -74,7 +74,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Command]:
         command.clean_up()
 
 
-def test_every_version_comes_out_again(run: Command) -> None:
+def test_replay_reproduces_every_version(run: Command) -> None:
     found = fedstream(run, "replay", "out")
     assert found["made"] == found["identical"] == found["version"] == VERSIONS
     assert found["error"] is None
@@ -92,7 +92,7 @@ def test_bisect_names_the_version_and_the_device(run: Command) -> None:
     assert run.rows[found["version"]]["device"] == str(POISONED)
 
 
-def test_without_the_device_the_model_stays_good(run: Command) -> None:
+def test_leaving_out_the_device_keeps_the_model_good(run: Command) -> None:
     found = fedstream(
         run, "replay", "out", "--without", f"device={POISONED}", "--evaluate-every", "1", TRUST
     )

@@ -91,7 +91,7 @@ def write(layout: tuple[dict[str, str], str], folder: Path) -> str:
     return task
 
 
-def test_a_wheel_has_one_name_at_the_top_and_all_that_the_services_need(wheel: Path) -> None:
+def test_wheel_has_one_top_level_package_and_is_complete(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     tops = {name.partition("/")[0] for name in names}
@@ -101,7 +101,7 @@ def test_a_wheel_has_one_name_at_the_top_and_all_that_the_services_need(wheel: P
     assert "fedstream/py.typed" in names
 
 
-def test_a_task_in_a_package_named_like_our_folder_trains_live(
+def test_task_in_a_package_named_like_ours_trains_live(
     installed: dict[str, str], tmp_path: Path
 ) -> None:
     """With a file of that name beside it: test_run.py."""
@@ -116,7 +116,7 @@ def test_a_task_in_a_package_named_like_our_folder_trains_live(
 
 
 @LAYOUTS
-def test_a_task_among_files_named_like_our_folders_trains_in_a_simulation(
+def test_task_beside_files_named_like_ours_trains_in_a_simulation(
     layout: tuple[dict[str, str], str], installed: dict[str, str], tmp_path: Path
 ) -> None:
     task = write(layout, tmp_path)

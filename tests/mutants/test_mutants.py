@@ -45,7 +45,7 @@ def test_python_is_mutated_where_it_runs() -> None:
     }  # fmt: skip
 
 
-def test_lua_is_mutated_outside_of_comments_and_texts() -> None:
+def test_lua_is_mutated_outside_comments_and_strings() -> None:
     assert _edits("f.lua", LUA) == {
         (2, "1", "2"), (3, ">=", ">"), (3, "3", "4"), (3, "and", "or"), (3, "not ", ""),
         (4, "redis.call('XADD', key.queue, '*', 'm', 1)", ""), (4, "1", "2"),
@@ -53,7 +53,7 @@ def test_lua_is_mutated_outside_of_comments_and_texts() -> None:
 
 
 @pytest.mark.parametrize("package", TESTS)
-def test_every_mutant_of_the_code_is_another_text_and_python_still_parses(package: str) -> None:
+def test_every_mutant_differs_and_still_parses(package: str) -> None:
     drawn = sample(ROOT, package, 40, seed=2)
     assert len(drawn) == 40
     for mutant in drawn:
@@ -64,12 +64,12 @@ def test_every_mutant_of_the_code_is_another_text_and_python_still_parses(packag
             ast.parse(applied)
 
 
-def test_the_same_seed_draws_the_same() -> None:
+def test_same_seed_draws_the_same_mutants() -> None:
     drawn = sample(ROOT, "broker", 20, seed=1)
     assert drawn == sample(ROOT, "broker", 20, seed=1) != sample(ROOT, "broker", 20, seed=2)
 
 
-def test_a_text_that_changed_is_not_mutated() -> None:
+def test_changed_text_is_not_mutated() -> None:
     mutant = next(m for m in mutants(Path("f.py"), PYTHON) if m.what == "arithmetic")
     with pytest.raises(ValueError, match="is not the text"):
         mutant.applied("\n" + PYTHON)
@@ -165,7 +165,7 @@ IN = "tests/test_sums.py::test_"
 
 
 @pytest.mark.process
-def test_a_mutant_meets_the_tests_that_run_its_line(
+def test_mutant_faces_the_tests_that_run_its_line(
     tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("PYTEST_CURRENT_TEST")  # this one is none of the tree's
@@ -197,7 +197,7 @@ def _planted(tree: Path) -> list[Mutant]:
 
 
 @pytest.mark.process
-def test_who_kills_a_mutant_does_so_twice(tree: Path) -> None:
+def test_kill_must_be_repeatable(tree: Path) -> None:
     """A test that fails by itself now and then has not noticed it."""
     (tree / "tests/test_sums.py").write_text("""
 from pathlib import Path
@@ -223,7 +223,7 @@ def test_it():
 
 
 @pytest.mark.process
-def test_who_hangs_is_killed_and_hangs_once(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hanging_test_is_killed_after_one_try(tree: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("tests.mutants.__main__.HANGS_S", 1)
     (tree / "tests/test_sums.py").write_text("""
 import time
@@ -236,7 +236,7 @@ def test_it():
 
 
 @pytest.mark.process
-def test_a_tree_with_no_such_tests_is_no_verdict(tree: Path) -> None:
+def test_tree_without_the_tests_gives_no_verdict(tree: Path) -> None:
     (tree / "tests/test_sums.py").write_text("import nothing_of_this_name\n")
     assert killed_by(tree, ["tests/test_sums.py"]) == "tests/test_sums.py"
     with pytest.raises(RuntimeError, match="file or directory not found"):
