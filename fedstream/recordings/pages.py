@@ -276,7 +276,7 @@ def facts(
         return about | head | message.model_dump(exclude={"done", "held", "made", "counts"})
     if not isinstance(message, Taken):
         return about | message.model_dump(exclude={"counts"})
-    upload = message.upload.model_dump(exclude={"layout"})
+    upload = message.upload.model_dump(exclude={"layout", "chunks"})
     upload["update_digest"] = upload.pop("digest")
     sent, distance = measured
     if sent is not None:

@@ -161,6 +161,7 @@ def test_show_json_has_all_that_a_record_says_and_no_nan(journal: Command, tmp_p
     assert (taken["kind"], taken["device"], taken["outcome"]) == ("taken", 7, "buffered")
     assert (taken["loss"], taken["samples"], taken["digest"]) == (None, 5, None)
     assert taken["payload_bytes"] == 16
+    assert "chunks" not in taken  # of a blob in Redis, which no record says anything about
     assert (closed["kind"], closed["version"], closed["round"]) == ("round_closed", 1, 0)
     assert "round end" in journal("show", tmp_path)[1]
 
