@@ -30,7 +30,7 @@ BROKEN = {
 
 
 @pytest.mark.skipif(not MKDOCS.is_file(), reason="mkdocs is not installed: make docs")
-def test_everything_broken_is_reported_and_fails(tmp_path: Path) -> None:
+def test_broken_links_are_all_reported_and_fail(tmp_path: Path) -> None:
     """Also that nothing else is: the other pages are as they are in docs/."""
     for entry in ROOT.iterdir():  # what pages link to, and the sources of the Python reference
         if entry.name not in ("docs", "mkdocs.yml", "site"):
@@ -50,7 +50,7 @@ def test_everything_broken_is_reported_and_fails(tmp_path: Path) -> None:
     assert found == []
 
 
-def test_the_pages_beside_docs_link_to_what_is_there() -> None:
+def test_pages_outside_docs_have_valid_links() -> None:
     """The site leaves these out, and so does its check of links."""
     link = re.compile(r"\]\((?!https?://)([^)#]*)(?:#([^)]*))?\)")
     links = [
@@ -89,7 +89,7 @@ def keys(schema: dict[str, Any]) -> Iterator[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("table", SCHEMA["properties"])
-def test_the_configuration_reference_has_every_key_and_no_other(table: str) -> None:
+def test_configuration_reference_lists_exactly_the_keys(table: str) -> None:
     page = (REFERENCE / "configuration.md").read_text()
     [section] = re.findall(rf"^## {table}$(.*?)(?=^## |\Z)", page, re.MULTILINE | re.DOTALL)
     if table == "simulation":
@@ -118,7 +118,7 @@ def commands(command: object, name: str) -> Iterator[str]:
         yield name
 
 
-def test_the_command_reference_has_every_command_and_no_other() -> None:
+def test_command_reference_lists_exactly_the_commands() -> None:
     listed = re.findall(
         r"^\| `(fedstream .*?)` \|", (REFERENCE / "cli.md").read_text(), re.MULTILINE
     )
@@ -130,13 +130,13 @@ def blocks(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", ["first-run", "own-task"])
-def test_what_a_tutorial_says_to_type_is_in_the_readme(page: str) -> None:
+def test_tutorial_commands_are_in_the_readme(page: str) -> None:
     """Which is run by other tests."""
     readme = "".join(blocks(ROOT / "README.md"))
     for block in blocks(ROOT / "docs" / "tutorial" / f"{page}.md"):
         assert [line for line in block.splitlines() if line not in readme] == []
 
 
-def test_the_staleness_function_that_is_shown_is_ours() -> None:
+def test_shown_staleness_function_is_the_real_one() -> None:
     [shown] = blocks(ROOT / "docs" / "tutorial" / "own-strategy.md")
     assert shown in (ROOT / "strategies" / "staleness.py").read_text()

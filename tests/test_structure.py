@@ -20,7 +20,7 @@ LINKED = (
 )  # fmt: skip
 
 
-def test_the_services_without_training_start_without_torch() -> None:
+def test_services_without_training_do_not_import_torch() -> None:
     """Not even by way of a library."""
     code = (
         "import sys, fedstream.coordinator.service, fedstream.coordinator.scheduler;"
@@ -33,7 +33,7 @@ def test_the_services_without_training_start_without_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_one_module_alone_prints() -> None:
+def test_only_one_module_prints() -> None:
     """So that nothing of what others wrote gets past it to a terminal."""
     printing = {"Console", "typer.echo", "typer.secho", "typer.confirm", "print", "escape"}
     printing |= {f"sys.{name}.write" for name in ("stdout", "stderr")}
@@ -72,7 +72,7 @@ def test_no_two_types_have_the_same_name() -> None:
 
 
 @pytest.mark.parametrize("part", LINKED)
-def test_a_part_is_imported_by_one_name(part: str) -> None:
+def test_parts_are_imported_by_one_name(part: str) -> None:
     """Its folder stands at the top for readers; Python knows it as a package of fedstream's."""
     link = ROOT / "fedstream" / part
     assert link.is_symlink()

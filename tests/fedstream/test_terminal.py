@@ -68,14 +68,14 @@ def is_harmless(shown: str) -> bool:
 
 
 @given(st.text())
-def test_what_is_made_visible_is_printable_and_in_one_line(text: str) -> None:
+def test_visible_text_is_printable_and_one_line(text: str) -> None:
     assert visible(text).isprintable()
     assert is_harmless(visible(text, lines=True).replace("\t", ""))
     if text.isprintable():
         assert visible(text) == text
 
 
-def test_an_escape_is_written_as_python_writes_it() -> None:
+def test_escapes_look_like_pythons() -> None:
     assert visible(f"a{ESCAPE}b") == "a\\x1b[2J\\x1b]0;owned\\x07b"
     assert visible(OVERRIDE) == "abc\\u202egpj.exe"
     assert visible("two\nlines") == "two\\nlines"
@@ -86,7 +86,7 @@ def test_an_escape_is_written_as_python_writes_it() -> None:
     assert visible("x" * 10**6).endswith("... (1000000 characters)")
 
 
-def test_markup_is_text() -> None:
+def test_markup_is_shown_as_text() -> None:
     assert drawn(terminal.cell(MARKUP)).strip() == MARKUP
     assert drawn(display.two_columns([("a", MARKUP)])).split(maxsplit=1)[1].strip() == MARKUP
 
@@ -134,7 +134,7 @@ hostile_trainers = st.dictionaries(
           for n, x in enumerate([-5.0, 1.0, 1e308, math.inf])],
     updates=[], trainers={ESCAPE: {"owns": [], "host": MARKUP}}, text=ESCAPE, now=0.0, width=80,
 )  # fmt: skip
-def test_top_status_and_the_bar_show_whatever_is_told(
+def test_hostile_text_is_escaped_in_top_status_and_bar(
     told: list[Event],
     updates: list[Contribution],
     trainers: dict[str, dict[str, Any]],
@@ -166,7 +166,7 @@ def test_top_status_and_the_bar_show_whatever_is_told(
     data=st.binary(max_size=40), trigger_why=texts,
     task=st.text("abc\x1b\u202e[]/\\", min_size=1, max_size=30),
 )  # fmt: skip
-def test_dead_letters_show_whatever_is_in_them(
+def test_hostile_text_is_escaped_in_dead_letters(
     reason: str, stream: str, entry: str, at: float, data: bytes, trigger_why: str, task: str
 ) -> None:
     about = Dead(stream=stream, entry=entry, reason=reason, time=at, deliveries=1, data=data)
@@ -178,7 +178,7 @@ def test_dead_letters_show_whatever_is_in_them(
 
 
 @pytest.mark.parametrize("text", [ESCAPE, OVERRIDE, MARKUP, "two\nlines\r"])
-def test_a_strangers_journal_is_shown_and_not_obeyed(
+def test_hostile_text_is_escaped_in_journals(
     text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     scribe = Scribe(tmp_path, run=text, task=text)
@@ -199,7 +199,7 @@ def test_a_strangers_journal_is_shown_and_not_obeyed(
     assert visible(text, lines=True) in shown
 
 
-def test_findings_errors_and_lines_are_not_obeyed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_hostile_text_is_escaped_in_findings_and_errors(capsys: pytest.CaptureFixture[str]) -> None:
     doctor.show([Finding("problem", ESCAPE, OVERRIDE, ESCAPE)])
     terminal.line(f"fedstream: {ESCAPE}", err=True)
     display.Quiet().say(ESCAPE)
@@ -214,14 +214,14 @@ def test_findings_errors_and_lines_are_not_obeyed(capsys: pytest.CaptureFixture[
     assert "[bold red]x[/]" in console.file.getvalue()
 
 
-def test_a_table_in_a_pipe_is_neither_cut_nor_padded(capsys: pytest.CaptureFixture[str]) -> None:
+def test_piped_table_is_neither_cut_nor_padded(capsys: pytest.CaptureFixture[str]) -> None:
     rows = [("a", "short"), ("b", f"{'long ' * 50}"), ("c", "")]
     terminal.console().print(display.two_columns(rows))
     shown = capsys.readouterr().out
     assert shown == f"a  short\nb  {'long ' * 49}long\nc\n"  # and none is cut
 
 
-async def test_an_evaluation_of_no_version_or_by_a_device_does_not_count(
+async def test_evaluation_without_a_version_or_by_a_device_is_ignored(
     client: Client, hand: Hand
 ) -> None:
     await hand.create()
@@ -248,7 +248,7 @@ async def test_an_evaluation_of_no_version_or_by_a_device_does_not_count(
         {"run": 1},
     ],
 )
-def test_an_answer_that_is_no_coordinators_is_said_to_be_none(
+def test_foreign_http_answer_is_reported(
     wrong: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def answering(about: Mapping[str, Any]) -> None:
@@ -263,7 +263,7 @@ def test_an_answer_that_is_no_coordinators_is_said_to_be_none(
         page.fetch("http://here:1", "demo")
 
 
-def test_a_time_that_is_none_and_a_number_without_end_are_short() -> None:
+def test_invalid_times_and_huge_numbers_are_short() -> None:
     for time in (math.inf, -math.inf, math.nan, 1e300, 10**400):
         assert terminal.clock(time) == "?"
     assert len(terminal.number(10**4000)) < 20
@@ -282,7 +282,7 @@ def versions(*times: float) -> History:
     return history
 
 
-def test_a_run_that_stands_still_is_stalled_and_has_no_estimate() -> None:
+def test_stalled_run_has_no_estimate() -> None:
     fast, slow = versions(0, 1), versions(0, 60, 120, 180)
 
     def pace(history: History, at: float) -> str:
@@ -294,7 +294,7 @@ def test_a_run_that_stands_still_is_stalled_and_has_no_estimate() -> None:
     assert pace(slow, 180 + 601) == "stalled: no version for 10:01"
 
 
-async def test_a_key_is_heard_as_it_is_typed(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_key_press_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     keyboard, screen = os.openpty()
     try:
         with os.fdopen(screen) as stdin:
@@ -310,7 +310,7 @@ async def test_a_key_is_heard_as_it_is_typed(monkeypatch: pytest.MonkeyPatch) ->
         os.close(keyboard)
 
 
-async def test_without_a_terminal_no_key_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_no_key_is_awaited_without_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     for stdin in (None, io.StringIO("q")):
         monkeypatch.setattr(sys, "stdin", stdin)
         with terminal.pressed("q") as leave:

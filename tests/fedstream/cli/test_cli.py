@@ -85,7 +85,7 @@ def fedstream(*arguments: str) -> int:
         (["purge", "--yes", "--redis", NOWHERE], 1, "127.0.0.1:1 does not answer"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(
+def test_error_is_one_line_with_its_exit_code(
     arguments: list[str],
     code: int,
     said: str,
@@ -125,7 +125,7 @@ def test_updates_is_a_deprecated_alias_of_versions(
     assert "--updates" not in shown
 
 
-def test_the_deprecated_updates_sets_the_number_of_versions(
+def test_deprecated_updates_sets_the_number_of_versions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = ("--json", "--out", str(tmp_path / "run"))
@@ -136,7 +136,7 @@ def test_the_deprecated_updates_sets_the_number_of_versions(
 
 
 @pytest.mark.process
-def test_an_output_that_takes_nothing_is_no_crash() -> None:
+def test_unwritable_stdout_is_not_a_crash() -> None:
     def said(where: str) -> tuple[int, str]:
         command = ["sh", "-c", f"{sys.executable} -m fedstream --version {where}"]
         ended = subprocess.run(command, check=False, capture_output=True, text=True)
@@ -146,7 +146,7 @@ def test_an_output_that_takes_nothing_is_no_crash() -> None:
     assert said(">&- 2>&-") == (0, "")
 
 
-def test_a_run_that_is_not_there(
+def test_missing_run_is_a_one_line_error(
     redis: object, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     url = str(getattr(redis, "url", ""))
@@ -164,7 +164,7 @@ def test_a_run_that_is_not_there(
 
 
 @pytest.mark.process
-def test_the_public_names_are_cheap() -> None:
+def test_public_names_are_cheap_to_import() -> None:
     program = (
         "import sys, fedstream.cli.app; print('numpy' in sys.modules);"
         "from fedstream import *; print(Task, by_classes, iid, 'torch' in sys.modules)"
@@ -182,7 +182,7 @@ def test_no_other_name_is_public() -> None:
         exec("from fedstream import Tusk")  # noqa: S102  (mypy would say so too)
 
 
-def test_a_run_whose_redis_ended_with_it_is_where_its_summary_is(
+def test_finished_run_with_its_own_redis_points_to_its_summary(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     def asked(*_: object, **__: object) -> None:
@@ -210,7 +210,7 @@ def test_a_run_whose_redis_ended_with_it_is_where_its_summary_is(
     assert "is over" not in capsys.readouterr().err
 
 
-def test_json_has_no_number_that_is_none(
+def test_json_has_null_for_nan(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     numbers = {"mean_staleness": float("nan"), "losses": [float("inf")]}
@@ -225,7 +225,7 @@ def test_json_has_no_number_that_is_none(
         assert json.loads(capsys.readouterr().out) == {"mean_staleness": None, "losses": [None]}
 
 
-def test_what_is_no_text_is_shown_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_undecodable_text_is_shown_escaped(monkeypatch: pytest.MonkeyPatch) -> None:
     shown = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(shown, "ascii"))
     assert fedstream("--version") == 0
@@ -233,7 +233,7 @@ def test_what_is_no_text_is_shown_all_the_same(monkeypatch: pytest.MonkeyPatch) 
     assert shown.getvalue().endswith(b"caf\\udce9 \\xb7 done\n")
 
 
-def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert fedstream("--version") == 0
     assert capsys.readouterr().out == f"fedstream {__version__}\n"
 
@@ -249,7 +249,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("fedstream replay --trust", ["--trust-recorded-task"]),
     ],
 )
-def test_the_shell_completes_what_is_typed(
+def test_shell_completion(
     typed: str, completed: list[str], monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setenv("_FEDSTREAM_COMPLETE", "complete_bash")
@@ -259,7 +259,7 @@ def test_the_shell_completes_what_is_typed(
     assert capsys.readouterr().out.split() == completed
 
 
-def test_what_is_completed_is_what_there_is() -> None:
+def test_completions_match_the_registries() -> None:
     assert set(options.TASKS) == set(BUILT_IN)
     assert set(options.OUTCOMES) == set(OUTCOMES)
     rules = get_args(get_args(StrategySettings)[0])
@@ -267,7 +267,7 @@ def test_what_is_completed_is_what_there_is() -> None:
 
 
 @pytest.mark.process
-def test_what_a_command_writes_is_its_user_s_alone(tmp_path: Path) -> None:
+def test_files_written_are_private_to_the_user(tmp_path: Path) -> None:
     """Folders 0700, files 0600: the journal's, and all that lies beside it."""
     out, exported = tmp_path / "out", tmp_path / "model.safetensors"
     for arguments in (

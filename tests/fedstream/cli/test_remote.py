@@ -63,7 +63,7 @@ async def url(client: Client, keys: Keys) -> AsyncIterator[str]:
 
 
 @pytest.mark.parametrize("path", ["", "/", "/v1/runs/whatever"])
-async def test_a_coordinator_says_what_redis_would(
+async def test_coordinator_status_equals_redis_status(
     hand: Hand, command: Command, url: str, path: str
 ) -> None:
     await hand.create(versions=7)
@@ -78,7 +78,7 @@ async def test_a_coordinator_says_what_redis_would(
     assert "ann" in said
 
 
-async def test_another_run_is_named(hand: Hand, command: Command, url: str) -> None:
+async def test_other_run_is_named_in_the_error(hand: Hand, command: Command, url: str) -> None:
     await hand.create()
     code, said, wrong = await command("--url", url, "--run", "another")
     assert (code, said, wrong.count("\n")) == (1, "", 1)
@@ -86,7 +86,7 @@ async def test_another_run_is_named(hand: Hand, command: Command, url: str) -> N
     assert hand.keys.name in wrong
 
 
-async def test_a_coordinator_whose_redis_is_away_says_so(command: Command, keys: Keys) -> None:
+async def test_coordinator_reports_a_redis_outage(command: Command, keys: Keys) -> None:
     client = Client(RedisSettings(url="redis://127.0.0.1:1/0"))
     server = await serving(client, keys)
     code, _, wrong = await command("--url", str(server.make_url("")), "--run", keys.name)
@@ -96,7 +96,7 @@ async def test_a_coordinator_whose_redis_is_away_says_so(command: Command, keys:
     await client.close()
 
 
-async def test_something_else_that_answers_is_no_coordinator(command: Command) -> None:
+async def test_other_http_server_is_not_a_coordinator(command: Command) -> None:
     async def hello(_request: web.Request) -> web.Response:
         return web.Response(text="[]")
 
@@ -123,7 +123,7 @@ async def test_something_else_that_answers_is_no_coordinator(command: Command) -
         (["--url", "http://a", "--redis", "redis://a"], 2, "give only one"),
     ],
 )
-async def test_what_is_wrong_is_said_in_one_line(
+async def test_error_is_one_line_with_its_exit_code(
     command: Command, arguments: list[str], code: int, said: str
 ) -> None:
     ended, shown, wrong = await command(*arguments)
@@ -149,7 +149,7 @@ async def operator(
     await client.call("ACL", "DELUSER", "operator")
 
 
-async def test_an_operator_looks_and_mends_with_rights_of_its_own(
+async def test_operator_user_can_inspect_and_repair(
     hand: Hand, operator: str, command: Command
 ) -> None:
     await hand.create()
@@ -171,7 +171,7 @@ async def test_an_operator_looks_and_mends_with_rights_of_its_own(
         assert said
 
 
-async def test_a_wrong_password_is_one_line(
+async def test_wrong_password_is_a_one_line_error(
     hand: Hand, operator: str, command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await hand.create()
@@ -184,7 +184,7 @@ async def test_a_wrong_password_is_one_line(
         assert "a guess" not in wrong
 
 
-async def test_a_coordinators_token_comes_from_the_environment(
+async def test_coordinators_token_comes_from_the_environment(
     hand: Hand, command: Command, client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     right = "0123456789abcdef"

@@ -82,7 +82,7 @@ def the_one(findings: list[Finding], level: str, about: str) -> str:
     return str(finding)
 
 
-async def test_where_nothing_is_wrong_every_line_says_ok_and_nothing_is_touched(
+async def test_healthy_deployment_is_all_ok_and_untouched(
     look: Look, change: Change, client: Client, keys: Keys, tmp_path: Path
 ) -> None:
     findings = await look()
@@ -117,7 +117,7 @@ async def test_where_nothing_is_wrong_every_line_says_ok_and_nothing_is_touched(
         ({"maxmemory": 1000}, "problem", "redis memory", "full: uses "),
     ],
 )  # fmt: skip
-async def test_a_redis_that_is_set_up_wrongly(
+async def test_misconfigured_redis(
     look: Look, change: Change, config: dict[str, Any], level: str, about: str, said: str
 ) -> None:
     await change(**config)
@@ -126,13 +126,13 @@ async def test_a_redis_that_is_set_up_wrongly(
     assert doctor.exit_code(findings) == (level == "problem")
 
 
-async def test_a_limit_of_the_schedulers_own_is_enough(look: Look, change: Change) -> None:
+async def test_schedulers_memory_budget_is_enough(look: Look, change: Change) -> None:
     await change(maxmemory=0)
     findings = await look("scheduler.memory_budget=100000000")
     assert wrong(findings, "redis maxmemory") == []
 
 
-async def test_a_wrong_password(look: Look, redis: RedisSettings) -> None:
+async def test_wrong_password(look: Look, redis: RedisSettings) -> None:
     elsewhere = redis.url.replace("redis://", "redis://nobody:wrong@")
     findings = await look(f"redis.url={elsewhere}")
     said = the_one(findings, "problem", "redis")
@@ -142,14 +142,14 @@ async def test_a_wrong_password(look: Look, redis: RedisSettings) -> None:
     assert doctor.exit_code(findings) == 1
 
 
-async def test_no_redis_there(look: Look) -> None:
+async def test_unreachable_redis(look: Look) -> None:
     findings = await look("redis.url=redis://127.0.0.1:1/0")
     assert "127.0.0.1:1 does not answer" in the_one(findings, "problem", "redis")
     assert wrong(findings, "task") == []  # what is here is looked at all the same
 
 
 @pytest.mark.parametrize(("skew_s", "way"), [(5, "ahead of"), (-90, "behind")])
-async def test_a_clock_that_is_wrong(look: Look, change: Change, skew_s: float, way: str) -> None:
+async def test_wrong_clock(look: Look, change: Change, skew_s: float, way: str) -> None:
     findings = await look(now=lambda: time.time() + skew_s)
     said = the_one(findings, "warning", "clock")
     found = re.search(rf"this machine's clock is ([\d.]+) s {way} Redis's", said)
@@ -157,7 +157,7 @@ async def test_a_clock_that_is_wrong(look: Look, change: Change, skew_s: float, 
     assert float(found[1]) == pytest.approx(abs(skew_s), abs=1)  # it is asked while others work
 
 
-async def test_a_clock_that_no_round_survives(look: Look, change: Change) -> None:
+async def test_clock_too_wrong_for_rounds(look: Look, change: Change) -> None:
     rounds = (
         "strategy.name=fedavg",
         "scheduler.policy.kind=rounds",
@@ -169,7 +169,7 @@ async def test_a_clock_that_no_round_survives(look: Look, change: Change) -> Non
     assert wrong(behind, "clock")[0][0] == "warning"
 
 
-async def test_more_in_flight_than_memory_holds(look: Look, change: Change) -> None:
+async def test_more_tasks_in_flight_than_memory_allows(look: Look, change: Change) -> None:
     findings = await look(
         "scheduler.policy.kind=in_flight", "scheduler.policy.n=10",
         "scheduler.memory_budget=400000",
@@ -198,7 +198,7 @@ async def user(client: Client) -> AsyncIterator[Callable[..., Awaitable[str]]]:
         await client.call("ACL", "DELUSER", name)
 
 
-async def test_a_user_who_may_not_do_what_the_services_do(
+async def test_user_without_the_services_rights(
     look: Look, change: Change, user: Any, redis: RedisSettings, keys: Keys
 ) -> None:
     login = await user("half", f"~{keys.prefix}*", "+@all", "-xack", "-publish")
@@ -212,7 +212,7 @@ async def test_a_user_who_may_not_do_what_the_services_do(
     assert "may not " in said
 
 
-async def test_what_a_user_may_not_ask_is_not_checked(
+async def test_checks_without_permission_are_skipped(
     look: Look, change: Change, user: Any, redis: RedisSettings
 ) -> None:
     login = await user("shy", "~*", "+@all", "-info", "-evalsha", "-multi", "-time")
@@ -231,7 +231,7 @@ async def _is_7(client: Client) -> bool:
     return int((await client.call("INFO", "server")).split(b"redis_version:")[1][:1]) >= 7
 
 
-async def test_the_roles_users_are_looked_at_from_outside_and_by_themselves(
+async def test_rights_are_checked_from_outside_and_by_the_users_themselves(
     look: Look, change: Change, user: Any, client: Client, redis: RedisSettings, keys: Keys
 ) -> None:
     if not await _is_7(client):
@@ -250,7 +250,7 @@ async def test_the_roles_users_are_looked_at_from_outside_and_by_themselves(
     assert wrong(by_itself, "rights of trainer") == wrong(findings, "rights of trainer")
 
 
-def test_every_command_of_a_role_can_be_asked_about() -> None:
+def test_every_command_of_a_role_can_be_checked() -> None:
     needed = {one for role in ROLES for part in rights_of(role) for one in commands(part)}
     assert needed - rights._SAMPLES.keys() == set()
 
@@ -258,9 +258,7 @@ def test_every_command_of_a_role_can_be_asked_about() -> None:
 # the run
 
 
-async def test_a_run_that_another_configuration_made(
-    look: Look, change: Change, hand: Hand
-) -> None:
+async def test_run_made_with_another_configuration(look: Look, change: Change, hand: Hand) -> None:
     await hand.create(strategy="fedbuff", devices=20)  # of 4 parameters, 100 versions
     findings = await look()
     assert [(level, said.split(" -> ")[0][:60]) for level, said in wrong(findings, "run")] == [
@@ -276,7 +274,7 @@ async def test_a_run_that_another_configuration_made(
     )  # fmt: skip
 
 
-async def test_where_only_redis_is_known_nothing_is_compared(
+async def test_nothing_is_compared_without_a_configuration(
     look: Look, change: Change, hand: Hand
 ) -> None:
     await hand.create(strategy="fedbuff")
@@ -291,7 +289,7 @@ async def test_where_only_redis_is_known_nothing_is_compared(
     assert doctor.exit_code(findings) == 0
 
 
-async def test_dead_letters_and_a_lease_for_ever(
+async def test_dead_letters_and_a_permanent_lease(
     look: Look, change: Change, hand: Hand, client: Client, keys: Keys
 ) -> None:
     await hand.create()
@@ -323,7 +321,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Setti
 Here = Callable[..., Settings]
 
 
-def test_a_journal_that_cannot_be_written(here: Here, tmp_path: Path) -> None:
+def test_unwritable_journal(here: Here, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     findings = list(volume.disk(here(f"journal.dir={tmp_path / 'file' / 'journal'}"), None))
     assert the_one(findings, "problem", "journal volume") == (
@@ -333,7 +331,7 @@ def test_a_journal_that_cannot_be_written(here: Here, tmp_path: Path) -> None:
     assert len(findings) == 1
 
 
-def test_looking_at_a_volume_leaves_nothing_there(here: Here, tmp_path: Path) -> None:
+def test_checking_a_volume_leaves_nothing_behind(here: Here, tmp_path: Path) -> None:
     (tmp_path / "journal").mkdir()
     before = (tmp_path / "journal").stat().st_blocks
     findings = list(volume.disk(here(), 1000))
@@ -350,7 +348,7 @@ def test_looking_at_a_volume_leaves_nothing_there(here: Here, tmp_path: Path) ->
         (10**11, "ok", "100.0 GB free; the journal has 0 bytes and may grow by 11.8 GB"),
     ],
 )
-def test_a_volume_that_is_too_small(
+def test_volume_that_is_too_small(
     here: Here, monkeypatch: pytest.MonkeyPatch, free: int, level: str, said: str
 ) -> None:
     monkeypatch.setattr(volume, "_free", lambda _folder: free)
@@ -358,13 +356,13 @@ def test_a_volume_that_is_too_small(
     assert (space.about, space.level, space.text) == ("journal space", level, said)
 
 
-def test_a_disk_that_is_slower_than_the_syncs_are_apart(here: Here) -> None:
+def test_disk_slower_than_the_sync_interval(here: Here) -> None:
     [speed, _] = volume.disk(here("journal.sync_s=1e-9"), 1000)
     assert speed.level == "warning"
     assert "more than journal.sync_s = 1e-09 -> use a faster disk" in str(speed)
 
 
-def test_a_folder_of_something_else(here: Here, tmp_path: Path) -> None:
+def test_folder_of_another_run(here: Here, tmp_path: Path) -> None:
     (tmp_path / "journal").mkdir()
     (tmp_path / "journal" / "00000001-000001.journal").write_bytes(b"something else")
     found = volume.journal(here(), None, asked=True)
@@ -375,7 +373,7 @@ def test_a_folder_of_something_else(here: Here, tmp_path: Path) -> None:
 # task and machine
 
 
-def test_data_that_are_not_there(here: Here, tmp_path: Path) -> None:
+def test_missing_data(here: Here, tmp_path: Path) -> None:
     nowhere = str(tmp_path / "nowhere")
     loaded, findings = task.load(here("task.name=mnist", f"task.data_root={nowhere}"))
     assert loaded == task.Loaded()
@@ -418,7 +416,7 @@ task = Mine()
         (0, 3, "device 0: the data set is empty"),
     ],
 )
-def test_data_that_do_not_fit_the_model(
+def test_data_that_does_not_fit_the_model(
     here: Here, tmp_path: Path, samples: int, columns: int, said: str
 ) -> None:
     file = tmp_path / f"doctors_task_{samples}_{columns}.py"
@@ -429,7 +427,7 @@ def test_data_that_do_not_fit_the_model(
     assert loaded.layout.parameters == 8  # what was good of it is known
 
 
-def test_more_threads_than_cores_and_a_gpu_that_is_not_there(
+def test_more_threads_than_cores_and_a_missing_gpu(
     here: Here, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -478,7 +476,7 @@ def test_parts(info: dict[str, str], cluster: bool, sentinel: bool, level: str, 
     assert said in str(found)
 
 
-def test_persistence_that_fails_or_may_not_be_read() -> None:
+def test_failing_or_unreadable_persistence() -> None:
     failing = server.persistence({"rdb_last_bgsave_status": "err"}, "60 1")
     assert [one.level for one in failing] == ["problem", "warning"]
     [found] = server.persistence({"aof_enabled": "0"}, None)
@@ -513,7 +511,7 @@ def test_memory(info: dict[str, str], model_bytes: int, level: str, said: str) -
     assert said in str(found)
 
 
-def test_what_a_run_needs() -> None:
+def test_memory_a_run_needs() -> None:
     layout = layout_of(1000)  # 4,000 bytes
 
     def models(policy: Any, **more: Any) -> tuple[int, int]:
@@ -531,14 +529,14 @@ def test_what_a_run_needs() -> None:
     assert models(InFlight(), layout=layout.with_controls(), keep=(4, 1 << 30)) == (3, 14)
 
 
-def test_a_redis_that_is_far_away() -> None:
+def test_distant_redis() -> None:
     assert server.latency([0.001, 0.002, 0.003], timeout_s=10).level == "ok"
     far = server.latency([0.001, 0.002, 1.5], timeout_s=10)
     assert far.level == "warning"
     assert far.text.startswith("round trip 2.00 ms, median of 3; slowest 1500.00 ms")
 
 
-def test_the_quickest_exchange_says_most_about_the_clock() -> None:
+def test_fastest_exchange_determines_the_clock_skew() -> None:
     asked = [(100.0, 105.0, 110.0), (200.0, 203.01, 200.02)]  # 0 +- 5 s, and 3 s +- 10 ms
     assert "3.0 s behind" in server.clock(asked, InFlight()).text
     assert server.clock(asked[:1], InFlight()).level == "ok"
@@ -553,7 +551,7 @@ def _run(capsys: Any, *arguments: str) -> tuple[int, str, str]:
     return int(ended.value.code or 0), *capsys.readouterr()
 
 
-def test_the_command_prints_lines_or_json_and_ends_with_1_or_2(
+def test_command_prints_lines_or_json_and_exits_with_1_or_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setenv("FEDSTREAM_JOURNAL__DIR", str(tmp_path / "journal"))

@@ -25,7 +25,7 @@ def of(*events: Event) -> History:
 
 
 @pytest.mark.parametrize(("state", "code"), [("finished", 0), ("interrupted", 130), ("failed", 1)])
-def test_the_exit_code_says_how_it_ended(state: str, code: int) -> None:
+def test_exit_code_says_how_it_ended(state: str, code: int) -> None:
     assert Ending(state, "").code == code  # type: ignore[arg-type]
 
 
@@ -36,7 +36,7 @@ def test_the_exit_code_says_how_it_ended(state: str, code: int) -> None:
         event("evaluation", version=3, metrics={}),
     ],
 )
-def test_a_run_is_over_when_its_last_version_was_measured(last: Event) -> None:
+def test_run_ends_once_its_last_version_is_measured(last: Event) -> None:
     history = of(
         event("evaluation", version=2, metrics={"accuracy": 0.4}),
         event("error", version=3, device=0),  # of a task
@@ -49,7 +49,7 @@ def test_a_run_is_over_when_its_last_version_was_measured(last: Event) -> None:
     )
 
 
-def test_nobody_waits_for_measurements_that_cannot_come() -> None:
+def test_impossible_measurements_are_not_awaited() -> None:
     assert ending(History(), None, tested=False, finished_s=0.0) is None
     over = Ending("finished", "version 3 reached")
     assert ending(History(), FINISHED, tested=False, finished_s=0.0) == over
@@ -58,7 +58,7 @@ def test_nobody_waits_for_measurements_that_cannot_come() -> None:
     assert given_up == replace(over, note=late)
 
 
-def test_a_run_whose_last_version_could_not_be_measured_has_failed() -> None:
+def test_run_fails_if_its_last_version_cannot_be_measured() -> None:
     history = of(event("error", version=3, reason="metrics: ZeroDivisionError", text=RAISED))
     how = ending(history, FINISHED, tested=True, finished_s=0.0)
     assert how == Ending(
@@ -93,7 +93,7 @@ def refusals(site: str) -> list[Event]:
         ),
     ],
 )
-def test_what_the_pool_does_wrong_ends_the_run_and_what_a_site_does_not(
+def test_only_failures_of_the_pool_end_the_run(
     wrong: Callable[[str], list[Event]], why: str
 ) -> None:
     seen = view({"refused": 100, "refused:digest": 100})
@@ -103,13 +103,13 @@ def test_what_the_pool_does_wrong_ends_the_run_and_what_a_site_does_not(
     assert ending(history, seen, tested=True, finished_s=0.0) == Ending("failed", why)
 
 
-def test_an_updater_that_waits_for_room_is_no_riddle() -> None:
+def test_full_disk_is_reported() -> None:
     full = [("full", "out: the disk is full: the updater is waiting for space")]
     for free, said in ((16, []), (15, full), (None, [])):  # a model takes 16 bytes
         assert list(notices(History(), view(), Path("out"), free)) == said
 
 
-def test_what_goes_wrong_is_told_by_kind() -> None:
+def test_problems_are_reported_by_kind() -> None:
     history = of(
         event("error", version=3, reason="metrics: ZeroDivisionError", text=RAISED),
         event("error", version=2, device=1, reason="ValueError at x.py:1", text="no\n"),

@@ -101,7 +101,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         ("EmptyTest", 1, "there is nothing to evaluate: the data set is empty"),
     ],
 )
-def test_what_a_task_does_not_give_is_said_before_anything_begins(
+def test_incomplete_task_is_reported_before_the_start(
     command: Command, folder: Path, does: str, task: str, code: int, said: str
 ) -> None:
     ended, out, error = command(does, "--task", f"own_wrong_task.py:{task}", "--out", "out")
@@ -121,7 +121,7 @@ def test_what_a_task_does_not_give_is_said_before_anything_begins(
         (("--set", "task.seed=1"), "task.seed"),
     ],
 )
-def test_what_is_of_no_use_to_a_task_of_ones_own_is_refused(
+def test_keys_without_effect_on_own_tasks_are_rejected(
     command: Command, folder: Path, does: str, options: tuple[str, str], key: str
 ) -> None:
     ended, out, error = command(does, "--task", "own_wrong_task.py:Blobs", "--out", "out", *options)

@@ -27,7 +27,7 @@ def only(port: int) -> socket.socket:
     return choosing
 
 
-def test_nobody_is_given_a_port_that_is_held_until_it_is_closed() -> None:
+def test_held_port_is_not_given_away_until_closed() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         with HeldPort() as held:
             with only(held.number) as other, pytest.raises(OSError, match="in use"):
@@ -39,7 +39,7 @@ def test_nobody_is_given_a_port_that_is_held_until_it_is_closed() -> None:
             assert client.getsockname()[1] == held.number
 
 
-def test_a_process_of_ours_listens_there_again_and_again() -> None:
+def test_our_process_can_listen_on_a_held_port_repeatedly() -> None:
     with HeldPort() as held:
         for _ in range(2):
             with socket.create_server(("127.0.0.1", held.number)) as ours:

@@ -20,21 +20,21 @@ from tests.journals import Scribe
 from tests.support import Hand
 
 
-def test_a_run_brings_its_own_redis_unless_one_is_named(asked: RunRequest) -> None:
+def test_run_starts_its_own_redis_unless_one_is_configured(asked: RunRequest) -> None:
     assert asked.own_redis
     assert replace(asked, settings=read(None, ["redis.timeout_s=3"])).own_redis
     named = read(None, options=options(redis="redis://127.0.0.1:6379/0"))
     assert not replace(asked, settings=named).own_redis
 
 
-def test_a_folder_with_a_run_is_refused(asked: RunRequest) -> None:
+def test_folder_with_a_run_is_rejected(asked: RunRequest) -> None:
     asked.out.mkdir()
     (asked.out / "summary.json").write_text("{}")
     with pytest.raises(FedstreamError, match="already contains a run"):
         run(asked, Quiet())
 
 
-def test_a_port_that_is_taken_is_named_by_who_chose_it(asked: RunRequest) -> None:
+def test_taken_port_is_named_by_its_source(asked: RunRequest) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -48,7 +48,7 @@ def test_a_port_that_is_taken_is_named_by_who_chose_it(asked: RunRequest) -> Non
             assert held.number != port
 
 
-def test_resuming_needs_a_journal_of_a_run_that_goes_on(asked: RunRequest) -> None:
+def test_resuming_needs_the_journal_of_an_unfinished_run(asked: RunRequest) -> None:
     resumed = replace(asked, resume=True)
     with pytest.raises(JournalError, match="--resume: no journal in"):
         run(resumed, Quiet())
@@ -65,7 +65,7 @@ def test_resuming_needs_a_journal_of_a_run_that_goes_on(asked: RunRequest) -> No
         run(resumed, Quiet())
 
 
-def test_no_redis_is_said_once_and_then_given_up(
+def test_unreachable_redis_is_reported_once_before_giving_up(
     asked: RunRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(preflight, "_REDIS_WITHIN_S", 0.6)
@@ -84,7 +84,7 @@ def task_file(folder: Path, name: str, *methods: str) -> Settings:
     return read(None, [f"task.name={folder / name}.py:Mine"])
 
 
-def test_a_task_is_tried_before_anything_starts(tmp_path: Path) -> None:
+def test_task_is_tried_before_anything_starts(tmp_path: Path) -> None:
     model = "def model(self): return torch.nn.Linear(2, 2)"
     data = "def device_data(self, device): return [device]"
     fine = preflight.examine(task_file(tmp_path, "fs_fine", model, data))
@@ -97,7 +97,7 @@ def test_a_task_is_tried_before_anything_starts(tmp_path: Path) -> None:
         preflight.examine(task_file(tmp_path, "fs_no_data", model, data, test))
 
 
-async def test_a_run_that_is_there_is_not_run_over(
+async def test_existing_run_is_not_overwritten(
     asked: RunRequest, redis: RedisSettings, hand: Hand
 ) -> None:
     await hand.create()

@@ -19,7 +19,7 @@ def test_services_inherit_no_override_twice() -> None:
     }  # fmt: skip
 
 
-def test_every_service_is_a_program_and_the_coordinator_has_its_port() -> None:
+def test_every_service_is_started_and_the_coordinator_gets_its_port() -> None:
     services = {one.name: one for one in programs(Settings(), 2, Path("run.toml"), 8080)}
     assert sorted(services) == [
         "coordinator", "evaluator", "scheduler", "trainer-1", "trainer-2", "updater",

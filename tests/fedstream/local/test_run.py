@@ -34,7 +34,7 @@ class Running(LocalRun):
         self._supervisor.children = []
 
 
-async def test_what_is_noticed_is_told_once(
+async def test_notices_are_shown_once(
     asked: RunRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running, room = Running(asked), [16]  # bytes: a model of them is 16
@@ -49,7 +49,7 @@ async def test_what_is_noticed_is_told_once(
     assert not running._over.is_set()
 
 
-async def test_the_last_version_has_so_much_time_to_be_measured(
+async def test_measuring_the_last_version_has_a_time_limit(
     asked: RunRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running, now = Running(asked), [1000.0]
@@ -63,7 +63,7 @@ async def test_the_last_version_has_so_much_time_to_be_measured(
     assert capsys.readouterr().err == "the last version was not measured within 120 s\n"
 
 
-async def test_files_that_cannot_be_written_do_not_hide_the_result(
+async def test_unwritable_files_do_not_hide_the_result(
     asked: RunRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     running = Running(asked)
@@ -82,7 +82,7 @@ async def test_files_that_cannot_be_written_do_not_hide_the_result(
     assert f"{asked.out}: cannot be written: No space left on device" in capsys.readouterr().err
 
 
-async def test_a_redis_that_refuses_ends_the_run_with_a_report(
+async def test_refusing_redis_ends_the_run_with_a_report(
     asked: RunRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = Running(asked)
@@ -97,7 +97,7 @@ async def test_a_redis_that_refuses_ends_the_run_with_a_report(
     assert (asked.out / "summary.json").exists()
 
 
-async def test_the_services_are_stopped_though_the_screen_fails(
+async def test_services_are_stopped_even_if_the_display_fails(
     asked: RunRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     running = Running(asked)

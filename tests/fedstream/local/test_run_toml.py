@@ -20,9 +20,7 @@ OWN = "unix://:secret@/tmp/fedstream-redis-0/redis.sock"  # as a run that is kil
 
 
 @pytest.mark.parametrize("secret", ["geheim", "12345", '"quoted"', "a'b\\c\"d", "{a=1}"])
-def test_a_password_is_passed_on_by_the_environment_and_is_in_no_file(
-    tmp_path: Path, secret: str
-) -> None:
+def test_password_is_passed_by_environment_and_never_written(tmp_path: Path, secret: str) -> None:
     file = tmp_path / "given.toml"
     sentinel = {"nodes": ["127.0.0.1:1"], "password": f"{secret}-2"}
     file.write_text(tomli_w.dumps({"redis": {"password": secret, "sentinel": sentinel}}))
@@ -37,7 +35,7 @@ def test_a_password_is_passed_on_by_the_environment_and_is_in_no_file(
     assert secret not in repr(settings)
 
 
-def test_the_configuration_is_for_nobody_else(asked: RunRequest) -> None:
+def test_configuration_file_is_private(asked: RunRequest) -> None:
     asked.out.mkdir()
     file = asked.out / "run.toml"
     file.write_text("left by an earlier run")
@@ -49,7 +47,7 @@ def test_the_configuration_is_for_nobody_else(asked: RunRequest) -> None:
     assert read(file).redis.url == "redis://:secret@127.0.0.1:1/0"
 
 
-def test_the_configuration_that_is_left_names_no_redis(asked: RunRequest) -> None:
+def test_written_configuration_names_no_redis_that_is_gone(asked: RunRequest) -> None:
     asked.out.mkdir()
     run_toml.write(asked.settings, asked.out, None, private=True)
     left = read(asked.out / "run.toml")
@@ -58,7 +56,7 @@ def test_the_configuration_that_is_left_names_no_redis(asked: RunRequest) -> Non
     assert left == asked.settings.model_copy(update={"log": json_logs})
 
 
-def test_a_configuration_is_written_whole_or_not_at_all(
+def test_configuration_is_written_atomically(
     asked: RunRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked.out.mkdir()
@@ -75,7 +73,7 @@ def test_a_configuration_is_written_whole_or_not_at_all(
     assert (asked.out / CONFIG).read_text() == before
 
 
-def test_an_own_redis_that_is_gone_is_not_asked_for(tmp_path: Path) -> None:
+def test_own_redis_that_is_gone_is_not_contacted(tmp_path: Path) -> None:
     run_toml.write(Settings(), tmp_path, OWN, private=True)  # as a run that is killed leaves it
     file = tmp_path / CONFIG
     settings = read(file)
@@ -86,7 +84,7 @@ def test_an_own_redis_that_is_gone_is_not_asked_for(tmp_path: Path) -> None:
     assert run_toml.without_private_redis(named, None) is named
 
 
-def test_a_trainer_that_joins_a_run_ends_with_it_or_when_its_redis_is_gone(tmp_path: Path) -> None:
+def test_joining_trainer_exits_with_the_run_or_its_redis(tmp_path: Path) -> None:
     run_toml.write(Settings(), tmp_path, OWN, private=True)
     file = tmp_path / CONFIG
     assert (read(file).trainer.redis_away_s, read(file).trainer.ends_with_run) == (None, None)

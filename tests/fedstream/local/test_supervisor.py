@@ -19,12 +19,12 @@ from fedstream.local.supervisor import (
 )
 
 
-def test_the_wait_doubles_until_it_is_given_up() -> None:
+def test_wait_doubles_until_giving_up() -> None:
     policy = Restarts()
     assert [policy.died(1.0) for _ in range(5)] == [0.5, 1.0, 2.0, 4.0, None]
 
 
-def test_one_that_lived_long_begins_anew() -> None:
+def test_long_life_resets_the_count() -> None:
     policy = Restarts()
     for _ in range(4):
         policy.died(1.0)
@@ -32,7 +32,7 @@ def test_one_that_lived_long_begins_anew() -> None:
     assert policy.died(1.0) == 1.0
 
 
-def test_one_that_dies_of_its_work_is_started_for_ever() -> None:
+def test_service_killed_by_its_work_is_always_restarted() -> None:
     policy = Restarts()
     assert {policy.died(1.0, worked=True) for _ in range(50)} == {0.5}
     assert policy.died(1.0) == 0.5
@@ -45,11 +45,11 @@ def test_one_that_dies_of_its_work_is_started_for_ever() -> None:
         (-250, "was killed by signal 250"),
     ],
 )  # fmt: skip
-def test_how_it_ended_in_words(code: int, words: str) -> None:
+def test_exit_status_in_words(code: int, words: str) -> None:
     assert how_it_ended(code) == words
 
 
-def test_the_last_words_are_the_reason_of_the_last_error() -> None:
+def test_last_words_are_the_last_errors_reason() -> None:
     lines = [
         json.dumps({"level": "error", "event": "failed", "reason": "the first"}),
         json.dumps({"level": "error", "event": "failed", "reason": "the second"}),
@@ -58,13 +58,13 @@ def test_the_last_words_are_the_reason_of_the_last_error() -> None:
     assert last_words("\n".join(lines)) == "the second"
 
 
-def test_the_last_words_of_a_crash_are_the_exception() -> None:
+def test_last_words_of_a_crash_are_the_exception() -> None:
     trace = "Traceback (most recent call last):\n  File ...\nKeyError: 'x'"
     line = json.dumps({"level": "error", "event": "crashed", "exception": trace})
     assert last_words(line) == "KeyError: 'x'"
 
 
-def test_the_last_words_may_be_what_python_printed() -> None:
+def test_last_words_may_be_pythons_output() -> None:
     text = "Traceback (most recent call last):\n  ...\nModuleNotFoundError: No module named 'x'\n"
     assert last_words(text) == "ModuleNotFoundError: No module named 'x'"
     assert last_words("") == ""
@@ -93,7 +93,7 @@ class Told(Supervisor):
         raise LookupError(f"nobody knows {program.name}")
 
 
-async def test_a_service_that_cannot_be_started_died(
+async def test_failure_to_start_counts_as_a_death(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.001)
@@ -108,7 +108,7 @@ async def test_a_service_that_cannot_be_started_died(
 
 
 @pytest.mark.process
-async def test_a_service_that_could_not_be_started_is_started_later(
+async def test_service_that_failed_to_start_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.001)
@@ -121,12 +121,12 @@ async def test_a_service_that_could_not_be_started_is_started_later(
     await told.stop()
 
 
-async def test_a_log_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+async def test_unreadable_log_is_reported(tmp_path: Path) -> None:
     told = Told(tmp_path / "not there", Program("one", "updater", (), 1.0))
     assert told.children[0]._last_words(0).startswith("its log cannot be read: [Errno 2]")
 
 
-async def test_what_goes_wrong_with_one_ends_the_run_and_stops_the_others(
+async def test_failed_supervision_ends_the_run_and_stops_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told = Told(

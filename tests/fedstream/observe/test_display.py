@@ -43,11 +43,11 @@ def history() -> History:
 @pytest.mark.parametrize(
     ("seconds", "clock"), [(0, "0:00"), (61.4, "1:01"), (3723, "1:02:03"), (59.7, "1:00")]
 )
-def test_durations_read_like_a_clock(seconds: float, clock: str) -> None:
+def test_durations_look_like_a_clock(seconds: float, clock: str) -> None:
     assert display.duration(seconds) == clock
 
 
-def test_the_tasks_are_an_equation() -> None:
+def test_task_counts_form_an_equation() -> None:
     tasks = {"issued": 5, "applied": 3, "buffered": 0, "given_up": 1, "open": 1}
     assert display.outcomes(tasks) == "5 issued = 3 applied + 1 given up + 1 open"
     assert display.outcomes({"issued": 0, "open": 0}) == "0 issued = 0"
@@ -58,7 +58,7 @@ def retaining(entries: int) -> Head:
     return replace(view().head, retained=entries)
 
 
-def test_progress_says_rate_time_left_and_what_goes_wrong(history: History) -> None:
+def test_progress_shows_rate_time_left_and_problems(history: History) -> None:
     seen = view({"refused": 2}, open=(trigger("x"),), queue=12, head=retaining(7))
     assert display.pace(seen, history, CREATED + 3) == "1.0 versions/s, 1:37 left"
     line = display.figures(seen, history)
@@ -69,7 +69,7 @@ def test_progress_says_rate_time_left_and_what_goes_wrong(history: History) -> N
     assert display.figures(over, history) == "accuracy 0.912 at 3 · staleness 1.5"
 
 
-def test_the_end_is_shown_as_the_end(history: History, capsys: pytest.CaptureFixture[str]) -> None:
+def test_result_is_shown_at_the_end(history: History, capsys: pytest.CaptureFixture[str]) -> None:
     display.Lines().show(view(), history, stopping=True)
     assert capsys.readouterr().out.startswith("version 3 of 100 · stopping the services · ")
     for seen in (None, view()):
@@ -82,7 +82,7 @@ def test_the_end_is_shown_as_the_end(history: History, capsys: pytest.CaptureFix
         assert "stopping the services" in captured.get()
 
 
-def test_the_accuracy_says_of_which_version_it_is() -> None:
+def test_accuracy_names_its_version() -> None:
     numbers: dict[str, Any] = {
         "state": "finished", "why": "version 9 reached", "accuracy": 0.5, "measured_version": 9,
         "best_accuracy": 0.6, "best_accuracy_version": 4, "versions": 9, "versions_before": 0,
@@ -100,7 +100,7 @@ def test_the_accuracy_says_of_which_version_it_is() -> None:
     assert dict(display.result_rows(numbers | never))["accuracy"] == "nan"
 
 
-def test_a_histogram_is_a_row_of_blocks() -> None:
+def test_histogram_is_a_row_of_blocks() -> None:
     assert top.sparkline([0, 1, 50, 100]) == " ▁▄█"
     assert top.sparkline([]) == ""
     bins = dict(top.histogram(Counter({0: 3, 4: 1, 20: 2, 99: 5})))
@@ -120,12 +120,12 @@ def test_top_shows_the_run_and_its_trainers(history: History) -> None:
     assert "none alive" in text_of(top.frame(seen, History(), {}, {}, CREATED))
 
 
-def test_top_shows_an_accuracy_that_is_no_number(history: History) -> None:
+def test_top_shows_a_nan_accuracy(history: History) -> None:
     history.tell(event("evaluation", version=4, metrics={"accuracy": float("nan")}))
     assert "0.9120 at 4" in text_of(top.frame(view(), history, {}, {}, CREATED))
 
 
-async def test_top_remembers_only_so_much(
+async def test_top_uses_bounded_memory(
     client: Client, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     observers: list[Observer] = []

@@ -8,7 +8,7 @@ from fedstream.observe.history import History
 from tests.fedstream.views import CREATED, event, update, version
 
 
-def test_a_version_published_again_keeps_what_is_known_of_it() -> None:
+def test_republished_version_keeps_its_data() -> None:
     history = History()
     history.publish(version(0))
     history.publish(version(1, update("a")))
@@ -17,7 +17,7 @@ def test_a_version_published_again_keeps_what_is_known_of_it() -> None:
     assert [u.task for u in history.versions[1].updates] == ["a"]
 
 
-def test_metrics_and_the_best_of_them() -> None:
+def test_metrics_and_best_values() -> None:
     assert (History().measured, History().best_accuracy) == (None, None)
     history = History()
     for number, accuracy in ((0, 0.1), (5, 0.9), (10, 0.9), (15, 0.8)):
@@ -51,7 +51,7 @@ def test_tasks_that_fail_in_a_row() -> None:
     assert (history.failed, history.refused) == (0, 0)
 
 
-def test_what_a_site_does_wrong_is_not_the_pools() -> None:
+def test_sites_failures_do_not_count_for_the_pool() -> None:
     history = History()
     for n in range(50):
         raised = event("error", reason=f"ValueError at x.py:{n}", device=3, site="north", text="no")
@@ -68,7 +68,7 @@ def test_what_a_site_does_wrong_is_not_the_pools() -> None:
     assert history.errors["pool", "ValueError at x.py:1"].text == "yes"
 
 
-def test_what_failed_before_a_run_goes_on_does_not_count() -> None:
+def test_failures_before_resuming_do_not_count() -> None:
     history = History()
     history.tell(event("error", reason="ValueError at x.py:1", device=3))
     history.tell(event("outcome", outcome="refused"))
@@ -76,7 +76,7 @@ def test_what_failed_before_a_run_goes_on_does_not_count() -> None:
     assert (history.failed, history.refused, history.errors) == (0, 0, {})
 
 
-def test_a_version_that_could_not_be_measured_was_tried() -> None:
+def test_failed_measurement_counts_as_tried() -> None:
     history = History()
     history.tell(event("evaluation", version=1, metrics={"accuracy": 0.5}))
     history.tell(event("error", version=2, device=7))  # a trainer's
@@ -87,7 +87,7 @@ def test_a_version_that_could_not_be_measured_was_tried() -> None:
     assert (history.tried, history.measured) == (3, (1, {"accuracy": 0.5}))
 
 
-def test_a_measurement_after_one_that_raised_counts() -> None:
+def test_measurement_after_a_failed_one_counts() -> None:
     history = History()
     history.tell(event("error", version=3, reason="metrics: ZeroDivisionError"))
     history.tell(event("evaluation", version=4, metrics={"accuracy": 0.5}))
@@ -95,14 +95,14 @@ def test_a_measurement_after_one_that_raised_counts() -> None:
     assert history.tried == 4
 
 
-def test_an_accuracy_that_is_no_number_is_not_the_best() -> None:
+def test_nan_accuracy_is_never_the_best() -> None:
     history = History()
     for number, accuracy in enumerate((float("nan"), 0.3, float("nan"))):
         history.tell(event("evaluation", version=number, metrics={"accuracy": accuracy}))
     assert history.best_accuracy == (1, 0.3)
 
 
-def test_no_more_is_remembered_than_asked() -> None:
+def test_history_is_bounded() -> None:
     history = History(most=3)
     for number in range(10):
         history.publish(version(number, update(f"t{number}", staleness=number)))
@@ -113,7 +113,7 @@ def test_no_more_is_remembered_than_asked() -> None:
     assert history.best_accuracy == (0, 1.0)
 
 
-def test_the_rate_sinks_while_nothing_comes() -> None:
+def test_rate_falls_while_nothing_arrives() -> None:
     history = History()
     assert history.rate(CREATED) == 0.0
     for number in range(5):

@@ -12,7 +12,7 @@ from tests.fedstream.views import event
 from tests.support import Hand
 
 
-async def test_what_is_shown_is_not_older_than_what_was_measured(
+async def test_shown_state_is_at_least_as_new_as_the_measurements(
     hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A display says both in one line."""
@@ -28,9 +28,7 @@ async def test_what_is_shown_is_not_older_than_what_was_measured(
     assert observer.view.head.version == 1
 
 
-async def test_an_observer_reads_what_was_and_what_comes(
-    client: Client, keys: Keys, hand: Hand
-) -> None:
+async def test_observer_reads_past_and_new_events(client: Client, keys: Keys, hand: Hand) -> None:
     observer = Observer(client, keys)
     with pytest.raises(NoRun):
         await observer.step(block_ms=0)

@@ -43,12 +43,12 @@ def history() -> History:
     return history
 
 
-def test_the_folder_is_named_by_run_and_time() -> None:
+def test_folder_is_named_after_run_and_time() -> None:
     at = datetime(2026, 11, 21, 1, 2, 3, tzinfo=UTC)
     assert report.default_out("demo", at) == Path("runs/demo-20261121-010203")
 
 
-def test_the_tasks_of_the_summary_add_up(history: History) -> None:
+def test_summarys_tasks_add_up(history: History) -> None:
     seen = view(COUNTS, open=(trigger("x"), trigger("y"), trigger("z")))
     numbers = report.summary(FACTS, history, seen)
     tasks = dict(numbers["tasks"])
@@ -62,7 +62,7 @@ def test_the_tasks_of_the_summary_add_up(history: History) -> None:
     assert numbers["strays"] == {"late": 4}
 
 
-def test_the_summary_says_how_well_and_how_fast(history: History) -> None:
+def test_summary_has_accuracy_and_rate(history: History) -> None:
     numbers = report.summary(FACTS, history, view(COUNTS))
     assert (numbers["accuracy"], numbers["measured_version"]) == (0.8, 3)
     assert (numbers["best_accuracy"], numbers["best_accuracy_version"]) == (0.9, 2)
@@ -75,7 +75,7 @@ def test_the_summary_says_how_well_and_how_fast(history: History) -> None:
     assert numbers["versions_before"] == 0
 
 
-def test_a_run_that_was_resumed_counts_the_seconds_since(history: History) -> None:
+def test_resumed_run_counts_seconds_since_resuming(history: History) -> None:
     facts = replace(FACTS, started=CREATED + 600)
     history.publish(version(603, update("e")))  # published 603 s after version 0
     numbers = report.summary(facts, history, view(COUNTS))
@@ -86,7 +86,7 @@ def test_a_run_that_was_resumed_counts_the_seconds_since(history: History) -> No
     assert (numbers["seconds"], numbers["updates_per_s"]) == (0.0, 0.0)
 
 
-def test_a_run_that_never_was_has_a_summary_too() -> None:
+def test_run_that_never_started_has_a_summary() -> None:
     facts = replace(FACTS, state="failed", why="updater exited with 2")
     numbers = report.summary(facts, History(), None)
     assert numbers["accuracy"] is None
@@ -94,7 +94,7 @@ def test_a_run_that_never_was_has_a_summary_too() -> None:
     assert set(numbers["tasks"].values()) == {0}
 
 
-def test_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
+def test_nan_loss_is_null_in_json(tmp_path: Path) -> None:
     numbers = {
         "loss": float("nan"),
         "metrics": {"loss": float("inf")},
@@ -105,11 +105,11 @@ def test_a_loss_that_is_no_number_is_null_in_json(tmp_path: Path) -> None:
     assert found == {"loss": None, "metrics": {"loss": None}, "list": [None, [1]]}
 
 
-def test_a_text_that_is_no_text_is_one_in_json() -> None:
+def test_undecodable_text_is_valid_in_json() -> None:
     assert json.loads(report.as_json({"why": "caf\udce9"})) == {"why": "caf\\udce9"}
 
 
-def test_the_table_has_a_row_for_each_version(history: History, tmp_path: Path) -> None:
+def test_table_has_a_row_per_version(history: History, tmp_path: Path) -> None:
     report.write_table(tmp_path, history, CREATED)
     with (tmp_path / report.METRICS).open() as file:
         rows = list(csv.DictReader(file))
@@ -125,7 +125,7 @@ def test_the_table_has_a_row_for_each_version(history: History, tmp_path: Path) 
     assert (rows[3]["accuracy"], rows[3]["test_loss"]) == ("0.8", "0.2")
 
 
-def test_the_model_is_one_that_torch_loads(tmp_path: Path) -> None:
+def test_model_file_loads_into_torch(tmp_path: Path) -> None:
     import torch
     from safetensors import safe_open
     from safetensors.torch import load_file
@@ -155,13 +155,13 @@ def test_the_model_is_one_that_torch_loads(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("devices", [10, 200])
-def test_the_picture_is_drawn(history: History, tmp_path: Path, devices: int) -> None:
+def test_picture_is_drawn(history: History, tmp_path: Path, devices: int) -> None:
     for name, of in (("some.png", history), ("none.png", History())):
         curves.draw(tmp_path / name, "a run", of, created=CREATED, devices=devices)
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 
-def test_smoothing_looks_back_and_is_not_moved_by_one_value() -> None:
+def test_smoothing_is_a_trailing_median() -> None:
     assert curves.smooth([1.0, 3.0, 5.0], 2) == ([0, 1, 2], [1.0, 2.0, 4.0])
     assert curves.smooth([2.0, 1e30, 2.0, math.inf, 4.0], 3)[1][2:] == [2.0, 5e29 + 1, 3.0]
     assert math.isnan(curves.smooth([math.nan], 3)[1][0])
@@ -170,7 +170,7 @@ def test_smoothing_looks_back_and_is_not_moved_by_one_value() -> None:
     assert set(middle) == {2.0}
 
 
-def test_an_axis_shows_what_is_usual() -> None:
+def test_axis_covers_typical_values() -> None:
     falling = [2.3 - n / 500 for n in range(1000)]
     assert curves.scale(falling) == curves.Scale(1.05 * 2.3)
     wild = curves.scale([*falling, 3e7, math.inf, math.nan])
@@ -184,7 +184,7 @@ def test_an_axis_shows_what_is_usual() -> None:
     assert curves.scale([0.0, 0.0]) == curves.Scale(1.0)
 
 
-def test_staleness_out_of_all_proportion_does_not_hide_the_rest() -> None:
+def test_extreme_staleness_does_not_hide_the_rest() -> None:
     assert curves.bars({0: 5, 3: 1}) == ([0, 1, 2, 3], [5, 0, 0, 1], 1)
     assert curves.bars({0: 500, 1: 499, 5000: 1}) == ([0, 1, 2], [500, 499, 1], 1)
     begins, counts, width = curves.bars(dict.fromkeys(range(1000), 1))
@@ -192,7 +192,7 @@ def test_staleness_out_of_all_proportion_does_not_hide_the_rest() -> None:
 
 
 @pytest.mark.parametrize("devices", [10, 20, 40, 200])
-def test_the_pictures_labels_do_not_overlap(devices: int) -> None:
+def test_picture_labels_do_not_overlap(devices: int) -> None:
     history = History()
     for number in range(120):
         made = update("t", device=number % devices, staleness=5000 if number == 7 else number % 3)

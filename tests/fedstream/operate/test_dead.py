@@ -77,7 +77,7 @@ async def only(hand: Hand) -> dead.Letter:
     return letter
 
 
-async def test_a_task_that_crashed_its_trainers_is_retried_as_a_new_task(
+async def test_task_that_crashed_its_trainers_is_retried_as_a_new_task(
     hand: Hand, command: Command
 ) -> None:
     await hand.create()
@@ -111,7 +111,7 @@ async def test_a_task_that_crashed_its_trainers_is_retried_as_a_new_task(
     await hand.balanced()
 
 
-async def test_a_letter_is_retried_once(hand: Hand, command: Command) -> None:
+async def test_letter_is_retried_once(hand: Hand, command: Command) -> None:
     await hand.create()
     await crashing(hand)
     letter = await only(hand)
@@ -124,7 +124,7 @@ async def test_a_letter_is_retried_once(hand: Hand, command: Command) -> None:
     assert f"there is no dead letter '{letter.id}'" in wrong
 
 
-async def test_a_task_with_two_letters_is_retried_once(hand: Hand, command: Command) -> None:
+async def test_task_with_two_letters_is_retried_once(hand: Hand, command: Command) -> None:
     """It crashed its trainers, one of which had answered: that crashed the coordinators."""
     await hand.create()
     before = await crashing(hand)
@@ -148,7 +148,7 @@ async def test_a_task_with_two_letters_is_retried_once(hand: Hand, command: Comm
     assert "retried" in (await command("list"))[1]
 
 
-async def test_a_retry_that_failed_as_well_is_retried_by_its_own_letter(hand: Hand) -> None:
+async def test_failed_retry_is_retried_by_its_own_letter(hand: Hand) -> None:
     await hand.create()
     await crashing(hand)
     again = await dead.retry(hand.client, hand.keys, await only(hand))
@@ -160,7 +160,7 @@ async def test_a_retry_that_failed_as_well_is_retried_by_its_own_letter(hand: Ha
     assert (await hand.ledger.look()).issued == 3
 
 
-async def test_a_task_whose_end_is_not_remembered_is_not_retried(hand: Hand) -> None:
+async def test_task_with_a_forgotten_end_is_not_retried(hand: Hand) -> None:
     """It may have been applied: another answer may have been admitted before this one crashed."""
     await hand.create()
     before = await crashing(hand)
@@ -173,7 +173,7 @@ async def test_a_task_whose_end_is_not_remembered_is_not_retried(hand: Hand) -> 
     assert (await hand.ledger.look()).issued == 1
 
 
-async def test_an_upload_that_crashed_the_coordinators_is_trained_again(hand: Hand) -> None:
+async def test_upload_that_crashed_coordinators_is_trained_again(hand: Hand) -> None:
     await hand.create()
     [trigger] = await hand.open()
     await hand.dispatch()
@@ -187,7 +187,7 @@ async def test_an_upload_that_crashed_the_coordinators_is_trained_again(hand: Ha
     await hand.client.call("UNLINK", hand.keys.update(upload.blob))
 
 
-async def test_a_device_that_asked_by_itself_is_asked_by_the_operator(hand: Hand) -> None:
+async def test_self_triggered_task_is_retried_by_the_operator(hand: Hand) -> None:
     await hand.create()
     wish = hand.trigger(origin="ann", why="own initiative")
     await bury(hand, wish.encode(), task=wish)
@@ -217,7 +217,7 @@ async def test_a_device_that_asked_by_itself_is_asked_by_the_operator(hand: Hand
         ),
     ],
 )
-async def test_what_cannot_be_retried_says_why_and_stays(
+async def test_unretriable_letter_says_why_and_stays(
     hand: Hand, command: Command, message: bytes, why: str
 ) -> None:
     await hand.create()
@@ -233,7 +233,7 @@ async def test_what_cannot_be_retried_says_why_and_stays(
     assert (await command("list"))[0] == 0
 
 
-async def test_a_task_that_another_answer_ended_is_not_retried(hand: Hand) -> None:
+async def test_task_ended_by_another_answer_is_not_retried(hand: Hand) -> None:
     await hand.create()
     upload = await hand.admitted()
     await bury(hand, upload.model_copy(update={"attempt": "2"}).encode(), "uploads", task=upload)
@@ -262,7 +262,7 @@ async def test_a_device_has_one_task_at_a_time(hand: Hand) -> None:
     await dead.retry(hand.client, hand.keys, await only(hand))
 
 
-async def test_a_round_that_is_over_is_not_begun_again(hand: Hand) -> None:
+async def test_finished_round_is_not_restarted(hand: Hand) -> None:
     await hand.create()
     deadline = time.time() + 600
     crashed = await crashing(hand, version=0, deadline=deadline)
@@ -275,7 +275,7 @@ async def test_a_round_that_is_over_is_not_begun_again(hand: Hand) -> None:
     assert crashed.task not in {trigger.task for trigger in (await hand.ledger.look()).open}
 
 
-async def test_a_finished_run_takes_no_more(hand: Hand) -> None:
+async def test_finished_run_accepts_no_retries(hand: Hand) -> None:
     await hand.create()
     await crashing(hand)
     await hand.ledger.finish("by hand")
@@ -283,7 +283,7 @@ async def test_a_finished_run_takes_no_more(hand: Hand) -> None:
         await dead.retry(hand.client, hand.keys, await only(hand))
 
 
-async def test_out_of_memory_nothing_is_half_done(hand: Hand, client: Client) -> None:
+async def test_retry_is_atomic_when_redis_is_full(hand: Hand, client: Client) -> None:
     await hand.create()
     await crashing(hand)
     letter = await only(hand)
@@ -329,13 +329,13 @@ async def test_programs_get_json(hand: Hand, command: Command) -> None:
     assert json.loads(said) == [task]
 
 
-async def test_lost_letters_are_told(hand: Hand, command: Command) -> None:
+async def test_deleted_letters_are_reported(hand: Hand, command: Command) -> None:
     await hand.create()
     await hand.client.call("HSET", hand.keys.counts, "dead_letters_lost", 4)
     assert "4 older ones were deleted" in (await command("list"))[1]
 
 
-async def test_a_letter_of_another_release_can_be_listed_and_dropped(
+async def test_letter_of_another_release_can_be_listed_and_dropped(
     hand: Hand, command: Command
 ) -> None:
     await hand.create()
@@ -353,7 +353,7 @@ async def test_a_letter_of_another_release_can_be_listed_and_dropped(
 
 
 @pytest.mark.parametrize("arguments", [("retry",), ("drop", "--yes"), ("drop", "--all", "1-1")])
-async def test_letters_are_named_or_all_are_meant(
+async def test_letters_are_chosen_by_id_or_all(
     hand: Hand, command: Command, arguments: tuple[str, ...]
 ) -> None:
     await hand.create()

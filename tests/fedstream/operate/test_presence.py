@@ -9,7 +9,7 @@ from fedstream.operate.presence import purge
 from tests.support import Hand
 
 
-async def test_what_is_served_is_not_purged(hand: Hand) -> None:
+async def test_served_run_is_not_purged(hand: Hand) -> None:
 
     await hand.create()
     await hand.announce("t")

@@ -90,7 +90,7 @@ def test_show_prints_every_record_and_reads_no_payload(
     assert "task-13" in out
 
 
-def test_show_takes_a_run_a_journal_or_a_segment(journal: Command, tmp_path: Path) -> None:
+def test_show_accepts_a_run_a_journal_or_a_segment(journal: Command, tmp_path: Path) -> None:
     two_segments(tmp_path / "journal")
     whole = journal("show", tmp_path)
     assert journal("show", tmp_path / "journal") == whole
@@ -123,19 +123,19 @@ def test_show_filters(
     assert [json.loads(line)["version"] for line in out.splitlines()] == shown
 
 
-def test_show_says_that_there_is_nothing_like_that(journal: Command, tmp_path: Path) -> None:
+def test_show_reports_no_matches(journal: Command, tmp_path: Path) -> None:
     two_segments(tmp_path)
     assert journal("show", tmp_path, "--outcome", "dead") == (0, "no records\n", "")
     assert journal("show", tmp_path, "--outcome", "dead", "--json") == (0, "", "")
 
 
-def test_versions_that_end_before_they_begin_are_refused(journal: Command, tmp_path: Path) -> None:
+def test_reversed_version_range_is_rejected(journal: Command, tmp_path: Path) -> None:
     two_segments(tmp_path)
     code, out, said = journal("show", tmp_path, "--version", "7..4")
     assert (code, out, said) == (2, "", "fedstream: --version 7..4: 4 is before 7\n")
 
 
-def test_show_reads_no_further_than_it_has_to(journal: Command, tmp_path: Path) -> None:
+def test_show_stops_reading_early(journal: Command, tmp_path: Path) -> None:
     scribe = Scribe(tmp_path)
     scribe.update()
     scribe.update()
@@ -149,7 +149,7 @@ def test_show_reads_no_further_than_it_has_to(journal: Command, tmp_path: Path) 
     assert journal("show", tmp_path)[0] == 1
 
 
-def test_show_json_has_all_that_a_record_says_and_no_nan(journal: Command, tmp_path: Path) -> None:
+def test_show_json_has_every_field_and_no_nan(journal: Command, tmp_path: Path) -> None:
     scribe = Scribe(tmp_path, FedAvgSettings(clients_per_round=3))
     scribe.update(7, loss=float("nan"), samples=5)
     scribe.close_round()
@@ -166,7 +166,7 @@ def test_show_json_has_all_that_a_record_says_and_no_nan(journal: Command, tmp_p
     assert "round end" in journal("show", tmp_path)[1]
 
 
-def test_a_device_that_never_took_part(journal: Command, tmp_path: Path) -> None:
+def test_unknown_device_is_reported(journal: Command, tmp_path: Path) -> None:
     two_segments(tmp_path)
     code, out, said = journal("show", tmp_path, "--device", 99, "--json")
     assert (code, out) == (1, "")
@@ -176,7 +176,7 @@ def test_a_device_that_never_took_part(journal: Command, tmp_path: Path) -> None
 # verify
 
 
-def test_verify_a_whole_journal(journal: Command, tmp_path: Path) -> None:
+def test_verify_an_intact_journal(journal: Command, tmp_path: Path) -> None:
     two_segments(tmp_path)
     for options in ((), ("--no-models",)):
         code, out, said = journal("verify", tmp_path, *options)
@@ -198,7 +198,7 @@ def test_verify_a_torn_tail_is_fine(journal: Command, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [(), ("--no-models",)])
-def test_verify_names_the_place_of_damage_and_goes_on(
+def test_verify_locates_damage_and_continues(
     options: tuple[str, ...], journal: Command, tmp_path: Path
 ) -> None:
     two_segments(tmp_path)
@@ -247,7 +247,7 @@ def test_verify_compares_models_unless_told_not_to(journal: Command, tmp_path: P
     assert journal("verify", tmp_path, "--no-models")[0] == 0
 
 
-def test_verify_names_what_does_not_count(journal: Command, tmp_path: Path) -> None:
+def test_verify_names_ignored_segments(journal: Command, tmp_path: Path) -> None:
     scribe = Scribe(tmp_path)
     scribe.update()
     fenced = tmp_path / "00000002-000000.journal"
@@ -343,14 +343,14 @@ def test_diff(
     assert (found["why"], found["version"], found["first"]) == (why, version, 0)
 
 
-def test_diff_of_other_beginnings(journal: Command, tmp_path: Path) -> None:
+def test_diff_of_different_starts(journal: Command, tmp_path: Path) -> None:
     two_segments(tmp_path / "a")
     two_segments(tmp_path / "b", seed=1)
     code, out, _ = journal("diff", tmp_path / "a", tmp_path / "b")
     assert (code, out) == (1, "version 0: the initial models differ: seeds 0 and 1\n")
 
 
-def test_diff_begins_where_both_have_begun(journal: Command, tmp_path: Path) -> None:
+def test_diff_starts_at_the_first_common_version(journal: Command, tmp_path: Path) -> None:
     two_segments(tmp_path / "a")
     two_segments(tmp_path / "b")
     (tmp_path / "b" / FIRST).unlink()  # retired
@@ -368,7 +368,7 @@ def test_diff_without_a_version_in_common(journal: Command, tmp_path: Path) -> N
     assert "no version in common: 0..1 and 6..12" in said
 
 
-def test_diff_where_one_went_on_from_redis(journal: Command, tmp_path: Path) -> None:
+def test_diff_where_one_continued_from_redis(journal: Command, tmp_path: Path) -> None:
     written(tmp_path / "a", *UPDATES)
     b = By(tmp_path / "b", model_of(Layout((Tensor("w", (2,), "float32", "parameter"),)), 0.0))
     b.brings(1, 1.0)
@@ -432,7 +432,7 @@ def test_bisect_finds_the_poisoned_update(every: int, journal: Command, poisoned
     assert [23, found["after"]] in found["measured"]
 
 
-def test_bisect_for_people_and_by_a_loss(journal: Command, poisoned: Path) -> None:
+def test_bisect_by_a_loss_as_text(journal: Command, poisoned: Path) -> None:
     code, out, _ = journal("bisect", poisoned, "--metric", "loss", "--above", 4.0)
     assert code == 0
     *_, found, cause = out.splitlines()
@@ -470,7 +470,7 @@ def test_bisect_takes_the_task_of_the_runs_configuration(
         ({0, 1, 2, 3, 10}, 4, 10, {0, 4, 8, 9, 10}),  # what was never good does not fall
     ],
 )
-def test_bisect_measures_what_it_says(
+def test_bisect_measures_the_named_versions(
     bad: set[int], every: int, version: int | None, measured: set[int], tmp_path: Path
 ) -> None:
     scribe = Scribe(tmp_path)
@@ -503,7 +503,7 @@ def test_bisect_names_every_update_of_a_round(tmp_path: Path) -> None:
     assert (found.crossing.version, [one.device for one in found.crossing.causes]) == (2, [2, 3])
 
 
-def test_bisect_blames_no_update_for_a_model_of_redis(tmp_path: Path) -> None:
+def test_bisect_blames_no_update_for_an_adopted_model(tmp_path: Path) -> None:
     scribe = Scribe(tmp_path)
     scribe.update()
     scribe.adopt()
@@ -631,7 +631,7 @@ def test_export_keeps_dtypes(journal: Command, tmp_path: Path) -> None:
     assert found["flag"].tolist() == [False, True]
 
 
-def test_export_never_overwrites_unless_told(journal: Command, tmp_path: Path) -> None:
+def test_export_overwrites_only_with_force(journal: Command, tmp_path: Path) -> None:
     two_segments(tmp_path / "journal")
     file = tmp_path / "model.safetensors"
     file.write_text("mine")
@@ -670,7 +670,7 @@ def test_stats_by_hand(tmp_path: Path) -> None:
     assert three.cosine.mean is None  # no version followed
 
 
-def test_what_does_not_move_has_no_direction(tmp_path: Path) -> None:
+def test_unmoved_model_has_no_direction(tmp_path: Path) -> None:
     layout = Layout((Tensor("w", (2,), "float32", "parameter"),))
     scribe = By(tmp_path, model_of(layout, 1.0), strategy=FedAsyncSettings(alpha=0.5))
     scribe.brings(1, 1.0, 1.0)  # what it was given
@@ -681,7 +681,7 @@ def test_what_does_not_move_has_no_direction(tmp_path: Path) -> None:
     assert (shares[1].distance.mean, shares[1].cosine.mean) == (0.0, None)
 
 
-def test_stats_of_rounds_compare_with_what_came_after_the_round(tmp_path: Path) -> None:
+def test_stats_of_rounds_compare_with_later_rounds(tmp_path: Path) -> None:
     layout = Layout((Tensor("w", (2,), "float32", "parameter"),))
     scribe = By(tmp_path, model_of(layout, 0.0), strategy=FedAvgSettings(clients_per_round=2))
     scribe.brings(1, 2.0, 0.0)
@@ -714,7 +714,7 @@ def test_stats_as_table_json_and_csv(journal: Command, poisoned: Path, tmp_path:
     assert journal("stats", poisoned, "--sort", "name")[0] == 2
 
 
-def test_stats_are_sorted_both_ways_and_know_the_spread(journal: Command, tmp_path: Path) -> None:
+def test_stats_sort_both_ways_and_have_percentiles(journal: Command, tmp_path: Path) -> None:
     layout = Layout((Tensor("w", (2,), "float32", "parameter"),))
     scribe = By(tmp_path, model_of(layout, 0.0), strategy=FedAsyncSettings(alpha=0.5))
     for n in range(1, 11):
@@ -775,7 +775,7 @@ def test_show_has_norms_and_distances_and_writes_csv(journal: Command, tmp_path:
 @pytest.mark.parametrize(
     "arguments", [("show",), ("show", "--norms"), ("stats", "--sort", "p90_loss")]
 )
-def test_a_table_fits_the_terminal(
+def test_table_fits_the_terminal(
     width: int,
     arguments: tuple[str, ...],
     journal: Command,
@@ -795,7 +795,7 @@ def test_a_table_fits_the_terminal(
         assert all(word in shown for word in column.split())
 
 
-def test_the_most_important_columns_are_shown_first() -> None:
+def test_most_important_columns_come_first() -> None:
     widths = {"a": 5, "b": 10, "c": 3, "d": 4}
     assert fitting(widths, ["b", "d", "a", "c"], None) == ["a", "b", "c", "d"]
     assert fitting(widths, ["b", "d", "a", "c"], 16) == ["b", "d"]
@@ -803,7 +803,7 @@ def test_the_most_important_columns_are_shown_first() -> None:
     assert fitting(widths, ["b", "d", "a", "c"], 3) == ["b"]
 
 
-def test_a_long_command_has_a_bar_over_the_journals_bytes(
+def test_long_command_shows_a_progress_bar(
     journal: Command, poisoned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     told: list[tuple[str, int, list[int]]] = []
@@ -880,7 +880,7 @@ def emptied(folder: Path) -> None:
         (emptied, "no journal there"),
     ],
 )
-def test_bad_input_is_said_in_one_line_and_changes_nothing(
+def test_bad_input_is_a_one_line_error_and_changes_nothing(
     spoil: Callable[[Path], None], said: str, journal: Command, tmp_path: Path
 ) -> None:
     folder = tmp_path / "journal"
@@ -914,7 +914,7 @@ def test_bad_input_is_said_in_one_line_and_changes_nothing(
         (("bisect", "--below", "0.5"), 1, "recorded without their weights"),
     ],
 )
-def test_what_is_not_there(
+def test_missing_versions_and_files_are_reported(
     command: tuple[str, ...],
     code: int,
     said: str,

@@ -72,7 +72,7 @@ def test_every_version_is_compared(
     )  # fmt: skip
 
 
-def test_it_can_be_measured(
+def test_replay_can_measure(
     out: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -82,7 +82,7 @@ def test_it_can_be_measured(
     assert all(0 <= point["original"]["accuracy"] <= 1 for point in points)
 
 
-def test_the_first_divergence_ends_it(
+def test_first_divergence_ends_the_replay(
     out: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -100,7 +100,7 @@ def test_the_first_divergence_ends_it(
     assert "version 20" in json.loads(capsys.readouterr().out)["error"]
 
 
-def test_another_rule_is_compared_with_the_recorded_one(
+def test_other_rule_is_compared_with_the_recorded_one(
     out: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -124,7 +124,7 @@ def test_another_rule_is_compared_with_the_recorded_one(
     assert (out / "replay-2" / "replay.csv").is_file()
 
 
-def test_what_kept_updates_inherited_is_counted(
+def test_inherited_influence_is_counted(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -174,7 +174,7 @@ def test_what_kept_updates_inherited_is_counted(
         (["--without", "device=1", "--out", "{out}/taken"], 2, "already contains replay.csv"),
     ],
 )
-def test_what_is_wrong_is_said_in_a_line(
+def test_invalid_options_are_one_line_errors(
     out: Path, arguments: list[str], code: int, said: str,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -197,7 +197,7 @@ def test_no_journal(
     assert f"{tmp_path}: there is no journal" in capsys.readouterr().err
 
 
-def test_an_outcome_without_a_measurement(
+def test_outcome_without_a_measurement(
     out: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     change = ("--set", "strategy.name=fedavg", "--evaluate-every", 0)
@@ -213,7 +213,7 @@ def test_an_outcome_without_a_measurement(
     assert numbers["distance"] > 0
 
 
-def test_where_the_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run" / "journal").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     for given in ("run", "run/journal"):
@@ -222,7 +222,7 @@ def test_where_the_files_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert replay.folder_for(Path(), None).resolve() == tmp_path / "run" / "replay-1"
 
 
-def test_a_title_says_what_was_changed() -> None:
+def test_title_says_what_was_changed() -> None:
     assert replay._title("x", (), frozenset({3})) == "x, replayed without device 3"
     sets = ["strategy.alpha=0.1"]
     assert replay._title("x", sets, frozenset()) == "x, replayed with strategy.alpha=0.1"
@@ -234,7 +234,7 @@ def test_a_title_says_what_was_changed() -> None:
     ("seconds", "text"),
     [(0.0123, "12 ms, 24,000 versions/s"), (0.0001, "1 ms"), (12.34, "12.3 s, 24 versions/s")],
 )
-def test_a_pace_has_no_more_digits_than_it_means(seconds: float, text: str) -> None:
+def test_pace_has_two_significant_digits(seconds: float, text: str) -> None:
     made = 296 if seconds > 0.001 else 0
     assert replay._pace(replay.ReplayResult(changed=False, made=made, seconds=seconds)) == text
 
@@ -242,7 +242,7 @@ def test_a_pace_has_no_more_digits_than_it_means(seconds: float, text: str) -> N
 # what a change means
 
 
-def test_a_set_changes_one_parameter_of_the_recorded_ones() -> None:
+def test_set_changes_one_recorded_parameter() -> None:
     recorded = FedAsyncSettings(alpha=0.5, max_staleness=4).model_dump(mode="json")
     rule = replay.rule_by(["strategy.alpha=0.1"])
     assert rule
@@ -318,7 +318,7 @@ def recorded_run(folder: Path, rule: Any) -> tuple[Scribe, np.ndarray[Any, Any]]
 
 
 @pytest.mark.parametrize("rule", [FedAsyncSettings(), FedAvgSettings(clients_per_round=4)])
-async def test_a_live_updater_makes_the_same_versions_of_the_same_updates(
+async def test_live_updater_makes_the_same_versions(
     rule: Any, live: Any, redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path
 ) -> None:
     scribe, begin = recorded_run(tmp_path / "journal", rule)
@@ -343,7 +343,7 @@ def slow_looks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("slow_looks")
-async def test_it_is_as_fast_as_the_services_and_no_faster_than_asked(
+async def test_feeding_is_no_faster_than_asked_or_the_services(
     live: Any, redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path
 ) -> None:
     scribe, begin = recorded_run(tmp_path / "journal", FedAsyncSettings())
@@ -360,7 +360,7 @@ async def test_it_is_as_fast_as_the_services_and_no_faster_than_asked(
     assert took[1] < 30, "no look was waited for"
 
 
-async def test_it_feeds_through_trouble_and_ends_with_the_run(
+async def test_feeding_survives_outages_and_ends_with_the_run(
     live: Any, redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path
 ) -> None:
     scribe, begin = recorded_run(tmp_path / "journal", FedAsyncSettings())
@@ -386,7 +386,7 @@ async def _reached(hand: Hand, version: int) -> bool:
 
 
 @pytest.mark.usefixtures("slow_looks")
-async def test_it_stops_when_it_is_told_to(
+async def test_feeding_stops_on_request(
     live: Any, redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path
 ) -> None:
     scribe, begin = recorded_run(tmp_path / "journal", FedAsyncSettings())
@@ -402,7 +402,7 @@ async def test_it_stops_when_it_is_told_to(
         assert await hand.scheduler.acquire()
 
 
-async def test_a_task_of_somebody_else_ends_it(
+async def test_foreign_task_ends_the_feeding(
     live: Any, redis: RedisSettings, keys: Keys, hand: Hand, client: Client, tmp_path: Path
 ) -> None:
     scribe, begin = recorded_run(tmp_path / "journal", FedAsyncSettings())

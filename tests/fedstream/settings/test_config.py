@@ -17,7 +17,7 @@ def test_options_are_configuration_keys() -> None:
     assert not settings.redis.is_named
 
 
-def test_paths_hold_wherever_the_configuration_is_read(
+def test_relative_paths_resolve_from_anywhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)

@@ -119,7 +119,7 @@ async def pipeline(
         yield contexts
 
 
-async def test_the_table_in_the_documentation_is_what_services_expose(
+async def test_documented_metrics_are_the_exposed_ones(
     pipeline: dict[str, Context],
 ) -> None:
     exposed: dict[str, Metric] = {}

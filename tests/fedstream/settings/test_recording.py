@@ -58,7 +58,7 @@ def stranger(
     sys.modules.pop("stranger_task", None)
 
 
-def test_no_command_over_a_folder_runs_a_program_that_the_folder_names(
+def test_no_command_runs_the_program_a_folder_names(
     command: Command, stranger: Path, marker: Path, tmp_path: Path
 ) -> None:
     looked: list[tuple[object, ...]] = [
@@ -104,7 +104,7 @@ def test_no_command_over_a_folder_runs_a_program_that_the_folder_names(
     "arguments",
     [("replay", "{}", "--evaluate-every", 2), ("journal", "bisect", "{}", "--below", 2)],
 )
-def test_it_runs_for_whoever_trusts_it(
+def test_trusted_recordings_program_runs(
     command: Command, stranger: Path, marker: Path, arguments: tuple[object, ...]
 ) -> None:
     given = [str(one).format(stranger) for one in arguments]
@@ -112,7 +112,7 @@ def test_it_runs_for_whoever_trusts_it(
     assert marker.exists()  # so that the test above can see a program run
 
 
-def test_the_task_that_the_user_names_is_the_one_that_is_loaded(
+def test_users_task_overrides_the_recorded_one(
     command: Command, stranger: Path, marker: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measured = ("replay", stranger, "--evaluate-every", 2)
@@ -127,7 +127,7 @@ def test_the_task_that_the_user_names_is_the_one_that_is_loaded(
     assert marker.exists()
 
 
-def test_a_configuration_that_the_user_names_is_the_users(
+def test_users_configuration_is_trusted(
     command: Command, stranger: Path, marker: Path, tmp_path: Path
 ) -> None:
     mine = tmp_path / "mine.toml"
@@ -136,7 +136,7 @@ def test_a_configuration_that_the_user_names_is_the_users(
     assert marker.exists()
 
 
-def test_a_recording_has_nothing_fetched(
+def test_recording_cannot_cause_downloads(
     command: Command, stranger: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     (stranger / "run.toml").write_text(

@@ -42,18 +42,18 @@ def test_staleness_is_uniform_among_the_versions_that_exist() -> None:
     assert {one.version - one.tau for one in found if one.version == 1} <= {0, 1}
 
 
-def test_one_of_the_last_five_models_is_at_most_four_versions_old() -> None:
+def test_recent_staleness_is_at_most_four_versions() -> None:
     found = arrivals(2000, "simulation.staleness.kind=recent", "strategy.name=afa-cd")
     assert {one.version - one.tau for one in found} == {0, 1, 2, 3, 4}
 
 
-def test_without_staleness_everybody_starts_from_the_newest() -> None:
+def test_without_staleness_all_start_from_the_newest() -> None:
     found = arrivals(100, "simulation.staleness.kind=none", "strategy.name=fedavg")
     assert all(one.tau == one.version for one in found)
     assert [one.version for one in found] == [n // 10 for n in range(100)]
 
 
-def test_a_batch_has_no_device_twice_and_makes_a_version() -> None:
+def test_batch_has_distinct_devices_and_makes_a_version() -> None:
     found = arrivals(500, "strategy.name=afa-cd", "strategy.buffer_size=5")
     for version in range(100):
         batch = found[5 * version : 5 * version + 5]
@@ -62,12 +62,12 @@ def test_a_batch_has_no_device_twice_and_makes_a_version() -> None:
         assert {one.version for one in batch} == {version}
 
 
-def test_more_arrivals_than_devices_take_every_device_first() -> None:
+def test_every_device_arrives_before_any_arrives_twice() -> None:
     batch = arrivals(7, "strategy.name=fedbuff", "strategy.buffer_size=7", devices=3)
     assert {one.device for one in batch[:3]} == {one.device for one in batch[3:6]} == {0, 1, 2}
 
 
-def test_a_drawn_round_of_all_devices_ends_short_of_k() -> None:
+def test_drawn_round_of_all_devices_may_be_smaller_than_k() -> None:
     """As it does live: no device answers twice in a round."""
     found = events(8, "strategy.name=fedavg", "strategy.clients_per_round=9", devices=3)
     assert [isinstance(one, RoundOver) for one in found] == ([False] * 3 + [True]) * 2
@@ -78,7 +78,7 @@ def test_a_drawn_round_of_all_devices_ends_short_of_k() -> None:
     assert found[3].makes
 
 
-def test_staleness_is_what_suits_the_strategy() -> None:
+def test_default_staleness_depends_on_the_policy() -> None:
     late = [one.version - one.tau for one in arrivals(200, "strategy.name=fedavg")]
     assert max(late) == 0
     late = [one.version - one.tau for one in arrivals(200, "strategy.name=fedbuff")]
@@ -88,7 +88,7 @@ def test_staleness_is_what_suits_the_strategy() -> None:
 AFL = "participation=[{devices=[0, 1], rate=1.9}, {devices=[8, 9], rate=0.1}]"
 
 
-def test_devices_come_as_often_as_their_rates_say() -> None:
+def test_devices_arrive_in_proportion_to_their_rates() -> None:
     alone = Counter(one.device for one in arrivals(10_000, AFL))
     assert [alone[device] / 10_000 for device in range(10)] == pytest.approx(SHARES, abs=0.012)
     found = arrivals(10_000, AFL, "strategy.name=afa-cd", "strategy.buffer_size=5")
@@ -97,7 +97,7 @@ def test_devices_come_as_often_as_their_rates_say() -> None:
     assert share[9] / 2000 < 0.12
 
 
-def test_afls_biased_arrivals_are_those_of_the_results_that_are_kept() -> None:
+def test_afls_biased_arrivals_match_the_stored_results() -> None:
     """Another way to draw by rates would make experiments/results another program's."""
     shares = "[{devices=[0, 1], rate=0.19}, {devices=[2, 3, 4, 5, 6, 7], rate=0.1}, "
     shares += "{devices=[8, 9], rate=0.01}]"
@@ -105,7 +105,7 @@ def test_afls_biased_arrivals_are_those_of_the_results_that_are_kept() -> None:
     assert [one.device for one in found] == [4, 0, 3, 2, 6, 1, 2, 4, 7, 0, 7, 6, 4, 9, 0]
 
 
-def test_a_device_that_takes_too_long_is_given_up() -> None:
+def test_device_that_takes_too_long_is_given_up() -> None:
     """Its slot is free again when the live scheduler would free it."""
     one_at_a_time = latency(
         "scheduler.policy.kind=in_flight", "scheduler.policy.n=1",
@@ -142,13 +142,13 @@ def test_a_round_with_too_few_answers_asks_others() -> None:
     )
 
 
-def test_a_plan_is_a_function_of_its_seed() -> None:
+def test_plan_is_a_function_of_its_seed() -> None:
     one, same, other = (arrivals(50, f"run.seed={seed}") for seed in (1, 1, 2))
     assert one == same
     assert [a.seed for a in one] != [a.seed for a in other]
 
 
-def test_what_is_too_stale_makes_no_version() -> None:
+def test_too_stale_updates_make_no_version() -> None:
     found = arrivals(1000, "simulation.staleness.most=4", "strategy.max_staleness=2")
     assert all(one.makes == (one.version - one.tau <= 2) for one in found)
     assert any(not one.makes for one in found)
@@ -160,7 +160,7 @@ def test_steps_are_drawn_for_every_task() -> None:
     assert {one.epochs for one in arrivals(9, "scheduler.steps.kind=epochs")} == {1}
 
 
-def test_nobody_starts_from_a_version_that_was_let_go() -> None:
+def test_no_device_starts_from_a_discarded_version() -> None:
     for sets in (
         ("simulation.staleness.most=7",),
         latency("scheduler.policy.kind=in_flight", "scheduler.policy.n=5"),
@@ -171,7 +171,7 @@ def test_nobody_starts_from_a_version_that_was_let_go() -> None:
             oldest = one.oldest
 
 
-def test_latency_makes_stragglers() -> None:
+def test_latency_creates_stragglers() -> None:
     found = arrivals(
         2000,
         *latency(
@@ -195,7 +195,7 @@ def test_without_latency_tasks_in_flight_take_turns() -> None:
     assert [one.version - one.tau for one in found] == [0, 1, 2, *[3] * 47]
 
 
-def test_who_vanishes_does_not_arrive() -> None:
+def test_vanished_device_does_not_arrive() -> None:
     found = arrivals(
         300,
         *latency("scheduler.policy.kind=in_flight", "scheduler.policy.n=4", "devices.dropout=0.5"),
@@ -203,7 +203,7 @@ def test_who_vanishes_does_not_arrive() -> None:
     assert found[-1].n > 450
 
 
-def test_a_device_that_rests_finishes_later() -> None:
+def test_resting_device_finishes_later() -> None:
     rests = ("devices.availability.kind=diurnal", "devices.availability.period_s=10.0",
              "devices.availability.share=0.2")  # fmt: skip
     always = arrivals(200, *latency("scheduler.policy.kind=in_flight", "scheduler.policy.n=5"))
@@ -226,7 +226,7 @@ def test_anarchic_devices_decide_by_themselves() -> None:
     assert found[-1].time == pytest.approx(1000 / 10 * (2 + 1), rel=0.15)
 
 
-def test_anarchic_devices_decide_at_their_own_rates_for_how_long() -> None:
+def test_anarchic_devices_use_their_own_rates_and_lengths() -> None:
     """A device that decides at rate r and then works for a second comes every 1 / r + 1 seconds."""
     groups = "participation=[{devices=[0], rate=4.0, steps={kind='fixed', n=7}}]"
     found = arrivals(
@@ -240,7 +240,7 @@ def test_anarchic_devices_decide_at_their_own_rates_for_how_long() -> None:
     assert {(one.steps, one.epochs) for one in found if one.device > 0} == {(None, 1)}
 
 
-def test_a_round_ends_with_its_last_device_or_its_time() -> None:
+def test_round_ends_with_its_last_device_or_timeout() -> None:
     rounds = ("strategy.name=fedavg", "strategy.clients_per_round=4")
     full = events(40, *latency(*rounds))
     assert all(isinstance(one, Arrival) and one.tau == one.version for one in full)
@@ -256,7 +256,7 @@ def test_a_round_ends_with_its_last_device_or_its_time() -> None:
     assert versions == sorted(versions)
 
 
-def test_a_round_of_all_devices_ends_short_of_k() -> None:
+def test_round_of_all_devices_may_be_smaller_than_k() -> None:
     found = events(8, *latency("strategy.name=fedavg", "strategy.clients_per_round=9"), devices=3)
     assert [isinstance(one, RoundOver) for one in found] == [False] * 3 + [True] + [False] * 3 + [
         True
@@ -279,7 +279,7 @@ def test_a_round_of_all_devices_ends_short_of_k() -> None:
          "strategy.name = 'fedavg' with simulation.staleness.kind = 'uniform'"),
     ],
 )  # fmt: skip
-def test_what_makes_no_sense_is_said(sets: tuple[str, ...], said: str) -> None:
+def test_nonsensical_settings_are_rejected(sets: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         events(2000, *sets)
 
@@ -295,7 +295,7 @@ def test_what_makes_no_sense_is_said(sets: tuple[str, ...], said: str) -> None:
         ("strategy.name=afa-cs", "strategy.devices=10", "task.devices=9"),
     ],
 )  # fmt: skip
-def test_what_does_not_go_together_is_refused_with_both_keys(sets: tuple[str, ...]) -> None:
+def test_conflicting_settings_are_rejected_with_both_keys(sets: tuple[str, ...]) -> None:
     with pytest.raises(ConfigError) as refused:
         settings(*sets)
     keys = {item.partition("=")[0] for item in sets}

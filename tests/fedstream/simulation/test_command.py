@@ -69,7 +69,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return out
 
 
-def test_it_leaves_what_a_run_leaves(folder: Path) -> None:
+def test_simulate_writes_the_same_files_as_run(folder: Path) -> None:
     from safetensors.numpy import load_file
 
     numbers = json.loads((folder / "summary.json").read_text())
@@ -84,12 +84,14 @@ def test_it_leaves_what_a_run_leaves(folder: Path) -> None:
     assert load_file(folder / "model.safetensors")["0.weight"].shape == (64, 64)
 
 
-def test_replay_accepts_its_journal(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_replay_accepts_a_simulations_journal(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert fedstream("replay", str(folder)) == 0
     assert "40 of 40 versions identical" in capsys.readouterr().out
 
 
-def test_its_configuration_gives_the_same_run_again(
+def test_written_configuration_gives_the_same_run(
     folder: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -116,7 +118,7 @@ def test_its_configuration_gives_the_same_run_again(
         ),
     ],
 )
-def test_its_picture_says_what_its_time_is(
+def test_picture_names_the_unit_of_time(
     sets: tuple[str, ...], time: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     figures: list[Figure] = []
@@ -128,9 +130,7 @@ def test_its_picture_says_what_its_time_is(
     assert labels[:2] + labels[3:5] == ["versions", time] * 2
 
 
-def test_its_summary_is_what_a_program_reads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_summary_is_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     arguments = ("--versions", "2", "--out", str(out), "--json", *QUICK)
     assert fedstream("simulate", *arguments) == 0
@@ -138,7 +138,7 @@ def test_its_summary_is_what_a_program_reads(
     assert json.loads(shown.out) == json.loads((out / "summary.json").read_text())
 
 
-def test_a_folder_with_a_run_is_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_folder_with_a_run_is_rejected(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
     arguments = ("--versions", "2", "--out", str(folder))
     assert fedstream("simulate", *arguments) == 1
@@ -166,7 +166,7 @@ def test_a_folder_with_a_run_is_refused(folder: Path, capsys: pytest.CaptureFixt
         (["task.name={task}:Label"], 1, ": IndexError: Target "),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line_and_leaves_nothing(
+def test_error_is_one_line_and_leaves_nothing(
     sets: list[str],
     code: int,
     said: str,
@@ -184,7 +184,7 @@ def test_what_is_wrong_is_said_in_one_line_and_leaves_nothing(
     assert not out.parent.exists()
 
 
-def test_what_goes_wrong_later_leaves_the_versions_that_were_made(
+def test_later_failure_keeps_the_versions_made(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     sets = (
@@ -200,7 +200,7 @@ def test_what_goes_wrong_later_leaves_the_versions_that_were_made(
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_with_what_there_is(
+def test_signal_ends_it_with_partial_results(
     number: signal.Signals, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def signalled(*given: Any, on_version: Heard, **more: Any) -> SimulationResult:
@@ -221,14 +221,14 @@ def test_a_signal_ends_it_with_what_there_is(
     assert signal.getsignal(number) == before
 
 
-def test_a_folder_that_was_there_stays_as_it_was(tmp_path: Path) -> None:
+def test_failed_start_leaves_an_existing_folder_unchanged(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("mine")
     arguments = ("--out", str(tmp_path), "--set", "simulation.staleness.kind=latency")
     assert fedstream("simulate", *arguments) == 2
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
 
 
-def test_progress_is_told_without_a_terminal(
+def test_progress_is_reported_without_a_terminal(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.setattr(simulate, "_LINE_EVERY_S", 0.0)
@@ -244,7 +244,7 @@ def test_progress_is_told_without_a_terminal(
     assert capsys.readouterr().err == ""
 
 
-def test_progress_is_a_line_now_and_then(
+def test_progress_is_an_occasional_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = [100.0]

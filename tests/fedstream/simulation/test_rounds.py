@@ -44,7 +44,7 @@ ROUNDS = "scheduler.policy.kind=rounds"
         (4, 0, 0, 9.0, "goes on"),
     ],
 )
-def test_what_becomes_of_a_round_of_four_with_at_least_two(
+def test_outcomes_of_a_round_of_four_with_at_least_two(
     answered: int, at_work: int, coming: int, now: float, said: str
 ) -> None:
     policy = Rounds(k=4, min_answers=2, timeout_s=10.0)
@@ -56,7 +56,7 @@ def test_what_becomes_of_a_round_of_four_with_at_least_two(
     room=st.none() | st.integers(-5, 30), answered=st.integers(0, 20), at_work=st.integers(0, 20),
     coming=st.integers(0, 3), now=st.floats(0, 30),
 )  # fmt: skip
-def test_no_version_is_made_of_too_few_answers(
+def test_too_few_answers_make_no_version(
     k: int, least: int, devices: int, room: int | None, answered: int, at_work: int, coming: int,
     now: float,
 ) -> None:  # fmt: skip
@@ -74,7 +74,7 @@ def test_no_version_is_made_of_too_few_answers(
 # what the configuration makes of them
 
 
-def test_a_round_asks_as_many_as_fill_a_version() -> None:
+def test_round_asks_as_many_devices_as_a_version_needs() -> None:
     """Ten for batches of five threw half of the training away."""
     for sets, batch in ((FEDAVG, 10), (AFA, 5), (("strategy.name=fedbuff",), 10)):
         policy = read(None, [*sets, ROUNDS]).policy
@@ -85,7 +85,7 @@ def test_a_round_asks_as_many_as_fill_a_version() -> None:
     assert more.size == 7
 
 
-def test_in_rounds_every_rule_drops_what_is_late() -> None:
+def test_every_rule_drops_late_updates_in_rounds() -> None:
     for name in ("afa-cd", "afa-cs", "fedbuff", "fedavg", "scaffold"):
         sets = [f"strategy.name={name}", ROUNDS]
         sets += ["solver.kind=scaffold"] * (name == "scaffold")
@@ -105,12 +105,12 @@ def test_in_rounds_every_rule_drops_what_is_late() -> None:
         ([*AFA, ROUNDS, "strategy.max_staleness=2"], "strategy.max_staleness = 2 with .*rounds"),
     ],
 )
-def test_rounds_that_could_not_be_are_refused(sets: list[str], said: str) -> None:
+def test_impossible_rounds_are_rejected(sets: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read(None, sets)
 
 
-def test_more_answers_than_devices_are_refused() -> None:
+def test_more_answers_than_devices_are_rejected() -> None:
     found = read(None, [*AFA, ROUNDS, "scheduler.policy.min_answers=5", "task.devices=4"])
     with pytest.raises(ConfigError, match=r"min_answers = 5, but the run has 4 devices"):
         devices_of(found, digits(TaskSettings(devices=4, partition=Iid())))

@@ -82,7 +82,7 @@ RULES = {
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_run_learns_and_its_journal_gives_every_version_again(rule: str, tmp_path: Path) -> None:
+def test_run_learns_and_its_journal_replays(rule: str, tmp_path: Path) -> None:
     found = run(*RULES[rule], "scheduler.steps.kind=uniform", journal=tmp_path / "journal")
     assert (found.state, found.why) == ("finished", "version 12 reached")
     assert [made.version for made in found.versions] == list(range(13))
@@ -114,7 +114,7 @@ def test_a_run_learns_and_its_journal_gives_every_version_again(rule: str, tmp_p
     ],
     ids=["perceptron", "regression", "regression in threads"],
 )
-def test_together_gives_what_one_after_the_other_gives(
+def test_batched_training_equals_sequential_training(
     sets: tuple[str, ...],
     steps: str,
     module: Callable[[], nn.Module],
@@ -140,7 +140,7 @@ def test_together_gives_what_one_after_the_other_gives(
 
 @pytest.mark.parametrize("sampling", ["passes", "fresh"])
 @pytest.mark.parametrize("size", [0, 1, 8, 50])
-def test_minibatches_drawn_for_several_are_those_that_each_draws(sampling: str, size: int) -> None:
+def test_batched_minibatches_are_those_each_device_draws(sampling: str, size: int) -> None:
     solver = Sgd.model_validate({"sampling": sampling, "batch_size": size})
     jobs = [(20, 5, 12), (17, 6, 9), (20, 2**62, 9), (8, 7, 4)]  # samples, seed, steps
     draws = Draws(jobs, solver)
@@ -163,7 +163,7 @@ def test_minibatches_drawn_for_several_are_those_that_each_draws(sampling: str, 
     ],
     ids=["dropout", "batch norm", "a loss that looks"],
 )
-def test_what_cannot_be_trained_together_is_trained_one_after_the_other(task: Task) -> None:
+def test_unbatchable_models_are_trained_sequentially(task: Task) -> None:
     found, alone = run(*AFA, task=task), run(*AFA, "simulation.batched=false", task=task)
     assert (found.state, found.together) == ("finished", 0)
     assert found.model.digest() == alone.model.digest()
@@ -186,7 +186,7 @@ class Pictures(nn.Module):
         return y
 
 
-def test_convolutions_with_the_channels_last_give_the_same() -> None:
+def test_channels_last_convolutions_give_the_same_result() -> None:
     seen: list[bool] = []
     task = Small(lambda: Pictures(lambda x: x.flatten(1), seen))
     alone = run("simulation.batched=false", task=task)
@@ -199,7 +199,7 @@ def test_convolutions_with_the_channels_last_give_the_same() -> None:
     assert all(x.is_contiguous() for x in found.module.parameters())
 
 
-def test_a_model_that_knows_its_layout_gets_it() -> None:
+def test_model_gets_its_preferred_memory_format() -> None:
     """The view of a result is no view of it any more with the channels last."""
     seen: list[bool] = []
     task = Small(lambda: Pictures(lambda x: x.view(len(x), 16), seen))
@@ -214,7 +214,7 @@ def test_the_same_configuration_gives_the_same_bits() -> None:
     assert one == same != other
 
 
-def test_training_ahead_changes_nothing_but_rounding() -> None:
+def test_training_ahead_changes_only_rounding() -> None:
     """FedAsync's later arrivals are trained as soon as their version is there."""
     sets = ("simulation.staleness.most=5", "run.versions=40")
     ahead, alone = run(*sets), run(*sets, "simulation.batched=false")
@@ -222,14 +222,14 @@ def test_training_ahead_changes_nothing_but_rounding() -> None:
     np.testing.assert_allclose(ahead.model.floats, alone.model.floats, rtol=0, atol=1e-5)
 
 
-def test_what_was_spent_is_counted() -> None:
+def test_cost_is_counted() -> None:
     made = run(*AFA, "scheduler.steps.n=3").versions[-1]
     assert (made.used, made.gradients, made.communications) == (48, 144, 96)
     samples = [20 + 3 * u.device for u in made.updates]
     assert sum(3 / -(-size // 8) for size in samples) < made.epochs
 
 
-def test_a_version_is_heard_with_its_model() -> None:
+def test_listener_gets_each_version_with_its_model() -> None:
     heard: list[tuple[int, str]] = []
 
     def hear(made: VersionMade, model: Any) -> None:
@@ -241,21 +241,21 @@ def test_a_version_is_heard_with_its_model() -> None:
     assert len({digest for _, digest in heard}) == 13
 
 
-def test_only_the_versions_that_are_due_are_measured() -> None:
+def test_only_due_versions_are_measured() -> None:
     found = run("run.versions=10")
     assert [made.version for made in found.measured] == [0, 4, 8, 10]
     found = run("run.versions=10", "simulation.evaluate_every=0")
     assert [made.version for made in found.measured] == [10]
 
 
-def test_it_ends_at_its_target() -> None:
+def test_simulation_ends_at_its_target() -> None:
     found = run("run.versions=500", "run.target_accuracy=0.5", "simulation.evaluate_every=1")
     assert found.state == "finished"
     assert "accuracy" in found.why
     assert found.versions[-1].version < 500
 
 
-def test_an_update_that_is_not_finite_is_refused_and_replayed_so(tmp_path: Path) -> None:
+def test_non_finite_update_is_refused_and_replayed(tmp_path: Path) -> None:
     class Sick(Small):
         def device_data(self, device: int) -> TensorDataset:
             data = super().device_data(device)
@@ -271,13 +271,13 @@ def test_an_update_that_is_not_finite_is_refused_and_replayed_so(tmp_path: Path)
         assert sum(moment.identical is True for moment in replayer) == 12
 
 
-def test_a_model_that_diverges_ends_the_run() -> None:
+def test_diverging_model_ends_the_run() -> None:
     found = run("solver.lr=1e38", "strategy.alpha=1.0")
     assert found.state == "failed"
     assert "refused" in found.why
 
 
-def test_rounds_that_time_out_are_replayed_too(tmp_path: Path) -> None:
+def test_timed_out_rounds_are_replayed(tmp_path: Path) -> None:
     found = run(
         "strategy.name=fedavg", "strategy.clients_per_round=4", "scheduler.policy.kind=rounds",
         "scheduler.policy.k=4", "scheduler.policy.timeout_s=1.0",
@@ -290,7 +290,7 @@ def test_rounds_that_time_out_are_replayed_too(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("rule", ["fedavg", "afa-cs", "scaffold"])
-def test_rounds_that_go_on_for_lack_of_answers_are_replayed_too(rule: str, tmp_path: Path) -> None:
+def test_extended_rounds_are_replayed(rule: str, tmp_path: Path) -> None:
     """What was answered before the time-out is in the version that is made after it."""
     slow = (
         "scheduler.policy.kind=rounds", "scheduler.policy.timeout_s=2.0",
@@ -309,7 +309,7 @@ def test_rounds_that_go_on_for_lack_of_answers_are_replayed_too(rule: str, tmp_p
         assert sum(moment.identical is True for moment in replayer) == 12
 
 
-def test_it_can_be_stopped() -> None:
+def test_simulation_can_be_stopped() -> None:
     calls = iter(range(10**6))
     found = run("run.versions=1000", cancelled=lambda: next(calls) > 200)
     assert found.state == "interrupted"
@@ -324,7 +324,7 @@ def test_lower_precision_costs_little() -> None:
     assert abs(exact.last() - rough.last()) < 0.05
 
 
-def test_torch_is_left_as_it_was() -> None:
+def test_torch_settings_are_restored() -> None:
     threads = torch.get_num_threads()
     state = torch.get_rng_state()
     run("simulation.threads=2", "run.versions=2")
@@ -332,7 +332,7 @@ def test_torch_is_left_as_it_was() -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_journal_is_never_written_over(tmp_path: Path) -> None:
+def test_existing_journal_is_never_overwritten(tmp_path: Path) -> None:
     run("run.versions=2", journal=tmp_path / "journal")
     with pytest.raises(Fenced):
         run("run.versions=2", journal=tmp_path / "journal")
@@ -362,7 +362,7 @@ class Odd(Small):
         (("strategy.name=fedbuff",), Odd(Trained(1, 9, 0.5), add=1e31), "norm too large"),
     ],
 )
-def test_what_the_updater_refuses_is_refused(
+def test_updates_the_updater_refuses_are_refused(
     sets: tuple[str, ...], task: Task, reason: str, tmp_path: Path
 ) -> None:
     found = run(*sets, task=task, journal=tmp_path / "journal")
@@ -373,7 +373,7 @@ def test_what_the_updater_refuses_is_refused(
     assert said - {""} == {reason}
 
 
-def test_training_on_nothing_is_counted_as_it_is() -> None:
+def test_training_on_no_samples_is_counted() -> None:
     assert run(task=Odd(Trained(1, 0, 0.5))).versions[-1].epochs == 12
 
 
@@ -384,9 +384,7 @@ def test_training_on_nothing_is_counted_as_it_is() -> None:
         (AFA, None, r"device \d: TypeError: train\(\) must return .* not NoneType"),
     ],
 )
-def test_an_answer_that_no_trainer_would_send_is_said(
-    sets: tuple[str, ...], answer: object, said: str
-) -> None:
+def test_invalid_answer_is_reported(sets: tuple[str, ...], answer: object, said: str) -> None:
     with pytest.raises(DataError, match=said):
         run(*sets, task=Odd(answer))
 
@@ -424,13 +422,13 @@ class Wrong(Small):
         (Wrong(2, lambda x, y: (x[:0], y[:0])), "device 2 has no data"),
     ],
 )
-def test_what_a_task_raises_is_said_with_the_device(task: Task, said: str, batched: str) -> None:
+def test_error_of_a_task_names_the_device(task: Task, said: str, batched: str) -> None:
     with pytest.raises(DataError, match=said) as error:
         run(*AFA, f"simulation.batched={batched}", task=task)
     assert "\n" not in str(error.value)
 
 
-def test_a_device_without_data_is_found_before_anything_is_trained() -> None:
+def test_device_without_data_is_found_before_training() -> None:
     task = Wrong(5, lambda x, y: (x[:0], y[:0]))
     with pytest.raises(DataError, match="device 5 has no data"):
         run("run.versions=1", "simulation.batched=false", task=task)
@@ -445,9 +443,7 @@ def test_a_device_without_data_is_found_before_anything_is_trained() -> None:
         (("devices.slow_devices=[1, 6]",), ("devices.slow_devices", "no device 6", "the run's 6 ")),
     ],
 )
-def test_devices_that_there_are_not_are_refused(
-    sets: tuple[str, ...], keys: tuple[str, ...]
-) -> None:
+def test_unknown_devices_are_rejected(sets: tuple[str, ...], keys: tuple[str, ...]) -> None:
     settings = read(None, sets)
     for refuses in (lambda: simulate(settings, Small()), lambda: devices_of(settings, Small())):
         with pytest.raises(ConfigError) as error:
@@ -455,7 +451,7 @@ def test_devices_that_there_are_not_are_refused(
         assert all(key in str(error.value) for key in (*keys, "task.devices"))
 
 
-def test_a_run_of_services_begins_with_devices_that_there_are(
+def test_live_run_rejects_unknown_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(ConfigError, match=r"strategy\.devices = 9"):
@@ -471,7 +467,7 @@ def test_a_run_of_services_begins_with_devices_that_there_are(
     assert services.found(read(None, []))[0].devices == DEVICES
 
 
-def test_a_round_of_all_devices_is_shorter_than_k(tmp_path: Path) -> None:
+def test_round_of_all_devices_is_smaller_than_k(tmp_path: Path) -> None:
     found = run(
         "strategy.name=fedavg", "strategy.clients_per_round=9", journal=tmp_path / "journal"
     )
@@ -481,6 +477,6 @@ def test_a_round_of_all_devices_is_shorter_than_k(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_said() -> None:
+def test_missing_gpu_is_reported() -> None:
     with pytest.raises(ConfigError, match=r"simulation\.device"):
         run("simulation.device=cuda")
