@@ -92,7 +92,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 @pytest.mark.parametrize(
     ("task", "code", "said"),
     [
-        ("Dict", 2, "model() returned dict: it must return a torch.nn.Module"),
+        ("Dict", 2, "model() returned dict: it must return an untrained torch.nn.Module"),
         ("Class", 2, "model() returned the class Linear"),
         ("Raising", 1, "device 2: OSError: no disk at"),
         ("Empty", 1, "device 3 has no data"),
