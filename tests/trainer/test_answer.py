@@ -23,14 +23,14 @@ from tests.trainer.adding import Point
         (Trained(-1, 1, 0.5), ValueError, "no negative numbers"),
     ],
 )
-def test_what_train_must_return(trained: object, error: type[Exception], said: str) -> None:
+def test_train_must_return_trained(trained: object, error: type[Exception], said: str) -> None:
     layout = layout_of(Point()).with_controls()
     with pytest.raises(error, match=said):
         as_sent(trained, Model(layout), Model(layout), None, "delta", NoCompression())
 
 
 @pytest.mark.parametrize("known", [None, 0.5])
-def test_what_is_sent_is_a_difference_from_what_was_there(known: float | None) -> None:
+def test_update_is_the_difference_from_the_base(known: float | None) -> None:
     layout = layout_of(Point()).with_controls()
     base, into = Model(layout), Model(layout)
     base.floats[:], into.floats[:] = 1.0, 3.0

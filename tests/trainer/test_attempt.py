@@ -13,7 +13,7 @@ from tests.support import Clock, Hand, context, counted, running, wait_until
 from tests.trainer.adding import Adds, Make, answers, pending
 
 
-async def test_a_device_that_drops_out_gives_its_task_up(hand: Hand, make: Make) -> None:
+async def test_device_that_drops_out_gives_up_its_task(hand: Hand, make: Make) -> None:
     await hand.create()
     async with running(make(devices=DeviceSettings(dropout=1.0)), context()):
         await hand.open()
@@ -23,7 +23,7 @@ async def test_a_device_that_drops_out_gives_its_task_up(hand: Hand, make: Make)
     assert answer.reason == "dropped out"
 
 
-async def test_a_device_that_drops_out_is_given_back_by_a_trainer_that_is_stopped(
+async def test_stopped_trainer_hands_back_a_dropped_out_devices_task(
     hand: Hand, make: Make
 ) -> None:
     """Whoever has the task next sees it drop out as well: that much is drawn with the task."""
@@ -42,7 +42,7 @@ async def test_a_device_that_drops_out_is_given_back_by_a_trainer_that_is_stoppe
     assert counted(live, "fedstream_trainer_tasks_total", end="handed back") == 1
 
 
-async def test_a_simulated_device_takes_its_time(hand: Hand, make: Make) -> None:
+async def test_simulated_device_takes_its_latency(hand: Hand, make: Make) -> None:
     await hand.create()
     slow = DeviceSettings(latency=FixedLatency(mean_s=0.3))
     async with running(make(devices=slow), context()):
@@ -53,7 +53,7 @@ async def test_a_simulated_device_takes_its_time(hand: Hand, make: Make) -> None
     assert upload.seconds >= 0.3
 
 
-async def test_a_trainer_stopped_while_its_device_takes_its_time_answers_at_once(
+async def test_stopped_trainer_answers_without_waiting_for_the_latency(
     hand: Hand, make: Make, task: Adds
 ) -> None:
     """What it has trained would be lost."""
@@ -76,7 +76,7 @@ async def test_a_trainer_stopped_while_its_device_takes_its_time_answers_at_once
     assert counted(live, "fedstream_trainer_tasks_total", end="upload") == 1
 
 
-async def test_a_trainer_that_loses_its_lease_while_its_device_takes_its_time_says_nothing(
+async def test_trainer_that_loses_its_lease_during_the_latency_sends_nothing(
     hand: Hand, make: Make
 ) -> None:
     await hand.create()
@@ -93,7 +93,7 @@ async def test_a_trainer_that_loses_its_lease_while_its_device_takes_its_time_sa
     assert len(await hand.answered()) == 0
 
 
-async def test_a_round_that_is_over_is_not_trained_for(hand: Hand, make: Make, task: Adds) -> None:
+async def test_task_of_a_finished_round_is_not_trained(hand: Hand, make: Make, task: Adds) -> None:
     await hand.create()
     async with running(make(), context()):
         await hand.open(version=7)
@@ -104,7 +104,7 @@ async def test_a_round_that_is_over_is_not_trained_for(hand: Hand, make: Make, t
     assert task.seen == []
 
 
-async def test_at_its_deadline_a_task_is_left_by_whoever_trains_or_waits_for_it(
+async def test_task_is_abandoned_at_its_deadline(
     hand: Hand, make: Make, task: Adds, clock: Clock
 ) -> None:
     """No answer counts any more, and the trainer is wanted for the next round."""

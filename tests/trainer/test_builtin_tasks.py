@@ -46,7 +46,7 @@ def classes(task: InMemory, device: int) -> set[int]:
     return set(task.device_data(device).tensors[1].tolist())
 
 
-def test_digits_splits_all_training_data_by_the_settings() -> None:
+def test_digits_splits_all_training_data_as_configured() -> None:
     task = digits(TaskSettings(devices=5, partition=Classes(p=2)))
     assert [len(classes(task, device)) for device in range(5)] == [2] * 5
     sizes = [len(task.device_data(device)) for device in range(5)]
@@ -59,7 +59,7 @@ def test_digits_splits_all_training_data_by_the_settings() -> None:
     assert torch.equal(again.device_data(0).tensors[0], x)
 
 
-def test_digits_has_ten_devices_unless_told_and_no_eleventh() -> None:
+def test_digits_has_ten_devices_by_default() -> None:
     task = load_task("digits", TaskSettings())
     assert task.devices == 10
     for device in (-1, 10):
@@ -69,7 +69,9 @@ def test_digits_has_ten_devices_unless_told_and_no_eleventh() -> None:
 
 @pytest.mark.parametrize("partition", [Iid(), Classes(p=1)])
 @pytest.mark.parametrize("packed", [False, True])
-def test_mnist_is_read_packed_or_not(root: Path, *, packed: bool, partition: Iid | Classes) -> None:
+def test_mnist_is_read_with_or_without_gzip(
+    root: Path, *, packed: bool, partition: Iid | Classes
+) -> None:
     for file in [*root.rglob("*-ubyte")] if packed else []:
         file.with_name(f"{file.name}.gz").write_bytes(gzip.compress(file.read_bytes()))
         file.unlink()
@@ -82,7 +84,9 @@ def test_mnist_is_read_packed_or_not(root: Path, *, packed: bool, partition: Iid
     assert not initial(task, seed=0).floats.any()  # starts at zero
 
 
-def test_mnist_is_found_by_the_environment(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mnist_is_found_through_the_environment(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("FEDSTREAM_DATA", str(root))
     assert len(mnist(TaskSettings(devices=4, partition=Iid())).device_data(0)) == 10
 
@@ -119,20 +123,20 @@ def test_damaged_mnist_names_the_file(root: Path, damage: str) -> None:
         ("t10k-labels-idx1", np.zeros((10, 1), np.uint8)),
     ],
 )
-def test_mnist_of_the_wrong_shape_is_refused(root: Path, name: str, values: Bytes) -> None:
+def test_mnist_of_the_wrong_shape_is_rejected(root: Path, name: str, values: Bytes) -> None:
     (root / "MNIST/raw" / f"{name}-ubyte").write_bytes(idx(values))
     with pytest.raises(DataError, match=f"{name}-ubyte.* 28, 28\\).* from 0 to 9: download"):
         mnist(TaskSettings(data_root=str(root)))
 
 
-def test_an_empty_mnist_is_refused(root: Path) -> None:
+def test_empty_mnist_is_rejected(root: Path) -> None:
     file = root / "MNIST/raw/train-images-idx3-ubyte"
     file.write_bytes(idx(np.zeros((0, 28, 28), np.uint8)))
     with pytest.raises(DataError, match="train-images-idx3-ubyte is damaged: it is empty"):
         mnist(TaskSettings(data_root=str(root)))
 
 
-def test_download_is_torchvisions_and_only_for_what_is_missing(
+def test_torchvision_downloads_only_what_is_missing(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[tuple[str, Path]] = []
@@ -152,12 +156,12 @@ def test_download_is_torchvisions_and_only_for_what_is_missing(
     assert asked == [("MNIST", root), ("CIFAR10", root)]
 
 
-def test_images_are_not_divided_by_themselves() -> None:
+def test_images_have_no_natural_partition() -> None:
     with pytest.raises(DataError, match=r"'natural'.*choose iid, classes or dirichlet"):
         digits(TaskSettings(partition=Natural()))
 
 
-def test_digits_by_dirichlet_are_unlike_and_all_there() -> None:
+def test_dirichlet_partition_of_digits_is_skewed_and_complete() -> None:
     task = digits(TaskSettings(devices=5, partition=Dirichlet(alpha=0.1)))
     counts = torch.stack(
         [torch.bincount(task.device_data(i).tensors[1], minlength=10) for i in range(5)]
@@ -193,7 +197,7 @@ class Settings(Section):
         (["task.partition.kind=classes"], Classes(p=2)),
     ],
 )
-def test_partitions_are_told_by_kind_or_by_their_key(sets: list[str], partition: object) -> None:
+def test_partition_kind_may_be_inferred_from_its_keys(sets: list[str], partition: object) -> None:
     settings = load(Settings, path=None, environ={}, sets=sets)
     assert settings.task.partition == partition
 
@@ -206,6 +210,6 @@ def test_partitions_are_told_by_kind_or_by_their_key(sets: list[str], partition:
         (["task.partition.kind=iid", "task.partition.p=2"], "task.partition.p .*unknown key"),
     ],
 )
-def test_wrong_partitions_are_said_by_key(sets: list[str], words: str) -> None:
+def test_invalid_partitions_are_named_by_key(sets: list[str], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         load(Settings, path=None, environ={}, sets=sets)

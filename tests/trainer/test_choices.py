@@ -64,7 +64,7 @@ class Says(Small):
 # configuration
 
 
-def test_keys_that_a_group_does_not_give_are_the_usual_ones() -> None:
+def test_groups_inherit_missing_keys() -> None:
     usual = Proximal(lr=0.5, batch_size=7, momentum=0.3, rho=0.2)
     assert SolverGroup(devices=(1,), lr=0.1).of(usual) == usual.model_copy(update={"lr": 0.1})
     plain = SolverGroup(devices=(1,), kind="sgd", momentum=0.0).of(usual)
@@ -74,7 +74,7 @@ def test_keys_that_a_group_does_not_give_are_the_usual_ones() -> None:
     assert solvers[0] == solvers[3] == Sgd()
 
 
-def test_groups_are_read_and_written() -> None:
+def test_groups_round_trip() -> None:
     sets = ["solvers=[{devices=[0, 1], lr=0.05, batch_size=4}, {devices=[5], kind='proximal'}]"]
     settings = read(None, sets)
     assert settings.solvers[0] == SolverGroup(devices=(0, 1), lr=0.05, batch_size=4)
@@ -92,12 +92,12 @@ def test_groups_are_read_and_written() -> None:
         ("[{devices=[0], lrr=0.1}]", r"solvers\[0\]\.lrr.*did you mean solvers\[0\]\.lr"),
     ],
 )
-def test_groups_that_cannot_be_are_refused(groups: str, said: str) -> None:
+def test_invalid_groups_are_rejected(groups: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         read(None, [f"solvers={groups}"])
 
 
-def test_a_device_that_there_is_not_has_no_solver() -> None:
+def test_unknown_device_in_a_group_is_rejected() -> None:
     with pytest.raises(ConfigError, match="solvers: there is no device 9"):
         trained("solvers=[{devices=[9], lr=0.1}]")
 
@@ -122,7 +122,7 @@ GROUPS = "solvers=[{devices=[0, 2], lr=0.01}, {devices=[5], lr=0.8, batch_size=2
     [((GROUPS,), Small()), ((), Choosy()), ((), Says())],
     ids=("groups", "chosen", "said"),
 )
-def test_afa_divides_by_the_step_that_each_device_took(sets: tuple[str, ...], task: Task) -> None:
+def test_afa_divides_by_each_devices_step(sets: tuple[str, ...], task: Task) -> None:
     """With one step on all data G is the gradient, whatever gamma was."""
     usual, found = trained().floats, trained(*sets, task=task).floats
     np.testing.assert_allclose(found, usual, rtol=0, atol=2e-5)
@@ -131,7 +131,7 @@ def test_afa_divides_by_the_step_that_each_device_took(sets: tuple[str, ...], ta
     assert np.abs(other - trained(*mean).floats).max() > 1e-2, "they did take another step"
 
 
-def test_what_a_task_chooses_has_to_be_a_solver() -> None:
+def test_task_must_choose_a_solver() -> None:
     class Wrong(Small):
         def solver_of(self, device: int, solver: SolverSettings) -> Any:
             return {"lr": 0.1}
@@ -141,7 +141,7 @@ def test_what_a_task_chooses_has_to_be_a_solver() -> None:
 
 
 @pytest.mark.parametrize("lr", [0.0, -0.1, float("nan"), float("inf")])
-def test_a_step_that_nobody_can_have_taken_is_not_sent(lr: float) -> None:
+def test_impossible_learning_rate_is_not_sent(lr: float) -> None:
     layout = layout_of(nn.Linear(3, 2))
     with pytest.raises(ValueError, match=r"lr=\.\.\.\) with a finite lr above 0"):
         as_sent(
@@ -161,7 +161,7 @@ def test_a_step_that_nobody_can_have_taken_is_not_sent(lr: float) -> None:
     ],
     ids=("groups", "chosen", "said"),
 )
-async def test_an_upload_says_what_step_its_device_took(
+async def test_upload_contains_its_devices_learning_rate(
     hand: Hand, make: Make, task: Task, groups: tuple[SolverGroup, ...],
     wanted: dict[int, float],
 ) -> None:  # fmt: skip
@@ -179,7 +179,7 @@ async def test_an_upload_says_what_step_its_device_took(
     assert {one.device: one.lr for one in said if isinstance(one, Upload)} == wanted
 
 
-def test_scaffolds_devices_may_step_differently_each() -> None:
+def test_scaffold_devices_may_have_different_steps() -> None:
     groups = "solvers=[{devices=[0, 2], lr=0.02}]"
     scaffold = ("strategy.name=scaffold", "solver.kind=scaffold", groups)
     solvers = Solvers(DriftCorrected(), [SolverGroup(devices=(0,), lr=0.1)])

@@ -68,7 +68,7 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("make", [cifar10_fedasync, cifar10_afl])
-def test_images_are_read_as_they_are(root: Path, make: Callable[[TaskSettings], InMemory]) -> None:
+def test_images_are_read_unchanged(root: Path, make: Callable[[TaskSettings], InMemory]) -> None:
     task = make(TaskSettings(data_root=str(root), devices=1, partition=Iid()))
     x, y = task.device_data(0).tensors
     assert (x.shape, x.dtype) == ((200, 3, 32, 32), torch.uint8)
@@ -80,7 +80,7 @@ def test_images_are_read_as_they_are(root: Path, make: Callable[[TaskSettings], 
     assert (y.dtype, y.tolist()) == (torch.int64, list(range(10)) * 3)
 
 
-def test_devices_and_partitions_are_the_papers_unless_told(root: Path) -> None:
+def test_devices_and_partitions_default_to_the_papers(root: Path) -> None:
     task = cifar10_fedasync(TaskSettings(data_root=str(root)))
     assert [len(task.device_data(device)) for device in range(100)] == [2] * 100
     task = cifar10_afl(TaskSettings(data_root=str(root)))
@@ -93,7 +93,7 @@ def test_devices_and_partitions_are_the_papers_unless_told(root: Path) -> None:
         cifar10_afl(TaskSettings(data_root=str(root), devices=5, partition=Classes(p=1)))
 
 
-def test_the_networks_have_the_papers_sizes() -> None:
+def test_networks_have_the_papers_sizes() -> None:
     convolutions = (27 + 1) * 64 + (576 + 1) * 64 + (576 + 1) * 128 + (1152 + 1) * 128
     dense = (128 * 36 + 1) * 512 + (512 + 1) * 10
     layout = layout_of(fedasync_network())
@@ -107,7 +107,7 @@ def test_the_networks_have_the_papers_sizes() -> None:
 
 @pytest.mark.parametrize("network", [fedasync_network, afl_network])
 @pytest.mark.parametrize("training", [True, False])
-def test_the_networks_take_bytes(network: Callable[[], nn.Module], *, training: bool) -> None:
+def test_networks_accept_bytes(network: Callable[[], nn.Module], *, training: bool) -> None:
     x = torch.from_numpy(images(7, 0)).view(-1, 3, 32, 32)
     assert network().train(training)(x).shape == (7, 10)
 
@@ -126,7 +126,7 @@ def grid() -> torch.Tensor:
 
 
 @pytest.mark.parametrize(("size", "first"), [(24, 4), (28, 2)])
-def test_evaluation_takes_the_centre(grid: torch.Tensor, size: int, first: int) -> None:
+def test_evaluation_crops_the_centre(grid: torch.Tensor, size: int, first: int) -> None:
     crop = Crop(size).eval()
     found = coordinates(crop(grid), crop)
     assert found.shape == (600, 3, size, size)
@@ -135,7 +135,7 @@ def test_evaluation_takes_the_centre(grid: torch.Tensor, size: int, first: int) 
 
 
 @pytest.mark.parametrize("size", [24, 28])
-def test_training_takes_every_crop_and_mirrors_half_of_them(grid: torch.Tensor, size: int) -> None:
+def test_training_uses_every_crop_and_mirrors_half(grid: torch.Tensor, size: int) -> None:
     crop = Crop(size).train()
     torch.manual_seed(0)
     found = coordinates(crop(grid), crop).round()
@@ -154,7 +154,7 @@ def test_training_takes_every_crop_and_mirrors_half_of_them(grid: torch.Tensor, 
     assert len(places) > 0.9 * min(len(each) ** 2, 600)  # row and column are independent
 
 
-def test_scaled_channels_are_those_of_cifar() -> None:
+def test_channel_normalisation_matches_cifar() -> None:
     crop = Crop(24).eval()
     white = crop(torch.full((1, 3, 32, 32), 255, dtype=torch.uint8))[0, :, 0, 0]
     assert white.tolist() == pytest.approx([2.0591, 2.1265, 2.1158], abs=1e-3)
@@ -169,7 +169,7 @@ def trained(task: InMemory, start: Model, seed: int) -> torch.Tensor:
     return torch.cat([p.detach().flatten() for p in model.parameters()])
 
 
-def test_training_follows_from_the_seed(root: Path) -> None:
+def test_training_depends_only_on_the_seed(root: Path) -> None:
     task = cifar10_fedasync(TaskSettings(data_root=str(root), devices=2))
     start = initial(task, seed=0)
     first, again, other = (trained(task, start, seed) for seed in (1, 1, 2))
@@ -177,7 +177,7 @@ def test_training_follows_from_the_seed(root: Path) -> None:
     assert not torch.equal(first, other)
 
 
-def test_metrics_are_of_the_centre_and_do_not_vary(root: Path) -> None:
+def test_metrics_use_centre_crops_and_are_deterministic(root: Path) -> None:
     task = cifar10_afl(TaskSettings(data_root=str(root)))
     model, data = task.model().train(), task.test_data()
     found = task.metrics(model, data)
@@ -190,7 +190,7 @@ def test_metrics_are_of_the_centre_and_do_not_vary(root: Path) -> None:
         task.metrics(model, TensorDataset(x[:0], y[:0]))
 
 
-def test_a_missing_file_is_named(root: Path) -> None:
+def test_missing_file_is_named(root: Path) -> None:
     (root / "cifar-10-batches-py/data_batch_4").unlink()
     with pytest.raises(DataError, match=r"data_batch_4 is not in .*cifar-10-batches-py: set"):
         cifar10_afl(TaskSettings(data_root=str(root)))
@@ -213,9 +213,7 @@ WRONG: list[tuple[object, str]] = [
 
 
 @pytest.mark.parametrize(("values", "words"), WRONG)
-def test_a_file_that_holds_something_else_is_refused(
-    root: Path, values: object, words: str
-) -> None:
+def test_file_with_other_content_is_rejected(root: Path, values: object, words: str) -> None:
     path = root / "cifar-10-batches-py/data_batch_2"
     path.write_bytes(pickle.dumps(values, protocol=2))
     with pytest.raises(DataError, match=f"data_batch_2 .*{words}.*download it again$"):
@@ -234,7 +232,7 @@ def test_a_file_that_holds_something_else_is_refused(
         b"cos\nsystem\n(Vexit 1\ntR.",
     ],
 )
-def test_a_damaged_or_hostile_file_is_refused_and_not_run(root: Path, damage: bytes) -> None:
+def test_damaged_or_hostile_pickle_is_rejected_unexecuted(root: Path, damage: bytes) -> None:
     path = root / "cifar-10-batches-py/test_batch"
     path.write_bytes(damage)
     with pytest.raises(DataError, match=r"test_batch is damaged: .+; download it again$") as caught:
@@ -242,7 +240,7 @@ def test_a_damaged_or_hostile_file_is_refused_and_not_run(root: Path, damage: by
     assert "\n" not in str(caught.value)
 
 
-def test_no_name_of_python_is_handed_out() -> None:
+def test_unpickling_resolves_no_python_names() -> None:
     """Whatever a pickle may ask for is a function of this module, or nothing."""
     unpickler = cifar._Unpickler(io.BytesIO())
     for module, name in (("numpy", "dtype"), ("_codecs", "encode"), ("numpy", "ndarray")):

@@ -83,7 +83,7 @@ def test_topk_contracts(values: list[float], share: float) -> None:
 
 @pytest.mark.parametrize("how", [Bf16(), TopK(share=0.25)])
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_finite_is_not_made_finite(how: Compression, wrong: float) -> None:
+def test_non_finite_values_stay_non_finite(how: Compression, wrong: float) -> None:
     assert not np.isfinite(compressed([wrong, wrong, 1.0, 2.0], how)).all()
 
 
@@ -110,7 +110,7 @@ def sent(how: Compression, **of: Floats | None) -> Model:
     return into
 
 
-def test_of_a_delta_the_parameters_alone_are_compressed() -> None:
+def test_only_a_deltas_parameters_are_compressed() -> None:
     plain, half = sent(NoCompression()), sent(TopK(share=0.5))
     np.testing.assert_allclose(plain.parameters, [0.5, 0.01, -1.0, 0.0], atol=1e-6)
     assert half.parameters.tolist() == [0.5, 0.0, -1.0, 0.0]
@@ -142,7 +142,7 @@ def test_models_are_not_compressed() -> None:
         (["solver.compression={kind='int8'}"], r"compression.*must be one of bf16, none, topk"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_compressed_is_refused_in_a_line(sets: list[str], said: str) -> None:
+def test_invalid_compression_is_a_one_line_error(sets: list[str], said: str) -> None:
     with pytest.raises(ConfigError, match=said) as refused:
         read(None, sets)
     assert "\n" not in str(refused.value)
@@ -171,7 +171,7 @@ TOPK = "compression={kind='topk', share=0.125}"  # one of eight parameters
     ],
     ids=("all", "groups", "chosen"),
 )
-def test_a_simulated_device_sends_what_its_compression_leaves(
+def test_simulated_device_sends_compressed_updates(
     sets: list[str], task: Task, changed: list[int], batched: str
 ) -> None:
     base = (
@@ -190,7 +190,7 @@ def test_a_simulated_device_sends_what_its_compression_leaves(
     assert moved == [changed[device] for device in devices]
 
 
-async def test_a_trainer_sends_what_its_devices_compression_leaves(hand: Hand, make: Make) -> None:
+async def test_trainer_sends_compressed_updates(hand: Hand, make: Make) -> None:
     task = Small()
     hand.layout = layout_of(task.model())
     await hand.create(sends="delta")

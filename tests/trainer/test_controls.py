@@ -34,7 +34,7 @@ def task() -> Steps:
     return Steps()
 
 
-async def test_the_control_comes_from_redis_and_its_change_goes_back(
+async def test_control_comes_from_redis_and_its_change_is_sent(
     hand: Hand, make: Make, task: Steps
 ) -> None:
     await begun(hand, task, SCAFFOLD, "delta")
@@ -49,9 +49,7 @@ async def test_the_control_comes_from_redis_and_its_change_goes_back(
         assert np.any(model.controls)
 
 
-async def test_the_server_s_control_comes_with_the_model(
-    hand: Hand, make: Make, task: Steps
-) -> None:
+async def test_servers_control_comes_with_the_model(hand: Hand, make: Make, task: Steps) -> None:
     await begun(hand, task, SCAFFOLD, "delta")
     await newer(hand)  # all of which is 0.5, c too
     async with running(make("t1", SCAFFOLD), context()):
@@ -63,7 +61,7 @@ async def test_the_server_s_control_comes_with_the_model(
     assert model.controls == pytest.approx(change, abs=1e-5)
 
 
-async def test_a_delta_is_how_far_training_went(hand: Hand, make: Make, task: Steps) -> None:
+async def test_delta_is_the_distance_trained(hand: Hand, make: Make, task: Steps) -> None:
     await begun(hand, task, SGD, "delta")
     await newer(hand)
     async with running(make("t1"), context()):
@@ -84,7 +82,7 @@ async def test_a_delta_is_how_far_training_went(hand: Hand, make: Make, task: St
     assert found.integers.tolist() == x_new.integers.tolist()
 
 
-async def test_a_trainer_waits_for_a_control_that_is_being_written(
+async def test_trainer_waits_for_a_control_being_written(
     hand: Hand, make: Make, task: Steps
 ) -> None:
     await begun(hand, task, SCAFFOLD, "delta")
@@ -114,7 +112,7 @@ async def test_a_trainer_waits_for_a_control_that_is_being_written(
         ("fedbuff", SCAFFOLD, "solver.kind = 'scaffold': run .* made with strategy 'fedbuff'"),
     ],
 )
-async def test_a_solver_that_does_not_suit_the_strategy_ends_the_trainer(
+async def test_solver_that_does_not_fit_the_strategy_ends_the_trainer(
     hand: Hand, make: Make, task: Steps, strategy: str, solver: SolverSettings, said: str
 ) -> None:
     await begun(hand, task, SCAFFOLD if strategy == "scaffold" else SGD)

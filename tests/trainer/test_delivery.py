@@ -13,7 +13,7 @@ from tests.support import Hand, Proxy, context, running, wait_until
 from tests.trainer.adding import Adds, Make, answers
 
 
-async def test_an_answer_survives_a_cut_connection_without_new_training(
+async def test_answer_survives_a_lost_connection_without_retraining(
     hand: Hand, make: Make, task: Adds, redis: RedisSettings
 ) -> None:
     await hand.create()
@@ -35,7 +35,7 @@ async def test_an_answer_survives_a_cut_connection_without_new_training(
     assert len(task.seen) == 2
 
 
-async def test_an_update_is_not_written_again_though_its_answer_is_said_again(
+async def test_resent_answer_does_not_rewrite_its_update(
     hand: Hand, make: Make, redis: RedisSettings, task: Adds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The reply was lost: the trainer can't know that it was heard, and the update taken away."""

@@ -32,11 +32,11 @@ from fedstream.trainer.devices import (
 SEEDS = range(2000)
 
 
-def test_by_default_a_device_is_fast_and_stays() -> None:
+def test_devices_are_fast_and_reliable_by_default() -> None:
     assert behaviour(DeviceSettings(), 3, seed=7) == Behaviour(0.0, drops_out=False)
 
 
-def test_the_same_device_and_seed_behave_the_same_and_others_do_not() -> None:
+def test_behaviour_depends_on_device_and_seed() -> None:
     settings = DeviceSettings(latency=ExponentialLatency(mean_s=1.0), dropout=0.5)
     assert behaviour(settings, 1, 5) == behaviour(settings, 1, 5)
     drawn = {behaviour(settings, device, seed) for device in range(10) for seed in range(10)}
@@ -52,14 +52,14 @@ def test_the_same_device_and_seed_behave_the_same_and_others_do_not() -> None:
         (LognormalLatency(mean_s=2.0, sigma=0.5), 2.0),
     ],
 )
-def test_latency_has_the_mean_that_was_asked_for(latency: Latency, mean_s: float) -> None:
+def test_latency_has_the_configured_mean(latency: Latency, mean_s: float) -> None:
     settings = DeviceSettings(latency=latency)
     drawn = [behaviour(settings, 0, seed).latency_s for seed in SEEDS]
     assert min(drawn) >= 0
     assert fmean(drawn) == pytest.approx(mean_s, rel=0.1)
 
 
-def test_a_slow_device_takes_the_same_draw_times_the_factor() -> None:
+def test_slow_device_multiplies_the_same_draw() -> None:
     latency = ExponentialLatency(mean_s=1.0)
     usual = behaviour(DeviceSettings(latency=latency), 4, seed=9)
     slow = DeviceSettings(latency=latency, slow_devices=(4,), slow_factor=7.0)
@@ -67,7 +67,7 @@ def test_a_slow_device_takes_the_same_draw_times_the_factor() -> None:
     assert behaviour(slow, 5, seed=9) == behaviour(DeviceSettings(latency=latency), 5, seed=9)
 
 
-def test_drop_outs_come_at_their_rate_whatever_the_latency() -> None:
+def test_dropout_rate_does_not_depend_on_latency() -> None:
     quick = DeviceSettings(dropout=0.2)
     late = DeviceSettings(dropout=0.2, latency=UniformLatency(high_s=1.0))
     gone = [behaviour(quick, 0, seed).drops_out for seed in SEEDS]
@@ -75,7 +75,7 @@ def test_drop_outs_come_at_their_rate_whatever_the_latency() -> None:
     assert gone == [behaviour(late, 0, seed).drops_out for seed in SEEDS]
 
 
-def test_uniform_latency_refuses_bounds_in_the_wrong_order() -> None:
+def test_uniform_latency_rejects_reversed_bounds() -> None:
     with pytest.raises(ValidationError, match=r"low_s = 2.0 is above high_s = 1.0"):
         UniformLatency(low_s=2.0, high_s=1.0)
 
@@ -89,14 +89,14 @@ def changes(settings: Availability, device: int, until_s: float, seed: int = 1) 
 
 
 @pytest.mark.parametrize("settings", [AlwaysAvailable(), Diurnal(share=1.0)])
-def test_a_device_that_is_always_there_never_changes(settings: Availability) -> None:
+def test_always_available_device_never_changes(settings: Availability) -> None:
     assert DeviceSettings().availability == AlwaysAvailable()
     assert all(eligible(settings, 3, 1, at_s / 7) for at_s in range(50))
     assert next_change(settings, 3, 1, 12.5) == math.inf
 
 
 @pytest.mark.parametrize(("mean_on_s", "mean_off_s"), [(3.0, 1.0), (1.0, 4.0), (0.5, 0.5)])
-def test_on_off_times_are_exponential_with_their_means(mean_on_s: float, mean_off_s: float) -> None:
+def test_on_and_off_times_are_exponential(mean_on_s: float, mean_off_s: float) -> None:
     settings = OnOff(mean_on_s=mean_on_s, mean_off_s=mean_off_s)
     times: dict[bool, list[float]] = {True: [], False: []}
     for begin, end in pairwise(changes(settings, 2, until_s=3000 * (mean_on_s + mean_off_s))):
@@ -112,7 +112,7 @@ def test_on_off_times_are_exponential_with_their_means(mean_on_s: float, mean_of
 
 
 @pytest.mark.parametrize("at_s", [0.0, 0.3, 1e9])
-def test_the_share_of_devices_that_are_on_is_the_same_at_any_time(at_s: float) -> None:
+def test_share_of_available_devices_is_stationary(at_s: float) -> None:
     for settings, share in (
         (OnOff(mean_on_s=3.0, mean_off_s=1.0), 0.75),
         (OnOff(mean_on_s=1e-2, mean_off_s=1e4), 1e-6),
@@ -122,7 +122,7 @@ def test_the_share_of_devices_that_are_on_is_the_same_at_any_time(at_s: float) -
         assert fmean(on) == pytest.approx(share, abs=0.03)
 
 
-def test_diurnal_devices_have_their_share_of_each_period_each_at_a_time_of_its_own() -> None:
+def test_diurnal_devices_have_their_share_at_their_own_times() -> None:
     settings = Diurnal(period_s=24.0, share=0.25)
     begins = set()
     for device in range(20):
@@ -149,7 +149,7 @@ SETTINGS = st.builds(OnOff, mean_on_s=POSITIVE, mean_off_s=POSITIVE) | st.builds
     at_s=st.floats(0, 1e9),
     part=st.floats(0, 1),
 )
-def test_eligibility_changes_at_the_next_change_and_not_before(
+def test_eligibility_changes_exactly_at_the_next_change(
     settings: Availability, device: int, seed: int, at_s: float, part: float
 ) -> None:
     now = eligible(settings, device, seed, at_s)
@@ -162,7 +162,7 @@ def test_eligibility_changes_at_the_next_change_and_not_before(
     assert eligible(settings, device, seed, at_s) is now  # whatever was asked in between
 
 
-def test_devices_and_seeds_have_courses_of_their_own() -> None:
+def test_devices_and_seeds_have_independent_courses() -> None:
     for settings in (OnOff(mean_on_s=1.0, mean_off_s=1.0), Diurnal(share=0.5)):
         drawn = {
             next_change(settings, device, seed, 0.0) for device in range(10) for seed in range(10)
@@ -170,7 +170,7 @@ def test_devices_and_seeds_have_courses_of_their_own() -> None:
         assert len(drawn) == 100
 
 
-def test_a_device_is_idle_working_or_ineligible() -> None:
+def test_device_is_idle_working_or_ineligible() -> None:
     settings = Diurnal(period_s=10.0, share=0.5)
     change_s = next_change(settings, 0, 1, 0.0)
     if not eligible(settings, 0, 1, change_s):
@@ -182,6 +182,6 @@ def test_a_device_is_idle_working_or_ineligible() -> None:
 
 
 @pytest.mark.parametrize("share", [0.0, 1.1, -0.5])
-def test_a_share_is_a_part_of_the_period(share: float) -> None:
+def test_share_must_be_a_fraction_of_the_period(share: float) -> None:
     with pytest.raises(ValidationError, match="share"):
         Diurnal(share=share)

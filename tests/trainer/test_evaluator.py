@@ -11,7 +11,7 @@ from tests.support import Hand, context, running, wait_until
 from tests.trainer.adding import Adds, Point
 
 
-async def test_the_evaluator_measures_when_it_is_due_and_ends_the_run_at_its_target(
+async def test_evaluator_measures_on_schedule_and_ends_the_run_at_its_target(
     hand: Hand, redis: RedisSettings, task: Adds
 ) -> None:
     hand.layout = layout_of(Point())
@@ -48,7 +48,7 @@ async def test_the_evaluator_measures_when_it_is_due_and_ends_the_run_at_its_tar
     ]
 
 
-async def test_metrics_that_raise_are_told_and_the_run_goes_on(
+async def test_failing_metrics_are_reported_and_the_run_continues(
     hand: Hand, redis: RedisSettings, task: Adds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hand.layout = layout_of(Point())

@@ -12,9 +12,7 @@ from tests.support import Hand, Pauses, context, running, wait_until
 from tests.trainer.adding import Adds, Make, Rests, answers
 
 
-async def test_a_task_that_raises_is_given_up_and_told_with_its_traceback(
-    hand: Hand, make: Make
-) -> None:
+async def test_raising_task_is_given_up_with_its_traceback(hand: Hand, make: Make) -> None:
     await hand.create()
     async with running(make(), context()):
         await hand.open(device=9)
@@ -30,7 +28,7 @@ async def test_a_task_that_raises_is_given_up_and_told_with_its_traceback(
     assert "device 9 is broken" in (error.text or "")
 
 
-async def test_training_that_returns_nothing_is_the_tasks_mistake(
+async def test_training_without_a_result_is_a_task_error(
     hand: Hand, make: Make, task: Adds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await hand.create()
@@ -45,7 +43,7 @@ async def test_training_that_returns_nothing_is_the_tasks_mistake(
 
 
 @pytest.mark.parametrize("length", [{"epochs": None}, {"steps": 3, "epochs": 2}])
-async def test_a_task_of_no_length_or_of_two_is_given_up_and_ends_no_trainer(
+async def test_task_without_exactly_one_length_is_given_up(
     hand: Hand, make: Make, task: Adds, length: dict[str, Any]
 ) -> None:
     await hand.create()
@@ -61,7 +59,7 @@ async def test_a_task_of_no_length_or_of_two_is_given_up_and_ends_no_trainer(
     assert "give exactly one of them" in (error.text or "")
 
 
-async def test_a_trainer_rests_after_each_task_that_raises(hand: Hand, make: Make) -> None:
+async def test_trainer_pauses_after_each_raising_task(hand: Hand, make: Make) -> None:
     await hand.create()
     rests = Rests(0.0)
     async with running(make(rests=rests), context()):
@@ -72,7 +70,7 @@ async def test_a_trainer_rests_after_each_task_that_raises(hand: Hand, make: Mak
     assert rests.told == ["raised", "raised", "trained", "raised"]
 
 
-async def test_a_trainer_that_rests_ends_when_told_and_leaves_the_next_task_to_others(
+async def test_pausing_trainer_stops_without_taking_a_task(
     hand: Hand, make: Make, task: Adds, pauses: Pauses
 ) -> None:
     await hand.create()

@@ -49,7 +49,7 @@ def task() -> Iterator[Hangs]:
     task.gate.set()  # no thread is left in it
 
 
-async def test_a_trainer_whose_training_hangs_is_told_and_ends(
+async def test_hanging_training_is_reported_and_ends_the_trainer(
     hand: Hand, make: Make, task: Hangs, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedstream.trainer.hanging._LOOK_S", 0.01)
@@ -72,7 +72,7 @@ async def test_a_trainer_whose_training_hangs_is_told_and_ends(
     await hand.balanced()
 
 
-async def test_training_that_comes_back_in_time_is_not_taken_for_one_that_hangs(
+async def test_slow_training_is_not_taken_for_hanging(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("fedstream.trainer.hanging._LOOK_S", 0.001)
@@ -94,7 +94,7 @@ async def test_training_that_comes_back_in_time_is_not_taken_for_one_that_hangs(
 
 
 @pytest.mark.process
-def test_a_process_whose_thread_hangs_ends_all_the_same() -> None:
+def test_process_with_a_hanging_thread_exits() -> None:
     """As the runtime ends it: at a normal exit Python would wait for the thread."""
     program = """
 import asyncio, sys, threading

@@ -36,7 +36,7 @@ def task() -> Steps:
 
 
 @RUNS
-async def test_a_device_ineligible_midway_waits_and_finishes_to_the_same_bits(
+async def test_device_ineligible_midway_resumes_to_the_same_bits(
     hand: Hand, make: Make, task: Steps, course: Course, solver: SolverSettings, sends: str
 ) -> None:
     await begun(hand, task, solver, sends)
@@ -58,7 +58,7 @@ async def test_a_device_ineligible_midway_waits_and_finishes_to_the_same_bits(
     assert (upload.digest, upload.loss) == (wanted.digest, wanted.loss)
 
 
-async def test_a_trainer_stopped_while_its_device_is_ineligible_hands_the_task_back(
+async def test_trainer_stopped_during_ineligibility_hands_back_the_task(
     hand: Hand, make: Make, task: Steps, course: Course
 ) -> None:
     await begun(hand, task)
@@ -80,7 +80,7 @@ async def test_a_trainer_stopped_while_its_device_is_ineligible_hands_the_task_b
     assert (task.steps, upload.digest, upload.trainer) == (H, wanted.digest, "t2")
 
 
-async def test_a_device_that_is_not_there_begins_with_what_is_new_when_it_comes(
+async def test_absent_device_starts_from_the_newest_version_on_return(
     hand: Hand, make: Make, task: Steps, course: Course
 ) -> None:
     await begun(hand, task)
@@ -95,7 +95,7 @@ async def test_a_device_that_is_not_there_begins_with_what_is_new_when_it_comes(
     assert (upload.tau, upload.steps) == (1, H)
 
 
-async def test_a_device_that_stays_away_holds_no_trainer_beyond_its_deadline(
+async def test_absent_device_holds_a_trainer_only_until_its_deadline(
     hand: Hand, make: Make, task: Steps, course: Course, clock: Clock
 ) -> None:
     await begun(hand, task)

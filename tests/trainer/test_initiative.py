@@ -11,7 +11,7 @@ from tests.trainer.adding import Make, Rests
 from tests.trainer.stepping import BY_TURNS, Course
 
 
-async def test_an_anarchic_trainer_asks_for_tasks_of_its_own(hand: Hand, make: Make) -> None:
+async def test_anarchic_trainer_triggers_its_own_tasks(hand: Hand, make: Make) -> None:
     await hand.create()
     initiative = InitiativeSettings(rate=200.0, steps=FixedSteps(n=7))
     settings = TrainerSettings(owns=(5,), anarchic=initiative)
@@ -27,9 +27,7 @@ async def test_an_anarchic_trainer_asks_for_tasks_of_its_own(hand: Hand, make: M
     assert {(trigger.device, trigger.steps) for trigger in view.open} == {(5, 7)}
 
 
-async def test_an_anarchic_trainer_decides_at_its_devices_own_rates_and_for_how_long(
-    hand: Hand, make: Make
-) -> None:
+async def test_anarchic_trainer_uses_its_devices_rates_and_lengths(hand: Hand, make: Make) -> None:
     """At the usual rate it would decide once in half a year, and as often for the other one."""
     await hand.create()
     initiative = InitiativeSettings(rate=1e-7, steps=FixedSteps(n=7))
@@ -48,9 +46,7 @@ async def test_an_anarchic_trainer_decides_at_its_devices_own_rates_and_for_how_
     assert {(trigger.device, trigger.steps) for trigger in triggers} == {(5, 2)}
 
 
-async def test_an_anarchic_trainer_gets_only_tasks_of_devices_that_are_its_own(
-    hand: Hand, make: Make
-) -> None:
+async def test_anarchic_trainer_gets_only_tasks_of_its_own_devices(hand: Hand, make: Make) -> None:
     """Others are somebody else's, or the run has none of that number."""
     await hand.create()
     await hand.announce("other", 4)
@@ -68,7 +64,7 @@ async def test_an_anarchic_trainer_gets_only_tasks_of_devices_that_are_its_own(
     assert {answer.device for answer in await hand.answered()} == {5}
 
 
-async def test_an_anarchic_trainer_asks_for_nothing_while_it_rests(
+async def test_pausing_anarchic_trainer_triggers_nothing(
     hand: Hand, make: Make, pauses: Pauses
 ) -> None:
     await hand.create()
@@ -91,9 +87,7 @@ async def test_an_anarchic_trainer_asks_for_nothing_while_it_rests(
         assert await asked() == before
 
 
-async def test_a_device_that_is_not_there_asks_for_nothing_by_itself(
-    hand: Hand, make: Make, course: Course
-) -> None:
+async def test_absent_device_triggers_nothing(hand: Hand, make: Make, course: Course) -> None:
     await hand.create()
     course.eligible = False
     settings = TrainerSettings(anarchic=InitiativeSettings(rate=500.0))

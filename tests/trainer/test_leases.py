@@ -15,7 +15,7 @@ from tests.support import Hand, Pauses, context, counted, running, wait_until
 from tests.trainer.adding import Adds, Make, answers, pending
 
 
-async def test_the_lease_is_renewed_while_training_goes_on(
+async def test_lease_is_renewed_during_training(
     hand: Hand, make: Make, task: Adds, pauses: Pauses
 ) -> None:
     await hand.create()
@@ -44,7 +44,7 @@ async def test_the_lease_is_renewed_while_training_goes_on(
     assert max(pauses.asked_s) == 10.0  # a quarter of the lease
 
 
-async def test_what_ends_the_renewal_of_a_lease_is_not_swallowed(
+async def test_error_in_lease_renewal_is_not_swallowed(
     hand: Hand, make: Make, task: Adds, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await hand.create()
@@ -65,7 +65,7 @@ async def test_what_ends_the_renewal_of_a_lease_is_not_swallowed(
     assert ended.group_contains(RuntimeError, match="a bug")
 
 
-async def test_a_trainer_that_lost_its_lease_stops_and_says_nothing(
+async def test_trainer_that_lost_its_lease_stops_silently(
     hand: Hand, make: Make, task: Adds
 ) -> None:
     await hand.create()
@@ -83,7 +83,7 @@ async def test_a_trainer_that_lost_its_lease_stops_and_says_nothing(
     assert await pending(hand) == 1  # the other's
 
 
-async def test_a_stopped_trainer_hands_its_task_back_at_once(
+async def test_stopped_trainer_hands_back_its_task_at_once(
     hand: Hand, make: Make, task: Adds
 ) -> None:
     await hand.create()
@@ -102,9 +102,7 @@ async def test_a_stopped_trainer_hands_its_task_back_at_once(
     assert await hand.ledger.left() == [b"t1"]  # a coordinator strikes it off
 
 
-async def test_a_trainer_that_crashed_finds_its_task_again(
-    hand: Hand, make: Make, task: Adds
-) -> None:
+async def test_restarted_trainer_resumes_its_task(hand: Hand, make: Make, task: Adds) -> None:
     await hand.create()
     task.gate.clear()
     async with running(make(), context()):
@@ -118,9 +116,7 @@ async def test_a_trainer_that_crashed_finds_its_task_again(
     assert len(task.seen) == 2
 
 
-async def test_a_trainer_that_starts_takes_no_task_that_another_one_holds(
-    hand: Hand, make: Make, task: Adds
-) -> None:
+async def test_starting_trainer_takes_no_leased_task(hand: Hand, make: Make, task: Adds) -> None:
     """It looks for tasks of its own from before, however short they were idle."""
     await hand.create()
     task.gate.clear()
@@ -137,7 +133,7 @@ async def test_a_trainer_that_starts_takes_no_task_that_another_one_holds(
     assert {(one.device, one.trainer) for one in said} == {(1, "t1"), (2, "t2")}
 
 
-async def test_a_trainer_takes_the_task_of_one_that_died_meanwhile(hand: Hand, make: Make) -> None:
+async def test_trainer_takes_over_a_dead_trainers_task(hand: Hand, make: Make) -> None:
     await hand.create()
     dead = Group(hand.client, hand.keys.tasks, TRAINERS, "dead")
     await dead.ensure()
@@ -153,9 +149,7 @@ async def test_a_trainer_takes_the_task_of_one_that_died_meanwhile(hand: Hand, m
         assert [one.device for one in await answers(hand, 2)] == [2, 1]
 
 
-async def test_trouble_with_redis_does_not_make_a_task_poison(
-    hand: Hand, make: Make, task: Adds
-) -> None:
+async def test_redis_outage_does_not_make_a_task_poison(hand: Hand, make: Make, task: Adds) -> None:
     first = await hand.create()
     await hand.client.call("DEL", hand.keys.model(first.blob))
     live = context()

@@ -61,7 +61,7 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[
 
 
 @pytest.mark.parametrize("attribute", ["task", "Mine"])
-def test_a_file_gives_an_instance_or_a_callable(
+def test_file_may_define_an_instance_or_a_callable(
     write: Callable[[str, str], Path], attribute: str
 ) -> None:
     file = write("own_program.py", PROGRAM)
@@ -72,7 +72,7 @@ def test_a_file_gives_an_instance_or_a_callable(
 
 
 @pytest.mark.process
-def test_a_program_imports_its_neighbours_and_a_spawned_process_finds_it(
+def test_program_can_import_neighbours_and_be_spawned(
     write: Callable[[str, str], Path],
 ) -> None:
     write("its_neighbour.py", PROGRAM)
@@ -96,7 +96,7 @@ def test_a_program_imports_its_neighbours_and_a_spawned_process_finds_it(
         ("Unfinished", r"Unfinished\(\) raised TypeError: .*device_data"),
     ],
 )
-def test_an_attribute_that_is_no_task(
+def test_attribute_that_is_not_a_task_is_an_error(
     write: Callable[[str, str], Path], attribute: str, words: str
 ) -> None:
     file = write("wrong_program.py", PROGRAM)
@@ -106,7 +106,7 @@ def test_an_attribute_that_is_no_task(
     assert "\n" not in str(caught.value)
 
 
-def test_a_program_that_cannot_be_imported(write: Callable[[str, str], Path]) -> None:
+def test_unimportable_program_is_an_error(write: Callable[[str, str], Path]) -> None:
     raising = write("raising_program.py", "x = 1\nraise RuntimeError('no\\nluck')\n")
     with pytest.raises(ConfigError, match=r"RuntimeError: no luck at .*raising_program.py:2"):
         load_task(f"{raising}:task", TaskSettings())
@@ -117,7 +117,7 @@ def test_a_program_that_cannot_be_imported(write: Callable[[str, str], Path]) ->
         load_task("not_there.at_all:task", TaskSettings())
 
 
-def test_names_that_lead_nowhere(write: Callable[[str, str], Path], tmp_path: Path) -> None:
+def test_unknown_names_are_errors(write: Callable[[str, str], Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=f"there is no file {tmp_path}/missing.py"):
         load_task(f"{tmp_path}/missing.py:task", TaskSettings())
     with pytest.raises(
@@ -129,7 +129,7 @@ def test_names_that_lead_nowhere(write: Callable[[str, str], Path], tmp_path: Pa
             load_task(f"{write(taken, PROGRAM)}:task", TaskSettings())
 
 
-def test_an_error_of_ours_in_the_users_program_stays_what_it_is(
+def test_fedstream_errors_in_user_code_are_kept(
     write: Callable[[str, str], Path],
 ) -> None:
     text = "from fedstream.broker.errors import DataError\n"
@@ -154,7 +154,7 @@ class Tiny(Task):
         return TensorDataset(x, y)
 
 
-def test_default_metrics_cover_all_data_without_dropout() -> None:
+def test_default_metrics_use_all_data_without_dropout() -> None:
     task = Tiny()
     found = task.metrics(task.model().train(), task.device_data(0))
     right, wrong = torch.log(1 + torch.exp(torch.tensor([-1.0, 1.0]))).tolist()
@@ -171,7 +171,7 @@ def test_settings_are_read_without_importing_torch() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(__file__).parents[2])
 
 
-def test_torchvisions_operators_exist_afterwards_and_its_import_works() -> None:
+def test_torchvision_imports_after_declaring_operators() -> None:
     torchvision_ops.declare_missing()
     torchvision_ops.declare_missing()
     assert hasattr(torch.ops.torchvision, "nms")
@@ -180,7 +180,7 @@ def test_torchvisions_operators_exist_afterwards_and_its_import_works() -> None:
     pytest.importorskip("torchvision.datasets")
 
 
-def test_threads_that_load_tasks_at_once_declare_an_operator_once(
+def test_concurrent_loads_declare_an_operator_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     name = f"torchvision::of_this_test_{uuid4().hex}"  # it stays defined

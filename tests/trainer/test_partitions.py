@@ -30,7 +30,7 @@ def test_iid_deals_every_row_once_and_evenly(devices: int, more: int, seed: int)
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_iid_refuses_more_devices_than_rows() -> None:
+def test_iid_rejects_more_devices_than_rows() -> None:
     with pytest.raises(DataError, match="3 samples cannot be split over 4 devices"):
         iid(np.zeros(3), 4, seed=0)
     with pytest.raises(DataError, match=r"3 samples .* 4 devices: use 1 to 3 devices"):
@@ -47,7 +47,7 @@ def test_contiguous_keeps_the_order(devices: int, more: int) -> None:
 
 
 @given(st.integers(2, 12), st.integers(1, 30), st.data(), st.integers(0, 2**32))
-def test_by_classes_gives_p_classes_each_and_every_class_alike(
+def test_by_classes_gives_p_classes_each_evenly(
     classes: int, devices: int, data: st.DataObject, seed: int
 ) -> None:
     smallest = -(-classes // devices)
@@ -64,16 +64,14 @@ def test_by_classes_gives_p_classes_each_and_every_class_alike(
 
 
 @pytest.mark.parametrize(("devices", "p"), [(10, 1), (10, 2), (10, 5), (10, 10), (100, 1)])
-def test_the_papers_partitions_hold_each_class_exactly_m_p_tenths_times(
-    devices: int, p: int
-) -> None:
+def test_papers_partitions_hold_each_class_m_p_tenths_times(devices: int, p: int) -> None:
     labels = labels_of(10, each=200)
     held = [set(labels[part]) for part in by_classes(labels, devices, p, seed=3)]
     for name in range(10):
         assert sum(name in own for own in held) == devices * p / 10
 
 
-def test_by_classes_repeats_by_seed_and_mixes_classes_differently_by_another() -> None:
+def test_by_classes_depends_on_the_seed() -> None:
     labels = labels_of(10)
     first, again, other = (by_classes(labels, 10, 2, seed) for seed in (1, 1, 2))
     assert all(np.array_equal(a, b) for a, b in zip(first, again, strict=True))
@@ -90,9 +88,7 @@ def test_by_classes_repeats_by_seed_and_mixes_classes_differently_by_another() -
         (100, 10, "class 0 has 40 samples, too few for the 100 devices that hold it"),
     ],
 )
-def test_by_classes_refuses_what_cannot_be_met_with_the_numbers(
-    devices: int, p: int, words: str
-) -> None:
+def test_by_classes_rejects_impossible_numbers(devices: int, p: int, words: str) -> None:
     with pytest.raises(DataError, match=words):
         by_classes(labels_of(10), devices, p, seed=0)
 
@@ -103,7 +99,7 @@ def test_by_classes_refuses_what_cannot_be_met_with_the_numbers(
     alpha=st.floats(1e-6, 1e6),
     seed=st.integers(0, 2**32),
 )
-def test_by_dirichlet_deals_every_row_once_and_leaves_nobody_empty(
+def test_by_dirichlet_deals_every_row_once_with_no_empty_device(
     classes: int, devices: int, alpha: float, seed: int
 ) -> None:
     labels = labels_of(classes, each=2 * devices * classes)  # the smallest share then has one
@@ -122,7 +118,7 @@ def shares(labels: Rows, parts: list[Rows]) -> npt.NDArray[np.float64]:
     return found
 
 
-def test_by_dirichlet_mixes_as_the_distribution_does() -> None:
+def test_by_dirichlet_follows_the_distribution() -> None:
     """The variance of a class's share is (1/c)(1 - 1/c) / (c alpha + 1), c classes."""
     labels = labels_of(10, each=100_000)
     for alpha, tolerance in ((100.0, 0.1), (1.0, 0.1), (0.1, 0.1)):
@@ -135,7 +131,7 @@ def test_by_dirichlet_with_the_smallest_alpha_gives_each_device_one_class() -> N
     assert shares(labels, by_dirichlet(labels, 30, 1e-9, seed=0)).max(axis=1).min() == 1
 
 
-def test_by_dirichlet_says_who_would_have_nothing() -> None:
+def test_by_dirichlet_names_empty_devices() -> None:
     labels = labels_of(2, each=10)
     with pytest.raises(DataError, match=r"alpha = 0.01 and seed 0 leaves device \d+ .*of 20 dev"):
         by_dirichlet(labels, 20, 0.01, seed=0)

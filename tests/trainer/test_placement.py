@@ -62,9 +62,7 @@ def evaluator(place: Place, redis: RedisSettings, keys: Keys) -> Evaluator:
 
 
 @pytest.mark.parametrize("make", [trainer, evaluator])
-async def test_without_cuda_a_service_that_wants_it_says_so_and_ends(
-    make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_missing_cuda_is_an_error(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     service: Service = make("cuda", RedisSettings(), Keys("nowhere"))
     said = f"{service.role}.device = 'cuda': torch finds no CUDA device here; use 'cpu', or"
@@ -73,13 +71,13 @@ async def test_without_cuda_a_service_that_wants_it_says_so_and_ends(
 
 
 @pytest.mark.parametrize("service", ["trainer", "evaluator"])
-def test_more_threads_than_any_machine_has_cores_are_refused(service: str) -> None:
+def test_absurd_thread_count_is_rejected(service: str) -> None:
     said = rf"^{service}\.threads = 100000000000 .*less than or equal to 1024$"
     with pytest.raises(ConfigError, match=said):
         config.read(None, [f"{service}.threads=100_000_000_000"])
 
 
-def test_tensors_are_moved_and_other_data_are_left_to_the_loss() -> None:
+def test_only_tensors_are_moved_to_the_device() -> None:
     class Drawn(TensorDataset):
         """Its items are not its rows."""
 
@@ -98,7 +96,7 @@ CUDA = pytest.param(
 
 
 @pytest.mark.parametrize("place", ["cpu", CUDA])
-async def test_what_is_trained_there_comes_back_as_the_runs_vector(
+async def test_result_of_a_device_comes_back_as_the_runs_vector(
     place: Place, hand: Hand, redis: RedisSettings
 ) -> None:
     task, solver = Lines(), Sgd(lr=0.1, batch_size=8)

@@ -42,7 +42,7 @@ def task() -> Steps:
 
 
 @RUNS
-async def test_another_trainer_goes_on_from_there_to_the_same_bits(
+async def test_another_trainer_resumes_to_the_same_bits(
     hand: Hand, make: Make, task: Steps, solver: SolverSettings, sends: str
 ) -> None:
     await begun(hand, task, solver, sends)
@@ -64,7 +64,7 @@ async def test_another_trainer_goes_on_from_there_to_the_same_bits(
     assert (upload.digest, upload.sends, upload.layout) == (wanted.digest, sends, wanted.layout)
 
 
-async def test_it_may_be_interrupted_again_and_again(hand: Hand, make: Make, task: Steps) -> None:
+async def test_training_may_be_interrupted_repeatedly(hand: Hand, make: Make, task: Steps) -> None:
     await begun(hand, task)
     wanted = await uninterrupted(hand, make, task, SGD)
     await stopped_midway(hand, task, make("t1"))
@@ -82,7 +82,7 @@ async def test_it_may_be_interrupted_again_and_again(hand: Hand, make: Make, tas
     assert (task.steps, upload.digest, upload.trainer) == (H, wanted.digest, f"t{H}")
 
 
-async def test_it_can_be_handed_back_though_its_work_cannot_be_saved(
+async def test_task_is_handed_back_even_if_its_work_cannot_be_saved(
     hand: Hand, make: Make, task: Steps, redis: RedisSettings
 ) -> None:
     await begun(hand, task)
@@ -102,7 +102,7 @@ async def test_it_can_be_handed_back_though_its_work_cannot_be_saved(
     assert (task.steps, upload.digest) == (H, wanted.digest)
 
 
-async def test_a_workspace_too_large_is_not_saved_and_the_work_is_done_again(
+async def test_oversized_workspace_is_not_saved_and_training_restarts(
     hand: Hand, make: Make, task: Steps
 ) -> None:
     await begun(hand, task)
@@ -120,9 +120,7 @@ async def test_a_workspace_too_large_is_not_saved_and_the_work_is_done_again(
     assert (task.steps, upload.steps, upload.tau) == (H, H, 1)  # from what is new by now
 
 
-async def test_workspaces_leave_half_of_redis_to_models_and_updates(
-    hand: Hand, make: Make, task: Steps
-) -> None:
+async def test_workspaces_use_at_most_half_of_redis(hand: Hand, make: Make, task: Steps) -> None:
     await begun(hand, task)
     await hand.client.call("CONFIG", "SET", "maxmemory", await at_rest(hand) * 3 // 2)
     try:
@@ -138,9 +136,7 @@ async def test_workspaces_leave_half_of_redis_to_models_and_updates(
     assert (task.steps, upload.task) == (H, name)
 
 
-async def test_where_redis_is_full_a_workspace_makes_room_for_the_update(
-    hand: Hand, make: Make, task: Steps
-) -> None:
+async def test_workspace_is_deleted_if_redis_is_full(hand: Hand, make: Make, task: Steps) -> None:
     """It is of no use any more, and would be there for an hour if nobody could write."""
     await begun(hand, task)
     name = await stopped_midway(hand, task, make("t1"))
@@ -168,7 +164,7 @@ async def test_where_redis_is_full_a_workspace_makes_room_for_the_update(
         ("another model", "a model of a different layout"),
     ],
 )
-async def test_a_workspace_of_no_use_is_left_and_the_task_begun_anew(
+async def test_unusable_workspace_is_discarded_and_training_restarts(
     hand: Hand, make: Make, task: Steps, damage: str, said: str
 ) -> None:
     await begun(hand, task)
@@ -201,9 +197,7 @@ async def test_a_workspace_of_no_use_is_left_and_the_task_begun_anew(
     assert await hand.words(Event) == []  # it was not the task's mistake
 
 
-async def test_a_trainer_that_lost_its_lease_saves_nothing(
-    hand: Hand, make: Make, task: Steps
-) -> None:
+async def test_trainer_without_its_lease_saves_nothing(hand: Hand, make: Make, task: Steps) -> None:
     """Whoever has it now may be further."""
     await begun(hand, task)
     task.begins(hold=HELD)
@@ -224,7 +218,7 @@ async def test_a_trainer_that_lost_its_lease_saves_nothing(
     assert len(await hand.answered()) == 0
 
 
-async def test_a_workspace_is_saved_though_redis_does_not_say_how_full_it_is(
+async def test_workspace_is_saved_even_if_free_memory_is_unknown(
     hand: Hand, make: Make, task: Steps, redis: RedisSettings, course: Course
 ) -> None:
     """As to a user whose rights are of an earlier release; and it does not stay."""

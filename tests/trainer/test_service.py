@@ -17,7 +17,7 @@ from tests.support import Hand, Proxy, context, counted, running, wait_until
 from tests.trainer.adding import Adds, Make, Point, answers, pending
 
 
-async def test_a_task_becomes_an_update_of_the_newest_version(
+async def test_task_becomes_an_update_of_the_newest_version(
     hand: Hand, make: Make, task: Adds
 ) -> None:
     await hand.create()
@@ -44,7 +44,7 @@ async def test_a_task_becomes_an_update_of_the_newest_version(
 
 
 @pytest.mark.usefixtures("pauses")
-async def test_a_trainer_says_how_many_answers_it_has_given(hand: Hand, make: Make) -> None:
+async def test_trainer_announces_its_number_of_answers(hand: Hand, make: Make) -> None:
     await hand.create()
     async with running(make(), context()):
         await wait_until(lambda: hand.words(Presence))
@@ -59,7 +59,7 @@ async def test_a_trainer_says_how_many_answers_it_has_given(hand: Hand, make: Ma
     assert len(await hand.answered()) == 1
 
 
-async def test_an_owner_serves_its_own_devices_and_nobody_elses(hand: Hand, make: Make) -> None:
+async def test_owner_serves_only_its_own_devices(hand: Hand, make: Make) -> None:
     await hand.create()
     async with running(make("edge", settings=TrainerSettings(owns=(3,))), context()):
 
@@ -76,7 +76,7 @@ async def test_an_owner_serves_its_own_devices_and_nobody_elses(hand: Hand, make
         assert await hand.client.call("XLEN", hand.keys.tasks) == 1  # device 4 waits for the pool
 
 
-async def test_an_owner_takes_up_what_was_dispatched_before_it_came(hand: Hand, make: Make) -> None:
+async def test_owner_takes_up_tasks_dispatched_before_it_joined(hand: Hand, make: Make) -> None:
     await hand.create()
     await hand.open(device=3)
     await hand.open(device=4)
@@ -89,7 +89,7 @@ async def test_an_owner_takes_up_what_was_dispatched_before_it_came(hand: Hand, 
     assert await hand.client.call("XLEN", hand.keys.tasks) == 1
 
 
-async def test_a_trainer_of_another_model_says_so_and_ends(hand: Hand, make: Make) -> None:
+async def test_trainer_with_another_model_exits_with_an_error(hand: Hand, make: Make) -> None:
     await hand.create()
     hand.layout = layout_of(Point(5))
     other = make(task=Adds(5))
@@ -97,7 +97,7 @@ async def test_a_trainer_of_another_model_says_so_and_ends(hand: Hand, make: Mak
         await asyncio.wait_for(other.run(context()), 60)
 
 
-async def test_a_trainer_may_be_told_to_end_with_the_run(hand: Hand, make: Make) -> None:
+async def test_trainer_may_exit_with_the_run(hand: Hand, make: Make) -> None:
     """As one that joined a run on this machine is: it did all that there was to do."""
     await hand.create()
     live = context()
@@ -111,7 +111,7 @@ async def test_a_trainer_may_be_told_to_end_with_the_run(hand: Hand, make: Make)
     assert live.stop.is_set()
 
 
-async def test_a_trainer_may_be_told_to_end_when_redis_is_gone_for_good(
+async def test_trainer_may_exit_if_redis_is_gone_for_good(
     hand: Hand, make: Make, redis: RedisSettings
 ) -> None:
     """As one that joined a run on this machine is."""
@@ -133,9 +133,7 @@ async def test_a_trainer_may_be_told_to_end_when_redis_is_gone_for_good(
     )
 
 
-async def test_a_trainer_that_ends_though_redis_answers_says_what_it_answered(
-    hand: Hand, make: Make
-) -> None:
+async def test_exiting_trainer_names_redis_s_last_answer(hand: Hand, make: Make) -> None:
     await hand.create()
     trainer = make(settings=TrainerSettings(redis_away_s=0.3))
     async with running(trainer, context(), may_fail=True) as service:
@@ -150,7 +148,7 @@ async def test_a_trainer_that_ends_though_redis_answers_says_what_it_answered(
     assert ended.group_contains(FedstreamError, match="has not served .* NOREPLICAS .* is over")
 
 
-async def test_a_trainer_waits_for_redis_as_long_as_it_takes(
+async def test_trainer_waits_for_redis_indefinitely(
     hand: Hand, make: Make, redis: RedisSettings
 ) -> None:
     await hand.create()

@@ -102,7 +102,7 @@ def letters(numbers: torch.Tensor) -> str:
     return "".join(SYMBOLS[number] for number in numbers.flatten().tolist())
 
 
-def test_a_role_is_what_its_speaker_says_and_no_more(tmp_path: Path) -> None:
+def test_role_contains_only_its_speakers_lines(tmp_path: Path) -> None:
     (tmp_path / "play.txt").write_text(PLAY)
     assert roles_in(tmp_path) == [
         Role("play", "ANTIPHOLUS OF EPHESUS", "I am not | partial."),
@@ -113,13 +113,13 @@ def test_a_role_is_what_its_speaker_says_and_no_more(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("heading", ["PROLOGUE", "INDUCTION"])
-def test_a_play_may_begin_before_its_first_act(tmp_path: Path, heading: str) -> None:
+def test_play_may_start_before_its_first_act(tmp_path: Path, heading: str) -> None:
     play = f"PLAY\n\nCHORUS\tamong the persons\n\n\t{heading}\n\nCHORUS\tTwo households\n"
     (tmp_path / "play.txt").write_text(play)
     assert roles_in(tmp_path) == [Role("play", "CHORUS", "Two households")]
 
 
-def test_windows_slide_over_the_first_four_fifths_and_the_rest_is_tested(root: Path) -> None:
+def test_training_windows_cover_four_fifths_and_the_rest_is_test_data(root: Path) -> None:
     task = shakespeare(settings(root))
     assert [len(task.device_data(i)) for i in range(4)] == [320, 720, 1120, 1520]
     x, y = task.device_data(1).tensors
@@ -134,7 +134,7 @@ def test_windows_slide_over_the_first_four_fifths_and_the_rest_is_tested(root: P
     assert letters(x[-1]) + letters(y[-1]) == "hg" * 40 + "h"
 
 
-def test_no_window_reaches_from_training_into_testing(tmp_path: Path) -> None:
+def test_no_window_spans_training_and_test_data(tmp_path: Path) -> None:
     folder = tmp_path / "shakespeare" / "plays"
     folder.mkdir(parents=True)
     (folder / "play.txt").write_text(f"PLAY\nACT I\nSHE\t{'a' * 800}{'b' * 200}\n")
@@ -144,7 +144,7 @@ def test_no_window_reaches_from_training_into_testing(tmp_path: Path) -> None:
         assert all(bool(tensor.eq(only).all()) for tensor in data.tensors)
 
 
-def test_test_data_is_thinned_out_evenly(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_test_data_is_thinned_evenly(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     whole = shakespeare(settings(root)).test_data().tensors
     monkeypatch.setattr(module, "_TESTED", 340)
     thin = shakespeare(settings(root)).test_data().tensors
@@ -152,7 +152,7 @@ def test_test_data_is_thinned_out_evenly(root: Path, monkeypatch: pytest.MonkeyP
     assert torch.equal(thin[1], whole[1][::2])
 
 
-def test_symbols_are_leafs_and_others_are_blanks() -> None:
+def test_symbols_match_leaf_and_others_become_blanks() -> None:
     assert len(SYMBOLS) == len(set(SYMBOLS)) == 80
     assert module._symbols(SYMBOLS).tolist() == list(range(80))
     assert letters(module._symbols("a|b$é\u4e00\U0001f600!")) == "a b    !"
@@ -162,7 +162,7 @@ lengths = st.lists(st.integers(0, 2000), max_size=60)
 
 
 @given(lengths, st.integers(1, 60))
-def test_devices_are_evenly_spaced_among_the_long_enough(sizes: list[int], devices: int) -> None:
+def test_devices_are_evenly_spaced_among_long_roles(sizes: list[int], devices: int) -> None:
     roles = [Role("play", str(number), "x" * size) for number, size in enumerate(sizes)]
     long = [size for size in sizes if size >= 405]
     if devices > len(long):
@@ -178,14 +178,14 @@ def test_devices_are_evenly_spaced_among_the_long_enough(sizes: list[int], devic
         assert size in sorted(long)[low:high]
 
 
-def test_the_model_is_afls(root: Path) -> None:
+def test_model_matches_afl(root: Path) -> None:
     count = 80 * 8 + 4 * 100 * (8 + 100 + 2) + 4 * 100 * (100 + 100 + 2) + 101 * 80
     assert sum(p.numel() for p in CharacterModel().parameters()) == count == 133_520
     task = shakespeare(settings(root))
     assert task.model()(task.test_data().tensors[0][:3]).shape == (3, 80)
 
 
-def test_it_learns_and_repeats_by_the_seed(root: Path) -> None:
+def test_training_learns_and_depends_on_the_seed(root: Path) -> None:
     task = shakespeare(settings(root, devices=1))
     start = initial(task, seed=0)
     results = []
@@ -201,16 +201,14 @@ def test_it_learns_and_repeats_by_the_seed(root: Path) -> None:
 
 
 @pytest.mark.parametrize("partition", [Iid(), Classes(p=2), Dirichlet(alpha=1.0)])
-def test_devices_are_roles_and_nothing_else(
-    root: Path, partition: Iid | Classes | Dirichlet
-) -> None:
+def test_partition_must_be_natural(root: Path, partition: Iid | Classes | Dirichlet) -> None:
     with pytest.raises(
         DataError, match=f"'{partition.kind}'.*speaking role; leave out the partition"
     ):
         shakespeare(settings(root, partition=partition))
 
 
-def test_what_is_missing_or_not_enough_is_said(root: Path) -> None:
+def test_missing_or_insufficient_data_is_reported(root: Path) -> None:
     with pytest.raises(DataError, match="devices = 143, but 4 of the plays' 6 roles have the 405"):
         shakespeare(TaskSettings(data_root=str(root)))
     (root / "shakespeare/plays/two.txt").write_bytes(b"\xff")

@@ -154,7 +154,7 @@ def test_scaffolds_known_answers(answer: dict[str, Any]) -> None:
         assert close(c_i, expected["c_i"])
 
 
-def test_a_devices_first_time_under_scaffold_is_sgd_whose_mean_gradient_it_keeps() -> None:
+def test_first_scaffold_task_is_sgd_and_keeps_the_mean_gradient() -> None:
     data = samples(7)
     plain, corrected = Point([1.0]), Point([1.0])
     solve(Quadratic(), plain, data, work(Sgd(lr=0.1), steps=4))
@@ -164,7 +164,7 @@ def test_a_devices_first_time_under_scaffold_is_sgd_whose_mean_gradient_it_keeps
     assert solve(Quadratic(), plain, data, work(Sgd())).control is None
 
 
-def test_controls_leave_parameters_alone_that_are_not_trained() -> None:
+def test_controls_do_not_change_frozen_parameters() -> None:
     task = Noisy()
     module = task.model()
     module[0].weight.requires_grad_(requires_grad=False)  # type: ignore[index]
@@ -220,7 +220,7 @@ class Torchs(Noisy):
     ],
     ids=str,
 )
-def test_options_are_torchs(solver: Sgd) -> None:
+def test_options_match_torchs(solver: Sgd) -> None:
     task = Torchs(solver.model_copy(update={"batch_size": 8, "lr": 0.1}))
     ours, theirs = task.model(), task.model()
     theirs.load_state_dict(ours.state_dict())
@@ -239,7 +239,7 @@ class Sum(nn.Module):
         self.a, self.b = nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))
 
 
-def test_gradients_that_are_one_tensor_are_not_clipped_twice() -> None:
+def test_shared_gradients_are_clipped_once() -> None:
     class Shared(Quadratic):
         def loss(self, model: nn.Module, batch: Any) -> Tensor:
             assert isinstance(model, Sum)
@@ -262,7 +262,7 @@ class Rows(Quadratic):
         return super().loss(model, batch)
 
 
-def test_fresh_minibatches_are_drawn_anew_without_repeating_a_sample() -> None:
+def test_fresh_minibatches_have_no_repeated_samples() -> None:
     task = Rows()
     solver = Sgd(batch_size=3, sampling="fresh")
     result = solve(task, Point([0.0]), samples(7), work(solver, steps=2100))
@@ -295,7 +295,7 @@ class Clock(Quadratic):
 
 
 @pytest.mark.parametrize(("seconds", "steps"), [(0.1, 1), (2.0, 1), (2.1, 2), (10.0, 5)])
-def test_a_time_budget_ends_with_the_step_that_spends_it(
+def test_time_budget_ends_with_the_step_that_exhausts_it(
     seconds: float, steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     task = Clock(monkeypatch)
@@ -306,7 +306,7 @@ def test_a_time_budget_ends_with_the_step_that_spends_it(
     assert result.control == pytest.approx((1 - model.x.item()) / (steps * 0.1))
 
 
-def test_a_resumed_time_budget_counts_the_time_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_resumed_time_budget_counts_earlier_time(monkeypatch: pytest.MonkeyPatch) -> None:
     task, asked = Clock(monkeypatch), count(1)
     piece = work(steps=None, seconds=9.0, cancelled=lambda: next(asked) == 4)
     with pytest.raises(Cancelled) as stopped:
@@ -318,14 +318,14 @@ def test_a_resumed_time_budget_counts_the_time_before(monkeypatch: pytest.Monkey
     assert result.steps == 5
 
 
-def test_exactly_h_steps_in_shuffled_passes_that_keep_the_smaller_last_batch() -> None:
+def test_exactly_h_steps_in_shuffled_passes_with_a_smaller_last_batch() -> None:
     task = Quadratic()
     result = solve(task, Point([0.0]), samples(7), work(Sgd(batch_size=3), steps=5))
     assert task.batches == [3, 3, 1, 3, 3]
     assert (result.steps, result.samples) == (5, 7)
 
 
-def test_epochs_are_whole_passes_and_each_sample_comes_once_in_a_pass() -> None:
+def test_epochs_are_passes_with_each_sample_once() -> None:
     task = Quadratic()
     model = Point([0.0])
     lr = 1e-3  # small enough that the sum of the steps is the sum over the samples
@@ -335,7 +335,7 @@ def test_epochs_are_whole_passes_and_each_sample_comes_once_in_a_pass() -> None:
 
 
 @pytest.mark.parametrize("batch_size", [0, 7, 50])
-def test_batch_size_zero_or_large_is_the_full_gradient(batch_size: int) -> None:
+def test_zero_or_large_batch_size_uses_the_full_gradient(batch_size: int) -> None:
     task = Quadratic()
     model = Point([0.0])
     result = solve(task, model, samples(7), work(Sgd(batch_size=batch_size, lr=0.5), steps=2))
@@ -345,7 +345,7 @@ def test_batch_size_zero_or_large_is_the_full_gradient(batch_size: int) -> None:
     assert result.loss == pytest.approx(sum(losses) / 2)
 
 
-def test_the_same_work_gives_the_same_bits_and_leaves_torchs_generator_alone() -> None:
+def test_training_is_deterministic_and_leaves_torchs_generator_alone() -> None:
     task, piece = Noisy(), work(Proximal(batch_size=8), steps=9)
     torch.manual_seed(1)
     first, result = task.trained(piece)
@@ -355,7 +355,7 @@ def test_the_same_work_gives_the_same_bits_and_leaves_torchs_generator_alone() -
     assert first.digest() != task.trained(replace(piece, seed=6))[0].digest()
 
 
-def test_training_moves_batchnorm_statistics_but_only_trainable_parameters() -> None:
+def test_training_changes_batchnorm_statistics_and_only_trainable_parameters() -> None:
     task = Noisy()
     module = task.model()
     module[0].weight.requires_grad_(requires_grad=False)  # type: ignore[index]
@@ -383,7 +383,7 @@ class AsItems(Dataset[Any]):
         return self.data[row]
 
 
-def test_gathering_by_index_gives_what_collating_gives() -> None:
+def test_gathering_by_index_equals_collating() -> None:
     data = Noisy().device_data(1)
     rows = torch.tensor([4, 0, 29])
     fast, slow = gather(data, rows), gather(AsItems(data), rows)
@@ -391,14 +391,14 @@ def test_gathering_by_index_gives_what_collating_gives() -> None:
     assert all(torch.equal(a, b) for a, b in zip(fast, slow, strict=True))
 
 
-def test_cancelled_at_the_next_batch() -> None:
+def test_cancellation_takes_effect_at_the_next_batch() -> None:
     task, asked = Quadratic(), count(1)
     with pytest.raises(Cancelled):
         solve(task, Point([0.0]), samples(4), work(steps=9, cancelled=lambda: next(asked) > 2))
     assert len(task.batches) == 2
 
 
-def test_a_loss_that_is_not_finite_is_left_to_the_updater() -> None:
+def test_non_finite_loss_is_left_to_the_updater() -> None:
     model = Point([1e30])
     result = solve(Quadratic(), model, samples(4), work(Sgd(lr=10.0), steps=5))
     assert result.steps == 5
@@ -420,13 +420,13 @@ class Endless(Dataset[Any]):
         ([(None, 1)], "device 3: cannot form a batch from items of the data set"),
     ],
 )
-def test_data_that_does_not_fit_names_the_device(data: Dataset[Any], words: str) -> None:
+def test_unsuitable_data_names_the_device(data: Dataset[Any], words: str) -> None:
     task = Noisy()
     with pytest.raises(DataError, match=words):
         task.train(task.model(), data, work())
 
 
-def test_a_model_without_trainable_parameters_is_refused() -> None:
+def test_model_without_trainable_parameters_is_rejected() -> None:
     model = Point([0.0]).requires_grad_(requires_grad=False)
     with pytest.raises(ConfigError, match="nothing to train"):
         solve(Quadratic(), model, samples(1), work())
@@ -446,7 +446,7 @@ def test_a_model_without_trainable_parameters_is_refused() -> None:
         (None, None, math.inf),
     ],
 )
-def test_work_has_exactly_one_length(
+def test_work_needs_exactly_one_length(
     steps: int | None, epochs: int | None, seconds: float | None
 ) -> None:
     with pytest.raises(ConfigError, match="exactly one of them"):
@@ -456,7 +456,7 @@ def test_work_has_exactly_one_length(
 SOLVER: TypeAdapter[SolverSettings] = TypeAdapter(SolverSettings)
 
 
-def test_a_solvers_options_are_its_own_and_sgd_is_what_no_kind_means() -> None:
+def test_solver_options_depend_on_the_kind_and_default_to_sgd() -> None:
     assert SOLVER.validate_python({"kind": "proximal", "rho": 0.3}) == Proximal(rho=0.3)
     assert SOLVER.validate_python({"kind": "scaffold", "weight_decay": 0.1}) == DriftCorrected(
         weight_decay=0.1
@@ -482,6 +482,6 @@ def test_a_solvers_options_are_its_own_and_sgd_is_what_no_kind_means() -> None:
         ),
     ],
 )
-def test_solver_settings_that_make_no_sense(settings: dict[str, Any], says: str) -> None:
+def test_invalid_solver_settings_are_rejected(settings: dict[str, Any], says: str) -> None:
     with pytest.raises(ValidationError, match=says):
         SOLVER.validate_python(settings)

@@ -17,9 +17,7 @@ from tests.support import Hand, context, running, wait_until
 from tests.trainer.adding import Adds, Make, answers
 
 
-async def test_a_model_is_read_once_for_all_tasks_of_a_version(
-    hand: Hand, make: Make, task: Adds
-) -> None:
+async def test_model_is_read_once_per_version(hand: Hand, make: Make, task: Adds) -> None:
     first = await hand.create()
     async with running(make(), context()):
         await hand.open()
@@ -38,7 +36,7 @@ async def test_a_model_is_read_once_for_all_tasks_of_a_version(
     assert [version for _, version in task.seen] == [0, 0, 0, 1]
 
 
-async def test_a_version_of_the_same_bits_is_another_version(hand: Hand, make: Make) -> None:
+async def test_version_with_the_same_bits_is_another_version(hand: Hand, make: Make) -> None:
     await hand.create()
     async with running(make(), context()):
         await hand.open()
@@ -54,7 +52,7 @@ async def test_a_version_of_the_same_bits_is_another_version(hand: Hand, make: M
     assert last.tau == 1
 
 
-async def test_from_a_model_that_was_read_in_part_nobody_trains(
+async def test_partially_read_model_is_never_trained_on(
     hand: Hand, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It was read over the one before, which is no more, though a version has its bits again."""

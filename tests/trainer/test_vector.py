@@ -46,7 +46,7 @@ def scrambled(seed: int, width: int) -> Mixed:
     return module
 
 
-def test_the_layout_lists_parameters_then_buffers_then_integers_each_tensor_once() -> None:
+def test_layout_lists_parameters_then_buffers_then_integers_once() -> None:
     rows = [(t.name, t.shape, t.dtype, t.kind) for t in layout_of(Mixed()).tensors]
     assert rows == [
         ("scale", (), "float32", "parameter"),
@@ -63,7 +63,7 @@ def test_the_layout_lists_parameters_then_buffers_then_integers_each_tensor_once
 
 
 @given(st.integers(0, 1000), st.integers(1, 6))
-def test_what_was_read_loads_into_another_module_bit_for_bit(seed: int, width: int) -> None:
+def test_vector_loads_into_another_module_bit_for_bit(seed: int, width: int) -> None:
     source, target = scrambled(seed, width), Mixed(width)
     model = Model(layout_of(source))
     read(source, model)
@@ -76,7 +76,7 @@ def test_what_was_read_loads_into_another_module_bit_for_bit(seed: int, width: i
     assert again.digest() == model.digest()
 
 
-def test_the_vector_holds_the_values_by_name() -> None:
+def test_vector_holds_the_values_by_name() -> None:
     module = scrambled(1, 3)
     model = Model(layout_of(module))
     read(module, model)
@@ -84,7 +84,7 @@ def test_the_vector_holds_the_values_by_name() -> None:
         assert np.array_equal(values, module.state_dict()[name].to(torch.float64).numpy()), name
 
 
-def test_batchnorm_statistics_that_training_changes_travel() -> None:
+def test_batchnorm_statistics_are_transferred() -> None:
     module = nn.BatchNorm1d(2)
     before, after = Model(layout_of(module)), Model(layout_of(module))
     read(module, before)
@@ -95,7 +95,7 @@ def test_batchnorm_statistics_that_training_changes_travel() -> None:
     assert (before.integers.tolist(), after.integers.tolist()) == ([0], [1])
 
 
-def test_a_model_of_read_only_bytes_loads_too() -> None:
+def test_read_only_model_loads() -> None:
     module = scrambled(2, 3)
     model = Model(layout_of(module))
     read(module, model)
@@ -103,7 +103,7 @@ def test_a_model_of_read_only_bytes_loads_too() -> None:
     assert torch.equal(target.scale, module.scale)
 
 
-def test_another_layout_is_refused_with_the_tensor_that_differs() -> None:
+def test_different_layout_is_rejected_with_the_differing_tensor() -> None:
     model = Model(layout_of(nn.Linear(2, 2)))
     with pytest.raises(
         LayoutMismatch, match=r"the module has .*weight.*\(2, 3\).*the model .*2, 2"
@@ -121,7 +121,7 @@ def test_another_layout_is_refused_with_the_tensor_that_differs() -> None:
     ],
 )
 @pytest.mark.filterwarnings("ignore:Lazy modules are a new feature")
-def test_tensors_that_cannot_be_mixed_are_refused_by_name(module: nn.Module, words: str) -> None:
+def test_unmixable_tensors_are_rejected_by_name(module: nn.Module, words: str) -> None:
     with pytest.raises(LayoutMismatch, match=words):
         layout_of(module)
 
@@ -134,14 +134,14 @@ class Random(Task):
         raise AssertionError("an initial model needs no data")
 
 
-def test_the_initial_model_follows_from_the_seed_and_leaves_torchs_generator_alone() -> None:
+def test_initial_model_depends_only_on_the_seed() -> None:
     state = torch.get_rng_state()
     assert initial(Random(), 1).digest() == initial(Random(), 1).digest()
     assert initial(Random(), 1).digest() != initial(Random(), 2).digest()
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_delta_is_of_the_parameters_alone_and_from_the_model_it_started_from() -> None:
+def test_delta_covers_only_parameters_relative_to_the_base() -> None:
     """Against the current model instead, others' progress would be taken back."""
     module = Mixed()
     layout = layout_of(module)
@@ -155,7 +155,7 @@ def test_a_delta_is_of_the_parameters_alone_and_from_the_model_it_started_from()
     assert set(x_new.integers) == {5}
 
 
-def test_a_control_variate_is_beside_the_module_and_begins_at_zero() -> None:
+def test_control_variate_is_outside_the_module_and_starts_at_zero() -> None:
     model = initial(Random(), 1, controls=True)
     assert model.layout == layout_of(nn.Linear(4, 3)).with_controls()
     assert (model.controls.size, model.parameters.size) == (15, 15)

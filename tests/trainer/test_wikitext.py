@@ -37,7 +37,7 @@ def settings(root: Path, devices: int = 3, **more: object) -> TaskSettings:
     return TaskSettings.model_validate({"data_root": str(root), "devices": devices, **more})
 
 
-def test_windows_follow_each_other_and_hold_every_word_once(root: Path) -> None:
+def test_windows_are_consecutive_and_hold_every_word_once(root: Path) -> None:
     task = wikitext2(settings(root))
     shares = [task.device_data(device).tensors for device in range(3)]
     assert [x.shape for x, _ in shares] == [(3, 35), (3, 35), (3, 35)]  # 304 targets: 8.7 windows
@@ -53,7 +53,7 @@ def test_windows_follow_each_other_and_hold_every_word_once(root: Path) -> None:
     assert int((test_y >= 0).sum()) == 20 * 5 - 1
 
 
-def test_a_single_word_is_a_text(root: Path) -> None:
+def test_single_word_is_a_text(root: Path) -> None:
     """The end of its line is what comes after it."""
     (root / "wikitext-2/test.txt").write_text("a\n")
     x, y = wikitext2(settings(root)).test_data().tensors
@@ -61,7 +61,7 @@ def test_a_single_word_is_a_text(root: Path) -> None:
     assert (int(x[0, 0]), int(y[0, 0])) == (3, 0)
 
 
-def test_iid_deals_the_same_windows_otherwise(root: Path) -> None:
+def test_iid_deals_the_same_windows_differently(root: Path) -> None:
     natural, iid, again, other = (
         [wikitext2(settings(root, **more)).device_data(i).tensors[0] for i in range(3)]
         for more in (
@@ -81,14 +81,14 @@ def test_iid_deals_the_same_windows_otherwise(root: Path) -> None:
     assert not torch.equal(torch.cat(iid), torch.cat(other))
 
 
-def test_the_published_names_are_found_too(root: Path) -> None:
+def test_published_file_names_are_found_too(root: Path) -> None:
     for part in ("train", "test"):
         file = root / f"wikitext-2/{part}.txt"
         file.rename(file.with_name(f"wiki.{part}.tokens"))
     assert wikitext2(settings(root)).devices == 3
 
 
-def test_the_model_has_the_size_of_its_text(root: Path) -> None:
+def test_model_size_follows_the_vocabulary(root: Path) -> None:
     def count(words: int) -> int:
         embedding, dense = words * 200, 201 * words
         return embedding + 2 * 4 * 200 * (200 + 200 + 2) + dense
@@ -102,7 +102,7 @@ def test_the_model_has_the_size_of_its_text(root: Path) -> None:
     assert task.model()(x).shape == (3, 7, 35)
 
 
-def test_loss_is_the_mean_over_targets_and_the_state_looks_back_only(root: Path) -> None:
+def test_loss_is_the_mean_over_targets_and_the_state_is_causal(root: Path) -> None:
     task = wikitext2(settings(root))
     model = task.model().eval()
     x, y = task.test_data().tensors
@@ -123,7 +123,7 @@ class Uneven(nn.Module):
         return self.scores[None, :, None].expand(len(x), 3, x.shape[1])
 
 
-def test_perplexity_is_over_all_words_not_over_batches(root: Path) -> None:
+def test_perplexity_is_over_words_not_batches(root: Path) -> None:
     task = wikitext2(settings(root))
     y = torch.zeros(50, 4, dtype=torch.int64)  # more than one batch, the last one smaller
     y[0] = torch.tensor([1, 2, -100, -100])
@@ -134,7 +134,7 @@ def test_perplexity_is_over_all_words_not_over_batches(root: Path) -> None:
         task.metrics(Uneven(), TensorDataset(y[:0], y[:0]))
 
 
-def test_a_hopeless_model_has_an_infinite_perplexity(root: Path) -> None:
+def test_hopeless_model_has_infinite_perplexity(root: Path) -> None:
     model = Uneven()
     model.scores.data = torch.tensor([0.0, 2000.0, 0.0])
     y = torch.zeros(1, 4, dtype=torch.int64)
@@ -142,7 +142,7 @@ def test_a_hopeless_model_has_an_infinite_perplexity(root: Path) -> None:
     assert found == {"perplexity": math.inf, "loss": 2000.0}
 
 
-def test_it_learns_and_repeats_by_the_seed(root: Path) -> None:
+def test_training_learns_and_depends_on_the_seed(root: Path) -> None:
     task = wikitext2(settings(root, devices=1))
     start = initial(task, seed=0)
     losses = []
@@ -158,14 +158,14 @@ def test_it_learns_and_repeats_by_the_seed(root: Path) -> None:
 
 
 @pytest.mark.parametrize("partition", [Classes(p=2), Dirichlet(alpha=1.0)])
-def test_words_have_no_classes(root: Path, partition: Classes | Dirichlet) -> None:
+def test_text_has_no_classes(root: Path, partition: Classes | Dirichlet) -> None:
     with pytest.raises(
         DataError, match=f"'{partition.kind}'.*no classes .*; choose natural or iid"
     ):
         wikitext2(settings(root, partition=partition))
 
 
-def test_what_is_missing_empty_or_wrong_is_said(root: Path) -> None:
+def test_missing_empty_or_wrong_files_are_reported(root: Path) -> None:
     with pytest.raises(DataError, match="9 samples cannot be split over 100 devices"):
         wikitext2(TaskSettings(data_root=str(root)))
     file = root / "wikitext-2/test.txt"

@@ -91,7 +91,7 @@ def interrupted(piece: Work, after: int, start: Model = X_TAU) -> Workspace:
     ],
     ids=["sgd", "proximal", "scaffold", "sgd with options", "proximal with momentum"],
 )
-def test_resumed_training_gives_the_bits_of_uninterrupted(kind: Any, sampling: str) -> None:
+def test_resumed_training_equals_uninterrupted_training(kind: Any, sampling: str) -> None:
     piece = work(kind(batch_size=6, sampling=sampling, lr=0.1))
     expected = trained(piece)
     other = initial(TASK, seed=1)  # what the resuming module holds doesn't matter
@@ -105,7 +105,7 @@ def test_resumed_training_gives_the_bits_of_uninterrupted(kind: Any, sampling: s
         assert trained(replace(resumed, resume=again), other) == expected
 
 
-def test_a_workspace_says_whose_it_is_and_carries_x_tau() -> None:
+def test_workspace_names_its_work_and_carries_x_tau() -> None:
     piece = work(Proximal(momentum=0.5))
     saved = interrupted(piece, 2)
     assert (saved.task, saved.device, saved.version, saved.seed) == ("t", 3, 9, 5)
@@ -117,7 +117,7 @@ def test_a_workspace_says_whose_it_is_and_carries_x_tau() -> None:
     assert interrupted(replace(piece, base="as published"), 2).base == "as published"
 
 
-def test_the_model_of_a_cancelled_work_is_x_tau_again() -> None:
+def test_cancelled_training_restores_x_tau() -> None:
     module, asked = TASK.model(), count()
     load(X_TAU, module)
     piece = work(Sgd(), cancelled=lambda: next(asked) == 3)
@@ -140,14 +140,14 @@ def test_the_model_of_a_cancelled_work_is_x_tau_again() -> None:
         ({"solver": Sgd(lr=0.2)}, "solver is .*, not "),
     ],
 )
-def test_only_the_work_that_was_interrupted_is_resumed(more: dict[str, Any], says: str) -> None:
+def test_only_the_same_work_is_resumed(more: dict[str, Any], says: str) -> None:
     piece = work(Sgd(lr=0.1))
     other = replace(piece, resume=interrupted(piece, 2), **more)
     with pytest.raises(ConfigError, match=f"workspace belongs to other work: its {says}"):
         trained(other)
 
 
-def test_a_workspace_of_another_layout_or_torch_is_refused() -> None:
+def test_workspace_of_another_layout_or_torch_is_rejected() -> None:
     piece = work(Sgd())
     saved = interrupted(piece, 2)
     with pytest.raises(LayoutMismatch, match="different layout"):
@@ -166,7 +166,7 @@ def sealed(fields: object) -> bytes:
     return bytes(xxhash.xxh3_64_digest(packed) + packed)
 
 
-def test_a_workspace_survives_its_bytes() -> None:
+def test_workspace_round_trips() -> None:
     again = Workspace.decode(BYTES)
     assert again.encode() == BYTES
     assert again.control is not None
@@ -200,7 +200,7 @@ anything = st.recursive(
 
 
 @given(name=st.sampled_from([*Workspace.model_fields, "v", "more"]), value=anything)
-def test_a_field_of_another_kind_is_a_bad_message_or_the_field(name: str, value: object) -> None:
+def test_field_of_another_type_is_rejected_or_kept(name: str, value: object) -> None:
     fields = msgpack.unpackb(BYTES[8:])
     try:
         found = Workspace.decode(sealed(fields | {name: value}))
@@ -211,7 +211,7 @@ def test_a_field_of_another_kind_is_a_bad_message_or_the_field(name: str, value:
 
 
 @pytest.mark.parametrize("fields", [None, 3, [], {}, {"v": 1}, {"v": 2}, {b"v": 1}, {1: 2}])
-def test_sealed_bytes_that_are_no_workspace(fields: object) -> None:
+def test_checksummed_bytes_that_are_not_a_workspace(fields: object) -> None:
     with pytest.raises(BadMessage):
         Workspace.decode(sealed(fields))
 
@@ -225,7 +225,7 @@ def test_sealed_bytes_that_are_no_workspace(fields: object) -> None:
         b"\x9f" * 900 + b"\x90" * (4 << 20),
     ],
 )  # fmt: skip
-def test_a_forged_workspace_takes_no_more_memory_than_its_bytes(forged: bytes) -> None:
+def test_forged_workspace_uses_bounded_memory(forged: bytes) -> None:
     """As a map's value: each of its bytes would become an object."""
     packed = b"\x81\xa1x" + forged
     sealed = xxhash.xxh3_64_digest(packed) + packed
