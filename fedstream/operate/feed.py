@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -65,6 +65,38 @@ class _Open:
     answered: bool = False
 
 
+class _Todo:
+    """The records still to feed, in order; refused updates can't be, as their bytes are missing."""
+
+    def __init__(self, chain: Sequence[Segment]) -> None:
+        self._records = (
+            (segment, record, record.message)
+            for segment, cut in cuts(chain)
+            for record in segment.records(cut)
+            if isinstance(record.message, RoundClosed) or is_used(record.message)
+        )
+        self.next: Recorded | None = next(self._records, None)
+        self.trigger: Trigger | None = None  # for it, once there is one
+
+    def done(self) -> None:
+        """Go on to the record after it."""
+        self.next, self.trigger = next(self._records, None), None
+
+
+class _Pace:
+    """When records are due, as fast as they were recorded or ``speed`` times as fast."""
+
+    def __init__(self, speed: float) -> None:
+        self.speed = speed
+        self._began: tuple[float, float] | None = None  # start: our clock, recorded clock
+
+    def due_s(self, received: float) -> float:
+        """Seconds until what was received at that time, by the recorded clock, is due."""
+        now = time.monotonic()
+        self._began = self._began or (now, received)
+        return self._began[0] + (received - self._began[1]) / self.speed - now
+
+
 class Feeder:
     """Feeder of the run of ``keys``, which must have no scheduler and no trainers of its own."""
 
@@ -73,7 +105,7 @@ class Feeder:
         self._chain = segments(folder)
         if not self._chain:
             raise JournalError(f"{folder}: there is no journal")
-        self._speed = speed
+        self._pace = _Pace(speed)
         self._keys = keys
         self._client = Client(redis, _NAME)
         self._ledger = OperatorLedger(self._client, keys, _NAME)
@@ -81,27 +113,16 @@ class Feeder:
         self._outbox = Outbox(self._client, keys, POOL)
         self._lease = Lease(self._client, keys, "scheduler", _NAME, seconds=_LEASE_S)
         self._tasks = Group(self._client, keys.tasks, TRAINERS, _NAME)
-        self._todo = self._records()
-        self._next = next(self._todo, None)
-        self._trigger: Trigger | None = None  # for the next record
+        self._todo = _Todo(self._chain)
         self._open: dict[str, _Open] = {}  # by task, in journal order
         self._wait_s = 0.0  # until there is more to do, barring news
         self._closing = False  # asked to close a round, and the live run hasn't yet
         self._offset = 0  # from recorded versions to the live run's
-        self._began: tuple[float, float] | None = None  # start: our clock, recorded clock
         self._told = False  # warned that there is no run
         self._unsure = True  # we may hold tasks that we don't know of
         self._before: View | None = None
         self._after: View | None = None
         self.recorded: Counter[str] = Counter()  # recorded outcomes of the updates fed
-
-    def _records(self) -> Iterator[Recorded]:
-        """Records that can be fed; refused updates can't, as their bytes are not recorded."""
-        for segment, cut in cuts(self._chain):
-            for record in segment.records(cut):
-                message = record.message
-                if isinstance(message, RoundClosed) or is_used(message):
-                    yield segment, record, message
 
     @property
     def live(self) -> dict[str, int]:
@@ -114,7 +135,7 @@ class Feeder:
     async def run(self, context: Context) -> None:
         """Feed until the journal or the run ends, or until stopped. Raises FedstreamError."""
         self._context = context
-        context.log.info("taking the scheduler's lease", speed=self._speed)
+        context.log.info("taking the scheduler's lease", speed=self._pace.speed)
         try:
             await lead(context, self._lease, self._work)
         finally:
@@ -158,7 +179,7 @@ class Feeder:
             return False
         self._before, self._after = self._before or view, view
         self._forget_ended(view)
-        if view.run.state == "finished" or (self._next is None and not view.open):
+        if view.run.state == "finished" or (self._todo.next is None and not view.open):
             return True
         try:
             self._wait_s = await self._open_next(view)
@@ -191,12 +212,6 @@ class Feeder:
                     self.recorded[task.message.outcome] += 1
                 del self._open[name]
 
-    def _due_s(self, message: Taken | RoundClosed) -> float:
-        """Seconds until a record is due."""
-        now = time.monotonic()
-        self._began = self._began or (now, message.received)
-        return self._began[0] + (message.received - self._began[1]) / self._speed - now
-
     async def _open_next(self, view: View) -> float:
         """Open tasks that are due; close a round when everything before its end has arrived.
 
@@ -206,18 +221,20 @@ class Feeder:
             return _CLOSED_S
         self._closing = False
         issued, room = view.issued, IN_FLIGHT - len(view.open)
-        while self._next is not None:
-            segment, record, message = self._next
-            if (due_s := self._due_s(message)) > 0:
+        todo = self._todo
+        while todo.next is not None:
+            segment, record, message = todo.next
+            if (due_s := self._pace.due_s(message.received)) > 0:
                 return due_s
             if isinstance(message, RoundClosed):
                 if view.open or self._open:
                     return _LOOK_S
                 closing = CloseRound(version=view.head.version, tasks=(), why=message.why)
                 await self._scheduler.ask(closing)
-                self._next, self._closing = next(self._todo, None), True
+                todo.done()
+                self._closing = True
                 return _CLOSED_S
-            trigger = self._trigger = self._trigger or self._triggering(message.upload)
+            trigger = todo.trigger = todo.trigger or self._triggering(message.upload)
             if trigger not in view.open:  # else it is open already, and the reply was lost
                 if room <= 0:
                     return _LOOK_S
@@ -226,7 +243,7 @@ class Feeder:
                     return 0.0
                 issued, room = issued + 1, room - 1
             self._open[trigger.task] = _Open(segment, record, message)
-            self._next, self._trigger = next(self._todo, None), None
+            todo.done()
         return _LOOK_S
 
     @staticmethod

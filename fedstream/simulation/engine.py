@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from fedstream.broker.layout import Model
+from fedstream.broker.layout import Layout, Model
 from fedstream.broker.messages import Contribution, Upload
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.records import Counted
@@ -124,7 +124,7 @@ def simulate(
             settings, task or task_of(settings), arrivals, journal, on_version, cancelled
         )  # fmt: skip
         stack.callback(run.close)
-        return run.outcome()
+        return run.result()
 
 
 @dataclass(slots=True)
@@ -136,12 +136,62 @@ class _Base:
     digest: str
 
 
-class _Simulation:
-    """A simulation in progress.
+class _Models:
+    """The models that devices may start from, by the plan's versions, and those to reuse.
 
-    The plan counts versions as if no update were refused. ``_bases`` maps each of the plan's
-    versions to the model that was the newest when the plan made it.
+    The plan counts versions as if no update were refused: each of its versions has the model that
+    was the newest when the plan made it.
     """
+
+    def __init__(self, first: State, digest: str) -> None:
+        self.newest = 0  # the plan's newest version
+        self._bases = {0: _Base(first.model, first.version, digest)}
+        self._free: list[Model] = []
+
+    def base(self, tau: int) -> _Base:
+        """The model of one of the plan's versions."""
+        return self._bases[tau]
+
+    def add(self, state: State, digest: str) -> None:
+        """Let devices start from the newest model by the plan's next version."""
+        self.newest += 1
+        self._bases[self.newest] = _Base(state.model, state.version, digest)
+
+    def drop(self, oldest: int, state: State) -> None:
+        """Forget versions below ``oldest``, from which no device will start."""
+        for old in [version for version in self._bases if version < oldest]:
+            self.release(state, self._bases.pop(old).model)
+
+    def spare(self, layout: Layout) -> Model:
+        """A model to write into."""
+        return self._free.pop() if self._free else Model(layout)
+
+    def release(self, state: State, *models: Model) -> None:
+        """Take these models back for reuse, except bases and those that the state holds."""
+        used = {id(model) for model in state.models()}
+        used |= {id(base.model) for base in self._bases.values()}
+        self._free += [model for model in models if id(model) not in used]
+
+
+@dataclass(slots=True)
+class _Cost:
+    """What the run has cost so far."""
+
+    answers: int = 0
+    used: int = 0
+    gradients: int = 0
+    epochs: float = 0.0
+
+    def add(self, update: Contribution, batch: int | None) -> None:
+        """Count an update that went into a version; ``batch``: its minibatches' size."""
+        self.used += 1
+        self.gradients += update.steps
+        # a user's own train() may report 0 samples
+        self.epochs += update.steps / max(1, math.ceil(update.samples / (batch or math.inf)))
+
+
+class _Simulation:
+    """A simulation in progress."""
 
     def __init__(
         self,
@@ -157,7 +207,6 @@ class _Simulation:
         from fedstream.trainer.task import initial
 
         self._settings = settings
-        self._task = task
         self._on_version = on_version
         self._devices = devices_of(settings, task)
         self._plan = plan(settings, self._devices) if arrivals is None else iter(arrivals)
@@ -169,15 +218,13 @@ class _Simulation:
         self._measure = Measuring(settings.simulation, task, self._training)
         self._progress = Progress(State(0, x_0))
         self._digest = x_0.digest() if journal else "none"
-        self._bases = {0: _Base(x_0, 0, self._digest)}
-        self._newest = 0  # the plan's newest version
+        self._models = _Models(self._progress.state, self._digest)
         self._ahead: deque[PlannedEvent] = deque()
         self._trained: dict[int, tuple[Trained, Job]] = {}  # by task number
-        self._free: list[Model] = []
         self._entries = self._streak = 0
         self._refused: Counter[str] = Counter()
-        self._used, self._gradients, self._epochs, self._answers = 0, 0, 0.0, 0
-        self._time = self._measuring = 0.0
+        self._cost = _Cost()
+        self._measuring = 0.0
         self._versions: list[VersionMade] = []
         self._ending: _EndState | None = None
         self._journal = (
@@ -191,7 +238,7 @@ class _Simulation:
         if self._journal is not None:
             self._journal.close()
 
-    def outcome(self) -> SimulationResult:
+    def result(self) -> SimulationResult:
         """Run the simulation to its end."""
         from fedstream.trainer.vector import load
 
@@ -242,17 +289,17 @@ class _Simulation:
         for event in self._ahead:
             if len(found) == sizes[0]:
                 break
-            if isinstance(event, RoundOver) or event.version >= self._newest + left:
+            if isinstance(event, RoundOver) or event.version >= self._models.newest + left:
                 continue
             # The device's c_i is unknown until its earlier answer has been processed.
             waits = self._strategy.controls and event.device in devices
             devices.add(event.device)
-            if event.tau <= self._newest and event.n not in self._trained and not waits:
+            if event.tau <= self._models.newest and event.n not in self._trained and not waits:
                 found.append(event)
         return found[: next((size for size in sizes if size <= len(found)), len(found))]
 
     def _job(self, arrival: Arrival) -> Job:
-        base, vectors = self._bases[arrival.tau], self._progress.state.memory.devices
+        base, vectors = self._models.base(arrival.tau), self._progress.state.memory.devices
         return Job(
             arrival, base.model, base.version, base.digest, self._spare(),
             vectors[arrival.device] if vectors is not None else None,
@@ -261,27 +308,21 @@ class _Simulation:
     def _follow(self, event: PlannedEvent) -> None:
         """Advance the plan's newest version, and drop versions that no device will start from."""
         if event.makes:
-            self._newest += 1
-            state = self._progress.state
-            self._bases[self._newest] = _Base(state.model, state.version, self._digest)
-        for old in [version for version in self._bases if version < event.oldest]:
-            self._release(self._bases.pop(old).model)
+            self._models.add(self._progress.state, self._digest)
+        self._models.drop(event.oldest, self._progress.state)
 
     def _spare(self) -> Model:
-        return self._free.pop() if self._free else Model(self._progress.state.model.layout)
+        return self._models.spare(self._progress.state.model.layout)
 
     def _release(self, *models: Model) -> None:
-        """Recycle models, except those that are still a base or part of the state."""
-        used = {id(model) for model in self._progress.state.models()}
-        used |= {id(base.model) for base in self._bases.values()}
-        self._free += [model for model in models if id(model) not in used]
+        self._models.release(self._progress.state, *models)
 
     # what arrives
 
     def _take(self, arrival: Arrival, trained: Trained, job: Job) -> None:
         """Process an answer."""
         before, update = self._progress, job.into
-        self._answers += 1
+        self._cost.answers += 1
         upload = Upload(
             task=f"task-{arrival.n}", attempt="1", device=arrival.device, trainer="simulation",
             tau=job.version, base=job.digest, layout=update.layout.signature,
@@ -350,11 +391,7 @@ class _Simulation:
         if self._journal is not None:
             self._digest = state.model.digest()
         for update in updates:
-            batch = self._training.solver(update.device).batch_size
-            self._used += 1
-            self._gradients += update.steps
-            # a user's own train() may report 0 samples
-            self._epochs += update.steps / max(1, math.ceil(update.samples / (batch or math.inf)))
+            self._cost.add(update, self._training.solver(update.device).batch_size)
         every, last = self._settings.simulation.evaluate_every, state.version >= run.versions
         due = last or (every and state.version % every == 0)
         began = time.perf_counter()
@@ -366,8 +403,9 @@ class _Simulation:
             said = f"accuracy {metrics['accuracy']:.4f} reached"
             self._ending = "finished", said
         losses = [update.loss for update in updates if update.loss is not None]
+        cost = self._cost
         return VersionMade(
-            state.version, updates, self._used, self._gradients, self._epochs, 2 * self._answers,
+            state.version, updates, cost.used, cost.gradients, cost.epochs, 2 * cost.answers,
             at, sum(losses) / len(losses) if losses else None, metrics,
         )  # fmt: skip
 
