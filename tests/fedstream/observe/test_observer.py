@@ -12,13 +12,10 @@ from tests.fedstream.views import event
 from tests.support import Hand
 
 
-async def test_shown_state_is_at_least_as_new_as_the_measurements(
-    hand: Hand, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_shown_state_is_at_least_as_new_as_the_measurements(hand: Hand) -> None:
     """A display says both in one line."""
-    monkeypatch.setattr("fedstream.observe.observer._LOOK_S", 1e9)  # it is not time to look again
     await hand.create()
-    observer = Observer(hand.client, hand.keys)
+    observer = Observer(hand.client, hand.keys, look_s=1e9)  # it is never time to look again
     await observer.look()
     await hand.commit(1, await hand.admitted())
     await hand.ledger.tell(event("evaluation", version=1, metrics={"accuracy": 0.5}))
