@@ -34,7 +34,7 @@ from fedstream.observe import status as page
 from fedstream.observe.history import History
 from fedstream.observe.observer import Observer
 from fedstream.operate import dead
-from fedstream.recordings import pages as journal_pages
+from fedstream.recordings import pages
 from fedstream.recordings.bisect import Cause
 from fedstream.runtime.visible import visible
 from tests.fedstream.views import CREATED, event, version, view
@@ -186,12 +186,12 @@ def test_hostile_text_is_escaped_in_journals(
     scribe.refuse(3, reason=text)
     scribe.close()
     with opened(tmp_path) as chain:
-        journal_pages.show(journal_pages.lines(chain, journal_pages.Filter()))
+        pages.show(pages.lines(chain, pages.Filter()))
     assert is_harmless(capsys.readouterr().out)
     cause = Cause(1, text, 0, 0, math.inf, math.nan, 1e308, None)
     for said in (
-        journal_pages.verdict(Verdict(text, 0, 0, damage=text)),
-        journal_pages.cause(cause),
+        pages.verdict(Verdict(text, 0, 0, damage=text)),
+        pages.cause(cause),
     ):
         terminal.line(said)
     shown = capsys.readouterr().out

@@ -19,7 +19,7 @@ from fedstream.cli import journal as journal_commands
 from fedstream.journal import Segment, opened
 from fedstream.journal.inspection import model_at, recorded_versions
 from fedstream.journal.shares import stats
-from fedstream.recordings import pages as journal_pages
+from fedstream.recordings import pages
 from fedstream.recordings.bisect import search
 from fedstream.recordings.pages import fitting
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings
@@ -782,7 +782,7 @@ def test_table_fits_the_terminal(
     poisoned: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(journal_pages, "room", lambda: width)
+    monkeypatch.setattr(pages, "room", lambda: width)
     what, *options = arguments
     code, out, _ = journal(what, poisoned, *options)
     assert code == 0
