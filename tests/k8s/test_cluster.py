@@ -72,7 +72,7 @@ except PermissionError:
     ],
     ids=["ends", "writes", "hangs", "takes memory", "stays", "hook"],
 )  # fmt: skip
-async def test_what_nobody_asked_for_is_found(tmp_path: Path, one: Manifest, finding: str) -> None:
+async def test_unexpected_failures_are_found(tmp_path: Path, one: Manifest, finding: str) -> None:
     if "code 7" in finding and not sandbox.available():
         pytest.skip("the kernel has no Landlock")
     async with Cluster(tmp_path, {"python": PYTHON}) as cluster:
@@ -87,7 +87,7 @@ async def test_what_nobody_asked_for_is_found(tmp_path: Path, one: Manifest, fin
     assert finding in cluster.findings[0]
 
 
-async def test_who_was_killed_is_started_again_and_no_finding(tmp_path: Path) -> None:
+async def test_killed_process_is_restarted_without_a_finding(tmp_path: Path) -> None:
     code = "signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))\nwhile 1: signal.pause()"
     one = deployment(code, "1Gi")
     async with Cluster(tmp_path, {"python": PYTHON}) as cluster:

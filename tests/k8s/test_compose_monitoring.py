@@ -30,7 +30,7 @@ def mounts(service: str) -> dict[str, str]:
     return {here: there for here, there in pairs if here.startswith("./")}
 
 
-def test_it_is_there_only_when_it_is_asked_for() -> None:
+def test_monitoring_is_opt_in() -> None:
     assert set(WATCHING) == {"prometheus", "grafana"}
     for service in WATCHING.values():
         assert service["profiles"] == ["monitoring"]
@@ -48,7 +48,7 @@ def test_every_container_of_every_service_is_scraped() -> None:
     assert names["port"] == found.http.health_port
 
 
-def test_series_have_the_labels_that_the_dashboard_asks_for() -> None:
+def test_series_have_the_dashboards_labels() -> None:
     """As Kubernetes' ServiceMonitor gives them; the metrics' names: test_monitoring.py."""
     given = {"job", "instance"} | {one["target_label"] for one in JOB["relabel_configs"]}
     expressions = [
@@ -64,7 +64,7 @@ def test_series_have_the_labels_that_the_dashboard_asks_for() -> None:
     assert JOB["job_name"] == "fedstream", "as the alerts say"
 
 
-def test_grafana_finds_the_source_and_the_dashboard() -> None:
+def test_grafana_is_given_the_source_and_the_dashboard() -> None:
     inside = mounts("grafana")
     for here in (*inside, *mounts("prometheus")):
         assert (ROOT / here).is_file(), here
@@ -85,7 +85,7 @@ def test_grafana_finds_the_source_and_the_dashboard() -> None:
     assert config.partition("=")[2] == mounts("prometheus")["./compose/prometheus.yaml"]
 
 
-def test_the_alerts_are_those_of_kubernetes() -> None:
+def test_alerts_match_those_for_kubernetes() -> None:
     theirs = yaml.safe_load((DASHBOARD.parent / "alerts.yaml").read_text())["spec"]
     assert yaml.safe_load(ALERTS.read_text()) == theirs
     [name] = yaml.safe_load(CONFIG.read_text())["rule_files"]
@@ -96,7 +96,7 @@ def test_the_alerts_are_those_of_kubernetes() -> None:
 
 
 @pytest.mark.process
-def test_prometheus_takes_its_configuration(tmp_path: Path) -> None:
+def test_prometheus_accepts_its_configuration(tmp_path: Path) -> None:
     promtool = shutil.which("promtool")
     if promtool is None:
         pytest.skip("promtool is not installed")

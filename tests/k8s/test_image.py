@@ -50,7 +50,7 @@ def in_the_image() -> set[str]:
     return found
 
 
-def test_compose_has_the_manifests_images() -> None:
+def test_compose_uses_the_manifests_images() -> None:
     table = yaml.safe_load((K8S / "images" / "kustomization.yaml").read_text())["images"]
     images = {entry["name"]: f"{entry['newName']}:{entry['newTag']}" for entry in table}
     used = {name: service["image"] for name, service in SERVICES.items()}
@@ -60,7 +60,7 @@ def test_compose_has_the_manifests_images() -> None:
 
 
 @pytest.mark.parametrize("role", ROLES)
-def test_compose_starts_every_service_as_its_own_user(role: str) -> None:
+def test_compose_starts_every_service_with_its_own_user(role: str) -> None:
     service, env = SERVICES[role], environment(role)
     found = load(Settings, path=K8S / "base" / "run.toml", environ=env)
     assert service["command"] == [role]
@@ -99,7 +99,7 @@ def test_compose_scales_the_trainers() -> None:
     assert not {"container_name", "hostname", "ports"} & set(trainer)
 
 
-def test_compose_leaves_no_volume_without_a_name() -> None:
+def test_compose_names_every_volume() -> None:
     """Redis's image declares one at /data; `down` would leave it behind, each time another."""
     assert SERVICES["redis"]["tmpfs"] == ["/data"]
     named = {
@@ -111,7 +111,7 @@ def test_compose_leaves_no_volume_without_a_name() -> None:
     assert set(COMPOSE["volumes"]) == named
 
 
-def test_the_image_has_every_package_and_the_context_brings_it() -> None:
+def test_image_and_build_context_have_every_package() -> None:
     linked = {path.name for path in (ROOT / "fedstream").iterdir() if path.is_symlink()}
     packages = {"fedstream", *linked}
     copied = set(re.findall(r"^COPY (\w+) \1$", DOCKERFILE, re.MULTILINE))
@@ -123,7 +123,7 @@ def test_the_image_has_every_package_and_the_context_brings_it() -> None:
         assert set(line.split()) <= allowed, line
 
 
-def test_the_image_is_what_the_manifests_take_it_for() -> None:
+def test_image_matches_the_manifests_assumptions() -> None:
     final = DOCKERFILE.rpartition("\nFROM ")[2]
     assert 'ENTRYPOINT ["fedstream"]' in final
     user = re.search(r"^USER (\d+):(\d+)$", final, re.MULTILINE)
@@ -135,7 +135,7 @@ def test_the_image_is_what_the_manifests_take_it_for() -> None:
     )
 
 
-def test_the_image_takes_torch_from_one_of_two_lists() -> None:
+def test_image_installs_torch_from_one_of_two_lists() -> None:
     """By the build argument's word; which hashes they allow: tests/test_requirements.py."""
     words = re.findall(r"^ {6}(\w+)\) from=", DOCKERFILE, re.MULTILINE)
     assert words == ["cpu", "cuda"]
@@ -145,7 +145,7 @@ def test_the_image_takes_torch_from_one_of_two_lists() -> None:
     assert set(copied[1].split()) == {f"requirements/{name}.txt" for name in lists}
 
 
-def test_the_image_keeps_what_its_packages_ask_for() -> None:
+def test_image_satisfies_its_packages_requirements() -> None:
     """`pip check` runs while pip is there, before anything is removed: torch lost setuptools so."""
     removed = re.findall(r"pip uninstall --yes (.+)$", DOCKERFILE, re.MULTILINE)
     assert removed

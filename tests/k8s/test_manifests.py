@@ -58,25 +58,25 @@ def test_every_overlay_and_component_passes_every_check(renderings: dict[str, Ma
     assert found == []
 
 
-def test_the_sources_name_images_in_one_place() -> None:
+def test_images_are_named_in_one_place() -> None:
     assert list(sources()) == []
 
 
 @pytest.mark.parametrize("what", SITES)
-def test_what_is_wrong_of_a_site_is_seen(what: str, renderings: dict[str, Manifests]) -> None:
+def test_mistakes_in_a_site_are_detected(what: str, renderings: dict[str, Manifests]) -> None:
     change, expected = SITES[what]
     lines = broken(renderings["production with site"], change)
     assert any(re.search(expected, line) for line in lines), "\n".join(lines)
 
 
 @pytest.mark.parametrize("what", BREAKS)
-def test_what_is_wrong_is_seen(what: str, renderings: dict[str, Manifests]) -> None:
+def test_mistakes_are_detected(what: str, renderings: dict[str, Manifests]) -> None:
     change, expected = BREAKS[what]
     lines = broken(renderings["overlay production"], change)
     assert any(re.search(expected, line) for line in lines), "\n".join(lines)
 
 
-def test_keda_goes_with_rounds(renderings: dict[str, Manifests]) -> None:
+def test_keda_works_with_rounds(renderings: dict[str, Manifests]) -> None:
     """Their number of open tasks is their own: as the documentation says to write it."""
 
     def fedavg(manifests: Manifests) -> None:
@@ -90,12 +90,12 @@ def test_keda_goes_with_rounds(renderings: dict[str, Manifests]) -> None:
     assert broken(renderings["overlay production"], fedavg) == []
 
 
-def test_every_check_has_been_seen_to_fail() -> None:
+def test_every_check_can_fail() -> None:
     seen = (*BREAKS.values(), *SITES.values())
     assert {pattern.partition(":")[0] for _, pattern in seen} == set(CHECKS)
 
 
-def test_an_image_of_its_own_is_seen(tmp_path: Path) -> None:
+def test_unlisted_image_is_detected(tmp_path: Path) -> None:
     (tmp_path / "images").mkdir()
     text = (K8S / "images" / "kustomization.yaml").read_text()
     (tmp_path / "images" / "kustomization.yaml").write_text(text)
@@ -103,19 +103,19 @@ def test_an_image_of_its_own_is_seen(tmp_path: Path) -> None:
     assert any("a.yaml:2: image 'fedstream:0.9'" in line for line in sources(tmp_path))
 
 
-def test_tags_are_the_packages_version() -> None:
+def test_tags_match_the_packages_version() -> None:
     table = yaml.safe_load((K8S / "images" / "kustomization.yaml").read_text())["images"]
     tags = {entry["name"]: entry["newTag"] for entry in table}
     assert tags["fedstream"] == __version__
     assert tags["fedstream-cuda"] == f"{__version__}-cuda"
 
 
-def test_what_the_operator_makes_is_in_the_documentation() -> None:
+def test_operators_objects_are_documented() -> None:
     missing = [name for _, name in BY_THE_OPERATOR if name not in HOW_TO]
     assert missing == []
 
 
-def test_the_objects_in_the_documentation_are_valid() -> None:
+def test_documented_objects_are_valid() -> None:
     """What is to be copied from there would be taken by a cluster."""
     found = re.findall(r"```yaml\n(.*?)```", HOW_TO, re.DOTALL)
     blocks = [textwrap.dedent(one) for one in found]
@@ -128,7 +128,7 @@ def test_the_objects_in_the_documentation_are_valid() -> None:
     assert claim == {"claimName": "journal-updater-0"}
 
 
-def test_commands_in_the_documentation_name_what_is_there(renderings: dict[str, Manifests]) -> None:
+def test_documented_commands_name_existing_objects(renderings: dict[str, Manifests]) -> None:
     """A Secret that an overlay makes has the name of the one that the operator makes."""
     commands = "\n".join(re.findall(r"kubectl (?:-n|--namespace) fedstream ([^`\n]*)", HOW_TO))
     named = set(re.findall(r"get secret ([a-z-]+)", commands))
@@ -142,9 +142,7 @@ def test_commands_in_the_documentation_name_what_is_there(renderings: dict[str, 
     assert wanted - there == set()
 
 
-def test_an_overlay_of_ones_own_builds_on_production(
-    tmp_path: Path, renderings: dict[str, Manifests]
-) -> None:
+def test_own_overlay_builds_on_production(tmp_path: Path, renderings: dict[str, Manifests]) -> None:
     """The one in the documentation: another run.toml and task, and all else as it is."""
     [block] = re.findall(r"```yaml\n( *apiVersion: kustomize.*?)```", HOW_TO, re.DOTALL)
     (tmp_path / "run.toml").write_text("[run]\nversions = 7\n")
@@ -165,7 +163,7 @@ def test_an_overlay_of_ones_own_builds_on_production(
 @pytest.mark.skipif(
     not checkov.PROGRAM.is_file(), reason="checkov is not installed: make .venv-checkov/installed"
 )
-def test_checkov_sees_what_is_wrong_and_exceptions_that_nobody_needs() -> None:
+def test_checkov_finds_mistakes_and_unneeded_exceptions() -> None:
     manifests = on_base("keda")
     container(manifests, "trainer")["securityContext"].update(privileged=True)
     allowed = {**checkov.exceptions(), "CKV_K8S_1": "an exception for something that nobody does"}

@@ -114,7 +114,7 @@ def metric_of(name: str) -> str:
     return base if suits else name
 
 
-def test_expressions_are_taken_apart() -> None:
+def test_expressions_are_parsed() -> None:
     text = 'max by (a) (rate(x_total{b="c", d!~"e"}[5m])) / on (f) sum(y) > 0.1 and -z'
     assert series(text) == [
         Asked("x_total", frozenset("bd"), "max"),
@@ -126,7 +126,7 @@ def test_expressions_are_taken_apart() -> None:
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_every_metric_that_is_asked_for_is_documented(expression: str) -> None:
+def test_every_queried_metric_is_documented(expression: str) -> None:
     # and what is documented is what services expose: tests/fedstream/settings/test_metrics.py
     asked = series(expression)
     assert asked
@@ -140,7 +140,7 @@ def test_every_metric_that_is_asked_for_is_documented(expression: str) -> None:
 
 
 @pytest.mark.parametrize("expression", EXPRESSIONS)
-def test_what_every_coordinator_says_is_not_added_up(expression: str) -> None:
+def test_coordinators_metrics_are_not_summed(expression: str) -> None:
     for one in series(expression):
         if one.name.startswith(("fedstream_run_", "fedstream_redis_memory_")):
             assert one.gathered == "max", one.name
@@ -149,7 +149,7 @@ def test_what_every_coordinator_says_is_not_added_up(expression: str) -> None:
 # alerts
 
 
-def test_an_alert_says_what_it_means_and_what_to_do() -> None:
+def test_alerts_say_what_they_mean_and_what_to_do() -> None:
     headings = re.findall(r"^## (Fedstream\w+)$", (ROOT / RUNBOOK).read_text(), re.MULTILINE)
     anchors = {name.lower(): name for name in headings}
     for rule in ALERTS:
@@ -278,7 +278,7 @@ def told(changes: dict[str, str]) -> list[dict[str, str]]:
 
 
 @pytest.mark.process
-def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
+def test_alerts_fire_exactly_when_they_should(tmp_path: Path) -> None:
     promtool = tool("promtool", always_in_ci=False)
     (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": GROUPS}))
     tests = []
@@ -306,7 +306,7 @@ def test_alerts_fire_when_they_should_and_only_then(tmp_path: Path) -> None:
 # the dashboard
 
 
-def test_the_dashboard_is_one_that_grafana_can_show() -> None:
+def test_dashboard_is_valid_for_grafana() -> None:
     ids = [panel["id"] for panel in PANELS]
     assert len(set(ids)) == len(ids)
     variables = {one["name"]: one for one in DASHBOARD["templating"]["list"]}
@@ -337,7 +337,7 @@ def test_the_dashboard_is_one_that_grafana_can_show() -> None:
 # the objects
 
 
-def test_the_service_monitor_selects_the_service_of_all_pods() -> None:
+def test_service_monitor_selects_the_service_of_all_pods() -> None:
     monitor = loaded("servicemonitor.yaml")["spec"]
     service = yaml.safe_load((ROOT / "k8s" / "base" / "metrics.yaml").read_text())
     labels = monitor["selector"]["matchLabels"]
@@ -350,7 +350,7 @@ def test_the_service_monitor_selects_the_service_of_all_pods() -> None:
 
 
 @pytest.mark.process
-def test_it_renders_into_any_overlay(tmp_path: Path) -> None:
+def test_component_renders_into_any_overlay(tmp_path: Path) -> None:
     kubectl = tool("kubectl", always_in_ci=True)
     shutil.copytree(COMPONENT, tmp_path / "monitoring")
     overlay = tmp_path / "overlay"

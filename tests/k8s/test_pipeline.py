@@ -174,7 +174,7 @@ def said(pods: list[Pod], line: str) -> int:
     return sum(f'"{line}"' in log.read_text() for log in logs if log.exists())
 
 
-async def test_a_run_outlives_all_that_is_done_to_its_pods(
+async def test_run_survives_everything_done_to_its_pods(
     tmp_path: Path, images: dict[str, Image], kustomized: Kustomized
 ) -> None:
     """Trainers 0, 1, 6, 2, 0; Deployments rolled; updater evicted and killed; Redis restarted."""
@@ -291,7 +291,7 @@ class Scaler:
             await asyncio.sleep(_PACE_S)
 
 
-async def test_keda_brings_the_pool_trainers_beside_a_site_that_serves_its_own_devices(
+async def test_keda_scales_the_pool_beside_a_site(
     tmp_path: Path, images: dict[str, Image], kustomized: Kustomized
 ) -> None:
     """Components keda and site: from no trainer to as many as tasks are open, and to none."""
@@ -335,7 +335,7 @@ async def test_keda_brings_the_pool_trainers_beside_a_site_that_serves_its_own_d
     assert others == [], "but for a site's staleness, which counts from what it was handed"
 
 
-async def test_owners_serve_their_own_devices_whatever_redis_and_the_updater_lose(
+async def test_owners_keep_serving_whatever_redis_and_the_updater_lose(
     tmp_path: Path, images: dict[str, Image], kustomized: Kustomized
 ) -> None:
     """Components device-owners and redis-aof, and what overlay dev says of a journal that is lost.

@@ -52,7 +52,7 @@ def health(server: Redis) -> None:
     assert said(server.port, "ACL", "SETUSER", "health", "on", "nopass", "+ping") == b"+OK\r\n"
 
 
-def test_a_script_without_end_is_no_life(tmp_path: Path) -> None:
+def test_endless_script_fails_liveness(tmp_path: Path) -> None:
     """It takes connections, which is all that a probe by TCP would see."""
     with redis(tmp_path, "--busy-reply-threshold", "50") as server:
         health(server)
@@ -66,7 +66,7 @@ def test_a_script_without_end_is_no_life(tmp_path: Path) -> None:
         until(lambda: probe(server, "alive"), "it is over")
 
 
-def test_reading_its_file_is_life_and_not_yet_readiness(tmp_path: Path) -> None:
+def test_redis_loading_its_file_is_alive_but_not_ready(tmp_path: Path) -> None:
     """Else a Redis with much to read would be started again and again."""
     with redis(tmp_path, "--enable-debug-command", "yes") as server:
         health(server)
@@ -81,7 +81,7 @@ def test_reading_its_file_is_life_and_not_yet_readiness(tmp_path: Path) -> None:
             assert probe(server, "alive")
 
 
-async def test_connections_of_nobody_are_closed_and_ours_made_again(tmp_path: Path) -> None:
+async def test_dead_connections_are_closed_and_ours_reopened(tmp_path: Path) -> None:
     """By what redis.conf has: here with a shorter time."""
     lines = [line.split() for line in (K8S / "base" / "redis.conf").read_text().splitlines()]
     conf = {line[0]: line[1] for line in lines if len(line) == 2}
@@ -100,7 +100,7 @@ async def test_connections_of_nobody_are_closed_and_ours_made_again(tmp_path: Pa
         await ours.close()
 
 
-async def test_what_a_site_says_at_once_needs_no_second_place_in_redis(tmp_path: Path) -> None:
+async def test_burst_of_a_site_fits_the_output_buffer_limits(tmp_path: Path) -> None:
     """By what redis.conf has: here with a smaller limit. The coordinator goes on all the same."""
     lines = (K8S / "base" / "redis.conf").read_text().splitlines()
     [limit] = [line for line in lines if line.startswith("client-output-buffer-limit normal")]

@@ -41,7 +41,7 @@ secretGenerator:
 NODES = [f"sentinel-{number}.sentinels:26379" for number in range(3)]
 
 
-async def test_a_run_outlives_its_masters(tmp_path: Path, images: dict[str, Image]) -> None:
+async def test_run_survives_its_masters(tmp_path: Path, images: dict[str, Image]) -> None:
     """One is killed; then all are rolled, and the master hands over.
 
     The one that is killed comes back empty while no Sentinel answers.

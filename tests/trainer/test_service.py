@@ -133,7 +133,7 @@ async def test_trainer_may_exit_if_redis_is_gone_for_good(
     )
 
 
-async def test_exiting_trainer_names_redis_s_last_answer(hand: Hand, make: Make) -> None:
+async def test_exiting_trainer_reports_the_last_redis_error(hand: Hand, make: Make) -> None:
     await hand.create()
     trainer = make(settings=TrainerSettings(redis_away_s=0.3))
     async with running(trainer, context(), may_fail=True) as service:

@@ -64,7 +64,7 @@ def filled(
     [(FEDBUFF, 6.0), (AFA_CD, 6.0), (AFA_CS, 0.6), (SCAFFOLD, 6.0), (PER_STEP, 12.0)],
     ids=["fedbuff", "afa-cd", "afa-cs", "scaffold", "scaffold per step"],
 )
-async def test_a_delta_is_a_step_from_the_newest_version(
+async def test_delta_is_a_step_from_the_newest_version(
     make: Any, hand: Hand, rule: Rule, moved: float
 ) -> None:
     """Twice, the second from version 0: it is added to version 1. H gamma is a half."""
@@ -108,7 +108,7 @@ async def test_a_delta_is_a_step_from_the_newest_version(
         (PER_STEP, {"parameters": 1e3}, {"lr": 1e-29, "steps": 1}, "norm too large"),
     ],
 )  # fmt: skip
-async def test_what_is_no_use_is_refused_and_changes_nothing(
+async def test_unusable_update_is_refused_and_changes_nothing(
     make: Any, hand: Hand, client: Client, keys: Keys,
     rule: Rule, values: dict[str, float], changes: dict[str, Any], reason: str,
 ) -> None:  # fmt: skip
@@ -133,7 +133,7 @@ async def test_what_is_no_use_is_refused_and_changes_nothing(
 
 @pytest.mark.parametrize("rule", [FedAsyncSettings()])
 @pytest.mark.usefixtures("begun")
-async def test_a_rule_that_takes_models_refuses_a_delta(make: Any, hand: Hand, rule: Rule) -> None:
+async def test_rule_that_takes_models_refuses_a_delta(make: Any, hand: Hand, rule: Rule) -> None:
     async with running(make(rule), context()):
         await hand.join()
         await sent(hand, 1.0)
@@ -144,9 +144,7 @@ async def test_a_rule_that_takes_models_refuses_a_delta(make: Any, hand: Hand, r
 
 @pytest.mark.usefixtures("begun")
 @pytest.mark.parametrize("rule", [FEDBUFF, SCAFFOLD])
-async def test_what_a_rule_does_not_divide_by_need_not_be_there(
-    make: Any, hand: Hand, rule: Rule
-) -> None:
+async def test_fields_a_rule_does_not_use_may_be_missing(make: Any, hand: Hand, rule: Rule) -> None:
     async with running(make(rule), context()):
         await hand.join()
         await sent(hand, *filled(hand, 1.0), steps=0)
@@ -155,9 +153,7 @@ async def test_what_a_rule_does_not_divide_by_need_not_be_there(
 
 @pytest.mark.usefixtures("begun")
 @pytest.mark.parametrize("rule", RULES)
-async def test_the_largest_that_is_taken_overflows_nothing(
-    make: Any, hand: Hand, rule: Rule
-) -> None:
+async def test_largest_accepted_update_does_not_overflow(make: Any, hand: Hand, rule: Rule) -> None:
     largest = LARGEST_DELTA / 4
     async with running(make(rule, norm_factor=0), context()):
         await hand.join()
@@ -182,9 +178,7 @@ async def test_the_largest_that_is_taken_overflows_nothing(
         (FEDBUFF, math.inf, None, "not finite"),
     ],
 )
-def test_what_is_too_large_is_a_pure_decision(
-    rule: Rule, norm: float, max_norm: float | None, reason: str
-) -> None:
+def test_size_check_is_pure(rule: Rule, norm: float, max_norm: float | None, reason: str) -> None:
     upload = Upload(
         task="t", attempt="1", device=1, trainer="t1", tau=0, base="b", layout="l", digest="d",
         size=1, samples=1, steps=2, lr=0.1,
@@ -194,9 +188,7 @@ def test_what_is_too_large_is_a_pure_decision(
 
 @pytest.mark.usefixtures("begun")
 @pytest.mark.parametrize("rule", [ScaffoldSettings(buffer_size=2, max_staleness=1)])
-async def test_a_stale_update_leaves_what_is_remembered_of_its_device(
-    make: Any, hand: Hand, rule: Rule
-) -> None:
+async def test_stale_update_keeps_its_devices_memory(make: Any, hand: Hand, rule: Rule) -> None:
     updater = make(rule)
     async with running(updater, context()):
         await hand.join()

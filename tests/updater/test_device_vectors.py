@@ -185,7 +185,7 @@ def twin(hand: Hand, rule: Rule) -> Twin:
 
 
 @BOTH
-async def test_an_updater_killed_between_two_checkpoints_goes_on_to_the_same_bits(
+async def test_updater_killed_between_checkpoints_gives_the_same_bits(
     make: Any, hand: Hand, folder: Path, rule: Rule, twin: Twin
 ) -> None:
     few = {"segment_versions": 2}
@@ -213,7 +213,7 @@ async def test_an_updater_killed_between_two_checkpoints_goes_on_to_the_same_bit
 
 
 @BOTH
-async def test_devices_that_are_long_silent_outlive_the_segments_that_go(
+async def test_vectors_of_silent_devices_outlive_deleted_segments(
     make: Any, hand: Hand, folder: Path, rule: Rule, twin: Twin
 ) -> None:
     few = {"segment_versions": 1, "keep_segments": 2}
@@ -228,7 +228,7 @@ async def test_devices_that_are_long_silent_outlive_the_segments_that_go(
     await as_the_twin(hand, twin)
 
 
-async def test_the_number_of_devices_does_not_change_over_a_restart(make: Any, hand: Hand) -> None:
+async def test_number_of_devices_cannot_change_on_restart(make: Any, hand: Hand) -> None:
     async with running(make(AFA_CS), context()):
         await hand.join()
     fewer = AFA_CS.model_copy(update={"devices": 4})
@@ -239,7 +239,7 @@ async def test_the_number_of_devices_does_not_change_over_a_restart(make: Any, h
 
 
 @pytest.mark.parametrize("rule", [SCAFFOLD])
-async def test_redis_has_every_devices_control_before_its_task_ends(
+async def test_control_is_in_redis_before_its_task_ends(
     make: Any, hand: Hand, redis: RedisSettings, rule: Rule, twin: Twin
 ) -> None:
     commit = Script("commit")._sha.encode()
@@ -260,7 +260,7 @@ async def test_redis_has_every_devices_control_before_its_task_ends(
 
 
 @pytest.mark.parametrize("rule", [SCAFFOLD])
-async def test_the_controls_are_there_again_after_a_restart_and_after_redis_lost_everything(
+async def test_controls_are_restored_after_a_restart_and_an_emptied_redis(
     make: Any, hand: Hand, client: Client, rule: Rule, twin: Twin
 ) -> None:
     async with running(make(rule, lease_s=0.4), context()):
@@ -288,7 +288,7 @@ async def whole(hand: Hand) -> bool:
 
 
 @pytest.mark.parametrize("rule", [SCAFFOLD])
-async def test_the_control_of_a_buffered_update_is_there_when_the_update_is_found_again(
+async def test_control_of_a_buffered_update_is_restored_with_it(
     make: Any, hand: Hand, redis: RedisSettings, folder: Path, rule: Rule, twin: Twin
 ) -> None:
     async with Proxy(redis) as proxy:
@@ -314,7 +314,7 @@ async def test_the_control_of_a_buffered_update_is_there_when_the_update_is_foun
 
 
 @pytest.mark.parametrize("rule", [SCAFFOLD.model_copy(update={"max_staleness": 0})])
-async def test_a_refused_update_hands_nothing_out(
+async def test_refused_update_hands_out_nothing(
     make: Any, hand: Hand, redis: RedisSettings, rule: Rule, twin: Twin
 ) -> None:
     hand_out = Script("hand_out")._sha.encode()
@@ -342,7 +342,7 @@ async def test_a_refused_update_hands_nothing_out(
 
 
 @pytest.mark.parametrize("rule", [SCAFFOLD])
-async def test_what_a_superseded_updater_hands_out_no_trainer_reads(
+async def test_trainers_ignore_a_fenced_updaters_vectors(
     make: Any, hand: Hand, redis: RedisSettings, rule: Rule, twin: Twin
 ) -> None:
     """It sleeps past its lease between its record and its commit; what it had sent comes late."""
@@ -399,7 +399,7 @@ async def arrives(hand: Hand, data: bytes) -> None:
 
 @pytest.mark.parametrize("rule", [SCAFFOLD])
 @pytest.mark.parametrize("lost", ["its end", "all of it"])
-async def test_an_updater_that_adopts_redis_model_adopts_the_controls_too(
+async def test_adopting_redis_model_adopts_its_controls(
     lost: str, make: Any, hand: Hand, folder: Path, tmp_path: Path, rule: Rule, twin: Twin
 ) -> None:
     async with running(make(rule), context()):
@@ -419,7 +419,7 @@ async def test_an_updater_that_adopts_redis_model_adopts_the_controls_too(
 
 
 @pytest.mark.parametrize("rule", [SCAFFOLD])
-async def test_c_is_the_mean_again_behind_a_batch_that_was_given_up(
+async def test_control_is_the_mean_again_after_an_abandoned_batch(
     make: Any, hand: Hand, folder: Path, rule: Rule, twin: Twin
 ) -> None:
     async with running(make(rule), context()):
@@ -495,7 +495,7 @@ class Kept:
 
 @BOTH
 @pytest.mark.parametrize("keep", [1, 2, 4])
-async def test_what_retention_leaves_can_be_rebuilt_and_replayed(
+async def test_retained_segments_can_be_rebuilt_and_replayed(
     keep: int, folder: Path, rule: Rule
 ) -> None:
     """At every moment, whoever was silent, and from every version that is said to be there."""
@@ -521,7 +521,7 @@ async def test_what_retention_leaves_can_be_rebuilt_and_replayed(
     await kept.recorder.close()
 
 
-async def test_a_vector_that_was_stored_again_is_found_for_the_segments_before_too(
+async def test_vector_stored_again_serves_earlier_segments(
     folder: Path,
 ) -> None:
     kept = Kept(folder, AFA_CS, keep_segments=3)
@@ -544,7 +544,7 @@ async def test_a_vector_that_was_stored_again_is_found_for_the_segments_before_t
     assert not (folder / SECOND).exists()
 
 
-async def test_a_segment_that_an_operator_deleted_is_made_up_for_while_the_updater_lives(
+async def test_running_updater_compensates_for_a_deleted_segment(
     folder: Path,
 ) -> None:
     kept = Kept(folder, SCAFFOLD)
@@ -562,7 +562,7 @@ async def test_a_segment_that_an_operator_deleted_is_made_up_for_while_the_updat
         assert replayer.oldest == 2
 
 
-async def test_who_has_a_successor_begins_no_segment_and_deletes_none(folder: Path) -> None:
+async def test_fenced_updater_neither_starts_nor_deletes_segments(folder: Path) -> None:
     """The successor's segments may need the vectors in those before them."""
     kept = Kept(folder, SCAFFOLD, keep_segments=1)
     await kept.segment()
@@ -575,7 +575,7 @@ async def test_who_has_a_successor_begins_no_segment_and_deletes_none(folder: Pa
     await kept.recorder.close()
 
 
-async def test_an_old_segment_that_cannot_be_deleted_stays_until_the_next_one_begins(
+async def test_undeletable_segment_is_kept_until_the_next_starts(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each restart would write a checkpoint more, and end by the same segment."""
@@ -615,7 +615,7 @@ def two(folder: Path, rule: Rule, **options: Any) -> Scribe:
 
 
 @BOTH
-def test_a_segment_that_is_missing_is_named_with_who_needs_it(folder: Path, rule: Rule) -> None:
+def test_missing_segment_is_named_with_its_dependant(folder: Path, rule: Rule) -> None:
     two(folder, rule)
     (folder / FIRST).unlink()  # nobody needs it: it began with nothing
     (folder / SECOND).unlink()
@@ -629,7 +629,7 @@ def test_a_segment_that_is_missing_is_named_with_who_needs_it(folder: Path, rule
 
 
 @BOTH
-def test_a_damaged_vector_is_found_with_its_place(folder: Path, rule: Rule) -> None:
+def test_damaged_vector_is_located(folder: Path, rule: Rule) -> None:
     two(folder, rule)
     with Segment(folder / SECOND) as segment:
         found = {message.device: record for record, message in segment.vectors()}
@@ -653,7 +653,7 @@ def test_a_damaged_vector_is_found_with_its_place(folder: Path, rule: Rule) -> N
     assert found[2].place.where in str(raised.value)
 
 
-def test_a_vector_that_is_not_where_it_is_said_to_be(folder: Path) -> None:
+def test_misplaced_vector_is_an_error(folder: Path) -> None:
     scribe = two(folder, AFA_CS)
     with Segment(folder / "00000001-000002.journal") as segment:
         segment.elsewhere[9] = SECOND
@@ -664,7 +664,7 @@ def test_a_vector_that_is_not_where_it_is_said_to_be(folder: Path) -> None:
 
 @pytest.mark.parametrize("floats", [1024, 1000, 2048])
 @pytest.mark.parametrize("in_memory", [0, 1 << 30])
-def test_vectors_that_begin_on_a_page_go_to_disk_as_they_are(
+def test_page_aligned_vectors_are_written_unchanged(
     in_memory: int, floats: int, folder: Path
 ) -> None:
     """A row of a large array is no block of pages of its own, wherever it lies."""
@@ -690,7 +690,7 @@ def test_vectors_that_begin_on_a_page_go_to_disk_as_they_are(
     assert same(found.state.memory.devices, vectors)
 
 
-def test_a_release_that_does_not_know_of_vectors_says_so(
+def test_release_without_vectors_refuses_the_journal(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     two(folder, AFA_CS)
@@ -703,7 +703,7 @@ def test_a_release_that_does_not_know_of_vectors_says_so(
 
 
 @BOTH
-def test_a_replay_from_the_middle_is_as_it_was(folder: Path, rule: Rule) -> None:
+def test_replay_from_the_middle_is_identical(folder: Path, rule: Rule) -> None:
     scribe = two(folder, rule)
     for begin in range(scribe.version + 1):
         with Replayer(folder, from_version=begin) as replayer:
@@ -713,9 +713,7 @@ def test_a_replay_from_the_middle_is_as_it_was(folder: Path, rule: Rule) -> None
 
 @BOTH
 @pytest.mark.parametrize("begin", [0, 1, 2, 3])
-def test_another_rule_beside_leaves_the_recorded_one_alone(
-    begin: int, folder: Path, rule: Rule
-) -> None:
+def test_other_rule_does_not_affect_the_recorded_one(begin: int, folder: Path, rule: Rule) -> None:
     """They share no vector: what one remembers of a device, the other does not."""
     scribe = two(folder, rule)
     before = {path.name: path.read_bytes() for path in folder.glob("*.journal")}
@@ -743,7 +741,7 @@ def test_another_rule_beside_leaves_the_recorded_one_alone(
     assert {path.name: path.read_bytes() for path in folder.glob("*.journal")} == before
 
 
-def test_another_rule_does_not_go_on_with_a_sum_that_means_something_else(folder: Path) -> None:
+def test_other_rule_does_not_inherit_an_incompatible_sum(folder: Path) -> None:
     """AFA-CS keeps the sum over all devices; FedBuff's begins with zero, from any version."""
     two(folder, AFA_CS)
     buffered = FedBuffSettings(buffer_size=2)
@@ -767,7 +765,7 @@ def test_another_rule_does_not_go_on_with_a_sum_that_means_something_else(folder
         (SCAFFOLD, AFA_CS, "afa-cs takes deltas, but scaffold's .* deltas and control variates"),
     ],
 )
-def test_a_rule_that_takes_something_else_is_told_in_a_line(
+def test_incompatible_rule_is_a_one_line_error(
     recorded: Rule, wanted: Rule, said: str, folder: Path
 ) -> None:
     scribe = Scribe(folder, recorded, layout=layout_for(recorded))
@@ -781,7 +779,7 @@ def test_a_rule_that_takes_something_else_is_told_in_a_line(
     assert "\n" not in str(raised.value)
 
 
-def test_what_a_live_updater_would_refuse_is_left_out_of_another_rule(folder: Path) -> None:
+def test_other_rule_drops_updates_a_live_updater_would_refuse(folder: Path) -> None:
     scribe = Scribe(folder, FedBuffSettings(buffer_size=1))
     scribe.update(7)
     scribe.update(1, steps=0)
@@ -796,7 +794,7 @@ def test_what_a_live_updater_would_refuse_is_left_out_of_another_rule(folder: Pa
         assert [one.device for step in steps for one in step.made or ()] == used
 
 
-def test_the_servers_control_is_the_mean_of_the_devices_at_every_version(folder: Path) -> None:
+def test_servers_control_is_always_the_mean_of_the_devices(folder: Path) -> None:
     scribe = Scribe(folder, SCAFFOLD, layout=layout_for(SCAFFOLD))
     rng = np.random.default_rng(1)
     for n in range(40):
@@ -827,7 +825,7 @@ Journal = Callable[..., tuple[int, str, str]]
 
 
 @BOTH
-def test_the_journals_commands_read_it(journal: Journal, rule: Rule, folder: Path) -> None:
+def test_journal_commands_read_vectors(journal: Journal, rule: Rule, folder: Path) -> None:
     scribe = two(folder, rule)
     for command in ("verify", "show", "stats"):
         code, out, error = journal(command, folder)
@@ -839,7 +837,7 @@ def test_the_journals_commands_read_it(journal: Journal, rule: Rule, folder: Pat
 
 
 @BOTH
-def test_an_exported_version_is_the_module_s_own_tensors(
+def test_export_contains_only_the_modules_tensors(
     journal: Journal, tmp_path: Path, rule: Rule, folder: Path
 ) -> None:
     digits = initial(load_task("digits", TaskSettings()), 0).layout
@@ -855,7 +853,7 @@ def test_an_exported_version_is_the_module_s_own_tensors(
 
 
 @BOTH
-def test_verify_finds_a_damaged_vector_and_goes_on(
+def test_verify_finds_a_damaged_vector_and_continues(
     journal: Journal, folder: Path, rule: Rule
 ) -> None:
     two(folder, rule)

@@ -38,7 +38,7 @@ def index(tmp_path: Path) -> Any:
 # the index
 
 
-def test_it_knows_what_was_added_before_and_after_it_is_written(index: Ended) -> None:
+def test_index_knows_ends_before_and_after_writing(index: Ended) -> None:
     index.add(end(1))
     assert index.get("task-0001") == end(1)
     index.write("line-1", "00000001-000001.journal", 0)
@@ -47,7 +47,7 @@ def test_it_knows_what_was_added_before_and_after_it_is_written(index: Ended) ->
     assert stat.S_IMODE(index.path.stat().st_mode) == 0o600
 
 
-def test_what_waits_in_memory_is_bounded(index: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_waiting_ends_use_bounded_memory(index: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedstream.journal.ended._WAITING", 4)
     for n in range(10):
         index.add(end(n))
@@ -55,7 +55,7 @@ def test_what_waits_in_memory_is_bounded(index: Ended, monkeypatch: pytest.Monke
     assert [index.get(f"task-{n:04d}") for n in range(10)] == [end(n) for n in range(10)]
 
 
-def test_what_is_added_the_moment_that_a_write_is_over_still_waits(
+def test_ends_added_during_a_write_still_wait(
     index: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A write goes on in its thread when nobody waits for it any more."""
@@ -78,7 +78,7 @@ def test_what_is_added_the_moment_that_a_write_is_over_still_waits(
     assert index.get("task-0001") == end(1)
 
 
-def test_what_ended_before_the_oldest_segment_goes(tmp_path: Path, index: Ended) -> None:
+def test_ends_before_the_oldest_segment_are_deleted(tmp_path: Path, index: Ended) -> None:
     for n in range(6):
         index.add(end(n))
     for number, version in enumerate((0, 3, 6)):
@@ -147,7 +147,7 @@ def _behind(path: Path) -> None:
 @pytest.mark.parametrize(
     "lost", [_missing, _damaged, _damaged_in_a_page, _of_another_journal, _behind]
 )
-def test_it_is_made_anew_from_the_journal(tmp_path: Path, lost: Any) -> None:
+def test_index_is_rebuilt_from_the_journal(tmp_path: Path, lost: Any) -> None:
     tasks = journal(tmp_path)
     index, unread = opened(tmp_path)
     index.close()
@@ -161,9 +161,7 @@ def test_it_is_made_anew_from_the_journal(tmp_path: Path, lost: Any) -> None:
     index.close()
 
 
-def test_one_that_is_whole_is_not_made_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_intact_index_is_not_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = journal(tmp_path)
     opened(tmp_path)[0].close()
     monkeypatch.setattr(Ended, "_made_of", None)
@@ -172,7 +170,7 @@ def test_one_that_is_whole_is_not_made_anew(
     index.close()
 
 
-def test_damage_that_is_seen_while_it_is_used_is_gone_with_the_next_start(
+def test_damaged_index_is_rebuilt_on_the_next_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tasks = journal(tmp_path)
@@ -190,7 +188,7 @@ def test_damage_that_is_seen_while_it_is_used_is_gone_with_the_next_start(
     index.close()
 
 
-def test_what_the_journal_has_no_more_is_said_and_refused_from_then_on(tmp_path: Path) -> None:
+def test_ends_missing_from_the_journal_are_reported(tmp_path: Path) -> None:
     journal(tmp_path)
     first = min(tmp_path.glob("*.journal"))
     third = list(segments(tmp_path)[0].records())[2]
@@ -203,7 +201,7 @@ def test_what_the_journal_has_no_more_is_said_and_refused_from_then_on(tmp_path:
     index.close()
 
 
-def test_a_full_disk_is_waited_for_and_a_broken_file_named(
+def test_full_disk_is_waited_out_and_a_broken_file_named(
     index: Ended, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     index.add(end(1))
@@ -232,7 +230,7 @@ def test_a_full_disk_is_waited_for_and_a_broken_file_named(
 
 
 @pytest.mark.parametrize("restarted", [False, True])
-async def test_a_redis_that_is_older_than_what_is_remembered_brings_no_second_record(
+async def test_redis_fallback_causes_no_second_record(
     make: Any, hand: Hand, client: Client, folder: Path, restarted: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -271,7 +269,7 @@ async def _again(hand: Hand, client: Client, backup: Any, uploads: Any) -> None:
     await hand.balanced()
 
 
-async def test_a_buffered_update_is_no_second_one_at_its_own_version(
+async def test_buffered_update_is_not_a_duplicate_of_itself(
     make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its end carries its tau: no version was made by it."""

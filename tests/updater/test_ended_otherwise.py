@@ -61,7 +61,7 @@ async def _applied_and_open_again(make: Any, hand: Hand, client: Client) -> tupl
 
 
 @pytest.mark.parametrize("end", [_withdrawn, _round_over, _refused, _buried])
-async def test_what_a_coordinator_ended_meanwhile_is_taken_back(
+async def test_coordinators_conflicting_end_is_revoked(
     make: Any, hand: Hand, client: Client, end: Ending
 ) -> None:
     trigger, upload = await _applied_and_open_again(make, hand, client)
@@ -86,7 +86,7 @@ async def _is_applied_alone(hand: Hand, trigger: Trigger) -> None:
     assert last.text.startswith("not ")
 
 
-async def test_one_that_ends_while_the_updater_repairs_is_taken_back(
+async def test_end_during_a_repair_is_revoked(
     make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between its look at what is open and the script."""
@@ -116,7 +116,7 @@ async def _given_up(hand: Hand) -> Trigger:
     return trigger
 
 
-async def test_a_commit_takes_it_back_too_and_once(hand: Hand) -> None:
+async def test_commit_revokes_a_conflicting_end_once(hand: Hand) -> None:
     trigger = await _given_up(hand)
     for _ in range(2):  # the second time its reply was lost
         assert await hand.commit(1, ends=[End(trigger.task, "a1", "applied")]) == "done"
@@ -133,7 +133,7 @@ async def test_only_the_reason_may_differ(hand: Hand) -> None:
     assert {why: n for why, n in view.reasons("given_up").items() if n} == {"run finished": 1}
 
 
-async def test_an_end_that_the_journal_lost_takes_nothing_back(hand: Hand) -> None:
+async def test_end_lost_by_the_journal_revokes_nothing(hand: Hand) -> None:
     """Who adopted Redis's model knows that these tasks ended, and not how."""
     await hand.create()
     [trigger] = await hand.open()
@@ -145,7 +145,7 @@ async def test_an_end_that_the_journal_lost_takes_nothing_back(hand: Hand) -> No
     assert (await hand.ledger.look()).outcomes["given_up"] == 0
 
 
-async def test_a_letter_that_was_retried_meanwhile_counts_as_dead_no_more(hand: Hand) -> None:
+async def test_retried_letter_no_longer_counts_as_dead(hand: Hand) -> None:
     """Its retry is a task of its own."""
     await hand.create()
     [trigger] = await hand.open()

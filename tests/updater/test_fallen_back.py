@@ -68,7 +68,7 @@ async def buffered_and_given_up(
 
 
 @pytest.mark.parametrize("restarts", [0, 2])
-async def test_a_fall_back_within_a_version_is_noticed_by_who_takes_over(
+async def test_successor_notices_a_fallback_within_a_version(
     make: Any, hand: Hand, client: Client, restarts: int
 ) -> None:
     trigger = await buffered_and_given_up(make, hand, client, restarts=restarts)
@@ -79,7 +79,7 @@ async def test_a_fall_back_within_a_version_is_noticed_by_who_takes_over(
 
 
 @pytest.mark.parametrize("idle_ms", [20, 3_600_000])  # by a look at Redis, or by the next commit
-async def test_a_fall_back_within_a_version_is_noticed_while_the_updater_lives(
+async def test_running_updater_notices_a_fallback_within_a_version(
     make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch, idle_ms: int
 ) -> None:
     idle_after(monkeypatch, idle_ms)
@@ -104,7 +104,7 @@ async def test_a_fall_back_within_a_version_is_noticed_while_the_updater_lives(
         assert await nonzero(hand) == {"issued": 1, "buffered": 1}
 
 
-async def test_what_is_decided_on_does_not_count_as_lost(
+async def test_decided_tasks_do_not_count_as_lost(
     make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its record comes, though Redis was emptied before."""
@@ -123,7 +123,7 @@ async def test_what_is_decided_on_does_not_count_as_lost(
         assert await nonzero(hand) == {"issued": 2, "applied": 2}
 
 
-async def test_what_a_redis_that_fell_back_knows_better_is_not_counted_from_before(
+async def test_newer_counts_of_a_fallen_back_redis_win(
     make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     idle_after(monkeypatch, 20)
@@ -145,7 +145,7 @@ async def test_what_a_redis_that_fell_back_knows_better_is_not_counted_from_befo
 # one step
 
 
-async def test_a_commit_finds_that_ends_were_forgotten(hand: Hand, client: Client) -> None:
+async def test_commit_detects_forgotten_ends(hand: Hand, client: Client) -> None:
     await hand.create()
     first, second = await hand.admitted(), await hand.admitted()
     backup = await backed_up(client)
@@ -164,9 +164,7 @@ async def test_a_commit_finds_that_ends_were_forgotten(hand: Hand, client: Clien
     await hand.balanced()
 
 
-async def test_a_task_that_redis_forgot_is_counted_with_its_end_and_once(
-    hand: Hand, client: Client
-) -> None:
+async def test_forgotten_task_is_counted_once_with_its_end(hand: Hand, client: Client) -> None:
     """It was issued behind the moment to which Redis fell back."""
     await hand.create()
     backup = await backed_up(client)
@@ -194,9 +192,7 @@ async def again(hand: Hand, counts: dict[str, int], journalled: dict[str, int]) 
     await hand.balanced()
 
 
-async def test_what_coordinators_ended_in_two_pasts_is_not_added_up(
-    hand: Hand, client: Client
-) -> None:
+async def test_ends_from_two_histories_are_not_added_up(hand: Hand, client: Client) -> None:
     await hand.create()
     [one, other] = await hand.open(2)
     await hand.dispatch()
@@ -211,9 +207,7 @@ async def test_what_coordinators_ended_in_two_pasts_is_not_added_up(
         assert await nonzero(hand) == {"issued": 2, "given_up": 1, "given_up:deadline passed": 1}
 
 
-async def test_what_was_lost_with_redis_and_is_there_again_is_not_lost(
-    hand: Hand, client: Client
-) -> None:
+async def test_recovered_task_is_not_counted_as_lost(hand: Hand, client: Client) -> None:
     """An old backup is played back after Redis was emptied."""
     await hand.create()
     await hand.open(2)
@@ -238,7 +232,7 @@ async def test_what_was_lost_with_redis_and_is_there_again_is_not_lost(
 # publishing again
 
 
-async def test_the_updater_goes_on_though_the_reply_to_publishing_several_versions_was_lost(
+async def test_lost_reply_to_publishing_several_versions_is_harmless(
     make: Any,
     hand: Hand,
     client: Client,
@@ -272,7 +266,7 @@ async def test_the_updater_goes_on_though_the_reply_to_publishing_several_versio
     assert await nonzero(hand) == {"issued": 4, "applied": 4}
 
 
-async def test_redis_falls_back_once_more_while_the_updater_repairs(
+async def test_redis_may_fall_back_again_during_a_repair(
     make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between its look at what is open and the script."""

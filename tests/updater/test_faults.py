@@ -160,7 +160,7 @@ async def limited(hand: Hand, room: int) -> None:
 # a disk that is full when a segment is begun
 
 
-async def test_nothing_is_published_until_the_journal_has_begun(
+async def test_nothing_is_published_before_the_journal_starts(
     make: Any, hand: Hand, disk: Disk, folder: Path
 ) -> None:
     disk.full = True
@@ -190,7 +190,7 @@ def tasks(folder: Path) -> list[str]:
     return [record.upload.task for record in records(folder) if isinstance(record, Taken)]
 
 
-async def test_nothing_is_taken_until_the_journal_goes_on(
+async def test_nothing_is_read_until_the_journal_continues(
     make: Any, hand: Hand, disk: Disk, folder: Path
 ) -> None:
     await makes(hand, make(), 4.0)
@@ -205,7 +205,7 @@ async def test_nothing_is_taken_until_the_journal_goes_on(
     assert await floats(hand) == [5.0] * 4
 
 
-async def test_a_segment_that_could_not_be_begun_names_the_one_before_once_it_can(
+async def test_delayed_segment_names_its_predecessor(
     make: Any, hand: Hand, disk: Disk, folder: Path
 ) -> None:
     await makes(hand, make(), 4.0)
@@ -220,7 +220,7 @@ async def test_a_segment_that_could_not_be_begun_names_the_one_before_once_it_ca
     assert [record.version for record in records(folder)] == [1]
 
 
-async def test_adopting_goes_on_after_the_disk_was_full(
+async def test_adopting_continues_after_a_full_disk(
     make: Any, hand: Hand, disk: Disk, end: End, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await loses_its_end(make, hand, end, 4.0, 4.0)
@@ -242,7 +242,7 @@ async def test_adopting_goes_on_after_the_disk_was_full(
     assert list(digests(folder)) == [1, 4, 5]
 
 
-async def test_a_run_that_is_gone_when_it_is_to_be_adopted_is_looked_for_again(
+async def test_adopting_looks_again_for_a_missing_run(
     make: Any, hand: Hand, end: End, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Redis was emptied since, or answered for another moment."""
@@ -266,7 +266,7 @@ async def test_a_run_that_is_gone_when_it_is_to_be_adopted_is_looked_for_again(
     assert times == 2
 
 
-async def test_adopting_that_fails_leaves_all_as_it_was(
+async def test_failed_adoption_changes_nothing(
     make: Any, hand: Hand, disk: Disk, end: End, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of a task that is in no journal it would say that it has ended."""
@@ -299,7 +299,7 @@ async def test_adopting_that_fails_leaves_all_as_it_was(
     assert kept == [True]
 
 
-async def test_a_journal_that_is_deleted_under_its_updater_is_one_clear_line(
+async def test_journal_deleted_while_running_is_a_one_line_error(
     make: Any, hand: Hand, folder: Path
 ) -> None:
     async with running(make(), context(), may_fail=True) as updater:
@@ -320,7 +320,7 @@ async def test_a_journal_that_is_deleted_under_its_updater_is_one_clear_line(
 
 
 @pytest.mark.usefixtures("never_idle")
-async def test_the_lost_end_of_a_finished_run_is_made_again_from_the_queue(
+async def test_lost_end_of_a_finished_run_is_remade_from_the_queue(
     make: Any, hand: Hand, end: End, folder: Path, idle_after: Callable[[int], None]
 ) -> None:
     async with running(make(versions=3, **LATE), context()):
@@ -346,7 +346,7 @@ async def test_the_lost_end_of_a_finished_run_is_made_again_from_the_queue(
 
 
 @pytest.mark.usefixtures("never_idle")
-async def test_adopting_uses_no_update_that_has_ended_and_every_one_that_has_not(
+async def test_adopting_uses_exactly_the_unfinished_updates(
     make: Any, hand: Hand, folder: Path, idle_after: Callable[[int], None]
 ) -> None:
     async with running(make(**LATE), context()):
@@ -366,7 +366,7 @@ async def test_adopting_uses_no_update_that_has_ended_and_every_one_that_has_not
 
 @pytest.mark.usefixtures("never_idle")
 @pytest.mark.parametrize("base", [None, 1], ids=["on-the-newest", "on-what-the-journal-has"])
-async def test_a_published_version_is_never_made_again_as_another(
+async def test_published_version_is_never_remade_differently(
     make: Any,
     hand: Hand,
     end: End,
@@ -402,7 +402,7 @@ async def test_a_published_version_is_never_made_again_as_another(
     await hand.balanced()
 
 
-async def test_redis_that_is_emptied_while_a_lost_end_is_made_again_has_the_journal_s(
+async def test_redis_emptied_while_remaking_follows_the_journal(
     make: Any, hand: Hand, client: Client, end: End, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await loses_its_end(make, hand, end, 8.0, 8.0)
@@ -424,7 +424,7 @@ async def test_redis_that_is_emptied_while_a_lost_end_is_made_again_has_the_jour
 
 
 @pytest.mark.usefixtures("never_idle")
-async def test_an_update_is_taken_into_a_round_once_though_redis_is_away_while_it_is_made_again(
+async def test_update_counts_once_in_a_remade_round(
     make: Any,
     hand: Hand,
     redis: RedisSettings,
@@ -460,7 +460,7 @@ async def test_an_update_is_taken_into_a_round_once_though_redis_is_away_while_i
     ]  # fmt: skip
 
 
-async def test_adopting_that_was_killed_half_way_is_done(
+async def test_interrupted_adoption_is_completed(
     make: Any, hand: Hand, redis: RedisSettings, folder: Path
 ) -> None:
     await makes(hand, make(), 4.0)
@@ -479,7 +479,7 @@ async def test_adopting_that_was_killed_half_way_is_done(
 
 
 @pytest.mark.usefixtures("never_idle")
-async def test_the_end_of_a_round_that_is_found_again_ends_no_other(
+async def test_repeated_round_end_ends_no_other_round(
     make: Any, hand: Hand, folder: Path, idle_after: Callable[[int], None]
 ) -> None:
     async with running(make(ROUNDS, **LATE), context()):
@@ -499,7 +499,7 @@ async def test_the_end_of_a_round_that_is_found_again_ends_no_other(
 
 
 @pytest.mark.usefixtures("never_idle")
-async def test_a_segment_remembers_the_ends_of_rounds_before_it(
+async def test_segment_remembers_earlier_round_ends(
     make: Any, hand: Hand, folder: Path, idle_after: Callable[[int], None]
 ) -> None:
     async with running(make(ROUNDS, segment_bytes=1, **LATE), context()):
@@ -514,7 +514,7 @@ async def test_a_segment_remembers_the_ends_of_rounds_before_it(
     assert [type(record) for record in records(folder)] == [RoundClosed]
 
 
-async def test_two_updates_of_one_task_are_applied_once_though_they_are_read_together(
+async def test_duplicate_updates_read_together_are_applied_once(
     make: Any, hand: Hand, folder: Path
 ) -> None:
     await makes(hand, make(), 4.0)
@@ -533,7 +533,7 @@ async def test_two_updates_of_one_task_are_applied_once_though_they_are_read_tog
     await hand.balanced()
 
 
-async def test_what_is_remembered_stays_bounded_over_restarts(
+async def test_memory_stays_bounded_across_restarts(
     make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedstream.updater.state._REMEMBERED", 2)
@@ -548,7 +548,7 @@ async def test_what_is_remembered_stays_bounded_over_restarts(
         assert (len(newest.done()), newest.standing.forgotten) == (2, 0)
 
 
-async def test_what_was_being_fetched_when_redis_went_back_is_forgotten(
+async def test_prefetches_are_dropped_when_redis_falls_back(
     make: Any, hand: Hand, client: Client, disk: Disk, folder: Path
 ) -> None:
     updater = make(lease_s=0.4)
@@ -575,7 +575,7 @@ async def test_what_was_being_fetched_when_redis_went_back_is_forgotten(
     assert [record.version for record in records(folder)] == [1, 2, 3, 4]
 
 
-async def test_an_update_that_redis_lost_with_its_entry_is_not_refused(
+async def test_update_lost_with_its_entry_is_not_refused(
     make: Any,
     hand: Hand,
     client: Client,
@@ -619,7 +619,7 @@ async def test_an_update_that_redis_lost_with_its_entry_is_not_refused(
 # a Redis that is full
 
 
-async def test_a_full_redis_is_emptied_when_there_is_nothing_else_to_do(
+async def test_idle_updater_frees_a_full_redis(
     make: Any, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     hand.layout = layout_of(250_000)
@@ -642,7 +642,7 @@ async def test_a_full_redis_is_emptied_when_there_is_nothing_else_to_do(
         assert list((await hand.ledger.kept()).values()) == [4]
 
 
-async def test_a_full_redis_is_emptied_to_publish_again(
+async def test_full_redis_is_freed_to_republish(
     make: Any, hand: Hand, redis: RedisSettings, folder: Path
 ) -> None:
     hand.layout = layout_of(250_000)
@@ -658,7 +658,7 @@ async def test_a_full_redis_is_emptied_to_publish_again(
     await hand.balanced()
 
 
-async def test_no_more_models_are_kept_though_the_reply_to_publishing_again_was_lost(
+async def test_lost_reply_to_republishing_keeps_no_extra_models(
     make: Any, hand: Hand, redis: RedisSettings, folder: Path
 ) -> None:
     async with Proxy(redis) as proxy:
@@ -679,7 +679,7 @@ async def test_no_more_models_are_kept_though_the_reply_to_publishing_again_was_
 # without weights
 
 
-async def test_without_weights_an_update_that_was_not_published_comes_from_the_queue(
+async def test_without_weights_unpublished_updates_come_from_the_queue(
     make: Any, hand: Hand, redis: RedisSettings, folder: Path
 ) -> None:
     async with (
@@ -699,7 +699,7 @@ async def test_without_weights_an_update_that_was_not_published_comes_from_the_q
 
 
 @pytest.mark.usefixtures("never_idle")
-async def test_without_weights_adopting_goes_on_from_the_newer_version_of_redis(
+async def test_without_weights_adopting_continues_from_redis_newer_version(
     make: Any, hand: Hand, end: End, folder: Path, idle_after: Callable[[int], None]
 ) -> None:
     about = {"weights": False, **LATE}
@@ -728,7 +728,7 @@ async def test_without_weights_adopting_goes_on_from_the_newer_version_of_redis(
 
 
 @pytest.mark.parametrize("remembered", [1, 100])
-async def test_what_the_journal_has_has_no_second_record_after_adopting(
+async def test_journalled_updates_are_not_recorded_again_after_adopting(
     make: Any, hand: Hand, end: End, folder: Path, remembered: int,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -750,7 +750,7 @@ async def test_what_the_journal_has_has_no_second_record_after_adopting(
     await hand.balanced()
 
 
-async def test_what_was_decided_on_and_not_journalled_has_not_ended_after_adopting(
+async def test_unjournalled_decisions_are_undone_by_adopting(
     make: Any, hand: Hand, end: End, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     await loses_its_end(make, hand, end, 4.0)
@@ -775,7 +775,7 @@ async def test_what_was_decided_on_and_not_journalled_has_not_ended_after_adopti
         assert updater._loop.unwritten == []
 
 
-async def test_a_task_that_was_found_again_is_counted_once_though_redis_went_back_meanwhile(
+async def test_rediscovered_task_is_counted_once_despite_a_fallback(
     make: Any, hand: Hand, client: Client, redis: RedisSettings, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is in the journal, but nothing is written of its being found again."""
@@ -811,7 +811,7 @@ async def test_a_task_that_was_found_again_is_counted_once_though_redis_went_bac
 # a run that somebody ends
 
 
-async def test_a_run_that_somebody_ended_stays_ended_though_redis_went_back(
+async def test_externally_finished_run_stays_finished_despite_a_fallback(
     make: Any, hand: Hand, client: Client, redis: RedisSettings, folder: Path
 ) -> None:
     """They say it again before the updater sees that Redis went back."""
@@ -833,7 +833,7 @@ async def test_a_run_that_somebody_ended_stays_ended_though_redis_went_back(
             assert (run.state, run.why) == ("finished", "target")
 
 
-async def test_a_run_that_somebody_ended_is_ended_again_where_redis_forgot_that(
+async def test_externally_finished_run_is_finished_again_if_redis_forgot(
     make: Any, hand: Hand, client: Client
 ) -> None:
     updater = make()
@@ -857,7 +857,7 @@ async def test_a_run_that_somebody_ended_is_ended_again_where_redis_forgot_that(
 
 
 @pytest.mark.usefixtures("never_idle")
-async def test_an_update_whose_bytes_never_got_to_the_disk_is_taken_from_the_queue(
+async def test_update_that_never_reached_the_disk_comes_from_the_queue(
     make: Any, hand: Hand, folder: Path, idle_after: Callable[[int], None]
 ) -> None:
     async with running(make(**LATE), context()):
@@ -883,9 +883,7 @@ def zero(path: Path, at: int) -> None:
         file.write(bytes(PAGE))
 
 
-async def test_an_update_that_was_on_disk_and_is_not_what_it_was_is_damage(
-    make: Any, hand: Hand, folder: Path
-) -> None:
+async def test_altered_synced_update_is_damage(make: Any, hand: Hand, folder: Path) -> None:
     await makes(hand, make(), 4.0, 8.0, 1.0)
     [segment] = segments(folder)
     _, second, third = segment.records()
@@ -896,7 +894,7 @@ async def test_an_update_that_was_on_disk_and_is_not_what_it_was_is_damage(
 
 
 @pytest.mark.usefixtures("never_idle")
-async def test_what_a_successor_cuts_its_predecessor_to_is_on_disk(
+async def test_successors_cut_is_on_disk(
     make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async def killed() -> None:
@@ -928,7 +926,7 @@ async def test_what_a_successor_cuts_its_predecessor_to_is_on_disk(
 
 
 @pytest.mark.usefixtures("never_idle")
-async def test_what_is_due_gets_to_the_disk_in_time_while_redis_is_away(
+async def test_syncs_are_on_time_while_redis_is_away(
     make: Any, hand: Hand, redis: RedisSettings
 ) -> None:
     async with Proxy(redis) as proxy:
@@ -942,7 +940,7 @@ async def test_what_is_due_gets_to_the_disk_in_time_while_redis_is_away(
             proxy.reading.set()
 
 
-async def test_segments_end_by_their_bytes_also_where_no_version_is_made(
+async def test_segments_end_by_size_even_without_versions(
     make: Any, hand: Hand, folder: Path
 ) -> None:
     rounds = FedAvgSettings(clients_per_round=100)
@@ -960,7 +958,7 @@ async def test_segments_end_by_their_bytes_also_where_no_version_is_made(
     assert len(records(folder)) == 6
 
 
-async def test_a_segment_that_begins_larger_than_the_limit_is_not_full_of_that(
+async def test_large_checkpoint_does_not_fill_a_segment(
     make: Any, hand: Hand, folder: Path
 ) -> None:
     async with running(make(segment_bytes=1), context()):
@@ -969,9 +967,7 @@ async def test_a_segment_that_begins_larger_than_the_limit_is_not_full_of_that(
     assert [segment.standing.version for segment in segments(folder)] == [0, 1, 2]
 
 
-def test_a_message_that_nobody_could_read_again_is_not_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_unreadable_message_is_not_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scribe = Scribe(tmp_path)
     size = scribe.writer.size
     monkeypatch.setattr("fedstream.journal.writer.MOST", 500)
@@ -982,7 +978,7 @@ def test_a_message_that_nobody_could_read_again_is_not_written(
 
 
 @pytest.mark.parametrize("knows", [False, True], ids=["as-it-can", "knowing-the-salt"])
-def test_a_record_inside_an_update_is_no_record(tmp_path: Path, *, knows: bool) -> None:
+def test_record_bytes_inside_an_update_are_ignored(tmp_path: Path, *, knows: bool) -> None:
     """A device sends it; who believed it would take a torn tail for damage, and never start."""
     scribe = Scribe(tmp_path, layout=layout_of(PAGE // 2))
     scribe.update()
@@ -1010,9 +1006,7 @@ def test_a_record_inside_an_update_is_no_record(tmp_path: Path, *, knows: bool) 
     segment.close()
 
 
-async def test_an_updater_that_begins_in_a_full_redis_leads_all_the_same(
-    make: Any, hand: Hand, client: Client
-) -> None:
+async def test_updater_leads_even_in_a_full_redis(make: Any, hand: Hand, client: Client) -> None:
     await makes(hand, make(), 1.0)
     async with full(client):
         updater = make()
@@ -1020,7 +1014,7 @@ async def test_an_updater_that_begins_in_a_full_redis_leads_all_the_same(
             await wait_until(lambda: updater._lease.number and updater._recorder.head)
 
 
-def test_a_journal_is_read_though_its_oldest_segment_is_retired_meanwhile(
+def test_journal_is_readable_while_its_oldest_segment_is_deleted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     scribe = Scribe(tmp_path)

@@ -14,7 +14,7 @@ from tests.support import Hand, context, running, wait_until
 from tests.updater.journalled import records
 
 
-async def test_an_updater_on_a_full_disk_makes_each_version_once(
+async def test_updater_on_a_full_disk_makes_each_version_once(
     make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its batch is cut short where the disk is full, and goes on when there is room."""

@@ -19,9 +19,7 @@ def soon_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fedstream.updater.loop.BLOCK_MS", 20)
 
 
-async def test_older_models_make_room_though_nothing_is_to_be_written(
-    make: Any, hand: Hand, client: Client
-) -> None:
+async def test_older_models_are_freed_even_when_idle(make: Any, hand: Hand, client: Client) -> None:
     """Trainers can't write their updates, and so nothing comes that would have them freed."""
     hand.layout = layout_of(250_000)
     async with running(make(), context()):
@@ -35,7 +33,7 @@ async def test_older_models_make_room_though_nothing_is_to_be_written(
         await wait_until(freed)
 
 
-async def test_what_was_being_fetched_is_forgotten_though_its_entry_never_comes_again(
+async def test_stale_prefetches_are_dropped(
     make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It would hold its model, and the one place there is for an update that is read ahead."""

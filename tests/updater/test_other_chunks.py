@@ -14,7 +14,7 @@ from tests.updater.journalled import records
 LARGE = layout_of(CHUNK // 4 + 10)  # two of our chunks
 
 
-async def test_an_update_in_other_chunks_is_applied(
+async def test_update_with_other_chunk_sizes_is_applied(
     make: Any, hand: Hand, client: Client, folder: Path
 ) -> None:
     """The journal says nothing about chunks: it has the bytes themselves."""
@@ -35,7 +35,9 @@ async def test_an_update_in_other_chunks_is_applied(
     assert (taken.upload, taken.outcome) == (upload, "applied")
 
 
-async def test_a_model_in_other_chunks_is_whole(make: Any, hand: Hand, client: Client) -> None:
+async def test_model_with_other_chunk_sizes_is_complete(
+    make: Any, hand: Hand, client: Client
+) -> None:
     """After an updater of another release, ours goes on from its model and writes none again."""
     hand.layout = LARGE
     async with running(make(), context()):

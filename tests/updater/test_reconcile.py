@@ -99,7 +99,7 @@ def test_action(case: Case) -> None:
     assert action(case.state, case.run, case.head, **found) == case.expected
 
 
-def test_finish_is_asked_for_only_once() -> None:
+def test_finish_is_requested_only_once() -> None:
     """The loop compares again after it, so another Finish would be lost."""
     todo = action(STATE, OVER, head_of(), told={})
     assert isinstance(todo, Finish)

@@ -57,7 +57,7 @@ def nothing_gets_to_the_disk() -> Iterator[None]:
 # what is recorded
 
 
-async def test_the_journal_tells_every_entry_as_it_was(make: Any, hand: Hand, folder: Path) -> None:
+async def test_journal_records_every_entry_exactly(make: Any, hand: Hand, folder: Path) -> None:
     async with running(make(), context()):
         await hand.join()
         await hand.admitted(4.0)
@@ -91,7 +91,7 @@ async def test_the_journal_tells_every_entry_as_it_was(make: Any, hand: Hand, fo
 # restarts
 
 
-async def test_an_updater_goes_on_from_the_journal_when_redis_lost_everything(
+async def test_updater_continues_from_the_journal_after_an_emptied_redis(
     make: Any, hand: Hand, client: Client
 ) -> None:
     await makes(hand, make(), 4.0, 4.0)
@@ -114,7 +114,7 @@ async def test_an_updater_goes_on_from_the_journal_when_redis_lost_everything(
     assert (await hand.model((await hand.published())[-1])).floats.tolist() == [3.5] * 4
 
 
-async def test_what_was_open_when_redis_lost_everything_is_counted(
+async def test_open_tasks_of_an_emptied_redis_are_counted(
     make: Any, hand: Hand, client: Client
 ) -> None:
     async with running(make(lease_s=0.4), context()):
@@ -130,7 +130,7 @@ async def test_what_was_open_when_redis_lost_everything_is_counted(
         await hand.balanced()
 
 
-async def test_what_was_journalled_but_not_published_is_published_once(
+async def test_journalled_version_is_published_once(
     make: Any, hand: Hand, redis: RedisSettings, folder: Path
 ) -> None:
     commit = Script("commit")._sha.encode()
@@ -157,7 +157,7 @@ async def test_what_was_journalled_but_not_published_is_published_once(
     assert len(records(folder)) == 3
 
 
-async def test_a_buffer_is_rebuilt_from_the_journal(make: Any, hand: Hand, client: Client) -> None:
+async def test_buffer_is_rebuilt_from_the_journal(make: Any, hand: Hand, client: Client) -> None:
     rounds = FedAvgSettings(clients_per_round=3)
     async with running(make(rounds), context()):
         await hand.join()
@@ -175,7 +175,7 @@ async def test_a_buffer_is_rebuilt_from_the_journal(make: Any, hand: Hand, clien
         await hand.balanced()
 
 
-async def test_the_queue_makes_again_what_the_journal_lost(
+async def test_queue_restores_what_the_journal_lost(
     make: Any, hand: Hand, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     late = {"sync": "interval", "sync_s": 3600.0}
@@ -208,7 +208,7 @@ async def test_the_queue_makes_again_what_the_journal_lost(
     assert digests == {v.version: v.digest for v in await hand.published() if v.version}
 
 
-async def test_a_journal_whose_end_is_gone_for_good_is_not_made_anew_silently(
+async def test_permanently_lost_journal_end_is_an_error(
     make: Any, hand: Hand, folder: Path, tmp_path: Path
 ) -> None:
     await makes(hand, make(), 4.0)
@@ -224,9 +224,7 @@ async def test_a_journal_whose_end_is_gone_for_good_is_not_made_anew_silently(
     assert (await hand.model((await hand.published())[-1])).floats.tolist() == [3.75] * 4
 
 
-async def test_a_lost_journal_is_not_made_anew_silently(
-    make: Any, hand: Hand, folder: Path
-) -> None:
+async def test_lost_journal_is_an_error(make: Any, hand: Hand, folder: Path) -> None:
     await makes(hand, make(), 4.0, 4.0)
     shutil.rmtree(folder)
     await fails(make(), ConfigError, r"journal\.dir: there is no journal .*--adopt")
@@ -237,7 +235,7 @@ async def test_a_lost_journal_is_not_made_anew_silently(
     await makes(hand, make(), 4.0)  # from then on it is a journal like any other
 
 
-async def test_the_journal_of_another_run_is_refused(
+async def test_journal_of_another_run_is_refused(
     make: Any, hand: Hand, client: Client, folder: Path
 ) -> None:
     await makes(hand, make(), 4.0)
@@ -245,7 +243,7 @@ async def test_the_journal_of_another_run_is_refused(
     await fails(make(), ConfigError, "a run of a different lineage")
 
 
-async def test_a_task_older_than_the_journal_is_refused(
+async def test_task_older_than_the_journal_is_refused(
     make: Any, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether it was applied before, in a segment that is gone, nobody could say."""
@@ -260,9 +258,7 @@ async def test_a_task_older_than_the_journal_is_refused(
         await wait_until(lambda: reasons(hand, "refused", {"too old": 1}))
 
 
-async def test_the_end_of_a_round_after_the_end_of_the_run_ends_nothing(
-    make: Any, hand: Hand
-) -> None:
+async def test_round_end_after_the_run_does_nothing(make: Any, hand: Hand) -> None:
     rounds = FedAvgSettings(clients_per_round=3)
     updater = make(rounds)
     async with running(updater, context()):
@@ -282,7 +278,7 @@ async def test_the_end_of_a_round_after_the_end_of_the_run_ends_nothing(
 # without weights
 
 
-async def test_without_weights_the_newest_model_is_redis_s_alone(
+async def test_without_weights_only_redis_has_the_newest_model(
     make: Any, hand: Hand, client: Client, folder: Path
 ) -> None:
     await makes(hand, make(weights=False), 4.0, 4.0)
@@ -299,7 +295,7 @@ async def test_without_weights_the_newest_model_is_redis_s_alone(
     assert [len(segment.standing.sizes) for segment in segments(folder)] == [0, 2, 3]
 
 
-async def test_a_strategy_with_a_memory_needs_the_weights(make: Any) -> None:
+async def test_strategy_with_memory_needs_the_weights(make: Any) -> None:
     with pytest.raises(ConfigError, match=r"journal\.weights = false"):
         make(FedAvgSettings(), weights=False)
 
@@ -307,7 +303,7 @@ async def test_a_strategy_with_a_memory_needs_the_weights(make: Any) -> None:
 # two that believe to be the only one
 
 
-async def test_a_writer_past_its_lease_is_fenced_in_redis_and_in_the_files(
+async def test_expired_writer_is_fenced_in_redis_and_on_disk(
     make: Any, hand: Hand, redis: RedisSettings, folder: Path
 ) -> None:
     async with Proxy(redis) as proxy:
@@ -342,7 +338,7 @@ async def test_a_writer_past_its_lease_is_fenced_in_redis_and_in_the_files(
 # the disk
 
 
-async def test_a_full_disk_pauses_and_applies_nothing_twice(
+async def test_full_disk_pauses_without_applying_twice(
     make: Any, hand: Hand, monkeypatch: pytest.MonkeyPatch, folder: Path
 ) -> None:
     real, full = os.pwritev, False
@@ -371,7 +367,7 @@ async def test_a_full_disk_pauses_and_applies_nothing_twice(
     assert (await hand.model((await hand.published())[-1])).floats.tolist() == [3.0] * 4
 
 
-async def test_a_disk_that_fails_ends_the_updater(
+async def test_failing_disk_ends_the_updater(
     make: Any, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody knows what is on disk then; the next one begins with what is."""
@@ -394,7 +390,7 @@ async def test_a_disk_that_fails_ends_the_updater(
         await hand.balanced()
 
 
-async def test_an_entry_stays_in_the_queue_until_its_record_is_on_disk(
+async def test_entry_stays_queued_until_its_record_is_on_disk(
     make: Any, hand: Hand, client: Client
 ) -> None:
     async with running(make(sync="interval", sync_s=0.1), context()):
@@ -415,7 +411,7 @@ def listed(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir() if path.name != NAME)
 
 
-async def test_segments_end_after_so_many_versions_and_the_oldest_go(
+async def test_segments_are_limited_in_versions_and_number(
     make: Any, hand: Hand, folder: Path
 ) -> None:
     async with running(make(segment_versions=3, keep_segments=2), context()):
@@ -439,7 +435,7 @@ async def test_segments_end_after_so_many_versions_and_the_oldest_go(
 # Redis forgets more than we do
 
 
-async def test_a_finished_run_is_finished_again_though_updates_come_without_end(
+async def test_finished_run_is_finished_again_despite_endless_updates(
     make: Any, hand: Hand, client: Client
 ) -> None:
     async with running(make(versions=2), context()):
@@ -462,7 +458,7 @@ async def test_a_finished_run_is_finished_again_though_updates_come_without_end(
         assert await hand.version() == 2
 
 
-async def test_a_retained_entry_ends_its_task_again_where_redis_forgot_that_it_did(
+async def test_retained_entry_ends_a_forgotten_task_again(
     make: Any, hand: Hand, client: Client
 ) -> None:
     rounds = FedAvgSettings(clients_per_round=3)
@@ -509,7 +505,7 @@ async def superseded(make: Any, hand: Hand, redis: RedisSettings) -> AsyncIterat
             assert error.split(Fenced)[1] is None
 
 
-async def test_who_had_a_successor_stays_fenced_though_redis_forgot_the_successor(
+async def test_fencing_survives_an_emptied_redis(
     make: Any, hand: Hand, client: Client, redis: RedisSettings
 ) -> None:
     async with superseded(make, hand, redis):
@@ -519,7 +515,7 @@ async def test_who_had_a_successor_stays_fenced_though_redis_forgot_the_successo
         await hand.reaches(2)
 
 
-async def test_a_successors_versions_are_not_taken_for_a_lost_end_of_the_journal(
+async def test_successors_versions_are_not_taken_for_a_lost_journal_end(
     make: Any, hand: Hand, client: Client, redis: RedisSettings
 ) -> None:
     async with superseded(make, hand, redis) as tokens:
@@ -527,7 +523,7 @@ async def test_a_successors_versions_are_not_taken_for_a_lost_end_of_the_journal
         await client.call("HSET", hand.keys.tokens, *tokens)
 
 
-async def test_the_last_version_is_the_last_though_redis_went_back_before_its_commit(
+async def test_last_version_stays_last_despite_a_fallback(
     make: Any, hand: Hand, client: Client, redis: RedisSettings, folder: Path
 ) -> None:
     commit = Script("commit")._sha.encode()
@@ -548,7 +544,7 @@ async def test_the_last_version_is_the_last_though_redis_went_back_before_its_co
         assert (await hand.ledger.run()).state == "finished"
 
 
-async def test_of_two_that_begin_the_same_epoch_one_is_fenced_and_the_other_s_file_is_whole(
+async def test_one_of_two_updaters_in_an_epoch_is_fenced(
     make: Any, hand: Hand, folder: Path
 ) -> None:
     await makes(hand, make(), 4.0)
@@ -565,7 +561,7 @@ async def test_of_two_that_begin_the_same_epoch_one_is_fenced_and_the_other_s_fi
     assert listed(folder) == written
 
 
-async def test_who_slept_while_it_began_a_segment_and_finds_it_cleared_away_is_fenced(
+async def test_updater_whose_new_segment_was_removed_is_fenced(
     make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A successor takes what is written aside for what a crashed writer left."""

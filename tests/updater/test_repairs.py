@@ -38,7 +38,7 @@ async def _replace(client: Client, key: str) -> None:
 
 
 @pytest.mark.parametrize("damage", [_delete, _shorten, _lose_a_chunk, _replace])
-async def test_the_newest_model_is_written_again_when_it_is_gone(
+async def test_missing_newest_model_is_rewritten(
     make: Any, hand: Hand, client: Client, damage: Any
 ) -> None:
     """Nobody could begin a task any more, and a restart would find head and digest as they were."""
@@ -70,9 +70,7 @@ async def test_the_newest_model_is_written_again_when_it_is_gone(
     assert counted(about, "fedstream_models_repaired_total") == 1
 
 
-async def test_a_restart_looks_whether_the_newest_model_is_there(
-    make: Any, hand: Hand, client: Client
-) -> None:
+async def test_restart_checks_the_newest_model(make: Any, hand: Hand, client: Client) -> None:
     async with running(make(), context()):
         await hand.join()
         await hand.admitted(4.0)
@@ -89,7 +87,7 @@ async def test_a_restart_looks_whether_the_newest_model_is_there(
         assert (await hand.model((await hand.published())[-1])).floats.tolist() == [2.0] * 4
 
 
-async def test_an_expiry_that_comes_late_is_taken_off_the_newest_model(
+async def test_late_expiry_is_removed_from_the_newest_model(
     make: Any, hand: Hand, client: Client
 ) -> None:
     """A request that its sender gave up may arrive when the model is published."""
@@ -108,7 +106,7 @@ async def test_an_expiry_that_comes_late_is_taken_off_the_newest_model(
     assert len(await hand.published()) == 1
 
 
-async def test_a_commit_that_arrives_after_its_repetition_leaves_the_model_for_good(
+async def test_late_duplicate_commit_keeps_the_model(
     hand: Hand, client: Client, keys: Keys
 ) -> None:
     """What rides ahead of it gives the published model an expiry again."""
@@ -120,9 +118,7 @@ async def test_a_commit_that_arrives_after_its_repetition_leaves_the_model_for_g
     assert await client.call("PTTL", keys.model(version.blob)) == -1
 
 
-async def test_it_says_so_when_no_version_comes_although_tasks_are_open(
-    make: Any, hand: Hand
-) -> None:
+async def test_stalled_run_is_logged(make: Any, hand: Hand) -> None:
     with structlog.testing.capture_logs() as logs:
 
         def told() -> list[Any]:
@@ -144,7 +140,7 @@ async def test_it_says_so_when_no_version_comes_although_tasks_are_open(
     assert one["seconds"] >= 1000
 
 
-async def test_a_purge_under_living_services_leaves_no_count_off(
+async def test_purge_under_running_services_keeps_counts_right(
     make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All keys go at once, also those that are not there while it looks."""

@@ -47,7 +47,7 @@ async def refused(hand: Hand, reason: str, n: int = 1) -> None:
 # the run of things
 
 
-async def test_it_makes_the_run_and_version_0(make: Any, hand: Hand) -> None:
+async def test_updater_creates_the_run_and_version_0(make: Any, hand: Hand) -> None:
     async with running(make(versions=7), context()):
         await hand.reaches(0)
         run = await hand.ledger.run()
@@ -57,7 +57,7 @@ async def test_it_makes_the_run_and_version_0(make: Any, hand: Hand) -> None:
         assert (await hand.model(version)).floats.tolist() == [0, 0, 0, 0]
 
 
-async def test_every_update_makes_a_version_that_says_what_is_in_it(
+async def test_every_update_makes_a_version_that_lists_it(
     make: Any, hand: Hand, client: Client, keys: Keys
 ) -> None:
     began = time.time()
@@ -91,7 +91,7 @@ async def test_every_update_makes_a_version_that_says_what_is_in_it(
     await hand.balanced()
 
 
-async def test_a_small_update_is_read_in_one_exchange(make: Any, hand: Hand) -> None:
+async def test_small_update_is_read_in_one_exchange(make: Any, hand: Hand) -> None:
     """What admission has checked nobody asks again."""
     updater = make()
     exchanges: list[list[Any]] = []
@@ -111,7 +111,7 @@ async def test_a_small_update_is_read_in_one_exchange(make: Any, hand: Hand) -> 
     assert about == [[("HMGET", key, b"size", 0)]]
 
 
-async def test_a_long_queue_is_applied_in_order_bit_for_bit(make: Any, hand: Hand) -> None:
+async def test_long_queue_is_applied_in_order(make: Any, hand: Hand) -> None:
     """Buffers are used again and updates are read ahead: no version may suffer for it."""
     hand.layout = layout_of(1000, integers=1)
     rng = np.random.default_rng(3)
@@ -141,9 +141,7 @@ async def test_a_long_queue_is_applied_in_order_bit_for_bit(make: Any, hand: Han
         assert len(updater._intake.free) <= 4 * BATCH
 
 
-async def test_large_models_are_mixed_off_the_event_loop_to_the_same_bits(
-    make: Any, hand: Hand
-) -> None:
+async def test_large_models_are_mixed_off_the_event_loop(make: Any, hand: Hand) -> None:
     hand.layout = layout_of(LARGE // 4 + 1)
     async with running(make(), context()):
         await hand.join()
@@ -196,9 +194,7 @@ async def test_bad_updates_are_refused_counted_and_never_reach_the_model(
     assert counted(with_metrics, "fedstream_updates_total", **labels) == 1
 
 
-async def test_what_might_overflow_the_next_difference_is_refused_without_any_limit_set(
-    make: Any, hand: Hand
-) -> None:
+async def test_potential_overflow_is_refused_even_without_limits(make: Any, hand: Hand) -> None:
     async with running(make(norm_factor=0), context()):
         await hand.join()
         await hand.admitted(1e36, -1e36, 0.0, 0.0)
@@ -207,7 +203,7 @@ async def test_what_might_overflow_the_next_difference_is_refused_without_any_li
         await refused(hand, "norm too large")
 
 
-async def test_staleness_is_judged_when_the_update_is_applied(make: Any, hand: Hand) -> None:
+async def test_staleness_is_determined_when_applying(make: Any, hand: Hand) -> None:
     """Both were fresh when they were admitted; the second was read ahead for nothing."""
     strategy = FedAsyncSettings(alpha=0.5, staleness=Constant(), max_staleness=0)
     async with running(make(strategy), context()):
@@ -224,7 +220,7 @@ async def test_staleness_is_judged_when_the_update_is_applied(make: Any, hand: H
         await hand.balanced()
 
 
-async def test_junk_in_the_queue_goes_to_the_dead(make: Any, hand: Hand, client: Client) -> None:
+async def test_queued_junk_becomes_dead_letters(make: Any, hand: Hand, client: Client) -> None:
     async with running(make(), context()):
         await hand.join()
         await client.call("XADD", hand.keys.queue, "*", "m", b"junk")
@@ -237,7 +233,7 @@ async def test_junk_in_the_queue_goes_to_the_dead(make: Any, hand: Hand, client:
 # rounds
 
 
-async def test_buffered_updates_are_kept_by_the_journal_until_their_version(
+async def test_journal_keeps_buffered_updates_until_their_version(
     make: Any, hand: Hand, client: Client, keys: Keys
 ) -> None:
     async with running(make(FedAvgSettings(clients_per_round=3)), context()):
@@ -268,9 +264,7 @@ async def buffered(hand: Hand, n: int) -> bool:
     return head is not None and head.buffered == n
 
 
-async def test_an_updater_that_takes_over_rebuilds_the_buffer_to_the_same_bits(
-    make: Any, hand: Hand
-) -> None:
+async def test_successor_rebuilds_the_buffer_to_the_same_bits(make: Any, hand: Hand) -> None:
     hand.layout = layout_of(100)
     rng = np.random.default_rng(5)
     values = [rng.standard_normal(100).astype(np.float32) for _ in range(4)]
@@ -295,7 +289,7 @@ async def test_an_updater_that_takes_over_rebuilds_the_buffer_to_the_same_bits(
     await hand.balanced()
 
 
-async def test_the_end_of_a_round_makes_a_version_of_those_that_came(make: Any, hand: Hand) -> None:
+async def test_round_end_makes_a_version_of_its_arrivals(make: Any, hand: Hand) -> None:
     async with running(make(FedAvgSettings(clients_per_round=10)), context()):
         await hand.join()
         uploads = [await hand.admitted(2.0), await hand.admitted(4.0)]
@@ -314,7 +308,7 @@ async def empty(hand: Hand) -> bool:
     return await hand.queue() == []
 
 
-async def test_a_round_without_arrivals_ends_without_a_version(
+async def test_round_without_arrivals_makes_no_version(
     make: Any, hand: Hand, client: Client
 ) -> None:
     async with running(make(FedAvgSettings(clients_per_round=2)), context()):
@@ -330,7 +324,7 @@ async def test_a_round_without_arrivals_ends_without_a_version(
 # what it survives
 
 
-async def test_a_restarted_updater_goes_on_where_the_first_was(make: Any, hand: Hand) -> None:
+async def test_restarted_updater_continues(make: Any, hand: Hand) -> None:
     async with running(make(), context()):
         await hand.join()
         await hand.admitted(4.0)
@@ -345,7 +339,7 @@ async def test_a_restarted_updater_goes_on_where_the_first_was(make: Any, hand: 
     await hand.balanced()
 
 
-async def test_a_standby_takes_over_and_fences_the_first(
+async def test_standby_takes_over_and_fences_the_leader(
     make: Any, hand: Hand, client: Client, keys: Keys
 ) -> None:
     async with running(make(name="updater-0"), context(), may_fail=True) as deposed:
@@ -369,7 +363,7 @@ async def test_a_standby_takes_over_and_fences_the_first(
     await hand.balanced()
 
 
-async def test_a_commit_whose_reply_was_lost_is_made_once_and_its_model_stays(
+async def test_commit_with_a_lost_reply_happens_once(
     make: Any, hand: Hand, redis: RedisSettings, client: Client, keys: Keys
 ) -> None:
     commit = Script("commit")._sha.encode()
@@ -391,7 +385,7 @@ async def test_a_commit_whose_reply_was_lost_is_made_once_and_its_model_stays(
         await hand.balanced()
 
 
-async def test_connections_cut_at_any_moment_lose_and_repeat_nothing(
+async def test_lost_connections_neither_lose_nor_repeat_updates(
     make: Any, hand: Hand, redis: RedisSettings
 ) -> None:
     rng = np.random.default_rng(11)
@@ -414,7 +408,7 @@ async def test_connections_cut_at_any_moment_lose_and_repeat_nothing(
 
 
 @pytest.mark.parametrize("idle", [True, False])
-async def test_a_run_that_redis_lost_is_published_again_and_no_version_is_taken_back(
+async def test_run_lost_by_redis_is_republished_without_going_back(
     make: Any, hand: Hand, client: Client, idle: bool
 ) -> None:
     updater = make(lease_s=0.4)
@@ -445,7 +439,7 @@ async def test_a_run_that_redis_lost_is_published_again_and_no_version_is_taken_
         await hand.balanced()
 
 
-async def test_a_version_that_is_published_again_is_of_the_epoch_that_published_it(
+async def test_republished_version_has_the_new_epoch(
     make: Any, hand: Hand, client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The lease is taken again while its model is written."""
@@ -477,7 +471,7 @@ async def published_again(hand: Hand) -> bool:
     return head is not None and head.epoch > 1
 
 
-async def test_a_redis_that_goes_back_in_time_makes_nothing_be_done_twice(
+async def test_redis_fallback_repeats_nothing(
     make: Any, hand: Hand, redis: RedisSettings, client: Client
 ) -> None:
     async with Proxy(redis) as proxy, running(make(redis=proxy.settings), context()):
@@ -508,7 +502,7 @@ async def test_a_redis_that_goes_back_in_time_makes_nothing_be_done_twice(
         await hand.balanced()
 
 
-async def test_a_finished_run_that_redis_lost_is_published_as_finished(
+async def test_finished_run_lost_by_redis_is_republished_as_finished(
     make: Any, hand: Hand, client: Client
 ) -> None:
     async with running(make(lease_s=0.4, versions=1), context()):
@@ -525,7 +519,7 @@ async def test_a_finished_run_that_redis_lost_is_published_as_finished(
 # what it keeps
 
 
-async def test_it_keeps_the_newest_models_by_count(
+async def test_newest_models_are_kept_by_count(
     make: Any, hand: Hand, client: Client, keys: Keys
 ) -> None:
     async with running(make(keep_versions=3), context()):
@@ -544,7 +538,7 @@ async def test_it_keeps_the_newest_models_by_count(
 
 
 @pytest.mark.parametrize(("models", "kept"), [(3.5, [1, 2, 3]), (2.5, [2, 3]), (0, [2, 3])])
-async def test_it_keeps_the_newest_models_by_bytes_and_always_two(
+async def test_newest_models_are_kept_by_bytes_and_at_least_two(
     make: Any, hand: Hand, models: float, kept: list[int]
 ) -> None:
     async with running(make(keep_bytes=int(models * hand.layout.nbytes)), context()):
@@ -555,7 +549,7 @@ async def test_it_keeps_the_newest_models_by_bytes_and_always_two(
         assert list((await hand.ledger.kept()).values()) == kept
 
 
-async def test_out_of_memory_older_models_go_and_the_run_goes_on_once_there_is_room(
+async def test_full_redis_drops_older_models_and_the_run_continues(
     make: Any, hand: Hand, client: Client, redis: RedisSettings
 ) -> None:
     async with Proxy(redis) as proxy, running(make(redis=proxy.settings), context()) as updater:
@@ -581,7 +575,7 @@ async def kept(hand: Hand, versions: list[int]) -> bool:
 # the end
 
 
-async def test_it_finishes_exactly_at_the_last_version_and_gives_up_what_is_left(
+async def test_run_finishes_at_the_last_version_and_gives_up_the_rest(
     make: Any, hand: Hand, client: Client, keys: Keys
 ) -> None:
     async with running(make(versions=3), context()):
@@ -599,7 +593,7 @@ async def test_it_finishes_exactly_at_the_last_version_and_gives_up_what_is_left
         await hand.balanced()
 
 
-async def test_a_run_that_is_finished_from_outside_takes_no_more(make: Any, hand: Hand) -> None:
+async def test_externally_finished_run_accepts_no_updates(make: Any, hand: Hand) -> None:
     updater = make()
     async with running(updater, context()):
         await hand.join()
@@ -615,9 +609,7 @@ async def test_a_run_that_is_finished_from_outside_takes_no_more(make: Any, hand
         await hand.balanced()
 
 
-async def test_a_restarted_updater_does_not_start_a_finished_run_anew(
-    make: Any, hand: Hand
-) -> None:
+async def test_restarted_updater_does_not_restart_a_finished_run(make: Any, hand: Hand) -> None:
     async with running(make(versions=1), context()):
         await hand.join()
         await hand.admitted(4.0)
@@ -630,15 +622,13 @@ async def test_a_restarted_updater_does_not_start_a_finished_run_anew(
         assert (await hand.ledger.run()).state == "finished"
 
 
-async def test_another_strategy_than_the_runs_is_a_configuration_error(
-    make: Any, hand: Hand
-) -> None:
+async def test_strategy_must_match_the_runs(make: Any, hand: Hand) -> None:
     async with running(make(), context()):
         await hand.reaches(0)
     await fails(make(FedAvgSettings()), ConfigError, r"strategy\.name: .* created with fedasync")
 
 
-async def test_told_to_stop_it_returns_and_lets_the_next_one_in(
+async def test_stopping_releases_the_role(
     make: Any, hand: Hand, client: Client, keys: Keys
 ) -> None:
     stopping = context()
@@ -649,7 +639,7 @@ async def test_told_to_stop_it_returns_and_lets_the_next_one_in(
         assert await client.call("EXISTS", keys.leader("updater")) == 0
 
 
-async def test_it_is_alive_however_long_version_0_takes(
+async def test_updater_is_alive_during_a_slow_version_0(
     make: Any, hand: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("fedstream.updater.recovery._BEAT_S", 0.01)

@@ -128,7 +128,7 @@ def cut_off(proxy: Proxy) -> None:
 
 @pytest.mark.parametrize("forgets", ["emptied", "fallen-back"])
 @pytest.mark.parametrize("step", STEPS)
-async def test_no_version_is_taken_back_whatever_redis_forgets_during_a_take_over(
+async def test_no_version_is_revoked_whatever_redis_forgets_during_a_takeover(
     make: Any, hand: Hand, client: Client, redis: RedisSettings, folder: Path,
     monkeypatch: pytest.MonkeyPatch, step: str, forgets: str,
 ) -> None:  # fmt: skip
@@ -212,9 +212,7 @@ def fenced(work: asyncio.Task[None]) -> bool:
     return True
 
 
-async def test_a_claim_whose_maker_crashed_is_outbid_and_goes(
-    make: Any, hand: Hand, folder: Path
-) -> None:
+async def test_crashed_processes_claim_is_superseded(make: Any, hand: Hand, folder: Path) -> None:
     async with running(make(), context()):
         await hand.join()
     Claim(folder, 7)  # and then its machine died
@@ -226,7 +224,7 @@ async def test_a_claim_whose_maker_crashed_is_outbid_and_goes(
 
 
 @pytest.mark.parametrize("forgets", ["who leads", "the newest version"])
-async def test_who_was_claimed_over_is_fenced_whatever_redis_forgets(
+async def test_superseded_updater_is_fenced_whatever_redis_forgets(
     make: Any, hand: Hand, folder: Path, monkeypatch: pytest.MonkeyPatch, forgets: str
 ) -> None:
     """It looks for a successor before it leads anew, and before it publishes anew."""
@@ -252,7 +250,7 @@ async def test_who_was_claimed_over_is_fenced_whatever_redis_forgets(
     assert await hand.version() == (1 if forgets == "who leads" else 0)
 
 
-async def test_who_gives_up_leaves_no_claim(make: Any, hand: Hand, folder: Path) -> None:
+async def test_abandoned_takeover_leaves_no_claim(make: Any, hand: Hand, folder: Path) -> None:
     async with running(make(), context()):
         await hand.join()
     for name in listed(folder):
@@ -264,7 +262,7 @@ async def test_who_gives_up_leaves_no_claim(make: Any, hand: Hand, folder: Path)
     assert not listed(folder)
 
 
-def test_a_claim_is_made_once_and_the_newest_wins(tmp_path: Path) -> None:
+def test_newest_claim_wins(tmp_path: Path) -> None:
     folder = tmp_path / "journal"
     mine = Claim(folder, 3)
     with pytest.raises(Fenced, match="another updater has claimed the journal"):
@@ -284,7 +282,7 @@ def test_a_claim_is_made_once_and_the_newest_wins(tmp_path: Path) -> None:
     assert newest_epoch(tmp_path / "elsewhere") == -1
 
 
-def test_a_claim_sees_a_change_that_the_folder_s_time_hides(
+def test_claim_check_survives_coarse_timestamps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A file system's clock has steps: two changes may have the same time."""
@@ -302,7 +300,7 @@ def test_a_claim_sees_a_change_that_the_folder_s_time_hides(
         mine.check()
 
 
-def test_a_claim_is_on_disk_before_anything_else_happens(
+def test_claim_is_on_disk_before_anything_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
@@ -317,9 +315,7 @@ def test_a_claim_is_on_disk_before_anything_else_happens(
     assert synced == [tmp_path.name, "00000003.claim", "journal"]
 
 
-def test_a_claim_that_finds_the_disk_full_is_made_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_claim_is_retried_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(_file: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
@@ -331,9 +327,7 @@ def test_a_claim_that_finds_the_disk_full_is_made_again(
     Claim(tmp_path, 3).check()
 
 
-async def test_a_segment_that_is_deleted_while_it_is_written_ends_its_writer(
-    make: Any, hand: Hand, folder: Path
-) -> None:
+async def test_deleted_segment_ends_its_writer(make: Any, hand: Hand, folder: Path) -> None:
     async with running(make(), context(), may_fail=True) as work:
         await hand.join()
         [segment] = segments(folder)

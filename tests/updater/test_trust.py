@@ -30,7 +30,7 @@ async def two_versions_later(hand: Hand, **said: Any) -> Upload:
     return upload
 
 
-async def test_an_update_of_a_site_that_is_not_trusted_weighs_as_its_task(
+async def test_untrusted_updates_staleness_is_its_tasks(
     make: Any, hand: Hand, folder: Path
 ) -> None:
     """Live, and out of the journal again: by the same rule, and by another."""
@@ -50,7 +50,7 @@ async def test_an_update_of_a_site_that_is_not_trusted_weighs_as_its_task(
     assert weights[-1] == 0.5 / 9
 
 
-def test_a_rule_that_makes_more_versions_counts_it_as_it_was(tmp_path: Path) -> None:
+def test_replay_with_more_versions_keeps_recorded_staleness(tmp_path: Path) -> None:
     """Three updates are one version by the one rule, and three by the other."""
     scribe = Scribe(tmp_path, FedBuffSettings(buffer_size=3))
     for _ in range(3):
@@ -63,7 +63,7 @@ def test_a_rule_that_makes_more_versions_counts_it_as_it_was(tmp_path: Path) -> 
     assert told == [0, 0, 0, 1]
 
 
-async def test_it_may_be_too_stale_though_it_says_that_it_is_fresh(make: Any, hand: Hand) -> None:
+async def test_update_may_be_too_stale_despite_claiming_freshness(make: Any, hand: Hand) -> None:
     strategy = FedAsyncSettings(alpha=0.5, staleness=Constant(), max_staleness=1)
     async with running(make(strategy), context()):
         await hand.join()
@@ -84,7 +84,7 @@ async def test_it_may_be_too_stale_though_it_says_that_it_is_fresh(make: Any, ha
         (6, 4, 4, "unknown base"), (3, 4, 3, "too stale"),
     ],
 )  # fmt: skip
-def test_staleness_counts_from_the_older_of_both(
+def test_staleness_counts_from_the_older_version(
     tau: int, handed: int | None, since: int, why: str
 ) -> None:
     model = model_of(layout_of())

@@ -63,14 +63,14 @@ async def refused(hand: Hand, reason: str, n: int = 1) -> None:
         (AfaCdSettings(server_lr=0.1), (3.0, 0.0, 0.0)),  # of 6 / (gamma H)
     ],
 )
-def test_a_size_is_how_far_an_update_alone_would_move_the_model(
+def test_size_is_how_far_an_update_alone_moves_the_model(
     rule: Rule, expected: tuple[float, ...]
 ) -> None:
     x, update = model_of(LAYOUT, 1.0), model_of(LAYOUT, 3.0, 3.0, 3.0, 3.0, 1.0, 1.0)
     assert sizes(UPLOAD, rule.build(10), update, x) == pytest.approx(expected)
 
 
-def test_buffers_are_measured_from_the_model_s_and_controls_by_themselves() -> None:
+def test_buffers_are_measured_relative_to_the_model_and_controls_absolutely() -> None:
     layout = LAYOUT.with_controls()
     x, update = model_of(layout, 1.0), model_of(layout, 0.0)
     update.buffers[:] = (4.0, 5.0)
@@ -80,7 +80,7 @@ def test_buffers_are_measured_from_the_model_s_and_controls_by_themselves() -> N
 
 
 @given(st.lists(st.floats(-1e15, 1e15), max_size=9), st.floats(0, 1e15))
-def test_a_distance_is_the_norm_of_the_difference(values: list[float], shift: float) -> None:
+def test_distance_is_the_norm_of_the_difference(values: list[float], shift: float) -> None:
     a = np.asarray(values, np.float32)
     b = a - np.float32(shift)
     assert distance(a, b) == pytest.approx(norm(a - b))
@@ -99,23 +99,23 @@ def judged(norms: Norms, size: float, own: float = 0.0) -> tuple[bool, float]:
     return usual, counted[0]
 
 
-def test_up_to_30_times_the_median_is_usual() -> None:
+def test_up_to_30_times_the_median_is_accepted() -> None:
     norms = usual_of(*[1.0] * 40, *[1000.0] * 39)
     assert judged(norms, 30.0) == (True, 30.0)
     assert judged(norms, 30.1) == (False, 30.0)
 
 
-def test_so_is_ten_times_the_model_itself() -> None:
+def test_up_to_ten_times_the_model_is_accepted() -> None:
     assert judged(usual_of(*[1e-6] * 50), 40.0, own=2.0) == (True, 40.0)  # its norm is 4
     assert judged(usual_of(*[1e-6] * 50), 40.1, own=2.0) == (False, 40.0)
 
 
-def test_a_converged_model_times_minus_20_is_refused() -> None:
+def test_converged_model_times_minus_20_is_refused() -> None:
     for median in (1e-6, 1.0, 2.0):  # half of the model's own norm
         assert judged(usual_of(*[median] * 50), 21 * 4.0, own=2.0)[0] is False
 
 
-def test_controls_may_be_as_large_as_parameters_where_they_have_vanished() -> None:
+def test_vanished_controls_may_grow_as_large_as_parameters() -> None:
     x = model_of(LAYOUT.with_controls(), 2.0)
     x.controls[:] = 1e-6
     norms = Norms(((1.0, 0.0, 1e-6),) * 50)
@@ -153,18 +153,18 @@ def test_honest_devices_are_not_refused(devices: tuple[str, ...], rule: tuple[st
     assert outcome.refused == {}
 
 
-def test_the_first_updates_have_a_wide_limit_and_never_none() -> None:
+def test_first_updates_have_a_wide_limit() -> None:
     assert judged(usual_of(), 1999.0) == (True, 1999.0)
     assert judged(usual_of(), 9e36) == (False, 2000.0)
     assert judged(usual_of(*[1.0] * 19), 1999.0) == (True, 1999.0)
     assert judged(usual_of(*[1.0] * 20), 1999.0) == (False, 30.0)
 
 
-def test_updates_that_move_nothing_leave_room_for_one_that_does() -> None:
+def test_zero_updates_do_not_block_a_moving_one() -> None:
     assert judged(usual_of(*[0.0] * 50), 5.0) == (True, 5.0)
 
 
-def test_what_most_devices_share_becomes_usual() -> None:
+def test_size_of_most_devices_updates_becomes_usual() -> None:
     """A learning rate that was raised a hundredfold: the run goes on after a while."""
     norms, verdicts = usual_of(*[1.0] * 101), []
     for _ in range(60):
@@ -177,9 +177,7 @@ def test_what_most_devices_share_becomes_usual() -> None:
 
 
 @given(st.lists(st.floats(0, 1e30), min_size=1, max_size=60), st.integers(0, 10))
-def test_fewer_than_half_of_the_devices_raise_no_limit_for_long(
-    attacks: list[float], seed: int
-) -> None:
+def test_minority_cannot_raise_the_limit_for_long(attacks: list[float], seed: int) -> None:
     """Whatever they send: what is let through stays below the limit that honest ones set."""
     rng, norms = np.random.default_rng(seed), usual_of(*[1.0] * 101)
     for attack in attacks:
@@ -189,7 +187,7 @@ def test_fewer_than_half_of_the_devices_raise_no_limit_for_long(
             assert usual == (size <= 60.0) or 15.0 <= size <= 60.0
 
 
-def test_each_part_has_a_limit_of_its_own() -> None:
+def test_each_part_has_its_own_limit() -> None:
     norms = Norms(((1.0, 100.0, 0.0),) * 50)
     assert norms.judged((1.0, 3000.0, 0.0), 30.0, model_of(LAYOUT))[0]
     assert not norms.judged((3000.0, 100.0, 0.0), 30.0, model_of(LAYOUT))[0]
@@ -199,7 +197,7 @@ def test_each_part_has_a_limit_of_its_own() -> None:
 # in the updater
 
 
-async def test_a_huge_update_is_refused_by_default_from_the_first_on(make: Any, hand: Hand) -> None:
+async def test_huge_first_update_is_refused_by_default(make: Any, hand: Hand) -> None:
     async with running(make(), context()):
         await hand.join()
         await hand.admitted(9e36)
@@ -210,7 +208,7 @@ async def test_a_huge_update_is_refused_by_default_from_the_first_on(make: Any, 
         await hand.balanced()
 
 
-async def test_what_is_usual_is_known_after_a_restart(make: Any, hand: Hand, folder: Path) -> None:
+async def test_median_survives_a_restart(make: Any, hand: Hand, folder: Path) -> None:
     """Also of updates behind the checkpoint, and of one that was refused."""
     updater = make(segment_versions=10)
     async with running(updater, context()):
@@ -232,7 +230,7 @@ async def test_what_is_usual_is_known_after_a_restart(make: Any, hand: Hand, fol
         await refused(hand, "norm too large", 2)
 
 
-async def test_it_can_be_switched_off(make: Any, hand: Hand, folder: Path) -> None:
+async def test_norm_limit_can_be_disabled(make: Any, hand: Hand, folder: Path) -> None:
     async with running(make(norm_factor=0), context()):
         await hand.join()
         await hand.admitted(1e36)
@@ -274,7 +272,7 @@ X = (0, 1, 2, 50, 3, -3, 0)
         ((0, 1, 2, 50, 3, -3, -1), "integers"),
     ],
 )
-def test_integers_change_as_the_layout_says(integers: tuple[int, ...], reason: str) -> None:
+def test_integers_change_only_as_the_layout_allows(integers: tuple[int, ...], reason: str) -> None:
     x, update = model_of(INTEGERS, integers=X), model_of(INTEGERS, integers=integers)
     assert refusals.by_integers(update, x) == reason
     found, _ = refusals.by_content(
@@ -292,7 +290,7 @@ RULES: tuple[Rule, ...] = (
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_a_counter_never_goes_back(rule: Rule) -> None:
+def test_counters_never_go_back(rule: Rule) -> None:
     """A stale device counted fewer batches: what comes next would seem to have counted too many."""
     strategy, state = rule.build(10), State(0, model_of(INTEGERS, integers=X))
     for counter in (70, 60, 40, 45):
@@ -303,7 +301,7 @@ def test_a_counter_never_goes_back(rule: Rule) -> None:
     assert state.model.integers.tolist() == [0, 1, 2, 70, 45 % 7, 1, 1]
 
 
-def test_counting_may_write_into_either_model() -> None:
+def test_counters_may_be_written_into_either_model() -> None:
     for into in (0, 1):
         x = model_of(INTEGERS, integers=X)
         new = model_of(INTEGERS, integers=(0, 1, 2, 49, 5, 5, 1))
@@ -311,9 +309,7 @@ def test_counting_may_write_into_either_model() -> None:
         assert (x, new)[into].integers.tolist() == [0, 1, 2, 50, 5, 5, 1]
 
 
-async def test_an_integer_that_nobody_may_change_is_refused_and_counted(
-    make: Any, hand: Hand
-) -> None:
+async def test_changed_constant_integer_is_refused_and_counted(make: Any, hand: Hand) -> None:
     hand.layout = INTEGERS
     async with running(make(), context()):
         await hand.join()
