@@ -26,6 +26,13 @@ from tests.k8s.policy.targets import K8S, ROOT, on_base, render_all
 from tests.k8s.policy.workloads import BY_THE_OPERATOR
 
 HOW_TO = "\n".join(page.read_text() for page in sorted((ROOT / "docs" / "how-to").glob("*.md")))
+_YAML = [
+    one
+    for block in re.findall(r"```yaml\n(.*?)```", HOW_TO, re.DOTALL)
+    for one in yaml.safe_load_all(textwrap.dedent(block))
+]
+OBJECTS = [one for one in _YAML if "kind" in one]
+PARTS = [one for one in _YAML if "kind" not in one]  # of an overlay; tests/docs builds it
 
 pytestmark = pytest.mark.timeout(600)  # all renderings and checks: 17 s of one core
 
@@ -81,10 +88,11 @@ def test_keda_works_with_rounds(renderings: dict[str, Manifests]) -> None:
 
     def fedavg(manifests: Manifests) -> None:
         settings = config(manifests, "fedstream-settings")
-        literals = r"behavior: replace,\s+literals: \[(.*?)\]"
-        [said] = re.findall(literals, HOW_TO)
+        entries = [one for part in PARTS for one in part["configMapGenerator"]]
+        [entry] = [one for one in entries if one["behavior"] == "replace"]
+        assert entry["name"] == "fedstream-settings"
         settings.clear()
-        settings |= dict(one.split("=") for one in said.split(", "))
+        settings |= dict(one.split("=") for one in entry["literals"])
         replace(config(manifests, "fedstream-config"), "run.toml", "fedasync", "fedavg")
 
     assert broken(renderings["overlay production"], fedavg) == []
@@ -117,12 +125,9 @@ def test_operators_objects_are_documented() -> None:
 
 def test_documented_objects_are_valid() -> None:
     """What is to be copied from there would be taken by a cluster."""
-    found = re.findall(r"```yaml\n(.*?)```", HOW_TO, re.DOTALL)
-    blocks = [textwrap.dedent(one) for one in found]
-    objects = [one for block in blocks for one in yaml.safe_load_all(block)]
-    kinds = sorted(one["kind"] for one in objects)
+    kinds = sorted(one["kind"] for one in OBJECTS)
     assert kinds == ["Kustomization", "PersistentVolume", "Pod"]
-    cluster = Manifests(one for one in objects if one["kind"] != "Kustomization")
+    cluster = Manifests(one for one in OBJECTS if one["kind"] != "Kustomization")
     assert list(CHECKS["schemas"](cluster)) == []
     claim = cluster.get("Pod", "journal")["spec"]["volumes"][0]["persistentVolumeClaim"]
     assert claim == {"claimName": "journal-updater-0"}

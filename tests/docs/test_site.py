@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from fedstream.cli.app import app
 from fedstream.settings.config import Settings
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 MKDOCS = ROOT / ".venv-docs" / "bin" / "mkdocs"
 BROKEN = {
     "[a page](nothere.md)": "'nothere.md', but the target is not found",
@@ -123,20 +123,3 @@ def test_command_reference_lists_exactly_the_commands() -> None:
         r"^\| `(fedstream .*?)` \|", (REFERENCE / "cli.md").read_text(), re.MULTILINE
     )
     assert sorted(listed) == sorted(commands(typer.main.get_command(app), "fedstream"))
-
-
-def blocks(page: Path) -> list[str]:
-    return re.findall(r"```(?:python)?\n(.*?)```", page.read_text(), re.DOTALL)
-
-
-@pytest.mark.parametrize("page", ["first-run", "own-task"])
-def test_tutorial_commands_are_in_the_readme(page: str) -> None:
-    """Which is run by other tests."""
-    readme = "".join(blocks(ROOT / "README.md"))
-    for block in blocks(ROOT / "docs" / "tutorial" / f"{page}.md"):
-        assert [line for line in block.splitlines() if line not in readme] == []
-
-
-def test_shown_staleness_function_is_the_real_one() -> None:
-    [shown] = blocks(ROOT / "docs" / "tutorial" / "own-strategy.md")
-    assert shown in (ROOT / "strategies" / "staleness.py").read_text()

@@ -1,0 +1,290 @@
+"""Every command in README and docs is typed, and every file written, as a reader would."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import pytest
+import yaml
+
+from fedstream.broker.client import RedisSettings
+from fedstream.local.ports import HeldPort
+from fedstream.settings.config import read
+from fedstream.settings.recording import TRUST
+from tests.broker.servers import redis_7
+from tests.docs.pages import ROOT, blocks
+from tests.docs.reader import Reader
+from tests.integration.command import TEST_GUARD_S, adds_up
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
+
+needs_redis_7 = pytest.mark.skipif(redis_7() is None, reason="no Redis of version 7 or later")
+Open = Callable[..., Reader]
+
+
+def newest(page: Reader) -> Path:
+    """Makes runs/NAME-TIME the newest run, as a reader puts its name there."""
+    runs = page.folder / "runs"
+    link = runs / "NAME-TIME"
+    link.unlink(missing_ok=True)
+    found = max(runs.iterdir(), key=lambda run: run.stat().st_ctime_ns)
+    link.symlink_to(found.name)
+    return found
+
+
+def summary(run: Path) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads((run / "summary.json").read_text())
+    return found
+
+
+def test_readme(reader: Open, mnist: Path) -> None:
+    with reader("README.md") as page:
+        (page.folder / "DATA_ROOT").symlink_to(mnist)
+        page.follow()
+        demo = newest(page)
+        assert summary(demo)["versions"] == 400
+        page.save("my_task.py")
+        page.follow(until="fedstream run --task mnist")
+        own = summary(newest(page))
+        assert own["accuracy"] > 0.9
+        assert adds_up(own)
+        page.follow(until="fedstream run --trainers 4")
+        page.wait(page.begin(), r"version [1-9]\d* of 120|result")
+        newest(page)
+        page.follow(until="fedstream replay")
+        for one in [*page.shell.beside]:  # a trainer that joined, and top, end with the run
+            assert page.shell.ended(one) == 0, one.log.read_text()
+        (page.folder / "runs" / "NAME-TIME").unlink()
+        (page.folder / "runs" / "NAME-TIME").symlink_to(demo.name)
+        page.follow(fails={"fedstream journal bisect": 1})  # this run has nothing to find
+        [replayed, *_] = (said for one, said in page.said.items() if "fedstream replay" in one)
+        assert "400 of 400 versions identical" in replayed
+
+
+def flipped(run: Path) -> None:
+    """Flips a bit in the middle of a run's journal."""
+    file = min((run / "journal").glob("*.journal"))
+    text = bytearray(file.read_bytes())
+    text[len(text) // 2] ^= 1
+    file.write_bytes(text)
+
+
+POISONED, SINCE, VERSIONS = 3, 100, 300  # docs/replay.md: a device, its first poison, the run
+
+
+def test_replay(reader: Open, any_redis: RedisSettings) -> None:
+    with reader("docs/replay.md", instead={"URL": any_redis.url}) as page:
+        page.save("poisoned.py")
+        page.follow(until="fedstream journal verify copy", fails={"fedstream journal diff": 1})
+        run = page.folder / "runs" / "poisoned"
+        every_version_comes_out_again(page)
+        bisect_names_the_version_and_the_device(page, run)
+        without_the_device_the_model_stays_good(page)
+        flipped(shutil.copytree(run, page.folder / "copy"))
+        damaged = {"fedstream journal verify copy": 1, "fedstream replay copy": 1}
+        page.follow(fails=damaged)
+        versions = re.findall(r"^version (\d+): device \d", page.python(), re.MULTILINE)
+        assert versions == ["126", "127", "128", "129", "130"]
+        page.follow()
+        assert f"identical, versions 0 to {VERSIONS}" in page.given(
+            "fedstream journal diff runs/poisoned again"
+        )
+        page.stop()
+        page.given(f"fedstream purge --redis {any_redis.url} --run again --yes")
+
+
+def every_version_comes_out_again(page: Reader) -> None:
+    found = json.loads(page.given("fedstream replay runs/poisoned --json"))
+    assert found["made"] == found["identical"] == found["version"] == VERSIONS
+    assert found["error"] is None
+
+
+def bisect_names_the_version_and_the_device(page: Reader, run: Path) -> None:
+    bisect = f"fedstream journal bisect runs/poisoned --below 0.5 {TRUST} --json"
+    found = json.loads(page.given(bisect))
+    assert found["found"]
+    assert SINCE < found["version"] <= VERSIONS
+    assert found["after"] < 0.5 <= found["before"]
+    [cause] = found["causes"]
+    assert cause["device"] == POISONED
+    assert SINCE <= cause["tau"] < found["version"]
+    assert cause["norm"] > 10  # the honest devices' are near 2
+    with (run / "metrics.csv").open() as table:
+        assert list(csv.DictReader(table))[found["version"]]["device"] == str(POISONED)
+
+
+def without_the_device_the_model_stays_good(page: Reader) -> None:
+    without = f"--without device={POISONED} --evaluate-every 1 {TRUST}"
+    found = json.loads(page.given(f"fedstream replay runs/poisoned {without} --json"))
+    assert found["identical"] == VERSIONS
+    points = [point for point in found["points"] if point["version"] > SINCE]
+    assert len(points) == VERSIONS - SINCE
+    original = [point["original"]["accuracy"] for point in points]
+    changed = [point["changed"]["accuracy"] for point in points]
+    assert min(original) < 0.3
+    assert min(changed) > 0.7
+    assert fmean(changed) > fmean(original) + 0.2
+    assert [Path(file).name for file in found["files"]] == ["replay.csv", "replay.png"]
+
+
+def test_simulation(reader: Open, mnist: Path) -> None:
+    with reader("docs/simulation.md") as page:
+        (page.folder / "DATA_ROOT").symlink_to(mnist)
+        page.follow()
+        page.python()
+
+
+def test_strategies(reader: Open) -> None:
+    with reader("docs/strategies.md") as page:
+        page.follow()
+        for table in ("participation", "solvers"):
+            found = read(page.save("run.toml", "toml"), [])
+            assert len(getattr(found, table)) == 2
+            page.follow()
+        page.shows("strategies/strategy.py")
+
+
+def test_own_strategy(reader: Open, clone: Path) -> None:
+    for name in ("fedstream", "strategies"):  # to be written into
+        (clone / name).unlink()
+        shutil.copytree(ROOT / name, clone / name, symlinks=True)
+    instead = {"fedstream simulate": f"{sys.executable} -m fedstream simulate"}  # the clone's
+    with reader("docs/tutorial/own-strategy.md", instead=instead) as page:
+        file = clone / "strategies" / "staleness.py"
+        whole = file.read_text()
+        before, union, after = re.split(r"(?ms)^(Staleness = .*?^\]\n)", whole)
+        function, now = page.text("python"), page.text("python")
+        assert union.replace("Hinge,", "Hinge | Logarithmic,") == now
+        file.write_text(f"{before}{function}\n\n{now}{after}")
+        page.follow()
+
+
+def test_python_reference(reader: Open) -> None:
+    with reader("docs/reference/python.md") as page:
+        page.given("fedstream simulate --versions 3 --out runs/demo")
+        assert [line.split()[0] for line in page.python().splitlines()] == ["1", "2", "3"]
+
+
+def test_chaos(reader: Open) -> None:
+    with reader("docs/chaos.md") as page:
+        page.follow()
+
+
+RUN = """
+[run]
+versions = 20
+[redis]
+url = "{url}"
+[journal]
+dir = "{folder}/made"
+"""
+SECRET = "of-a-test"  # noqa: S105
+ROLES = ("coordinator", "scheduler", "updater", "evaluator", "trainer", "operator")
+
+
+def test_own_services(reader: Open, any_redis: RedisSettings) -> None:
+    with reader("docs/how-to/run.md") as page:
+        config = RUN.format(url=any_redis.url, folder=page.folder)
+        (page.folder / "run.toml").write_text(config)
+        page.follow()
+        page.ready()
+        state = ""
+        while state != "finished":
+            state = json.loads(page.given("fedstream status --config run.toml --json"))["state"]
+        page.stop()
+        page.given("fedstream purge --config run.toml --yes")
+
+
+@needs_redis_7
+def test_redis(reader: Open) -> None:
+    with HeldPort() as port:
+        serve = f"redis-server --port {port.number} --aclfile users.acl"
+        with reader(
+            "docs/how-to/redis.md", instead={"redis-server --aclfile users.acl": serve}
+        ) as page:
+            config = RUN.format(url=f"redis://127.0.0.1:{port.number}", folder=page.folder)
+            (page.folder / "run.toml").write_text(config)
+            page.follow(until="export FEDSTREAM_PASSWORD_SITE")
+            page.ready()
+            page.stop()
+            sites = '[coordinator]\nsites = ["pool", "hospital-a:0-9"]\n'
+            (page.folder / "run.toml").write_text(config + sites)
+            page.follow(until="FEDSTREAM_REDIS__USERNAME=trainer-hospital-a")
+            page.shell.begin(serve)  # anew
+            page.follow()
+            page.ready()
+            page.stop()
+
+
+@contextmanager
+def deployed(reader: Open, page: str, **instead: str) -> Iterator[Reader]:
+    """A page about a deployment elsewhere, beside one: Redis with users, a coordinator, an updater.
+
+    Port-forwards lead to it.
+    """
+    with HeldPort() as redis, HeldPort() as http:
+        url, routes = f"redis://127.0.0.1:{redis.number}", f"http://127.0.0.1:{http.number}"
+        environ = {f"FEDSTREAM_PASSWORD_{role.upper()}": SECRET for role in ROLES}
+        environ |= {"CLUSTER_PASSWORD": SECRET, "FEDSTREAM_REDIS__PASSWORD": SECRET}
+        stands = {"redis://127.0.0.1:6379": url, "http://127.0.0.1:8080": routes, **instead}
+        with reader(page, environ, stands) as opened:
+            config = RUN.format(url=url, folder=opened.folder) + f"[http]\nport = {http.number}\n"
+            (opened.folder / "run.toml").write_text(config)
+            opened.given("fedstream acl --config run.toml --out users.acl")
+            opened.shell.begin(f"redis-server --port {redis.number} --aclfile users.acl")
+            for role in ("coordinator", "updater"):
+                user = f"FEDSTREAM_REDIS__USERNAME={role}"
+                opened.shell.begin(f"{user} fedstream {role} --config run.toml")
+            opened.ready()
+            yield opened
+            opened.stop()
+
+
+@needs_redis_7
+def test_inspect(reader: Open) -> None:
+    with deployed(reader, "docs/how-to/inspect.md", **{"--run RUN": "--run demo"}) as page:
+        page.follow()
+
+
+@needs_redis_7
+def test_kubernetes(reader: Open) -> None:
+    with deployed(reader, "docs/how-to/kubernetes.md") as page:
+        page.follow()
+        yaml.safe_load(page.text("yaml"))
+        overlay = page.folder.parent / "YOUR_OVERLAY"
+        overlay.mkdir()
+        shutil.copy(ROOT / "k8s" / "base" / "run.toml", overlay)
+        (overlay / "task.py").write_text("task = None\n")
+        page.save("../YOUR_OVERLAY/kustomization.yaml", "yaml")
+        page.follow()
+        page.given("kubectl apply -k ../YOUR_OVERLAY")
+
+
+def test_operate_kubernetes(reader: Open) -> None:
+    [task, *_] = blocks("docs/replay.md")
+    environ = {"CLUSTER_JOURNAL": "made/journal"}
+    with reader("docs/how-to/operate-kubernetes.md", environ) as page:
+        (page.folder / "task.py").write_text(task.text)
+        page.given(
+            "fedstream simulate --task task.py:task --versions 130 --out made"
+            " --set scheduler.steps.n=50 --set updater.norm_factor=0"
+        )
+        for overlay in ("YOUR_OVERLAY", "FEDAVG"):
+            (page.folder / overlay).mkdir()
+            lines = ["resources: [../k8s/overlays/production]", page.text("yaml")]
+            (page.folder / overlay / "kustomization.yaml").write_text("\n".join(lines))
+            page.given(f"kubectl apply -k {overlay}")
+        page.follow()
+        page.save("journal-pod.yaml", "yaml")
+        page.follow()
+        [found] = (said for one, said in page.said.items() if "bisect" in one)
+        assert "device 3" in found

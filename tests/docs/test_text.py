@@ -1,0 +1,81 @@
+"""What the pages' text has to keep to: width, and names of files and modules that exist."""
+
+from __future__ import annotations
+
+import importlib
+import re
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from tests.docs.pages import ROOT, pages
+
+WIDTH = 100
+_CODE = re.compile(r"`([^`\n]+)`")
+_SUFFIXES = "conf|csv|json|lua|md|py|sh|sha256|toml|txt|yaml"
+_FILE = re.compile(rf"(?:[\w.*-]+/)*[\w*-][\w.*-]*\.(?:{_SUFFIXES})")
+_FOLDERS = tuple(f"{entry.name}/" for entry in ROOT.iterdir() if entry.is_dir())
+_DOTTED = re.compile(r"fedstream(?:\.\w+)+")
+# Written by a reader, or by fedstream for one.
+MADE = {
+    ".../run.toml", "dist/fedstream.cdx.json", "journal-pod.yaml", "metrics.csv", "my_task.py",
+    "poisoned.py", "replay.csv", "run.toml", "summary.json", "task.py", "test.txt",
+    "train.txt", "valid.txt",
+}  # fmt: skip
+
+
+def prose(page: str) -> Iterator[tuple[int, str]]:
+    """A page's lines outside blocks of code, with their numbers."""
+    fenced = False
+    for number, line in enumerate((ROOT / page).read_text().splitlines(), 1):
+        if line.lstrip().startswith("```"):
+            fenced = not fenced
+        elif not fenced and not line.startswith("    "):
+            yield number, line
+
+
+@pytest.mark.parametrize("page", [*pages(), "CHANGELOG.md"])
+def test_lines_are_wrapped(page: str) -> None:
+    """Except tables, and what cannot be broken: links and code."""
+    for number, line in prose(page):
+        rest = re.sub(r"\]\([^)]*\)|https?://\S+", "", line)
+        longest = max((len(code) for code in _CODE.findall(line)), default=0)
+        if not line.startswith("|") and longest < WIDTH - 30:
+            assert len(rest) <= WIDTH, f"{page}:{number} has {len(rest)} characters"
+
+
+@pytest.mark.parametrize("page", pages())
+def test_files_and_modules_that_are_named_exist(page: str) -> None:
+    for number, line in prose(page):
+        for code in _CODE.findall(line):
+            for word in code.split():
+                word = word.rstrip(",;:)").lstrip("(")
+                place = f"{page}:{number}: {word}"
+                if _FILE.fullmatch(word) and word not in MADE:
+                    if "/" in word:
+                        assert list(ROOT.glob(word.lstrip("/"))), place
+                    else:
+                        assert word in names(), place
+                elif word.startswith(_FOLDERS) and "=" not in word:
+                    assert list(ROOT.glob(word)), place
+                elif _DOTTED.fullmatch(word):
+                    assert exists(word), place
+
+
+@cache
+def names() -> frozenset[str]:
+    """All files of the repository, without their folders."""
+    tops = [entry for entry in ROOT.iterdir() if entry.name[0] != "." or entry.name == ".github"]
+    below = (path.name for top in tops if top.is_dir() for path in top.rglob("*.*"))
+    return frozenset({*below, *(top.name for top in tops)})
+
+
+def exists(dotted: str) -> bool:
+    """Whether there is a module, or something in one, of this name."""
+    module, _, name = dotted.rpartition(".")
+    try:
+        importlib.import_module(dotted)
+    except ModuleNotFoundError:
+        return hasattr(importlib.import_module(module), name) if "." in module else False
+    return True

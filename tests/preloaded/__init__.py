@@ -1,0 +1,46 @@
+"""`fedstream` in a tenth of the time: forked from a process that has imported everything.
+
+A test that starts a run starts six processes, and each of them spends more than a second on
+importing torch. :func:`programs` is a folder for PATH with a ``fedstream`` and a ``python`` whose
+processes are forked from one server instead (``server.py``). What they do is the same; that the
+real ones start is tested by ``tests/integration``.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+@contextmanager
+def programs(folder: Path) -> Iterator[Path]:
+    """Fills a folder with programs, which work as long as the block lasts."""
+    private = Path(tempfile.mkdtemp(prefix="preloaded-"))  # short: a socket's path has 108 bytes
+    address = private / "socket"
+    folder.mkdir()
+    for name in ("fedstream", "python"):
+        client = (sys.executable, "-IS", HERE / "client.py", address, sys.executable, name)
+        program = folder / name
+        program.write_text(f'#!/bin/sh\nexec {shlex.join(map(str, client))} "$@"\n')
+        program.chmod(0o755)
+    kept = {n: v for n, v in os.environ.items() if not n.startswith("FEDSTREAM_")}
+    server = subprocess.Popen(
+        [sys.executable, "-P", HERE / "server.py", address, folder / "python"],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=kept | {"OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    try:
+        assert server.stdout is not None
+        assert server.stdout.readline() == b"ready\n"
+        yield folder
+    finally:
+        server.communicate()  # the end of its input is its end
+        shutil.rmtree(private)

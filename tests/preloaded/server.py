@@ -1,0 +1,133 @@
+"""Forks a process for each client: `python -P server.py SOCKET PYTHON`, until its input ends."""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import marshal
+import os
+import select
+import signal
+import socket
+import sys
+from contextlib import suppress
+
+PRELOADED = (
+    "fedstream.cli.app", "fedstream.coordinator", "fedstream.doctor", "fedstream.local.run",
+    "fedstream.observe", "fedstream.operate", "fedstream.recordings", "fedstream.settings.config",
+    "fedstream.settings.services", "fedstream.simulation", "fedstream.trainer.loading",
+    "fedstream.trainer.vector", "matplotlib.backends.backend_agg", "matplotlib.figure",
+    "sklearn.datasets", "torch", "torch.utils.data", "uvloop",
+)  # fmt: skip
+
+
+class Server:
+    """One thread, so that a fork has everything."""
+
+    def __init__(self, address: str) -> None:
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.listener.bind(address)
+        self.listener.listen(64)
+        self.children: dict[int, socket.socket] = {}  # by process id
+        self.waking, self.woken = os.pipe2(os.O_NONBLOCK)
+        signal.set_wakeup_fd(self.woken)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
+
+    def serve(self) -> tuple[list[str], str, dict[bytes, bytes], list[int]] | None:
+        """None when it is over; in a forked process, what that is to do."""
+        while True:
+            clients = {connection.fileno(): pid for pid, connection in self.children.items()}
+            readable, _, _ = select.select(
+                [0, self.listener.fileno(), self.waking, *clients], [], []
+            )
+            if self.waking in readable:
+                os.read(self.waking, 4096)
+                self.reap()
+            for number in clients.keys() & set(readable):
+                self.heard(clients[number])
+            if self.listener.fileno() in readable and (wanted := self.asked()):
+                return wanted
+            if 0 in readable:
+                for pid in self.children:
+                    os.kill(pid, signal.SIGKILL)
+                return None
+
+    def reap(self) -> None:
+        """Tells clients how their processes ended."""
+        while self.children:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if not pid:
+                return
+            connection = self.children.pop(pid)
+            code = os.waitstatus_to_exitcode(status)
+            with suppress(OSError):  # killed meanwhile
+                connection.sendall(code.to_bytes(2, "big", signed=True))
+            connection.close()
+
+    def heard(self, pid: int) -> None:
+        """Passes on signals; a client that is gone was killed."""
+        if pid not in self.children:
+            return
+        try:
+            signals = self.children[pid].recv(64)
+        except ConnectionResetError:
+            signals = b""
+        for number in signals or [signal.SIGKILL]:
+            os.kill(pid, number)
+
+    def asked(self) -> tuple[list[str], str, dict[bytes, bytes], list[int]] | None:
+        """Forks for a new client; in the new process, what it is to do."""
+        connection, _ = self.listener.accept()
+        head, files, _, _ = socket.recv_fds(connection, 4, 3)
+        text = b""
+        while len(text) < int.from_bytes(head, "big"):
+            text += connection.recv(1 << 16)
+        if pid := os.fork():
+            self.children[pid] = connection
+            for number in files:
+                os.close(number)
+            return None
+        return (*marshal.loads(text), files)  # noqa: S302  (from a test)
+
+
+def become(
+    arguments: list[str], folder: str, environ: dict[bytes, bytes], files: list[int]
+) -> None:
+    """A process that has just started, as far as `fedstream` can tell."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+    os.closerange(3, 256)
+    os.chdir(folder)
+    os.environ.clear()
+    os.environb.update(environ)
+    if "FEDSTREAM_PARENT" in os.environ:  # the client looks after the real one
+        os.environ["FEDSTREAM_PARENT"] = str(os.getppid())
+    sys.argv = ["fedstream", *arguments]
+
+
+def main() -> None:
+    """Imports, serves, and in a forked process runs the command line."""
+    address, python = sys.argv[1:]
+    for name in PRELOADED:
+        importlib.import_module(name)
+    from fedstream.__main__ import main as command
+
+    server = Server(address)
+    os.write(1, b"ready\n")
+    if (wanted := server.serve()) is not None:
+        become(*wanted)
+        sys.executable = python  # `fedstream run` starts its services with it
+        code: object = 0
+        try:
+            command()
+        except SystemExit as end:
+            code = end.code
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        os._exit(code if isinstance(code, int) else 0)  # to clear up torch takes a second
+
+
+if __name__ == "__main__":
+    main()
