@@ -17,7 +17,8 @@ help:  ## list the targets
 run: .venv/installed  ## train the handwritten digits on this machine
 	$(BIN)/fedstream run
 
-test:  ## all that CI checks; unit runs beside the others
+test:  ## all that CI checks; unit runs beside the others, once what all of them need is installed
+	$(MAKE) --no-print-directory --jobs=4 .venv/installed .venv-tools/installed .venv-docs/installed .venv-checkov/installed
 	$(MAKE) --no-print-directory --jobs=2 unit lint types docs k8s-check
 
 fast: .venv/installed  ## the tests that start no process, for the inner loop (under a minute)
