@@ -5,9 +5,12 @@ from __future__ import annotations
 import atexit
 import os
 import sys
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn
 
 from fedstream.runtime import signals
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 SERVICES = ("coordinator", "scheduler", "updater", "trainer", "evaluator")
 
@@ -22,14 +25,24 @@ def main() -> None:
     signals.leave_at_once(0 if is_service else signals.INTERRUPTED)
     from fedstream.cli.app import main as command
 
-    if not is_service:
-        signals.interrupt()
+    code = signals.INTERRUPTED
+    try:
+        if not is_service:
+            signals.interrupt()
+        code = _code(command)
+        signals.end_at_once()  # inside the block, so that no interruption escapes it
+    except KeyboardInterrupt:  # raised where nothing of the command catches it
+        pass
+    _leave(code)
+
+
+def _code(command: Callable[[], None]) -> int:
+    """Run a command; returns its exit code."""
     try:
         command()
     except SystemExit as end:
-        _leave(end.code if isinstance(end.code, int) else 0)
-    except KeyboardInterrupt:  # raised while the command line is parsed, where nothing catches it
-        _leave(signals.INTERRUPTED)
+        return end.code if isinstance(end.code, int) else 0
+    return 0
 
 
 def _leave(code: int) -> NoReturn:

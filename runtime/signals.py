@@ -32,6 +32,11 @@ def _end(number: int, _frame: FrameType | None) -> None:
     os._exit(128 + number)
 
 
+def end_at_once() -> None:
+    """From now on, either signal ends this process at once, with 128 + its number."""
+    _handle(_end)
+
+
 def leave_at_once(code: int) -> None:
     """From now on, either signal ends this process with ``code`` after a line on stderr."""
 
@@ -50,7 +55,7 @@ def interrupt() -> None:
     """
 
     def first(_number: int, _frame: FrameType | None) -> None:
-        _handle(_end)
+        end_at_once()
         raise KeyboardInterrupt
 
     _handle(first)
