@@ -1,0 +1,117 @@
+"""`fedstream journal show`: what it says of every record."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from fedstream.journal import Segment
+from fedstream.strategies import FedAvgSettings
+from tests.fedstream.recordings.scribes import (
+    FIRST,
+    SECOND,
+    Command,
+    flip,
+    two_segments,
+)
+from tests.journals import Scribe
+
+
+def test_show_prints_every_record_and_reads_no_payload(
+    journal: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    two_segments(tmp_path / "journal")
+    monkeypatch.setattr(Segment, "load", None)
+    code, out, _ = journal("show", tmp_path)
+    assert code == 0
+    assert f"{FIRST}: epoch 1, begun with version 0" in out
+    assert f"{SECOND}: epoch 1, continued with version 6" in out
+    assert "by fedasync (alpha 0.4, alpha_schedule constant, staleness polynomial (a 0.5))" in out
+    assert out.count("applied") == 12
+    assert out.count("not finite") == 2
+    assert "task-13" in out
+
+
+def test_show_accepts_a_run_a_journal_or_a_segment(journal: Command, tmp_path: Path) -> None:
+    two_segments(tmp_path / "journal")
+    whole = journal("show", tmp_path)
+    assert journal("show", tmp_path / "journal") == whole
+    _, out, _ = journal("show", tmp_path / "journal" / SECOND)
+    assert FIRST not in out
+    assert out.count("applied") == 6
+
+
+@pytest.mark.parametrize(
+    ("options", "shown"),
+    [
+        ((), [0, 1, 2, 3, 4, 5, 6, 6, 6, 7, 8, 9, 10, 11, 12, 12]),
+        (("--device", 3), [4, 6, 12]),
+        (("--device", 3, "--device", 0), [1, 4, 6, 10, 12]),
+        (("--outcome", "refused"), [6, 12]),
+        (("--outcome", "refused", "--outcome", "given up"), [6, 12]),
+        (("--outcome", "given_up"), []),
+        (("--version", "6"), [6, 6, 6]),
+        (("--version", "4..7"), [4, 5, 6, 6, 6, 7]),
+        (("--version", "7..8", "--outcome", "applied", "--last", 1), [8]),
+        (("--last", 3), [11, 12, 12]),
+    ],
+)
+def test_show_filters(
+    options: tuple[object, ...], shown: list[int], journal: Command, tmp_path: Path
+) -> None:
+    two_segments(tmp_path)
+    code, out, _ = journal("show", tmp_path, "--json", *options)
+    assert code == 0
+    assert [json.loads(line)["version"] for line in out.splitlines()] == shown
+
+
+def test_show_reports_no_matches(journal: Command, tmp_path: Path) -> None:
+    two_segments(tmp_path)
+    assert journal("show", tmp_path, "--outcome", "dead") == (0, "no records\n", "")
+    assert journal("show", tmp_path, "--outcome", "dead", "--json") == (0, "", "")
+
+
+def test_reversed_version_range_is_rejected(journal: Command, tmp_path: Path) -> None:
+    two_segments(tmp_path)
+    code, out, said = journal("show", tmp_path, "--version", "7..4")
+    assert (code, out, said) == (2, "", "fedstream: --version 7..4: 4 is before 7\n")
+
+
+def test_show_stops_reading_early(journal: Command, tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path)
+    scribe.update()
+    scribe.update()
+    at = scribe.writer.size
+    scribe.update()
+    scribe.writer.sync()
+    scribe.update()
+    scribe.close()
+    flip(tmp_path / FIRST, at + 60)
+    assert journal("show", tmp_path, "--version", "1")[0] == 0
+    assert journal("show", tmp_path)[0] == 1
+
+
+def test_show_json_has_every_field_and_no_nan(journal: Command, tmp_path: Path) -> None:
+    scribe = Scribe(tmp_path, FedAvgSettings(clients_per_round=3))
+    scribe.update(7, loss=float("nan"), samples=5)
+    scribe.close_round()
+    scribe.close()
+    begin, taken, closed = map(json.loads, journal("show", tmp_path, "--json")[1].splitlines())
+    assert begin["kind"] == "standing"
+    assert begin["strategy"]["name"] == "fedavg"
+    assert (begin["segment"], begin["lineage"], begin["predecessor"]) == (FIRST, "line-1", None)
+    assert (taken["kind"], taken["device"], taken["outcome"]) == ("taken", 7, "buffered")
+    assert (taken["loss"], taken["samples"], taken["digest"]) == (None, 5, None)
+    assert taken["payload_bytes"] == 16
+    assert "chunks" not in taken  # of a blob in Redis, which no record says anything about
+    assert (closed["kind"], closed["version"], closed["round"]) == ("round_closed", 1, 0)
+    assert "round end" in journal("show", tmp_path)[1]
+
+
+def test_unknown_device_is_reported(journal: Command, tmp_path: Path) -> None:
+    two_segments(tmp_path)
+    code, out, said = journal("show", tmp_path, "--device", 99, "--json")
+    assert (code, out) == (1, "")
+    assert said == f"fedstream: {tmp_path}: device 99 never took part (the run has 10 devices)\n"
