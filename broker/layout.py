@@ -71,11 +71,11 @@ class Layout:
         kinds = [_ORDER.index(tensor.kind) for tensor in self.tensors]
         if kinds != sorted(kinds):
             raise LayoutMismatch(
-                "a layout lists parameters, then buffers, then controls, then integers: those that "
-                "stay, counters, and variable ones"
+                "a layout must list parameters, buffers, controls and integers (constant, "
+                "counters, variable) in this order"
             )
         if len({tensor.name for tensor in self.tensors}) != len(self.tensors):
-            raise LayoutMismatch("a layout names every tensor once")
+            raise LayoutMismatch("a layout must name every tensor exactly once")
         if self.nbytes > LARGEST:
             raise LayoutMismatch(f"a layout of {self.nbytes} bytes; the limit is {LARGEST}")
 

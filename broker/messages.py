@@ -268,7 +268,7 @@ def decode(data: bytes, /, *kinds: type[Message]) -> Message:
     except (ValueError, msgpack.UnpackException) as error:
         raise BadMessage(f"not msgpack: {str(error) or type(error).__name__}") from error
     if not isinstance(fields, dict) or type(fields.get("v")) is not int:
-        raise BadMessage("not a message: a map with the schema version 'v' was expected")
+        raise BadMessage("not a message: expected a map with the schema version 'v'")
     if fields["v"] not in READS:
         raise BadMessage(f"schema {fields['v']}, but this release reads {_listed(READS)}")
     cls = next((kind for kind in kinds if kind.kind == fields.get("k")), None)

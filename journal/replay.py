@@ -345,7 +345,7 @@ class Replayer:
         if (other.sends, other.controls) != (was.sends, was.controls):
             raise NotRecorded(
                 f"{self.folder}: {rule.name} takes {_takes(other)}, but {recorded_as['name']}'s "
-                f"devices sent {_takes(was)}: record a run with a rule that takes the same"
+                f"devices sent {_takes(was)}: choose a rule that takes the same"
             )
         return other
 
@@ -364,8 +364,8 @@ def _check(was: Rebuild, step: Step, segment: Segment, record: Record) -> None:
             segment.load(record, update)
             if update.digest() != record.message.upload.digest:
                 raise Diverged(
-                    f"{record.place.where}: the update of version {record.message.version} is not "
-                    "what it was"
+                    f"{record.place.where}: the update of version {record.message.version} does "
+                    "not match its digest"
                 ) from error
         raise
 

@@ -26,7 +26,7 @@ def file_of(run: str, environ: Mapping[str, str], sites: Sequence[str] = ()) -> 
         check_name("--site", site)
         if site == POOL:
             raise ConfigError(
-                f"--site {POOL}: the pool's trainers are the user trainer, which is always there"
+                f"--site {POOL}: not needed, since the pool's trainers are the user trainer"
             )
         place = variable(site)
         if twin := next((one for one in named if variable(one) == place), None):

@@ -128,10 +128,10 @@ def again(letter: Letter, now: float) -> Trigger:
         raise FedstreamError("it says that a device gave up its task: there is nothing to retry")
     if isinstance(message, Withdraw):
         raise FedstreamError(
-            "it gives up overdue tasks; the scheduler asks for that again by itself"
+            "it only gives up overdue tasks; the scheduler does that again by itself"
         )
     if isinstance(message, CloseRound | RoundEnd):
-        raise FedstreamError("it ends a round; the scheduler asks for that again by itself")
+        raise FedstreamError("it only ends a round; the scheduler does that again by itself")
     about: dict[str, Any] = {
         "task": task_id(int(now * 1000)),
         "device": letter.device,

@@ -79,7 +79,7 @@ class Settings(Section):
         if strategy.rounds == "always" and not isinstance(policy, Rounds | None):
             raise ValueError(
                 f"strategy.name = {strategy.name!r} needs scheduler.policy.kind = 'rounds', "
-                f"not {policy.kind!r}: leave scheduler.policy out"
+                f"not {policy.kind!r}: leave out scheduler.policy"
             )
         if isinstance(policy, Rounds):
             self._check_rounds(policy)
@@ -88,7 +88,7 @@ class Settings(Section):
         if remembered is not None and devices is not None and remembered != devices:
             raise ValueError(
                 f"strategy.devices = {remembered} differs from task.devices = {devices}: "
-                "leave strategy.devices out"
+                "leave out strategy.devices"
             )
         if isinstance(policy, Anarchic) and self.trainer.anarchic is None:
             raise ValueError(

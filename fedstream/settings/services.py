@@ -43,18 +43,18 @@ def devices_of(settings: Settings, task: Task) -> int:
     if strategy.remembered not in (None, devices):
         raise ConfigError(
             f"strategy.devices = {strategy.remembered}, but the run has {devices} devices "
-            "(task.devices): leave strategy.devices out"
+            "(task.devices): leave out strategy.devices"
         )
     if max(slow, default=0) >= devices:
         raise ConfigError(
-            f"devices.slow_devices = {list(slow)}: there is no device {max(slow)}, the run's "
-            f"{devices} (task.devices) are numbered from 0"
+            f"devices.slow_devices = {list(slow)}: there is no device {max(slow)}: the run's "
+            f"{devices} devices (task.devices) are numbered from 0"
         )
     for key, groups in (("solvers", settings.solvers), ("participation", settings.participation)):
         last = max((device for group in groups for device in group.devices), default=0)
         if last >= devices:
             raise ConfigError(
-                f"{key}: there is no device {last}, the run's {devices} (task.devices) are "
+                f"{key}: there is no device {last}: the run's {devices} devices (task.devices) are "
                 "numbered from 0"
             )
     policy = settings.policy

@@ -140,9 +140,9 @@ def test_buffer_of_the_wrong_size_or_type_is_refused() -> None:
 
 def test_a_layout_names_every_tensor_once_and_keeps_the_order_of_roles() -> None:
     weight = Tensor("w", (1,), "float32", "parameter")
-    with pytest.raises(LayoutMismatch, match="names every tensor once"):
+    with pytest.raises(LayoutMismatch, match="name every tensor exactly once"):
         Layout((weight, weight))
-    with pytest.raises(LayoutMismatch, match="parameters, then buffers, then controls"):
+    with pytest.raises(LayoutMismatch, match="parameters, buffers, controls and integers"):
         Layout((Tensor("m", (1,), "float32", "buffer"), weight))
 
 

@@ -142,9 +142,9 @@ def test_unknown_fields_are_ignored_and_missing_ones_default() -> None:
     [
         (msgpack.packb({"v": 1, "k": "round_end"}), "round_end: version: Field required"),
         (packed(v=2), "schema 2, but this release reads 1"),
-        (packed(v="1"), "a map with the schema version 'v' was expected"),
-        (packed(v=None), "a map with the schema version 'v' was expected"),
-        (msgpack.packb([1, 2]), "a map with the schema version 'v' was expected"),
+        (packed(v="1"), "expected a map with the schema version 'v'"),
+        (packed(v=None), "expected a map with the schema version 'v'"),
+        (msgpack.packb([1, 2]), "expected a map with the schema version 'v'"),
         (packed(k="upload"), "a message of kind 'upload', expected round_end"),
         (packed(k=None), "a message of kind None, expected round_end"),
         (packed(k="x" * 10**6), r"a message of kind 'x{12}\.\.\.x{13}', expected round_end"),

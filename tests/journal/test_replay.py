@@ -301,7 +301,7 @@ def test_altered_update_is_found_at_its_version(folder: Path, layout: Any) -> No
     with Replayer(folder) as replayer:
         replay = iter(replayer)
         assert [next(replay).version, next(replay).version] == [1, 2]
-        with pytest.raises(Diverged, match=r"version 3 is not what it was"):
+        with pytest.raises(Diverged, match=r"version 3 does not match its digest"):
             next(replay)
 
 

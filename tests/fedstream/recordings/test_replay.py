@@ -81,7 +81,7 @@ def test_first_divergence_ends_the_replay(
     assert fedstream(out) == 1
     said = capsys.readouterr()
     assert said.out.startswith("19 versions from 0 to 19")
-    assert "the update of version 20 is not what it was" in said.err
+    assert "the update of version 20 does not match its digest" in said.err
     assert fedstream(out, "--json") == 1
     assert "version 20" in json.loads(capsys.readouterr().out)["error"]
 
