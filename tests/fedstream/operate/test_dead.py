@@ -204,9 +204,9 @@ async def test_self_triggered_task_is_retried_by_the_operator(hand: Hand) -> Non
     [
         (b"junk", "it is unreadable (not msgpack"),
         (b"", "it is unreadable"),
-        (CloseRound(version=1, tasks=(), why="over").encode(), "it ends a round"),
-        (RoundEnd(version=1).encode(), "it ends a round"),
-        (Withdraw(tasks=("a",), why="timed out").encode(), "gives up overdue tasks"),
+        (CloseRound(version=1, tasks=(), why="over").encode(), "it only ends a round"),
+        (RoundEnd(version=1).encode(), "it only ends a round"),
+        (Withdraw(tasks=("a",), why="timed out").encode(), "only gives up overdue tasks"),
         (
             GiveUp(task="a", attempt="1", device=1, trainer="t", reason="tired").encode(),
             "gave up its task",
