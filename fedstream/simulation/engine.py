@@ -136,7 +136,7 @@ class _Base:
     digest: str
 
 
-class _Models:
+class _Bases:
     """The models that devices may start from, by the plan's versions, and those to reuse.
 
     The plan counts versions as if no update were refused: each of its versions has the model that
@@ -218,7 +218,7 @@ class _Simulation:
         self._measure = Measuring(settings.simulation, task, self._training)
         self._progress = Progress(State(0, x_0))
         self._digest = x_0.digest() if journal else "none"
-        self._models = _Models(self._progress.state, self._digest)
+        self._models = _Bases(self._progress.state, self._digest)
         self._ahead: deque[PlannedEvent] = deque()
         self._trained: dict[int, tuple[Trained, Job]] = {}  # by task number
         self._entries = self._streak = 0
