@@ -157,15 +157,33 @@ def test_own_strategy(reader: Open, clone: Path) -> None:
     for name in ("fedstream", "strategies"):  # to be written into
         (clone / name).unlink()
         shutil.copytree(ROOT / name, clone / name, symlinks=True)
+    rules, options = clone / "strategies/__init__.py", clone / "fedstream/cli/options.py"
+    staleness = clone / "strategies/staleness.py"
     instead = {"fedstream simulate": f"{sys.executable} -m fedstream simulate"}  # the clone's
     with reader("docs/tutorial/own-strategy.md", instead=instead) as page:
-        file = clone / "strategies" / "staleness.py"
-        whole = file.read_text()
-        before, union, after = re.split(r"(?ms)^(Staleness = .*?^\]\n)", whole)
-        function, now = page.text("python"), page.text("python")
-        assert union.replace("Hinge,", "Hinge | Logarithmic,") == now
-        file.write_text(f"{before}{function}\n\n{now}{after}")
+        page.save("strategies/by_samples.py")
+        put(page.text("python"), before="from fedstream.strategies.fedasync", file=rules)
+        change(rules, page.text("python"), "    | BySamplesSettings\n")
+        change(options, page.text("python"), ', "by-samples"')
         page.follow()
+        assert json.loads((clone / "runs/by-samples/summary.json").read_text())["versions"] == 20
+        put(page.text("python") + "\n\n", before="Staleness = ", file=staleness)
+        change(staleness, page.text("python"), " | Logarithmic")
+        page.follow()
+
+
+def put(text: str, before: str, file: Path) -> None:
+    whole = file.read_text()
+    assert whole.count(f"\n{before}") == 1
+    file.write_text(whole.replace(f"\n{before}", f"\n{text}{before}"))
+
+
+def change(file: Path, now: str, added: str) -> None:
+    """Changes an assignment to what the page says, which differs from what is there by this."""
+    assert now.count(added) == 1
+    whole, before = file.read_text(), now.replace(added, "")
+    assert whole.count(before) == 1, f"{file.name} has no longer\n{before}"
+    file.write_text(whole.replace(before, now))
 
 
 def test_python_reference(reader: Open) -> None:

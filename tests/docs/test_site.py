@@ -29,6 +29,7 @@ BROKEN = {
 }
 
 
+@pytest.mark.process
 @pytest.mark.skipif(not MKDOCS.is_file(), reason="mkdocs is not installed: make docs")
 def test_broken_links_are_all_reported_and_fail(tmp_path: Path) -> None:
     """Also that nothing else is: the other pages are as they are in docs/."""

@@ -20,8 +20,8 @@ _DOTTED = re.compile(r"fedstream(?:\.\w+)+")
 # Written by a reader, or by fedstream for one.
 MADE = {
     ".../run.toml", "dist/fedstream.cdx.json", "journal-pod.yaml", "metrics.csv", "my_task.py",
-    "poisoned.py", "replay.csv", "run.toml", "summary.json", "task.py", "test.txt",
-    "train.txt", "valid.txt",
+    "poisoned.py", "replay.csv", "run.toml", "strategies/by_samples.py", "summary.json", "task.py",
+    "test.txt", "train.txt", "valid.txt",
 }  # fmt: skip
 
 
