@@ -26,7 +26,7 @@ def _options(command: str) -> None:
     _, _, module, *arguments = shlex.split(command, comments=True)
     options = {one for one in arguments if one.startswith("--")}
     source = ROOT.joinpath(*module.split("."), "__main__.py").read_text()
-    unknown = [one for one in options if f'add_argument("{one}"' not in source]
+    unknown = options - {*re.findall(r'add_argument\(\s*"(.*?)"', source)}
     assert not unknown, f"{module} has no {unknown}"
 
 

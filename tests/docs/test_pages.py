@@ -99,7 +99,7 @@ def test_replay(reader: Open, any_redis: RedisSettings) -> None:
             "fedstream journal diff runs/poisoned again"
         )
         page.stop()
-        page.given(f"fedstream purge --redis {any_redis.url} --run again --yes")
+        page.given(f"fedstream purge --redis {any_redis.url} --run again --force --yes")
 
 
 def every_version_comes_out_again(page: Reader) -> None:
@@ -219,7 +219,7 @@ def test_own_services(reader: Open, any_redis: RedisSettings) -> None:
         while state != "finished":
             state = json.loads(page.given("fedstream status --config run.toml --json"))["state"]
         page.stop()
-        page.given("fedstream purge --config run.toml --yes")
+        page.given("fedstream purge --config run.toml --force --yes")
 
 
 @needs_redis_7
