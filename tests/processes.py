@@ -25,8 +25,8 @@ class Processes:
 
     def __init__(self) -> None:
         self._running: pytest.Item | None = None
-        self._in_setup: list[str] = []
-        self._started_by: set[str] = set()  # fixtures
+        self._in_setup: list[pytest.FixtureDef[object]] = []
+        self._started_by: set[pytest.FixtureDef[object]] = set()  # those that several tests share
         sys.addaudithook(self._audit)
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
@@ -46,7 +46,7 @@ class Processes:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[object]
     ) -> Generator[None, object, object]:
-        self._in_setup.append(fixturedef.argname)
+        self._in_setup.append(fixturedef)
         try:
             return (yield)
         finally:
@@ -54,13 +54,14 @@ class Processes:
 
     def pytest_runtest_setup(self, item: pytest.Item) -> None:
         """Fail who uses a process that another test's fixture has started already."""
-        if not item.get_closest_marker(MARK):
-            for name in self._started_by & _fixtures(item):
-                pytest.fail(_advice(item, f"uses fixture {name}, which starts a process"))
+        if isinstance(item, pytest.Function) and not item.get_closest_marker(MARK):
+            used = {one for many in item._fixtureinfo.name2fixturedefs.values() for one in many}
+            for one in self._started_by & used:
+                pytest.fail(_advice(item, f"uses fixture {one.argname}, which starts a process"))
 
     def _audit(self, event: str, arguments: tuple[object, ...]) -> None:
         if event in _EVENTS and (item := self._running) is not None:
-            self._started_by.update(self._in_setup)
+            self._started_by.update(one for one in self._in_setup if one.scope != "function")
             if not item.get_closest_marker(MARK):
                 pytest.fail(_advice(item, f"starts a process ({event}{arguments[:1]})"))
 
