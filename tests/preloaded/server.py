@@ -13,11 +13,13 @@ import sys
 from contextlib import suppress
 
 PRELOADED = (
-    "fedstream.cli.app", "fedstream.coordinator", "fedstream.doctor", "fedstream.local.run",
-    "fedstream.observe", "fedstream.operate", "fedstream.recordings", "fedstream.settings.config",
-    "fedstream.settings.services", "fedstream.simulation", "fedstream.trainer.loading",
-    "fedstream.trainer.vector", "matplotlib.backends.backend_agg", "matplotlib.figure",
-    "sklearn.datasets", "torch", "torch.utils.data", "uvloop",
+    "PIL.JpegImagePlugin", "encodings.idna", "fedstream.cli.app", "fedstream.coordinator",
+    "fedstream.doctor", "fedstream.local.run", "fedstream.observe", "fedstream.operate",
+    "fedstream.recordings", "fedstream.settings.config", "fedstream.settings.services",
+    "fedstream.simulation", "fedstream.trainer.loading", "fedstream.trainer.vector",
+    "matplotlib.backends.backend_agg", "matplotlib.figure", "safetensors.torch",
+    "sklearn.datasets", "torch", "torch._dynamo", "torch.onnx", "torch.utils.data",
+    "typer._adapters", "uvloop",
 )  # fmt: skip
 
 
