@@ -129,8 +129,9 @@ def _trainers(trainers: Mapping[str, Mapping[str, Any]], heard: Mapping[str, flo
         device = about.get("device")
         age = heard.get(name)
         table.add_row(
-            cell(name), cell(about.get("host", "")), "-" if device is None else number(device),
-            number(about.get("answers")), "" if age is None else f"{max(0.0, age):.1f} s ago",
+            cell(name), cell(about.get("host", "")),
+            "-" if device is None else cell(number(device)), cell(number(about.get("answers"))),
+            "" if age is None else f"{max(0.0, age):.1f} s ago",
         )  # fmt: skip
     if not trainers:
         table.add_row("[dim]none alive[/]")

@@ -293,7 +293,7 @@ def test_owned_devices_are_limited_to_what_fits_an_announcement() -> None:
 
 def test_trainer_outside_the_pool_must_own_devices() -> None:
     assert TrainerSettings(site="north", owns=(1,)).site == "north"
-    with pytest.raises(ValueError, match=r"trainer.site = 'north' without trainer\.owns: only the"):
+    with pytest.raises(ValueError, match=r"trainer.site = 'north' needs trainer\.owns: only the"):
         TrainerSettings(site="north")
     with pytest.raises(ValueError, match=r"trainer\.site: 'a/b' is not a valid name"):
         TrainerSettings(site="a/b", owns=(1,))

@@ -132,7 +132,10 @@ hostile_trainers = st.dictionaries(
 @example(
     told=[event("evaluation", version=n, metrics={"accuracy": x})
           for n, x in enumerate([-5.0, 1.0, 1e308, math.inf])],
-    updates=[], trainers={ESCAPE: {"owns": [], "host": MARKUP}}, text=ESCAPE, now=0.0, width=80,
+    updates=[], text=ESCAPE, now=0.0, width=80,
+    trainers={
+        ESCAPE: {"owns": [], "host": MARKUP, "answers": MARKUP, "device": MARKUP, "pid": MARKUP}
+    },
 )  # fmt: skip
 def test_hostile_text_is_escaped_in_top_status_and_bar(
     told: list[Event],
