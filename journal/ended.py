@@ -44,7 +44,8 @@ class Ended:
         self.path = folder / NAME
         self.forgotten = 0  # tasks that ended before this version may be missing
         self._database: sqlite3.Connection | None = None
-        self._using = Lock()  # the thread that writes may outlive the task that awaits it
+        self._using = Lock()  # the thread that works may outlive the task that awaits it
+        self._opening: object | None = None  # the newest call of open(); None: closed since
         self._waiting: dict[str, End] = {}
         self._greatest = ""  # of the task ids in it
         self._begins: dict[str, int] = {}  # segment -> its first version, oldest first
@@ -55,18 +56,19 @@ class Ended:
         Raises JournalError.
         """
         self.close()
+        self._opening = opening = object()
         self._begins = {segment.path.name: segment.standing.version for segment in chain}
         through = chain[-1].path.name if chain else ""
         try:
-            if not self._connect(lineage, through):
+            if not self._connect(opening, lineage, through):
                 self.path.unlink(missing_ok=True)
-                self._connect(lineage, "")
+                self._connect(opening, lineage, "")
                 return self._made_of(chain, lineage)
         except (sqlite3.Error, OSError) as error:
             raise self._failed(error) from error
         return []
 
-    def _connect(self, lineage: str, through: str) -> bool:
+    def _connect(self, opening: object, lineage: str, through: str) -> bool:
         """Connect; False if the file is damaged, of another lineage, or behind ``through``."""
         made_folder(self.path.parent)
         os.close(os.open(self.path, os.O_CREAT | os.O_RDWR, FILE_MODE))
@@ -84,7 +86,11 @@ class Ended:
         if through and (row is None or row[0] != lineage or row[1] < through):
             database.close()
             return False
-        self._database, self._greatest = database, greatest or ""
+        with self._using:
+            if self._opening is not opening:  # nobody waits for this any more
+                database.close()
+                return True
+            self._database, self._greatest = database, greatest or ""
         return True
 
     def _made_of(self, chain: Sequence[Segment], lineage: str) -> list[str]:
@@ -171,7 +177,7 @@ class Ended:
         with self._using:
             if self._database is not None:
                 self._database.close()
-            self._database = None
+            self._database = self._opening = None
             self._waiting.clear()
             self._greatest = ""
 

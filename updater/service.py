@@ -11,6 +11,7 @@ record is on disk.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from typing import Annotated
 
 from aiohttp import web
@@ -122,12 +123,12 @@ class Updater:
         )  # fmt: skip
 
         async def work() -> None:
-            try:
-                for step in (loop.begin, loop.step):
-                    await repeat(context, "queue", step, within_s=120.0)
-            finally:
-                await recorder.close()
-                index.close()
+            with closing(index):
+                try:
+                    for step in (loop.begin, loop.step):
+                        await repeat(context, "queue", step, within_s=120.0)
+                finally:
+                    await recorder.close()
 
         try:
             await lead(context, lease, work)

@@ -161,6 +161,26 @@ def test_index_is_rebuilt_from_the_journal(tmp_path: Path, lost: Any) -> None:
     index.close()
 
 
+def test_index_closed_while_it_opens_stays_closed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A thread opens it; an updater that loses its lease meanwhile doesn't wait for the thread."""
+    tasks = journal(tmp_path)
+    real, index = sqlite3.connect, Ended(tmp_path)
+    connections: list[sqlite3.Connection] = []
+
+    def connect(*arguments: Any, **more: Any) -> sqlite3.Connection:
+        index.close()
+        connections.append(real(*arguments, **more))
+        return connections[-1]
+
+    monkeypatch.setattr(sqlite3, "connect", connect)
+    index.open("line-1", [])
+    assert index.get(tasks[0]) is None
+    with pytest.raises(sqlite3.ProgrammingError, match="closed database"):
+        connections[0].execute("SELECT 1")
+
+
 def test_intact_index_is_not_rebuilt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tasks = journal(tmp_path)
     opened(tmp_path)[0].close()
