@@ -37,11 +37,16 @@ def main() -> None:
 
 
 def _code(command: Callable[[], None]) -> int:
-    """Run a command; returns its exit code."""
+    """Run a command; returns its exit code, as Python would."""
     try:
         command()
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0
+        if end.code is None or isinstance(end.code, int):
+            return end.code or 0
+        from fedstream.terminal import line
+
+        line(end.code, err=True)
+        return 1
     return 0
 
 

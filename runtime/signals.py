@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import suppress
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING, ClassVar, Self
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -51,13 +51,16 @@ def leave_at_once(code: int) -> None:
 def interrupt() -> None:
     """From now on, the first signal raises KeyboardInterrupt, and a second ends the process.
 
-    The second is needed because a module being imported may swallow the exception.
+    Python swallows an exception that is raised in a callback, such as those of its import locks. A
+    :class:`Stop` that is entered later knows of the signal all the same.
     """
 
-    def first(_number: int, _frame: FrameType | None) -> None:
+    def first(number: int, _frame: FrameType | None) -> None:
         end_at_once()
+        Stop.swallowed = signal.Signals(number).name
         raise KeyboardInterrupt
 
+    Stop.swallowed = None
     _handle(first)
 
 
@@ -67,6 +70,8 @@ class Stop:
     A second signal calls ``at_once``, interrupting whatever is running, and ends the process. These
     are plain handlers rather than the event loop's, so that they work even if the loop is stuck.
     """
+
+    swallowed: ClassVar[str | None] = None  # a signal whose KeyboardInterrupt may not have arrived
 
     def __init__(self) -> None:
         self.name: str | None = None  # of the first signal
@@ -91,6 +96,7 @@ class Stop:
 
     def __enter__(self) -> Self:
         self._before = {number: signal.signal(number, self._came) for number in BOTH}
+        self.name = self.name or Stop.swallowed
         return self
 
     def __exit__(self, *_error: object) -> None:

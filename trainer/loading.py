@@ -46,7 +46,7 @@ def load_task(spec: str, settings: TaskSettings) -> Task:
             found = found()
         except FedstreamError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"task {spec!r}: {attribute}() raised {words(error)}") from error
     if not isinstance(found, Task):
         raise ConfigError(
@@ -81,7 +81,7 @@ def _import(source: str) -> ModuleType:
         return importlib.import_module(name)
     except FedstreamError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a program may end where it lacks something
         raise ConfigError(f"task {source!r}: importing it raised {words(error)}") from error
 
 
@@ -91,7 +91,7 @@ def _is_found(name: str, file: Path) -> bool:
     return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file
 
 
-def words(error: Exception) -> str:
+def words(error: BaseException) -> str:
     """An exception in one line, with the place that raised it."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:

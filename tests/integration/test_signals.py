@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 import tomllib
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -159,6 +160,29 @@ def test_second_signal_ends_a_run_and_its_redis_at_once(tmp_path: Path) -> None:
     wait_until(lambda: not is_alive(redis), "the end of its Redis")
 
 
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("None", (0, "")), ("3", (3, "")), ("'no data: set DATA'", (1, "no data: set DATA\n"))],
+)
+def test_exit_by_a_users_program_is_as_in_python(
+    tmp_path: Path, code: str, expected: tuple[int, str]
+) -> None:
+    script = f"""
+import sys
+import fedstream.cli.app
+from fedstream.__main__ import main
+
+fedstream.cli.app.main = lambda: sys.exit({code})
+sys.argv = ["fedstream", "run"]
+main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True,
+        env=environ(tmp_path), timeout=GUARD_S,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == expected
+
+
 def test_command_interrupted_while_parsing_prints_nothing(tmp_path: Path) -> None:
     script = """
 import sys
@@ -208,8 +232,9 @@ def begun(tmp_path: Path, *arguments: str) -> subprocess.Popen[bytes]:
 def server_of(process: subprocess.Popen[bytes]) -> psutil.Process | None:
     """Its Redis, once it runs."""
     for child in psutil.Process(process.pid).children():
-        if "redis-server" in child.name() and "unixsocket" in " ".join(child.cmdline()):
-            return child
+        with suppress(psutil.NoSuchProcess):  # one that only said its version, and has ended
+            if "redis-server" in child.name() and "unixsocket" in " ".join(child.cmdline()):
+                return child
     return None
 
 
@@ -259,6 +284,30 @@ def test_removed_listener_is_not_called() -> None:
         signal.raise_signal(signal.SIGTERM)
     assert (told, stop.name) == ([], "SIGTERM")
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def test_swallowed_signal_is_known_to_the_stop_that_follows() -> None:
+    """As when it comes in a callback of Python's import locks: the exception gets nowhere."""
+    script = """
+import signal, sys, weakref
+from fedstream.runtime.signals import Stop, interrupt
+
+class Module: ...
+
+sys.unraisablehook = lambda about: print("swallowed", about.exc_type.__name__)
+interrupt()
+imported = Module()
+lock = weakref.ref(imported, lambda _: signal.raise_signal(signal.SIGINT))
+del imported
+with Stop() as stop:
+    print(stop.name)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=False, capture_output=True, text=True,
+        timeout=GUARD_S,
+    )  # fmt: skip
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "swallowed KeyboardInterrupt\nSIGINT\n"
 
 
 def test_second_signal_ends_a_command_that_swallowed_the_first() -> None:

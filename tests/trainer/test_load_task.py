@@ -41,6 +41,7 @@ task = Mine()
 number = 3
 def needs(argument): return task
 def fails(): return 1 / 0
+def leaves(): raise SystemExit("no data here: set DATA")
 """
 
 
@@ -93,6 +94,10 @@ def test_program_can_import_neighbours_and_be_spawned(
         ("number", "is of type int: expected a fedstream.Task"),
         ("needs", r"needs\(\) raised TypeError: .*argument"),
         ("fails", r"fails\(\) raised ZeroDivisionError: .* at .*wrong_program.py:16"),
+        (
+            "leaves",
+            r"leaves\(\) raised SystemExit: no data here: set DATA at ",
+        ),
         ("Unfinished", r"Unfinished\(\) raised TypeError: .*device_data"),
     ],
 )
