@@ -141,10 +141,11 @@ class Upload(Message):
     seconds: float = 0.0  # that the device took
     seed: int | None = None  # of the training, drawn by the task
     sends: Sends = "model"
-    # Admission overwrites these: a trainer's values are ignored.
+    # Admission overwrites the next two: a trainer's values are ignored.
     site: Name = POOL  # of the inbox that the update came through
     handed: Count | None = None  # the newest version when the task was handed out; None: trusted
-    chunks: Count | None = None  # of its blob; None: as many as of the size before this field
+    # Of its blob; None: sent by a release that doesn't say, so as many as this one would write.
+    chunks: Count | None = None
 
     @property
     def blob(self) -> str:

@@ -18,7 +18,7 @@ TESTS = {
     "coordinator": (
         "tests/coordinator",
         "tests/broker/test_invariant.py",
-        "tests/integration/test_traces.py",
+        "tests/integration/test_run.py",
     ),
     "runtime": ("tests/runtime", "tests/coordinator"),
     "journal": (

@@ -36,6 +36,11 @@ def _edits(name: str, source: str) -> set[tuple[int, str, str]]:
     return {(m.line, m.old, m.new) for m in mutants(Path(name), source)}
 
 
+def test_every_test_in_the_plan_exists() -> None:
+    missing = [path for paths in TESTS.values() for path in paths if not (ROOT / path).exists()]
+    assert missing == []
+
+
 def test_python_is_mutated_where_it_runs() -> None:
     assert _edits("f.py", PYTHON) == {
         (7, "a < b and not b", "not (a < b and not b)"), (7, "<", "<="), (7, "and", "or"),
