@@ -75,11 +75,11 @@ async def prepare(client: Client, key: str, model: Model, *, expire_s: float) ->
 async def read(client: Client, key: str, into: Model, *, digest: str, chunks: int | None) -> None:
     """Read the blob under ``key`` into a model and check its size and digest.
 
-    ``chunks``: how many there are, as said with the blob's name; None if it was named by a release
-    that doesn't say: as many as ours. Accepts chunks of any length, so use it only for blobs that
-    no site can write: models, and updates whose lengths admission has checked. Raises BlobMissing
-    if the blob is not there, BlobDamaged if its bytes are not those announced; the model's bytes
-    are then undefined.
+    ``chunks``: how many there are, as stated where the blob is named; None: the release that wrote
+    it doesn't state it, so assume this release's chunk size. Accepts chunks of any length, so use
+    it only for blobs that no site can write: models, and updates whose lengths admission has
+    checked. Raises BlobMissing if the blob is not there, BlobDamaged if its bytes are not those
+    announced; the model's bytes are then undefined.
     """
     data = into.buffer
     chunks = chunks_of(data.nbytes) if chunks is None else chunks

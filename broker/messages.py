@@ -144,7 +144,7 @@ class Upload(Message):
     # Admission overwrites the next two: a trainer's values are ignored.
     site: Name = POOL  # of the inbox that the update came through
     handed: Count | None = None  # the newest version when the task was handed out; None: trusted
-    # Of its blob; None: sent by a release that doesn't say, so as many as this one would write.
+    # Of its blob; None: sent by a release that doesn't say; assume this release's chunk size.
     chunks: Count | None = None
 
     @property

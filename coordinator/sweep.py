@@ -33,7 +33,7 @@ _DEAF_S = 3.0  # without a sweep: trainers may have gone unheard
 
 
 class Sweep:
-    """One replica's clean-up. Every step is idempotent, so replicas need not agree on a turn."""
+    """One replica's clean-up. Every step is idempotent, so replicas need no coordination."""
 
     def __init__(
         self,
@@ -123,7 +123,7 @@ class Sweep:
         self._named = found
 
     async def _clear_away(self, owners: set[str]) -> None:
-        """Expire or delete keys that sites left behind for good or no longer need, some a sweep."""
+        """Expire or delete what sites left behind or no longer need, a few keys per sweep."""
         if self._scanned == b"0":  # not after the last step, as what follows may fail
             self._held.clear()
         self._scanned, some = await some_keys(self._client, self._keys, self._scanned)

@@ -63,11 +63,11 @@ class Frame:
     checksum: bytes
 
     def end(self, at: int) -> int:
-        """The offset after the record, if it begins at ``at``."""
+        """Offset just past the record that starts at ``at``."""
         return self.payload_at(at) + filled(self.payload)
 
     def payload_at(self, at: int) -> int:
-        """The offset of its payload, if the record begins at ``at``."""
+        """Offset of the payload of the record that starts at ``at``."""
         return at + filled(FRAME_BYTES + self.length)
 
 

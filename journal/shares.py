@@ -48,7 +48,7 @@ class Spread:
         return max(self.values, default=None)
 
     def percentile(self, share: float) -> float | None:
-        """The smallest number that at least ``share`` percent do not exceed."""
+        """The smallest value that at least ``share`` percent of the values do not exceed."""
         if not self.count:
             return None
         return float(np.percentile(self.values, share, method="inverted_cdf"))

@@ -377,7 +377,7 @@ def _inside(types: Iterable[object], key: str | int) -> list[object]:
 
 
 def _labels(one: object) -> list[str]:
-    """Names that pydantic may give an alternative in ``loc``: its type's, or a value of its tag."""
+    """Labels that pydantic may use in an error's ``loc`` for a member of a union."""
     labels = [getattr(one, "__name__", str(one))]
     if _is_model(one):
         tags = [one.model_fields[tag].annotation for tag in _TAGS if tag in one.model_fields]

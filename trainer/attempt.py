@@ -63,7 +63,7 @@ class Attempt:
     """One attempt at a task."""
 
     def __init__(self, task: Assignment, lost: asyncio.Event, shop: Workshop) -> None:
-        """``lost`` is set once the lease is."""
+        """``lost``: set when the lease is lost."""
         self.id = secrets.token_hex(6)
         self.saved = shop.saved_work(task.task)
         self.update: Model | None = None  # to be uploaded with the answer

@@ -171,8 +171,8 @@ def _batch(path: Path) -> tuple[Tensor, Tensor]:
             images = torch.from_numpy(data.copy())  # a copy: torch wants writable arrays
             return images.view(-1, 3, _SIDE, _SIDE), torch.tensor(labels)
     raise DataError(
-        f"{path} is not a batch of CIFAR-10 ('data' of shape (images, 3072) and as many 'labels' "
-        "from 0 to 9): download it again"
+        f"{path} is not a batch of CIFAR-10: expected 'data' of shape (n, 3072) and n "
+        "'labels' from 0 to 9; download it again"
     )
 
 

@@ -51,7 +51,7 @@ class Initiative:
 
     @property
     def patience_s(self) -> float:
-        """Seconds within which a decision falls; 20 times the mean is as good as impossible."""
+        """Seconds to allow for one decision: 20 times the mean wait is practically impossible."""
         return 30.0 + 20.0 / self._rate
 
     async def decide(self) -> None:

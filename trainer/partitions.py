@@ -54,7 +54,8 @@ def by_classes(labels: npt.NDArray[Any], devices: int, p: int, seed: int) -> lis
         )
     if devices * p < len(classes):
         raise DataError(
-            f"{devices} devices of p = {p} classes hold {devices * p} of {len(classes)} classes: "
+            f"{devices} devices with p = {p} classes each cover only {devices * p} of "
+            f"{len(classes)} classes: "
             f"use at least {-(-len(classes) // p)} devices or p = {-(-len(classes) // devices)}"
         )
     draw = np.random.default_rng(seed)

@@ -143,7 +143,7 @@ def again(letter: Letter, now: float) -> Trigger:
         same = ("seed", "steps", "epochs", "seconds", "version", "deadline")
         return Trigger(**about, **{name: getattr(message, name) for name in same})
     if not isinstance(message, Upload) or message.steps < 1:
-        raise FedstreamError("it does not say how many steps to train")
+        raise FedstreamError("the letter does not contain a number of steps to train")
     seed = secrets.randbits(63) if message.seed is None else message.seed
     return Trigger(**about, seed=seed, steps=message.steps)
 

@@ -88,7 +88,7 @@ def plan(settings: Settings, devices: int) -> Iterator[PlannedEvent]:
     if isinstance(settings.policy, Rounds) and staleness.draws_late:
         raise ConfigError(
             f"strategy.name = {settings.strategy.name!r} with simulation.staleness.kind = "
-            f"{staleness.kind!r}: rounds drop late updates: leave out simulation.staleness, "
+            f"{staleness.kind!r}: rounds drop late updates; leave out simulation.staleness, "
             "or choose none or latency"
         )
     match staleness:

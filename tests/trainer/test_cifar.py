@@ -89,7 +89,7 @@ def test_devices_and_partitions_default_to_the_papers(root: Path) -> None:
     told = TaskSettings(data_root=str(root), devices=4, partition=Dirichlet(alpha=100.0))
     task = cifar10_afl(told)
     assert sum(len(task.device_data(i)) for i in range(4)) == 200
-    with pytest.raises(DataError, match="5 devices of p = 1 classes hold 5 of 10 classes"):
+    with pytest.raises(DataError, match="5 devices with p = 1 classes each cover only 5 of 10"):
         cifar10_afl(TaskSettings(data_root=str(root), devices=5, partition=Classes(p=1)))
 
 

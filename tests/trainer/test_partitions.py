@@ -82,7 +82,11 @@ def test_by_classes_depends_on_the_seed() -> None:
 @pytest.mark.parametrize(
     ("devices", "p", "words"),
     [
-        (4, 2, "4 devices of p = 2 classes hold 8 of 10 classes: use at least 5 devices or p = 3"),
+        (
+            4,
+            2,
+            "each cover only 8 of 10 classes: use at least 5 devices or p = 3",
+        ),
         (10, 11, "p = 11 classes each: need at least 1 device, and p from 1 to 10"),
         (10, 0, "p = 0 classes each"),
         (100, 10, "class 0 has 40 samples, too few for the 100 devices that hold it"),
