@@ -10,7 +10,7 @@ memory. Models that the new state does not hold are free for reuse.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 from fedstream.broker.layout import Model
@@ -48,6 +48,16 @@ class Memory:
     weight: float = 0.0  # summed
     devices: DeviceVectors | None = None
 
+    def copy(self, into: Model | None = None) -> Memory:
+        """The same with buffers of its own; the sum's is that of ``into``, if given."""
+        total = self.model
+        if total is not None and into is not None:
+            into.buffer[:] = total.buffer
+            total = into
+        elif total is not None:
+            total = total.copy()
+        return replace(self, model=total, devices=self.devices and self.devices.copy())
+
 
 @dataclass(frozen=True, slots=True)
 class State:
@@ -65,17 +75,7 @@ class State:
 
     def copy(self) -> State:
         """The same with buffers of its own."""
-        memory = self.memory
-        return State(
-            self.version,
-            self.model.copy(),
-            Memory(
-                memory.model and memory.model.copy(),
-                memory.arrivals,
-                memory.weight,
-                memory.devices and memory.devices.copy(),
-            ),
-        )
+        return State(self.version, self.model.copy(), self.memory.copy())
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,7 @@ class DeviceVectors:
         self._shape = (devices, floats)
         self._in_memory = in_memory
         self._vectors: dict[int, Floats] = {}
+        self._shared: set[int] = set()  # devices whose vector a copy reads too: not written into
         self._free: list[Floats] = []  # allocated, the next one last
         self._bytes = 0  # allocated
         self._zero = np.zeros(floats, np.float32)
@@ -46,20 +47,25 @@ class DeviceVectors:
     def write(self, device: int) -> Floats:
         """The device's vector, to write into."""
         self._check(device)
-        if device not in self._vectors:
+        before = self._vectors.get(device)
+        if before is None or device in self._shared:
             if not self._free:
                 self._free = self._block()
             self._vectors[device] = self._free.pop()
+            if before is not None:
+                self._vectors[device][:] = before
+                self._shared.discard(device)
         self.heard.add(device)
         self.changed.add(device)
         return self._vectors[device]
 
     def copy(self) -> DeviceVectors:
-        """A copy with vectors of its own."""
+        """A copy; either one may be written. A vector takes memory twice once it is."""
         copied = DeviceVectors(*self._shape, in_memory=self._in_memory)
-        for device, vector in self._vectors.items():
-            copied.write(device)[:] = vector
         copied.heard, copied.changed = set(self.heard), set(self.changed)
+        copied._vectors, copied._bytes = dict(self._vectors), self._bytes
+        self._shared, copied._shared = set(self._vectors), set(self._vectors)
+        copied._free, self._free = self._free, []  # the copy is usually what goes on
         return copied
 
     def _check(self, device: int) -> None:
@@ -69,7 +75,8 @@ class DeviceVectors:
     def _block(self) -> list[Floats]:
         """Allocate some more vectors, all zero."""
         devices, floats = self._shape
-        rows = max(1, min(devices - len(self._vectors), _ROWS, _BLOCK // (4 * floats or 1)))
+        lacking = devices - len(self._vectors) + len(self._shared)
+        rows = max(1, min(lacking, _ROWS, _BLOCK // (4 * floats or 1)))
         size = 4 * rows * floats
         self._bytes += size
         if self._bytes <= self._in_memory or not size:

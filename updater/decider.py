@@ -47,7 +47,9 @@ class Decider:
     async def change(self, entry: Entry, state: RunState) -> Change | None:
         """Decide what a queue entry does; None if it is undecodable or no longer expected.
 
-        Afterwards only the change may follow ``state``: the strategy's memory has it already.
+        Afterwards only the change may follow ``state``: the strategy's memory has it already. Not
+        so while versions that the journal lost are being made again: if the change turns out to be
+        none of theirs, ``state`` is as it was.
         """
         try:
             message = decode(entry.data, Upload, RoundEnd)
@@ -55,7 +57,8 @@ class Decider:
             await self.ledger.bury(self.keys.queue, "", entry, str(error))
             return None
         if isinstance(message, RoundEnd):
-            return await self._off_loop(state, lambda: self._round_end(entry, message, state))
+            apart = self._apart(state)
+            return await self._off_loop(state, lambda: self._round_end(entry, message, apart))
         if (end := state.ends.get(message.task)) is not None:
             await self.intake.unfetch(entry)
             self._warn("update already in the journal", message)
@@ -94,10 +97,17 @@ class Decider:
             refusal = reasons.DIGEST
         if refusal:
             return _refused(entry, upload, state.progress, refusal, state.besides)
-        spare = self.intake.spare(update.layout)
+        spare, apart = self.intake.spare(update.layout), self._apart(state)
         return await self._off_loop(
-            state, lambda: self._mixed_in(entry, upload, update, spare, state)
+            state, lambda: self._mixed_in(entry, upload, update, spare, apart)
         )
+
+    def _apart(self, state: RunState) -> RunState:
+        """The state whose memory may be written: a copy, if the change may have to be undone."""
+        if state.ahead is None:
+            return state
+        memory = state.progress.state.memory
+        return state.apart(memory.model and self.intake.spare(state.layout))
 
     # arithmetic
 

@@ -90,7 +90,7 @@ class Loop:
         while backlog and len(self.unwritten) < most and not finishing:
             told = None
             if ahead is not None:
-                # Ask first: deciding writes into the strategy's memory, so nothing may fail after.
+                # Ask first: it may fail, and the update would be mixed in for nothing.
                 told = await self.ledger.digest(state.version + 1)
             change = await self.decider.change(backlog[0], state)
             if change is not None and ahead is not None and not change.remakes(ahead, told):

@@ -1,7 +1,8 @@
 """The state of the run, as the leading updater knows it, and the changes that advance it.
 
 A :class:`RunState` is frozen: each transition returns the next state. Whatever fails in between
-leaves the state as it was, so nothing has to be rolled back.
+leaves the state as it was, so nothing has to be rolled back. Only the strategy's memory is written
+in place, by a change that follows for certain; one that may be dropped is decided on a copy.
 """
 
 from __future__ import annotations
@@ -185,6 +186,12 @@ class RunState:
             self, run=run, progress=change.after, digest=digest, time=made_at, made=made,
             journalled=journalled,
         )  # fmt: skip
+
+    def apart(self, into: Model | None) -> RunState:
+        """The same state with a memory of its own, its sum in ``into``."""
+        progress = self.progress
+        state = replace(progress.state, memory=progress.state.memory.copy(into))
+        return replace(self, progress=replace(progress, state=state))
 
     def ended(self, run: Run) -> RunState:
         """The run is over, as this record of it says."""

@@ -314,6 +314,13 @@ def test_large_vectors_are_kept_in_a_file() -> None:
         other = vectors.copy()
         other.write(2)[:] = 1.0
         assert vectors[2].tolist() == [7.0] * 4
+        other = vectors.copy()
+        vectors.write(2)[1:] = 1.0
+        vectors.write(0)[:] = 5.0
+        assert (other[2].tolist(), other[0].tolist()) == ([7.0] * 4, [0.0] * 4)
+        other.write(1)[:] = 3.0
+        assert [vectors[n].tolist() for n in range(3)] == [[5.0] * 4, [0.0] * 4, [7.0, 1, 1, 1]]
+        assert (other.heard, vectors.heard) == ({1, 2}, {0, 2})
 
 
 def test_file_of_vectors_is_allocated_up_front(
