@@ -38,6 +38,7 @@ class Shell:
             )  # fmt: skip
         self._theirs = theirs
         self.beside: list[Beside] = []
+        self._begun = 0
         self._tell("set -m\n")  # a job is a process group, which can be sent a signal
 
     def _tell(self, text: str) -> None:
@@ -65,7 +66,8 @@ class Shell:
 
     def begin(self, command: str) -> Beside:
         """Types it in another terminal."""
-        log = self._log.with_name(f"{self._log.name}-{len(self.beside)}")
+        self._begun += 1  # a log of its own: an older one has another process's port
+        log = self._log.with_name(f"{self._log.name}-{self._begun}")
         log.touch()
         # The subshell waits for the command, and so has its exit code when both are sent a signal.
         self._answer(f"( trap : INT TERM\n{command}\n) </dev/null >'{log}' 2>&1 &")
