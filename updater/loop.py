@@ -88,12 +88,16 @@ class Loop:
         most = max(1, min(BATCH, LARGE // max(1, state.layout.nbytes)))
         finishing = False
         while backlog and len(self.unwritten) < most and not finishing:
-            told = None
+            published_digest = None
             if ahead is not None:
                 # Ask first: it may fail, and the update would be mixed in for nothing.
-                told = await self.ledger.digest(state.version + 1)
+                published_digest = await self.ledger.digest(state.version + 1)
             change = await self.decider.change(backlog[0], state)
-            if change is not None and ahead is not None and not change.remakes(ahead, told):
+            if (
+                change is not None
+                and ahead is not None
+                and not change.remakes(ahead, published_digest)
+            ):
                 await self._adopt(ahead)
                 return
             backlog.popleft()

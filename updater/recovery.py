@@ -70,7 +70,7 @@ class Recovery:
     client: Client
     ledger: UpdaterLedger
     lease: Lease
-    found: Callable[[], tuple[Run, Model]]
+    create_run: Callable[[], tuple[Run, Model]]
 
     async def recover(self) -> RunState | None:
         """Resume the run from the journal, or begin it; None if another updater was faster."""
@@ -124,7 +124,7 @@ class Recovery:
 
     async def _begin(self) -> RunState:
         """Begin a new run, with version 0 as the journal's first checkpoint."""
-        run, model = await self._patiently(self.found)
+        run, model = await self._patiently(self.create_run)
         state = RunState(
             run=replace(run, lineage=secrets.token_hex(8)), strategy=self.rule.build(run.devices),
             progress=Progress(State(0, model)), digest=model.digest(), time=time.time(),

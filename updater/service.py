@@ -53,7 +53,7 @@ class UpdaterSettings(Section):
 
 
 class Updater:
-    """The updater service. ``found`` creates a missing run: its record and version 0."""
+    """The updater service. ``create_run`` creates a missing run: its record and version 0."""
 
     role = "updater"
 
@@ -66,7 +66,7 @@ class Updater:
         keys: Keys,
         redis: RedisSettings,
         name: str,
-        found: Callable[[], tuple[Run, Model]],
+        create_run: Callable[[], tuple[Run, Model]],
     ) -> None:
         if not journal.weights and strategy.has_memory:
             raise ConfigError(
@@ -76,7 +76,7 @@ class Updater:
         self._settings = settings
         self._rule = strategy
         self._journal = journal
-        self._found = found
+        self._create_run = create_run
         self._keys = keys
         self._client = Client(redis, name)
         self._ledger = UpdaterLedger(self._client, keys, name)
@@ -104,7 +104,7 @@ class Updater:
         recovery = Recovery(
             context=context, metrics=metrics, index=index, recorder=recorder, publisher=publisher,
             rule=self._rule, journal=self._journal, keys=self._keys, client=self._client,
-            ledger=ledger, lease=lease, found=self._found,
+            ledger=ledger, lease=lease, create_run=self._create_run,
         )  # fmt: skip
         decider = Decider(
             context=context, metrics=metrics, intake=intake, keys=self._keys, ledger=ledger,

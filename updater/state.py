@@ -41,14 +41,14 @@ class Change:
         yield from self.after.state.models()
         yield from self.used
 
-    def remakes(self, ahead: Head, told: str | None) -> bool:
+    def remakes(self, ahead: Head, published_digest: str | None) -> bool:
         """Whether this can be a change that Redis already has and the journal lost.
 
-        ``told``: the digest of the next version in Redis.
+        ``published_digest``: of the next version in Redis.
         """
         version, record = self.version, self.record
         if version is not None and version.version <= ahead.version:
-            return told == version.digest
+            return published_digest == version.digest
         # An update trained from a version not yet made: others are missing before it.
         return not (isinstance(record, Taken) and record.upload.tau > record.version)
 

@@ -107,7 +107,7 @@ def check_used(settings: Settings) -> None:
         )
 
 
-def found(settings: Settings) -> tuple[Run, Model]:
+def create_run(settings: Settings) -> tuple[Run, Model]:
     """Make a new run: its record, and version 0 drawn from the run's seed."""
     from fedstream.trainer.task import initial
 
@@ -157,7 +157,7 @@ def _scheduler(settings: Settings, keys: Keys, name: str) -> tuple[Service, floa
 def _updater(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
     service = Updater(
         settings.updater, settings.rule, settings.journal,
-        keys=keys, redis=settings.redis, name=name, found=lambda: found(settings),
+        keys=keys, redis=settings.redis, name=name, create_run=lambda: create_run(settings),
     )  # fmt: skip
     return service, settings.updater.drain_s
 

@@ -50,7 +50,7 @@ def make(redis: RedisSettings, keys: Keys, hand: Hand, folder: Path) -> Any:
         journal |= {key: settings.pop(key) for key in [*settings] if key in JOURNAL}
         return Updater(
             UpdaterSettings(lease_s=lease_s, **settings), strategy, JournalSettings(**journal),
-            keys=keys, redis=redis, name=name, found=lambda: (run, model_of(hand.layout)),
+            keys=keys, redis=redis, name=name, create_run=lambda: (run, model_of(hand.layout)),
         )  # fmt: skip
 
     return make

@@ -646,13 +646,13 @@ async def test_updater_is_alive_during_a_slow_version_0(
     ready, watched, beats = threading.Event(), context(), list[str]()
     monkeypatch.setattr(watched.health, "beat", beats.append)
     updater = make()
-    found = updater._found
+    create_run = updater._create_run
 
     def slowly() -> Any:
         assert ready.wait(10)
-        return found()
+        return create_run()
 
-    monkeypatch.setattr(updater, "_found", slowly)
+    monkeypatch.setattr(updater, "_create_run", slowly)
     async with running(updater, watched):
         await wait_until(lambda: beats.count("queue") > 5)
         assert await hand.version() == -1

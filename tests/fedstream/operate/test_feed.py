@@ -50,7 +50,7 @@ def live(redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path) -> Any:
         updater = Updater(
             UpdaterSettings(), scribe.strategy,
             JournalSettings(dir=str(tmp_path / "live"), sync="always"),
-            keys=keys, redis=redis, name="updater-0", found=lambda: (about, model),
+            keys=keys, redis=redis, name="updater-0", create_run=lambda: (about, model),
         )  # fmt: skip
         return coordinator, updater
 

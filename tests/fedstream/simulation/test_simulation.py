@@ -455,16 +455,16 @@ def test_live_run_rejects_unknown_devices(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with pytest.raises(ConfigError, match=r"strategy\.devices = 9"):
-        services.found(read(None, ["strategy.name=afa-cs", "strategy.devices=9"]))
+        services.create_run(read(None, ["strategy.name=afa-cs", "strategy.devices=9"]))
     with pytest.raises(ConfigError, match=r"devices\.slow_devices"):
-        services.found(read(None, ["devices.slow_devices=[10]"]))
+        services.create_run(read(None, ["devices.slow_devices=[10]"]))
     empty = Wrong(3, lambda x, y: (x[:0], y[:0]))
     monkeypatch.setattr(services, "load_task", lambda *_: empty)
     with pytest.raises(DataError, match="device 3 has no data"):
-        services.found(read(None, []))
+        services.create_run(read(None, []))
     elsewhere = Wrong(3, lambda x, y: 1 / 0)  # an updater need not have the devices' data
     monkeypatch.setattr(services, "load_task", lambda *_: elsewhere)
-    assert services.found(read(None, []))[0].devices == DEVICES
+    assert services.create_run(read(None, []))[0].devices == DEVICES
 
 
 def test_round_of_all_devices_is_smaller_than_k(tmp_path: Path) -> None:
