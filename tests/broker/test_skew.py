@@ -99,7 +99,8 @@ MOST = {  # everything there is
     ),
 }  # fmt: skip
 MORE = {  # with the fields that came since
-    kind: MOST[kind].model_copy(update={"chunks": 2}) for kind in ("upload", "version")
+    "upload": MOST["upload"].model_copy(update={"chunks": 2}),
+    "version": MOST["version"].model_copy(update={"chunks": 2}),
 }
 GOLDEN = {
     f"{kind}-{what}-{messages.SCHEMA}": message

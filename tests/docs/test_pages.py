@@ -172,6 +172,23 @@ def test_own_strategy(reader: Open, clone: Path) -> None:
         page.follow()
 
 
+def test_in_a_script(reader: Open) -> None:
+    with reader("docs/tutorial/in-a-script.md") as page:
+        page.save("compare.py")
+        page.follow()
+        found = re.findall(
+            r"^(\w+) +accuracy (0\.\d+) after 60 updates$",
+            page.said["python compare.py"],
+            re.MULTILINE,
+        )
+        assert [strategy for strategy, _ in found] == ["fedasync", "fedbuff", "fedavg"]
+        assert all(float(accuracy) > 0.3 for _, accuracy in found)
+        page.save("devices.py")
+        page.follow()
+        counts = re.findall(r"\((\d+), (\d+)\)", page.said["python devices.py"])
+        assert 3 * 6 <= sum(int(count) for _, count in counts) <= 60  # the mean is 6
+
+
 def put(text: str, before: str, file: Path) -> None:
     whole = file.read_text()
     assert whole.count(f"\n{before}") == 1

@@ -19,9 +19,9 @@ _FOLDERS = tuple(f"{entry.name}/" for entry in ROOT.iterdir() if entry.is_dir())
 _DOTTED = re.compile(r"fedstream(?:\.\w+)+")
 # Written by a reader, or by fedstream for one.
 MADE = {
-    ".../run.toml", "dist/fedstream.cdx.json", "journal-pod.yaml", "metrics.csv", "my_task.py",
-    "poisoned.py", "replay.csv", "run.toml", "strategies/by_samples.py", "summary.json", "task.py",
-    "test.txt", "train.txt", "valid.txt",
+    ".../run.toml", "compare.py", "devices.py", "dist/fedstream.cdx.json", "journal-pod.yaml",
+    "metrics.csv", "my_task.py", "poisoned.py", "replay.csv", "run.toml",
+    "strategies/by_samples.py", "summary.json", "task.py", "test.txt", "train.txt", "valid.txt",
 }  # fmt: skip
 
 
