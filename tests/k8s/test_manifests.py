@@ -165,6 +165,7 @@ def test_own_overlay_builds_on_production(tmp_path: Path, renderings: dict[str, 
     assert manifests.get("StatefulSet", "redis") == redis, "another run.toml does not roll Redis"
 
 
+@pytest.mark.process
 @pytest.mark.skipif(
     not checkov.PROGRAM.is_file(), reason="checkov is not installed: make .venv-checkov/installed"
 )
