@@ -13,7 +13,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.cli.options import OUTCOMES, AsJson, TrustRecorded, named, one_of
+from fedstream.cli.options import (
+    OUTCOMES,
+    AsJson,
+    MeasuredTask,
+    RecordedConfig,
+    TrustRecorded,
+    named,
+    one_of,
+)
 from fedstream.terminal import Advance, adding, line, progress, verbatim
 
 # Commands import what they need inside, so that `--help` is fast.
@@ -246,14 +254,9 @@ def bisect(
             min=1, metavar="N", help="measure every N-th version; default: about 50 in all"
         ),
     ] = None,
-    task: Annotated[str | None, typer.Option(metavar="TASK", help="task to measure with")] = None,
+    task: MeasuredTask = None,
     trust: TrustRecorded = False,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", "-c", metavar="FILE", help="use this instead of the run's run.toml"
-        ),
-    ] = None,
+    config: RecordedConfig = None,
     sets: Annotated[
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="set a configuration key; repeatable"),

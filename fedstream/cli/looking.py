@@ -15,6 +15,8 @@ from fedstream.cli.options import (
     AsJson,
     Config,
     DataRoot,
+    MeasuredTask,
+    RecordedConfig,
     RunName,
     Sets,
     TrustRecorded,
@@ -97,14 +99,9 @@ def replay(
             "versions with --set or --without",
         ),
     ] = None,
-    task: Annotated[str | None, typer.Option(metavar="TASK", help="task to measure with")] = None,
+    task: MeasuredTask = None,
     trust: TrustRecorded = False,
-    config: Annotated[
-        Path | None,
-        typer.Option(
-            "--config", "-c", metavar="FILE", help="use this instead of the run's run.toml"
-        ),
-    ] = None,
+    config: RecordedConfig = None,
     data_root: DataRoot = None,
     out: Annotated[
         Path | None,

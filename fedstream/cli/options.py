@@ -68,6 +68,11 @@ TaskName = Annotated[
         "package.module:attribute",
     ),
 ]
+MeasuredTask = Annotated[str | None, typer.Option(metavar="TASK", help="task to measure with")]
+RecordedConfig = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", metavar="FILE", help="use this instead of the run's run.toml"),
+]
 TrustRecorded = Annotated[
     bool,
     typer.Option(

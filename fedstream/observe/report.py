@@ -84,20 +84,13 @@ def summary(facts: Facts, history: History, view: View | None) -> dict[str, Any]
     adds up: issued = applied + buffered + refused + given up + dead + open. Seconds and updates per
     second cover this invocation only, not earlier ones of a resumed run.
     """
-    measured, last = history.measured or (None, {})
-    best = history.best_accuracy
     late = history.staleness()
     begun = max(facts.started, view.run.created) if view else facts.ended
     made = [version for version in history.versions.values() if version.time > begun]
     seconds = max((version.time for version in made), default=begun) - begun
     updates = sum(len(version.updates) for version in made)
     return {
-        "accuracy": last.get("accuracy"),
-        "loss": last.get("loss"),
-        "metrics": last,
-        "measured_version": measured,
-        "best_accuracy": best[1] if best else None,
-        "best_accuracy_version": best[0] if best else None,
+        **measurements(history),
         "versions": view.head.version if view else 0,
         "versions_before": _before(history, begun),
         "versions_wanted": view.run.versions if view else facts.target,
@@ -128,6 +121,20 @@ def summary(facts: Facts, history: History, view: View | None) -> dict[str, Any]
         "fedstream": __version__,
         "torch": facts.torch,
         "python": platform.python_version(),
+    }
+
+
+def measurements(history: History) -> dict[str, Any]:
+    """The summary's measurements: of the newest measured version, and the best accuracy."""
+    version, metrics = history.measured or (None, {})
+    best = history.best_accuracy
+    return {
+        "accuracy": metrics.get("accuracy"),
+        "loss": metrics.get("loss"),
+        "metrics": metrics,
+        "measured_version": version,
+        "best_accuracy": best[1] if best else None,
+        "best_accuracy_version": best[0] if best else None,
     }
 
 

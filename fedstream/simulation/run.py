@@ -170,15 +170,9 @@ def summary(settings: Settings, outcome: SimulationResult, history: History) -> 
     """The run in numbers."""
     import torch
 
-    measured, metrics = history.measured or (None, {})
-    best, late, last = history.best_accuracy, history.staleness(), outcome.versions[-1]
+    late, last = history.staleness(), outcome.versions[-1]
     return {
-        "accuracy": metrics.get("accuracy"),
-        "loss": metrics.get("loss"),
-        "metrics": metrics,
-        "measured_version": measured,
-        "best_accuracy": best[1] if best else None,
-        "best_accuracy_version": best[0] if best else None,
+        **report.measurements(history),
         "versions": last.version,
         "versions_wanted": settings.run.versions,
         "updates": last.used,
