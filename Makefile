@@ -9,7 +9,7 @@ INSTALL := pip install --quiet --disable-pip-version-check --require-hashes --no
 # Tests start hundreds of Python processes: none is to compile everything again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: run test fast lint format types unit docs help k8s-check chaos chaos-mutants fuzz mutants bench reproduce lock dist sbom constraints clean
+.PHONY: run test fast lint format types unit flower docs help k8s-check chaos chaos-mutants fuzz mutants bench reproduce lock dist sbom constraints clean
 
 help:  ## list the targets
 	@sed -n 's/^\([a-z0-9-]*\):.*##  *\(.*\)/\1\t\2/p' $(MAKEFILE_LIST) | expand -t 16
@@ -18,8 +18,8 @@ run: .venv/installed  ## train the handwritten digits on this machine
 	$(BIN)/fedstream run
 
 test:  ## all that CI checks; unit runs beside the others, once what all of them need is installed
-	$(MAKE) --no-print-directory --jobs=4 .venv/installed .venv-tools/installed .venv-docs/installed .venv-checkov/installed
-	$(MAKE) --no-print-directory --jobs=2 unit lint types docs k8s-check
+	$(MAKE) --no-print-directory --jobs=4 .venv/installed .venv-tools/installed .venv-docs/installed .venv-checkov/installed .venv-flower/installed
+	$(MAKE) --no-print-directory --jobs=2 unit lint types docs k8s-check flower
 
 fast: .venv/installed  ## the tests that start no process, for the inner loop (under a minute)
 	$(BIN)/pytest -q -m 'not process' --numprocesses auto --dist worksteal
@@ -44,6 +44,9 @@ WORKERS ?= $(shell echo $$((2 * $$(getconf _NPROCESSORS_ONLN))))
 
 unit: .venv/installed  ## all tests
 	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder  # the long files not last
+
+flower: .venv-flower/installed  ## the tests of Flower apps, in an environment that Flower can share
+	.venv-flower/bin/pytest -q tests/flower tests/docs/test_pages.py::test_flower
 
 docs: .venv-docs/installed  ## the documentation as a site, in site/; a broken link or anchor fails
 	NO_MKDOCS_2_WARNING=1 .venv-docs/bin/mkdocs build --strict  # Material is maintained until May 2027; then Zensical
@@ -98,6 +101,14 @@ TORCH := requirements/torch-cpu.txt requirements/torch-cuda.txt
 	.venv-runtime/bin/pip uninstall --quiet --yes pip
 	touch $@
 
+# Flower wants older releases of what .venv has. Little of it is ever imported, so nothing is compiled ahead.
+.venv-flower/installed: INSTALL += --no-compile
+.venv-flower/installed: pyproject.toml $(TORCH) requirements/flower.txt
+	$(call locked,.venv-flower,flower)
+	.venv-flower/bin/pip install --quiet --disable-pip-version-check --no-deps --no-build-isolation --editable .
+	.venv-flower/bin/pip check
+	touch $@
+
 # Environments of their own: what checkov depends on fights with what we do, and nothing of ours needs the
 # tools of a release or of the documentation.
 .venv-%/installed: requirements/%.txt
@@ -120,4 +131,4 @@ constraints: .venv/installed  ## pin what is installed now; then make lock
 	$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 clean:  ## remove what is built and installed
-	rm -rf .venv .venv-checkov .venv-docs .venv-tools .venv-runtime build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-checkov .venv-docs .venv-flower .venv-tools .venv-runtime build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

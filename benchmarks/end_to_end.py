@@ -44,7 +44,13 @@ class Pipeline:
     """The services as separate processes, on a given Redis."""
 
     def __init__(
-        self, url: str, parameters: int, versions: int, journal: Path, sync: str = "interval"
+        self,
+        url: str,
+        parameters: int,
+        versions: int,
+        journal: Path,
+        sync: str = "interval",
+        task: str = "benchmarks.echo:task",
     ) -> None:
         """``sync`` is the journal's sync setting; 'none': keep no journal."""
         self._recorded = sync != "none"
@@ -52,7 +58,7 @@ class Pipeline:
             "FEDSTREAM_ECHO_PARAMETERS": str(parameters),
             "FEDSTREAM_REDIS__URL": url,
             "FEDSTREAM_LOG__LEVEL": "warning",
-            "FEDSTREAM_TASK__NAME": "benchmarks.echo:task",
+            "FEDSTREAM_TASK__NAME": task,
             "FEDSTREAM_RUN__VERSIONS": str(versions),
             "FEDSTREAM_JOURNAL__DIR": str(journal),
             "FEDSTREAM_JOURNAL__SYNC": sync if self._recorded else "never",

@@ -9,11 +9,11 @@ from collections.abc import Sequence
 
 from fedstream.broker.layout import Model
 from fedstream.cli.app import main
-from fedstream.journal import RoundClosed, Taken, recorder
+from fedstream.journal import EntryRecord, recorder
 
 
 async def append_nothing(
-    self: recorder.Recorder, records: Sequence[tuple[Taken | RoundClosed | None, Sequence[Model]]]
+    self: recorder.Recorder, records: Sequence[tuple[EntryRecord | None, Sequence[Model]]]
 ) -> list[int]:
     """Stand in for ``Recorder.append``: write nothing, and start no thread."""
     return [self.appended] * len(records)

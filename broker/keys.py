@@ -63,6 +63,7 @@ class Keys:
         self.rates = prefix + "rates"  # each site's activity in the second under ''
         self.letters = prefix + "letters"  # site|id of each letter in `dead`
         self.sites = prefix + "sites"  # sites that have an inbox
+        self.sinks = prefix + "sinks"  # sink -> how far its tracker is
         # streams
         self.triggers = prefix + "triggers"
         self.tasks = prefix + "tasks"

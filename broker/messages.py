@@ -41,6 +41,9 @@ Outcome = Literal["applied", "buffered", "refused", "given_up", "dead"]
 Sends = Literal["model", "delta"]  # x_new, or x_new - x_tau in place of its parameters
 # Most devices that a trainer may own: a longer list might exceed the coordinators' size limit.
 OWNED = 50_000
+# Most devices quarantined at once, and characters of why: the scheduler reads them at every look.
+QUARANTINED = 1000
+WHY_QUARANTINED = 100
 A = TypeVar("A", bound="Message")
 B = TypeVar("B", bound="Message")
 C = TypeVar("C", bound="Message")
@@ -191,6 +194,26 @@ class RoundEnd(Message):
     kind: ClassVar[str] = "round_end"
     version: Count
     why: str = ""
+
+
+class SetQuarantine(Message):
+    """A control entry in the queue: refuse these devices' later updates, or stop refusing them."""
+
+    kind: ClassVar[str] = "set_quarantine"
+    devices: Annotated[tuple[Count, ...], Field(min_length=1, max_length=QUARANTINED)]
+    release: bool = False
+    why: Annotated[str, Field(max_length=WHY_QUARANTINED)] = ""
+
+
+class Quarantine(BaseModel):
+    """Devices whose updates are refused, by one control entry."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    devices: tuple[Count, ...]
+    why: str = ""
+    since: float  # seconds since 1970, when the updater took the entry
+    version: Count  # the newest version then
 
 
 class Contribution(BaseModel):

@@ -35,6 +35,7 @@ REFUSED = (
     NORM_TOO_LARGE := "norm too large",  # above `max_norm`, or far above the usual
     INTEGERS := "integers",  # some changed that must not
     TOO_OLD := "too old",  # trained from a version older than the journal
+    DEVICE_QUARANTINED := "device quarantined",  # by an operator
 )
 # Nobody will answer the task.
 GIVEN_UP = (
@@ -65,6 +66,7 @@ STRAY = (
     OWN_TRIGGER := "trigger of its own",  # but the scheduler decides in this run
     ANOTHERS_DEVICE := "trigger for another's device",
     BUSY_DEVICE := "trigger for a busy device",
+    QUARANTINED_DEVICE := "trigger for a quarantined device",
     TRIGGER_TOO_LONG := "trigger for too long",
     TRIGGER_OVER_LIMIT := "trigger over the limit",
     EVENT_OVER_LIMIT := "event over the limit",

@@ -2,16 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
-from typing import Literal
+from typing import Literal, Self
 
 import msgpack
 
 from fedstream.broker.errors import BrokerError
 from fedstream.broker.layout import Layout
-from fedstream.broker.messages import OUTCOMES, Outcome, Sends, Trigger, Version
+from fedstream.broker.messages import (
+    OUTCOMES,
+    Outcome,
+    Quarantine,
+    Sends,
+    SetQuarantine,
+    Trigger,
+    Version,
+)
 
 RunStatus = Literal["running", "finished"]
 
@@ -53,6 +61,7 @@ class Run:
     state: RunStatus = "running"
     why: str | None = None  # reason for finishing
     finished: float | None = None  # seconds since 1970
+    start: str = ""  # where version 0 was taken from, and its digest; '': drawn from the seed
 
     def record(self) -> list[str | bytes]:
         return flattened(
@@ -91,7 +100,54 @@ class Run:
             state="finished" if record["state"] == b"finished" else "running",
             why=record["why"].decode() if "why" in record else None,
             finished=None if finished is None else float(finished),
+            start=record.get("start", b"").decode(),
         )
+
+
+@dataclass(frozen=True)
+class Quarantines:
+    """The devices whose updates are refused, as the control entries taken so far say."""
+
+    taken: int = 0  # control entries that changed something, since the run began
+    groups: tuple[Quarantine, ...] = ()  # no device is in two; oldest first
+
+    @cached_property
+    def by_device(self) -> Mapping[int, Quarantine]:
+        """The quarantine of each quarantined device."""
+        return {device: one for one in self.groups for device in one.devices}
+
+    def changed(self, wanted: SetQuarantine) -> tuple[int, ...]:
+        """The devices for which a control entry changes anything, in order."""
+        return tuple(sorted({d for d in wanted.devices if (d in self.by_device) == wanted.release}))
+
+    def quarantined(self, devices: Sequence[int], why: str, since: float, version: int) -> Self:
+        """With these devices, which were not in quarantine, in one more group."""
+        group = Quarantine(devices=tuple(devices), why=why, since=since, version=version)
+        return replace(self, taken=self.taken + 1, groups=(*self.groups, group))
+
+    def released(self, devices: Collection[int]) -> Self:
+        """Without these devices."""
+        left = (
+            one.model_copy(update={"devices": tuple(d for d in one.devices if d not in devices)})
+            for one in self.groups
+        )
+        return replace(self, taken=self.taken + 1, groups=tuple(one for one in left if one.devices))
+
+    def packed(self) -> bytes:
+        """As the head in Redis has them; scripts read the devices."""
+        groups = [one.model_dump() for one in self.groups]
+        data = msgpack.packb({"taken": self.taken, "groups": groups})
+        assert isinstance(data, bytes)  # noqa: S101  (packb's type is Any)
+        return data
+
+    @classmethod
+    @lru_cache(4)  # part of every view, but an operator changes them rarely
+    def parsed(cls, data: bytes) -> Self:
+        fields = msgpack.unpackb(data, use_list=False)
+        return cls(fields["taken"], tuple(Quarantine.model_validate(g) for g in fields["groups"]))
+
+
+NO_QUARANTINES = Quarantines()
 
 
 @dataclass(frozen=True)
@@ -108,6 +164,7 @@ class Head:
     mean_staleness: float = 0.0  # moving average over applied and buffered updates
     journalled: Mapping[str, int] = field(default_factory=dict)  # counts of ends in the journal
     chunks: int | None = None  # of its blob; None: written by a release that doesn't say
+    quarantines: Quarantines = field(default_factory=lambda: NO_QUARANTINES)
 
     @property
     def buffered(self) -> int:
@@ -127,6 +184,9 @@ class Head:
             mean_staleness=float(record.get("mean_staleness", 0.0)),
             journalled=msgpack.unpackb(record.get("journalled", b"\x80")),
             chunks=int(record["chunks"]) if "chunks" in record else None,
+            quarantines=Quarantines.parsed(record["quarantines"])
+            if "quarantines" in record
+            else NO_QUARANTINES,
         )
 
 
@@ -159,6 +219,12 @@ class View:
     def served(self) -> tuple[int, ...]:
         """Devices that a trainer serves: the owned ones, and with a pool all others too."""
         return self.owned if self.owned and not self.pool else tuple(range(self.run.devices))
+
+    @property
+    def askable(self) -> tuple[int, ...]:
+        """Served devices that are not in quarantine."""
+        barred = self.head.quarantines.by_device
+        return tuple(d for d in self.served if d not in barred) if barred else self.served
 
     @property
     def issued(self) -> int:
@@ -226,6 +292,8 @@ class Commit:
     updates: Sequence[str] = ()  # blobs of updates to delete
     retired: Sequence[str] = ()  # blobs of models to delete
     finish: str | None = None  # why the run ends with this commit
+    quarantines: Quarantines | None = None  # None: Redis has been told
+    quarantines_before: int = 0  # control entries that Redis was told: it must know of as many
 
 
 @dataclass(frozen=True)

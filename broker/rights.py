@@ -21,7 +21,15 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from fedstream.broker.keys import POOL, Keys
-from fedstream.broker.ledger import coordinator, evaluator, operator, scheduler, trainer, updater
+from fedstream.broker.ledger import (
+    coordinator,
+    evaluator,
+    operator,
+    scheduler,
+    sinks,
+    trainer,
+    updater,
+)
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.scripts import prelude
 
@@ -36,9 +44,11 @@ RIGHTS = {
     "updater": updater.RIGHTS,
     "evaluator": evaluator.RIGHTS,
     "trainer": trainer.RIGHTS,
+    "sinks": sinks.RIGHTS,
     "operator": operator.RIGHTS,
 }
 ROLES = tuple(RIGHTS)
+OPTIONAL = ("sinks",)  # roles that many runs do without: a user only for those with a password
 
 # Rights of Redis's own processes where sentinels are used, from Redis's documentation; they are not
 # limited to our keys. A user is created only for those with a password.

@@ -24,6 +24,11 @@ REAP = Script("reap")
 _RELEASE = Script("release")
 
 
+def time_in(entry: str) -> float:
+    """When Redis stored an entry, in seconds since 1970, from its id."""
+    return int(entry.partition("-")[0]) / 1000
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One entry of a stream."""
@@ -35,7 +40,7 @@ class Entry:
     @property
     def time(self) -> float:
         """When Redis stored the entry, in seconds since 1970."""
-        return int(self.id.partition("-")[0]) / 1000
+        return time_in(self.id)
 
 
 def _entries(rows: Any) -> list[Entry]:
@@ -66,7 +71,8 @@ class Reader:
             "XREAD", "COUNT", count, *block, "STREAMS", *self._after, *self._after.values(),
             wait_s=block_ms / 1000,
         )  # fmt: skip
-        found = {name.decode(): _entries(rows) for name, rows in reply or ()}
+        # A stream that was restored without entries (an older state of Redis) comes with none.
+        found = {name.decode(): _entries(rows) for name, rows in reply or () if rows}
         for name, entries in found.items():
             self._after[name] = entries[-1].id
         return found

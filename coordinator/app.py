@@ -59,6 +59,7 @@ def status(name: str, view: View) -> dict[str, Any]:
         "triggers": view.triggers,
         "inbox": view.inbox,
         "trainers": view.trainers,
+        "quarantined": sorted(head.quarantines.by_device),
         "kept_versions": view.kept,
         "dead_letters": view.dead,
     }

@@ -172,9 +172,10 @@ class Entries:
         verdict, reason = decided
         self._answers.labels(verdict, reason).inc()
         if verdict in ("admitted", "given_up"):
+            why: dict[str, Any] = {"reason": reason} if reason else {}
             self._context.trace(
                 verdict.replace("_", " "), at=at, task=answer.task, device=answer.device,
-                trainer=trainer, **({"reason": reason} if reason else {}),
+                trainer=trainer, **why,
             )  # fmt: skip
         if verdict in ("refused", "stray"):
             self._context.log.warning(

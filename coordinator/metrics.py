@@ -108,6 +108,8 @@ def _of_run(view: View, training: int, event_at: float) -> Iterator[Metric]:
     yield _labelled("run_open", "Open tasks, by state.", "state", open_by_state(view, training))
     yield _gauge("run_queue", "Entries that the updater has not processed.", view.backlog)
     yield _gauge("run_trainers", "Trainers alive.", view.trainers)
+    barred = len(head.quarantines.by_device)
+    yield _gauge("run_quarantined_devices", "Devices in quarantine.", barred)
     yield _gauge("run_kept_versions", "Models kept in Redis.", view.kept)
     updates = view.admitted + head.retained
     blobs = {"models": view.kept * run.layout.nbytes, "updates": updates * run.layout.nbytes}

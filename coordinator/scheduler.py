@@ -29,7 +29,9 @@ from fedstream.broker.reasons import Overdue
 from fedstream.broker.records import Run, View
 from fedstream.broker.streams import BLOCK_MS
 from fedstream.coordinator.metrics import SchedulerMetrics
-from fedstream.coordinator.scheduling import HoldBack, Plan, Policy, Situation, opened_at, plan
+from fedstream.coordinator.policies import Policy, PolicySettings
+from fedstream.coordinator.rounds import Rounds
+from fedstream.coordinator.scheduling import HoldBack, Plan, Situation, opened_at, plan
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
 from fedstream.runtime.leading import lead
@@ -45,7 +47,7 @@ _BUDGET_HOLDS_S = 10.0  # then Redis's limit is read again: an operator may have
 class SchedulerSettings(Section):
     """When tasks are triggered, how long they train, and what holds them back."""
 
-    policy: Policy | None = None  # None: the one that suits the strategy
+    policy: PolicySettings | None = None  # None: the one that suits the strategy
     steps: Steps = FixedSteps()
     task_timeout_s: Annotated[float, Field(gt=0)] = 3600.0  # then a task outside rounds is given up
     max_queue: Annotated[int, Field(ge=1)] = 64  # entries
@@ -67,7 +69,7 @@ class Scheduler:
     def __init__(
         self,
         settings: SchedulerSettings,
-        policy: Policy,
+        policy: Policy | Rounds,
         *,
         keys: Keys,
         redis: RedisSettings,
@@ -236,9 +238,10 @@ class Scheduler:
             mean_staleness=view.head.mean_staleness,
             trainers=view.trainers,
             model_bytes=view.run.layout.nbytes,
-            devices=view.served,
+            devices=view.askable,
             last=self._last,
             round_since=self._round[1],
+            began=view.run.created,
             since=self._since,
             is_eligible=is_eligible and (lambda device: is_eligible(view.run, device, now)),
         )

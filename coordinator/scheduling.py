@@ -8,45 +8,17 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Collection, Container, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Literal
-
-from pydantic import Field
+from functools import partial
 
 from fedstream.broker.messages import Trigger, task_id, time_of
 from fedstream.broker.reasons import DEADLINE_PASSED, TIMED_OUT, Overdue
+from fedstream.coordinator.policies import Policy, Traffic, next_due, place_of_next, tasks_wanted
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
-from fedstream.runtime.config import Positive, Section
 from fedstream.runtime.participation import Participation
 
-_CATCH_UP_S = 1.0  # a Poisson process makes up for at most this much missed time
-
-
-class InFlight(Section):
-    """N tasks in flight; without n, one per live trainer. Delays are exponential."""
-
-    kind: Literal["in_flight"] = "in_flight"
-    n: Annotated[int, Field(ge=1)] | None = None
-    mean_delay_s: Annotated[float, Field(ge=0)] = 0.0  # before each trigger (random timing)
-
-
-class Poisson(Section):
-    """Triggers at the times of a Poisson process, while fewer than n tasks are in flight."""
-
-    kind: Literal["poisson"] = "poisson"
-    rate: Positive = 1.0  # per second
-    n: Annotated[int, Field(ge=1)] = 100
-
-
-class Anarchic(Section):
-    """No triggers: devices decide for themselves (Anarchic Federated Learning)."""
-
-    kind: Literal["none"] = "none"
-
-
-Policy = Annotated[InFlight | Poisson | Rounds | Anarchic, Field(discriminator="kind")]
-
+_CATCH_UP_S = 1.0  # a policy that catches up makes up for at most this much missed time
 
 HELD_BY = ("memory", "queue", "staleness")
 
@@ -76,9 +48,10 @@ class Situation:
     mean_staleness: float
     trainers: int  # alive
     model_bytes: int
-    devices: tuple[int, ...]  # that a trainer serves
-    last: float  # when it last triggered (Poisson: when that was due), or began to lead
+    devices: tuple[int, ...]  # that a trainer serves, and that are not in quarantine
+    last: float  # when it last triggered (if it catches up: when that was due), or began to lead
     round_since: float  # when the round began, or was extended after a time-out
+    began: float = 0.0  # when the run did, in seconds since 1970
     since: Mapping[str, float] = field(default_factory=dict)  # when tasks were opened, if known
     is_eligible: Callable[[int], bool] | None = None  # whether a device may begin now; None: all
 
@@ -86,17 +59,24 @@ class Situation:
         """Devices that are not busy, whether or not they may begin now."""
         return [device for device in self.devices if device not in busy]
 
-    def take(self, rng: random.Random, idle: list[int], parts: Participation) -> int | None:
-        """Draw a device that may begin now from ``idle``, by the rates; None if there is none.
+    def take(self, idle: list[int], pick: Callable[[list[int]], int]) -> int | None:
+        """Take a device that may begin now out of ``idle``; None if there is none.
 
-        It is removed from the list, as are devices drawn before it that may not begin. So a plan
-        checks no device twice, and no more than it must: checking thousands is slow.
+        ``pick`` gives the place of the next candidate. Those that may not begin are removed, too.
+        So a plan checks no device twice, and no more than it must: checking thousands is slow.
         """
         while idle:
-            device = idle.pop(parts.pick(rng, idle))
+            device = idle.pop(pick(idle))
             if self.is_eligible is None or self.is_eligible(device):
                 return device
         return None
+
+    def traffic(self, issued: int, at_work: Collection[int], last: float) -> Traffic:
+        """What the policy sees once these tasks are open, the last of them since ``last``."""
+        return Traffic(
+            self.now, self.began, issued, self.version, at_work,
+            self.devices, self.trainers, self.mean_staleness, last,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,12 +91,6 @@ class Plan:
     held: str = ""  # why there are fewer tasks than the policy wants
     overdue: tuple[tuple[str, Overdue], ...] = ()  # tasks to be given up, and why
     again: bool = False  # the round is extended from now, with other devices
-
-
-def in_flight(policy: InFlight | Poisson, seen: Situation) -> int:
-    """How many tasks the policy wants open at the same time."""
-    n = policy.n if policy.n is not None else max(1, seen.trainers)
-    return min(n, max(1, len(seen.devices)))
 
 
 def held_back(wanted: int, hold: HoldBack, seen: Situation) -> tuple[int, str]:
@@ -146,7 +120,7 @@ def room_beside(budget: int, model_bytes: int, kept: int) -> int:
 
 
 def plan(
-    policy: Policy,
+    policy: Policy | Rounds,
     parts: Participation,
     hold: HoldBack,
     seed: int,
@@ -154,14 +128,16 @@ def plan(
     *,
     task_timeout_s: float = math.inf,
 ) -> Plan:
-    """Decide what to do now. ``task_timeout_s`` applies to tasks without a deadline."""
-    match policy:
-        case Anarchic():
-            todo = Plan()
-        case Rounds():
-            todo = _plan_round(policy, parts, hold, seed, seen)
-        case _:
-            todo = _plan_in_flight(policy, parts, hold, seed, seen)
+    """Decide what to do now. ``task_timeout_s`` applies to tasks without a deadline.
+
+    Raises ConfigError if a user's policy does, or returns nonsense.
+    """
+    if isinstance(policy, Rounds):
+        todo = _plan_round(policy, parts, hold, seed, seen)
+    elif policy.devices_decide:
+        todo = Plan()
+    else:
+        todo = _plan_tasks(policy, parts, hold, seed, seen)
     ends = [(_end(trigger, seen, task_timeout_s), trigger) for trigger in seen.open]
     closed = todo.close[1] if todo.close is not None else ()
     wakes = [end for end, _ in ends if seen.now < end < math.inf]
@@ -192,26 +168,27 @@ def opened_at(trigger: Trigger, now: float) -> float:
     return now if made is None else min(now, made)
 
 
-def _plan_in_flight(
-    policy: InFlight | Poisson, parts: Participation, hold: HoldBack, seed: int, seen: Situation
+def _plan_tasks(
+    policy: Policy, parts: Participation, hold: HoldBack, seed: int, seen: Situation
 ) -> Plan:
-    """Open tasks, each after its delay, until there are as many as the policy wants."""
-    limit, why = held_back(in_flight(policy, seen), hold, seen)
-    delay = policy.mean_delay_s if isinstance(policy, InFlight) else 1.0 / policy.rate
-    idle = seen.idle({trigger.device for trigger in seen.open})
+    """Open tasks, each when it is due, until there are as many as the policy wants."""
+    at_work, last = [trigger.device for trigger in seen.open], seen.last
+    n = tasks_wanted(policy, seen.traffic(seen.issued, at_work, last))
+    limit, why = held_back(n, hold, seen)
+    idle = seen.idle(set(at_work))
     triggers: list[Trigger] = []
-    last = seen.last
-    while len(seen.open) + len(triggers) < limit:
+    while len(at_work) < limit:
         rng = draw(seed, seen.issued + len(triggers))
-        due = last + (rng.expovariate(1.0 / delay) if delay else 0.0)
+        traffic = seen.traffic(seen.issued + len(triggers), at_work, last)
+        due = next_due(policy, traffic, rng)
         if due > seen.now:
             return Plan(tuple(triggers), limit, wake_at=due, last=last, held=why)
-        device = seen.take(rng, idle, parts)
+        device = seen.take(idle, partial(place_of_next, policy, traffic, rng, parts))
         if device is None:
             break
         triggers.append(_trigger(rng, device, parts, seen.now, why="in flight"))
-        poisson = isinstance(policy, Poisson)
-        last = max(due, seen.now - _CATCH_UP_S) if poisson else seen.now
+        at_work.append(device)
+        last = max(due, seen.now - _CATCH_UP_S) if policy.catches_up else seen.now
     return Plan(tuple(triggers), limit, last=last, held=why)
 
 
@@ -245,7 +222,7 @@ def _plan_round(
     triggers: list[Trigger] = []
     for n in range(missing if seen.now < deadline else 0):
         rng = draw(seed, seen.issued + n)
-        device = seen.take(rng, idle, parts)
+        device = seen.take(idle, partial(parts.pick, rng))
         if device is None:
             break
         trigger = _trigger(

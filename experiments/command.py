@@ -40,7 +40,7 @@ def reproduce(
     Raises ConfigError for an unknown name, DataError if data is missing.
     """
     from fedstream.experiments.program import commit
-    from fedstream.experiments.running import cores, run
+    from fedstream.experiments.running import run
     from fedstream.experiments.showing import TABLE, show
 
     known = _experiments()
@@ -55,7 +55,7 @@ def reproduce(
         folder = out or RESULTS / name
         results = run(
             known[name], folder, repeats=repeats, scale=scale, data_root=data_root,
-            cells=cells, seed=seed, processes=processes or cores(), again=again, command=command,
+            cells=cells, seed=seed, processes=processes, again=again, command=command,
             program=program, say=say,
         )  # fmt: skip
         show(known[name], results, folder)

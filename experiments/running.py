@@ -13,13 +13,9 @@ import hashlib
 import io
 import json
 import math
-import multiprocessing
-import os
-import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
 from difflib import get_close_matches
@@ -33,8 +29,8 @@ import numpy as np
 from fedstream.broker.errors import ConfigError
 from fedstream.experiments import machine
 from fedstream.experiments.reproduction import Cell, Experiment, Points, Results, Row, settings_of
-from fedstream.local.parent import VARIABLE, end_with_parent
 from fedstream.observe.display import duration
+from fedstream.sweep.parallel import each, share
 
 if TYPE_CHECKING:
     from fedstream.simulation import VersionMade
@@ -178,46 +174,6 @@ def thinned(versions: Sequence[VersionMade], most: int) -> Points:
     for name in versions[kept[0]].metrics:
         curve[name] = np.array([versions[n].metrics[name] for n in kept])
     return curve
-
-
-# in parallel
-
-
-def results(
-    jobs: Sequence[PlannedRun], processes: int, threads: int
-) -> Iterator[tuple[Row, Points]]:
-    """Yield the jobs' results as they finish. Raises whatever a job raises."""
-    if processes == 1:
-        import torch
-
-        torch.set_num_threads(threads)
-        yield from map(run_job, jobs)
-        return
-    pool = ProcessPoolExecutor(
-        processes,
-        multiprocessing.get_context("spawn"),  # torch does not survive a fork
-        initializer=_begin,
-        initargs=(threads,),
-    )
-    try:
-        for done in as_completed([pool.submit(run_job, job) for job in jobs]):
-            yield done.result()
-    except BaseException:  # also Ctrl-C: don't wait for runs whose results are lost
-        pool.shutdown(wait=False, cancel_futures=True)
-        for process in multiprocessing.active_children():
-            process.terminate()
-        raise
-    pool.shutdown()
-
-
-def _begin(threads: int) -> None:
-    """Set up a process that ends with its parent, and leaves Ctrl-C to it."""
-    import torch
-
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ[VARIABLE] = str(os.getppid())
-    end_with_parent()
-    torch.set_num_threads(threads)
 
 
 # on disk
@@ -384,11 +340,6 @@ def _text(value: float) -> str:
     return str(int(value)) if value == int(value) else f"{value:.6g}"
 
 
-def cores() -> int:
-    """The number of cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 def run(
     experiment: Experiment,
     folder: Path,
@@ -398,13 +349,15 @@ def run(
     data_root: str | None = None,
     cells: Sequence[str] = (),
     seed: int = 0,
-    processes: int = 1,
+    processes: int | None = 1,
     again: bool = False,
     command: str = "",
     program: str = "",
     say: Callable[[str], object] = lambda _: None,
 ) -> Results:
     """Run what is missing, and return all results. ``program``: the commit that runs it.
+
+    ``processes``: at most so many; None: one for each core.
 
     Raises ConfigError, DataError; runs that had finished are kept.
     """
@@ -416,12 +369,13 @@ def run(
     some = {(job.cell, job.repeat) for job in wanted} if cells or seed else None
     there = store.begin(experiment, scale, again=again, some=some)
     missing = [job for job in wanted if (job.cell, job.repeat) not in there]
-    processes = max(1, min(processes, len(missing)))
-    threads = max(1, cores() // processes)
+    processes, threads = share(len(missing), processes)
     say(f"{experiment.name}: {len(wanted)} runs, {len(wanted) - len(missing)} of them done already")
     date = datetime.now(UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
     waiting, done = Counter(job.cell for job in missing), list[Row]()
-    for n, (row, curve) in enumerate(results(missing, processes, threads), start=1):
+    for n, (row, curve) in enumerate(
+        each(run_job, missing, processes=processes, threads=threads), start=1
+    ):
         row = replace(row, commit=program)
         store.add(row, curve)
         seconds = time.perf_counter() - began

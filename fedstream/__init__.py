@@ -4,22 +4,69 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 __version__ = "0.2.0"
-__all__ = ["Task", "__version__", "by_classes", "by_dirichlet", "contiguous", "iid"]
+__all__ = [
+    "Comparison",
+    "ConfigError",
+    "DataError",
+    "FedstreamError",
+    "Interrupted",
+    "Partition",
+    "Policy",
+    "RunFailed",
+    "RunRecord",
+    "Solver",
+    "Task",
+    "Traffic",
+    "__version__",
+    "by_classes",
+    "by_dirichlet",
+    "compare",
+    "contiguous",
+    "iid",
+    "open",
+    "run",
+    "simulate",
+]
 
 if TYPE_CHECKING:
+    from fedstream.api.endings import Interrupted, RunFailed
+    from fedstream.api.live import run
+    from fedstream.api.virtual import simulate
+    from fedstream.broker.errors import ConfigError, DataError, FedstreamError
+    from fedstream.coordinator.policies import Policy, Traffic
+    from fedstream.runs import Comparison, RunRecord, compare
+    from fedstream.runs import open_run as open  # noqa: A004  (only as fedstream.open)
     from fedstream.trainer.partitions import by_classes, by_dirichlet, contiguous, iid
+    from fedstream.trainer.solvers import Solver
+    from fedstream.trainer.splitting import Partition
     from fedstream.trainer.task import Task
 else:  # hidden from type checkers: with __getattr__, they would accept any name
-    _FROM = {
-        "Task": "fedstream.trainer.task",
-        "by_classes": "fedstream.trainer.partitions",
-        "by_dirichlet": "fedstream.trainer.partitions",
-        "contiguous": "fedstream.trainer.partitions",
-        "iid": "fedstream.trainer.partitions",
+    _FROM = {  # module, and the name there
+        "Comparison": ("fedstream.runs", "Comparison"),
+        "ConfigError": ("fedstream.broker.errors", "ConfigError"),
+        "DataError": ("fedstream.broker.errors", "DataError"),
+        "FedstreamError": ("fedstream.broker.errors", "FedstreamError"),
+        "Interrupted": ("fedstream.api.endings", "Interrupted"),
+        "Partition": ("fedstream.trainer.splitting", "Partition"),
+        "Policy": ("fedstream.coordinator.policies", "Policy"),
+        "RunFailed": ("fedstream.api.endings", "RunFailed"),
+        "RunRecord": ("fedstream.runs", "RunRecord"),
+        "Solver": ("fedstream.trainer.solvers", "Solver"),
+        "Task": ("fedstream.trainer.task", "Task"),
+        "Traffic": ("fedstream.coordinator.policies", "Traffic"),
+        "by_classes": ("fedstream.trainer.partitions", "by_classes"),
+        "by_dirichlet": ("fedstream.trainer.partitions", "by_dirichlet"),
+        "compare": ("fedstream.runs", "compare"),
+        "contiguous": ("fedstream.trainer.partitions", "contiguous"),
+        "iid": ("fedstream.trainer.partitions", "iid"),
+        "open": ("fedstream.runs", "open_run"),
+        "run": ("fedstream.api.live", "run"),
+        "simulate": ("fedstream.api.virtual", "simulate"),
     }
 
     def __getattr__(name: str) -> object:
         """Import the names for users' tasks on first use, so that commands start without numpy."""
         if name not in _FROM:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(_FROM[name]), name)
+        module, attribute = _FROM[name]
+        return getattr(import_module(module), attribute)

@@ -12,7 +12,7 @@ from fedstream.runtime import signals
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SERVICES = ("coordinator", "scheduler", "updater", "trainer", "evaluator")
+SERVICES = ("coordinator", "scheduler", "updater", "trainer", "evaluator", "sinks")
 
 
 def main() -> None:

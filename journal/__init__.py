@@ -31,6 +31,7 @@ upwards:
     recorder             when the updater's records are written, synced and deleted
     norms, progress      what an entry of the queue makes of a run, as pure functions
     rebuild, replay      models made again: to recover, and in order, by any rule
+    what_if, bases       another rule on the same updates; the models they were trained from
     inspection, shares   show, verify and compare journals; what each device contributed
     ended                an index of the tasks that ended
 """
@@ -54,13 +55,16 @@ from fedstream.journal.errors import (
     JournalError,
     JournalFull,
     NotRecorded,
+    RuleChanged,
 )
 from fedstream.journal.frames import Place
 from fedstream.journal.records import (
+    QUARANTINES,
     SUFFIX,
     VECTORS,
     DeviceVector,
     EntryRecord,
+    QuarantineSet,
     RoundClosed,
     SegmentHead,
     Standing,
@@ -73,6 +77,7 @@ from fedstream.journal.writer import Writer
 
 __all__ = [
     "FOLDER",
+    "QUARANTINES",
     "SUFFIX",
     "VECTORS",
     "Claim",
@@ -86,8 +91,10 @@ __all__ = [
     "JournalSettings",
     "NotRecorded",
     "Place",
+    "QuarantineSet",
     "Record",
     "RoundClosed",
+    "RuleChanged",
     "Segment",
     "SegmentEnd",
     "SegmentHead",

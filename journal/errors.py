@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fedstream.broker.errors import FedstreamError
+from fedstream.broker.errors import ConfigError, FedstreamError
 
 
 class JournalError(FedstreamError):
@@ -25,3 +25,7 @@ class Diverged(JournalError):
 
 class NotRecorded(JournalError):
     """The journal was kept without the updates' bytes."""
+
+
+class RuleChanged(ConfigError):
+    """The source of a strategy or staleness function is not the one that was recorded."""

@@ -45,7 +45,7 @@ def sizes(upload: Upload, rule: Strategy, update: Model, x: Model) -> Sizes:
         moved = distance(update.parameters, x.parameters)
     else:
         moved = rule.rate * norm(update.parameters)
-        moved = moved / (upload.lr * upload.steps) if rule.per_step else moved
+        moved = moved / (upload.lr * upload.steps) if rule.by_steps else moved
     return moved, distance(update.buffers, x.buffers), norm(update.controls)
 
 

@@ -6,14 +6,23 @@ gives the same result.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
+import numpy as np
+
+from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Contribution, Upload
 from fedstream.journal.norms import Norms
 from fedstream.journal.records import Counted
-from fedstream.strategies import Decision, State, Strategy, Update
+from fedstream.runtime.plugins import words
+from fedstream.strategies import RULES, Decision, State, Strategy, Update
+from fedstream.strategies.mixing import norm
 
+_BUILT_IN = frozenset(RULES.built_in.values())
 _STALENESS_MEMORY = 0.9  # decay of the moving average that the scheduler uses
 
 
@@ -52,31 +61,108 @@ def take(
     """Take in an update. ``model`` is its content; ``spare`` may be written into, and kept.
 
     ``weight``: the recorded weight, if the update is replayed.
+
+    Raises ConfigError if the rule, which may be its user's, raises anything or does what no rule
+    may.
     """
     update = Update(
         model=model, tau=upload.since, device=upload.device,
         samples=upload.samples, steps=upload.steps, lr=upload.lr, weight=weight,
     )  # fmt: skip
-    state, decision = strategy.receive(before.state, update, spare)
+    with _asking(strategy, "receive"):
+        state, decision = strategy.receive(before.state, update, spare)
+        wrong = _wrong(before.state, update, state, decision)
+    if wrong:
+        raise ConfigError(f"strategy {strategy.name!r}: receive() returned {wrong}")
     if decision.outcome == "dropped":
         return Step(before, decision)
+    if state.version != before.state.version and weight is None:
+        _check_finite(strategy, state.model)
     contribution = Contribution(
         task=upload.task, device=upload.device, tau=upload.tau,
         staleness=decision.staleness, weight=decision.weight,
         samples=upload.samples, steps=upload.steps, loss=upload.loss,
     )  # fmt: skip
     held = (*before.held, contribution)
-    mean = _STALENESS_MEMORY * before.mean_staleness + (1 - _STALENESS_MEMORY) * decision.staleness
+    mean = mean_after(before.mean_staleness, decision.staleness)
     if state.version == before.state.version:
         return Step(Progress(state, held, mean, before.norms), decision)
     return Step(Progress(state, (), mean, before.norms), decision, held)
+
+
+def mean_after(mean: float, staleness: int) -> float:
+    """The moving average of staleness after one more update."""
+    return _STALENESS_MEMORY * mean + (1 - _STALENESS_MEMORY) * staleness
 
 
 def close_round(strategy: Strategy, before: Progress, version: int) -> Step:
     """End the round on top of ``version``: make a version of what has arrived, if anything has."""
     if version != before.state.version:
         return Step(before)  # the round was full before
-    state = strategy.end_round(before.state)
+    with _asking(strategy, "end_round"):
+        state = strategy.end_round(before.state)
+        wrong = state.version not in (version, version + 1)
+    if wrong:
+        raise ConfigError(
+            f"strategy {strategy.name!r}: end_round() made version {state.version} of {version}: "
+            f"it must make {version + 1}, or none"
+        )
     if state.version == version:
         return Step(before)
+    _check_finite(strategy, state.model)
     return Step(Progress(state, (), before.mean_staleness, before.norms), made=before.held)
+
+
+def weight_of(strategy: Strategy, version: int, upload: Upload) -> float:
+    """What an update that is not mixed in yet would weigh, by the rule. Raises ConfigError."""
+    with _asking(strategy, "weigh"):
+        weight = strategy.weigh(version, upload.since, upload.samples)
+        wrong = _wrong_weight(weight)
+    if wrong:
+        raise ConfigError(f"strategy {strategy.name!r}: weigh() returned {wrong}")
+    return weight
+
+
+@contextmanager
+def _asking(strategy: Strategy, method: str) -> Iterator[None]:
+    """Report whatever a rule raises in one line, with the place in its program."""
+    try:
+        with np.errstate(over="ignore", invalid="ignore"):  # the result is checked
+            yield
+    except (FedstreamError, MemoryError):
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"strategy {strategy.name!r}: {method}() raised {words(error)}"
+        ) from error
+
+
+def _wrong(before: State, update: Update, after: State, decision: Decision) -> str:
+    """What is wrong with a rule's answer; '' if nothing is."""
+    made = 1 if decision.outcome == "applied" else 0
+    if after.version != before.version + made:
+        return (
+            f"version {after.version} and {decision.outcome!r} on top of version {before.version}: "
+            "'applied' is for an update that makes the next version, and no other"
+        )
+    if decision.staleness != before.version - update.tau:
+        return f"a staleness of {decision.staleness}: it is {before.version - update.tau}"
+    return _wrong_weight(decision.weight)
+
+
+def _wrong_weight(weight: float) -> str:
+    if isinstance(weight, float | int) and 0 <= weight < math.inf:
+        return ""
+    return f"the weight {weight!r}: it must be a float, finite and not negative"
+
+
+def _check_finite(strategy: Strategy, model: Model) -> None:
+    """Raise ConfigError if a user's own rule made a model that nobody could use or train.
+
+    Built-in rules are spared the pass over the model: updates and weights were checked.
+    """
+    if type(strategy) not in _BUILT_IN and not math.isfinite(norm(model.floats)):
+        raise ConfigError(
+            f"strategy {strategy.name!r}: made a model with values that are not finite: its "
+            "weights or its server_lr are too large"
+        )

@@ -13,14 +13,22 @@ from fedstream.broker import reasons
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Contribution, Message, Upload, first_wrong
-from fedstream.broker.records import End, counted
+from fedstream.broker.records import End, Quarantines, counted
 from fedstream.journal.chain import device_vectors
-from fedstream.journal.errors import Diverged, JournalDamaged, NotRecorded
+from fedstream.journal.errors import Diverged, JournalDamaged, NotRecorded, RuleChanged
 from fedstream.journal.norms import Norms
 from fedstream.journal.progress import Progress, Step, close_round, take
-from fedstream.journal.records import RoundClosed, SegmentHead, Standing, Taken
+from fedstream.journal.records import (
+    EntryRecord,
+    QuarantineSet,
+    RoundClosed,
+    SegmentHead,
+    Standing,
+    Taken,
+)
 from fedstream.journal.segment import Record, Segment, SegmentEnd, Tear
-from fedstream.strategies import Memory, State, Strategy, strategy_of
+from fedstream.runtime.plugins import NotTrusted, allowed, runs_program
+from fedstream.strategies import Memory, State, Strategy, names_in, sources_of, strategy_of
 
 _SHORT = 1e-30  # the smallest gamma H that counts as training
 # How far a weight may differ between two machines' C libraries: in its last bits, or by too little
@@ -63,7 +71,7 @@ class Rebuild:
                 f"{segment.standing_record.place.where}: the checkpoint's "
                 "model does not match its digest"
             )
-        devices = strategy.devices
+        devices = strategy.remembered
         vectors = device_vectors(segment, devices) if devices is not None else None
         state = State(said.version, model, Memory(memory, said.arrivals, said.weight, vectors))
         self.progress = Progress(state, said.held, said.mean_staleness, Norms(said.sizes))
@@ -134,7 +142,7 @@ class Rebuild:
     def check(self, record: Record, step: Step) -> None:
         """Do the second half: compare the result with the record. Raises Diverged."""
         message, version = record.message, step.after.state.version
-        if not isinstance(message, Taken | RoundClosed):
+        if not isinstance(message, EntryRecord):
             return
         if step.made is not None:
             self.digest, self.time = step.after.state.model.digest(), message.time
@@ -169,12 +177,38 @@ class Rebuild:
 
 
 def rule_of(segment: Segment) -> Strategy:
-    """The strategy that a segment was written with. Raises JournalDamaged if it is unknown."""
+    """The strategy that a segment was written with.
+
+    Raises JournalDamaged if it is unknown; ConfigError if it is a program's that can't be loaded,
+    NotTrusted if it may not be, and RuleChanged if its source isn't the recorded one, unless
+    :func:`fedstream.runtime.plugins.allowing` says that this is all right.
+    """
     head = segment.head
     try:
-        return strategy_of(head.strategy, head.devices)
+        rule = strategy_of(head.strategy, head.devices)
+    except NotTrusted as error:
+        raise NotTrusted(
+            f"{segment.path}: {error}: give --trust-recorded-code if you trust this recording"
+        ) from error
     except ConfigError as error:
+        if any(map(runs_program, names_in(head.strategy))):
+            raise ConfigError(f"{segment.path}: {error}") from error
         raise JournalDamaged(f"{segment.path}: {error}") from error
+    if head.sources and not allowed().changed:
+        check_sources(segment, rule)
+    return rule
+
+
+def check_sources(segment: Segment, rule: Strategy) -> None:
+    """Raise RuleChanged unless ``rule`` has the sources that the segment recorded."""
+    now = sources_of(rule)
+    for key, then in segment.head.sources.items():
+        if now.get(key) != then:
+            raise RuleChanged(
+                f"{segment.path}: strategy.{key}: its source has changed since (SHA-256 "
+                f"{then[:12]}... when recorded, {(now.get(key) or 'none')[:12]}... now): restore "
+                "it, or go on with it as it is: --changed-rules"
+            )
 
 
 def _made(version: int, digest: str | None) -> str:
@@ -188,10 +222,10 @@ def is_used(message: Message) -> TypeGuard[Taken]:
 
 def unfit(rule: Strategy, upload: Upload) -> str:
     """Why a rule cannot use an update, by its metadata; '' if it can."""
-    if rule.devices is not None and upload.device >= rule.devices:
+    if rule.remembered is not None and upload.device >= rule.remembered:
         return reasons.UNKNOWN_DEVICE
     # The inverse of gamma H must be a finite float32, so that zero times it is zero.
-    if rule.per_step and not (upload.steps > 0 and _SHORT <= upload.lr * upload.steps < math.inf):
+    if rule.by_steps and not (upload.steps > 0 and _SHORT <= upload.lr * upload.steps < math.inf):
         return reasons.NO_STEPS
     return ""
 
@@ -220,11 +254,12 @@ class Recovered:
     journalled: dict[str, int]  # tasks by how they ended
     counts: dict[str, int]  # the run's other counts, as Redis last had them
     done: dict[str, End]  # by task, oldest first
-    rounds: list[str]  # entries that ended rounds, oldest first
+    rounds: list[str]  # control entries, oldest first
     forgotten: int
     finished: str | None
     ending: SegmentEnd  # of the segment, after the last record that counts
     norms: Norms  # of the newest updates, with or without their weights
+    quarantines: Quarantines
     stored: dict[int, str] = field(default_factory=dict)  # device -> segment with its vector
     records: int = 0
     reweighed: int = 0  # updates whose weight this machine computes minimally differently
@@ -246,6 +281,7 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
         done={end.task: end for end in _ends(segment)},
         rounds=list(said.rounds), forgotten=said.forgotten, finished=said.finished,
         ending=segment.beginning, norms=rebuild.progress.norms,
+        quarantines=Quarantines(said.quarantines, said.quarantined),
         stored=dict.fromkeys(said.here, segment.path.name) | segment.elsewhere,
     )  # fmt: skip
     for record in segment.records():
@@ -267,6 +303,8 @@ def recovered(segment: Segment, until: str | None = None) -> Recovered:
             found.journalled = counted(found.journalled, end)
         else:
             found.rounds.append(message.entry)
+        if isinstance(message, QuarantineSet):
+            found.quarantines = quarantines_after(found.quarantines, message)
     found.torn_bytes, found.torn = segment.size - found.ending.at, segment.torn
     found.reweighed = rebuild.reweighed
     return found
@@ -301,6 +339,13 @@ def _followed(found: Recovered, rebuild: Rebuild, segment: Segment, record: Reco
     if step.made is not None:
         found.made = step.made
     return True
+
+
+def quarantines_after(before: Quarantines, record: QuarantineSet) -> Quarantines:
+    """Who is in quarantine after a record."""
+    if record.release:
+        return before.released(record.devices)
+    return before.quarantined(record.devices, record.why, record.time, record.version)
 
 
 def end_of(record: Taken) -> End:

@@ -15,12 +15,13 @@ from fedstream.broker.layout import Model
 from fedstream.journal.claims import Claim, newest_epoch
 from fedstream.journal.errors import JournalError, JournalFull
 from fedstream.journal.records import (
+    QUARANTINES,
     SUFFIX,
     VECTORS,
-    RoundClosed,
+    EntryRecord,
+    QuarantineSet,
     SegmentHead,
     Standing,
-    Taken,
     name_of,
 )
 from fedstream.journal.segment import SegmentEnd
@@ -101,6 +102,12 @@ class Recorder:
             or time.monotonic() - since.begun >= s.segment_s
         )
 
+    def takes(self, record: EntryRecord | None) -> bool:
+        """Whether the segment's head tells readers what they need to know for this record."""
+        return not isinstance(record, QuarantineSet) or (
+            self.head is not None and QUARANTINES in self.head.needs
+        )
+
     async def newest_epoch(self) -> int:
         """The newest epoch with a segment or another updater's claim in the folder; -1: none."""
         return await self._in_thread(lambda: newest_epoch(self.folder, besides=self._claim))
@@ -154,8 +161,9 @@ class Recorder:
                     "elsewhere": tuple(elsewhere.items()),
                 }
             )
-            needs = head.model_copy(update={"needs": (VECTORS,) if vectors else ()})
-            writer = Writer(self.folder, needs, said, *models, vectors=vectors)
+            needs = (*head.needs, VECTORS) if vectors else head.needs
+            complete = head.model_copy(update={"needs": needs})
+            writer = Writer(self.folder, complete, said, *models, vectors=vectors)
             self.stored = elsewhere | dict.fromkeys(here, name)
             if vectors is not None:
                 vectors.changed.clear()
@@ -190,7 +198,7 @@ class Recorder:
         return set(vectors.changed), {d for d, name in self.stored.items() if name in gone}
 
     async def append(
-        self, records: Sequence[tuple[Taken | RoundClosed | None, Sequence[Model]]]
+        self, records: Sequence[tuple[EntryRecord | None, Sequence[Model]]]
     ) -> list[int]:
         """Append records with their payloads, synced together; return the position after each.
 

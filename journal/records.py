@@ -6,11 +6,20 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 from pydantic import Field
 
-from fedstream.broker.messages import Contribution, Count, Message, Name, Outcome, Upload
+from fedstream.broker.messages import (
+    Contribution,
+    Count,
+    Message,
+    Name,
+    Outcome,
+    Quarantine,
+    Upload,
+)
 
 SUFFIX = ".journal"
 VECTORS = "device vectors"  # needed to read a segment that has any
-KNOWN = frozenset({VECTORS})  # needs that this release can meet
+QUARANTINES = "quarantines"  # needed to read a segment that may have any
+KNOWN = frozenset({VECTORS, QUARANTINES})  # needs that this release can meet
 
 _YEAR_9999 = 253_402_300_799.0
 
@@ -53,6 +62,12 @@ class SegmentHead(Message):
     layout: bytes
     release: str  # of numpy, and the machine: they may explain a different bit
     time: Time  # of the segment
+    start: str = ""  # where version 0 was taken from, and its digest; '': drawn from the seed
+    # The files that define the strategy's parts, where these aren't built in: by key of `strategy`
+    # (name, staleness.kind), the SHA-256.
+    sources: dict[Name, Chain] = Field(default_factory=dict)
+    # The same for parts that no replay needs (solvers, partition, policy), by configuration key.
+    parts: dict[Name, Chain] = Field(default_factory=dict)
 
 
 class Standing(Message):
@@ -73,12 +88,14 @@ class Standing(Message):
     counts: Counts = Field(default_factory=dict)  # the run's other counts, as Redis last had them
     done: tuple[tuple[Any, ...], ...] = ()  # the fields of recent `End`s, oldest first
     forgotten: Count = 0  # the ends of tasks before this version may be forgotten
-    rounds: tuple[str, ...] = ()  # recent entries that ended rounds, oldest first
+    rounds: tuple[str, ...] = ()  # recent control entries, oldest first
     made: tuple[Contribution, ...] = ()  # the updates in the version
     finished: str | None = None  # why the run is over
     here: tuple[Count, ...] = ()  # devices whose vectors are the records that follow
     again: tuple[Count, ...] = ()  # those that did not change, but whose segment was deleted
     elsewhere: tuple[tuple[Count, SegmentName], ...] = ()  # where the others' vectors are
+    quarantines: Count = 0  # control entries that changed a quarantine, up to here
+    quarantined: tuple[Quarantine, ...] = ()
 
 
 class DeviceVector(Message):
@@ -124,8 +141,26 @@ class RoundClosed(Message):
     counts: Counts = Field(default_factory=dict)
 
 
-EntryRecord: TypeAlias = Taken | RoundClosed  # of an entry of the queue
-KINDS: tuple[type[Message], ...] = (SegmentHead, Standing, DeviceVector, Taken, RoundClosed)
+class QuarantineSet(Message):
+    """Devices went into quarantine, or were released, as the queue brought it."""
+
+    kind: ClassVar[str] = "quarantine_set"
+    digest: ClassVar[None] = None  # it never makes a version,
+    finished: ClassVar[None] = None  # and never ends the run
+    entry: Name
+    devices: tuple[Count, ...]  # those for which it changed something
+    release: bool = False
+    why: str = ""
+    version: Count  # the newest one
+    time: Time  # when; from here on, their updates are refused
+    received: Time
+    counts: Counts = Field(default_factory=dict)
+
+
+EntryRecord: TypeAlias = Taken | RoundClosed | QuarantineSet  # of an entry of the queue
+KINDS: tuple[type[Message], ...] = (
+    SegmentHead, Standing, DeviceVector, Taken, RoundClosed, QuarantineSet,
+)  # fmt: skip
 
 
 def name_of(epoch: int, number: int) -> str:

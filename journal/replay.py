@@ -6,8 +6,9 @@
 
 By the recorded rule, every outcome and digest must be the recorded one, and every weight up to its
 last bits, else Diverged is raised. Another rule gets the same updates in the same order, each as
-stale as it was; refused updates stay refused, and rounds end where they ended. Nothing is ever
-written to a journal.
+stale as it was; refused updates stay refused, and rounds end where they ended. If it takes deltas
+and devices sent their models, or the other way round, each update is converted by the recorded
+x_tau that it was trained from. Nothing is ever written to a journal.
 """
 
 from __future__ import annotations
@@ -22,14 +23,17 @@ from threading import Thread
 from typing import Any, TypeAlias
 
 from fedstream.broker.layout import Model
+from fedstream.broker.messages import Sends, Upload
+from fedstream.journal.bases import Bases
 from fedstream.journal.chain import check_joint, cuts, segments
 from fedstream.journal.errors import Diverged, JournalDamaged, JournalError, NotRecorded
 from fedstream.journal.frames import Place
-from fedstream.journal.progress import Progress, Step, close_round, take
-from fedstream.journal.rebuild import Rebuild, is_used, recorded, rule_of, unfit
-from fedstream.journal.records import RoundClosed, Taken
+from fedstream.journal.progress import Progress, Step
+from fedstream.journal.rebuild import Rebuild, is_used, recorded, rule_of
+from fedstream.journal.records import EntryRecord, RoundClosed, Taken
 from fedstream.journal.segment import Chunk, Cut, Record, Segment, Tear, chunk_bytes
-from fedstream.strategies import Memory, Rule, Strategy
+from fedstream.journal.what_if import Unused, WhatIf
+from fedstream.strategies import Memory, Strategy
 
 CutSegment: TypeAlias = tuple[Segment, Cut | None]  # a segment, and how much of it counts
 
@@ -40,11 +44,13 @@ _AHEAD = 8 << 20  # bytes that are read ahead; for large models, one update
 class Moment:
     """One record, and the run after it. Copy the models: they are valid until the next step."""
 
-    message: Taken | RoundClosed
+    message: EntryRecord
     place: Place
     step: Step  # by the replayed rule: its decision, and the progress after it
     original: Progress | None  # by the recorded rule; None if only another rule is replayed
     identical: bool | None  # its version has the recorded digest; None: no version, or not checked
+    base: Model | None  # x_tau of the update, if asked for or needed, and if the journal has it
+    unused: Unused  # why another rule did not get this used update; '' if it did
     _segment: Segment
     _record: Record
 
@@ -65,61 +71,16 @@ class Moment:
         """
         if not self._record.payload_bytes:
             where = self.place.where
-            if isinstance(self.message, RoundClosed):
-                raise NotRecorded(f"{where}: is the end of a round, not an update")
+            if not isinstance(self.message, Taken):
+                ends = isinstance(self.message, RoundClosed)
+                what = "the end of a round" if ends else "a change of a quarantine"
+                raise NotRecorded(f"{where}: is {what}, not an update")
             if not is_used(self.message):
                 raise NotRecorded(f"{where}: a {self.message.outcome} update's bytes are not kept")
             recorded(self._record, None)
         model = Model(self._segment.layout)
         self._segment.load(self._record, model)
         return model
-
-
-class WhatIf:
-    """Another rule applied to the recorded updates, from where the recorded rule stood."""
-
-    def __init__(self, rule: Strategy, start: Progress, without: frozenset[int]) -> None:
-        """Go on from ``start``, taking over its models; leave out the devices ``without``."""
-        self.rule = rule
-        self.progress = start
-        self._without = without
-        self._filling = bool(start.held)  # a recorded round that is not full yet
-        self._free: list[Model] = []
-
-    def take(self, record: Record, update: Model | None) -> Step:
-        """Apply one record, with its payload if it is a used update."""
-        message, before = record.message, self.progress
-        used = [before.state.model]
-        step = Step(before)
-        if (
-            is_used(message)
-            and message.upload.device not in self._without
-            and not unfit(self.rule, message.upload)  # a live updater would refuse it
-        ):
-            spare = self._free.pop() if self._free else Model(before.state.model.layout)
-            used.append(spare)
-            # Keep the recorded staleness: this rule may have made fewer versions by now.
-            tau = max(0, before.state.version - message.staleness)
-            upload = message.upload.model_copy(update={"tau": tau, "handed": None})
-            step = take(self.rule, before, upload, recorded(record, update), spare)
-        if self._ends_round(record) and step.made is None:
-            closed = close_round(self.rule, step.after, step.after.state.version)
-            step = Step(closed.after, step.decision, closed.made)
-        self.progress = step.after
-        in_use = {id(model) for model in step.after.state.models()}
-        self._free += [model for model in used if id(model) not in in_use]
-        return step
-
-    def _ends_round(self, record: Record) -> bool:
-        """Whether a recorded round ended here; it then ends even if devices are left out."""
-        message = record.message
-        if not isinstance(message, Taken | RoundClosed):
-            return False
-        if message.digest is None:
-            self._filling |= is_used(message)
-            return False
-        filled, self._filling = self._filling, False
-        return filled or isinstance(message, RoundClosed)
 
 
 class Replayer:
@@ -129,21 +90,24 @@ class Replayer:
     head. ``without``: devices whose updates are left out. Both apply from ``from_version`` on; up
     to there the run is as recorded. ``beside``: replay the recorded rule too, as
     ``Moment.original``. ``from_version``: only yield what came after this version. ``until``: the
-    version to stop at. Both are the journal's versions.
+    version to stop at. Both are the journal's versions. ``bases``: have every ``Moment.base``.
 
     Holds at most three models and the strategy's memory, and 8 MB read ahead if models are small;
-    ``beside`` takes two more models and the other rule's memory.
+    ``beside`` takes two more models and the other rule's memory. ``bases``, or a rule that takes
+    what the devices did not send, takes as many models as devices trained at the same time, and
+    replays the recorded rule too.
     """
 
     def __init__(
         self,
         folder: Path,
         *,
-        strategy: Rule | Callable[[Mapping[str, Any]], Rule] | None = None,
+        strategy: Strategy | Callable[[Mapping[str, Any]], Strategy] | None = None,
         without: frozenset[int] = frozenset(),
         from_version: int | None = None,
         until: int | None = None,
         beside: bool = False,
+        bases: bool = False,
     ) -> None:
         """Open the journal.
 
@@ -160,6 +124,7 @@ class Replayer:
         self._strategy = strategy
         self._without = without
         self._beside = beside
+        self._bases = bases
         self._until = until
         self.begin = chain[0].standing.version if from_version is None else from_version
         try:
@@ -187,7 +152,7 @@ class Replayer:
         version = segment.standing.version
         try:
             for record in segment.records(cut):
-                if isinstance(record.message, Taken | RoundClosed):
+                if isinstance(record.message, EntryRecord):
                     version = record.message.version
         except JournalDamaged:
             pass  # reported when the replay gets there, if it does
@@ -206,7 +171,7 @@ class Replayer:
                 for record in segment.records(cut):
                     message = record.message
                     held = held or (is_used(message) and message.upload.device in self._without)
-                    if not held or not isinstance(message, Taken | RoundClosed):
+                    if not held or not isinstance(message, EntryRecord):
                         continue
                     if message.digest is not None:
                         return message.version
@@ -256,6 +221,14 @@ class Replayer:
         """Whether another rule than the recorded one is replayed."""
         return self._strategy is not None or bool(self._without)
 
+    @cached_property
+    def converts_to(self) -> Sends | None:
+        """What updates are converted to, because the rule takes what the recorded devices did not
+        send; None if it takes what they sent. Raises JournalError.
+        """
+        rules = ((self._rule(segment), rule_of(segment)) for segment, _ in self._chain)
+        return next((rule.sends for rule, was in rules if rule.sends != was.sends), None)
+
     @property
     def torn(self) -> Tear | None:
         """Where a crash tore a record; known once the replay got there."""
@@ -264,12 +237,33 @@ class Replayer:
     def __iter__(self) -> Iterator[Moment]:
         """Yield a moment for each record in order. Raises JournalError, including Diverged."""
         self.checkpoints, self.adopted = 0, []
-        chain = self._chain[self._nearest() :]
-        reading = _Ahead(chain)
+        first, bases = self._nearest(), None
+        if self._bases or self.converts_to is not None:
+            bases = Bases(self._uploads(first))
+            oldest = self.begin if bases.oldest is None else bases.oldest
+            while first and self._chain[first][0].standing.version > oldest:
+                first -= 1
+        reading = _Ahead(self._chain[first:])
         try:
-            yield from self._moments(reading)
+            yield from self._moments(reading, bases)
         finally:
             reading.stop()
+
+    def _uploads(self, first: int) -> Iterator[Upload]:
+        """The used updates that will be yielded, read from the segment with number ``first`` on."""
+        begun = False
+        try:
+            for segment, cut in self._chain[first:]:
+                version = segment.standing.version
+                for record in segment.records(cut):
+                    begun = begun or version >= self.begin
+                    if self._until is not None and version >= self._until:
+                        return
+                    if begun and is_used(record.message):
+                        yield record.message.upload
+                    version = record.entry.version
+        except JournalDamaged:
+            pass  # reported when the replay gets there
 
     def _nearest(self) -> int:
         """The number of the segment to begin with: the nearest checkpoint that splits no round."""
@@ -281,7 +275,7 @@ class Replayer:
             or (said.version == self.begin > self.oldest and not said.held)
         )
 
-    def _moments(self, reading: _Ahead) -> Iterator[Moment]:
+    def _moments(self, reading: _Ahead, bases: Bases | None) -> Iterator[Moment]:
         was: Rebuild | None = None  # None again once only the other rule is replayed
         what_if: WhatIf | None = None
         version, begun = -1, False
@@ -290,24 +284,26 @@ class Replayer:
                 if version < 0 or segment.standing.why == "adopted":
                     if version >= 0:
                         self.adopted.append(segment.standing.version)
-                    was, what_if = (
-                        Rebuild(segment),
-                        None,
-                    )
+                    was, what_if = Rebuild(segment), None
                     version = segment.standing.version
+                    if bases is not None:
+                        bases.add(version, was.digest, was.progress.state.model)
                 elif was is not None:
                     self._continue(was, segment)
                 if what_if is not None:
-                    what_if.rule = self._rule(segment)
+                    what_if.change(self._rule(segment), rule_of(segment))
             else:
-                message = record.entry
+                message, base = record.entry, None
                 if is_used(message):
                     recorded(record, update)
+                    base = bases.of(message.upload) if bases is not None and begun else None
                 done = was.take(record, update) if was is not None else None
-                other = what_if.take(record, update) if what_if is not None else None
+                other = what_if.take(record, update, base) if what_if is not None else None
                 reading.free()
                 if was is not None and done is not None:
                     _check(was, done, segment, record)
+                    if bases is not None and done.made is not None:
+                        bases.add(message.version, was.digest, done.after.state.model)
                 version = message.version
                 step = other or done
                 if begun and step is not None:
@@ -315,18 +311,20 @@ class Replayer:
                         message=message, place=record.place, step=step,
                         original=was.progress if was is not None else None,
                         identical=True if was is not None and message.digest else None,
+                        base=base, unused=what_if.unused if what_if is not None else "",
                         _segment=segment, _record=record,
                     )  # fmt: skip
             if self._until is not None and version >= self._until:
                 return
             begun = begun or version >= self.begin
             if begun and self.changed and what_if is None and was is not None:
-                start = _copied(was.progress) if self._beside else was.progress
+                goes_on = self._beside or bases is not None
+                start = _copied(was.progress) if goes_on else was.progress
                 rule = self._rule(segment)
                 if type(rule) is not type(was.strategy):  # it can't use another rule's memory
                     start = replace(start, state=replace(start.state, memory=Memory()), held=())
-                what_if = WhatIf(rule, start, self._without)
-                was = was if self._beside else None
+                what_if = WhatIf(rule, was.strategy, start, self._without)
+                was = was if goes_on else None
 
     def _continue(self, was: Rebuild, segment: Segment) -> None:
         """Go on to the next segment, which must begin where this one ended. Raises Diverged."""
@@ -335,23 +333,26 @@ class Replayer:
         was.strategy = rule_of(segment)
 
     def _rule(self, segment: Segment) -> Strategy:
-        """The rule to replay a segment by. Raises NotRecorded if it takes other updates."""
+        """The rule to replay a segment by. Raises NotRecorded if it needs control variates."""
         recorded_as, devices = segment.head.strategy, segment.head.devices
         was = rule_of(segment)
         if self._strategy is None:
             return was
         rule = self._strategy(recorded_as) if callable(self._strategy) else self._strategy
         other = rule.build(devices)
-        if (other.sends, other.controls) != (was.sends, was.controls):
+        if other.controls and not was.controls:
             raise NotRecorded(
-                f"{self.folder}: {rule.name} takes {_takes(other)}, but {recorded_as['name']}'s "
-                f"devices sent {_takes(was)}: choose a rule that takes the same"
+                f"{self.folder}: {rule.name} also takes control variates, which this "
+                f"{recorded_as['name']} run's devices did not send: choose a rule without them, "
+                "such as strategy.name=fedbuff"
+            )
+        if was.controls and not other.controls:
+            raise NotRecorded(
+                f"{self.folder}: this {recorded_as['name']} run's devices corrected their steps by "
+                f"control variates, which {rule.name} does not keep: change only other keys of "
+                "strategy"
             )
         return other
-
-
-def _takes(rule: Strategy) -> str:
-    return f"{rule.sends}s{' and control variates' if rule.controls else ''}"
 
 
 def _check(was: Rebuild, step: Step, segment: Segment, record: Record) -> None:

@@ -40,10 +40,8 @@ from fedstream.journal.records import (
     KNOWN,
     DeviceVector,
     EntryRecord,
-    RoundClosed,
     SegmentHead,
     Standing,
-    Taken,
 )
 
 _CHUNK = 2 << 20  # bytes that are read at once, extended to the end of a record
@@ -84,7 +82,7 @@ class Record:
     @property
     def entry(self) -> EntryRecord:
         """Its message, which must be that of a queue entry. Raises JournalError."""
-        if not isinstance(self.message, Taken | RoundClosed):
+        if not isinstance(self.message, EntryRecord):
             raise JournalError(f"{self.place.where}: this kind of record does not belong here")
         return self.message
 
@@ -245,6 +243,13 @@ class Segment:
             at, chain = record.end, record.chain
         self._check_end(cut, chain)
 
+    def at(self, offset: int) -> Record:
+        """The record at an offset where :meth:`records` found one. Raises JournalDamaged."""
+        record = self._record(offset)
+        if record is None:
+            raise JournalDamaged(f"damaged record: {Place(self.path, offset).where}")
+        return record
+
     def _whole(
         self, at: int, cut: Cut | None, chain: bytes, begin: memoryview | None = None
     ) -> Record | None:
@@ -291,7 +296,7 @@ class Segment:
             if record.synced > at:
                 raise JournalDamaged(damage)
             behind += 1
-            if isinstance(record.message, Taken | RoundClosed):
+            if isinstance(record.message, EntryRecord):
                 version = record.message.version
         self.torn = Tear(Place(self.path, at), behind, version)
 

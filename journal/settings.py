@@ -24,3 +24,4 @@ class JournalSettings(Section):
     keep_segments: Annotated[int, Field(ge=1)] | None = None
     keep_s: Annotated[float, Field(gt=0)] | None = None
     adopt: bool = False  # if the journal or its end is missing: go on from Redis's model
+    changed_rules: bool = False  # resume although the source of a rule isn't the recorded one

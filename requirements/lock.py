@@ -11,6 +11,8 @@ because not everybody installs all of them:
   Linux: several gigabytes. On macOS this is a CPU build too.
 - ``runtime.txt``: fedstream's other dependencies.
 - ``dev.txt``: additional dependencies of the tests.
+- ``flower.txt``: fedstream's other dependencies beside Flower, which wants older releases of some,
+  and what its tests need. Together with torch, a separate environment.
 - ``tools.txt``, ``docs.txt`` and ``checkov.txt``: separate environments.
 """
 
@@ -25,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "requirements"
-LISTS = ("torch-cpu", "torch-cuda", "runtime", "dev", "tools", "docs", "checkov")
+LISTS = ("torch-cpu", "torch-cuda", "runtime", "dev", "flower", "tools", "docs", "checkov")
 
 _TORCH = ("torch", "torchvision")
 _CUDA = re.compile(r"nvidia-|cuda-|triton$")
@@ -123,9 +125,20 @@ def _write_project() -> None:
     _write("dev", {name: lines for name, lines in rest.items() if name not in runtime})
 
 
+def _write_flower() -> None:
+    """fedstream's own pins as far as Flower allows; it caps some packages."""
+    ours = read("torch-cuda") | read("runtime") | read("dev")
+    every = _compiled(
+        read("flower") | ours, ROOT / "pyproject.toml", FOLDER / "flower.in", "--extra", "flower"
+    )
+    torch = read("torch-cuda")
+    _write("flower", {name: lines for name, lines in every.items() if name not in torch})
+
+
 def main() -> None:
     """Rewrite all lists."""
     _write_project()
+    _write_flower()
     for name in ("tools", "docs"):
         _write(name, _compiled(read(name), FOLDER / f"{name}.in"))
     # One of checkov's dependencies does not support older Pythons.

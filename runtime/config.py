@@ -30,11 +30,14 @@ from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError
 from pydantic_core import to_json
 
 from fedstream.broker.errors import ConfigError
+from fedstream.runtime.alternatives import OneOf
+from fedstream.runtime.plugins import NotTrusted, allowed, runs_program
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator, Mapping, Sequence
+    from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
     from pathlib import Path
 
+    from pydantic.fields import FieldInfo
     from pydantic_core import ErrorDetails
 
 M = TypeVar("M", bound=BaseModel)
@@ -52,7 +55,9 @@ class Section(BaseModel):
     Strict: ``"1"`` is not ``1`` and ``1.0`` is not an integer; an integer may stand for a float.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, allow_inf_nan=False, validate_default=True
+    )
 
 
 class Option(NamedTuple):
@@ -82,6 +87,8 @@ def load(
     environ: Mapping[str, str],
     sets: Sequence[str] = (),
     options: Sequence[Option] = (),
+    trusted: bool = True,
+    tables: Collection[str] | None = None,
 ) -> M:
     """Read and validate the settings; later layers win: file, environment, ``a.b.c=value`` sets.
 
@@ -93,15 +100,33 @@ def load(
     ``kind`` or ``name`` of a table with alternatives drops the keys that earlier layers set in it:
     they belonged to the other kind.
 
-    Raises ConfigError, with one line for every invalid key.
+    ``trusted`` is false for the file of a recording: a plug-in that the file alone names is not
+    loaded, because that would run its program. ``tables``: those to read of the file; None: all.
+
+    Raises ConfigError, with one line for every invalid key; NotTrusted.
     """
     tree: _Tree = {}
     try:
-        for layer in (_from_file(path), _from_environment(environ), _from_sets(sets, options)):
-            tree = _merge(tree, layer, [schema])
+        file = _from_file(path)
+        if tables is not None:
+            file = {name: table for name, table in file.items() if name in tables}
+        for layer in (file, _from_environment(environ), _from_sets(sets, options)):
+            tree = _merge(tree, layer, [schema], recorded=not trusted)
+        if not trusted:
+            _check_trusted(tree, [schema], str(path), ())
         return _validate(schema, tree)
     except RecursionError:  # in the TOML parser or our code; valid keys are a few levels deep
         raise ConfigError("configuration: a key or a value is nested too deeply") from None
+
+
+def check(schema: type[M], table: Mapping[str, object], at: str) -> M:
+    """Validate the table at the key ``at``, which ``load`` took as it was.
+
+    For tables whose schema is known only later, from a user's program. Raises ConfigError, as
+    ``load`` does, but the values' sources are no longer known.
+    """
+    tree: _Tree = {key: _node(value, "") for key, value in table.items()}
+    return _validate(schema, tree, at.split("."))
 
 
 def dump(settings: BaseModel) -> str:
@@ -188,16 +213,42 @@ def _put(tree: _Tree, keys: Sequence[str], node: _Tree | _Leaf) -> None:
     tree[keys[-1]] = node
 
 
-def _merge(below: _Tree, above: _Tree, types: list[object]) -> _Tree:
-    if len(types) > 1 and any(_differs(below.get(tag), above.get(tag)) for tag in _TAGS):
+def _merge(below: _Tree, above: _Tree, types: list[object], *, recorded: bool) -> _Tree:
+    if _is_choice(types) and any(_differs(below.get(tag), above.get(tag)) for tag in _TAGS):
         return above
     merged = dict(below)
+    types = _chosen(types, below, above, recorded=recorded)
     for key, node in above.items():
         old = merged.get(key)
         if isinstance(old, dict) and isinstance(node, dict):
-            node = _merge(old, node, _inside(types, key))
+            node = _merge(old, node, _inside(types, key), recorded=recorded)
         merged[key] = node
     return merged
+
+
+def _check_trusted(
+    node: _Tree | _Leaf, types: list[object], source: str, key: tuple[str | int, ...]
+) -> None:
+    """Raise NotTrusted if a value from ``source`` names a plug-in that would run a program."""
+    if isinstance(node, _Leaf):
+        if node.source == source and isinstance(node.value, list):
+            for number, item in enumerate(node.value):
+                inner = _inside(types, number)
+                _check_trusted(_node(item, source), inner, source, (*key, number))
+        return
+    for one in types:
+        leaf = node.get(one.tag) if isinstance(one, OneOf) else None
+        if isinstance(one, OneOf) and isinstance(leaf, _Leaf) and leaf.source == source:
+            value = leaf.value
+            if isinstance(value, str) and runs_program(value) and not allowed().recorded:
+                where = _dotted([*key, one.tag])
+                raise NotTrusted(
+                    f"{source} names the {one.door.what} {value!r}, and loading it runs its code: "
+                    f"choose {where} yourself, or give --trust-recorded-code if you trust this one"
+                )
+    known = _chosen(types, node)
+    for name, below in node.items():
+        _check_trusted(below, _inside(known, name), source, (*key, name))
 
 
 def _differs(old: _Tree | _Leaf | None, new: _Tree | _Leaf | None) -> bool:
@@ -208,20 +259,21 @@ def _differs(old: _Tree | _Leaf | None, new: _Tree | _Leaf | None) -> bool:
 # string for a path; from Python values it does not.
 
 
-def _validate(schema: type[M], tree: _Tree) -> M:
+def _validate(schema: type[M], tree: _Tree, at: Sequence[str] = ()) -> M:
+    """Validate the tree, which is the table at the key ``at``."""
     try:
         return schema.model_validate_json(to_json(_plain(tree)))
     except ValidationError as error:
-        wrong = [_Wrong(schema, tree, details) for details in error.errors(include_url=False)]
+        wrong = [_Wrong(schema, tree, one, at) for one in error.errors(include_url=False)]
         if any([item.becomes_text() or item.becomes_default() for item in wrong]):  # noqa: C419
-            return _validate(schema, tree)
+            return _validate(schema, tree, at)
         lines: dict[str, list[str]] = {}
         for item in wrong:  # the alternatives of a union each complain about the same key
             lines.setdefault(item.given(), []).append(item.expected())
         message = (
             f"{given}: {' or '.join(dict.fromkeys(expected))}" for given, expected in lines.items()
         )
-        raise ConfigError("\n".join(message)) from error
+        raise ConfigError("\n".join(message)) from None  # pydantic's own says the same again
 
 
 def _plain(node: _Tree | _Leaf) -> object:
@@ -233,9 +285,12 @@ def _plain(node: _Tree | _Leaf) -> object:
 class _Wrong:
     """A pydantic error, in terms of the keys that the user wrote."""
 
-    def __init__(self, schema: type[BaseModel], tree: _Tree, details: ErrorDetails) -> None:
+    def __init__(
+        self, schema: type[BaseModel], tree: _Tree, details: ErrorDetails, at: Sequence[str]
+    ) -> None:
         self.details = details
         self.tree = tree
+        self.at = at
         self.key: list[str | int] = []
         self.types: list[object] = [schema]  # the key's possible types
         self.holder: list[object] = []  # those of the table around it
@@ -243,8 +298,9 @@ class _Wrong:
             if isinstance(part, str) and len(self.types) > 1:  # not a key: names an alternative
                 self.types = [one for one in self.types if part in _labels(one)] or self.types
             else:
+                self.holder = _chosen(self.types, _find(tree, self.key))
+                self.types = _inside(self.holder, part)
                 self.key.append(part)
-                self.holder, self.types = self.types, _inside(self.types, part)
         if "discriminator" in details.get("ctx", {}):
             self.key.append(details["ctx"]["discriminator"].strip("'"))
         self.node = _find(tree, self.key)
@@ -278,7 +334,7 @@ class _Wrong:
                 if not _is_model(type(default)):
                     continue
                 foreign = table.keys() - type(default).model_fields.keys()
-                kinds = [kind for kind in self.types if _is_model(kind)]
+                kinds = [kind for kind in _chosen(self.types) if _is_model(kind)]
                 if not any(foreign & kind.model_fields.keys() for kind in kinds):
                     table[str(tag)] = _Leaf(getattr(default, str(tag)), "default")
                     return True
@@ -286,19 +342,19 @@ class _Wrong:
 
     def given(self) -> str:
         """The key, its value unless it is a table or may be secret, and its sources."""
-        text = _dotted(self.key) or "configuration"
+        text = _dotted([*self.at, *self.key]) or "configuration"
         absent = self.details["type"] in ("missing", "union_tag_not_found")
         if isinstance(self.node, _Leaf) and not absent and not self._may_be_secret():
             value = self.details.get("ctx", {}).get("tag", self.details["input"])
             text += f" = {to_json(value, fallback=repr).decode()[:_SHOWN]}"
-        sources = dict.fromkeys(_sources(self.node)) if self.node else {}
+        sources = dict.fromkeys(filter(None, _sources(self.node))) if self.node else {}
         return f"{text} (from {', '.join(sources)})" if sources else text
 
     def _may_be_secret(self) -> bool:
         """Whether the value may be a secret: by its type, or as an unknown key beside a secret."""
         unknown = self.details["type"] == "extra_forbidden"
         fields = [one.model_fields for one in self.holder if _is_model(one)] if unknown else []
-        beside = [_alternatives(f.annotation) for table in fields for f in table.values()]
+        beside = [_types_of(field) for table in fields for field in table.values()]
         return SecretStr in self.types or any(SecretStr in types for types in beside)
 
     def expected(self) -> str:
@@ -323,7 +379,7 @@ class _Wrong:
         allowed = [name for one in self.holder if _is_model(one) for name in one.model_fields]
         near = get_close_matches(str(key), allowed, n=1)
         if near:
-            return f"unknown key; did you mean {_dotted([*table, *near])}?"
+            return f"unknown key; did you mean {_dotted([*self.at, *table, *near])}?"
         return f"unknown key; allowed here: {', '.join(allowed)}"
 
 
@@ -356,10 +412,37 @@ def _sources(node: _Tree | _Leaf) -> Iterator[str]:
 def _alternatives(annotation: object) -> list[object]:
     """The members of a union (any other type: itself), without None."""
     if get_origin(annotation) is Annotated:
-        return _alternatives(get_args(annotation)[0])
+        plain, *metadata = get_args(annotation)
+        return [one for one in metadata if isinstance(one, OneOf)] or _alternatives(plain)
     if get_origin(annotation) in (Union, UnionType):
         return [one for member in get_args(annotation) for one in _alternatives(member)]
     return [] if annotation is NoneType else [annotation]
+
+
+def _types_of(field: FieldInfo) -> list[object]:
+    """The types that a field's value may have."""
+    open_tables = [one for one in field.metadata if isinstance(one, OneOf)]
+    return list(open_tables) or _alternatives(field.annotation)
+
+
+def _is_choice(types: Sequence[object]) -> bool:
+    """Whether a table of these types has alternatives."""
+    return len(types) > 1 or any(isinstance(one, OneOf) for one in types)
+
+
+def _chosen(
+    types: Iterable[object], *tables: _Tree | _Leaf | None, recorded: bool = False
+) -> list[object]:
+    """The types, with each choice by name replaced by the classes that the tables name."""
+    found: list[object] = []
+    for one in types:
+        if isinstance(one, OneOf):
+            tags = [table.get(one.tag) for table in tables if isinstance(table, dict)]
+            names = [tag.value for tag in tags if isinstance(tag, _Leaf)]
+            found += one.models(*names, recorded=recorded)
+        else:
+            found.append(one)
+    return found
 
 
 def _inside(types: Iterable[object], key: str | int) -> list[object]:
@@ -368,7 +451,7 @@ def _inside(types: Iterable[object], key: str | int) -> list[object]:
     for one in types:
         if _is_model(one):
             if key in one.model_fields:
-                found += _alternatives(one.model_fields[str(key)].annotation)
+                found += _types_of(one.model_fields[str(key)])
         elif arguments := [argument for argument in get_args(one) if argument is not Ellipsis]:
             # dict[str, V]: V; list[V] and tuple[V, ...]: V; tuple[V, W]: by place
             place = min(key, len(arguments) - 1) if isinstance(key, int) else -1
@@ -378,6 +461,8 @@ def _inside(types: Iterable[object], key: str | int) -> list[object]:
 
 def _labels(one: object) -> list[str]:
     """Labels that pydantic may use in an error's ``loc`` for a member of a union."""
+    if isinstance(one, OneOf):
+        return [str(one), *one.door.names()]
     labels = [getattr(one, "__name__", str(one))]
     if _is_model(one):
         tags = [one.model_fields[tag].annotation for tag in _TAGS if tag in one.model_fields]

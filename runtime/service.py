@@ -20,6 +20,7 @@ from fedstream.runtime.health import Health, routes
 from fedstream.runtime.http import HttpSettings, serving
 from fedstream.runtime.logging import LogSettings, configure, stamp
 from fedstream.runtime.signals import Stop
+from fedstream.runtime.tracing import Spans, TracingSettings
 
 if TYPE_CHECKING:
     from collections.abc import Awaitable, Callable, Iterator, Sequence
@@ -42,6 +43,7 @@ class Context:
     registry: CollectorRegistry
     log: FilteringBoundLogger
     traces: bool = False  # whether to log each step of each task
+    spans: Spans | None = None  # to which each step is reported
     retries: Counter = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,11 +58,16 @@ class Context:
         """Export the client's number of reconnections as a metric."""
         self.registry.register(_Reconnects(client))
 
-    def trace(self, what: str, *, at: float | None = None, **about: object) -> None:
-        """Log a step of one task (``task`` is its id), if ``traces`` is on.
+    def trace(
+        self, what: str, *, at: float | None = None, since: float | None = None, **about: object
+    ) -> None:
+        """Log a step of one task (``task`` is its id), if ``traces`` is on, and report its spans.
 
-        ``at``: when it happened, in seconds since 1970; None: now.
+        ``at``: when it happened, in seconds since 1970; None: now. ``since``: when its span began,
+        if this service's step before it doesn't say.
         """
+        if self.spans is not None:
+            self.spans.step(what, at=at, since=since, about=about)
         if self.traces:
             when = {} if at is None else {"timestamp": stamp(at)}
             self.log.info(what, **about, **when)
@@ -146,7 +153,14 @@ async def repeat(
 
 
 def serve(
-    service: Service, *, http: HttpSettings, log: LogSettings, run: str, name: str, drain_s: float
+    service: Service,
+    *,
+    http: HttpSettings,
+    log: LogSettings,
+    run: str,
+    name: str,
+    drain_s: float,
+    tracing: TracingSettings | None = None,
 ) -> int:
     """Run a service as this process and return the exit code.
 
@@ -165,11 +179,17 @@ def serve(
     """
     configure(log, run=run, service=service.role, name=name)
     logger: FilteringBoundLogger = structlog.get_logger()
+    spans: Spans | None = None
     try:
+        if tracing is not None and tracing.endpoint is not None:
+            spans = Spans(tracing, run=run, role=service.role, name=name)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_live(service, http, logger, drain_s, traces=log.traces))
+            runner.run(_live(service, http, logger, drain_s, traces=log.traces, spans=spans))
     except (Exception, asyncio.CancelledError) as error:
         return _report(error, logger)
+    finally:
+        if spans is not None:
+            spans.close()
     logger.info("stopped")
     return 0
 
@@ -201,9 +221,10 @@ async def _live(
     drain_s: float,
     *,
     traces: bool,
+    spans: Spans | None,
 ) -> None:
     stop = asyncio.Event()
-    context = Context(stop, Health(), CollectorRegistry(), log, traces)
+    context = Context(stop, Health(), CollectorRegistry(), log, traces, spans)
     context.health.ready_when("running", lambda: not stop.is_set())
     loop = asyncio.get_running_loop()
 

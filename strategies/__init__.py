@@ -1,61 +1,100 @@
-"""Strategies by name. To add one, put a module beside these and a member in the union here."""
+"""Strategies by name. To add one here, put a module beside these and a row in the table."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, Any
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import TypeAdapter, ValidationError
 
 from fedstream.broker.errors import ConfigError
-from fedstream.broker.messages import first_wrong
+from fedstream.runtime.alternatives import RECORDED, OneOf
+from fedstream.runtime.plugins import Door, Plugin
 from fedstream.strategies.afa import AfaCdSettings, AfaCsSettings
-from fedstream.strategies.fedasync import FedAsyncSettings
+from fedstream.strategies.batches import Batch
+from fedstream.strategies.fedasync import FedAsyncSettings, Mixing
 from fedstream.strategies.fedavg import FedAvgSettings
 from fedstream.strategies.fedbuff import FedBuffSettings
 from fedstream.strategies.scaffold import ScaffoldSettings, without_batch
+from fedstream.strategies.staleness import FUNCTIONS, StalenessFunction
 from fedstream.strategies.strategy import Decision, Memory, State, Strategy, Update
 from fedstream.strategies.vectors import DeviceVectors
 
 __all__ = [
+    "FUNCTIONS",
+    "RULES",
     "AfaCdSettings",
     "AfaCsSettings",
+    "Batch",
     "Decision",
     "DeviceVectors",
     "FedAsyncSettings",
     "FedAvgSettings",
     "FedBuffSettings",
     "Memory",
-    "Rule",
+    "Mixing",
     "ScaffoldSettings",
+    "StalenessFunction",
     "State",
     "Strategy",
     "StrategySettings",
     "Update",
+    "names_in",
+    "sources_of",
     "strategy_of",
     "without_batch",
 ]
 
-Rule: TypeAlias = (
-    FedAsyncSettings
-    | FedAvgSettings
-    | FedBuffSettings
-    | AfaCdSettings
-    | AfaCsSettings
-    | ScaffoldSettings
-)
-StrategySettings = Annotated[Rule, Field(discriminator="name")]
 
-_RULES: TypeAdapter[Rule] = TypeAdapter(StrategySettings)
+def _accept(value: object) -> type[Strategy] | None:
+    return value if isinstance(value, type) and issubclass(value, Strategy) else None
+
+
+RULES: Door[type[Strategy]] = Door(
+    "fedstream.strategies", "strategy",
+    {
+        "fedasync": FedAsyncSettings, "fedavg": FedAvgSettings, "fedbuff": FedBuffSettings,
+        "afa-cd": AfaCdSettings, "afa-cs": AfaCsSettings, "scaffold": ScaffoldSettings,
+    },
+    accept=_accept,
+    expected="a class derived from fedstream.strategies.Strategy",
+)  # fmt: skip
+StrategySettings = Annotated[Strategy, OneOf(RULES, tag="name")]
+
+_RULES: TypeAdapter[Strategy] = TypeAdapter(StrategySettings)
 
 
 def strategy_of(recorded: Mapping[str, Any], devices: int) -> Strategy:
     """The strategy that a journal recorded by name and parameters, for a run with ``devices``.
 
-    Raises ConfigError.
+    Raises ConfigError; NotTrusted if it is a program's that may not be run (``runtime.plugins``).
     """
     try:
-        settings = _RULES.validate_python(dict(recorded), strict=False)
+        settings = _RULES.validate_python(dict(recorded), context=RECORDED)
     except ValidationError as error:
-        raise ConfigError(f"strategy.{first_wrong(error)}") from error
+        first = error.errors()[0]
+        tag = first.get("ctx", {}).get("discriminator", "").strip("'")
+        key = ".".join(["strategy", *map(str, first["loc"]), *([tag] if tag else [])])
+        value = f" = {first['ctx']['tag']!r}" if "tag" in first.get("ctx", {}) else ""
+        raise ConfigError(f"{key}{value}: {first['msg']}") from error
     return settings.build(devices)
+
+
+def sources_of(rule: Strategy) -> dict[str, str]:
+    """SHA-256 of the file that defines each rule of somebody else's, by its key below ``strategy``.
+
+    Empty if the strategy and its staleness function are built in.
+    """
+    functions = {
+        f"{key}.kind": FUNCTIONS.find(value.kind)
+        for key, value in vars(rule).items()
+        if isinstance(value, StalenessFunction)
+    }
+    plugins: dict[str, Plugin[Any]] = {"name": RULES.find(rule.name), **functions}
+    return {key: one.digest for key, one in plugins.items() if one.digest is not None}
+
+
+def names_in(recorded: Mapping[str, Any]) -> list[str]:
+    """The names in a recorded strategy that might be a program's."""
+    inner = [table.get("kind") for table in recorded.values() if isinstance(table, Mapping)]
+    return [name for name in (recorded.get("name"), *inner) if isinstance(name, str)]

@@ -7,7 +7,7 @@ eta eta_L: the paper's algorithm box has eta G, but its proofs and tables need e
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
 import numpy as np
 from pydantic import Field
@@ -15,7 +15,6 @@ from pydantic import Field
 from fedstream.broker.layout import Model
 from fedstream.strategies.batches import Batch
 from fedstream.strategies.mixing import add, count
-from fedstream.strategies.settings import RuleSettings
 from fedstream.strategies.strategy import Memory, State, Update
 from fedstream.strategies.vectors import DeviceVectors
 
@@ -24,70 +23,53 @@ from fedstream.strategies.vectors import DeviceVectors
 _SUMMED_ANEW = 100
 
 
-class _AfaSettings(RuleSettings):
+class AfaCdSettings(Batch):
+    """AFA-CD: x_{t+1} = x_t - server_lr mean(G) over m arrivals (algorithm 2).
+
+    For devices that take part alike (cross-device).
+    """
+
+    name: Literal["afa-cd"] = "afa-cd"
     buffer_size: Annotated[int, Field(ge=1)] = 5
     """m"""
     server_lr: Annotated[float, Field(gt=0)] = 0.1
     """eta eta_L"""
-    max_staleness: Annotated[int, Field(ge=0)] | None = None
 
     @property
-    def batch(self) -> int:
-        """The number of updates in a version."""
-        return self.buffer_size
+    def by_steps(self) -> bool:
+        """G is a mean over steps."""
+        return True
 
-
-class AfaCdSettings(_AfaSettings):
-    """AFA-CD: for devices that take part alike (cross-device)."""
-
-    name: Literal["afa-cd"] = "afa-cd"
-
-    def build(self, _devices: int = 0) -> AfaCd:
-        """The strategy."""
-        return AfaCd(self)
-
-
-class AfaCsSettings(_AfaSettings):
-    """AFA-CS: for devices of which some come often and some seldom (cross-silo)."""
-
-    name: Literal["afa-cs"] = "afa-cs"
-    devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
-    """M; by default all devices of the run"""
-
-    @property
-    def remembered(self) -> int | None:
-        """M as configured."""
-        return self.devices
-
-    def build(self, devices: int = 0) -> AfaCs:
-        """The strategy, for a run with ``devices`` devices."""
-        return AfaCs(self, self.devices or devices)
-
-
-class AfaCd(Batch):
-    """x_{t+1} = x_t - server_lr mean(G) over m arrivals (algorithm 2)."""
-
-    per_step = True
-
-    def __init__(self, settings: AfaCdSettings | AfaCsSettings) -> None:
-        super().__init__(settings.buffer_size, settings.server_lr, settings.max_staleness)
+    def weigh(self, version: int, tau: int, samples: int) -> float:
+        """Weigh every update equally."""
+        return 1.0
 
     def factor(self, update: Update, weight: float) -> float:
         """1 / (gamma H): a device's mean gradient."""
         return 1.0 / (update.lr * update.steps)
 
 
-class AfaCs(AfaCd):
-    """x_{t+1} = x_t - (server_lr / M) sum_i G_i over all M devices, every m arrivals (algorithm 3).
+class AfaCsSettings(AfaCdSettings):
+    """AFA-CS: x_{t+1} = x_t - (server_lr / M) sum_i G_i over all M devices, every m arrivals.
 
-    The sum is over every device's last G (zero until it is heard), and is updated as these change.
-    To shed accumulated rounding errors it is recomputed at fixed version numbers, so that a replay
+    Algorithm 3, for devices of which some come often and some seldom (cross-silo). The sum is over
+    every device's last G (zero until it is heard), and is updated as these change. To shed
+    accumulated rounding errors it is recomputed at fixed version numbers, so that a replay
     recomputes it where the run did.
     """
 
-    def __init__(self, settings: AfaCsSettings, devices: int) -> None:
-        super().__init__(settings)
-        self.devices: int | None = devices
+    name: Literal["afa-cs"] = "afa-cs"  # type: ignore[assignment]
+    devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
+    """M; by default all devices of the run"""
+
+    @property
+    def remembered(self) -> int | None:
+        """M."""
+        return self.devices
+
+    def build(self, devices: int = 0) -> Self:
+        """The rule for a run with ``devices`` devices."""
+        return self.model_copy(update={"devices": self.devices or devices})
 
     def begin(self, total: Model, vectors: DeviceVectors | None) -> None:
         """Begin with the sum of the remembered vectors, in case the sum itself was lost."""

@@ -11,47 +11,51 @@ ends early because its round timed out is the mean of as many updates as arrived
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from typing import Annotated
+
+from pydantic import Field
 
 from fedstream.broker.layout import Model
-from fedstream.broker.messages import Sends
 from fedstream.strategies.mixing import add, count, toward
-from fedstream.strategies.strategy import Decision, Memory, State, Update
+from fedstream.strategies.strategy import Decision, Memory, State, Strategy, Update
 from fedstream.strategies.vectors import DeviceVectors
 
 
-class Batch(ABC):
-    """A rule that makes a version of K updates. A subclass defines an update's factor."""
+class Batch(Strategy):
+    """A rule that makes a version of K updates.
 
-    sends: Sends = "delta"
-    controls = False
-    per_step = False
-    devices: int | None = None
+    A subclass defines how much an update weighs by ``weigh``, or its ``factor`` if that needs more
+    than versions and samples.
+    """
 
-    def __init__(self, size: int, server_lr: float, max_staleness: int | None) -> None:
-        self.max_staleness = max_staleness
-        self._size = size
-        self.rate = server_lr
+    buffer_size: Annotated[int, Field(ge=1)] = 10
+    """K, the updates in a version"""
+    server_lr: Annotated[float, Field(gt=0)] = 1.0
+    """the step along the batch's mean"""
 
-    def weigh(self, version: int, tau: int, samples: int) -> float:
-        """Weigh every update equally."""
-        return 1.0
+    @property
+    def batch(self) -> int:
+        """The number of updates in a version."""
+        return self.buffer_size
 
-    @abstractmethod
+    @property
+    def rate(self) -> float:
+        """The step along a delta."""
+        return self.server_lr
+
     def factor(self, update: Update, weight: float) -> float:
-        """f for an update of this weight."""
+        """f for an update of this weight: by default, the weight."""
+        return weight
 
     def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
         """Add the update to the batch; the K-th makes the version."""
         d = state.version - update.tau
-        if self.max_staleness is not None and d > self.max_staleness:
+        if self.is_too_stale(d):
             return state, Decision("dropped", 0.0, d)
-        weight = update.weight
-        if weight is None:
-            weight = self.weigh(state.version, update.tau, update.samples)
+        weight = self.weight_of(state, update)
         memory = self._grown(state.memory, update, self.factor(update, weight), spare)
         grown = State(state.version, state.model, memory)
-        if memory.arrivals < self._size:
+        if memory.arrivals < self.buffer_size:
             return grown, Decision("buffered", weight, d)
         return self.step(grown, None if memory.model is spare else spare), Decision(
             "applied", weight, d

@@ -2,62 +2,48 @@
 
 from __future__ import annotations
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, ClassVar, Literal, Self
 
 from pydantic import Field
 
 from fedstream.broker.layout import Model
 from fedstream.strategies.batches import Batch
 from fedstream.strategies.mixing import add
-from fedstream.strategies.settings import RuleSettings
 from fedstream.strategies.strategy import Memory, State, Update
 from fedstream.strategies.vectors import DeviceVectors
 
 
-class ScaffoldSettings(RuleSettings):
-    """SCAFFOLD. In rounds as in its paper, or asynchronous: every K arrivals."""
+class ScaffoldSettings(Batch):
+    """SCAFFOLD: x += server_lr mean(x_new - x_tau), c += (|S| / M) mean(c_i+ - c_i), for each S.
+
+    SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (Karimireddy et al.),
+    algorithm 1. In rounds as in its paper, or asynchronous: every K arrivals. c is published with
+    x, and a device uses the c of its x_tau. The server also keeps every c_i, the sum of what the
+    device sent; trainers get the c_i of the device that they train for.
+    """
 
     controls: ClassVar[bool] = True
     name: Literal["scaffold"] = "scaffold"
     buffer_size: Annotated[int, Field(ge=1)] = 5
     """|S|, the updates in a version"""
-    server_lr: Annotated[float, Field(gt=0)] = 1.0
     per_step: bool = False
     """Divide what a device sends by gamma H, as AFA-CD does (AFL + SCAFFOLD)."""
     devices: Annotated[int, Field(ge=1, le=10_000_000)] | None = None
     """M; by default all devices of the run"""
-    max_staleness: Annotated[int, Field(ge=0)] | None = None
-
-    @property
-    def batch(self) -> int:
-        """The number of updates in a version."""
-        return self.buffer_size
 
     @property
     def remembered(self) -> int | None:
-        """M as configured."""
+        """M."""
         return self.devices
 
-    def build(self, devices: int = 0) -> Scaffold:
-        """The strategy, for a run with ``devices`` devices."""
-        return Scaffold(self, self.devices or devices)
+    @property
+    def by_steps(self) -> bool:
+        """Whether ``per_step`` is set."""
+        return self.per_step
 
-
-class Scaffold(Batch):
-    """x <- x + server_lr mean(x_new - x_tau), c <- c + (|S| / M) mean(c_i+ - c_i), for each S.
-
-    SCAFFOLD: Stochastic Controlled Averaging for Federated Learning (Karimireddy et al.),
-    algorithm 1. c is published with x, and a device uses the c of its x_tau. The server also keeps
-    every c_i, the sum of what the device sent; trainers get the c_i of the device that they train
-    for.
-    """
-
-    controls = ScaffoldSettings.controls
-
-    def __init__(self, settings: ScaffoldSettings, devices: int) -> None:
-        super().__init__(settings.buffer_size, settings.server_lr, settings.max_staleness)
-        self.devices: int | None = devices
-        self.per_step = settings.per_step
+    def build(self, devices: int = 0) -> Self:
+        """The rule for a run with ``devices`` devices."""
+        return self.model_copy(update={"devices": self.devices or devices})
 
     def factor(self, update: Update, weight: float) -> float:
         """1, or 1 / (gamma H)."""

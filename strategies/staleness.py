@@ -3,19 +3,44 @@
 Asynchronous Federated Optimization (Xie, Koyejo, Gupta), section 4 of the 2019 edition. Staleness
 here is d = t - tau, t being the version current when the update is applied, so that an update that
 started from the current version has d = 0, and s(0) = 1 for every function.
+
+A function of one's own needs no class: its parameters after d become keys.
+
+    def logarithmic(d: int, a: float = 1.0) -> float:
+        return 1.0 / (1.0 + a * math.log(d + 1.0))
 """
 
 from __future__ import annotations
 
 import math
-from typing import Annotated, Literal
+from abc import abstractmethod
+from collections.abc import Callable
+from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from fedstream.runtime.alternatives import OneOf, table_of
 from fedstream.runtime.config import Positive, Section
+from fedstream.runtime.plugins import Door, named
 
 
-class Constant(Section):
+class StalenessFunction(Section):
+    """Base of all staleness functions: its fields are its parameters, and calling it gives s(d)."""
+
+    kind: str = ""
+    """Its name in the configuration; own ones have file.py:name."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, table: object) -> object:
+        return named(cls, table, "kind")
+
+    @abstractmethod
+    def __call__(self, d: int) -> float:
+        """s(d), the weight of an update that is d versions old."""
+
+
+class Constant(StalenessFunction):
     """s(d) = 1."""
 
     kind: Literal["constant"] = "constant"
@@ -24,7 +49,7 @@ class Constant(Section):
         return 1.0
 
 
-class Linear(Section):
+class Linear(StalenessFunction):
     """s(d) = 1 / (a d + 1)."""
 
     kind: Literal["linear"] = "linear"
@@ -34,7 +59,7 @@ class Linear(Section):
         return 1.0 / (self.a * d + 1.0)
 
 
-class Polynomial(Section):
+class Polynomial(StalenessFunction):
     """s(d) = (d + 1)^-a."""
 
     kind: Literal["polynomial"] = "polynomial"
@@ -44,7 +69,7 @@ class Polynomial(Section):
         return float((d + 1.0) ** -self.a)
 
 
-class Exponential(Section):
+class Exponential(StalenessFunction):
     """s(d) = exp(-a d)."""
 
     kind: Literal["exponential"] = "exponential"
@@ -54,7 +79,7 @@ class Exponential(Section):
         return math.exp(-self.a * d)
 
 
-class Hinge(Section):
+class Hinge(StalenessFunction):
     """s(d) = 1 if d <= b, else 1 / (a (d - b) + 1)."""
 
     kind: Literal["hinge"] = "hinge"
@@ -65,9 +90,36 @@ class Hinge(Section):
         return 1.0 if d <= self.b else 1.0 / (self.a * (d - self.b) + 1.0)
 
 
-Staleness = Annotated[
-    Constant | Linear | Polynomial | Exponential | Hinge, Field(discriminator="kind")
-]
+class _Plain(StalenessFunction):
+    """A function that a program defines. Subclasses have its parameters as fields."""
+
+    function: ClassVar[Callable[..., float]]
+
+    def __call__(self, d: int) -> float:
+        parameters = {key: getattr(self, key) for key in type(self).model_fields if key != "kind"}
+        return float(self.function(d, **parameters))
+
+
+def _accept(value: object) -> type[StalenessFunction] | None:
+    if isinstance(value, type):
+        return value if issubclass(value, StalenessFunction) else None
+    if not callable(value):
+        return None
+    made = table_of(value, _Plain, ["d"])
+    made.function = staticmethod(value)
+    return made
+
+
+FUNCTIONS: Door[type[StalenessFunction]] = Door(
+    "fedstream.staleness", "staleness function",
+    {
+        "constant": Constant, "linear": Linear, "polynomial": Polynomial,
+        "exponential": Exponential, "hinge": Hinge,
+    },
+    accept=_accept,
+    expected="a function of d, or a class derived from fedstream.strategies.StalenessFunction",
+)  # fmt: skip
+Staleness = Annotated[StalenessFunction, OneOf(FUNCTIONS)]
 
 
 class ConstantAlpha(Section):

@@ -1,4 +1,4 @@
-"""The strategy protocol: what an arriving update does to the global model.
+"""What a strategy is: the server's rule, which says what an arriving update does to the model.
 
 A strategy is a pure function of its state and an update: no I/O, no clock, no randomness. The live
 updater, replay and simulation run the same classes. Vectors are large, so ownership replaces
@@ -9,13 +9,20 @@ memory. Models that the new state does not hold are free for reuse.
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, Protocol
+from typing import Annotated, ClassVar, Literal, Self, TypeAlias
+
+from pydantic import Field, model_validator
 
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Sends
+from fedstream.runtime.config import Section
+from fedstream.runtime.plugins import named
 from fedstream.strategies.vectors import DeviceVectors
+
+InRounds: TypeAlias = Literal["never", "possible", "always"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,24 +94,83 @@ class Decision:
     staleness: int
 
 
-class Strategy(Protocol):
-    """The server's rule."""
+class Strategy(Section):
+    """Base of all strategies: its fields are the keys of ``[strategy]``, its methods the rule.
 
-    sends: Sends  # what devices send
-    controls: bool  # the layout has a control variate (SCAFFOLD)
-    per_step: bool  # it divides by gamma H, so it can't use an update without steps
-    rate: float  # by which a delta on its own would move the model; 1 if models are sent
-    devices: int | None  # M, if it keeps a vector for each
-    max_staleness: int | None  # staler updates are dropped
+    An object is one rule with its parameters, frozen. Most rules derive from
+    :class:`fedstream.strategies.Mixing` or :class:`fedstream.strategies.Batch` and define only how
+    much an update weighs. The class variables describe the rule to the scheduler, the solvers and
+    the journal, so nothing else needs to know one strategy from another.
+    """
+
+    sends: ClassVar[Sends] = "delta"
+    """what its devices send: ``model`` (x_new) or ``delta`` (x_new - x_tau)"""
+    has_memory: ClassVar[bool] = True
+    """it keeps something between versions, such as a batch that is not full yet"""
+    controls: ClassVar[bool] = False
+    """it corrects client drift, and needs solvers that do so too (SCAFFOLD)"""
+    rounds: ClassVar[InRounds] = "possible"
+    """whether the scheduler may ask devices in rounds"""
+    batch_key: ClassVar[str] = "buffer_size"
+    """the key that sets ``batch``, for error messages"""
+
+    name: str = ""
+    """Its name in the configuration; own rules have file.py:Name."""
+    max_staleness: Annotated[int, Field(ge=0)] | None = None
+    """Updates that are staler are dropped."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, table: object) -> object:
+        """Name a rule that a program makes, without the configuration, by where it is defined."""
+        return named(cls, table, "name")
+
+    @property
+    def batch(self) -> int:
+        """The number of updates in a version."""
+        return 1
+
+    @property
+    def remembered(self) -> int | None:
+        """M, if it keeps a vector for each of M devices; None if it keeps none, or M is not known
+        before :meth:`build`."""
+        return None
+
+    @property
+    def by_steps(self) -> bool:
+        """Whether it divides by gamma H, so that it can't use an update without steps."""
+        return False
+
+    @property
+    def rate(self) -> float:
+        """By which a delta on its own would move the model; 1 if models are sent."""
+        return 1.0
+
+    def build(self, devices: int = 0) -> Self:
+        """The rule for a run with ``devices`` devices: itself, unless it needs to know them."""
+        return self
 
     def weigh(self, version: int, tau: int, samples: int) -> float:
         """The weight of an update trained from x_tau that arrives when ``version`` is the newest.
 
-        Its last bits depend on the machine.
+        Its last bits may depend on the machine: it is recorded, and replay mixes by the record.
         """
+        return 1.0
 
+    @abstractmethod
     def receive(self, state: State, update: Update, spare: Model) -> tuple[State, Decision]:
         """Take in one update. The version goes up by one if that made a model."""
 
     def end_round(self, state: State) -> State:
         """End the round: make the next version of what has arrived, if anything has."""
+        return state
+
+    def is_too_stale(self, staleness: int) -> bool:
+        """Whether an update as stale as this is dropped."""
+        return self.max_staleness is not None and staleness > self.max_staleness
+
+    def weight_of(self, state: State, update: Update) -> float:
+        """The update's recorded weight if it is replayed, else what :meth:`weigh` says."""
+        if update.weight is not None:
+            return update.weight
+        return self.weigh(state.version, update.tau, update.samples)

@@ -6,6 +6,7 @@ import os
 import tempfile
 
 import numpy as np
+import numpy.typing as npt
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Floats
@@ -13,6 +14,17 @@ from fedstream.broker.layout import Floats
 IN_MEMORY = 1 << 30  # bytes; the rest is in files
 _BLOCK = 64 << 20  # bytes of vectors that are allocated at once
 _ROWS = 1024  # and at most so many: each is an object, which is larger than a small vector
+
+
+def on_disk(size: int) -> npt.NDArray[np.uint8]:
+    """``size`` bytes, all zero, in an unnamed file of ``TMPDIR`` that vanishes with the process.
+
+    Raises OSError if there is no room.
+    """
+    with tempfile.TemporaryFile(prefix="fedstream-vectors-") as file:
+        if hasattr(os, "posix_fallocate"):  # else a full disk would later kill by a signal
+            os.posix_fallocate(file.fileno(), 0, size)
+        return np.memmap(file, np.uint8, "w+", shape=(size,))
 
 
 class DeviceVectors:
@@ -82,10 +94,7 @@ class DeviceVectors:
         if self._bytes <= self._in_memory or not size:
             return list(np.zeros((rows, floats), np.float32))
         try:
-            with tempfile.TemporaryFile(prefix="fedstream-devices-") as file:
-                if hasattr(os, "posix_fallocate"):  # else a full disk would later kill by a signal
-                    os.posix_fallocate(file.fileno(), 0, size)
-                return list(np.memmap(file, np.float32, "w+", shape=(rows, floats)))
+            return list(on_disk(size).view(np.float32).reshape(rows, floats))
         except OSError as error:
             raise FedstreamError(
                 f"no room for the vectors of {rows} more devices, {size} bytes: {error.strerror}: "

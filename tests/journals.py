@@ -14,18 +14,28 @@ import numpy as np
 
 from fedstream.broker.layout import Layout, Model
 from fedstream.broker.messages import Upload
-from fedstream.journal import VECTORS, RoundClosed, SegmentHead, Standing, Taken, Writer
+from fedstream.broker.records import NO_QUARANTINES
+from fedstream.journal import (
+    QUARANTINES,
+    VECTORS,
+    QuarantineSet,
+    RoundClosed,
+    SegmentHead,
+    Standing,
+    Taken,
+    Writer,
+)
 from fedstream.journal.progress import Progress, Step, close_round, take
-from fedstream.journal.rebuild import standing_of
+from fedstream.journal.rebuild import quarantines_after, standing_of
 from fedstream.strategies import (
     AfaCdSettings,
     AfaCsSettings,
     FedAsyncSettings,
     FedAvgSettings,
     FedBuffSettings,
-    Rule,
     ScaffoldSettings,
     State,
+    Strategy,
 )
 from fedstream.strategies.staleness import Polynomial, StepAlpha
 from tests.support import layout_of
@@ -43,7 +53,7 @@ class Scribe:
     def __init__(
         self,
         folder: Path,
-        strategy: Rule | None = None,
+        strategy: Strategy | None = None,
         *,
         layout: Layout = LAYOUT,
         weights: bool = True,
@@ -56,6 +66,7 @@ class Scribe:
         self.weights = weights
         self.rng = np.random.default_rng(seed)
         self.records = 0
+        self.quarantines = NO_QUARANTINES
         self.stored: dict[int, str] = {}  # device -> segment with its vector
         model = self.drawn()
         self.digests = {0: model.digest()}  # version -> digest
@@ -120,7 +131,20 @@ class Scribe:
         self.writer.append(record)
         return record
 
-    def segment(self, strategy: Rule | None = None, *, epoch: int | None = None) -> None:
+    def quarantine(self, *devices: int, release: bool = False, why: str = "") -> QuarantineSet:
+        """Devices go into quarantine or are released; the first one takes a segment of its own."""
+        if not self.quarantines.taken:
+            self.head = self.head.model_copy(update={"needs": (QUARANTINES,)})
+            self.segment()
+        record = QuarantineSet(
+            entry=self._entry(), devices=devices, release=release, why=why, version=self.version,
+            time=self._time, received=self._time,
+        )  # fmt: skip
+        self.quarantines = quarantines_after(self.quarantines, record)
+        self.writer.append(record)
+        return record
+
+    def segment(self, strategy: Strategy | None = None, *, epoch: int | None = None) -> None:
         """The next segment begins where this one ends; ``epoch``: its writer is another."""
         cut, follows = self.writer.size, self.writer.chain.hex()
         before = self.writer.path.name
@@ -158,15 +182,17 @@ class Scribe:
     def _begin(self, why: str) -> None:
         standing: Standing
         standing, models = standing_of(
-            self.progress, why, digest=self.digests[self.version], time=self._time
-        )
+            self.progress, why, digest=self.digests[self.version], time=self._time,
+            quarantines=self.quarantines.taken, quarantined=self.quarantines.groups,
+        )  # fmt: skip
         vectors = self.progress.state.memory.devices
         here = sorted(vectors.changed) if vectors else []
         elsewhere = {device: name for device, name in self.stored.items() if device not in here}
         standing = standing.model_copy(
             update={"here": tuple(here), "elsewhere": tuple(elsewhere.items())}
         )
-        head = self.head.model_copy(update={"needs": (VECTORS,) if vectors else ()})
+        needs = (*self.head.needs, VECTORS) if vectors else self.head.needs
+        head = self.head.model_copy(update={"needs": needs})
         self.writer = Writer(self.folder, head, standing, *models, vectors=vectors)
         self.stored = elsewhere | dict.fromkeys(here, self.writer.path.name)
         if vectors:
@@ -212,11 +238,11 @@ class Scribe:
 
 
 def write_golden() -> None:
-    """A small journal of each strategy, and the digests of its versions.
+    """A small journal of each strategy and one with quarantines, and the digests of their versions.
 
     Those that are there stay: an older release's journals must be readable for ever.
     """
-    rules: tuple[Rule, ...] = (
+    rules: tuple[Strategy, ...] = (
         FedAsyncSettings(alpha_schedule=StepAlpha(at=4), max_staleness=3),
         FedAvgSettings(clients_per_round=3, weighting="samples"),
         FedBuffSettings(buffer_size=3, staleness=Polynomial()),
@@ -224,18 +250,24 @@ def write_golden() -> None:
         AfaCsSettings(buffer_size=3, max_staleness=1),
         ScaffoldSettings(buffer_size=3, server_lr=0.5),
     )
-    for rule in rules:
-        if (GOLDEN / rule.name).exists():
+    for name, rule in (*((rule.name, rule) for rule in rules), ("quarantine", FedAsyncSettings())):
+        if (GOLDEN / name).exists():
             continue
         layout = layout_of(5, 2, 1)
         layout = layout.with_controls() if rule.build().controls else layout
-        scribe = Scribe(GOLDEN / rule.name, rule, layout=layout)
+        scribe = Scribe(GOLDEN / name, rule, layout=layout)
         for n in range(12):
-            scribe.update(late=n % 4 // 3 if rule.name == "fedavg" else n % 5)
+            scribe.update(late=n % 4 // 3 if name == "fedavg" else n % 5)
             if n == 4:
                 scribe.refuse()
             if n == 6:
                 scribe.segment(epoch=3)
+            if name == "quarantine" and n == 7:
+                scribe.quarantine(2, 7, why="it poisons")
+                scribe.refuse(2, "device quarantined")
+            if name == "quarantine" and n == 9:
+                scribe.segment()
+                scribe.quarantine(7, release=True)
         scribe.close_round()
         scribe.close()
         for path in scribe.folder.iterdir():
@@ -243,7 +275,7 @@ def write_golden() -> None:
             path.with_name(f"{path.name}.gz").write_bytes(packed)
             path.unlink()
         made = {version: digest for version, digest in scribe.digests.items() if version}
-        (GOLDEN / f"{rule.name}.json").write_text(json.dumps(made, indent=2) + "\n")
+        (GOLDEN / f"{name}.json").write_text(json.dumps(made, indent=2) + "\n")
 
 
 if __name__ == "__main__":

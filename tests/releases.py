@@ -15,6 +15,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "upload": {"seconds": 0.0, "sends": "model", "site": "pool"},
     "presence": {"owns": (), "leaves": False, "host": "", "pid": 0, "answers": 0},
     "round_end": {"why": ""},
+    "set_quarantine": {"release": False, "why": ""},
     "version": {"updates": ()},
     "dead": {"deliveries": 0, "data": b""},
 }

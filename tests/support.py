@@ -36,6 +36,7 @@ from fedstream.broker.messages import (
     Message,
     Presence,
     RoundEnd,
+    SetQuarantine,
     Trigger,
     Upload,
     Version,
@@ -361,10 +362,11 @@ class Hand:
         await self.client.call("HSET", self.keys.admitted, upload.task, upload.attempt)
         await self.client.call("XADD", self.keys.queue, "*", "m", upload.encode())
 
-    async def queue(self) -> list[tuple[str, Upload | RoundEnd]]:
+    async def queue(self) -> list[tuple[str, Upload | RoundEnd | SetQuarantine]]:
         """What waits for the updater."""
         rows = await self.client.call("XRANGE", self.keys.queue, "-", "+")
-        return [(id_.decode(), decode(fields[1], Upload, RoundEnd)) for id_, fields in rows]
+        kinds = (Upload, RoundEnd, SetQuarantine)
+        return [(id_.decode(), decode(fields[1], *kinds)) for id_, fields in rows]
 
     async def queue_is_empty(self) -> bool:
         """Whether the updater has done everything."""

@@ -17,7 +17,21 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 LISTS = {name: lock.read(name) for name in lock.LISTS}
 ASKED = [Requirement(one) for one in PROJECT["dependencies"]]
-DEV = [Requirement(one) for one in PROJECT["optional-dependencies"]["dev"]]
+EXTRAS = {
+    name: [Requirement(one) for one in wanted]
+    for name, wanted in PROJECT["optional-dependencies"].items()
+}
+
+
+def asked(extra: str) -> list[Requirement]:
+    """What an extra asks for, with the extras that it takes along."""
+    found = []
+    for one in EXTRAS[extra]:
+        own = one.name == PROJECT["name"]
+        found += [inner for name in sorted(one.extras) for inner in asked(name)] if own else [one]
+    return found
+
+
 CONSTRAINTS: dict[str, str] = {
     canonicalize_name(name): version
     for name, version in re.findall(
@@ -51,11 +65,20 @@ def test_lists_cover_pyprojects_dependencies(torch: str) -> None:
     user = LISTS[torch] | LISTS["runtime"]
     for requirement, there in [
         *((one, user) for one in ASKED),
-        *((one, user | LISTS["dev"]) for one in DEV),
+        *((one, user | LISTS["dev"]) for one in asked("dev")),
+        *((one, LISTS[torch] | LISTS["flower"]) for one in (*ASKED, *asked("flower"))),
     ]:
         found = there.get(canonicalize_name(requirement.name))
         assert found, f"{requirement.name} is in no list: make lock"
         assert requirement.specifier.contains(version(found), prereleases=True), str(requirement)
+
+
+def test_flower_has_our_pins_but_for_what_it_caps() -> None:
+    ours = LISTS["runtime"]
+    shared = LISTS["flower"].keys() & ours.keys()
+    assert {one.name for one in ASKED} - LISTS["torch-cpu"].keys() <= shared
+    other = {name for name in shared if version(LISTS["flower"][name]) != version(ours[name])}
+    assert other == {"packaging", "rich", "typer"}
 
 
 def test_lists_use_the_versions_in_constraints_txt() -> None:

@@ -37,7 +37,8 @@ def as_sent(
     if not isinstance(trained, Trained):
         raise TypeError(f"train() must return Trained(...), not {type(trained).__name__}")
     lr = None if trained.lr is None else float(trained.lr)
-    took = Trained(int(trained.steps), int(trained.samples), float(trained.loss), lr=lr)
+    loss = None if trained.loss is None else float(trained.loss)
+    took = Trained(int(trained.steps), int(trained.samples), loss, lr=lr)
     if min(took.steps, took.samples) < 0:
         raise ValueError("train() must return Trained(...) with no negative numbers")
     if lr is not None and not 0.0 < lr < math.inf:

@@ -8,42 +8,67 @@ own, and :meth:`fedstream.trainer.task.Task.solver_of` any single device.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Literal
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
-from pydantic import Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, field_validator
+from pydantic_core import CoreSchema
 
-from fedstream.runtime.config import Section
-from fedstream.trainer.compression import Compression
-from fedstream.trainer.solvers import DriftCorrected, Proximal, Sgd, SolverSettings
+from fedstream.broker.errors import ConfigError
+from fedstream.runtime.alternatives import OneOf
+from fedstream.runtime.config import Section, check
+from fedstream.trainer.solvers import SOLVERS, Solver, SolverSettings
 
 if TYPE_CHECKING:
     from fedstream.trainer.task import Task
 
-_SETTINGS: TypeAdapter[SolverSettings] = TypeAdapter(SolverSettings)
-_KINDS: dict[str, type[Sgd]] = {"sgd": Sgd, "proximal": Proximal, "scaffold": DriftCorrected}
-
 
 class SolverGroup(Section):
-    """The solver of some devices; keys left out are taken from ``solver``."""
+    """The solver of some devices; keys left out are taken from ``solver``.
+
+    Which other keys there are depends on the solver, so they are checked by :meth:`of`.
+    """
+
+    model_config = ConfigDict(extra="allow")
 
     devices: Annotated[tuple[Annotated[int, Field(ge=0)], ...], Field(min_length=1)]
-    kind: Literal["sgd", "proximal", "scaffold"] | None = None
-    lr: float | None = None
-    batch_size: int | None = None
-    sampling: Literal["passes", "fresh"] | None = None
-    momentum: float | None = None
-    weight_decay: float | None = None
-    clip_norm: float | None = None
-    rho: float | None = None
-    compression: Compression | None = None
+    kind: str | None = None
 
-    def of(self, usual: SolverSettings) -> SolverSettings:
-        """The usual solver with these devices' changes. Raises ValidationError."""
+    @field_validator("kind")
+    @classmethod
+    def _is_known(cls, kind: str | None) -> str | None:
+        if kind is None:
+            return None
+        try:
+            return SOLVERS.find(kind).name
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+
+    def of(self, usual: SolverSettings, at: str = "solvers") -> SolverSettings:
+        """The usual solver with these devices' changes. Raises ConfigError; ``at`` is our place."""
         kind = self.kind or usual.kind
-        known = _KINDS[kind].model_fields
-        given = self.model_dump(exclude_none=True, exclude={"devices"})
-        kept = {key: value for key, value in usual.model_dump().items() if key in known}
-        return _SETTINGS.validate_python(kept | given | {"kind": kind})
+        model = type(usual) if kind == usual.kind else SOLVERS.find(kind).value
+        given = self.model_dump(mode="json", exclude_none=True, exclude={"devices"})
+        known = model.model_fields
+        kept = {key: v for key, v in usual.model_dump(mode="json").items() if key in known}
+        return check(model, kept | given | {"kind": kind}, at)
+
+
+@dataclass(frozen=True)
+class _Group(OneOf):
+    """Annotation of a group, which only changes a solver: so that a recording's is not trusted."""
+
+    def __get_pydantic_core_schema__(
+        self, base: type[BaseModel], handler: GetCoreSchemaHandler
+    ) -> CoreSchema:
+        return handler(base)
+
+    def models(self, *_tags: object, recorded: bool = False) -> list[type[BaseModel]]:
+        """The group itself: which keys it has is checked when the solver is known."""
+        return [SolverGroup]
+
+
+SolverGroups: TypeAlias = tuple[Annotated[SolverGroup, _Group(SOLVERS)], ...]
 
 
 class Solvers:
@@ -55,11 +80,9 @@ class Solvers:
         self.others: dict[int, SolverSettings] = {}
         for n, group in enumerate(groups):
             try:
-                solver = group.of(usual)
-            except ValidationError as error:
-                first = error.errors()[0]
-                key = ".".join(str(part) for part in first["loc"][1:])
-                raise ValueError(f"solvers[{n}].{key}: {first['msg']}") from error
+                solver = group.of(usual, f"solvers[{n}]")
+            except ConfigError as error:
+                raise ValueError(str(error)) from error
             for device in group.devices:
                 if device in self.others:
                     raise ValueError(f"solvers[{n}].devices: device {device} is listed twice")
@@ -72,7 +95,7 @@ class Solvers:
 def chosen(task: Task, device: int, solvers: Solvers) -> SolverSettings:
     """The solver that a device trains with. Raises TypeError if the task returns anything else."""
     solver = task.solver_of(device, solvers[device])
-    if not isinstance(solver, Sgd):
+    if not isinstance(solver, Solver):
         raise TypeError(
             f"solver_of() must return the settings of a solver, not {type(solver).__name__}; "
             "for example solver.model_copy(update={'lr': 0.1})"

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import DataError
 from fedstream.trainer.in_memory import InMemory, data_root, download, split_by_class
-from fedstream.trainer.task import Classes, Iid
+from fedstream.trainer.splitting import Classes, Iid
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from fedstream.trainer.in_memory import Bytes
-    from fedstream.trainer.task import PartitionSettings, TaskSettings
+    from fedstream.trainer.splitting import Partition
+    from fedstream.trainer.task import TaskSettings
 
 _FOLDER = "cifar-10-batches-py"
 _TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
@@ -131,7 +132,7 @@ def _cifar10(
     network: Callable[[], nn.Module],
     settings: TaskSettings,
     devices: int,
-    partition: PartitionSettings,
+    partition: Partition,
 ) -> InMemory:
     root = data_root(name, settings)
     folder = root / _FOLDER

@@ -7,14 +7,22 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fedstream.broker.errors import BadMessage, ConfigError, DataError, LayoutMismatch
 from fedstream.broker.layout import Floats, Model
 from fedstream.trainer.data import gather, size_of
-from fedstream.trainer.solvers import Cancelled, Proximal, SolverSettings, Trained, Work
+from fedstream.trainer.solvers import (
+    SOLVERS,
+    Cancelled,
+    Iterate,
+    Solver,
+    SolverSettings,
+    Trained,
+    Work,
+)
 from fedstream.trainer.vector import layout_of, load, read
 from fedstream.trainer.workspace import Workspace
 
@@ -24,9 +32,8 @@ if TYPE_CHECKING:
     from torch import nn
     from torch.utils.data import Dataset
 
+    from fedstream.trainer.solvers import Tensors
     from fedstream.trainer.task import Task
-
-Tensors: TypeAlias = list[torch.Tensor] | tuple[torch.Tensor, ...]
 
 
 def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
@@ -38,7 +45,8 @@ def solve(task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Train
 
     on the trainable parameters. ``epochs`` passes are epochs * ceil(samples / batch_size) steps; a
     time budget takes as many steps as fit. The gradient is clipped first, then weight decay is
-    added, then the solver's own term; momentum accumulates the sum. SCAFFOLD ends with
+    added, then the solver's own term (``direction``); momentum accumulates the sum. SCAFFOLD ends
+    with
 
         c_i+ = c_i - c + (x_tau - x_new) / (H gamma)        zero for parameters not trained
 
@@ -122,12 +130,13 @@ class _Descent:
         starts = zip(model.parameters(), self._x_tau, strict=False)  # buffers come last
         self._start = [x_tau for x, x_tau in starts if x.requires_grad]
         self._x = [x.detach() for x in trained]  # the same memory, without a graph
-        self._rho = solver.rho if isinstance(solver, Proximal) else 0.0
+        self._at = Iterate(self._x, self._start)
+        self._is_own = type(solver) not in SOLVERS.built_in.values()
         if solver.momentum:
             self._momentum = _split(None, model)
         if solver.controls:
             c, c_i = _split(work.control, model), _split(work.device_control, model)
-            self._correction = torch._foreach_sub(c, c_i)
+            self._at.correction = torch._foreach_sub(c, c_i)
 
     def goes_on(self) -> bool:
         """Whether to take another step."""
@@ -142,19 +151,22 @@ class _Descent:
     def step(self, loss: torch.Tensor) -> None:
         """x <- x - gamma g."""
         gradients = torch.autograd.grad(loss, self._trained, materialize_grads=True)
-        torch._foreach_sub_(self._x, self._direction(gradients), alpha=self._solver.lr)
+        rate = self._solver.rate(self._step)
+        torch._foreach_sub_(self._x, self._direction(gradients), alpha=rate)
         self._loss += loss.detach().view(())  # not .item(): it would wait for the GPU each step
         self._step += 1
 
     def result(self) -> Trained:
         """The result, once no step is left."""
-        control = None
-        if self._solver.controls:
+        control, solver, lr = None, self._solver, None
+        if type(solver).rate is not Solver.rate:
+            lr = math.fsum(map(solver.rate, range(self._step))) / self._step
+        if solver.controls:
             way = torch._foreach_sub(self._start, self._x)
-            mean = torch._foreach_div(way, self._step * self._solver.lr)
-            control = _join(torch._foreach_sub(mean, self._correction), self._model)
+            mean = torch._foreach_div(way, self._step * (lr or solver.lr))
+            control = _join(torch._foreach_sub(mean, self._at.correction), self._model)
         samples = self._about["samples"]
-        return Trained(self._step, samples, self._loss.item() / self._step, control)
+        return Trained(self._step, samples, self._loss.item() / self._step, control, lr)
 
     def stop(self) -> Workspace:
         """Return all that is needed to resume here, and reset the model to x_tau."""
@@ -178,6 +190,7 @@ class _Descent:
             x=x.buffer,
             x_tau=x_tau.buffer,
             momentum=_join(self._momentum, self._model) if self._solver.momentum else None,
+            memory={name: _join(own, self._model) for name, own in self._at.memory.items()},
             control=self._work.control,
             device_control=self._work.device_control,
         )
@@ -195,6 +208,8 @@ class _Descent:
         self._loss += saved.loss
         if self._solver.momentum:
             self._momentum = _split(saved.momentum, self._model)
+        for name, vector in saved.memory.items():
+            self._at.memory[name] = _split(vector, self._model)
         self._minibatches.skip_to(saved.minibatches, saved.position)
         # A workspace from a machine without a GPU lacks that generator's state: keep it as seeded.
         for generator, state in zip(self._generators, saved.generators, strict=False):
@@ -211,15 +226,28 @@ class _Descent:
             g = torch._foreach_mul(g, (solver.clip_norm / (norm + 1e-6)).clamp(max=1.0))
         if solver.weight_decay:
             g = torch._foreach_add(g, self._x, alpha=solver.weight_decay)
-        if self._rho:
-            g = torch._foreach_add(g, torch._foreach_sub(self._x, self._start), alpha=self._rho)
-        if solver.controls:
-            g = torch._foreach_add(g, self._correction)
+        self._at.n = self._step
+        g = solver.direction(g, self._at)
+        if self._is_own:
+            self._check(g)
         if solver.momentum:
             torch._foreach_mul_(self._momentum, solver.momentum)
             torch._foreach_add_(self._momentum, g)
             g = self._momentum
         return g
+
+    def _check(self, g: Tensors) -> None:
+        """Check what a user's solver made of the gradient. Raises TypeError.
+
+        At every step: a smaller tensor would be broadcast, and train something else.
+        """
+        if not isinstance(g, list | tuple) or [getattr(part, "shape", None) for part in g] != [
+            x.shape for x in self._x
+        ]:
+            raise TypeError(
+                f"solver.kind = {self._solver.kind!r}: direction() must return a list with one "
+                "tensor for each trained parameter, of the same shape"
+            )
 
 
 class Minibatches:

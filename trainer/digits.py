@@ -16,7 +16,7 @@ from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import DataError
 from fedstream.trainer.in_memory import InMemory, data_root, download, split_by_class
-from fedstream.trainer.task import Classes
+from fedstream.trainer.splitting import Classes
 
 if TYPE_CHECKING:
     from fedstream.trainer.in_memory import Bytes

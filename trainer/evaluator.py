@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 from aiohttp import web
@@ -14,16 +14,17 @@ from pydantic import Field
 
 from fedstream.broker import blobs
 from fedstream.broker.client import Client, RedisSettings
-from fedstream.broker.errors import BlobMissing, DataError, NoRun
+from fedstream.broker.errors import BlobMissing, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
 from fedstream.broker.ledger.evaluator import EvaluatorLedger
 from fedstream.broker.messages import Event
-from fedstream.broker.records import Head
+from fedstream.broker.records import Head, Run
 from fedstream.broker.streams import Reader
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
 from fedstream.runtime.service import Context, repeat
+from fedstream.trainer.fairness import PerDevice, device_metrics, spread
 from fedstream.trainer.placement import Processor, Threads, check, placed
 from fedstream.trainer.task import measured, untrained
 
@@ -43,6 +44,7 @@ class EvaluatorSettings(Section):
     every: Annotated[int, Field(ge=1)] = 10  # versions; a run's last version is always evaluated
     threads: Threads = 1  # of torch
     device: Processor = "cpu"  # of torch
+    per_device: PerDevice = "never"  # devices' own test data; also in a simulation
     drain_s: Annotated[float, Field(gt=0)] = 20.0
 
 
@@ -92,7 +94,7 @@ class Evaluator:
         context.health.ready_when("task loaded", lambda: loaded)
         await asyncio.to_thread(self._prepare)
         loaded = True
-        if self._data is None:
+        if not self._measures:
             context.log.info("nothing to measure: the task has no test data")
         try:
             await repeat(context, "models", self._step, within_s=600.0)
@@ -118,9 +120,9 @@ class Evaluator:
             await pause(self._context.stop, 0.2)
             return
         head = await self._ledger.head()
-        if head is not None and self._data is not None and self._is_due(head, run.state):
-            await self._measure(head, Model(run.layout))
-        elif run.state == "finished" or self._data is None:
+        if head is not None and self._measures and self._is_due(head, run.state):
+            await self._measure(head, run)
+        elif run.state == "finished" or not self._measures:
             await pause(self._context.stop, 0.5)
         else:
             await self._models.read(count=1000)
@@ -131,7 +133,14 @@ class Evaluator:
         behind = head.version - self._measured  # negative: the run was restarted
         return behind < 0 or behind >= self._settings.every or (state == "finished" and behind != 0)
 
-    async def _measure(self, head: Head, model: Model) -> None:
+    @property
+    def _measures(self) -> bool:
+        """Whether there is anything to measure."""
+        return self._data is not None or self._settings.per_device != "never"
+
+    async def _measure(self, head: Head, run: Run) -> None:
+        model = Model(run.layout)
+        is_last = run.state == "finished" or head.version >= run.versions
         try:
             await blobs.read_newest(self._client, self._keys, head, model)
         except BlobMissing:  # superseded meanwhile, or lost by Redis
@@ -139,7 +148,7 @@ class Evaluator:
             return
         try:
             with self._seconds.time():
-                metrics = await asyncio.to_thread(self._evaluate, model)
+                metrics = await asyncio.to_thread(self._evaluate, model, run.devices, is_last)
         except Exception as error:
             await self._report(error, head)
             self._measured = head.version
@@ -154,7 +163,7 @@ class Evaluator:
                 version=head.version, metrics=metrics,
             )
         )  # fmt: skip
-        if self._target is not None and metrics.get("accuracy", 0.0) >= self._target:
+        if self._is_reached(metrics):
             why = f"accuracy {metrics['accuracy']:.4f} at version {head.version}"
             await self._ledger.finish(why)
         self._measured = head.version  # last: an unreported measurement is repeated
@@ -170,11 +179,23 @@ class Evaluator:
             )
         )  # fmt: skip
 
-    def _evaluate(self, model: Model) -> dict[str, float]:
-        """The task's metrics. Runs in a worker thread."""
+    def _is_reached(self, metrics: Mapping[str, float]) -> bool:
+        return self._target is not None and metrics.get("accuracy", 0.0) >= self._target
+
+    def _evaluate(self, model: Model, devices: int, is_last: bool) -> dict[str, float]:
+        """The task's metrics, and their spread over devices. Runs in a worker thread."""
         from fedstream.trainer import vector
 
-        if self._data is None:
-            raise DataError("there is no test data to measure a model with")
         vector.load(model, self._module)
-        return measured(self._learning, self._module, self._data)
+        metrics: dict[str, float] = {}
+        if self._data is not None:
+            metrics = measured(self._learning, self._module, self._data)
+        when = self._settings.per_device
+        if when == "always" or (when == "last" and (is_last or self._is_reached(metrics))):
+            found = device_metrics(
+                self._learning, self._module, devices, self._settings.device,
+                self._context.stop.is_set,
+            )  # fmt: skip
+            if not self._context.stop.is_set():  # else some are missing
+                metrics |= spread(found)
+        return metrics

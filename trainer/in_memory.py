@@ -12,15 +12,17 @@ import torch
 from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import DataError
-from fedstream.trainer import partitions, torchvision_ops
-from fedstream.trainer.task import Classes, Dirichlet, Iid, Natural, Task
+from fedstream.trainer import torchvision_ops
+from fedstream.trainer.splitting import Natural, Partition, split
+from fedstream.trainer.task import Task
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from torch import nn
 
-    from fedstream.trainer.task import PartitionSettings, TaskSettings
+    from fedstream.trainer.partitions import Rows
+    from fedstream.trainer.task import TaskSettings
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -54,31 +56,32 @@ class InMemory(Task):
     def test_data(self) -> TensorDataset:
         return self._test
 
+    def device_test_data(self, device: int) -> TensorDataset | None:
+        """The test examples of the classes that the device has; None if items have no class."""
+        own = self.device_data(device).tensors[-1]
+        labels = self._test.tensors[-1]
+        if own.dim() != 1 or labels.dim() != 1:
+            return None
+        rows = torch.isin(labels, own)
+        return TensorDataset(*(values[rows] for values in self._test.tensors))
+
 
 def split_by_class(
-    train: TensorDataset, partition: PartitionSettings, devices: int, seed: int
+    train: TensorDataset, partition: Partition, devices: int, seed: int
 ) -> list[TensorDataset]:
     """Split (x, y), where y holds class numbers, over devices.
 
     Raises DataError if the data can't be split that way.
     """
-    labels = train.tensors[1].numpy()
-    match partition:
-        case Iid():
-            rows = partitions.iid(labels, devices, seed)
-        case Classes():
-            rows = partitions.by_classes(labels, devices, partition.p, seed)
-        case Dirichlet():
-            rows = partitions.by_dirichlet(labels, devices, partition.alpha, seed)
-        case Natural():
-            raise DataError(
-                "task.partition.kind = 'natural': these images have no natural partition; choose "
-                "iid, classes or dirichlet"
-            )
-    return deal(train, rows)
+    if isinstance(partition, Natural):
+        raise DataError(
+            "task.partition.kind = 'natural': these images have no natural partition; choose "
+            "iid, classes or dirichlet"
+        )
+    return deal(train, split(partition, train.tensors[1].numpy(), devices, seed))
 
 
-def deal(train: TensorDataset, rows: Sequence[partitions.Rows]) -> list[TensorDataset]:
+def deal(train: TensorDataset, rows: Sequence[Rows]) -> list[TensorDataset]:
     """One data set per device's rows. All are views of one copy, so that tasks copy nothing."""
     order, sizes = torch.from_numpy(np.concatenate(rows)), [len(part) for part in rows]
     shares = zip(*(torch.split(values[order], sizes) for values in train.tensors), strict=True)

@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import DataError
 from fedstream.trainer.in_memory import InMemory, data_root, read_text
-from fedstream.trainer.task import Natural
+from fedstream.trainer.splitting import Natural
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -3,29 +3,75 @@
 How the work is done is in :mod:`fedstream.trainer.descent`.
 """
 
+# ruff: noqa: SLF001  (torch's list operations, torch._foreach_*, are private in name only)
+
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, ClassVar, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Discriminator, Field, Tag, model_validator
+from pydantic import Field, model_validator
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Floats
+from fedstream.runtime.alternatives import OneOf
 from fedstream.runtime.config import Section
+from fedstream.runtime.plugins import Door, named
 from fedstream.trainer.compression import Compression, NoCompression
 from fedstream.trainer.workspace import Workspace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import torch
+    from torch import nn
+    from torch.utils.data import Dataset
 
-class Sgd(Section):
-    """Plain minibatch SGD: FedAsync, option I; also the local solver of FedAvg, FedBuff and AFL."""
+    from fedstream.trainer.task import Task
+
+    Tensors: TypeAlias = list[torch.Tensor] | tuple[torch.Tensor, ...]
+
+
+@dataclass(slots=True)
+class Iterate:
+    """Where local training stands before a step. Each list has one tensor per trained parameter."""
+
+    x: Tensors
+    """the parameters: only to be read"""
+    start: Tensors
+    """those of x_tau"""
+    correction: Tensors = ()
+    """c - c_i of SCAFFOLD; () for solvers without ``controls``"""
+    n: int = 0
+    """steps done"""
+    memory: dict[str, Tensors] = field(default_factory=dict)
+
+    def remembered(self, name: str) -> Tensors:
+        """Tensors that a solver keeps between steps, to be changed in place; zeros at first.
+
+        They last for one task, also if it is interrupted and resumed.
+        """
+        if name not in self.memory:
+            import torch
+
+            self.memory[name] = [torch.zeros_like(part) for part in self.x]
+        return self.memory[name]
+
+
+class Solver(Section):
+    """Base class of solvers: minibatch descent. Its fields are the keys of ``solver``.
+
+    A step is x <- x - rate(n) g, where g comes from the loss's gradient: clipped, then with weight
+    decay added, then changed by :meth:`direction`, then with momentum. A solver of your own
+    overrides :meth:`direction` or :meth:`rate`, or replaces the whole local training,
+    :meth:`train`. It must be deterministic, apart from torch's global generators, which are seeded
+    for each task.
+    """
 
     controls: ClassVar[bool] = False  # it corrects client drift, with a strategy that does so too
-    kind: Literal["sgd"] = "sgd"
+    kind: str = ""
+    """the name by which the configuration chose it"""
     lr: Annotated[float, Field(gt=0)] = 0.3
     """gamma (eta_L in AFL)"""
     batch_size: Annotated[int, Field(ge=0)] = 50
@@ -42,19 +88,63 @@ class Sgd(Section):
     compression: Compression = NoCompression()
     """applied to the delta once training is done"""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, table: object) -> object:
+        return named(cls, table, "kind")
 
-class Proximal(Sgd):
+    def rate(self, n: int) -> float:
+        """The step size of step ``n``, counted from 0; by default ``lr``."""
+        return self.lr
+
+    def direction(self, g: Tensors, at: Iterate) -> Tensors:
+        """The direction of a step from ``g``; by default ``g`` itself.
+
+        ``g`` has one tensor per trained parameter and must not be written to; the result must have
+        the same shapes.
+        """
+        return g
+
+    def train(self, task: Task, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
+        """Train ``model``, which holds x_tau, in place; by default by steps, ``task.descend``.
+
+        To be interruptible, it raises Cancelled once ``work.cancelled()`` is true.
+        """
+        return task.descend(model, data, work)
+
+
+class Sgd(Solver):
+    """Plain minibatch SGD: FedAsync, option I; also the local solver of FedAvg, FedBuff and AFL."""
+
+    kind: Literal["sgd"] = "sgd"
+
+
+class Proximal(Solver):
     """SGD with a penalty on the distance from its start: FedAsync, option II; FedProx."""
 
-    kind: Literal["proximal"] = "proximal"  # type: ignore[assignment]  # narrows the tag
+    kind: Literal["proximal"] = "proximal"
     rho: Annotated[float, Field(ge=0)] = 0.01
 
+    def direction(self, g: Tensors, at: Iterate) -> Tensors:
+        """g + rho (x - x_tau)."""
+        import torch
 
-class DriftCorrected(Sgd):
+        if not self.rho:
+            return g
+        return torch._foreach_add(g, torch._foreach_sub(at.x, at.start), alpha=self.rho)
+
+
+class DriftCorrected(Solver):
     """SGD with a correction for client drift: SCAFFOLD (Karimireddy et al., option II)."""
 
     controls: ClassVar[bool] = True
-    kind: Literal["scaffold"] = "scaffold"  # type: ignore[assignment]  # narrows the tag
+    kind: Literal["scaffold"] = "scaffold"
+
+    def direction(self, g: Tensors, at: Iterate) -> Tensors:
+        """g + c - c_i."""
+        import torch
+
+        return torch._foreach_add(g, at.correction)
 
     @model_validator(mode="after")
     def _plain_steps(self) -> DriftCorrected:
@@ -66,23 +156,16 @@ class DriftCorrected(Sgd):
         return self
 
 
-def _kind(settings: object) -> object:
-    """The tag of a solver; a table without ``kind``, e.g. one that only sets lr, means sgd."""
-    if isinstance(settings, dict):
-        return settings.get("kind", "sgd")
-    return getattr(settings, "kind", None)
+def _accept(value: object) -> type[Solver] | None:
+    return value if isinstance(value, type) and issubclass(value, Solver) else None
 
 
-SolverSettings = Annotated[
-    Annotated[Sgd, Tag("sgd")]
-    | Annotated[Proximal, Tag("proximal")]
-    | Annotated[DriftCorrected, Tag("scaffold")],
-    Discriminator(
-        _kind,
-        custom_error_type="solver_kind",
-        custom_error_message="kind must be sgd, proximal or scaffold",
-    ),
-]
+SOLVERS: Door[type[Solver]] = Door(
+    "fedstream.solvers", "solver",
+    {"sgd": Sgd, "proximal": Proximal, "scaffold": DriftCorrected},
+    accept=_accept, expected="a class derived from fedstream.Solver",
+)  # fmt: skip
+SolverSettings: TypeAlias = Annotated[Solver, OneOf(SOLVERS)]
 
 
 class Cancelled(Exception):
@@ -141,8 +224,10 @@ class Trained:
     """The result of training: steps done, size of the partition, mean loss over the steps."""
 
     steps: int
+    """0: unknown, which only a task without ``exact_steps`` may say"""
     samples: int
-    loss: float
+    loss: float | None
+    """None: unknown"""
     control: Floats | None = None
     """c_i+ of SCAFFOLD, to be kept for the device; not finite if the model isn't"""
     lr: float | None = None

@@ -6,14 +6,15 @@ torch is imported inside functions, so that services that only read the settings
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Field, field_validator
 
 from fedstream.broker.errors import ConfigError, DataError
 from fedstream.broker.layout import Model
 from fedstream.runtime.config import Section
 from fedstream.trainer.data import gather, samples_of
+from fedstream.trainer.splitting import PartitionSettings
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -35,6 +36,10 @@ class Task(ABC):
     devices: int | None = None
     """The number of devices that the data is split over; None: unknown to the task."""
 
+    exact_steps: ClassVar[bool] = True
+    """Whether ``train`` says how many steps it took, at which learning rate, and corrects client
+    drift where asked to. A run with a strategy that needs this refuses a task that does not."""
+
     @abstractmethod
     def model(self) -> nn.Module:
         """A new, untrained model. Its weights may be random: torch is seeded before the call.
@@ -50,6 +55,13 @@ class Task(ABC):
 
     def test_data(self) -> Dataset[Any] | None:
         """The data to evaluate models on, map-style; None: models are not evaluated."""
+        return None
+
+    def device_test_data(self, device: int) -> Dataset[Any] | None:
+        """Data to evaluate models on for one device, map-style; None: it is not measured.
+
+        Devices are measured, by :meth:`metrics`, only if ``evaluator.per_device`` says so.
+        """
         return None
 
     def loss(self, model: nn.Module, batch: Any) -> Tensor:
@@ -89,7 +101,11 @@ class Task(ABC):
         return solver
 
     def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
-        """Train ``model`` in place on one device's data; by default with ``descent.solve``."""
+        """Train ``model`` in place on one device's data; by default as the solver does."""
+        return work.solver.train(self, model, data, work)
+
+    def descend(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
+        """Train ``model`` by the solver's steps: what solvers do unless they replace ``train``."""
         from fedstream.trainer.descent import solve
 
         return solve(self, model, data, work)
@@ -112,53 +128,6 @@ def examples(model: nn.Module, batch: Any) -> tuple[Tensor, Tensor]:
     )
 
 
-class Iid(Section):
-    """Every device's data looks alike."""
-
-    kind: Literal["iid"] = "iid"
-
-
-class Classes(Section):
-    """Every device holds ``p`` of the classes (Anarchic Federated Learning, appendix E.1)."""
-
-    kind: Literal["classes"] = "classes"
-    p: Annotated[int, Field(ge=1)] = 2
-
-
-class Dirichlet(Section):
-    """Every device has its own mix of classes, drawn from a Dirichlet distribution."""
-
-    kind: Literal["dirichlet"] = "dirichlet"
-    alpha: Annotated[float, Field(gt=0)] = 0.5
-    """Small: each device has few classes; large: devices look alike."""
-
-
-class Natural(Section):
-    """Devices follow the data's own structure: speaking roles, or stretches of a text."""
-
-    kind: Literal["natural"] = "natural"
-
-
-def _kind(settings: object) -> object:
-    """The tag of a partition; a table without ``kind`` is recognised by its key."""
-    if isinstance(settings, dict):
-        return settings.get("kind", "dirichlet" if "alpha" in settings else "classes")
-    return getattr(settings, "kind", None)
-
-
-PartitionSettings = Annotated[
-    Annotated[Iid, Tag("iid")]
-    | Annotated[Classes, Tag("classes")]
-    | Annotated[Dirichlet, Tag("dirichlet")]
-    | Annotated[Natural, Tag("natural")],
-    Discriminator(
-        _kind,
-        custom_error_type="partition_kind",
-        custom_error_message="kind must be iid, classes, dirichlet or natural",
-    ),
-]
-
-
 class TaskSettings(Section):
     """Which task to learn, and where built-in tasks find their data and how they split it."""
 
@@ -174,6 +143,41 @@ class TaskSettings(Section):
     download: bool = False
     seed: Annotated[int, Field(ge=0)] = 0
     """of the partition"""
+    args: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of a user's own task, checked against its parameters when it is loaded."""
+
+    @field_validator("partition", mode="before")
+    @classmethod
+    def _told_by_its_key(cls, table: object) -> object:
+        """Add the kind of a partition that only one of its keys tells."""
+        if isinstance(table, dict) and "kind" not in table:
+            return table | {"kind": "dirichlet" if "alpha" in table else "classes"}
+        return table
+
+    @field_validator("args")
+    @classmethod
+    def _has_no_null(cls, args: dict[str, Any]) -> dict[str, Any]:
+        """Refuse None, which TOML lacks, so that run.toml could not carry it."""
+        if null := _first_null(args):
+            raise ValueError(f"{null} is None, which TOML cannot express: leave it out")
+        return args
+
+    def __hash__(self) -> int:
+        return hash(self.model_dump_json())
+
+
+def _first_null(value: object, key: str = "args") -> str | None:
+    """The key of the first None in a tree of tables and lists."""
+    match value:
+        case None:
+            return key
+        case dict():
+            inner = ((f"{key}.{name}", one) for name, one in value.items())
+        case list():
+            inner = ((f"{key}[{n}]", one) for n, one in enumerate(value))
+        case _:
+            return None
+    return next((null for name, one in inner if (null := _first_null(one, name))), None)
 
 
 def untrained(task: Task) -> nn.Module:

@@ -10,10 +10,10 @@ from torch.nn.functional import cross_entropy
 from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import DataError
-from fedstream.trainer import partitions
 from fedstream.trainer.data import gather
 from fedstream.trainer.in_memory import InMemory, data_root, deal, read_text
-from fedstream.trainer.task import Iid, Natural, examples
+from fedstream.trainer.splitting import Classes, Dirichlet, Natural, split
+from fedstream.trainer.task import examples
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -104,16 +104,13 @@ def wikitext2(settings: TaskSettings) -> Words:
         numbers.setdefault(word, len(numbers))
     windows = _windows([numbers[word] for word in train])
     devices = settings.devices or 100
-    match settings.partition or Natural():
-        case Natural():
-            rows = partitions.contiguous(len(windows), devices)
-        case Iid():
-            rows = partitions.iid(windows.tensors[1].numpy(), devices, settings.seed)
-        case other:
-            raise DataError(
-                f"task.partition.kind = {other.kind!r}: a text has no classes to split it by; "
-                "choose natural or iid"
-            )
+    partition = settings.partition or Natural()
+    if isinstance(partition, Classes | Dirichlet):
+        raise DataError(
+            f"task.partition.kind = {partition.kind!r}: a text has no classes to split it by; "
+            "choose natural or iid"
+        )
+    rows = split(partition, windows.tensors[1].numpy(), devices, settings.seed)
     foreign = next((word for word in test if word not in numbers), None)
     if foreign is not None and "<unk>" not in numbers:
         raise DataError(

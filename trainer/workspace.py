@@ -13,7 +13,7 @@ import msgpack
 import numpy as np
 import numpy.typing as npt
 import xxhash
-from pydantic import BaseModel, ConfigDict, PlainValidator, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, ValidationError
 
 from fedstream.broker.errors import BadMessage, LayoutMismatch
 from fedstream.broker.layout import Floats, Layout, Model
@@ -103,10 +103,15 @@ class Workspace(BaseModel):
     """c of SCAFFOLD, as published with x_tau; None: zero"""
     device_control: Vector | None = None
     """c_i of SCAFFOLD at the start of the task; None: zero"""
+    memory: dict[str, Vector] = Field(default_factory=dict)
+    """what a user's own solver keeps between steps"""
 
     def encode(self) -> bytes:
         """The workspace as bytes; deterministic."""
-        fields = msgpack.packb({"v": SCHEMA, **self.__dict__}, default=_raw)
+        known = {"v": SCHEMA, **self.__dict__}
+        if not self.memory:  # then releases that don't know it can read the rest
+            del known["memory"]
+        fields = msgpack.packb(known, default=_raw)
         assert isinstance(fields, bytes)  # noqa: S101  (packb's type is Any)
         return xxhash.xxh3_64_digest(fields) + fields
 

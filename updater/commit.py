@@ -56,12 +56,13 @@ class Commits:
     pending: deque[PendingCommit] = field(default_factory=deque)  # oldest first
     retained: list[Retained] = field(default_factory=list)  # oldest first
     told: Mapping[str, int] = field(default_factory=dict)  # the journal's ends, as Redis has them
+    told_quarantines: int = 0  # control entries about quarantines that Redis was told
 
     def begin_from(self, state: RunState) -> None:
         """Redis has this state, or is about to be compared with it: nothing is pending."""
         self.pending.clear()
         self.retained.clear()
-        self.told = state.journalled
+        self.told, self.told_quarantines = state.journalled, state.quarantines.taken
         self.publisher.forget_written()
 
     # one change
@@ -126,6 +127,7 @@ class Commits:
         if pending is not None:
             change, progress, told = pending.change, pending.change.after, pending.journalled
             done_with.append(Retained(pending.position, change.entry, change.blob))
+        quarantines = state.quarantines
         on_disk = bisect_right(done_with, self.recorder.safe, key=lambda one: one.position)
         safe = done_with[:on_disk]
         commit = Commit(
@@ -141,10 +143,13 @@ class Commits:
             updates=tuple(one.blob for one in safe if one.blob),
             retired=self.publisher.outlived(publish.size) if publish is not None else (),
             finish=change.finish if change else None,
+            quarantines=quarantines if quarantines.taken != self.told_quarantines else None,
+            quarantines_before=self.told_quarantines,
         )
         done = await self.ledger.commit(self.lease.token, commit, ahead=ahead)
         if done.what == "done":
             self.retained, self.told = done_with[on_disk:], told
+            self.told_quarantines = quarantines.taken
             if publish is not None:
                 self.publisher.published(publish, commit.retired)
             state = state.counted(done.counts, told)
@@ -163,11 +168,12 @@ class Commits:
     async def publish_again(self, state: RunState, why: str) -> RunState | None:
         """Publish the newest version, and the counts, that Redis lacks.
 
+        ``why``: what it lost; '': nothing.
         None if Redis was emptied, or fell back, once more meanwhile.
         """
         # Both now: the lease may be retaken meanwhile, and the version would have another epoch.
         epoch, token = self.lease.number, self.lease.token
-        if state.counts:
+        if state.counts and why:
             self.context.log.error("Redis lost versions: publishing the newest", found=why)
         progress, model = state.progress, state.progress.state.model
         version = Version(
@@ -183,7 +189,7 @@ class Commits:
         reply = await self.ledger.create(
             token, state.run, version, counts=state.counts, journalled=state.journalled,
             done=state.ends.get, held=tuple(one.device for one in progress.held),
-            mean_staleness=progress.mean_staleness,
+            mean_staleness=progress.mean_staleness, quarantines=state.quarantines,
         )  # fmt: skip
         if reply.what != "created":
             await pause(self.context.stop, _LOST_S)

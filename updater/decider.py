@@ -14,9 +14,16 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
-from fedstream.broker.messages import Outcome, RoundEnd, Upload, Version, decode
+from fedstream.broker.messages import (
+    Outcome,
+    RoundEnd,
+    SetQuarantine,
+    Upload,
+    Version,
+    decode,
+)
 from fedstream.broker.streams import Entry
-from fedstream.journal import RoundClosed, Taken
+from fedstream.journal import QuarantineSet, RoundClosed, Taken
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.rebuild import end_of
 from fedstream.journal.records import Counted
@@ -52,13 +59,15 @@ class Decider:
         none of theirs, ``state`` is as it was.
         """
         try:
-            message = decode(entry.data, Upload, RoundEnd)
+            message = decode(entry.data, Upload, RoundEnd, SetQuarantine)
         except BadMessage as error:
             await self.ledger.bury(self.keys.queue, "", entry, str(error))
             return None
         if isinstance(message, RoundEnd):
             apart = self._apart(state)
             return await self._off_loop(state, lambda: self._round_end(entry, message, apart))
+        if isinstance(message, SetQuarantine):
+            return _quarantined(entry, message, state)
         if (end := state.ends.get(message.task)) is not None:
             await self.intake.unfetch(entry)
             self._warn("update already in the journal", message)
@@ -77,6 +86,7 @@ class Decider:
         """Check an update and mix it in; None if Redis does not expect it any more."""
         refusal = (
             reasons.RUN_FINISHED if state.is_over
+            else reasons.DEVICE_QUARANTINED if upload.device in state.quarantines.by_device
             # There is no telling whether it was applied before.
             else reasons.TOO_OLD if upload.tau < state.forgotten
             else refusals.by_word(upload, state.strategy, state.progress.state)
@@ -145,7 +155,7 @@ class Decider:
     def _round_end(self, entry: Entry, message: RoundEnd, state: RunState) -> Change:
         """End a round: make a version of what has arrived, unless it was made already."""
         before = state.progress
-        if state.ends.closed(entry.id):
+        if state.ends.obeyed(entry.id):
             return Change(entry.id, None, (), before)
         late = state.is_over
         step = Step(before) if late else close_round(state.strategy, before, message.version)
@@ -176,6 +186,18 @@ class Decider:
     async def _off_loop(self, state: RunState, work: Callable[[], Change]) -> Change:
         """Run arithmetic: in a thread if it would block the event loop, else here."""
         return await asyncio.to_thread(work) if state.layout.nbytes > LARGE else work()
+
+
+def _quarantined(entry: Entry, wanted: SetQuarantine, state: RunState) -> Change:
+    """Put devices in quarantine, or release them: no record if that changes nothing."""
+    before, devices = state.progress, state.quarantines.changed(wanted)
+    if not devices or state.ends.obeyed(entry.id):
+        return Change(entry.id, None, (), before)
+    record = QuarantineSet(
+        entry=entry.id, devices=devices, release=wanted.release, why=wanted.why,
+        version=state.version, time=time.time(), received=entry.time, counts=dict(state.besides),
+    )  # fmt: skip
+    return Change(entry.id, record, (), before)
 
 
 def _refused(

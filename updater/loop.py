@@ -9,13 +9,15 @@ from __future__ import annotations
 import asyncio
 import time
 from dataclasses import dataclass, field
+from functools import partial
 
 from fedstream.broker import blobs
 from fedstream.broker.errors import OutOfMemory
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.records import Head
-from fedstream.broker.streams import BLOCK_MS
+from fedstream.broker.streams import BLOCK_MS, time_in
+from fedstream.journal import QuarantineSet
 from fedstream.journal.recorder import Recorder
 from fedstream.runtime.service import Context
 from fedstream.updater.commit import Commits, PendingCommit
@@ -93,6 +95,12 @@ class Loop:
                 # Ask first: it may fail, and the update would be mixed in for nothing.
                 published_digest = await self.ledger.digest(state.version + 1)
             change = await self.decider.change(backlog[0], state)
+            if change is not None and not self.recorder.takes(change.record):
+                if not self.unwritten:  # else they are written first, and this is decided on again
+                    self.state = await self.recovery.begin_segment(
+                        state, "continued", quarantines=True
+                    )
+                return
             if (
                 change is not None
                 and ahead is not None
@@ -136,11 +144,17 @@ class Loop:
         self.commits.pending.append(PendingCommit(change, position, self.state.journalled))
         if change.finish is not None:
             self.context.log.info("run finished", why=change.finish)
+        record = change.record
+        if isinstance(record, QuarantineSet):
+            self.context.log.warning(
+                "devices released" if record.release else "devices quarantined",
+                devices=list(record.devices), why=record.why, version=record.version,
+            )  # fmt: skip
         end = change.end
         if end is not None and change.record is not None and end.weight is not None:
             self.context.trace(
-                end.outcome, task=end.task, device=end.device, version=end.version,
-                staleness=end.staleness, weight=end.weight,
+                end.outcome, since=time_in(change.entry), task=end.task, device=end.device,
+                version=end.version, staleness=end.staleness, weight=end.weight,
             )  # fmt: skip
 
     async def _settle(self) -> None:
@@ -180,15 +194,19 @@ class Loop:
         epoch, commits = self.lease.number, self.commits
         run, head = await self.recovery.seen()
         pending = [one.change for one in commits.pending]
-        todo = action(self.state, run, head, told=commits.told, pending=pending)
+        compared = partial(
+            action, run=run, head=head, told=commits.told,
+            told_quarantines=commits.told_quarantines, pending=pending,
+        )  # fmt: skip
+        todo = compared(self.state)
         if isinstance(todo, Finish):
             self.state = self.state.ended(todo.run)
             self.context.log.info("run finished", why=todo.run.why)
-            todo = action(self.state, run, head, told=commits.told, pending=pending)
+            todo = compared(self.state)
         state = self.state
         match todo:
             case Publish():
-                await self._publish_again(todo.found)
+                await self._publish_again(todo.found if todo.lost else "")
                 return
             case Refuse():
                 await self.recorder.check_last()  # our successor may have made it
@@ -217,7 +235,7 @@ class Loop:
         self.state = self.state.agreeing(epoch)
 
     async def _publish_again(self, why: str) -> None:
-        """Publish what Redis lost, and go on from there."""
+        """Publish the state, and go on from there. ``why``: what Redis lost; '': nothing."""
         await self.recorder.check_last()
         self.state = self.state.caught_up()
         published = await self.commits.publish_again(self.state, why)

@@ -11,9 +11,10 @@ from fedstream.updater.state import Change, RunState
 
 @dataclass(frozen=True)
 class Publish:
-    """Publish the newest version, and the counts: Redis lacks them."""
+    """Publish the newest version, and the counts: Redis lacks them, or the run was extended."""
 
     found: str  # in Redis
+    lost: bool = True  # Redis had more before
 
 
 @dataclass(frozen=True)
@@ -53,11 +54,13 @@ def action(
     head: Head | None,
     *,
     told: Mapping[str, int],
+    told_quarantines: int = 0,
     pending: Iterable[Change] = (),
 ) -> Action:
     """What to do about ``run`` and ``head``, which Redis has; None for both if it has no run.
 
-    ``told``: counts of the ends that were committed. ``pending``: changes that are in the journal,
+    ``told``: counts of the ends that were committed. ``told_quarantines``: control entries about
+    quarantines that were. ``pending``: changes that are in the journal,
     and so in ``state``, but not committed yet.
     """
     if run is None or head is None:
@@ -69,8 +72,13 @@ def action(
     there, committed = ended(head.journalled), ended(told)
     if there < committed:  # the ends that Redis forgot made no version
         return Publish(f"{there} of {committed} ends")
+    if head.quarantines.taken < told_quarantines:
+        return Publish(f"{head.quarantines.taken} of {told_quarantines} changes of quarantines")
     pending = tuple(pending)
-    if run.state == "finished" and not state.finished:
+    extended = run.versions < state.run.versions  # and Redis does not know yet
+    if extended and (head.version, head.digest) == (state.version, state.digest):
+        return Publish(f"a run of {run.versions} versions", lost=False)
+    if run.state == "finished" and not state.finished and not extended:
         return Finish(run)
     if run.state != "finished" and state.finished and not pending:
         return Publish("a run that is not finished")

@@ -9,9 +9,9 @@ import asyncio
 import platform
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -22,8 +22,9 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Layout, Model
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
-from fedstream.broker.records import End, Head, Run, without
+from fedstream.broker.records import NO_QUARANTINES, End, Head, Quarantines, Run, without
 from fedstream.journal import (
+    QUARANTINES,
     JournalError,
     JournalSettings,
     Segment,
@@ -37,12 +38,16 @@ from fedstream.journal.norms import Norms
 from fedstream.journal.progress import Progress
 from fedstream.journal.rebuild import Recovered, recovered, standing_of
 from fedstream.journal.recorder import Recorder
+from fedstream.runtime.plugins import runs_program
 from fedstream.runtime.service import Context
 from fedstream.strategies import (
     DeviceVectors,
     Memory,
     State,
+    Strategy,
     StrategySettings,
+    names_in,
+    sources_of,
     strategy_of,
     without_batch,
 )
@@ -71,6 +76,8 @@ class Recovery:
     ledger: UpdaterLedger
     lease: Lease
     create_run: Callable[[], tuple[Run, Model]]
+    versions: int  # as configured now: a run that was to have fewer goes on to this one
+    parts: dict[str, str]  # for segments' heads
 
     async def recover(self) -> RunState | None:
         """Resume the run from the journal, or begin it; None if another updater was faster."""
@@ -147,9 +154,12 @@ class Recovery:
         if found.progress is None:  # recorded without weights: only Redis has the newest model
             if self.journal.adopt and run and head and head.version > found.version:
                 ends = self._ends_of(found)
-                return await self._adopt(run, head, ends, norms=found.norms, after=found.ending)
+                return await self._adopt(
+                    run, head, ends, norms=found.norms, after=found.ending,
+                    quarantines=found.quarantines,
+                )  # fmt: skip
             found = await self._from_redis(newest, found, head)
-        state = self._state_of(found, run)
+        state = self._with_lost_quarantines(self._state_of(found, run), head)
         self.recorder.stored = found.stored
         state = await self.begin_segment(state, "continued", after=found.ending)
         self.context.log.info(
@@ -163,6 +173,24 @@ class Recovery:
                 torn=f"{found.torn.place}{found.torn.lost}",
             )
         return state
+
+    def _with_lost_quarantines(self, state: RunState, head: Head | None) -> RunState:
+        """The state with the quarantines that only Redis still knows.
+
+        Where nothing is ever synced, a crash of the machine may lose records of entries that are
+        gone from the queue. If versions were lost too, :meth:`adopt` will see to it: updates that
+        are still in the queue must first be taken as before.
+        """
+        replaceable = self.journal.adopt or self.journal.sync == "never"
+        if head is None or not replaceable or head.version != state.version:
+            return state
+        if head.quarantines.taken <= state.quarantines.taken:
+            return state
+        self.context.log.error(
+            "the journal lost changes of quarantines: continuing with Redis's",
+            journal=state.quarantines.taken, redis=head.quarantines.taken,
+        )  # fmt: skip
+        return replace(state, quarantines=head.quarantines)
 
     async def adopt(self, state: RunState, ahead: Head) -> RunState | None:
         """Adopt Redis's versions, which neither the journal nor the queue can make again.
@@ -181,8 +209,9 @@ class Recovery:
             return None
         norms, vectors = state.progress.norms, state.progress.state.memory.devices
         return await self._adopt(
-            run, ahead, state.ends.copy(), norms=norms, vectors=vectors and vectors.copy()
-        )
+            run, ahead, state.ends.copy(), norms=norms, vectors=vectors and vectors.copy(),
+            quarantines=state.quarantines,
+        )  # fmt: skip
 
     async def _adopt(
         self,
@@ -193,13 +222,19 @@ class Recovery:
         norms: Norms | None = None,
         vectors: DeviceVectors | None = None,
         after: SegmentEnd | None = None,
+        quarantines: Quarantines = NO_QUARANTINES,
     ) -> RunState:
         """Go on from Redis's newest model in a new segment, without what the journal lost.
 
         ``ends``: those in the journal, to which it adds. ``norms``: of the newest updates in the
         journal; None: there is no journal. ``vectors``: the devices' in the journal, which it
-        changes. ``after``: as in :meth:`begin_segment`.
+        changes. ``after``: as in :meth:`begin_segment`. ``quarantines``: as the journal has them;
+        Redis's count instead if they are later.
         """
+        if run.versions < self.versions:
+            run = replace(
+                run, versions=self.versions, state="running", why=None, finished=None
+            )  # fmt: skip
         model = Model(run.layout)
         await self.publisher.read(head, model)
         ended, counts = await self.ledger.ended(), (await self.ledger.look()).counts
@@ -223,6 +258,7 @@ class Recovery:
             besides=without(counts, head.journalled),
             # Tasks that ended after the journal's end may be unknown.
             forgotten=0 if norms is None else head.version,
+            quarantines=max(quarantines, head.quarantines, key=lambda one: one.taken),
         )  # fmt: skip
         state = await self.begin_segment(state, "adopted", after=after)
         self.context.log.error("continuing from Redis's newest model", version=head.version)
@@ -271,11 +307,16 @@ class Recovery:
                 f"{head.strategy.get('name')}, not {self.rule.name}; use another run.name and "
                 "journal.dir"
             )
-        was, now = strategy_of(head.strategy, head.devices), self.rule.build(head.devices)
-        if was.devices != now.devices:
+        if strange := _programs(head.strategy) - _programs(self.rule.model_dump(mode="json")):
             raise ConfigError(
-                f"strategy.devices: run {self.keys.name!r} was created with {was.devices}, not "
-                f"{now.devices}: a mean over all devices needs a fixed number of them"
+                f"strategy: run {self.keys.name!r} was last continued with {min(strange)}, which "
+                "the configuration does not name any more: name it again"
+            )
+        was, now = strategy_of(head.strategy, head.devices), self.rule.build(head.devices)
+        if was.remembered != now.remembered:
+            raise ConfigError(
+                f"strategy.devices: run {self.keys.name!r} was created with {was.remembered}, not "
+                f"{now.remembered}: a mean over all devices needs a fixed number of them"
             )
 
     def foreign(self, what: str, *, here: bool = False) -> ConfigError:
@@ -288,35 +329,58 @@ class Recovery:
         )
 
     def _ends_of(self, found: Recovered) -> Ends:
-        """The tasks and rounds that ended according to the journal."""
+        """The tasks that ended, and the control entries taken, according to the journal."""
         return Ends(self.index, found.done.values(), found.rounds)
 
     def _state_of(self, found: Recovered, run: Run | None) -> RunState:
         """The run's state according to the journal."""
         if found.progress is None:
             raise RuntimeError("a run without a model")
-        head, strategy = found.head, self.rule.build(found.head.devices)
-        if run is None or run.state != "finished":
-            run = Run(
-                layout=Layout.decode(head.layout), strategy=self.rule.name, task=head.task,
-                devices=head.devices, versions=run.versions if run else head.versions,
-                seed=head.seed, created=head.created, max_staleness=strategy.max_staleness,
-                sends=strategy.sends, lineage=head.lineage,
-                state="finished" if found.finished else "running", why=found.finished,
-                finished=found.time if found.finished else None,
-            )  # fmt: skip
+        strategy = self.rule.build(found.head.devices)
+        run = self._run_of(found, run, strategy)
         return RunState(
             run=run, strategy=strategy, progress=found.progress, digest=found.digest,
             time=found.time, made=found.made, ends=self._ends_of(found),
             journalled=found.journalled, besides=found.counts, forgotten=found.forgotten,
+            quarantines=found.quarantines,
+        )  # fmt: skip
+
+    def _run_of(self, found: Recovered, run: Run | None, strategy: Strategy) -> Run:
+        """The run's record according to the journal and Redis; one that was finished may go on.
+
+        Its end counts only if it was to have as many versions as now, in the journal and in Redis:
+        if the updater that extended it was killed, only the journal knows.
+        """
+        head = found.head
+        versions = max(head.versions, self.versions, run.versions if run else 0)
+        if run is not None and run.state == "finished" and run.versions == versions:
+            return run
+        over = found.finished if head.versions == versions else None
+        if versions > head.versions:
+            self.context.log.info("run extended", before=head.versions, versions=versions)
+        return Run(
+            layout=Layout.decode(head.layout), strategy=self.rule.name, task=head.task,
+            devices=head.devices, versions=versions, seed=head.seed, created=head.created,
+            max_staleness=strategy.max_staleness, sends=strategy.sends, lineage=head.lineage,
+            state="finished" if over else "running", why=over,
+            finished=found.time if over else None, start=head.start,
         )  # fmt: skip
 
     # the journal's segments
 
     async def begin_segment(
-        self, state: RunState, why: str, *, after: SegmentEnd | None = None
+        self,
+        state: RunState,
+        why: str,
+        *,
+        after: SegmentEnd | None = None,
+        quarantines: bool = False,
     ) -> RunState:
-        """Begin a segment with this state, after another updater's (``after``) or our own."""
+        """Begin a segment with this state, after another updater's (``after``) or our own.
+
+        ``quarantines``: it is about to get the run's first record of one, which releases that know
+        none must not read.
+        """
         run, mine = state.run, self.recorder.head
         number = mine.number + 1 if mine else 0
         segment = name_of(self.recorder.epoch, number)
@@ -324,6 +388,7 @@ class Recovery:
         state = state.in_segment(max(state.forgotten, self.index.forgotten))
         before = after or self.recorder.ending
         head = SegmentHead(
+            needs=(QUARANTINES,) if quarantines or state.quarantines.taken else (),
             epoch=self.recorder.epoch, number=number,
             predecessor=before.path.name if before else None, cut=before.at if before else None,
             follows=before.chain.hex() if before else None,
@@ -331,13 +396,16 @@ class Recovery:
             versions=run.versions, seed=run.seed, created=run.created,
             strategy=self.rule.model_dump(mode="json"), layout=run.layout.encode(),
             release=f"numpy {np.__version__}, {platform.machine()}", time=time.time(),
+            start=run.start,
+            sources=sources_of(self.rule), parts=self.parts,
         )  # fmt: skip
         standing, models = standing_of(
             state.progress, why, digest=state.digest, time=state.time,
             journalled=state.journalled, counts=state.besides,
             done=tuple(tuple(vars(end).values()) for end in state.ends.done),
             forgotten=state.forgotten, finished=run.why if state.finished else None,
-            made=state.made, rounds=state.ends.rounds,
+            made=state.made, rounds=state.ends.controls,
+            quarantines=state.quarantines.taken, quarantined=state.quarantines.groups,
         )  # fmt: skip
         with self.metrics.seconds.labels("checkpoint").time():
             left = await self.recorder.begin(
@@ -351,9 +419,9 @@ class Recovery:
     async def _recalled(self, run: Run, known: DeviceVectors | None) -> DeviceVectors | None:
         """The devices' vectors from Redis, or from ``known`` where Redis has none."""
         rule = self.rule.build(run.devices)
-        if not rule.controls or rule.devices is None:
+        if not rule.controls or rule.remembered is None:
             return known
-        vectors = known or DeviceVectors(rule.devices, run.layout.parameters)
+        vectors = known or DeviceVectors(rule.remembered, run.layout.parameters)
         for reason in await self.publisher.recall(vectors):
             self.context.log.warning("a device's vector is lost", reason=reason)
         return vectors
@@ -370,3 +438,8 @@ class Recovery:
             return await working
         finally:
             working.cancel()
+
+
+def _programs(strategy: Mapping[str, Any]) -> set[str]:
+    """The programs that a strategy names."""
+    return {name for name in names_in(strategy) if runs_program(name)}

@@ -14,7 +14,7 @@ from fedstream.broker import reasons
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Upload
 from fedstream.journal.norms import sizes
-from fedstream.journal.progress import Progress
+from fedstream.journal.progress import Progress, weight_of
 from fedstream.journal.rebuild import unfit
 from fedstream.journal.records import Counted
 from fedstream.strategies import State, Strategy
@@ -50,10 +50,15 @@ def by_content(
 ) -> tuple[str, Counted]:
     """Why an update that passed :func:`by_word` is refused by its content; '' if it isn't.
 
-    Also returns its sizes as counted towards what is usual; () if they don't count.
+    Also returns its sizes as counted towards what is usual; () if they don't count. Raises
+    ConfigError if the rule can't weigh it.
     """
     x = before.state.model
-    refusal = by_norm(upload, rule, norm(update.floats), max_norm) or by_integers(update, x)
+    size = norm(update.floats)
+    refusal = by_norm(upload, rule, size, max_norm) or by_integers(update, x)
+    if not refusal and rule.sends == "delta":  # whose weighted sum could overflow float32
+        weight = weight_of(rule, before.state.version, upload)
+        refusal = reasons.NORM_TOO_LARGE if weight * size > LARGEST_DELTA else ""
     if refusal or not norm_factor:
         return refusal, ()
     usual, counted = before.norms.judged(sizes(upload, rule, update, x), norm_factor, x)
@@ -81,7 +86,7 @@ def by_norm(upload: Upload, rule: Strategy, size: float, max_norm: float | None)
     if not math.isfinite(size):
         return reasons.NOT_FINITE
     largest = LARGEST if rule.sends == "model" else LARGEST_DELTA
-    scaled = size / (upload.lr * upload.steps) if rule.per_step else size
+    scaled = size / (upload.lr * upload.steps) if rule.by_steps else size
     if size > (max_norm or largest) or max(size, scaled) > largest:
         return reasons.NORM_TOO_LARGE
     return ""

@@ -29,6 +29,7 @@ from fedstream.journal.ended import Ended
 from fedstream.journal.recorder import Recorder
 from fedstream.runtime.config import Section
 from fedstream.runtime.leading import lead
+from fedstream.runtime.plugins import allowing
 from fedstream.runtime.service import Context, repeat
 from fedstream.strategies import StrategySettings
 from fedstream.updater.commit import Commits
@@ -53,7 +54,10 @@ class UpdaterSettings(Section):
 
 
 class Updater:
-    """The updater service. ``create_run`` creates a missing run: its record and version 0."""
+    """The updater service. ``create_run`` creates a missing run: its record and version 0.
+
+    ``versions``: a run that was to end before this version goes on, even if it is finished.
+    """
 
     role = "updater"
 
@@ -67,7 +71,10 @@ class Updater:
         redis: RedisSettings,
         name: str,
         create_run: Callable[[], tuple[Run, Model]],
+        versions: int = 0,
+        parts: dict[str, str] | None = None,
     ) -> None:
+        """``parts``: digests of a user's own solvers and the like, for the journal's heads."""
         if not journal.weights and strategy.has_memory:
             raise ConfigError(
                 f"journal.weights = false: {strategy.name} has a memory, which can only be rebuilt "
@@ -77,6 +84,8 @@ class Updater:
         self._rule = strategy
         self._journal = journal
         self._create_run = create_run
+        self._versions = versions
+        self._parts = parts or {}
         self._keys = keys
         self._client = Client(redis, name)
         self._ledger = UpdaterLedger(self._client, keys, name)
@@ -105,6 +114,8 @@ class Updater:
             context=context, metrics=metrics, index=index, recorder=recorder, publisher=publisher,
             rule=self._rule, journal=self._journal, keys=self._keys, client=self._client,
             ledger=ledger, lease=lease, create_run=self._create_run,
+            versions=self._versions,
+            parts=self._parts,
         )  # fmt: skip
         decider = Decider(
             context=context, metrics=metrics, intake=intake, keys=self._keys, ledger=ledger,
@@ -131,7 +142,8 @@ class Updater:
                     await recorder.close()
 
         try:
-            await lead(context, lease, work)
+            with allowing(changed=self._journal.changed_rules):
+                await lead(context, lease, work)
         finally:
             await intake.forget_fetches()
             await self._client.close()

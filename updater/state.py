@@ -12,14 +12,23 @@ from dataclasses import dataclass, field, replace
 
 from fedstream.broker.layout import Layout, Model
 from fedstream.broker.messages import Contribution, Version
-from fedstream.broker.records import End, Head, Run, counted, without
-from fedstream.journal import RoundClosed, Taken
+from fedstream.broker.records import (
+    NO_QUARANTINES,
+    End,
+    Head,
+    Quarantines,
+    Run,
+    counted,
+    without,
+)
+from fedstream.journal import EntryRecord, QuarantineSet, Taken
 from fedstream.journal.ended import Ended
 from fedstream.journal.progress import Progress
+from fedstream.journal.rebuild import quarantines_after
 from fedstream.strategies import Strategy
 
 _REMEMBERED = 10_000  # ended tasks that are recognised without an index look-up
-_ROUNDS_REMEMBERED = 1000
+_CONTROLS_REMEMBERED = 1000
 
 
 @dataclass(frozen=True)
@@ -27,7 +36,7 @@ class Change:
     """What one queue entry does: its journal record, and the contents of its commit."""
 
     entry: str
-    record: Taken | RoundClosed | None  # None: it was recorded before
+    record: EntryRecord | None  # None: it was recorded before, or changes nothing
     payload: tuple[Model, ...]  # of the record
     after: Progress
     version: Version | None = None
@@ -54,17 +63,19 @@ class Change:
 
 
 class Ends:
-    """Which tasks and rounds have ended: in the journal, or by a change decided on.
+    """The tasks that ended and the control entries taken: journalled, or by a change decided on.
 
     Grows in place, unlike the state that holds it: a copy for each update would cost more than the
     update.
     """
 
-    def __init__(self, index: Ended, done: Iterable[End] = (), rounds: Iterable[str] = ()) -> None:
+    def __init__(
+        self, index: Ended, done: Iterable[End] = (), controls: Iterable[str] = ()
+    ) -> None:
         """``index`` knows the ends of tasks that no longer fit in memory."""
         self.index = index
         self._done: dict[str, End] = {}  # by task, oldest first
-        self._rounds = dict.fromkeys(rounds)  # entries that ended rounds, oldest first
+        self._controls = dict.fromkeys(controls)  # control entries, oldest first
         self._decided: dict[str, Change] = {}  # not in the journal yet, by task or entry
         for end in done:
             self.add(end)
@@ -75,9 +86,9 @@ class Ends:
         return tuple(self._done.values())
 
     @property
-    def rounds(self) -> tuple[str, ...]:
-        """The newest entries in the journal that ended rounds, oldest first."""
-        return tuple(self._rounds)
+    def controls(self) -> tuple[str, ...]:
+        """The newest control entries in the journal, oldest first."""
+        return tuple(self._controls)
 
     def get(self, task: str) -> End | None:
         """How a task ended, if it has. Raises JournalError."""
@@ -85,9 +96,9 @@ class Ends:
             return change.end
         return self._done.get(task) or self.index.get(task)
 
-    def closed(self, entry: str) -> bool:
-        """Whether this entry has ended its round."""
-        return entry in self._rounds or entry in self._decided
+    def obeyed(self, entry: str) -> bool:
+        """Whether this control entry was taken before."""
+        return entry in self._controls or entry in self._decided
 
     def decide(self, change: Change) -> None:
         """Add what a change ends; it is recognised if it comes again. Raises JournalError."""
@@ -103,10 +114,10 @@ class Ends:
             self._done[change.end.task] = change.end
             self._decided.pop(change.end.task, None)
         else:
-            self._rounds[change.entry] = None
+            self._controls[change.entry] = None
             self._decided.pop(change.entry, None)
-            if len(self._rounds) > _ROUNDS_REMEMBERED:
-                del self._rounds[next(iter(self._rounds))]
+            if len(self._controls) > _CONTROLS_REMEMBERED:
+                del self._controls[next(iter(self._controls))]
 
     def add(self, end: End) -> None:
         """Add how a task ended. Raises JournalError."""
@@ -120,7 +131,7 @@ class Ends:
 
     def copy(self) -> Ends:
         """The ends that are in the journal, to add others to."""
-        return Ends(self.index, self.done, self.rounds)
+        return Ends(self.index, self.done, self.controls)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +149,7 @@ class RunState:
     besides: Mapping[str, int] = field(default_factory=dict)  # the run's other counts, as in Redis
     forgotten: int = 0  # the ends of tasks before this version may be forgotten
     sealed: bool = False  # the journal's newest segment says that the run is over
+    quarantines: Quarantines = NO_QUARANTINES
     ahead: Head | None = None  # Redis's head, while it has versions that the journal lost
     compared: int = 0  # epoch in which Redis was last compared with this; 0: compare again
 
@@ -182,9 +194,12 @@ class RunState:
             digest, made_at, made = version.digest, version.time, version.updates
         if change.finish is not None:
             run = replace(run, state="finished", why=change.finish, finished=made_at)
+        quarantines = self.quarantines
+        if isinstance(change.record, QuarantineSet):
+            quarantines = quarantines_after(quarantines, change.record)
         return replace(
             self, run=run, progress=change.after, digest=digest, time=made_at, made=made,
-            journalled=journalled,
+            journalled=journalled, quarantines=quarantines,
         )  # fmt: skip
 
     def apart(self, into: Model | None) -> RunState:

@@ -90,8 +90,8 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
 
         Returns 'sent', 'unasked' (devices don't decide by themselves in this run), 'foreign' (the
         device is not the site's or not in the run), 'limited' (the site exceeds ``rate`` per
-        second, or ``limit`` tasks are open), 'busy' (the device has a task), 'finished' (the run
-        has) or 'repeated'.
+        second, or ``limit`` tasks are open), 'busy' (the device has a task), 'quarantined' (the
+        device is), 'finished' (the run has) or 'repeated'.
         """
         about = {
             "group": COORDINATORS, "entry": entry.id, "task": trigger.task,

@@ -10,11 +10,12 @@ from fedstream.broker.ledger import scheduler, trainer
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.plumbing import packed, verdict
 from fedstream.broker.ledger.reading import LOOK, Models, Register, Watch
-from fedstream.broker.messages import Trigger
+from fedstream.broker.messages import QUARANTINED, SetQuarantine, Trigger
 from fedstream.broker.scripts import Script
 
 MAY = Script("may")  # asked by `doctor`
 _RETRY = Script("retry")
+_SET_QUARANTINE = Script("set_quarantine")
 
 # For status, top and doctor, for repairs (dead) and for purge. `replay --redis` acts as scheduler
 # and trainer.
@@ -32,7 +33,7 @@ RIGHTS = Rights(
         "rename", "zlexcount",  # by hand: bring back what was put aside, count a site's letters
     ),
     scripts=(
-        LOOK, MAY, _RETRY,
+        LOOK, MAY, _RETRY, _SET_QUARANTINE,
         *lease.SCRIPTS, scheduler.TRIGGER, streams.CLAIM, trainer.FINISH,
     ),
 )  # fmt: skip
@@ -56,6 +57,18 @@ class OperatorLedger(Watch, Models, Register):
         if trigger.version is not None:
             about["version"] = trigger.version
         return verdict(await self._run(_RETRY, packed(about), trigger.encode()))
+
+    async def set_quarantine(self, wanted: SetQuarantine) -> tuple[str, str]:
+        """Queue a control entry for the updater. Returns a verdict and a detail.
+
+        'queued' (the detail is the entry's id), or else nothing was done: 'none' (no such run),
+        'finished' (the run), 'unknown' (the detail is a device that the run lacks), 'full' (the
+        detail is how many devices would be in quarantine, more than ``QUARANTINED``).
+        """
+        about = {
+            "devices": list(wanted.devices), "release": wanted.release, "most": QUARANTINED,
+        }  # fmt: skip
+        return verdict(await self._run(_SET_QUARANTINE, packed(about), wanted.encode()))
 
     async def ends(self, tasks: Sequence[str]) -> list[str]:
         """Look up what became of tasks: 'open', an outcome, or '' if forgotten.

@@ -18,7 +18,16 @@ from fedstream.broker.ledger.letters import BURY, Letters
 from fedstream.broker.ledger.plumbing import packed
 from fedstream.broker.ledger.reading import LOOK, LOOKED_AT, MemoryUse, Models, Overview
 from fedstream.broker.messages import OUTCOMES, Upload, Version
-from fedstream.broker.records import Commit, Committed, End, Run, flattened, mapping
+from fedstream.broker.records import (
+    NO_QUARANTINES,
+    Commit,
+    Committed,
+    End,
+    Quarantines,
+    Run,
+    flattened,
+    mapping,
+)
 from fedstream.broker.scripts import Script
 
 _COMMIT = Script("commit")
@@ -72,6 +81,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         done: Callable[[str], End | None] | None = None,
         held: Sequence[int] = (),
         mean_staleness: float = 0.0,
+        quarantines: Quarantines = NO_QUARANTINES,
     ) -> Committed:
         """Create the run with its first version, or publish its newest one over Redis's state.
 
@@ -80,15 +90,19 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         counts, for a Redis that was emptied. ``journalled``: the counts of the ends in the journal.
         ``done``: how a task ended, for a Redis that fell back; tasks that are open there, or have
         ended differently since, end as ``done`` says. Open tasks that Redis no longer knows are
-        given up. Raises Fenced.
+        given up. A run that is finished in Redis stays so, unless ``run`` has more versions.
+        Raises Fenced.
         """
         about: dict[str, Any] = {
-            "token": token, "run": run.record(), "counts": dict(counts or {}),
+            "token": token, "run": run.record(), "versions": run.versions,
+            "counts": dict(counts or {}),
             "outcomes": OUTCOMES, "journalled": packed(dict(journalled or {})),
             "head": self._head(version, held, 0, mean_staleness),
             "version": version.version, "digest": version.digest, "blob": version.blob,
             "size": str(version.size), "chunks": version.chunks,
         }  # fmt: skip
+        if quarantines.taken:
+            about["quarantines"] = quarantines.packed()
         if done is not None:
             about["look"] = secrets.token_hex(8)
             unlike = await ended_unlike(self._client, self.keys, done, about["look"])
@@ -119,6 +133,10 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         }  # fmt: skip
         if commit.finish is not None:
             about["finish"] = commit.finish
+        if commit.quarantines is not None:
+            about["quarantines"] = commit.quarantines.packed()
+        if commit.quarantines_before:
+            about["quarantines_before"] = commit.quarantines_before
         if version is not None:
             about |= {
                 "version": version.version, "digest": version.digest, "blob": version.blob,

@@ -12,6 +12,11 @@ local head = tonumber(redis.call('HGET', key.head, 'version') or '-1')
 local _, told = ends_of(redis.call('HGET', key.head, 'journalled'))
 local _, ends = ends_of(a.journalled)
 if told < a.before then return 'behind:' .. head end
+if a.quarantines_before
+  and quarantines_taken(redis.call('HGET', key.head, 'quarantines')) < a.quarantines_before
+then
+  return 'behind:' .. head
+end
 local repeated = head == a.version and redis.call('HGET', key.head, 'digest') == a.digest
 if a.version and not repeated then
   -- Ahead: this request was repeated, others followed, and now it comes after all.
@@ -29,6 +34,7 @@ if a.version then keep(a.chunks) end
 redis.call('HSET', key.head, unpack(a.head))
 -- Fewer ends than told: this request is late, or the journal lost its tail and is catching up.
 if ends >= told then redis.call('HSET', key.head, 'journalled', a.journalled) end
+if a.quarantines then quarantine(a.quarantines) end
 for _, ended in ipairs(a.ends) do
   -- Unknown, and not told before: Redis forgot even that the task was issued.
   if end_as_journalled(unpack(ended)) == 'unknown' and told < ends then

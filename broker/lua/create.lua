@@ -41,13 +41,17 @@ if forgot then
   end
   for name, n in pairs(counts) do redis.call('HSET', key.counts, name, n) end
 end
-local state, why, finished = unpack(redis.call('HMGET', key.run, 'state', 'why', 'finished'))
+local state, why, finished, versions = unpack(
+  redis.call('HMGET', key.run, 'state', 'why', 'finished', 'versions'))
+local extended = state == 'finished' and tonumber(versions) < a.versions
+if extended then redis.call('HDEL', key.run, 'why', 'finished') end
 redis.call('HSET', key.run, unpack(a.run))
-if state == 'finished' then -- the run was finished meanwhile, and stays so
+if state == 'finished' and not extended then -- the run was finished meanwhile, and stays so
   redis.call('HSET', key.run, 'state', state, 'why', why, 'finished', finished)
 end
 redis.call('HSET', key.head, unpack(a.head))
 if ends >= told then redis.call('HSET', key.head, 'journalled', a.journalled) end
+if a.quarantines then quarantine(a.quarantines) end
 redis.call('HSET', key.lineage, a.version, a.digest)
 redis.call('ZADD', key.kept, a.version, a.blob)
 redis.call('XADD', key.models, 'MAXLEN', '~', VERSIONS_TOLD, '*', 'm', ARGV[2])

@@ -37,6 +37,10 @@ if a.device >= tonumber(devices) or (owner and site_of(owner) or 'pool') ~= a.si
   count('stray:' .. reasons.ANOTHERS_DEVICE)
   return 'foreign'
 end
+if is_quarantined(a.device) then
+  count('stray:' .. reasons.QUARANTINED_DEVICE)
+  return 'quarantined'
+end
 if redis.call('HLEN', key.open) >= a.limit then
   count('stray:' .. reasons.TRIGGER_OVER_LIMIT)
   return 'limited'

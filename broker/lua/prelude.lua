@@ -226,6 +226,30 @@ local function keep(chunks)
   if chunks then redis.call('HSET', key.blob, 'chunks', chunks) end
 end
 
+-- How many control entries about quarantines these packed ones have taken, or 0.
+local function quarantines_taken(packed)
+  return packed and cmsgpack.unpack(packed).taken or 0
+end
+
+-- Replaces who is quarantined, unless Redis knows of later changes: then this request is late, or the
+-- journal lost its tail and is catching up.
+local function quarantine(packed)
+  if quarantines_taken(packed) >= quarantines_taken(redis.call('HGET', key.head, 'quarantines')) then
+    redis.call('HSET', key.head, 'quarantines', packed)
+  end
+end
+
+-- Whether a device is in quarantine.
+local function is_quarantined(device)
+  local packed = redis.call('HGET', key.head, 'quarantines')
+  for _, group in ipairs(packed and cmsgpack.unpack(packed).groups or {}) do
+    for _, one in ipairs(group.devices) do
+      if one == device then return true end
+    end
+  end
+  return false
+end
+
 -- Checks a role's token: nil if it is current, 'fenced' if another process holds the role, 'lost'
 -- if Redis lost it. The nonce identifies the holder: a process that has just reacquired its own
 -- lease doesn't fence itself.

@@ -12,7 +12,9 @@ import typer
 
 from fedstream import __version__
 from fedstream.broker.errors import ConfigError, FedstreamError
-from fedstream.cli import dead, journal, looking, services, training
+from fedstream.cli import dead, devices, journal, looking, runs, services, training
+from fedstream.cli.rule_help import RuleHelp
+from fedstream.cli.sweep import sweep
 from fedstream.terminal import line
 
 _NOBODY_ELSE = 0o077  # the mode bits of group and others
@@ -28,17 +30,26 @@ def _add(panel: str | None, *commands: Callable[..., None]) -> None:
         app.command(rich_help_panel=panel)(command)
 
 
-_add(None, training.run, training.simulate, training.reproduce)
+app.command(cls=RuleHelp)(training.run)
+app.command(cls=RuleHelp)(training.simulate)
+_add(None, sweep, training.reproduce)
+_add("Inspect a run", looking.status, looking.top)
+app.command(cls=RuleHelp, rich_help_panel="Inspect a run")(looking.replay)
 _add(
     "Inspect a run",
-    looking.status, looking.top, looking.replay, looking.doctor, looking.purge, looking.acl,
+    looking.doctor, looking.purge, looking.acl,
 )  # fmt: skip
+for name, command in (
+    ("list", runs.list_runs), ("compare", runs.compare), ("report", runs.report_run),
+):  # fmt: skip
+    app.command(name, rich_help_panel="Inspect a run")(command)
 app.add_typer(journal.app, name="journal", rich_help_panel="Inspect a run")
+app.add_typer(devices.app, name="devices", no_args_is_help=True, rich_help_panel="Inspect a run")
 app.add_typer(dead.app, name="dead", no_args_is_help=True, rich_help_panel="Inspect a run")
 _add(
     "Run one service",
     services.coordinator, services.scheduler, services.updater, services.trainer,
-    services.evaluator,
+    services.evaluator, services.sinks,
 )  # fmt: skip
 
 

@@ -16,11 +16,13 @@ from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.cli.options import (
     OUTCOMES,
     AsJson,
+    ChangedRules,
     MeasuredTask,
     RecordedConfig,
     TrustRecorded,
     named,
     one_of,
+    recorded_programs,
 )
 from fedstream.terminal import Advance, adding, line, progress, verbatim
 
@@ -82,6 +84,8 @@ def show(
         Path | None,
         typer.Option("--csv", metavar="FILE", help="write the records to this file instead"),
     ] = None,
+    trust: TrustRecorded = False,
+    changed: ChangedRules = False,
     as_json: Annotated[bool, typer.Option("--json", help="print one JSON object per line")] = False,
 ) -> None:
     """Show the records in order: what arrived, from whom, how late, and what became of it."""
@@ -91,7 +95,7 @@ def show(
     outcomes = frozenset(named("--outcome", one, OUTCOMES) for one in outcome or ())
     first, end = _range(version)
     wanted = pages.Filter(frozenset(device or ()), outcomes, first, end)
-    with opened(path) as chain:
+    with recorded_programs(path, trust=trust, changed=changed or not norms), opened(path) as chain:
         if first is not None:
             chain = _from(chain, first)
         found = pages.lines(chain, wanted, norms=norms)
@@ -149,6 +153,8 @@ def verify(
     models: Annotated[
         bool, typer.Option("--models/--no-models", help="rebuild and compare every version")
     ] = True,
+    trust: TrustRecorded = False,
+    changed: ChangedRules = False,
     as_json: AsJson = False,
 ) -> None:
     """Read the journal and check it against its own digests.
@@ -165,7 +171,8 @@ def verify(
     from fedstream.recordings import pages
 
     verdicts = []
-    with opened(path) as chain:
+    allowed = recorded_programs(path, trust=trust, changed=changed)
+    with allowed, opened(path) as chain:
         with _bar("verify", counted_bytes(chain), quiet=as_json) as read:
             for verdict in verified(chain, models=models, read=read):
                 verdicts.append(verdict)
@@ -261,6 +268,7 @@ def bisect(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="set a configuration key; repeatable"),
     ] = None,
+    changed: ChangedRules = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the update with which a metric went from good to bad.
@@ -269,7 +277,7 @@ def bisect(
     the two, and reports the first crossing there. A dip that recovers between two measured versions
     goes unnoticed unless --every is 1.
 
-    To measure with your own task, give --task or --trust-recorded-task: loading a task runs its
+    To measure with your own task, give --task or --trust-recorded-code: loading a task runs its
     code, and the recording may come from a stranger.
 
     Exit codes: 0 found, 1 the metric was never good, or never went bad afterwards.
@@ -289,7 +297,7 @@ def bisect(
     def is_good(value: float) -> bool:  # NaN is not good
         return value >= bound if below is not None else value <= bound
 
-    with opened(path) as chain:
+    with recorded_programs(path, trust=trust, changed=changed), opened(path) as chain:
         where = chain[0].path.parent
         settings = settings_of(where, config, sets or (), trusted=trust, task=task)
         measured = search.judge(settings, metric)
@@ -334,6 +342,8 @@ def export(
         int | None, typer.Option(min=0, metavar="V", help="default: the newest")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="replace an existing file")] = False,
+    trust: TrustRecorded = False,
+    changed: ChangedRules = False,
 ) -> None:
     """Write a version's model as safetensors, rebuilt from the nearest checkpoint.
 
@@ -350,7 +360,7 @@ def export(
         )
     if out.exists() and not force:
         raise ConfigError(f"--out {out}: already exists: choose another file or give --force")
-    with opened(path) as chain:
+    with recorded_programs(path, trust=trust, changed=changed), opened(path) as chain:
         number = newest_version(chain) if version is None else version
         from_there = since(chain, number)[:1]
         with _bar("export", counted_bytes(from_there), quiet=False) as read:
@@ -406,6 +416,8 @@ def stats(
     table: Annotated[
         Path | None, typer.Option("--csv", metavar="FILE", help="also write the table to this file")
     ] = None,
+    trust: TrustRecorded = False,
+    changed: ChangedRules = False,
     as_json: AsJson = False,
 ) -> None:
     """Show what each device contributed: outcomes, staleness, weight, loss and direction.
@@ -424,7 +436,11 @@ def stats(
     from fedstream.recordings import pages
 
     sort = named("--sort", sort, pages.NAMES)
-    with opened(path) as chain, _bar("stats", counted_bytes(chain), quiet=as_json) as read:
+    with (
+        recorded_programs(path, trust=trust, changed=changed),
+        opened(path) as chain,
+        _bar("stats", counted_bytes(chain), quiet=as_json) as read,
+    ):
         shares = measured(chain, ahead, read)
     rows = pages.rows(shares, sort, ascending=ascending)
     used = sum(share.staleness.count for share in shares.values())

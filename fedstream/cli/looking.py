@@ -13,15 +13,18 @@ from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import POOL, check_name
 from fedstream.cli.options import (
     AsJson,
+    ChangedRules,
     Config,
     DataRoot,
     MeasuredTask,
     RecordedConfig,
     RunName,
     Sets,
+    StrategyName,
     TrustRecorded,
     Url,
     ask,
+    recorded_programs,
     settings_of,
 )
 from fedstream.runtime.signals import INTERRUPTED
@@ -100,7 +103,9 @@ def replay(
         ),
     ] = None,
     task: MeasuredTask = None,
+    strategy: StrategyName = None,
     trust: TrustRecorded = False,
+    changed: ChangedRules = False,
     config: RecordedConfig = None,
     data_root: DataRoot = None,
     out: Annotated[
@@ -129,12 +134,13 @@ def replay(
 ) -> None:
     """Rebuild a run's versions from its journal and compare them bit for bit.
 
-    With --set or --without, also apply another rule to the same updates and compare the two.
-    Devices don't train again: with --without, the other devices' recorded updates keep the
+    With --strategy, --set or --without, also apply another rule to the same updates and compare
+    the two. Devices don't train again: with --without, the other devices' recorded updates keep the
     influence of the device that is left out.
 
-    To measure with your own task, give --task or --trust-recorded-task: loading a task runs its
-    code, and the recording may come from a stranger.
+    To measure with your own task, give --task or --trust-recorded-code: loading a task runs its
+    code, and the recording may come from a stranger. So does loading the strategy that made it, if
+    that isn't built in.
 
     With --redis, feed the recorded updates to a live coordinator and updater, without a scheduler
     or trainers.
@@ -149,8 +155,9 @@ def replay(
         from fedstream.operate import feed
 
         others = {
-            "--from": begin, "--until": until, "--set": sets, "--without": without, "--out": out,
-            "--evaluate-every": evaluate_every, "--task": task, "--data-root": data_root,
+            "--from": begin, "--until": until, "--set": sets, "--strategy": strategy,
+            "--without": without, "--out": out, "--evaluate-every": evaluate_every,
+            "--task": task, "--data-root": data_root,
         }  # fmt: skip
         if given := [name for name, value in others.items() if value not in (None, [])]:
             raise ConfigError(
@@ -166,8 +173,9 @@ def replay(
     for option, value in (("--run", run), ("--speed", speed)):
         if value is not None:
             raise ConfigError(f"{option} needs --redis URL")
-    code = page.replay(
-        folder, begin=begin, until=until, every=evaluate_every, sets=sets or (),
+    with recorded_programs(folder, trust=trust, changed=changed):
+        code = page.replay(
+        folder, strategy=strategy, begin=begin, until=until, every=evaluate_every, sets=sets or (),
         without=without or (), config=config,
         task=task, trusted=trust, data_root=data_root, out=out, as_json=as_json,
     )  # fmt: skip

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -11,7 +13,7 @@ import typer
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
-from fedstream.terminal import line
+from fedstream.terminal import confirm, line
 
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
@@ -20,6 +22,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 # Listed here so that help and completion load nothing; tests compare the lists with the real ones.
+TRACKERS = ("tensorboard", "mlflow", "wandb")
 TASKS = ("digits", "mnist", "cifar10-fedasync", "cifar10-afl", "wikitext2", "shakespeare")
 STRATEGIES = ("fedasync", "fedavg", "fedbuff", "afa-cd", "afa-cs", "scaffold")
 OUTCOMES = ("applied", "buffered", "refused", "given_up", "dead")
@@ -68,6 +71,22 @@ TaskName = Annotated[
         "package.module:attribute",
     ),
 ]
+Flower = Annotated[
+    str | None,
+    typer.Option(
+        metavar="APP",
+        help="a Flower ClientApp instead of a task: package.module:attribute, or the folder of its "
+        "pyproject.toml",
+    ),
+]
+FlowerModel = Annotated[
+    str | None,
+    typer.Option(
+        "--model",
+        metavar="NAME",
+        help="the Flower app's model, package.module:Class; default: the only one in its module",
+    ),
+]
 MeasuredTask = Annotated[str | None, typer.Option(metavar="TASK", help="task to measure with")]
 RecordedConfig = Annotated[
     Path | None,
@@ -76,14 +95,25 @@ RecordedConfig = Annotated[
 TrustRecorded = Annotated[
     bool,
     typer.Option(
+        "--trust-recorded-code",
         "--trust-recorded-task",
-        help="load the task named in the recording, which runs its code",
+        help="load the task and the strategy that only the recording names, which runs their code",
+    ),
+]
+ChangedRules = Annotated[
+    bool,
+    typer.Option(
+        "--changed-rules",
+        help="go on although the source of a strategy or staleness function isn't the recorded one",
     ),
 ]
 StrategyName = Annotated[
     str | None,
     typer.Option(
-        metavar="NAME", autocompletion=one_of(STRATEGIES), help=f"one of {', '.join(STRATEGIES)}"
+        metavar="NAME",
+        autocompletion=one_of(STRATEGIES),
+        help=f"one of {', '.join(STRATEGIES)}, an installed one, path/to/file.py:Name or "
+        "package.module:Name; with --help, shows its keys",
     ),
 ]
 Devices = Annotated[
@@ -93,6 +123,15 @@ Versions = Annotated[
     int | None,
     typer.Option(
         metavar="T", help="stop after this many versions; each is an update, a round or a batch"
+    ),
+]
+From = Annotated[
+    str | None,
+    typer.Option(
+        "--from",
+        metavar="START",
+        help="begin with this model: DIR@VERSION of another run, DIR (its newest version), or "
+        "FILE.safetensors",
     ),
 ]
 Updates = Annotated[int | None, typer.Option(hidden=True)]  # deprecated name of --versions
@@ -108,6 +147,15 @@ SummaryAsJson = Annotated[
 Url = Annotated[str | None, typer.Option("--redis", metavar="URL", help="overrides redis.url")]
 RunName = Annotated[str | None, typer.Option("--run", metavar="NAME", help="overrides run.name")]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--track",
+        metavar="NAME",
+        autocompletion=one_of(TRACKERS),
+        help=f"write the run to a tracker: {', '.join(TRACKERS)}; repeatable",
+    ),
+]
 ServiceName = Annotated[
     str | None,
     typer.Option(
@@ -116,15 +164,53 @@ ServiceName = Annotated[
 ]
 
 
-def settings_of(path: Path | None, sets: list[str] | None = None, **given: object) -> Settings:
-    """Read the configuration; ``given`` are the command's own options, by parameter name."""
+def settings_of(
+    path: Path | None,
+    sets: list[str] | None = None,
+    *,
+    trusted: bool = True,
+    track: Sequence[str] | None = None,
+    **given: object,
+) -> Settings:
+    """Read the configuration; ``given`` are the command's own options, by parameter name.
+
+    ``trusted``: the file may name programs of its own; that of a recording may not. ``track``:
+    trackers to add to the configured ones.
+    """
     from fedstream.settings.config import options, read
 
     if given.get("updates") is not None:
         if given.get("versions") is not None:
             raise ConfigError("--updates is the old name of --versions; use --versions alone")
         line("fedstream: --updates is deprecated; use --versions", err=True)
-    return read(path, sets or (), options(**given))
+    settings = read(path, sets or (), options(**given), trusted=trusted)
+    if not track:
+        return settings
+    from fedstream.sinks.choice import added
+
+    more = options(**given, track=added(settings.sinks, track))
+    return read(path, sets or (), more, trusted=trusted)
+
+
+def recorded_programs(folder: Path, *, trust: bool, changed: bool) -> AbstractContextManager[None]:
+    """Within this context, a recording's rules are loaded as the options and the user allow."""
+    from fedstream.settings.recording import its_programs
+
+    return its_programs(
+        folder, trusted=trust, changed=changed, ask=confirm if sys.stdin.isatty() else None
+    )
+
+
+def task_options(task: str | None, flower: str | None, model: str | None) -> dict[str, str | None]:
+    """What --task, or --flower and --model, say; for :func:`settings_of`. Raises ConfigError."""
+    if flower is None:
+        return {"task": task, "model": model}
+    if task is not None:
+        raise ConfigError("--flower names the task: leave out --task")
+    from fedstream.flower.apps import find
+
+    name, folder = find(flower)
+    return {"task": name, "flower": folder, "model": model}
 
 
 def ask(

@@ -5,20 +5,35 @@ from __future__ import annotations
 import os
 import socket
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from fedstream.broker.keys import check_name
-from fedstream.cli.options import Config, ServiceName, Sets, settings_of
+from fedstream.cli.options import (
+    ChangedRules,
+    Config,
+    Flower,
+    FlowerModel,
+    ServiceName,
+    Sets,
+    settings_of,
+    task_options,
+)
 
 
-def _serve(role: str, path: Path | None, sets: list[str] | None, name: str | None) -> None:
+def _serve(
+    role: str,
+    path: Path | None,
+    sets: list[str] | None,
+    name: str | None,
+    **given: Any,
+) -> None:
     from fedstream.local.parent import VARIABLE, end_with_parent
     from fedstream.settings.services import serve_role
 
     end_with_parent()
-    settings = settings_of(path, sets)
+    settings = settings_of(path, sets, **given)
     if VARIABLE not in os.environ:  # not started by `fedstream run`
         from fedstream.local.run_toml import for_joining_trainer, refuse_ended
 
@@ -48,17 +63,30 @@ def updater(
             "--adopt", help="if the journal is lost, start a new one with Redis's newest model"
         ),
     ] = False,
+    changed: ChangedRules = False,
 ) -> None:
     """Mix updates into the global model, journal them, and publish the versions."""
     adopted = ["journal.adopt=true"] if adopt else []
-    _serve("updater", config, [*(sets or ()), *adopted], name)
+    accepted = ["journal.changed_rules=true"] if changed else []
+    _serve("updater", config, [*(sets or ()), *adopted, *accepted], name)
 
 
-def trainer(config: Config = None, sets: Sets = None, name: ServiceName = None) -> None:
+def trainer(
+    config: Config = None,
+    sets: Sets = None,
+    name: ServiceName = None,
+    flower: Flower = None,
+    model: FlowerModel = None,
+) -> None:
     """Train on devices' data."""
-    _serve("trainer", config, sets, name)
+    _serve("trainer", config, sets, name, **task_options(None, flower, model))
 
 
 def evaluator(config: Config = None, sets: Sets = None, name: ServiceName = None) -> None:
     """Measure the model on the test data."""
     _serve("evaluator", config, sets, name)
+
+
+def sinks(config: Config = None, sets: Sets = None, name: ServiceName = None) -> None:
+    """Write the run to the trackers in \\[\\[sinks]]: TensorBoard, MLflow, Weights & Biases."""
+    _serve("sinks", config, sets, name)

@@ -12,32 +12,41 @@ import typer
 
 from fedstream.broker.errors import ConfigError
 from fedstream.cli.options import (
+    ChangedRules,
     Config,
     DataRoot,
     Devices,
+    Flower,
+    FlowerModel,
+    From,
     Out,
     Sets,
     StrategyName,
     SummaryAsJson,
     TaskName,
+    Track,
     TrustRecorded,
     Updates,
     Versions,
     settings_of,
+    task_options,
 )
 from fedstream.runtime.signals import INTERRUPTED
-from fedstream.terminal import line, verbatim
+from fedstream.terminal import confirm, line, verbatim
 
 
 def run(
     config: Config = None,
     task: TaskName = None,
+    flower: Flower = None,
+    model: FlowerModel = None,
     strategy: StrategyName = None,
     trainers: Annotated[
         int, typer.Option(min=1, metavar="N", help="number of trainer processes")
     ] = 2,
     devices: Devices = None,
     versions: Versions = None,
+    start: From = None,
     updates: Updates = None,
     redis: Annotated[
         str | None,
@@ -55,10 +64,12 @@ def run(
             help="port of the coordinator's HTTP server; default: any free port",
         ),
     ] = None,
+    track: Track = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="continue the unfinished run in --out")
     ] = False,
     trust: TrustRecorded = False,
+    changed: ChangedRules = False,
     as_json: SummaryAsJson = False,
 ) -> None:
     """Train with all services as processes on this machine, and a Redis of their own.
@@ -76,25 +87,34 @@ def run(
 
     recorded: Path | None = None
     if resume:
+        if start is not None:
+            raise ConfigError(
+                "--from begins a new run with another run's model, and --resume continues one: "
+                "give either"
+            )
         if out is None:
             raise ConfigError("--resume needs --out DIR, the folder of the run to continue")
         if config is None:
             with report.usable(out):
                 left = out / recording.CONFIG
                 config = recorded = left if left.is_file() else None
+    named = task_options(task, flower, model)
     settings = settings_of(
-        config, sets,
-        task=task, strategy=strategy, devices=devices, versions=versions,
-        updates=updates, redis=redis, data_root=data_root,
+        config, sets, trusted=recorded is None or trust,
+        **named, strategy=strategy, devices=devices, versions=versions,
+        updates=updates, redis=redis, data_root=data_root, track=track, **{"from": start},
     )  # fmt: skip
     if recorded is not None and not trust:
-        recording.check_task(settings, recorded, sets or (), task)
+        recording.check_task(settings, recorded, sets or (), named["task"])
+    if resume and out is not None and not changed:
+        changed = recording.resumable(out, settings, confirm if sys.stdin.isatty() else None)
     request = RunRequest(
         run_toml.without_private_redis(settings, config),
         out=out or report.default_out(settings.run.name, datetime.now().astimezone()),
         trainers=trainers,
         port=port,
         resume=resume,
+        changed_rules=changed,
     )
     code, numbers = run_here(request, display.choose(as_json=as_json))
     if as_json:
@@ -105,13 +125,17 @@ def run(
 def simulate(
     config: Config = None,
     task: TaskName = None,
+    flower: Flower = None,
+    model: FlowerModel = None,
     strategy: StrategyName = None,
     devices: Devices = None,
     versions: Versions = None,
+    start: From = None,
     updates: Updates = None,
     out: Out = None,
     data_root: DataRoot = None,
     sets: Sets = None,
+    track: Track = None,
     journal: Annotated[
         bool, typer.Option("--journal/--no-journal", help="record a journal for `fedstream replay`")
     ] = True,
@@ -128,9 +152,9 @@ def simulate(
     from fedstream.simulation import run as page
 
     settings = settings_of(
-        config, sets,
-        task=task, strategy=strategy, devices=devices, versions=versions,
-        updates=updates, data_root=data_root,
+        config, sets, trusted=True, track=track,
+        **task_options(task, flower, model), strategy=strategy, devices=devices,
+        versions=versions, updates=updates, data_root=data_root, **{"from": start},
     )  # fmt: skip
     folder = out or report.default_out(settings.run.name, datetime.now().astimezone())
     code, numbers = page.run(settings, folder, journal=journal, quiet=as_json)

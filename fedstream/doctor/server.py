@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from statistics import median
 
 from fedstream.broker.layout import Layout
+from fedstream.coordinator.policies import Anarchic, InFlight, Poisson, Policy
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import BUDGET_SHARE, vectors
-from fedstream.coordinator.scheduling import Anarchic, Poisson, Policy, room_beside
+from fedstream.coordinator.scheduling import room_beside
 from fedstream.doctor.findings import Finding, counted, not_checked, ok, problem, size, warning
 
 Info = Mapping[str, str]
@@ -159,7 +160,7 @@ class Need:
 
 
 def need(
-    policy: Policy,
+    policy: Policy | Rounds,
     layout: Layout,
     *,
     devices: int,
@@ -177,10 +178,12 @@ def need(
             wanted = k
         case Poisson(n=n):
             wanted = n
-        case Anarchic():
+        case InFlight(n=int(n)):
+            wanted = n
+        case InFlight() | Anarchic():
             wanted = most
         case _:
-            wanted = policy.n or most
+            wanted = devices  # a user's own: at most one task per device
     versions, most_bytes = keep
     kept = min(versions, max(2, most_bytes // max(1, layout.nbytes)))
     return Need(layout.nbytes, min(wanted, devices), queue, kept + vectors(layout, devices))
@@ -241,7 +244,7 @@ def latency(seconds: Sequence[float], timeout_s: float) -> Finding:
     return ok(about, f"{text}; redis.timeout_s = {timeout_s}")
 
 
-def clock(asked: Sequence[tuple[float, float, float]], policy: Policy) -> Finding:
+def clock(asked: Sequence[tuple[float, float, float]], policy: Policy | Rounds) -> Finding:
     """Compare this machine's clock with Redis's.
 
     ``asked``: (before, Redis's time, after) of each exchange, in seconds; the fastest is used, as

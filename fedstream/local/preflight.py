@@ -10,7 +10,7 @@ import socket
 import sys
 import time
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,21 +24,26 @@ from fedstream.observe import report
 from fedstream.observe.display import Display
 from fedstream.observe.observer import Observer
 from fedstream.operate.presence import serving
+from fedstream.runtime.plugins import words
 from fedstream.settings.config import Settings
 from fedstream.settings.services import check_used, devices_of, look_over, task_of
-from fedstream.trainer.loading import words
+from fedstream.settings.start import first_model
+from fedstream.sinks.choice import named
 
 if TYPE_CHECKING:
     from torch import nn
+
+    from fedstream.trainer.task import Task
 
 
 @dataclass(frozen=True)
 class Subject:
     """What the parent learned about the task by loading it once."""
 
+    task: Task
     module: nn.Module
     devices: int
-    tested: bool  # the task has test data
+    tested: bool  # the task has test data, or its devices have
     torch: str
 
 
@@ -52,20 +57,32 @@ def check_folder(request: RunRequest) -> None:
         )
 
 
-def check_journal(request: RunRequest) -> None:
-    """Check that the journal can be resumed. Raises JournalError if it's missing or finished."""
-    folder = Path(request.settings.journal.dir)
+def resumed(request: RunRequest) -> RunRequest:
+    """The request with the number of versions that the resumed run is to have.
+
+    That is the journal's, unless a higher one was configured. Raises JournalError if there is no
+    journal, or if its run is finished and not to have more versions.
+    """
+    folder, run = Path(request.settings.journal.dir), request.settings.run
     chain = segments(folder)
     try:
         if not chain:
             raise JournalError(f"--resume: no journal in {folder}: give the run's folder as --out")
         last = chain[-1]
         ends = [last.standing.finished, *(entry.finished for _, entry in entries(last, None))]
-        if why := next(filter(None, ends), None):
-            raise JournalError(f"--resume: the run in {request.out} is finished ({why})")
+        why, had = next(filter(None, ends), None), last.head.versions
     finally:
         for segment in chain:
             segment.close()
+    extended = "versions" in run.model_fields_set and run.versions > had  # not by a mere default
+    if why is not None and not extended:
+        raise JournalError(
+            f"--resume: the run in {request.out} is finished ({why}): to extend it, give "
+            f"--versions above {had}"
+        )
+    if not extended:
+        run = run.model_copy(update={"versions": had})
+    return replace(request, settings=request.settings.model_copy(update={"run": run}))
 
 
 def reserve_port(request: RunRequest) -> HeldPort:
@@ -98,9 +115,11 @@ async def check_redis(request: RunRequest, display: Display) -> None:
             view = await Observer(client, keys).look()
         except NoRun:
             return  # a resumed run continues from its journal
-        if view.run.state == "finished":
+        extended = request.resume and view.run.versions < request.settings.run.versions
+        if view.run.state == "finished" and not extended:
             raise FedstreamError(
-                f"run {keys.name!r} is finished ({view.run.why}): choose another name with --set "
+                f"run {keys.name!r} is finished ({view.run.why}): extend it with --resume and "
+                f"--versions above {view.run.versions}, choose another name with --set "
                 "run.name=..., or delete it with `fedstream purge`"
             )
         if not request.resume:
@@ -140,8 +159,10 @@ async def _reached(client: Client, within_s: float, display: Display) -> None:
             return
 
 
-def examine(settings: Settings) -> Subject:
+def examine(settings: Settings, *, begins: bool = True) -> Subject:
     """Load the task here once, so that its errors are reported before anything starts.
+
+    ``begins``: the run is new, so its start is checked too.
 
     Raises ConfigError or DataError with the place in the user's program.
     """
@@ -152,6 +173,8 @@ def examine(settings: Settings) -> Subject:
     from fedstream.trainer.vector import layout_of
 
     check_used(settings)
+    for sink in named(settings.sinks):
+        sink.make()  # raises if its package is missing
     with redirect_stdout(sys.stderr):  # stdout may be read by a program
         task = task_of(settings)
         try:
@@ -171,7 +194,10 @@ def examine(settings: Settings) -> Subject:
             samples_of(test_data)
         devices = devices_of(settings, task)
         look_over(task, devices, trained_here=True)
-    return Subject(module, devices, test_data is not None, torch.__version__)
+        if begins and settings.run.start is not None:
+            first_model(task, settings.run.seed, settings.run.start)
+    tested = test_data is not None or settings.evaluator.per_device != "never"
+    return Subject(task, module, devices, tested, torch.__version__)
 
 
 def _user_error(settings: Settings, what: str, error: Exception) -> str:

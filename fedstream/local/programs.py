@@ -10,18 +10,22 @@ import tomli_w
 from fedstream.local import parent
 from fedstream.local.supervisor import Program
 from fedstream.settings.config import Settings
+from fedstream.sinks.service import DRAIN_S
 
 _OURS = ("FEDSTREAM_CONFIG", "FEDSTREAM_NAME")
 
 
-def programs(settings: Settings, trainers: int, config: Path, port: int) -> list[Program]:
-    """Services of a run, in starting order."""
+def programs(
+    settings: Settings, trainers: int, config: Path, port: int, *, changed_rules: bool = False
+) -> list[Program]:
+    """Services of a run, in starting order. ``changed_rules``: the updater accepts these."""
     # Free ports: all services share one machine.
     file = ("--config", str(config), "--set", "http.port=0", "--set", "http.health_port=0")
     listen = ("--set", f"http.port={port}")
+    rules = ("--changed-rules",) if changed_rules else ()
     return [
         # First those that load torch, which takes longest.
-        Program("updater", "updater", file, settings.updater.drain_s),
+        Program("updater", "updater", (*file, *rules), settings.updater.drain_s),
         *(
             Program(f"trainer-{n}", "trainer", file, settings.trainer.drain_s)
             for n in range(1, trainers + 1)
@@ -29,6 +33,7 @@ def programs(settings: Settings, trainers: int, config: Path, port: int) -> list
         Program("evaluator", "evaluator", file, settings.evaluator.drain_s),
         Program("coordinator", "coordinator", (*file, *listen), settings.coordinator.drain_s),
         Program("scheduler", "scheduler", file, settings.scheduler.drain_s),
+        *(Program("sinks", "sinks", file, DRAIN_S, vital=False) for _ in settings.sinks[:1]),
     ]
 
 

@@ -18,6 +18,7 @@ class RunRequest:
     trainers: int = 2
     port: int | None = None  # the coordinator's; 0: any free one; None: http.port
     resume: bool = False
+    changed_rules: bool = False  # resume although the source of a rule isn't the recorded one
     redis_within_s: float = 10.0  # how long a Redis that was named may take to answer
 
     @property
@@ -33,4 +34,6 @@ class RunRequest:
         settings = self.settings.with_absolute_paths()
         folder = {"dir": str(self.out.absolute() / FOLDER)}
         journal = settings.journal.model_copy(update=folder)
-        return replace(self, settings=settings.model_copy(update={"journal": journal}))
+        sinks = tuple(sink.placed(self.out.absolute()) for sink in settings.sinks)
+        update = {"journal": journal, "sinks": sinks}
+        return replace(self, settings=settings.model_copy(update=update))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import redirect_stdout
 from typing import Any
 
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
-from fedstream.broker.errors import FedstreamError, NoRun
+from fedstream.broker.errors import DataError, FedstreamError, NoRun
 from fedstream.broker.layout import Model
 from fedstream.broker.records import View
 from fedstream.journal import FOLDER
@@ -19,6 +21,7 @@ from fedstream.observe import report
 from fedstream.observe.display import short
 from fedstream.observe.history import History
 from fedstream.observe.observer import Observer
+from fedstream.runtime.plugins import words
 from fedstream.settings.recording import CONFIG
 
 LOGS = "logs"
@@ -86,7 +89,7 @@ def write(
     if view is not None:
         from fedstream.observe import curves
 
-        report.write_table(out, history, view.run.created)
+        report.Table(out, view.run.created).write(history)
         yield report.METRICS
         title = (
             f"{short(settings.task.name)} · {settings.strategy.name} · "
@@ -105,4 +108,24 @@ def write(
         }  # fmt: skip
         report.write_model(out, model, subject.module, about)
         yield report.MODEL
+        if settings.evaluator.per_device != "never":
+            report.write_devices(out, _per_device(subject, view.run.devices))
+            yield report.DEVICES
     yield from (FOLDER, CONFIG, LOGS)
+
+
+def _per_device(subject: Subject, devices: int) -> dict[int, dict[str, float]]:
+    """Metrics of the last model, which the module has, on each device's own test data.
+
+    The evaluator reports only their spread, whose size does not depend on the number of devices.
+    Raises DataError for whatever the task raises.
+    """
+    from fedstream.trainer.fairness import device_metrics
+
+    try:
+        with redirect_stdout(sys.stderr):
+            return device_metrics(subject.task, subject.module, devices)
+    except FedstreamError:
+        raise
+    except Exception as error:
+        raise DataError(f"the devices' test data: {words(error)}") from error

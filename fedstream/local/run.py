@@ -18,20 +18,23 @@ from shutil import disk_usage
 from typing import Any
 
 from fedstream.broker.client import Client
-from fedstream.broker.errors import FedstreamError, NoRun
+from fedstream.broker.errors import DataError, FedstreamError, NoRun
 from fedstream.broker.keys import Keys
+from fedstream.broker.records import View
 from fedstream.journal import JournalError
 from fedstream.local import preflight, results, run_toml
 from fedstream.local.ending import Ending, ending, notices
 from fedstream.local.preflight import Subject
 from fedstream.local.programs import environment, programs
-from fedstream.local.recall import recall
 from fedstream.local.redis_server import RedisServer
 from fedstream.local.request import RunRequest
 from fedstream.local.supervisor import Program, Supervisor
 from fedstream.observe import report
 from fedstream.observe.display import Display
+from fedstream.observe.history import History
 from fedstream.observe.observer import Observer
+from fedstream.observe.occupied import occupied
+from fedstream.observe.recall import recall
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.signals import Stop
 from fedstream.settings.recording import CONFIG
@@ -47,12 +50,12 @@ def run(request: RunRequest, display: Display) -> tuple[int, dict[str, Any]]:
     preflight.check_folder(request)
     request = request.resolved()
     if request.resume:
-        preflight.check_journal(request)
+        request = preflight.resumed(request)
     with ExitStack() as stack:
         port = stack.enter_context(preflight.reserve_port(request))
         if not request.own_redis:
             asyncio.run(preflight.check_redis(request, display))
-        subject = preflight.examine(request.settings)
+        subject = preflight.examine(request.settings, begins=not request.resume)
         stop = stack.enter_context(Stop())  # from here on, a signal must clean up
         server: RedisServer | None = None
         url = request.settings.redis.url
@@ -65,6 +68,7 @@ def run(request: RunRequest, display: Display) -> tuple[int, dict[str, Any]]:
             raise KeyboardInterrupt  # nothing has been written yet
         with report.usable(request.out):
             (request.out / results.LOGS).mkdir(parents=True, exist_ok=True)
+            stack.enter_context(occupied(request.out))
             run_toml.write(request.settings, request.out, url, private=request.own_redis)
         try:
             live = LocalRun(request, subject, display, url, server, port.number)
@@ -96,7 +100,13 @@ class LocalRun:
         self._client = Client(settings.redis.model_copy(update={"url": redis_url}), "run")
         self._observer = Observer(self._client, Keys(settings.run.name))
         self._supervisor = Supervisor(
-            programs(settings, request.trainers, request.out / CONFIG, port),
+            programs(
+                settings,
+                request.trainers,
+                request.out / CONFIG,
+                port,
+                changed_rules=request.changed_rules,
+            ),
             logs=request.out / results.LOGS,
             environment=environment(os.environ, settings, redis_url, os.getpid()),
             say=display.say,
@@ -105,6 +115,7 @@ class LocalRun:
         )
         self._header = _header(request, subject, self._client.address, port)
         self._started = time.time()
+        self._table: report.Table | None = None  # None: the run does not exist yet
         self._ending: Ending | None = None
         self._over = asyncio.Event()
         self._told: set[str] = set()  # keys of messages to show only once
@@ -172,7 +183,21 @@ class LocalRun:
                 self._display.say(f"Redis answers again after {away:.1f} s")
                 self._lost_since = None
         view, history = self._observer.view, self._observer.history
+        if view is not None:
+            self._tabulate(view, history)
         self._display.show(view, history, stopping=self._over.is_set())
+
+    def _tabulate(self, view: View, history: History) -> None:
+        """Add new measurements to metrics.csv. The run goes on without the file."""
+        if self._table is None:
+            self._table = report.Table(self._request.out, view.run.created)
+        try:
+            self._table.follow(history)
+        except OSError as error:
+            if "table" not in self._told:
+                self._told.add("table")
+                where = self._request.out / report.METRICS
+                self._display.say(f"{where}: cannot be written: {error.strerror}")
 
     def _judge(self) -> None:
         """Report notable events, and decide whether the run has ended."""
@@ -182,6 +207,9 @@ class LocalRun:
             if key not in self._told:
                 self._told.add(key)
                 self._display.say(line)
+        wanted = self._request.settings.run.versions
+        if self._request.resume and view is not None and view.run.versions < wanted:
+            view = None  # the updater is about to extend the run, which may be finished
         now = time.monotonic()
         if view is not None and view.run.state == "finished" and self._finished_since is None:
             self._finished_since = now
@@ -233,6 +261,9 @@ class LocalRun:
         except OSError as error:
             self._display.say(f"{request.out}: cannot be written: {error.strerror}")
             code = code or 1
+        except DataError as error:
+            self._display.say(str(error))
+            code = code or 1
         self._display.result(numbers, files)
         return code, numbers
 
@@ -280,7 +311,8 @@ def _header(request: RunRequest, subject: Subject, redis: str, port: int) -> dic
         "run": f"{settings.run.name}: {goal}",
         "task": f"{settings.task.name}, {subject.devices} devices",
         "strategy": settings.strategy.name,
-        "services": f"coordinator, scheduler, updater, evaluator, {request.trainers} trainers",
+        "services": f"coordinator, scheduler, updater, evaluator, {request.trainers} trainers"
+        + (", sinks" if settings.sinks else ""),
         "Redis": f"{redis}{whose}",
         "status": f"http://{host}:{port}/v1/runs/{settings.run.name}",
         "watch": f"fedstream top --config {request.out / CONFIG}",

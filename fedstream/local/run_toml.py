@@ -52,6 +52,15 @@ def names_private_redis(settings: Settings, config: Path | None) -> bool:
     return text.startswith(_MARK) and tomllib.loads(text)["redis"]["url"] == settings.redis.url
 
 
+def is_left_behind(config: Path) -> bool:
+    """Whether a run with a private Redis wrote this file and has not ended: it lives or was killed.
+
+    Raises OSError.
+    """
+    with config.open(encoding="utf-8", errors="replace") as file:
+        return file.readline() == _MARK
+
+
 def without_private_redis(settings: Settings, config: Path | None) -> Settings:
     """The configuration without a private Redis's URL, which a killed run left in run.toml."""
     if not names_private_redis(settings, config):

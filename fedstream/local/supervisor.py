@@ -15,7 +15,7 @@ from pathlib import Path
 from fedstream.runtime.backoff import pause
 
 # Producers of work stop before its consumers, so that nothing is left half done.
-STOP_ORDER = ("scheduler", "trainer", "coordinator", "updater", "evaluator")
+STOP_ORDER = ("scheduler", "trainer", "coordinator", "updater", "evaluator", "sinks")
 
 _MOST_DELAY_S = 10.0
 _STEADY_S = 30.0  # a process that ran this long counts as working
@@ -79,6 +79,7 @@ class Program:
     role: str
     arguments: Sequence[str]
     drain_s: float
+    vital: bool = True  # whether the run fails if it can't be kept alive
 
 
 class Child:
@@ -169,7 +170,7 @@ class Child:
         reason = self._last_words(at) if code >= 0 else ""
         how = how_it_ended(code) + (f": {reason}" if reason else "")
         if code == _WRONG_CONFIGURATION:
-            self._supervisor.failed(f"{self.program.name} {how}")
+            self._lost(how)
             return None
         worked = await self._supervisor.worked(self.program, pid)
         return self._died(how, lived_s=lived_s, worked=worked)
@@ -182,13 +183,21 @@ class Child:
         except OSError as error:
             return f"its log cannot be read: {error}"
 
+    def _lost(self, how: str) -> None:
+        """It will not be started again: the run fails, unless it can do without."""
+        name = self.program.name
+        if self.program.vital:
+            self._supervisor.failed(f"{name} {how}")
+        else:
+            self._supervisor.say(f"{name} {how}; the run goes on without it")
+
     def _died(self, how: str, *, lived_s: float, worked: bool) -> float | None:
         """Count a death and report it; returns the same as :meth:`_after_death`."""
         name = self.program.name
         delay = self._policy.died(lived_s, worked=worked)
         if delay is None:
             times = f"{_DEATHS_IN_A_ROW} times in a row"
-            self._supervisor.failed(f"{name} died {times}; the last time it {how}")
+            self._lost(f"died {times}; the last time it {how}")
         else:
             self._supervisor.say(f"{name} {how}; restarting it in {delay:g} s")
         return delay

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 _TEST, _TRAIN, _FAINT = "#1f5fa8", "#d9772b", "#eec39c"
+# Okabe and Ito's colours, which colour-blind people can tell apart.
+COLOURS = ("#0072b2", "#e69f00", "#009e73", "#cc79a7", "#56b4e9", "#d55e00", "#000000")
+_DASHES = ("-", "--", ":", "-.")
 _MOST_BARS = 40  # in the panels of devices and of staleness
 STYLE: Any = {  # matplotlib names every key in its type
     "font.size": 9.0,
@@ -35,6 +38,17 @@ STYLE: Any = {  # matplotlib names every key in its type
     "legend.frameon": False,
     "lines.linewidth": 1.6,
 }
+
+
+def line_style(place: int) -> dict[str, Any]:
+    """Colour and dashes of one of several curves.
+
+    28 can be told apart (7 colours, 4 dashes), and neighbours even without colours.
+    """
+    return {
+        "color": COLOURS[place % len(COLOURS)],
+        "linestyle": _DASHES[place % len(_DASHES)],
+    }
 
 
 @dataclass(frozen=True)

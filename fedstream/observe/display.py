@@ -14,9 +14,11 @@ from rich.text import Text
 
 from fedstream.broker.records import View
 from fedstream.observe.history import History
-from fedstream.terminal import cell, console, cut, line, spaced
+from fedstream.terminal import cell, console, cut, line, measure, spaced
 
 _LINE_EVERY_S = 3.0
+_NAMED = 20  # devices
+_MEAN = "device_mean_"  # of trainer/fairness.py
 _STALLED_S = 5.0  # without a version; at least 10 times the usual interval between versions
 
 
@@ -74,6 +76,12 @@ def doing(view: View | None, history: History, now: float, *, stopping: bool) ->
     return "starting the services" if view is None else pace(view, history, now)
 
 
+def quarantined(devices: Sequence[int]) -> str:
+    """Devices in quarantine, in one line; at most 20 are named."""
+    named, more = ", ".join(map(str, devices[:_NAMED])), len(devices) - _NAMED
+    return f"{len(devices)}: {named}" + (f" and {more} more" if more > 0 else "")
+
+
 def figures(view: View, history: History) -> str:
     """Accuracy, staleness and counts, in one line."""
     parts = []
@@ -102,6 +110,18 @@ def outcomes(tasks: Mapping[str, int]) -> str:
     return f"{tasks['issued']} issued = {' + '.join(parts) or '0'}"
 
 
+def fairness(metrics: Mapping[str, float | None]) -> str:
+    """How the devices are served, by accuracy or else by the first metric; '' if not measured."""
+    means = [name for name in metrics if name.startswith(_MEAN)]
+    if not means:
+        return ""
+    name = min(means, key=lambda one: one != f"{_MEAN}accuracy").removeprefix(_MEAN)
+    parts = (("mean", "mean"), ("worst tenth", "worst_tenth"), ("deviation", "deviation"))
+    values = [(said, metrics.get(f"device_{key}_{name}")) for said, key in parts]
+    told = ", ".join(f"{said} {measure(v)}" for said, v in values if v is not None)
+    return f"{name} {told}"
+
+
 def result_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
     """Result as rows of (name, value)."""
     rows = [("result", f"{numbers['state']}: {numbers['why']}")]
@@ -113,6 +133,8 @@ def result_rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
             best, at = numbers["best_accuracy"], numbers["best_accuracy_version"]
             text += f" (best {best:.4f} at version {at})"
         rows.append(("accuracy", text))
+    if served := fairness(numbers["metrics"]):
+        rows.append(("devices", served))
     speed = f"{numbers['seconds']:.1f} s, {numbers['updates_per_s']:.1f} updates/s"
     before = numbers["versions_before"]
     new = f", {numbers['versions'] - before} of them" if before else ""

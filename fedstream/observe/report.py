@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -18,7 +18,7 @@ from fedstream import __version__
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.messages import OUTCOMES
 from fedstream.broker.records import View
-from fedstream.journal import FOLDER
+from fedstream.journal import FOLDER, journal_of
 from fedstream.observe.history import History, SeenVersion
 from fedstream.settings.recording import CONFIG
 
@@ -29,12 +29,13 @@ if TYPE_CHECKING:
 
 SUMMARY = "summary.json"
 METRICS = "metrics.csv"
+DEVICES = "devices.csv"
 MODEL = "model.safetensors"
 CURVES = "curves.png"
 
 _COLUMNS = (
-    "version", "seconds", "updates", "staleness", "weight", "device", "task", "loss",
-    "accuracy", "test_loss",
+    "version", "seconds", "updates", "total_updates", "staleness", "weight", "device", "task",
+    "loss", "accuracy", "test_loss",
 )  # fmt: skip
 
 
@@ -60,6 +61,30 @@ class Facts:
 def default_out(name: str, now: datetime) -> Path:
     """Default output folder, one for each run."""
     return Path("runs") / f"{name}-{now:%Y%m%d-%H%M%S}"
+
+
+def beside(folder: Path, what: str, out: Path | None, files: Sequence[str]) -> Path:
+    """Folder for files made from a recording: ``out``, or the first free ``<what>-<n>`` of the run.
+
+    Raises ConfigError for a folder inside the journal's, or one that has any of ``files`` already.
+    """
+    journal = journal_of(folder)
+    if out is None:
+        run = folder
+        if folder == journal:
+            run = folder.parent if folder.name not in ("", "..") else folder / ".."
+        taken = {path.name for path in run.glob(f"{what}-*")}
+        names = (f"{what}-{n}" for n in range(1, len(taken) + 2))
+        out = next(run / name for name in names if name not in taken)
+    if out.resolve().is_relative_to(journal.resolve()):
+        raise ConfigError(
+            f"--out {out}: is inside the journal's folder, where nothing else may be: choose "
+            "another folder"
+        )
+    for name in files:
+        if (out / name).exists():
+            raise ConfigError(f"--out {out}: already contains {name}: choose another folder")
+    return out
 
 
 def taken(out: Path) -> str | None:
@@ -94,6 +119,7 @@ def summary(facts: Facts, history: History, view: View | None) -> dict[str, Any]
         "versions": view.head.version if view else 0,
         "versions_before": _before(history, begun),
         "versions_wanted": view.run.versions if view else facts.target,
+        "updates": late.total(),
         "seconds": round(seconds, 3),
         "updates_per_s": round(updates / seconds, 3) if seconds else 0.0,
         "tasks": tasks_of(view),
@@ -113,10 +139,11 @@ def summary(facts: Facts, history: History, view: View | None) -> dict[str, Any]
         "devices": facts.devices,
         "trainers": facts.trainers,
         "seed": facts.seed,
+        "start": (view.run.start or None) if view else None,
         "parameters": view.run.layout.parameters if view else None,
-        "created": _stamp(view.run.created) if view else None,
-        "started": _stamp(facts.started),
-        "finished": _stamp(facts.ended),
+        "created": stamp(view.run.created) if view else None,
+        "started": stamp(facts.started),
+        "finished": stamp(facts.ended),
         "wall_seconds": round(facts.ended - facts.started, 3),
         "fedstream": __version__,
         "torch": facts.torch,
@@ -151,34 +178,75 @@ def _before(history: History, begun: float) -> int:
     return max((n for n, version in history.versions.items() if version.time <= begun), default=0)
 
 
-def _stamp(seconds: float) -> str:
+def stamp(seconds: float) -> str:
+    """A time as text: ISO 8601, UTC."""
     return datetime.fromtimestamp(seconds, UTC).isoformat(timespec="milliseconds")
 
 
-def table(history: History, created: float) -> Iterator[list[object]]:
-    """Rows of metrics.csv: one for each version, after a row with the columns' names.
+class Table:
+    """metrics.csv: a row for each version, with what was measured of it.
 
-    ``seconds`` count from ``created``. If a version consists of several updates (rounds), its
+    While a run goes on, rows are appended up to each measured version; a crash may tear the last
+    one. ``seconds`` count from ``created``. If a version consists of several updates (rounds), its
     staleness, weight and training loss are means, and devices and tasks are separated by spaces.
     """
-    names = {name for metrics in history.evaluations.values() for name in metrics}
-    more = sorted(names - {"accuracy", "loss"})
-    yield [*_COLUMNS, *(f"test_{name}" for name in more)]
-    for number, version in sorted(history.versions.items()):
-        metrics = history.evaluations.get(number, {})
-        yield [
-            number,
-            f"{max(0.0, version.time - created):.4f}",
-            *_made_of(version),
-            *(_number(metrics.get(name)) for name in ("accuracy", "loss", *more)),
-        ]
+
+    def __init__(self, out: Path, created: float) -> None:
+        self._path = out / METRICS
+        self._created = created
+        self._names: list[str] | None = None  # of metrics with columns; None: nothing written yet
+        self._last = -1  # version written
+        self._total = 0  # updates up to it
+
+    def follow(self, history: History) -> None:
+        """Append what is missing up to the version measured last. Raises OSError."""
+        if history.measured is None or history.measured[0] not in history.versions:
+            return
+        measured, metrics = history.measured
+        if self._names is None or not metrics.keys() <= {"accuracy", "loss", *self._names}:
+            self.write(history, measured)
+        elif measured > self._last:
+            new = [n for n in range(self._last + 1, measured + 1) if n in history.versions]
+            names, self._names = self._names, None  # if this fails, start over
+            with self._path.open("a", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows(self._rows(history, new, names))
+            self._names = names
+
+    def write(self, history: History, until: int | None = None) -> None:
+        """Replace the file by the whole table, up to version ``until``. Raises OSError."""
+        found = {name for metrics in history.evaluations.values() for name in metrics}
+        names = sorted(found - {"accuracy", "loss"})
+        versions = sorted(n for n in history.versions if until is None or n <= until)
+        self._names, self._last, self._total = None, -1, 0
+        aside = self._path.with_name(f".{METRICS}")
+        with aside.open("w", newline="", encoding="utf-8") as file:
+            table = csv.writer(file)
+            table.writerow([*_COLUMNS, *(f"test_{name}" for name in names)])
+            table.writerows(self._rows(history, versions, names))
+        aside.replace(self._path)
+        self._names = names
+
+    def _rows(
+        self, history: History, versions: Sequence[int], names: Sequence[str]
+    ) -> Iterator[list[object]]:
+        for number in versions:
+            version = history.versions[number]
+            metrics = history.evaluations.get(number, {})
+            self._last, self._total = number, self._total + len(version.updates)
+            yield [
+                number,
+                f"{max(0.0, version.time - self._created):.4f}",
+                len(version.updates),
+                self._total,
+                *_made_of(version),
+                *(_number(metrics.get(name)) for name in ("accuracy", "loss", *names)),
+            ]
 
 
 def _made_of(version: SeenVersion) -> list[object]:
     updates = version.updates
     losses = [u.loss for u in updates if u.loss is not None]
     return [
-        len(updates),
         _number(fmean([u.staleness for u in updates]) if updates else None),
         _number(fmean([u.weight for u in updates]) if updates else None),
         " ".join(str(u.device) for u in updates),
@@ -217,10 +285,19 @@ def _sayable(value: Any) -> Any:
     return value
 
 
-def write_table(out: Path, history: History, created: float) -> None:
-    """Write metrics.csv."""
-    with (out / METRICS).open("w", newline="", encoding="utf-8") as file:
-        csv.writer(file).writerows(table(history, created))
+def write_devices(out: Path, found: Mapping[int, Mapping[str, float]]) -> None:
+    """Write devices.csv: each device's own test metrics."""
+    names = list(dict.fromkeys(name for metrics in found.values() for name in metrics))
+    with (out / DEVICES).open("w", newline="", encoding="utf-8") as file:
+        table = csv.writer(file)
+        table.writerow(["device", *map(column, names)])
+        for device, metrics in sorted(found.items()):
+            table.writerow([device, *(_number(metrics.get(name)) for name in names)])
+
+
+def column(metric: str) -> str:
+    """The column of a test metric: ``loss`` is the training's."""
+    return metric if metric == "accuracy" else f"test_{metric}"
 
 
 def write_model(out: Path, model: Model, module: nn.Module, about: Mapping[str, str]) -> None:

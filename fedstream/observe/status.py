@@ -21,7 +21,7 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.messages import first_wrong
 from fedstream.coordinator.app import status
-from fedstream.observe.display import outcomes, two_columns
+from fedstream.observe.display import outcomes, quarantined, two_columns
 from fedstream.terminal import cell, clock, console, number, spaced
 
 _ANSWER_S = 15.0  # more than the 10 s that a coordinator waits for Redis
@@ -62,6 +62,7 @@ class _Answer(BaseModel):
     buffered_now: int
     kept_versions: int
     dead_letters: int
+    quarantined: list[int] = []  # absent if the coordinator is of an older release
     trainers: int
     register_: dict[str, dict[str, Any]] = Field(alias="register")  # BaseModel has a `register`
 
@@ -169,6 +170,8 @@ def _rows(about: Mapping[str, Any]) -> list[tuple[str, str]]:
         f"{about['triggers']} triggers, {about['inbox']} in the inboxes, "
         f"{about['queue']} in the queue ({about['buffered_now']} buffered)"
     )
+    if barred := about.get("quarantined"):
+        rows.append(("quarantined", quarantined(barred)))
     rows += [
         ("waiting", backlog),
         ("kept", f"{about['kept_versions']} versions, {about['dead_letters']} dead letters"),

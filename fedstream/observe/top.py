@@ -22,7 +22,7 @@ from fedstream.broker.errors import FedstreamError, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.messages import Event
 from fedstream.broker.records import View
-from fedstream.observe.display import outcomes, pace, short, two_columns
+from fedstream.observe.display import outcomes, pace, quarantined, short, two_columns
 from fedstream.observe.history import History
 from fedstream.observe.observer import Observer
 from fedstream.observe.report import tasks_of
@@ -100,6 +100,8 @@ def _numbers(view: View, history: History) -> Table:
             f"{view.triggers} triggers, {view.inbox} in the inboxes, {view.backlog} in the queue",
         ),
     ]
+    if barred := sorted(view.head.quarantines.by_device):
+        rows.append(("quarantined", quarantined(barred)))
     rows += [
         (what, ", ".join(f"{why} {count}" for why, count in reasons.items()))
         for what in ("refused", "dead", "stray")

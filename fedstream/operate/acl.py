@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import POOL, check_name
-from fedstream.broker.rights import PARTS, ROLES, acl
+from fedstream.broker.rights import OPTIONAL, PARTS, ROLES, acl
 
 _PREFIX = "FEDSTREAM_PASSWORD_"
 
@@ -34,7 +34,8 @@ def file_of(run: str, environ: Mapping[str, str], sites: Sequence[str] = ()) -> 
                 f"--site {site}: its password would be read from {place}, which is {twin}'s"
             )
         named[site] = environ.get(place, "")
-    missing = [_PREFIX + role.upper() for role in ROLES if not given[role]]
+    needed = (role for role in ROLES if role not in OPTIONAL)
+    missing = [_PREFIX + role.upper() for role in needed if not given[role]]
     missing += [variable(site) for site, password in named.items() if not password]
     if missing:
         raise ConfigError(

@@ -27,6 +27,7 @@ from fedstream.broker.messages import (
     GiveUp,
     Message,
     RoundEnd,
+    SetQuarantine,
     Trigger,
     Upload,
     Withdraw,
@@ -36,7 +37,7 @@ from fedstream.broker.messages import (
 from fedstream.observe.display import two_columns
 from fedstream.terminal import cell, clock, console, number, spaced
 
-_KINDS = (Assignment, Trigger, Upload, GiveUp, CloseRound, RoundEnd, Withdraw)
+_KINDS = (Assignment, Trigger, Upload, GiveUp, CloseRound, RoundEnd, SetQuarantine, Withdraw)
 _AT = "%Y-%m-%d %H:%M:%S"
 _PAGE = 100  # letters per read: they may be long
 _SHOWN = 200  # bytes shown of an undecodable entry

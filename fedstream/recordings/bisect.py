@@ -14,8 +14,8 @@ from fedstream.journal import NotRecorded, Segment, Standing, Taken, newest_vers
 from fedstream.journal.inspection import Move, history
 from fedstream.journal.rebuild import is_used
 from fedstream.journal.shares import direction
+from fedstream.settings.services import loaded
 from fedstream.strategies.mixing import norm
-from fedstream.trainer.loading import load_task
 from fedstream.trainer.task import measured, untrained
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def measuring(settings: Settings) -> Callable[[int, Model], dict[str, float]] | 
     torch.set_num_threads(settings.evaluator.threads)
     name = settings.task.name
     with redirect_stdout(stderr), _told(f"task {name!r}"):  # stdout may be read by a program
-        task = load_task(name, settings.task)
+        task = loaded(settings.task)
         data, module = task.test_data(), untrained(task)
     if data is None:
         return None

@@ -21,7 +21,9 @@ from fedstream.journal import (
     Cut,
     EntryRecord,
     JournalError,
+    QuarantineSet,
     Record,
+    RoundClosed,
     Segment,
     Standing,
     Taken,
@@ -40,7 +42,7 @@ _GAP = 2  # between two columns
 _PAGE = 1000  # records in a table: memory holds one table at a time
 _WIDTHS = {
     "version": 8, "time": 12, "device": 6, "task": 12, "tau": 8, "late": 5, "weight": 9,
-    "outcome": 9, "samples": 7, "steps": 6, "loss": 9, "norm": 9, "distance": 9, "digest": 8,
+    "outcome": 10, "samples": 7, "steps": 6, "loss": 9, "norm": 9, "distance": 9, "digest": 8,
     "reason": 20,
 }  # fmt: skip
 _NORMS = ("norm", "distance")
@@ -79,6 +81,8 @@ class Filter:
         if isinstance(message, Taken):
             wanted = not self.devices or message.upload.device in self.devices
             return wanted and (not self.outcomes or message.outcome in self.outcomes)
+        if isinstance(message, QuarantineSet) and self.devices:
+            return not self.outcomes and not self.devices.isdisjoint(message.devices)
         return not (self.devices or self.outcomes)
 
 
@@ -206,8 +210,7 @@ def _cells(entry: EntryRecord, measured: NormPair) -> dict[str, str]:
         "digest": (entry.digest or "")[:8],
     }
     if not isinstance(entry, Taken):
-        why = entry.why or f"of version {entry.round}"
-        return dict.fromkeys(_WIDTHS, "") | about | {"outcome": "round end", "reason": why}
+        return dict.fromkeys(_WIDTHS, "") | about | _control(entry)
     upload, (sent, distance) = entry.upload, measured
     return about | {
         "device": str(upload.device), "task": upload.task[-_WIDTHS["task"] :],
@@ -217,6 +220,18 @@ def _cells(entry: EntryRecord, measured: NormPair) -> dict[str, str]:
         "distance": number(distance),
         "reason": entry.reason,
     }  # fmt: skip
+
+
+def _control(entry: RoundClosed | QuarantineSet) -> dict[str, str]:
+    """Cells of a control entry."""
+    if isinstance(entry, RoundClosed):
+        return {"outcome": "round end", "reason": entry.why or f"of version {entry.round}"}
+    what = "release" if entry.release else "quarantine"
+    named = " ".join(map(str, entry.devices))
+    if len(entry.devices) == 1:
+        return {"outcome": what, "device": named, "reason": entry.why}
+    why = f": {entry.why}" if entry.why else ""
+    return {"outcome": what, "device": "", "reason": f"devices {named}{why}"}
 
 
 def write_lines(path: Path, found: Iterable[RecordLine]) -> int:
@@ -243,7 +258,7 @@ def write_lines(path: Path, found: Iterable[RecordLine]) -> int:
                     "loss": upload.loss, "reason": message.reason,
                 }  # fmt: skip
             else:
-                row |= {"outcome": "round end", "reason": message.why}
+                row |= _control(message)
             writer.writerow(_in_csv(row.get(name)) for name in _WIDTHS)
     return count
 

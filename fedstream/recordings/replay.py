@@ -19,14 +19,16 @@ from rich.table import Table
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Model
+from fedstream.broker.messages import Sends
 from fedstream.journal import JournalError, journal_of
 from fedstream.journal.rebuild import is_used
 from fedstream.journal.replay import Moment, Replayer
 from fedstream.observe import report
 from fedstream.recordings.bisect import measuring
 from fedstream.runtime.config import load
+from fedstream.settings.config import options
 from fedstream.settings.recording import settings_of
-from fedstream.strategies import Rule, StrategySettings
+from fedstream.strategies import RULES, Strategy, StrategySettings, strategy_of
 from fedstream.strategies.mixing import BLOCK, norm
 from fedstream.terminal import cell, console, line, progress, verbatim
 
@@ -38,6 +40,10 @@ MeasureAll = Callable[[int, Model], MetricValues]
 
 TABLE = "replay.csv"
 PICTURE = "replay.png"
+_CONVERTED: dict[Sends, str] = {
+    "delta": "it got each model minus the recorded one that it was trained from",
+    "model": "it got each delta plus the recorded model that it was trained from",
+}
 _POINTS = 10  # default number of versions to measure
 _UNMEASURED = "; --evaluate-every 0 measures nothing and needs no task"
 
@@ -49,10 +55,12 @@ class _Strategy(BaseModel):
     strategy: StrategySettings
 
 
-def rule_by(sets: Sequence[str]) -> Callable[[Mapping[str, Any]], Rule] | None:
-    """Function that applies ``--set`` to a recorded strategy; None if ``sets`` is empty.
+def rule_by(
+    sets: Sequence[str], strategy: str | None = None
+) -> Callable[[Mapping[str, Any]], Strategy] | None:
+    """Function that applies ``--set`` and ``--strategy`` to a recorded strategy.
 
-    Raises ConfigError.
+    None if neither is given. Raises ConfigError.
     """
     for item in sets:
         if not item.strip().startswith("strategy."):
@@ -60,14 +68,16 @@ def rule_by(sets: Sequence[str]) -> Callable[[Mapping[str, Any]], Rule] | None:
                 f"--set {item}: a replay can change only the strategy, as in --set "
                 "strategy.alpha=0.3; everything else is as recorded"
             )
-    if not sets:
+    if not sets and strategy is None:
         return None
 
-    def rule(recorded: Mapping[str, Any]) -> Rule:
+    def rule(recorded: Mapping[str, Any]) -> Strategy:
+        strategy_of(recorded, 0)  # may what it names be loaded?
         # A separate layer: if the name or a kind changes, the recorded keys below it are dropped.
         return load(
-            _Strategy, path=None, environ=dict(_layer("FEDSTREAM_STRATEGY", recorded)), sets=sets
-        ).strategy
+            _Strategy, path=None, environ=dict(_layer("FEDSTREAM_STRATEGY", recorded)), sets=sets,
+            options=options(strategy=strategy),
+        ).strategy  # fmt: skip
 
     return rule
 
@@ -117,6 +127,7 @@ class ReplayResult:
     made: int = 0  # versions, as recorded
     identical: int = 0
     updates: dict[str, int] = field(default_factory=dict)  # number by fate under another rule
+    converted_to: Sends | None = None  # what another rule takes, if devices did not send that
     inherited: int | None = None  # updates used whose base was influenced by a left-out device
     oldest: int = 0  # version in the journal; the influence of earlier ones is unknown
     distance: float | None = None  # between the last model and the recorded one
@@ -145,6 +156,7 @@ def replay(
     begin: int | None,
     until: int | None,
     every: int | None,
+    strategy: str | None = None,
     sets: Sequence[str],
     without: Sequence[str],
     config: Path | None,
@@ -156,12 +168,16 @@ def replay(
 ) -> int:
     """Run the command; returns its exit code. Raises FedstreamError.
 
-    ``sets`` and ``without`` define another rule; ``trusted``: the task that the recording names may
-    be loaded.
+    ``strategy``, ``sets`` and ``without`` define another rule; ``trusted``: the task that the
+    recording names may be loaded.
     """
-    rule, devices = rule_by(sets), devices_of(without)
+    rule, devices = rule_by(sets, strategy), devices_of(without)
     other = rule is not None or bool(devices)
-    files_in = folder_for(folder, out) if other else None
+    named = []
+    if strategy is not None:
+        named = [f"strategy.name={strategy}"]
+        RULES.find(strategy)  # the user names it, so a recording may name it too
+    files_in = report.beside(folder, "replay", out, (TABLE, PICTURE)) if other else None
     with Replayer(
         journal_of(folder), strategy=rule, without=devices, from_version=begin, until=until,
         beside=other,
@@ -181,7 +197,9 @@ def replay(
             found = follow(replayer, every, measure, lambda version: step(version - begin))
         files: list[Path] = []
         if files_in is not None and found.points:
-            files = write(files_in, _title(replayer.head.run, sets, devices), found.points)
+            files = write(
+                files_in, _title(replayer.head.run, [*named, *sets], devices), found.points
+            )
     if as_json:
         verbatim(report.as_json(as_numbers(found, files)) + "\n")
     else:
@@ -211,7 +229,8 @@ def follow(
     """
     out = ReplayResult(replayer.changed, begin=replayer.begin, version=replayer.begin)
     if out.changed:
-        out.updates = dict.fromkeys(("used", "dropped", "left_out"), 0)
+        out.updates = dict.fromkeys(("used", "dropped", "left_out", "no_base", "unfit"), 0)
+        out.converted_to = replayer.converts_to
     influenced, out.oldest = replayer.influenced, replayer.oldest
     if influenced is not None:
         out.inherited = 0
@@ -252,7 +271,7 @@ def _fate(moment: Moment) -> str:
     """Fate of an update under another rule."""
     decision = moment.step.decision
     if decision is None:
-        return "left_out"
+        return moment.unused
     return "dropped" if decision.outcome == "dropped" else "used"
 
 
@@ -333,6 +352,12 @@ def _used(out: ReplayResult) -> str:
         text += f", dropped {dropped} (too stale)"
     if left_out := updates["left_out"]:
         text += f", {left_out} left out"
+    if unfit := updates["unfit"]:
+        text += f", could not use {unfit} (no steps, or an unknown device)"
+    if no_base := updates["no_base"]:
+        text += f", could not convert {no_base} (trained from models that the journal lacks)"
+    if out.converted_to is not None:
+        text += f"; {_CONVERTED[out.converted_to]}"
     if out.inherited is not None:
         least = "at least " if out.oldest else ""  # earlier versions may have had it too
         text += (
@@ -356,30 +381,6 @@ def as_numbers(out: ReplayResult, files: Sequence[Path]) -> dict[str, Any]:
 
 
 # files
-
-
-def folder_for(folder: Path, out: Path | None) -> Path:
-    """Folder for the files: ``out``, or the first free ``replay-<n>`` in the run's folder.
-
-    Raises ConfigError for a folder inside the journal's, or one that holds a replay's files.
-    """
-    journal = journal_of(folder)
-    if out is None:
-        run = folder
-        if folder == journal:
-            run = folder.parent if folder.name not in ("", "..") else folder / ".."
-        taken = {path.name for path in run.glob("replay-*")}
-        names = (f"replay-{n}" for n in range(1, len(taken) + 2))
-        out = next(run / name for name in names if name not in taken)
-    if out.resolve().is_relative_to(journal.resolve()):
-        raise ConfigError(
-            f"--out {out}: is inside the journal's folder, where nothing else may be: choose "
-            "another folder"
-        )
-    for name in (TABLE, PICTURE):
-        if (out / name).exists():
-            raise ConfigError(f"--out {out}: already contains {name}: choose another folder")
-    return out
 
 
 def write(out: Path, title: str, points: Sequence[Point]) -> list[Path]:

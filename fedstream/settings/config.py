@@ -15,9 +15,9 @@ from pydantic import Field, model_validator
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import check_name
+from fedstream.coordinator.policies import InFlight, Policy
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import SchedulerSettings
-from fedstream.coordinator.scheduling import Anarchic, InFlight, Policy
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.journal import JournalSettings
 from fedstream.runtime.config import Option, Section, load
@@ -25,14 +25,17 @@ from fedstream.runtime.http import HttpSettings
 from fedstream.runtime.logging import LogSettings
 from fedstream.runtime.participation import Participation, ParticipationGroup
 from fedstream.runtime.tasks import LeaseSettings
+from fedstream.runtime.tracing import TracingSettings
 from fedstream.settings.simulation import (
     NoStaleness,
     SimulatedStaleness,
     SimulationSettings,
     UniformStaleness,
 )
-from fedstream.strategies import FedAsyncSettings, Rule, StrategySettings
-from fedstream.trainer.choices import SolverGroup, Solvers
+from fedstream.settings.start import StartingPoint
+from fedstream.sinks.choice import SomeSink
+from fedstream.strategies import FedAsyncSettings, Strategy, StrategySettings
+from fedstream.trainer.choices import SolverGroups, Solvers
 from fedstream.trainer.devices import DeviceSettings
 from fedstream.trainer.evaluator import EvaluatorSettings
 from fedstream.trainer.settings import TrainerSettings
@@ -48,6 +51,9 @@ class RunSettings(Section):
     versions: Annotated[int, Field(ge=1, le=2**53)] = 400  # the run ends with this one
     target_accuracy: Annotated[float, Field(gt=0, le=1)] | None = None  # or when this is reached
     seed: Annotated[int, Field(ge=0, lt=2**63)] = 0  # for version 0 and the scheduler's draws
+    start: str | None = (
+        None  # version 0: DIR@VERSION or FILE.safetensors; None: drawn from the seed
+    )
 
 
 class Settings(Section):
@@ -57,10 +63,11 @@ class Settings(Section):
     redis: RedisSettings = RedisSettings()
     http: HttpSettings = HttpSettings()
     log: LogSettings = LogSettings()
+    tracing: TracingSettings = TracingSettings()
     task: TaskSettings = TaskSettings()
     strategy: StrategySettings = FedAsyncSettings()
     solver: SolverSettings = Sgd()
-    solvers: tuple[SolverGroup, ...] = ()  # for devices that train differently
+    solvers: SolverGroups = ()  # for devices that train differently
     participation: tuple[ParticipationGroup, ...] = ()  # rate and length of some devices' tasks
     scheduler: SchedulerSettings = SchedulerSettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
@@ -71,6 +78,7 @@ class Settings(Section):
     devices: DeviceSettings = DeviceSettings()
     evaluator: EvaluatorSettings = EvaluatorSettings()
     simulation: SimulationSettings = SimulationSettings()
+    sinks: tuple[SomeSink, ...] = ()  # trackers
 
     @model_validator(mode="after")
     def _agree(self) -> Settings:
@@ -90,10 +98,10 @@ class Settings(Section):
                 f"strategy.devices = {remembered} differs from task.devices = {devices}: "
                 "leave out strategy.devices"
             )
-        if isinstance(policy, Anarchic) and self.trainer.anarchic is None:
+        if isinstance(policy, Policy) and policy.devices_decide and self.trainer.anarchic is None:
             raise ValueError(
-                "scheduler.policy.kind = 'none' leaves triggering to the devices: also set "
-                "trainer.anarchic, as in trainer.anarchic.rate = 1.0"
+                f"scheduler.policy.kind = {policy.kind!r} leaves triggering to the devices: also "
+                "set trainer.anarchic, as in trainer.anarchic.rate = 1.0"
             )
         Participation(self.scheduler.steps, self.participation)  # raises on duplicate devices
         return self
@@ -142,7 +150,7 @@ class Settings(Section):
             )
 
     @property
-    def policy(self) -> Policy:
+    def policy(self) -> Policy | Rounds:
         """The scheduler's policy as configured, or else the strategy's default."""
         policy = self.scheduler.policy
         if policy is None:
@@ -152,7 +160,7 @@ class Settings(Section):
         return policy
 
     @property
-    def rule(self) -> Rule:
+    def rule(self) -> Strategy:
         """The strategy as this run uses it: in rounds it drops late updates."""
         if isinstance(self.policy, Rounds) and self.strategy.max_staleness is None:
             return self.strategy.model_copy(update={"max_staleness": 0})
@@ -172,22 +180,29 @@ class Settings(Section):
             task = task.model_copy(update={"name": f"{Path(file).absolute()}:{attribute}"})
         if task.data_root is not None:
             task = task.model_copy(update={"data_root": str(Path(task.data_root).absolute())})
+        run = self.run
+        if run.start is not None:
+            run = run.model_copy(update={"start": StartingPoint.parsed(run.start).absolute})
         redis = self.redis
         if redis.tls is not None:
             files = {key: str(Path(path).absolute()) for key, path in redis.tls if path is not None}
             redis = redis.model_copy(update={"tls": redis.tls.model_copy(update=files)})
-        return self.model_copy(update={"task": task, "redis": redis})
+        return self.model_copy(update={"run": run, "task": task, "redis": redis})
 
 
 _OPTIONS = {  # command-line options and the keys they set
     "--task": "task.name",
     "--strategy": "strategy.name",
     "--devices": "task.devices",
+    "--from": "run.start",
     "--versions": "run.versions",
     "--updates": "run.versions",
     "--redis": "redis.url",
     "--run": "run.name",
     "--data-root": "task.data_root",
+    "--track": "sinks",
+    "--flower": "task.args.app_dir",
+    "--model": "task.args.model",
 }
 
 
@@ -197,12 +212,21 @@ def options(**given: object) -> list[Option]:
     return [Option(name, _OPTIONS[name], value) for name, value in named if value is not None]
 
 
-def read(path: Path | None, sets: Sequence[str] = (), options: Sequence[Option] = ()) -> Settings:
+def read(
+    path: Path | None,
+    sets: Sequence[str] = (),
+    options: Sequence[Option] = (),
+    *,
+    trusted: bool = True,
+) -> Settings:
     """Read the configuration. Raises ConfigError.
 
-    Later layers override earlier ones: file, environment, ``sets``, ``options``.
+    Later layers override earlier ones: file, environment, ``sets``, ``options``. ``trusted``: the
+    file may name programs of its own; that of a recording may not.
     """
-    settings = load(Settings, path=path, environ=os.environ, sets=sets, options=options)
+    settings = load(
+        Settings, path=path, environ=os.environ, sets=sets, options=options, trusted=trusted
+    )
     given = (option.name for option in options if option.key == "run.name")
     check_name(next(given, "run.name"), settings.run.name)
     return settings

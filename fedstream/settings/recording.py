@@ -1,26 +1,70 @@
 """Settings of a recording: a run's folder or a journal, possibly from someone you don't trust.
 
-A recording names the task it was made with, and loading a user's task runs its program. So a task
-named by the recording alone is not loaded: the user must name the task or trust the recorded one.
-Built-in tasks are fedstream's own code and always load.
+A recording names the task it was made with, and perhaps a strategy of its user's; loading these
+runs their programs. So what only the recording names is not loaded: the user must name it himself
+or trust the recording. Built-in tasks and strategies are fedstream's own code and always load.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from fedstream.broker.errors import ConfigError
-from fedstream.journal import journal_of, opened
+from fedstream.journal import RuleChanged, journal_of, opened
+from fedstream.journal.rebuild import check_sources, rule_of
 from fedstream.runtime.config import load
+from fedstream.runtime.plugins import allowing, runs_program
 from fedstream.settings.config import Settings, options, read
-from fedstream.trainer.loading import runs_program
 
 CONFIG = "run.toml"
-TRUST = "--trust-recorded-task"
+TRUST = "--trust-recorded-code"
 _NAME = "task.name"
+_MEASURING = ("task", "evaluator")  # tables
 _VARIABLE, _DOWNLOAD = "FEDSTREAM_TASK__NAME", "FEDSTREAM_TASK__DOWNLOAD"
+
+
+@contextmanager
+def its_programs(
+    folder: Path, *, trusted: bool, changed: bool, ask: Callable[[str], None] | None = None
+) -> Iterator[None]:
+    """Within this context, the rules that made a recording may be loaded, as far as is allowed.
+
+    ``trusted``: although only the recording names them. ``changed``: although their source isn't
+    the recorded one; if it isn't, ``ask`` is asked first, unless None. Raises ConfigError, also if
+    the answer is no.
+    """
+    with allowing(recorded=trusted, changed=changed), ExitStack() as more:
+        if ask is not None and not changed:
+            try:
+                with opened(folder) as chain:
+                    for segment in chain:
+                        if segment.head.sources:
+                            rule_of(segment)
+            except RuleChanged as error:
+                ask(f"{error}. Go on with the changed source?")
+                more.enter_context(allowing(changed=True))
+        yield
+
+
+def resumable(folder: Path, settings: Settings, ask: Callable[[str], None] | None) -> bool:
+    """Whether a run is to be resumed by rules whose source has changed.
+
+    ``ask`` is then asked; if it is None, RuleChanged is raised. False: the source has not changed.
+    """
+    if not journal_of(folder).is_dir():
+        return False  # reported later
+    try:
+        with opened(folder) as chain:
+            check_sources(chain[-1], settings.rule)
+    except RuleChanged as error:
+        if ask is None:
+            raise
+        ask(f"{error}. Resume with the changed source?")
+        return True
+    return False
 
 
 def settings_of(
@@ -32,12 +76,13 @@ def settings_of(
     otherwise: str = "",
     **given: object,
 ) -> Settings:
-    """Read the run's configuration, as far as the task needs it.
+    """Read the run's configuration, as far as the task needs it to measure a model.
 
-    It comes from ``config``, else from the run's own file, else from the defaults with the task
-    named by the journal. ``given`` are the command's own options. ``otherwise``: text for the error
-    that says what can be done without the task. Raises ConfigError if only the recording names the
-    task, unless it is ``trusted``.
+    So whatever else the recording names, such as a solver, is not loaded. The configuration comes
+    from ``config``, else from the run's own file, else from the defaults with the task named by the
+    journal. ``given`` are the command's own options. ``otherwise``: text for the error that says
+    what can be done without the task. Raises ConfigError if only the recording names the task,
+    unless it is ``trusted``.
     """
     if config is not None:
         return read(config, sets, options(**given))
@@ -51,7 +96,7 @@ def settings_of(
             recorded[_VARIABLE] = chain[-1].head.task
     settings = load(
         Settings, path=file, environ=recorded | dict(os.environ), sets=sets,
-        options=options(**given),
+        options=options(**given), trusted=trusted, tables=_MEASURING,
     )  # fmt: skip
     if not trusted:
         check_task(settings, file or folder, sets, given.get("task"), otherwise)

@@ -11,19 +11,25 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.records import Run
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import Scheduler
-from fedstream.coordinator.scheduling import Anarchic
 from fedstream.coordinator.service import Coordinator
+from fedstream.flower import apps
+from fedstream.runtime.plugins import runs_program, words
 from fedstream.runtime.service import Service, serve
 from fedstream.settings.config import Settings
+from fedstream.settings.parts import part_sources
+from fedstream.settings.start import first_model
+from fedstream.sinks.choice import named, parameters
+from fedstream.sinks.service import DRAIN_S, Sinks
 from fedstream.trainer.devices import AlwaysAvailable, eligible
 from fedstream.trainer.evaluator import Evaluator
-from fedstream.trainer.loading import load_task, runs_program, words
+from fedstream.trainer.fairness import has_device_tests
+from fedstream.trainer.loading import load_task
 from fedstream.trainer.service import Trainer
 from fedstream.updater.service import Updater
 
 if TYPE_CHECKING:
     from fedstream.broker.layout import Model
-    from fedstream.trainer.task import Task
+    from fedstream.trainer.task import Task, TaskSettings
 
 DEVICES = 10  # default, if neither the configuration nor the task sets a number
 _LOOK_S = 1.0  # time limit for checking the devices' data before a run
@@ -31,9 +37,24 @@ _LOOK_S = 1.0  # time limit for checking the devices' data before a run
 
 def task_of(settings: Settings) -> Task:
     """Load the task and check the other keys against it. Raises ConfigError."""
-    task = load_task(settings.task.name, settings.task)
+    task = loaded(settings.task)
     devices_of(settings, task)
     return task
+
+
+def loaded(settings: TaskSettings) -> Task:
+    """Load the task, which may be a Flower app. Raises ConfigError, DataError."""
+
+    def adapt(found: object) -> object:
+        if not apps.is_client_app(found):
+            return found
+        from fedstream.flower.client import configured
+
+        return configured(found, settings.name, settings.devices or DEVICES)
+
+    if runs_program(settings.name):  # a recording may have such a folder beside a built-in task
+        apps.look_in(settings.args)
+    return load_task(settings.name, settings, adapt=adapt)
 
 
 def devices_of(settings: Settings, task: Task) -> int:
@@ -57,6 +78,12 @@ def devices_of(settings: Settings, task: Task) -> int:
                 f"{key}: there is no device {last}: the run's {devices} devices (task.devices) are "
                 "numbered from 0"
             )
+    _check_steps(settings, task)
+    if settings.evaluator.per_device != "never" and not has_device_tests(task):
+        raise ConfigError(
+            f"evaluator.per_device = {settings.evaluator.per_device!r}: task "
+            f"{settings.task.name!r} has no test data of devices: define device_test_data(device)"
+        )
     policy = settings.policy
     if isinstance(policy, Rounds) and policy.min_answers > devices:
         raise ConfigError(
@@ -64,6 +91,22 @@ def devices_of(settings: Settings, task: Task) -> int:
             "devices (task.devices): no round would ever get that many answers"
         )
     return devices
+
+
+def _check_steps(settings: Settings, task: Task) -> None:
+    """Raise ConfigError if the strategy needs to know what the task's training does not say."""
+    rule = settings.strategy
+    if not task.exact_steps and (rule.by_steps or rule.controls):
+        why = (
+            "corrects client drift within local training"
+            if rule.controls
+            else "divides by the number of local steps and the learning rate"
+        )
+        raise ConfigError(
+            f"strategy.name = {rule.name!r} {why}, which "
+            f"{settings.task.name!r} decides by itself and does not report: choose fedasync, "
+            "fedbuff or fedavg"
+        )
 
 
 def look_over(task: Task, devices: int, *, trained_here: bool) -> None:
@@ -108,14 +151,14 @@ def check_used(settings: Settings) -> None:
 
 
 def create_run(settings: Settings) -> tuple[Run, Model]:
-    """Make a new run: its record, and version 0 drawn from the run's seed."""
-    from fedstream.trainer.task import initial
-
+    """Make a new run: its record and version 0. Raises ConfigError, DataError."""
     task = task_of(settings)
     devices = devices_of(settings, task)
     look_over(task, devices, trained_here=False)
     rule = settings.rule.build()
-    model = initial(task, settings.run.seed, controls=rule.controls)
+    model, start = first_model(
+        task, settings.run.seed, settings.run.start, controls=rule.controls
+    )  # fmt: skip
     run = Run(
         layout=model.layout,
         strategy=settings.strategy.name,
@@ -126,14 +169,16 @@ def create_run(settings: Settings) -> tuple[Run, Model]:
         created=time.time(),
         max_staleness=rule.max_staleness,
         sends=rule.sends,
+        start=start,
     )
     return run, model
 
 
 def _coordinator(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    policy = settings.policy
     service = Coordinator(
         settings.coordinator, settings.lease, keys=keys, redis=settings.redis, name=name,
-        anarchic=isinstance(settings.policy, Anarchic),
+        anarchic=not isinstance(policy, Rounds) and policy.devices_decide,
         token=settings.http.token,
     )  # fmt: skip
     return service, settings.coordinator.drain_s
@@ -158,6 +203,8 @@ def _updater(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
     service = Updater(
         settings.updater, settings.rule, settings.journal,
         keys=keys, redis=settings.redis, name=name, create_run=lambda: create_run(settings),
+        versions=settings.run.versions if "versions" in settings.run.model_fields_set else 0,
+        parts=part_sources(settings),
     )  # fmt: skip
     return service, settings.updater.drain_s
 
@@ -179,12 +226,20 @@ def _evaluator(settings: Settings, keys: Keys, name: str) -> tuple[Service, floa
     return service, settings.evaluator.drain_s
 
 
+def _sinks(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    service = Sinks(
+        named(settings.sinks), parameters(settings), keys=keys, redis=settings.redis, name=name
+    )
+    return service, DRAIN_S
+
+
 _BUILDERS: dict[str, Callable[[Settings, Keys, str], tuple[Service, float]]] = {
     "coordinator": _coordinator,
     "scheduler": _scheduler,
     "updater": _updater,
     "trainer": _trainer,
     "evaluator": _evaluator,
+    "sinks": _sinks,
 }
 ROLES = tuple(_BUILDERS)
 
@@ -194,5 +249,5 @@ def serve_role(role: str, settings: Settings, name: str) -> int:
     service, drain_s = _BUILDERS[role](settings, Keys(settings.run.name), name)
     return serve(
         service, http=settings.http, log=settings.log, run=settings.run.name, name=name,
-        drain_s=drain_s,
+        drain_s=drain_s, tracing=settings.tracing,
     )  # fmt: skip

@@ -12,13 +12,22 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Container, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
 
 from fedstream.broker.errors import ConfigError
+from fedstream.coordinator.policies import (
+    InFlight,
+    Policy,
+    Traffic,
+    next_due,
+    place_of_next,
+    tasks_wanted,
+)
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
-from fedstream.coordinator.scheduling import Anarchic, InFlight, Poisson, draw
+from fedstream.coordinator.scheduling import draw
+from fedstream.journal.progress import mean_after
 from fedstream.runtime.participation import Participation
 from fedstream.runtime.steps import Seconds
 from fedstream.settings.simulation import (
@@ -33,6 +42,7 @@ if TYPE_CHECKING:
     from fedstream.settings.config import Settings
 
 _IN_VAIN = 1000  # give up once a round got too few answers this many times in a row
+_MOST_PUT_OFF = 1000  # times that a policy may name a later time once its time has come
 _ALL_ANSWERED = "every device has answered"
 
 
@@ -163,6 +173,7 @@ class _Clock:
         self._issued = 0
         self._version = 0
         self._used = 0  # answers used for the next version
+        self._mean_staleness = 0.0
         self._open: dict[int, _Working] = {}  # by device
         self._ends: list[tuple[float, int, _Working]] = []  # (time, task's number, task): a heap
 
@@ -172,26 +183,22 @@ class _Clock:
             raise ConfigError(
                 "devices.dropout = 1.0: every device vanishes, so nothing ever arrives"
             )
-        match self._settings.policy:
-            case InFlight(n=None):
-                raise ConfigError(
-                    "simulation.staleness.kind = 'latency' needs scheduler.policy.n, the tasks in "
-                    "flight: a simulation has no trainers to derive it from"
-                )
-            case InFlight(n=n, mean_delay_s=delay_s):
-                return self._in_flight(n or 1, delay_s, poisson=False)
-            case Poisson(n=n, rate=rate):
-                return self._in_flight(n, 1.0 / rate, poisson=True)
-            case Rounds() as policy:
-                return self._rounds(policy)
-            case Anarchic():
-                return self._anarchic()
+        policy = self._settings.policy
+        if isinstance(policy, Rounds):
+            return self._rounds(policy)
+        if policy.devices_decide:
+            return self._anarchic()
+        if isinstance(policy, InFlight) and policy.n is None:
+            raise ConfigError(
+                "simulation.staleness.kind = 'latency' needs scheduler.policy.n, the tasks in "
+                "flight: a simulation has no trainers to derive it from"
+            )
+        return self._as_wanted(policy)
 
     # one task
 
-    def _begin(self, idle: Sequence[int], parts: Participation, rng: random.Random) -> None:
-        """Start one of the idle devices from the newest version."""
-        device = idle[parts.pick(rng, idle)]
+    def _begin(self, device: int, parts: Participation, rng: random.Random) -> None:
+        """Start a device from the newest version."""
         length = parts.length(rng, device)
         seed = rng.getrandbits(63)
         simulated = behaviour(self._settings.devices, device, seed)
@@ -244,7 +251,9 @@ class _Clock:
     def _arrived(self, task: _Working) -> Arrival:
         """Arrival of a task's answer."""
         version = self._version
-        self._used += self._limit is None or version - task.tau <= self._limit
+        if self._limit is None or version - task.tau <= self._limit:
+            self._used += 1
+            self._mean_staleness = mean_after(self._mean_staleness, version - task.tau)
         makes = self._used == self._size
         if makes:
             self._version, self._used = version + 1, 0
@@ -259,29 +268,46 @@ class _Clock:
 
     # policies
 
-    def _in_flight(self, n: int, mean_delay_s: float, *, poisson: bool) -> Iterator[Arrival]:
-        """Keep ``n`` tasks in flight, each after an exponential delay, as the scheduler does."""
-        last = 0.0
+    def _as_wanted(self, policy: Policy) -> Iterator[Arrival]:
+        """Keep as many tasks open as the policy wants, as the scheduler does."""
+        last, put_off = 0.0, 0
         while True:
-            wake = math.inf
-            while len(self._open) < min(n, len(self._devices)):
-                rng = draw(self._seed, self._issued)
-                due = last + (rng.expovariate(1.0 / mean_delay_s) if mean_delay_s else 0.0)
+            wake, wanted = math.inf, tasks_wanted(policy, self._traffic(last))
+            waits = False  # for a time that the policy named
+            while len(self._open) < wanted:
+                rng, traffic = draw(self._seed, self._issued), self._traffic(last)
+                due = next_due(policy, traffic, rng)
                 if due > self._now:
-                    wake = due
+                    wake, waits = due, True
                     break
                 idle = self._idle(self._open)
                 if not idle:
                     wake = self._next_eligible(self._open)
                     break
-                self._begin(idle, self._parts, rng)
-                last = due if poisson else self._now
+                device = idle[place_of_next(policy, traffic, rng, self._parts, idle)]
+                self._begin(device, self._parts, rng)
+                put_off = 0
+                last = due if policy.catches_up else self._now
             if self._ends and self._ends[0][0] <= wake:
                 task = self._finished()
                 if task.answers:
                     yield self._arrived(task)
             else:
                 self._now = wake
+                put_off += waits
+                if put_off > _MOST_PUT_OFF:
+                    raise ConfigError(
+                        f"scheduler.policy.kind = {policy.kind!r}: due() put the same task off "
+                        f"{put_off} times, to {wake:g} s at last: count from traffic.last, not "
+                        "from traffic.now"
+                    )
+
+    def _traffic(self, last: float) -> Traffic:
+        """What a policy sees."""
+        return Traffic(
+            self._now, 0.0, self._issued, self._version, self._open.keys(), self._devices,
+            0, self._mean_staleness, last,
+        )  # fmt: skip
 
     def _rounds(self, policy: Rounds) -> Iterator[PlannedEvent]:
         """Run rounds of k devices one after the other; open tasks end with their round."""
@@ -329,7 +355,8 @@ class _Clock:
             idle = self._idle(busy)
             if not idle:
                 return self._next_eligible(busy)
-            self._begin(idle, self._parts, draw(self._seed, self._issued))
+            rng = draw(self._seed, self._issued)
+            self._begin(idle[self._parts.pick(rng, idle)], self._parts, rng)
         return math.inf
 
     def _give_up(self) -> None:
@@ -363,7 +390,8 @@ class _Clock:
                 continue
             self._now, device = heapq.heappop(decisions)
             if eligible(self._settings.devices.availability, device, self._seed, self._now):
-                self._begin([device], parts, rngs[device])
+                parts.pick(rngs[device], [device])  # one of one: plans keep the draws they had
+                self._begin(device, parts, rngs[device])
             else:
                 decides = self._now + rngs[device].expovariate(rates[device])
                 heapq.heappush(decisions, (decides, device))

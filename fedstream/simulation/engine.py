@@ -82,6 +82,10 @@ class SimulationResult:
     """seconds of that spent on metrics"""
     together: int = 0
     """updates trained together with others"""
+    start: str = ""
+    """where version 0 was taken from, and its digest; '' if it was drawn from the seed"""
+    per_device: dict[int, dict[str, float]] = field(default_factory=dict)
+    """metrics on each device's own test data, as measured last (``evaluator.per_device``)"""
 
     @property
     def measured(self) -> list[VersionMade]:
@@ -203,8 +207,8 @@ class _Simulation:
         cancelled: Callable[[], bool],
     ) -> None:
         from fedstream.settings.services import devices_of, look_over
+        from fedstream.settings.start import first_model
         from fedstream.simulation.training import Measuring, Training, blamed
-        from fedstream.trainer.task import initial
 
         self._settings = settings
         self._on_version = on_version
@@ -213,9 +217,11 @@ class _Simulation:
         self._strategy = settings.rule.build(self._devices)
         look_over(task, self._devices, trained_here=True)
         with blamed("model()"):
-            x_0 = initial(task, settings.run.seed, controls=self._strategy.controls)
+            x_0, self._start = first_model(
+                task, settings.run.seed, settings.run.start, controls=self._strategy.controls
+            )  # fmt: skip
         self._training = Training(settings, task, self._strategy, self._devices, cancelled)
-        self._measure = Measuring(settings.simulation, task, self._training)
+        self._measure = Measuring(settings, task, self._training, self._devices)
         self._progress = Progress(State(0, x_0))
         self._digest = x_0.digest() if journal else "none"
         self._models = _Bases(self._progress.state, self._digest)
@@ -228,7 +234,9 @@ class _Simulation:
         self._versions: list[VersionMade] = []
         self._ending: _EndState | None = None
         self._journal = (
-            SimulationRecorder(journal, settings, self._devices, self._progress, self._digest)
+            SimulationRecorder(
+                journal, settings, self._devices, self._progress, self._digest, self._start
+            )
             if journal
             else None
         )
@@ -259,7 +267,8 @@ class _Simulation:
         load(model, module)
         return SimulationResult(
             self._versions, model, module, self._devices, state, why, self._refused,
-            time.perf_counter() - began, self._measuring, self._training.together,
+            time.perf_counter() - began, self._measuring, self._training.together, self._start,
+            self._measure.per_device,
         )  # fmt: skip
 
     # arrivals, and training ahead of them
@@ -395,7 +404,7 @@ class _Simulation:
         every, last = self._settings.simulation.evaluate_every, state.version >= run.versions
         due = last or (every and state.version % every == 0)
         began = time.perf_counter()
-        metrics = self._measure(state.model) if due else {}
+        metrics = self._measure(state.model, last=last) if due else {}
         self._measuring += time.perf_counter() - began
         if last:
             self._ending = "finished", f"version {state.version} reached"

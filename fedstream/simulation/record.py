@@ -12,6 +12,8 @@ import numpy as np
 from fedstream.broker.messages import Outcome, Upload
 from fedstream.journal import RoundClosed, SegmentHead, Taken, Writer
 from fedstream.journal.rebuild import standing_of
+from fedstream.settings.parts import part_sources
+from fedstream.strategies import sources_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,9 +39,18 @@ class SimulationRecorder:
     """Writer of a journal: one segment, with a record for every update and end of a round."""
 
     def __init__(
-        self, folder: Path, settings: Settings, devices: int, progress: Progress, digest: str
+        self,
+        folder: Path,
+        settings: Settings,
+        devices: int,
+        progress: Progress,
+        digest: str,
+        start: str,
     ) -> None:
-        """Begin the journal. Raises JournalError; Fenced if there is one already."""
+        """Begin the journal. Raises JournalError; Fenced if there is one already.
+
+        ``digest``: of version 0. ``start``: where it was taken from, as the head says it.
+        """
         self._settings = settings.journal
         head = SegmentHead(
             epoch=1, number=0, lineage=f"simulation-{settings.run.seed}", run=settings.run.name,
@@ -47,6 +58,8 @@ class SimulationRecorder:
             seed=settings.run.seed, created=0.0, strategy=settings.rule.model_dump(mode="json"),
             layout=progress.state.model.layout.encode(),
             release=f"numpy {np.__version__}, {platform.machine()}, simulated", time=time.time(),
+            start=start,
+            sources=sources_of(settings.rule), parts=part_sources(settings),
         )  # fmt: skip
         standing, models = standing_of(progress, "begun", digest=digest, time=0.0)
         self._writer = Writer(folder, head, standing, *models)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import secrets
 import sys
 import time
 import tomllib
@@ -11,7 +12,7 @@ from contextlib import contextmanager, redirect_stdout, suppress
 from functools import partial
 from pathlib import Path
 from shutil import rmtree
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import tomli_w
 from rich.progress import (
@@ -24,18 +25,25 @@ from rich.progress import (
 
 from fedstream import __version__
 from fedstream.broker.errors import FedstreamError
-from fedstream.broker.messages import Version
+from fedstream.broker.messages import Event, Version
 from fedstream.journal import FOLDER
 from fedstream.observe import report
-from fedstream.observe.display import duration, short, two_columns
+from fedstream.observe.display import duration, fairness, short, two_columns
 from fedstream.observe.history import History
+from fedstream.observe.occupied import occupied
 from fedstream.runtime.config import dump
 from fedstream.runtime.signals import INTERRUPTED, Stop
 from fedstream.settings.config import Settings
 from fedstream.settings.recording import CONFIG
 from fedstream.settings.services import check_used, task_of
 from fedstream.simulation import SimulationResult, VersionMade, simulate
+from fedstream.sinks.choice import named, parameters
+from fedstream.sinks.direct import DirectSinks
+from fedstream.sinks.sink import TrackedRun
 from fedstream.terminal import console, line
+
+if TYPE_CHECKING:
+    from fedstream.trainer.task import Task
 
 _LINE_EVERY_S = 3.0
 _CODES = {"finished": 0, "interrupted": INTERRUPTED, "failed": 1}
@@ -46,44 +54,80 @@ def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[i
 
     Raises FedstreamError.
     """
-    _check_folder(out)
+    check_folder(out)
     check_used(settings)
     settings = settings.with_absolute_paths()
     with redirect_stdout(sys.stderr):  # stdout may be read by a program
         task = task_of(settings)
-    history = History()
     # Ctrl-C or SIGTERM ends the run and keeps partial results. Both need handlers: a container's
     # first process ignores signals that it doesn't handle.
     with Stop() as stop:
         stop.at_once = partial(console(err=True).show_cursor, True)
-        with (
-            _folder(out, settings, begun=lambda: len(history.versions) > 1),
-            _progress(settings.run.versions, quiet=quiet) as show,
-        ):
-
-            def heard(made: VersionMade, _model: object) -> None:
-                history.publish(
-                    Version(
-                        version=made.version, time=made.time, epoch=1, digest="none", blob="none",
-                        size=0, updates=made.updates,
-                    )
-                )  # fmt: skip
-                history.measure(made.version, made.metrics)
-                show(made)
-
-            outcome = simulate(
-                settings, task, journal=out / FOLDER if journal else None, on_version=heard,
+        with _progress(settings.run.versions, quiet=quiet) as show:
+            outcome, numbers, files = simulate_into(
+                out, settings, task, journal=journal, picture=True, show=show,
                 cancelled=lambda: stop.name is not None,
             )  # fmt: skip
-        numbers = summary(settings, outcome, history)
-        files = _write(settings, out, outcome, history, numbers)
-    files += [FOLDER] if journal else []
     if not quiet:
-        _show(outcome, numbers, [str(out / name) for name in (*files, CONFIG)])
+        _show(outcome, numbers, [str(out / name) for name in files])
     return _CODES[outcome.state], numbers
 
 
-def _check_folder(out: Path) -> None:
+def simulate_into(
+    out: Path,
+    settings: Settings,
+    task: Task,
+    *,
+    journal: bool,
+    picture: bool,
+    show: Callable[[VersionMade], object],
+    cancelled: Callable[[], bool],
+) -> tuple[SimulationResult, dict[str, Any], list[str]]:
+    """Simulate, and write the files into a folder; returns the result, the summary and their names.
+
+    ``picture``: draw the curves, which takes a second. ``show`` is called for each version. Raises
+    as :func:`simulate` does; ConfigError for a folder that cannot be written.
+    """
+    history, table = History(), report.Table(out, 0.0)
+    began = time.time()
+    settings = settings.model_copy(
+        update={"sinks": tuple(sink.placed(out.absolute()) for sink in settings.sinks)}
+    )
+    with _folder(out, settings, begun=lambda: len(history.versions) > 1):
+        tracked = TrackedRun(secrets.token_hex(8), settings.run.name, began, parameters(settings))
+        sinks = DirectSinks(named(settings.sinks), tracked, lambda why: line(why, err=True))
+
+        def heard(made: VersionMade, _model: object) -> None:
+            version = Version(
+                version=made.version, time=made.time, epoch=1, digest="none", blob="none",
+                size=0, updates=made.updates,
+            )  # fmt: skip
+            history.publish(version)
+            at = began + made.time
+            sinks.publish(
+                version.model_copy(update={"time": at}),
+                Event(
+                    what="evaluation", service="simulation", time=at, version=made.version,
+                    metrics=made.metrics,
+                ),
+            )  # fmt: skip
+            history.measure(made.version, made.metrics)
+            with report.usable(out):
+                table.follow(history)
+            show(made)
+
+        outcome = simulate(
+            settings, task, journal=out / FOLDER if journal else None, on_version=heard,
+            cancelled=cancelled,
+        )  # fmt: skip
+        numbers = summary(settings, outcome, history)
+        files = _write(settings, out, outcome, history, numbers, picture=picture)
+        sinks.end(numbers, out / report.MODEL, finished=outcome.state == "finished")
+    return outcome, numbers, [*files, *([FOLDER] if journal else []), CONFIG]
+
+
+def check_folder(out: Path) -> None:
+    """Raise FedstreamError if the folder holds a run already."""
     if taken := report.taken(out):
         raise FedstreamError(
             f"{out} already contains a run ({taken}): choose another folder with --out"
@@ -97,8 +141,9 @@ def _folder(out: Path, settings: Settings, *, begun: Callable[[], bool]) -> Iter
     try:
         with report.usable(out):
             out.mkdir(parents=True, exist_ok=True)
-            (out / CONFIG).write_text(_as_toml(settings), encoding="utf-8")
-        yield
+            (out / CONFIG).write_text(as_toml(settings), encoding="utf-8")
+        with occupied(out):
+            yield
     except Exception:
         if not begun():
             rmtree(out / FOLDER, ignore_errors=True)
@@ -108,7 +153,7 @@ def _folder(out: Path, settings: Settings, *, begun: Callable[[], bool]) -> Iter
         raise
 
 
-def _as_toml(settings: Settings) -> str:
+def as_toml(settings: Settings) -> str:
     """Text of the resolved run.toml; redis.url only if given, so that services can use it too."""
     tables = tomllib.loads(dump(settings))
     if "url" not in settings.redis.model_fields_set:
@@ -136,7 +181,7 @@ def _progress(versions: int, *, quiet: bool) -> Iterator[Callable[[VersionMade],
         def show(made: VersionMade) -> None:
             bar.update(task, completed=made.version)
             if made.metrics:
-                bar.update(task, measured=_in_words(made.metrics))
+                bar.update(task, measured=in_words(made.metrics))
 
         yield show
 
@@ -152,7 +197,7 @@ class _ProgressLines:
     def show(self, made: VersionMade) -> None:
         """Print a line if the last one was at least 3 s ago."""
         if made.metrics:
-            self._measured = f" · {_in_words(made.metrics)}"
+            self._measured = f" · {in_words(made.metrics)}"
         now = time.monotonic()
         if now - self._shown < _LINE_EVERY_S or not made.version:
             return
@@ -162,8 +207,10 @@ class _ProgressLines:
         line(f"{done} · {duration(left)} left{self._measured}", err=True)
 
 
-def _in_words(metrics: dict[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+def in_words(metrics: dict[str, float]) -> str:
+    """Metrics in one line, without their spread over devices."""
+    shown = {name: value for name, value in metrics.items() if not name.startswith("device_")}
+    return ", ".join(f"{name} {value:.4f}" for name, value in shown.items())
 
 
 def summary(settings: Settings, outcome: SimulationResult, history: History) -> dict[str, Any]:
@@ -193,6 +240,7 @@ def summary(settings: Settings, outcome: SimulationResult, history: History) -> 
         "strategy": settings.strategy.name,
         "devices": outcome.devices,
         "seed": settings.run.seed,
+        "start": outcome.start or None,
         "parameters": outcome.model.layout.parameters,
         "fedstream": __version__,
         "torch": torch.__version__,
@@ -206,10 +254,10 @@ def _write(
     outcome: SimulationResult,
     history: History,
     numbers: dict[str, Any],
+    *,
+    picture: bool,
 ) -> list[str]:
     """Write the files; returns their names."""
-    from fedstream.observe import curves
-
     title = (
         f"{short(settings.task.name)} · {settings.strategy.name} · {outcome.devices} devices, "
         f"simulated · {numbers['versions']} versions"
@@ -220,20 +268,28 @@ def _write(
     }  # fmt: skip
     with report.usable(out):
         report.write_summary(out, numbers)
-        report.write_table(out, history, 0.0)
-        curves.draw(
-            out / report.CURVES, title, history, created=0.0, devices=outcome.devices,
-            time="virtual seconds" if settings.staleness.kind == "latency" else "arrivals",
-        )  # fmt: skip
+        report.Table(out, 0.0).write(history)
+        if picture:
+            from fedstream.observe import curves
+
+            curves.draw(
+                out / report.CURVES, title, history, created=0.0, devices=outcome.devices,
+                time="virtual seconds" if settings.staleness.kind == "latency" else "arrivals",
+            )  # fmt: skip
         report.write_model(out, outcome.model, outcome.module, about)
-    return [report.SUMMARY, report.METRICS, report.CURVES, report.MODEL]
+        if outcome.per_device:
+            report.write_devices(out, outcome.per_device)
+    more = [report.CURVES] if picture else []
+    more += [report.DEVICES] if outcome.per_device else []
+    return [report.SUMMARY, report.METRICS, *more, report.MODEL]
 
 
 def _show(outcome: SimulationResult, numbers: dict[str, Any], files: list[str]) -> None:
     """Print the result as a table."""
     rows = {
         "run": f"{numbers['run']}: {outcome.state} ({outcome.why})",
-        "measured": _in_words(numbers["metrics"]) or "not measured",
+        "measured": in_words(numbers["metrics"]) or "not measured",
+        "devices": fairness(numbers["metrics"]),
         "best": f"accuracy {numbers['best_accuracy']:.4f} at version "
         f"{numbers['best_accuracy_version']}"
         if numbers["best_accuracy"] is not None

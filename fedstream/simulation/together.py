@@ -24,7 +24,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 from torch.utils.data import TensorDataset
 
-from fedstream.trainer.solvers import Cancelled, DriftCorrected, Proximal, Sgd, Trained
+from fedstream.trainer.solvers import SOLVERS, Cancelled, Iterate, Solver, Trained
 from fedstream.trainer.task import Task
 
 if TYPE_CHECKING:
@@ -34,8 +34,7 @@ if TYPE_CHECKING:
 
     from fedstream.broker.layout import Floats
     from fedstream.simulation.job import Job
-    from fedstream.trainer.descent import Tensors
-    from fedstream.trainer.solvers import SolverSettings
+    from fedstream.trainer.solvers import SolverSettings, Tensors
 
     At = slice | torch.Tensor  # places among the devices
 
@@ -61,7 +60,7 @@ def suits(task: Task, module: nn.Module, solver: SolverSettings) -> bool:
     parameters = list(module.parameters())
     return (
         type(task).train is Task.train
-        and type(solver) in (Sgd, Proximal, DriftCorrected)
+        and type(solver) in SOLVERS.built_in.values()
         and not list(module.buffers())
         and all(x.requires_grad and x.dtype == torch.float32 for x in parameters)
         and 0 < sum(x.numel() for x in parameters) <= _PARAMETERS
@@ -273,7 +272,7 @@ class _StackedDescent:
         correction: list[torch.Tensor],
     ) -> None:
         self._solver, self._x, self._start, self._correction = solver, x, start, correction
-        self._rho = solver.rho if isinstance(solver, Proximal) else 0.0
+        self._directs = type(solver).direction is not Solver.direction
         self._momentum = [torch.zeros_like(part) for part in x] if solver.momentum else []
 
     def step(self, at: At, x: list[torch.Tensor], gradients: Tensors) -> None:
@@ -286,11 +285,10 @@ class _StackedDescent:
             g = [part * scale.view(-1, *[1] * (part.dim() - 1)) for part in g]
         if solver.weight_decay:
             g = torch._foreach_add(g, x, alpha=solver.weight_decay)
-        if self._rho:
-            away = torch._foreach_sub(x, [part[at] for part in self._start])
-            g = torch._foreach_add(g, away, alpha=self._rho)
-        if self._correction:
-            g = torch._foreach_add(g, [part[at] for part in self._correction])
+        if self._directs:  # element by element, so it doesn't matter that devices are stacked
+            start, correction = self._start, self._correction
+            iterate = Iterate(x, [part[at] for part in start], [part[at] for part in correction])
+            g = solver.direction(g, iterate)
         if solver.momentum:
             momentum = [part[at] for part in self._momentum]
             torch._foreach_mul_(momentum, solver.momentum)

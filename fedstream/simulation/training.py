@@ -11,11 +11,12 @@ from torch import nn
 
 from fedstream.broker.errors import DataError, FedstreamError
 from fedstream.broker.layout import Model
+from fedstream.runtime.plugins import words
 from fedstream.simulation import together
 from fedstream.trainer import vector
 from fedstream.trainer.answer import as_sent
 from fedstream.trainer.choices import Solvers, chosen
-from fedstream.trainer.loading import words
+from fedstream.trainer.fairness import device_metrics, spread
 from fedstream.trainer.placement import check, placed
 from fedstream.trainer.solvers import Cancelled, Trained, Work
 from fedstream.trainer.task import Task, measured, untrained
@@ -191,20 +192,33 @@ def _lay_out(module: nn.Module, layout: torch.memory_format) -> None:
 class Measuring:
     """Measurement of models on the task's test data, in float32."""
 
-    def __init__(self, settings: SimulationSettings, task: Task, training: Training) -> None:
+    def __init__(self, settings: Settings, task: Task, training: Training, devices: int) -> None:
         self._task = task
         self._training = training
+        self._settings = settings
+        self._devices = devices
+        self.per_device: dict[int, dict[str, float]] = {}
+        """the devices' metrics, as they were measured last"""
+        self._place = settings.simulation.device
         with blamed("test data"):
             data = task.test_data()
-            self._data = placed(data, settings.device) if data is not None else None
+            self._data = placed(data, self._place) if data is not None else None
 
-    def __call__(self, model: Model) -> dict[str, float]:
-        """Metrics of a model; empty if there is no test data."""
-        if self._data is None:
-            return {}
+    def __call__(self, model: Model, *, last: bool) -> dict[str, float]:
+        """Metrics of a model; empty if there is no test data. ``last``: of the run."""
         vector.load(model, self._training.module)
+        metrics: dict[str, float] = {}
         with blamed("test data"):
-            return measured(self._task, self._training.module, self._data)
+            if self._data is not None:
+                metrics = measured(self._task, self._training.module, self._data)
+            when, target = self._settings.evaluator.per_device, self._settings.run.target_accuracy
+            last = last or (target is not None and metrics.get("accuracy", 0.0) >= target)
+            if when == "always" or (when == "last" and last):
+                self.per_device = device_metrics(
+                    self._task, self._training.module, self._devices, self._place
+                )
+                metrics |= spread(self.per_device)
+        return metrics
 
 
 @contextmanager

@@ -25,7 +25,6 @@ from fedstream.broker.messages import (
     GiveUp,
     Outcome,
     Presence,
-    RoundEnd,
     Trigger,
     Upload,
     Withdraw,
@@ -255,6 +254,6 @@ async def test_every_task_ends_exactly_once(
     assert told == {outcome: n for outcome, n in view.outcomes.items() if n}
     assert ends.keys().isdisjoint({trigger.task for trigger in view.open})
     # An admitted task is in the queue, and only an admitted or buffered one is.
-    queued = {m.task for _, m in await hand.queue() if not isinstance(m, RoundEnd)}
+    queued = {m.task for _, m in await hand.queue() if isinstance(m, Upload)}
     admitted = set(await client.call("HKEYS", keys.admitted))
     assert {task.decode() for task in admitted} == queued - {u.task for _, u in walk.held}

@@ -17,7 +17,15 @@ from fedstream.broker.client import Client
 from fedstream.broker.custody import mend, some_keys
 from fedstream.broker.errors import OutOfMemory
 from fedstream.broker.keys import TRAINERS, Keys
-from fedstream.broker.messages import CloseRound, Event, GiveUp, Presence, Trigger, Withdraw
+from fedstream.broker.messages import (
+    CloseRound,
+    Event,
+    GiveUp,
+    Presence,
+    SetQuarantine,
+    Trigger,
+    Withdraw,
+)
 from fedstream.broker.records import Commit, End
 from tests.support import SIZE_LIMIT, Hand, full, model_of, snapshot
 
@@ -113,6 +121,11 @@ async def admit_a_giving_up(hand: Hand) -> Step:
     tired = GiveUp(task=trigger.task, attempt="1", device=1, trainer="t", reason="tired")
     [entry] = await hand.said(tired)
     return lambda: hand.ledger.admit(entry, tired, size_limit=SIZE_LIMIT)
+
+
+async def set_quarantine(hand: Hand) -> Step:
+    await hand.create()
+    return lambda: hand.ledger.set_quarantine(SetQuarantine(devices=(3,)))
 
 
 async def create(hand: Hand) -> Step:
@@ -233,6 +246,7 @@ SCENES = {
     "hand_out": hand_out,
     "bury": bury,
     "retry": retry,
+    "set_quarantine": set_quarantine,
     "announce": announce,
     "relay": relay,
     "find_lost": find_lost,

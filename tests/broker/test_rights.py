@@ -268,6 +268,12 @@ def test_acl_file_has_a_user_per_role_and_no_passwords(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["users.acl"]
 
 
+def test_only_a_run_with_trackers_needs_their_user() -> None:
+    given = {name: value for name, value in PASSWORDS.items() if not name.endswith("SINKS")}
+    assert "user sinks" in acl.file_of(RUN, PASSWORDS)
+    assert "user sinks" not in acl.file_of(RUN, given)
+
+
 def test_sentinels_and_replicas_with_passwords_get_users() -> None:
     more = {"FEDSTREAM_PASSWORD_SENTINEL": "s", "FEDSTREAM_PASSWORD_REPLICA": "r"}
     users = [line.split()[1] for line in acl.file_of(RUN, PASSWORDS | more).splitlines()]
@@ -295,7 +301,7 @@ def test_each_site_gets_its_own_user() -> None:
     )
     for name, line in users.items():
         assert ("+eval " in line, "+script|load" in line) == (
-            False, name in rights.ROLES and name != "trainer"
+            False, name in rights.ROLES and name not in ("trainer", "sinks")
         )  # fmt: skip
 
 

@@ -28,6 +28,7 @@ from fedstream.broker.messages import (
     Message,
     Presence,
     RoundEnd,
+    SetQuarantine,
     Trigger,
     Upload,
     Version,
@@ -54,6 +55,7 @@ LEAST = {  # only what has no default
     "give_up": GiveUp(task=ID, attempt="a1", device=3, trainer="t", reason="dropped out"),
     "presence": Presence(trainer="t"),
     "round_end": RoundEnd(version=4),
+    "set_quarantine": SetQuarantine(devices=(3,)),
     "version": Version(version=0, time=1.5, epoch=1, digest=DIGEST, blob="0.1.ab", size=16),
     "event": Event(what="trainer", service="t", time=1.5),
     "dead": Dead(stream="tasks", entry="1-1", reason="not msgpack", time=1.5),
@@ -78,6 +80,7 @@ MOST = {  # everything there is
         trainer="t", owns=(3, 4), leaves=True, host="h", pid=12, device=3, answers=9
     ),
     "round_end": RoundEnd(version=4, why="round over"),
+    "set_quarantine": SetQuarantine(devices=(3, 4), release=True, why="it poisons"),
     "version": Version(
         version=5, time=1.5, epoch=1, parent=4, digest=DIGEST, blob="5.1.ab", size=16,
         updates=(

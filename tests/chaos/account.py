@@ -34,6 +34,8 @@ class Account:
     version: int = -1
     model: str = ""  # digest of the newest
     devices: dict[int, str] = field(default_factory=dict)  # digests of what is kept of each
+    barred: set[int] = field(default_factory=set)  # devices in quarantine at the end
+    quarantines: int = 0  # how often that changed
     drift: float = 0.0  # how far SCAFFOLD's c is from the mean of all c_i, at most
     wrong: list[str] = field(default_factory=list)
 
@@ -101,6 +103,10 @@ class _Follower:
         its = (said["version"], said["digest"], said.get("memory"), said["arrivals"])
         if said["why"] == "adopted":
             yield f"{segment.name}: begins with a model of Redis's, which nobody asked for"
+        barred = [device for group in said.get("quarantined", ()) for device in group["devices"]]
+        inside = (self.account.quarantines, sorted(self.account.barred))
+        if (said.get("quarantines", 0), sorted(barred)) != inside:
+            yield f"{segment.standing}: {sorted(barred)} in quarantine, its records give {inside}"
         if mine != its:
             yield f"{segment.standing}: the checkpoint is {its}, its records give {mine}"
         models = course.model.tobytes() + (b"" if course.sums is None else course.sums.tobytes())
@@ -110,18 +116,37 @@ class _Follower:
     def _record(self, record: Written) -> Iterator[str]:
         message, course, before = record.message, self.course, self.course.version
         made = False
-        if message["k"] == "round_closed":
+        if message["k"] == "quarantine_set":
+            yield from self._quarantine(message)
+        elif message["k"] == "round_closed":
             if not message["late"] and message["round"] == course.version and course.arrivals:
                 course.step()
                 made = True
         elif message["outcome"] in USED:
             yield from self._update(record)
+            if message["upload"]["device"] in self.account.barred:
+                yield "used, although its device is in quarantine"
             made = course.version != before
             if message["outcome"] != ("applied" if made else "buffered"):
                 yield f"{message['outcome']}, but it {'made' if made else 'did not make'} a version"
         elif message["outcome"] not in ("refused", "given_up"):
             yield f"ended as {message['outcome']}"
+        elif (message.get("reason") == "device quarantined") and (
+            message["upload"]["device"] not in self.account.barred
+        ):
+            yield "refused, although its device is not in quarantine"
         yield from self._version(record, made)
+
+    def _quarantine(self, message: dict[str, Any]) -> Iterator[str]:
+        """Devices go into quarantine that were not in it, or are released that were."""
+        devices, barred = set(message["devices"]), self.account.barred
+        self.account.quarantines += 1
+        if not devices or devices & barred != (devices if message["release"] else set()):
+            yield f"it changes nothing for some of {sorted(devices)}: {sorted(barred)} were in"
+        if message["release"]:
+            barred -= devices
+        else:
+            barred |= devices
 
     def _version(self, record: Written, made: bool) -> Iterator[str]:
         message, course = record.message, self.course

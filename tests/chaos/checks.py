@@ -39,6 +39,8 @@ class Facts:
     admitted: frozenset[str]  # open tasks whose upload was admitted
     head: tuple[int, str]
     model: str  # digest of the bytes that Redis has as the newest model
+    # How often quarantines changed, and the devices in one, as Redis has it.
+    quarantines: tuple[int, frozenset[int]] = (0, frozenset())
     told: frozenset[tuple[int, str]] = frozenset()  # versions and digests, as a watcher saw them
     handed_out: Mapping[int, str] | None = None  # digests of the c_i in Redis; None: no SCAFFOLD
     findings: tuple[str, ...] = field(default=())  # what went wrong while it ran
@@ -208,6 +210,13 @@ def same_vectors(facts: Facts) -> Iterator[str]:
         yield f"c is {facts.account.drift} from the mean of c_i"
 
 
+def same_quarantines(facts: Facts) -> Iterator[str]:
+    """Redis has the devices in quarantine that the journal's records give."""
+    wanted = (facts.account.quarantines, frozenset(facts.account.barred))
+    if facts.quarantines != wanted:
+        yield f"Redis's quarantines are {facts.quarantines}, the journal's {wanted}"
+
+
 def one_digest(facts: Facts) -> Iterator[str]:
     """A version that was ever told, in whichever life, is the journal's version of that number."""
     told = facts.told | {(one.version, one.digest) for life in facts.lives for one in life.told}
@@ -230,7 +239,8 @@ def as_expected(facts: Facts) -> Iterator[str]:
 
 CHECKS: tuple[Check, ...] = (
     balanced, at_any_moment, counted, told_as_counted, lost_once, once, none_lost,
-    same_arithmetic, same_bits, same_vectors, one_digest, understood, as_expected,
+    same_arithmetic, same_bits, same_vectors, same_quarantines, one_digest, understood,
+    as_expected,
 )  # fmt: skip
 
 

@@ -171,6 +171,7 @@ class Chaos:
                         f"stuck at version {self._watcher.version}, before {fault}"
                     )
                     return
+                group.create_task(self._injector.bar(fault))
                 group.create_task(self._injector.inject(fault))
 
     async def _last_version(self) -> None:

@@ -78,6 +78,7 @@ async def gathered(
         admitted=frozenset(task.decode() for task in admitted),
         head=(head.version, head.digest) if head else (-1, ""),
         model=await _model(client, keys, ledger, head) if head else "",
+        quarantines=_quarantines(head) if head else (0, frozenset()),
         handed_out=await _handed_out(client, keys, ledger) if head else None,
         findings=findings,
     )  # fmt: skip
@@ -91,6 +92,10 @@ async def _model(client: Client, keys: Keys, ledger: EveryRole, head: Head) -> s
     except (BlobMissing, BlobDamaged) as error:
         return str(error)
     return model.digest()
+
+
+def _quarantines(head: Head) -> tuple[int, frozenset[int]]:
+    return head.quarantines.taken, frozenset(head.quarantines.by_device)
 
 
 async def _handed_out(client: Client, keys: Keys, ledger: EveryRole) -> dict[int, str] | None:

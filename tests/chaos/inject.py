@@ -17,7 +17,7 @@ from fedstream.broker import blobs
 from fedstream.broker.errors import BrokerError, OutOfMemory, Unavailable
 from fedstream.broker.keys import POOL, Keys
 from fedstream.broker.layout import Model
-from fedstream.broker.messages import Event, RoundEnd, Upload, decode
+from fedstream.broker.messages import Event, RoundEnd, SetQuarantine, Upload, decode
 from fedstream.broker.scripts import Script
 from tests.chaos import disk, pages
 from tests.chaos.account import USED
@@ -91,6 +91,14 @@ class Injector:
         except AssertionError as error:  # what was waited for never came
             self._findings.append(f"{fault}: {error}")
 
+    async def bar(self, fault: Fault) -> None:
+        """With every fault an operator puts a device into quarantine, or releases it."""
+        release = fault.share < 0.4
+        wanted = SetQuarantine(devices=(int(fault.share * 10) % 3,), release=release, why="chaos")
+        with suppress(Unavailable, OutOfMemory):  # another fault took Redis away, or its memory
+            verdict, _ = await self._ledger.set_quarantine(wanted)
+            self.did["quarantines and releases asked for"] += verdict == "queued"
+
     # processes
 
     async def _name(self, fault: Fault) -> str:
@@ -154,7 +162,7 @@ class Injector:
             admitted = await self._server.client.call("HKEYS", self._keys.admitted)
         except Unavailable:
             return []
-        entries = [decode(fields[1], Upload, RoundEnd) for _, fields in rows]
+        entries = [decode(fields[1], Upload, RoundEnd, SetQuarantine) for _, fields in rows]
         uploads = [
             one for one in entries
             if isinstance(one, Upload) and (one.task, "again") not in self.forged

@@ -98,7 +98,7 @@ MUTANTS = (
     ),
     Mutant(
         "an update weighs half", "strategies/fedasync.py",
-        "return rule.alpha_schedule(", "return 0.5 * rule.alpha_schedule(",
+        "return self.alpha_schedule(", "return 0.5 * self.alpha_schedule(",
         (Kind.KILL,),
     ),
     Mutant(

@@ -116,7 +116,7 @@ def read(path: Path) -> Pages:
     here = len(standing.message.get("here", ()))
     vectors, records = rest[:here], rest[here:]
     for record in records:
-        if record.kind not in ("taken", "round_closed"):
+        if record.kind not in ("taken", "round_closed", "quarantine_set"):
             raise Unreadable(f"{record}: a {record.kind} among the records")
     return Pages(
         path.name, head.message, standing, tuple(vectors), tuple(records), len(data),

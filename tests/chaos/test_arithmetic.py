@@ -15,9 +15,9 @@ from fedstream.strategies import (
     FedAsyncSettings,
     FedAvgSettings,
     FedBuffSettings,
-    Rule,
     ScaffoldSettings,
     State,
+    Strategy,
 )
 from fedstream.strategies.staleness import (
     Exponential,
@@ -29,7 +29,7 @@ from fedstream.strategies.staleness import (
 from tests.chaos.arithmetic import Course, Shape
 from tests.support import layout_of
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Strategy, ...] = (
     FedAsyncSettings(),
     FedAsyncSettings(staleness=Hinge(b=1), alpha_schedule=StepAlpha(at=5)),
     FedAsyncSettings(staleness=Exponential(), alpha_schedule=InverseSqrtAlpha()),
@@ -42,7 +42,7 @@ RULES: tuple[Rule, ...] = (
 )
 
 
-def layout(rule: Rule) -> Layout:
+def layout(rule: Strategy) -> Layout:
     """Of a model with buffers, and what the rule needs beside them."""
     plain = layout_of(50, buffers=5)
     return plain.with_controls() if isinstance(rule, ScaffoldSettings) else plain
@@ -50,7 +50,7 @@ def layout(rule: Rule) -> Layout:
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
 @pytest.mark.parametrize("early", [None, 7])
-def test_arithmetic_matches_the_updater(rule: Rule, early: int | None) -> None:
+def test_arithmetic_matches_the_updater(rule: Strategy, early: int | None) -> None:
     """``early``: behind so many updates a round ends with what has come."""
     rng = np.random.default_rng(0)
     shape = layout(rule)

@@ -235,6 +235,15 @@ def test_head_that_differs_from_the_journal_is_found(right: Facts) -> None:
     assert failed(replace(right, head=(2, right.head[1]))) == {"same_bits"}
 
 
+@pytest.mark.parametrize("told", [(0, frozenset[int]()), (2, frozenset({3})), (1, frozenset({4}))])
+def test_quarantines_that_differ_from_the_journal_are_found(
+    right: Facts, told: tuple[int, frozenset[int]]
+) -> None:
+    barred = replace(right, account=replace(right.account, quarantines=1, barred={3}))
+    assert failed(replace(barred, quarantines=(1, frozenset({3})))) == set()
+    assert failed(replace(barred, quarantines=told)) == {"same_quarantines"}
+
+
 def test_model_that_differs_from_the_head_is_found(right: Facts) -> None:
     assert failed(replace(right, model="0" * 64)) == {"same_bits"}
 
@@ -312,10 +321,10 @@ def test_wrong_number_of_steps_is_found(journal: Path) -> None:
 
 
 def test_wrong_weight_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from fedstream.strategies.fedasync import FedAsync
+    from fedstream.strategies.fedasync import FedAsyncSettings
 
-    weigh = FedAsync.weigh
-    monkeypatch.setattr(FedAsync, "weigh", lambda self, *about: 0.5 * weigh(self, *about))
+    weigh = FedAsyncSettings.weigh
+    monkeypatch.setattr(FedAsyncSettings, "weigh", lambda self, *about: 0.5 * weigh(self, *about))
     scribe = Scribe(tmp_path)
     scribe.update()
     scribe.close()

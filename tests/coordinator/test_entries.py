@@ -46,7 +46,7 @@ async def heard(run: Hand, n: int) -> None:
     await outbox.announce("edge", (3,), answers=n)
 
     async def told() -> bool:
-        return (await run.ledger.trainers())["north/edge"].get("answers") == n
+        return (await run.ledger.trainers()).get("north/edge", {}).get("answers") == n
 
     await wait_until(told)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from fedstream.broker.client import Client, RedisSettings
+from fedstream.coordinator.policies import InFlight
 from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings
-from fedstream.coordinator.scheduling import HELD_BY, InFlight
+from fedstream.coordinator.scheduling import HELD_BY
 from tests.support import Hand, context, running, wait_until
 
 

@@ -16,9 +16,9 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.lease import Lease
 from fedstream.broker.messages import CloseRound, GiveUp, RoundEnd, Trigger, Withdraw
 from fedstream.broker.records import Commit, End, Run, View
+from fedstream.coordinator.policies import Anarchic, InFlight, Poisson, Policy
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings, vectors
-from fedstream.coordinator.scheduling import Anarchic, InFlight, Poisson, Policy
 from fedstream.runtime.leading import lead
 from fedstream.settings.config import read
 from fedstream.settings.services import _BUILDERS
@@ -41,7 +41,11 @@ def make(redis: RedisSettings, keys: Keys) -> Any:
     """A scheduler."""
 
     def make(
-        policy: Policy, *, name: str = "scheduler-0", redis: RedisSettings = redis, **settings: Any
+        policy: Policy | Rounds,
+        *,
+        name: str = "scheduler-0",
+        redis: RedisSettings = redis,
+        **settings: Any,
     ) -> Scheduler:
         return Scheduler(
             SchedulerSettings(**settings), policy, keys=keys, redis=redis, name=name, seed=7
@@ -98,7 +102,7 @@ async def test_it_keeps_n_tasks_open(make: Any, run: Hand) -> None:
 
 @pytest.mark.parametrize("policy", [InFlight(n=9, mean_delay_s=0.5), Poisson(rate=2.0)])
 async def test_clock_set_back_does_not_delay_the_next_task(
-    make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch, policy: Policy
+    make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch, policy: Policy | Rounds
 ) -> None:
     """A delay begins when the clock is set back, and not anew with every look."""
     clock = Clock(monkeypatch, "fedstream.coordinator.scheduler")

@@ -13,14 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstream.broker.messages import Trigger, task_id
+from fedstream.coordinator.policies import Anarchic, InFlight, Poisson, Policy
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduling import (
-    Anarchic,
     HoldBack,
-    InFlight,
     Plan,
-    Poisson,
-    Policy,
     Situation,
     draw,
     held_back,
@@ -41,7 +38,7 @@ CALM = Situation(
 
 
 def planned(
-    policy: Policy, seen: Situation = CALM, *, seed: int = 0, steps: Steps = FIVE,
+    policy: Policy | Rounds, seen: Situation = CALM, *, seed: int = 0, steps: Steps = FIVE,
     hold: HoldBack = FREE, groups: Sequence[ParticipationGroup] = (),
 ) -> Plan:  # fmt: skip
     return plan(policy, Participation(steps, groups), hold, seed, seen)

@@ -20,8 +20,8 @@ from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.messages import Assignment, Dead, GiveUp, Trigger, Upload
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Entry, Group
+from fedstream.coordinator.policies import InFlight
 from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings
-from fedstream.coordinator.scheduling import InFlight
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.runtime.tasks import LeaseSettings

@@ -16,7 +16,6 @@ pytestmark = pytest.mark.process  # bash says where a command ends
 COPIES = {  # pages that tell again what another one does
     "CONTRIBUTING.md": "README.md",
     "docs/tutorial/first-run.md": "README.md",
-    "docs/tutorial/own-task.md": "README.md",
 }
 _PROGRAMS = r"fedstream|make|python|pip|docker|kubectl|redis-server|redis-cli|export|\.venv/bin/\S+"
 _COMMAND = re.compile(rf"\s*(\$ |({_PROGRAMS}) \S)")

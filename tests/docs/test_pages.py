@@ -6,9 +6,10 @@ import csv
 import json
 import re
 import shutil
-import sys
+import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,6 +18,8 @@ import pytest
 import yaml
 
 from fedstream.broker.client import RedisSettings
+from fedstream.journal import opened
+from fedstream.journal.inspection import model_at
 from fedstream.local.ports import HeldPort
 from fedstream.settings.config import read
 from fedstream.settings.recording import TRUST
@@ -27,6 +30,9 @@ from tests.integration.command import TEST_GUARD_S, adds_up
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(TEST_GUARD_S)]
 
+needs_flower = pytest.mark.skipif(
+    find_spec("flwr") is None, reason="Flower has an environment of its own: make flower"
+)
 needs_redis_7 = pytest.mark.skipif(redis_7() is None, reason="no Redis of version 7 or later")
 Open = Callable[..., Reader]
 
@@ -54,10 +60,12 @@ def test_readme(reader: Open, mnist: Path) -> None:
         demo = newest(page)
         assert summary(demo)["versions"] == 400
         page.save("my_task.py")
-        page.follow(until="fedstream run --task mnist")
+        page.follow()
         own = summary(newest(page))
         assert own["accuracy"] > 0.9
         assert adds_up(own)
+        quickly(page, page.save("from_python.py"))
+        assert "accuracy" in page.given("python from_python.py")
         page.follow(until="fedstream run --trainers 4")
         page.wait(page.begin(), r"version [1-9]\d* of 120|result")
         newest(page)
@@ -77,6 +85,55 @@ def flipped(run: Path) -> None:
     text = bytearray(file.read_bytes())
     text[len(text) // 2] ^= 1
     file.write_bytes(text)
+
+
+def simulated(page: Reader) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The newest run's results, and its configuration."""
+    run = newest(page)
+    assert summary(run)["state"] == "finished"
+    return summary(run), tomllib.loads((run / "run.toml").read_text())
+
+
+def test_own_task(reader: Open) -> None:
+    ran_in_readme = {"fedstream run --task my_task.py:task --versions 100": "fedstream --version"}
+    with reader("docs/tutorial/own-task.md", instead=ran_in_readme) as page:
+        page.save("my_task.py")
+        page.follow()
+        page.save("sized.py")
+        page.follow()
+        found, settings = simulated(page)
+        assert found["parameters"] == 30 * 64 + 64 + 64 * 2 + 2
+        assert settings["task"]["args"] == {"hidden": 64, "activation": "tanh"}
+
+
+def test_own_solver(reader: Open, monkeypatch: pytest.MonkeyPatch) -> None:
+    with reader("docs/tutorial/own-solver.md") as page:
+        program = page.save("my_solvers.py")
+        page.follow()
+        found, settings = simulated(page)
+        assert settings["solver"]["kind"] == f"{program}:Adam"
+        assert found["versions"] == 50
+        monkeypatch.chdir(page.folder)
+        group = read(page.save("group.toml", "toml"))
+        assert group.solvers[0].of(group.solver).model_dump()["beta_1"] == 0.8
+
+
+def test_own_partition(reader: Open) -> None:
+    with reader("docs/tutorial/own-partition.md") as page:
+        page.save("my_partitions.py")
+        page.follow()
+        found, settings = simulated(page)
+        assert settings["task"]["partition"]["most"] == 20.0
+        assert found["accuracy"] > 0.8
+
+
+def test_own_policy(reader: Open) -> None:
+    with reader("docs/tutorial/own-policy.md") as page:
+        page.save("my_policies.py")
+        page.follow()
+        found, settings = simulated(page)
+        assert settings["scheduler"]["policy"]["staleness"] == 1.5
+        assert 0.5 < found["mean_staleness"] < 4.0
 
 
 POISONED, SINCE, VERSIONS = 3, 100, 300  # docs/replay.md: a device, its first poison, the run
@@ -154,23 +211,36 @@ def test_strategies(reader: Open) -> None:
         page.shows("strategies/strategy.py")
 
 
-def test_own_strategy(reader: Open, clone: Path) -> None:
-    for name in ("fedstream", "strategies"):  # to be written into
-        (clone / name).unlink()
-        shutil.copytree(ROOT / name, clone / name, symlinks=True)
-    rules, options = clone / "strategies/__init__.py", clone / "fedstream/cli/options.py"
-    staleness = clone / "strategies/staleness.py"
-    instead = {"fedstream simulate": f"{sys.executable} -m fedstream simulate"}  # the clone's
-    with reader("docs/tutorial/own-strategy.md", instead=instead) as page:
-        page.save("strategies/by_samples.py")
-        put(page.text("python"), before="from fedstream.strategies.fedasync", file=rules)
-        change(rules, page.text("python"), "    | BySamplesSettings\n")
-        change(options, page.text("python"), ', "by-samples"')
+def test_own_strategy(reader: Open) -> None:
+    with reader("docs/tutorial/own-strategy.md") as page:
+        page.save("my_staleness.py")
         page.follow()
-        assert json.loads((clone / "runs/by-samples/summary.json").read_text())["versions"] == 20
-        put(page.text("python") + "\n\n", before="Staleness = ", file=staleness)
-        change(staleness, page.text("python"), " | Logarithmic")
+        page.save("my_rules.py")
         page.follow()
+        summary = page.folder / "runs/by-samples/summary.json"
+        assert json.loads(summary.read_text())["versions"] == 20
+        page.save("test_my_rules.py")
+        page.given("python -m pytest -q -p no:cacheprovider test_my_rules.py")
+        assert "fedstream.strategies" in page.text("toml")
+        page.follow()
+
+
+@needs_flower
+def test_flower(reader: Open) -> None:
+    with reader("docs/how-to/flower.md") as page:
+        page.follow(until="fedstream run --flower examples/flower --versions 6 ")
+        alone = summary(newest(page))
+        page.follow()
+        buffered = summary(newest(page))
+        assert (alone["strategy"], buffered["strategy"]) == ("fedasync", "fedbuff")
+        assert (alone["versions"], buffered["versions"]) == (60, 6)
+        assert min(alone["accuracy"], buffered["accuracy"]) > 0.8
+        page.save("my_task.py")
+        page.follow()
+        own = summary(newest(page))
+        assert own["accuracy"] > 0.8
+        assert adds_up(alone)
+        assert adds_up(buffered)
 
 
 def test_in_a_script(reader: Open) -> None:
@@ -178,30 +248,78 @@ def test_in_a_script(reader: Open) -> None:
         page.save("compare.py")
         page.follow()
         found = re.findall(
-            r"^(\w+) +accuracy (0\.\d+) after 60 updates$",
+            r"^([\w-]+) +accuracy (0\.\d+) after 60 updates$",
             page.said["python compare.py"],
             re.MULTILINE,
         )
         assert [strategy for strategy, _ in found] == ["fedasync", "fedbuff", "fedavg"]
         assert all(float(accuracy) > 0.3 for _, accuracy in found)
-        page.save("devices.py")
+        quickly(page, page.save("live.py"))
         page.follow()
-        counts = re.findall(r"\((\d+), (\d+)\)", page.said["python devices.py"])
-        assert 3 * 6 <= sum(int(count) for _, count in counts) <= 60  # the mean is 6
+        assert "version 40 reached" in page.said["python live.py"]
 
 
-def put(text: str, before: str, file: Path) -> None:
-    whole = file.read_text()
-    assert whole.count(f"\n{before}") == 1
-    file.write_text(whole.replace(f"\n{before}", f"\n{text}{before}"))
+def test_notebook(reader: Open) -> None:
+    """The page's cells, one after the other."""
+    with reader("docs/tutorial/notebook.md") as page:
+        cells = [page.text("python") for _ in range(4)]
+        script = page.folder / "cells.py"
+        script.write_text("\n".join(cells).replace('"runs/NAME-TIME"', "run.path"))
+        quickly(page, script)
+        page.given("python cells.py")
+        assert summary(newest(page))["versions"] in (20, 40)
 
 
-def change(file: Path, now: str, added: str) -> None:
-    """Changes an assignment to what the page says, which differs from what is there by this."""
-    assert now.count(added) == 1
-    whole, before = file.read_text(), now.replace(added, "")
-    assert whole.count(before) == 1, f"{file.name} has no longer\n{before}"
-    file.write_text(whole.replace(before, now))
+def quickly(page: Reader, script: Path) -> None:
+    """Lets a script start fedstream's processes with the reader's own Python."""
+    python = str(page.folder / ".venv" / "bin" / "python")
+    script.write_text(f"import sys\n\nsys.executable = {python!r}\n{script.read_text()}")
+
+
+def test_track(reader: Open) -> None:
+    with reader("docs/how-to/track.md") as page:
+        page.follow()
+        [events] = (page.folder / "runs/tracked/tensorboard").iterdir()
+        assert (events / "model.safetensors").is_file()
+        assert [*(page.folder / "mlruns").glob("*/*/artifacts/model.safetensors")]
+        config = page.save("run.toml", "toml")
+        assert [one.kind for one in read(config).sinks] == ["mlflow", "wandb"]
+        page.save("lines.py")
+        page.follow()
+        [lines] = (page.folder / "lines").iterdir()
+        points = [json.loads(line) for line in lines.read_text().splitlines()]
+        made = [point["version"] for point in points if point["kind"] == "version"]
+        assert made == [*range(31)]
+
+
+def test_trace(reader: Open) -> None:
+    with reader("docs/how-to/trace.md") as page:
+        assert read(page.save("run.toml", "toml")).tracing.ratio == 0.1
+
+
+def test_compare(reader: Open) -> None:
+    with reader("docs/how-to/compare.md") as page:
+        page.follow()
+        assert "updates to 0." in page.said[next(c for c in page.said if "compare" in c)]
+        assert (page.folder / "runs/comparison/comparison.png").exists()
+        assert (page.folder / "runs/fedasync/report-1/metrics.csv").exists()
+        said = page.python()
+        assert "updates_to_target" in said
+        assert "devices    accuracy mean" in said
+        page.follow()
+        assert "worst tenth" in page.said[next(c for c in page.said if "fedstream run" in c)]
+
+
+def test_sweep(reader: Open) -> None:
+    # More processes would each load torch; tests/experiments has them.
+    shorter = {"--versions 60": "--versions 20", "threads=1": "threads=1 --jobs 1"}
+    with reader("docs/how-to/sweep.md", instead=shorter) as page:
+        page.follow(until="fedstream run")
+        [rules] = (said for one, said in page.said.items() if "sweeps/rules" in one)
+        assert "strategy = {'name': 'fedbuff', 'buffer_size': 5}" in rules
+        best = tomllib.loads((page.folder / "sweeps" / "demo" / "best.toml").read_text())
+        page.follow()
+        assert summary(newest(page))["strategy"] == best["strategy"]["name"]
 
 
 def test_python_reference(reader: Open) -> None:
@@ -225,6 +343,25 @@ dir = "{folder}/made"
 """
 SECRET = "of-a-test"  # noqa: S105
 ROLES = ("coordinator", "scheduler", "updater", "evaluator", "trainer", "operator")
+
+
+def test_extending_and_forking(reader: Open) -> None:
+    """The first run is simulated, which is faster; what goes on from it is real."""
+    first = "fedstream run --versions 20 --out runs/first"
+    with reader(
+        "docs/how-to/continue.md", instead={first: first.replace("run ", "simulate ", 1)}
+    ) as page:
+        page.follow()
+        made = summary(page.folder / "runs" / "first")
+        assert (made["state"], made["versions"], made["versions_before"]) == ("finished", 30, 20)
+        assert adds_up(made)
+        assert made["tasks"]["applied"] == 30
+        replayed = json.loads(page.given("fedstream replay runs/first --json"))
+        assert (replayed["made"], replayed["identical"]) == (30, 30)
+        fork = summary(page.folder / "runs" / "fork")
+        assert fork["start"].startswith("demo@15 ")
+        with opened(page.folder / "runs" / "first") as chain:
+            assert fork["start"].endswith(model_at(chain, 15)[1])
 
 
 def test_own_services(reader: Open, any_redis: RedisSettings) -> None:
@@ -289,6 +426,22 @@ def deployed(reader: Open, page: str, **instead: str) -> Iterator[Reader]:
 def test_inspect(reader: Open) -> None:
     with deployed(reader, "docs/how-to/inspect.md", **{"--run RUN": "--run demo"}) as page:
         page.follow()
+
+
+def test_quarantine(reader: Open) -> None:
+    with reader("docs/how-to/quarantine.md") as page:
+        run = page.begin()
+        page.wait(run, r"version [1-9]\d* of")
+        page.follow()
+        said = {command.split()[2]: text for command, text in page.said.items()}
+        assert "in quarantine: device 3\n" in said["quarantine"]
+        assert "released from quarantine: device 3\n" in said["release"]
+        [(_, code)] = page.shell.interrupt()
+        assert code == 130
+        shown = page.given("fedstream journal show runs/live --device 3")
+        assert [row.split()[3] for row in shown.splitlines() if "quarantine " in row] == [
+            "quarantine"
+        ]
 
 
 @needs_redis_7

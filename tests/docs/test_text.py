@@ -19,9 +19,13 @@ _FOLDERS = tuple(f"{entry.name}/" for entry in ROOT.iterdir() if entry.is_dir())
 _DOTTED = re.compile(r"fedstream(?:\.\w+)+")
 # Written by a reader, or by fedstream for one.
 MADE = {
-    ".../run.toml", "compare.py", "devices.py", "dist/fedstream.cdx.json", "journal-pod.yaml",
-    "metrics.csv", "my_task.py", "poisoned.py", "replay.csv", "run.toml",
-    "strategies/by_samples.py", "summary.json", "task.py", "test.txt", "train.txt", "valid.txt",
+    "devices.csv",
+    ".../run.toml", "best.toml", "compare.py", "devices.py", "dist/fedstream.cdx.json",
+    "journal-pod.yaml", "lines.py",
+    "metrics.csv", "my_partitions.py", "my_policies.py", "my_solvers.py",
+    "my_task.py", "poisoned.py", "replay.csv", "results.csv", "run.toml", "runs.jsonl", "sized.py",
+    "my_rules.py", "my_staleness.py", "summary.json", "sweep.png", "test_my_rules.py",
+    "task.py", "test.txt", "train.txt", "valid.txt",
 }  # fmt: skip
 
 
@@ -79,5 +83,5 @@ def exists(dotted: str) -> bool:
     try:
         importlib.import_module(dotted)
     except ModuleNotFoundError:
-        return hasattr(importlib.import_module(module), name) if "." in module else False
+        return hasattr(importlib.import_module(module), name)
     return True

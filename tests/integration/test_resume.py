@@ -205,7 +205,8 @@ def test_run_resumes_from_its_journal_when_its_own_redis_is_gone(tmp_path: Path)
     finished = fedstream(elsewhere, "run", "--resume", "--out", command.out, TRUST)
     assert finished.returncode == 1
     assert finished.stderr == (
-        f"fedstream: --resume: the run in {command.out} is finished (version 60 reached)\n"
+        f"fedstream: --resume: the run in {command.out} is finished (version 60 reached): to "
+        "extend it, give --versions above 60\n"
     )
 
 

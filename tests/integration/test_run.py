@@ -180,7 +180,7 @@ def test_no_update_counts_twice_whichever_service_is_killed(battered: Command) -
 
 
 def test_readmes_own_task_runs_with_fedavg_and_json(tmp_path: Path, folders: list[Command]) -> None:
-    [program] = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    [program, *_] = re.findall(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert len([line for line in program.splitlines() if line.strip()]) <= 15
     (tmp_path / "my_task.py").write_text(program + "print('this is not the summary')\n")
     (tmp_path / "trainer.py").write_text("raise ImportError('not the package')\n")

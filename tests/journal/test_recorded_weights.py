@@ -13,11 +13,11 @@ from fedstream.journal.inspection import verify
 from fedstream.journal.rebuild import recovered
 from fedstream.journal.replay import Replayer
 from fedstream.recordings.pages import verdict
-from fedstream.strategies import FedAsyncSettings, FedBuffSettings, Rule
+from fedstream.strategies import FedAsyncSettings, FedBuffSettings, Strategy
 from fedstream.strategies.staleness import Exponential, Polynomial
 from tests.journals import Scribe
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Strategy, ...] = (
     FedAsyncSettings(staleness=Exponential(a=0.3)),
     FedAsyncSettings(staleness=Polynomial(a=0.5)),
     FedBuffSettings(buffer_size=2, staleness=Polynomial(a=0.5)),
@@ -28,7 +28,7 @@ RULES: tuple[Rule, ...] = (
 def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[int, str]]:
     """Writes a journal on a machine whose C library gives other weights: its digests."""
 
-    def written(rule: Rule, other: Callable[[float], float]) -> dict[int, str]:
+    def written(rule: Strategy, other: Callable[[float], float]) -> dict[int, str]:
         scribe = Scribe(tmp_path, rule)
         with monkeypatch.context() as elsewhere:
             for function in (Exponential, Polynomial):
@@ -53,7 +53,7 @@ def a_hair_more(weight: float) -> float:
 
 @pytest.mark.parametrize("rule", RULES, ids=["exponential", "polynomial", "fedbuff"])
 def test_journal_from_another_machine_gives_the_same_bits(
-    rule: Rule, written: Callable[..., dict[int, str]], tmp_path: Path
+    rule: Strategy, written: Callable[..., dict[int, str]], tmp_path: Path
 ) -> None:
     digests = written(rule, some_bits_more)
     [segment] = segments(tmp_path)
@@ -100,7 +100,7 @@ def test_same_machine_gives_no_warning(
 
 @pytest.mark.parametrize("rule", RULES, ids=["exponential", "polynomial", "fedbuff"])
 def test_implausible_weight_is_an_error(
-    rule: Rule, written: Callable[..., dict[int, str]], tmp_path: Path
+    rule: Strategy, written: Callable[..., dict[int, str]], tmp_path: Path
 ) -> None:
     written(rule, a_hair_more)
     [found] = verify(segments(tmp_path))

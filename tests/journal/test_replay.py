@@ -538,7 +538,9 @@ def test_unknown_rule_is_an_error(folder: Path) -> None:
     scribe.head = head
     scribe._begin("begun")
     scribe.close()
-    with pytest.raises(JournalDamaged, match=rf"^{path}: strategy.: Input tag 'magic'"):
+    with pytest.raises(
+        JournalDamaged, match=rf"^{path}: strategy.name = 'magic': must be one of fedasync"
+    ):
         digests(folder)
 
 
@@ -628,3 +630,21 @@ def test_old_journals_stay_replayable(name: str, folder: Path) -> None:
         (folder / packed.stem).write_bytes(gzip.decompress(packed.read_bytes()))
     wanted = json.loads((GOLDEN / f"{name}.json").read_text())
     assert {str(n): digest for n, digest in digests(folder).items()} == wanted
+
+
+def test_quarantine_changes_no_replay(folder: Path) -> None:
+    """By the recorded rule or another: what was used before stays used."""
+    scribe = Scribe(folder)
+    for n in range(8):
+        if n == 4:
+            scribe.quarantine(1, why="poison")
+            scribe.refuse(1, "device quarantined")
+        scribe.update(n % 4 if n < 4 else 5)
+    scribe.close()
+    with Replayer(folder) as replayer:
+        moments = [moment for moment in replayer if moment.identical is not None]
+        assert [moment.version for moment in moments] == list(range(1, 9))
+    assert digests(folder) == {n: d for n, d in scribe.digests.items() if n}
+    with Replayer(folder, without=frozenset({1})) as replayer:
+        assert replayer.influenced == 2
+        assert [type(moment.message).__name__ for moment in replayer].count("QuarantineSet") == 1

@@ -33,17 +33,21 @@ def ended(address: str, arguments: list[str]) -> int:
         except TimeoutError:
             if parent and posix.getppid() != int(parent):
                 connection.sendall(bytes([SIGTERM]))
+                parent = None  # once: a second signal would kill it
         else:
             return int.from_bytes(code, "big", signed=True) if code else _LOST
 
 
 def main() -> None:
-    """`fedstream ARGUMENT...`, or `python ... -m fedstream ARGUMENT...`; any other Python as is."""
+    """`fedstream ARGUMENT...`, `python ... -m fedstream ARGUMENT...`; other Python as it is."""
     _, address, python, name, *arguments = sys.argv
     if name == "python":
-        if "-m" not in arguments or arguments[arguments.index("-m") + 1] != "fedstream":
+        module = arguments[arguments.index("-m") + 1] if "-m" in arguments else ""
+        if module not in ("fedstream", "fedstream.api"):
             posix.execv(python, [python, *arguments])
         del arguments[: arguments.index("-m") + 2]
+        if module == "fedstream.api":
+            arguments = ["-m", module]
     code = ended(address, arguments)
     if code < 0:
         if -code != SIGKILL:

@@ -13,14 +13,16 @@ import sys
 from contextlib import suppress
 
 PRELOADED = (
-    "PIL.JpegImagePlugin", "encodings.idna", "fedstream.cli.app", "fedstream.coordinator",
-    "fedstream.doctor", "fedstream.local.run", "fedstream.observe", "fedstream.operate",
-    "fedstream.recordings", "fedstream.settings.config", "fedstream.settings.services",
+    "PIL.JpegImagePlugin", "encodings.idna", "fedstream.api.request", "fedstream.cli.app",
+    "fedstream.coordinator", "fedstream.doctor", "fedstream.local.run", "fedstream.observe",
+    "fedstream.operate", "fedstream.recordings", "fedstream.settings.config",
+    "fedstream.settings.services",
     "fedstream.simulation", "fedstream.trainer.loading", "fedstream.trainer.vector",
     "matplotlib.backends.backend_agg", "matplotlib.figure", "safetensors.torch",
     "sklearn.datasets", "torch", "torch._dynamo", "torch.onnx", "torch.utils.data",
-    "typer._adapters", "uvloop",
+    "uvloop",
 )  # fmt: skip
+IF_INSTALLED = ("flwr.client", "flwr.clientapp", "typer._adapters")  # or new enough
 
 
 class Server:
@@ -114,7 +116,11 @@ def main() -> None:
     address, python = sys.argv[1:]
     for name in PRELOADED:
         importlib.import_module(name)
+    for name in IF_INSTALLED:
+        with suppress(ModuleNotFoundError):
+            importlib.import_module(name)
     from fedstream.__main__ import main as command
+    from fedstream.api.__main__ import main as from_python
 
     server = Server(address)
     os.write(1, b"ready\n")
@@ -123,7 +129,7 @@ def main() -> None:
         sys.executable = python  # `fedstream run` starts its services with it
         code: object = 0
         try:
-            command()
+            from_python() if wanted[0] == ["-m", "fedstream.api"] else command()
         except SystemExit as end:
             code = end.code
         atexit._run_exitfuncs()

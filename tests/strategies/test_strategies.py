@@ -10,7 +10,7 @@ import os
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,13 +21,13 @@ from pydantic import TypeAdapter
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Layout, Model
 from fedstream.strategies import (
+    RULES,
     AfaCdSettings,
     AfaCsSettings,
     DeviceVectors,
     FedAsyncSettings,
     FedAvgSettings,
     FedBuffSettings,
-    Rule,
     ScaffoldSettings,
     State,
     Strategy,
@@ -38,7 +38,7 @@ from fedstream.strategies.staleness import Hinge, Polynomial
 from tests.support import layout_of, model_of
 
 KNOWN = json.loads((Path(__file__).parents[1] / "data" / "known_answers_server.json").read_text())
-SETTINGS: TypeAdapter[Rule] = TypeAdapter(StrategySettings)
+SETTINGS: TypeAdapter[Strategy] = TypeAdapter(StrategySettings)
 LAYOUT = layout_of(2)
 
 
@@ -227,7 +227,7 @@ def test_device_that_answers_twice_counts_twice() -> None:
     ],
 )
 def test_batch_norm_statistics_mix_and_counters_take_the_newest(
-    settings: Rule, floats: list[float]
+    settings: Strategy, floats: list[float]
 ) -> None:
     """Where devices send deltas, statistics are never stepped beyond what the devices have."""
     layout = layout_of(1, buffers=1, integers=1)
@@ -384,7 +384,7 @@ def test_only_written_vectors_use_space() -> None:
     ],
 )  # fmt: skip
 @given(data=st.data())
-def test_the_current_model_is_never_written_to(settings: Rule, data: st.DataObject) -> None:
+def test_the_current_model_is_never_written_to(settings: Strategy, data: st.DataObject) -> None:
     """Readers may be reading it; and the memory that may be reused is never one in use."""
     layout = layout_of(3, integers=1)
     rule = settings.build(1)
@@ -409,7 +409,7 @@ def test_the_current_model_is_never_written_to(settings: Rule, data: st.DataObje
 @pytest.mark.parametrize(
     "settings", [FedAsyncSettings(), FedBuffSettings(), AfaCdSettings(), AfaCsSettings()]
 )
-def test_the_same_updates_give_the_same_bits(settings: Rule) -> None:
+def test_the_same_updates_give_the_same_bits(settings: Strategy) -> None:
     def run() -> str:
         rng = np.random.default_rng(7)
         rule = settings.build(1)
@@ -425,8 +425,8 @@ def test_the_same_updates_give_the_same_bits(settings: Rule) -> None:
     assert run() == run()
 
 
-@pytest.mark.parametrize("settings", get_args(Rule))
-def test_settings_agree_with_their_strategy(settings: type[Rule]) -> None:
+@pytest.mark.parametrize("settings", RULES.built_in.values())
+def test_settings_agree_with_their_strategy(settings: type[Strategy]) -> None:
     """The rest of fedstream reads the settings, and never asks which strategy they are for."""
     usual, rule = settings(), settings().build(3)
     assert (rule.sends, rule.controls) == (settings.sends, settings.controls)
@@ -438,7 +438,7 @@ def test_settings_agree_with_their_strategy(settings: type[Rule]) -> None:
         assert changed.batch == 7
     if usual.remembered is None and "devices" in settings.model_fields:
         assert settings.model_validate({"devices": 9}).remembered == 9
-    assert (rule.devices is not None) == ("devices" in settings.model_fields)
+    assert (rule.remembered is not None) == ("devices" in settings.model_fields)
 
 
 def test_mix_of_finite_models_stays_between_them() -> None:

@@ -14,7 +14,8 @@ from fedstream.broker.errors import ConfigError, DataError
 from fedstream.runtime.config import Section, load
 from fedstream.trainer.in_memory import Bytes, InMemory
 from fedstream.trainer.loading import load_task
-from fedstream.trainer.task import Classes, Dirichlet, Iid, Natural, TaskSettings, initial
+from fedstream.trainer.splitting import Classes, Dirichlet, Iid, Natural
+from fedstream.trainer.task import TaskSettings, initial
 from fedstream.trainer.tasks import BUILT_IN, digits, mnist
 
 if TYPE_CHECKING:
@@ -205,7 +206,10 @@ def test_partition_kind_may_be_inferred_from_its_keys(sets: list[str], partition
 @pytest.mark.parametrize(
     ("sets", "words"),
     [
-        (["task.partition.kind=diagonal"], "must be .*iid, classes, dirichlet or natural"),
+        (
+            ["task.partition.kind=diagonal"],
+            "must be one of iid, classes, dirichlet, natural, or",
+        ),
         (["task.partition.alpha=0"], "task.partition.alpha = 0 .*greater than 0"),
         (["task.partition.kind=iid", "task.partition.p=2"], "task.partition.p .*unknown key"),
     ],

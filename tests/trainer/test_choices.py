@@ -84,10 +84,11 @@ def test_groups_round_trip() -> None:
 @pytest.mark.parametrize(
     ("groups", "said"),
     [
-        ("[{devices=[0], lr=-1.0}]", r"solvers\[0\]\.lr: .*greater than 0"),
-        ("[{devices=[0], rho=0.1}]", r"solvers\[0\]\.rho: "),
+        ("[{devices=[0], lr=-1.0}]", r"solvers\[0\]\.lr = -1.0: .*greater than 0"),
+        ("[{devices=[0], rho=0.1}]", r"solvers\[0\]\.rho = 0.1: unknown key"),
         ("[{devices=[1], lr=0.1}, {devices=[0, 1], lr=0.2}]", r"solvers\[1\].*device 1 is .*twice"),
         ("[{devices=[3], kind='scaffold'}]", "solver.kind of device 3 = 'scaffold'"),
+        ("[{devices=[0], kind='sdg'}]", r"solvers\[0\]\.kind = .sdg.*did you mean 'sgd'"),
         ("[{devices=[], lr=0.1}]", r"solvers\[0\]\.devices"),
         ("[{devices=[0], lrr=0.1}]", r"solvers\[0\]\.lrr.*did you mean solvers\[0\]\.lr"),
     ],

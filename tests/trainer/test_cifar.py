@@ -23,7 +23,8 @@ from fedstream.trainer.cifar import (
     fedasync_network,
 )
 from fedstream.trainer.solvers import Sgd, Work
-from fedstream.trainer.task import Classes, Dirichlet, Iid, TaskSettings, initial
+from fedstream.trainer.splitting import Classes, Dirichlet, Iid
+from fedstream.trainer.task import TaskSettings, initial
 from fedstream.trainer.vector import layout_of, load
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ import pytest
 
 from fedstream.broker.client import RedisSettings
 from fedstream.trainer.evaluator import Evaluator, EvaluatorSettings
+from fedstream.trainer.fairness import PerDevice
 from fedstream.trainer.vector import layout_of
 from tests.support import Hand, context, running, wait_until
 from tests.trainer.adding import Adds, Point
@@ -46,6 +47,48 @@ async def test_evaluator_measures_on_schedule_and_ends_the_run_at_its_target(
         {"accuracy": pytest.approx(0.2)},
         {"accuracy": pytest.approx(0.4)},
     ]
+
+
+@pytest.mark.parametrize(("when", "measured"), [("last", [False, True]), ("always", [True, True])])
+async def test_devices_are_measured_when_they_should_be(
+    when: PerDevice,
+    measured: list[bool],
+    hand: Hand,
+    redis: RedisSettings,
+    task: Adds,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only their spread is told, so an event stays as small with many devices."""
+    hand.layout = layout_of(Point())
+    await hand.create()
+    devices = (await hand.ledger.run()).devices
+    monkeypatch.setattr(task, "test_data", lambda: range(100))
+    monkeypatch.setattr(task, "device_test_data", range)
+    monkeypatch.setattr(task, "metrics", lambda _, data: {"accuracy": len(data) / 100})
+    evaluator = Evaluator(
+        EvaluatorSettings(every=1, per_device=when), keys=hand.keys, redis=redis,
+        name="evaluator", load=lambda: task, target=None,
+    )  # fmt: skip
+
+    async def told() -> list[dict[str, float] | None]:
+        return [event.metrics for event in await hand.events("evaluation")]
+
+    async def one() -> bool:
+        return len(await told()) == 1
+
+    async def two() -> bool:
+        return len(await told()) == 2
+
+    async with running(evaluator, context()):
+        await wait_until(one)
+        assert await hand.commit(1, finish="enough") == "done"
+        await wait_until(two)
+    spread = {
+        "device_mean_accuracy": pytest.approx((devices - 1) / 200),
+        "device_worst_tenth_accuracy": 0.0,
+        "device_deviation_accuracy": pytest.approx(((devices**2 - 1) / 12) ** 0.5 / 100),
+    }
+    assert await told() == [{"accuracy": 1.0} | (spread if there else {}) for there in measured]
 
 
 async def test_failing_metrics_are_reported_and_the_run_continues(

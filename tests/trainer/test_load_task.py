@@ -9,7 +9,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 import pytest
@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import ConfigError, DataError
+from fedstream.settings.config import read
 from fedstream.trainer import torchvision_ops
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.task import Task, TaskSettings
@@ -92,7 +93,7 @@ def test_program_can_import_neighbours_and_be_spawned(
     [
         ("nothing", "defines no 'nothing'"),
         ("number", "is of type int: expected a fedstream.Task"),
-        ("needs", r"needs\(\) raised TypeError: .*argument"),
+        ("needs", r"task.args.argument: required by task .*, but not given"),
         ("fails", r"fails\(\) raised ZeroDivisionError: .* at .*wrong_program.py:16"),
         (
             "leaves",
@@ -116,7 +117,7 @@ def test_unimportable_program_is_an_error(write: Callable[[str, str], Path]) -> 
     with pytest.raises(ConfigError, match=r"RuntimeError: no luck at .*raising_program.py:2"):
         load_task(f"{raising}:task", TaskSettings())
     broken = write("broken_program.py", "def :\n")
-    with pytest.raises(ConfigError, match=r"SyntaxError: .*broken_program.py, line 1"):
+    with pytest.raises(ConfigError, match=r"SyntaxError: .*broken_program.py:1"):
         load_task(f"{broken}:task", TaskSettings())
     with pytest.raises(ConfigError, match="ModuleNotFoundError: No module named 'not_there'"):
         load_task("not_there.at_all:task", TaskSettings())
@@ -141,6 +142,93 @@ def test_fedstream_errors_in_user_code_are_kept(
     text += "def task(): raise DataError('no pictures')\n"
     with pytest.raises(DataError, match=r"^no pictures$"):
         load_task(f"{write('without_data.py', text)}:task", TaskSettings())
+
+
+SIZED = """
+from __future__ import annotations
+from typing import Annotated, Literal
+from pydantic import Field
+from torch import nn
+from fedstream.runtime.config import Section
+from fedstream.trainer.task import Task
+
+class Corner(Section):
+    x: float = 0.0
+
+class Sized(Task):
+    def __init__(self, hidden: Annotated[int, Field(ge=1)], act: Literal["relu", "tanh"] = "relu",
+                 *, corners: tuple[Corner, ...] = (), schema: str = "", free=None):
+        self.given = hidden, act, corners, schema, free
+    def model(self): return nn.Linear(2, 2)
+    def device_data(self, device): return [(0, 0)]
+
+def small(): return Sized(1)
+ready = Sized(1)
+"""
+
+
+def test_args_reach_a_task_as_typed_parameters(write: Callable[[str, str], Path]) -> None:
+    name = f"{write('sized_task.py', SIZED)}:Sized"
+    settings = read(
+        None,
+        [
+            f"task.name={name}", "task.args.hidden=3", "task.args.act=tanh",
+            "task.args.corners=[{x=1.5}]", "task.args.schema=a", "task.args.free={deep=[1, 'b']}",
+        ],
+    ).task  # fmt: skip
+    given = load_task(name, settings).given  # type: ignore[attr-defined]
+    assert given == (3, "tanh", given[2], "a", {"deep": [1, "b"]})
+    assert [type(corner).__name__ for corner in given[2]] == ["Corner"]
+    assert given[2][0].x == 1.5
+    only = TaskSettings(args={"hidden": 2})
+    assert load_task(name, only).given == (2, "relu", (), "", None)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("attribute", "args", "words"),
+    [
+        ("Sized", {"hidden": 1, "axt": 3},
+         "task.args.axt = 3: unknown key; did you mean task.args.act?"),
+        ("Sized", {"hiden": 3}, ("task.args.hidden: required, but not given\n"
+         "task.args.hiden = 3: unknown key; did you mean task.args.hidden?")),
+        ("Sized", {"hidden": 0}, "task.args.hidden = 0: must be greater than or equal to 1"),
+        ("Sized", {"hidden": "3"}, 'task.args.hidden = "3": must be a valid integer'),
+        ("Sized", {"hidden": 1, "act": "gelu"},
+         "task.args.act = \"gelu\": must be 'relu' or 'tanh'"),
+        ("Sized", {"hidden": 1, "corners": [{"y": 1.0}]},
+         "task.args.corners[0].y = 1.0: unknown key; allowed here: x"),
+        ("Sized", {}, "task.args.hidden: required by task '{name}', but not given"),
+        ("small", {"hidden": 3},
+         "task.args.hidden: task '{name}' takes no arguments; leave it out"),
+        ("ready", {"hidden": 3}, ("task.args.hidden: the task '{name}' takes no arguments, because "
+         "it is already made: name its class, or a function that returns it")),
+    ],
+)  # fmt: skip
+def test_wrong_args_are_named_with_what_is_allowed(
+    write: Callable[[str, str], Path], attribute: str, args: dict[str, Any], words: str
+) -> None:
+    name = f"{write('sized_wrongly.py', SIZED)}:{attribute}"
+    with pytest.raises(ConfigError) as caught:
+        load_task(name, TaskSettings(args=args))
+    assert str(caught.value) == words.format(name=name)
+
+
+def test_args_are_refused_where_they_have_no_effect_or_cannot_be_kept() -> None:
+    with pytest.raises(ConfigError, match=r"^task.args.hidden has no effect on .* 'digits': leave"):
+        load_task("digits", TaskSettings(args={"hidden": 3}))
+    with pytest.raises(ValueError, match=r"args\.a\[1\]\.b is None, which TOML cannot express"):
+        TaskSettings(args={"a": [1, {"b": None}]})
+
+
+def test_parameters_that_cannot_be_configured_are_named(
+    write: Callable[[str, str], Path],
+) -> None:
+    text = "from __future__ import annotations\ndef task(a: Missing = 1): raise KeyError(a)\n"
+    name = f"{write('unknown_types.py', text)}:task"
+    with pytest.raises(ConfigError, match="its parameters cannot be read: name 'Missing' is not"):
+        load_task(name, TaskSettings(args={"a": 1}))
+    with pytest.raises(ConfigError, match="KeyError: 1"):  # without arguments no type is needed
+        load_task(name, TaskSettings())
 
 
 class Tiny(Task):

@@ -20,7 +20,8 @@ from fedstream.trainer.shakespeare import (
     shakespeare,
 )
 from fedstream.trainer.solvers import Sgd, Work
-from fedstream.trainer.task import Classes, Dirichlet, Iid, TaskSettings, initial
+from fedstream.trainer.splitting import Classes, Dirichlet, Iid
+from fedstream.trainer.task import TaskSettings, initial
 from fedstream.trainer.vector import load
 
 if TYPE_CHECKING:

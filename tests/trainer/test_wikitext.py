@@ -13,7 +13,8 @@ from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import DataError
 from fedstream.trainer.solvers import Sgd, Work
-from fedstream.trainer.task import Classes, Dirichlet, Iid, Natural, TaskSettings, initial
+from fedstream.trainer.splitting import Classes, Dirichlet, Iid, Natural
+from fedstream.trainer.task import TaskSettings, initial
 from fedstream.trainer.vector import load
 from fedstream.trainer.wikitext import WordModel, wikitext2
 

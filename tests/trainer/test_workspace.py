@@ -20,7 +20,15 @@ from torch.utils.data import TensorDataset
 
 from fedstream.broker.errors import BadMessage, ConfigError, LayoutMismatch
 from fedstream.broker.layout import Model
-from fedstream.trainer.solvers import Cancelled, DriftCorrected, Proximal, Sgd, Trained, Work
+from fedstream.trainer.solvers import (
+    Cancelled,
+    DriftCorrected,
+    Proximal,
+    Sgd,
+    Solver,
+    Trained,
+    Work,
+)
 from fedstream.trainer.task import Task, initial
 from fedstream.trainer.vector import layout_of, load, read
 from fedstream.trainer.workspace import Workspace
@@ -51,7 +59,7 @@ X_TAU = initial(TASK, seed=0)
 C = np.linspace(-1, 1, X_TAU.layout.parameters, dtype=np.float32)
 
 
-def work(solver: Sgd, **more: Any) -> Work:
+def work(solver: Solver, **more: Any) -> Work:
     asked: dict[str, Any] = {
         "device": 3, "task": "t", "version": 9, "seed": 5, "steps": STEPS, "epochs": None,
         "solver": solver, "cancelled": lambda: False, "control": C, "device_control": -C / 2,
@@ -59,7 +67,7 @@ def work(solver: Sgd, **more: Any) -> Work:
     return Work(**(asked | more))
 
 
-def trained(piece: Work, start: Model = X_TAU) -> tuple[str, int, float, bytes]:
+def trained(piece: Work, start: Model = X_TAU) -> tuple[str, int, float | None, bytes]:
     """The bits that training gives, in a process that begins with a module of its own."""
     module = TASK.model()
     load(start, module)

@@ -41,16 +41,21 @@ def make(redis: RedisSettings, keys: Keys, hand: Hand, folder: Path) -> Any:
         redis: RedisSettings = redis,
         lease_s: float = 5.0,
         versions: int = 1000,
+        goal: int = 0,
+        start: str = "",
         **settings: Any,
     ) -> Updater:
         rule = strategy.build()
-        run = hand.run(strategy=strategy.name, versions=versions, max_staleness=rule.max_staleness)
+        run = hand.run(
+            strategy=strategy.name, versions=versions, max_staleness=rule.max_staleness, start=start
+        )
         # A commit deletes its own entry from the queue, unless a test wants it otherwise.
         journal: dict[str, Any] = {"dir": str(folder), "sync": "always"}
         journal |= {key: settings.pop(key) for key in [*settings] if key in JOURNAL}
         return Updater(
             UpdaterSettings(lease_s=lease_s, **settings), strategy, JournalSettings(**journal),
             keys=keys, redis=redis, name=name, create_run=lambda: (run, model_of(hand.layout)),
+            versions=goal,
         )  # fmt: skip
 
     return make

@@ -12,7 +12,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.errors import NoRun
 from fedstream.broker.messages import Upload
-from fedstream.journal import RoundClosed, Taken, segments
+from fedstream.journal import EntryRecord, segments
 from fedstream.strategies import FedAsyncSettings
 from fedstream.strategies.staleness import Constant
 from fedstream.updater.service import Updater
@@ -22,14 +22,13 @@ from tests.support import Hand, context, running
 HALF = FedAsyncSettings(alpha=0.5, staleness=Constant())
 
 
-def records(folder: Path) -> list[Taken | RoundClosed]:
+def records(folder: Path) -> list[EntryRecord]:
     """Every record that counts, in order."""
-    found: list[Taken | RoundClosed] = []
+    found: list[EntryRecord] = []
     chain = segments(folder)
     for segment, successor in zip(chain, [*chain[1:], None], strict=True):
-        for record in segment.records(successor.follows if successor else None):
-            assert isinstance(record.message, Taken | RoundClosed)
-            found.append(record.message)
+        cut = successor.follows if successor else None
+        found.extend(record.entry for record in segment.records(cut))
     for segment in chain:
         segment.close()
     return found

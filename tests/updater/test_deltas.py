@@ -17,8 +17,8 @@ from fedstream.strategies import (
     AfaCsSettings,
     FedAsyncSettings,
     FedBuffSettings,
-    Rule,
     ScaffoldSettings,
+    Strategy,
 )
 from fedstream.updater import refusals
 from fedstream.updater.refusals import LARGEST_DELTA
@@ -35,7 +35,7 @@ DELTA = {"sends": "delta"}
 
 
 @pytest.fixture
-def begun(hand: Hand, rule: Rule) -> None:
+def begun(hand: Hand, rule: Strategy) -> None:
     """The run's layout is what the rule needs."""
     layout = layout_of(4, 2)
     hand.layout = layout.with_controls() if rule.build(10).controls else layout
@@ -65,7 +65,7 @@ def filled(
     ids=["fedbuff", "afa-cd", "afa-cs", "scaffold", "scaffold per step"],
 )
 async def test_delta_is_a_step_from_the_newest_version(
-    make: Any, hand: Hand, rule: Rule, moved: float
+    make: Any, hand: Hand, rule: Strategy, moved: float
 ) -> None:
     """Twice, the second from version 0: it is added to version 1. H gamma is a half."""
     async with running(make(rule), context()):
@@ -110,7 +110,7 @@ async def test_delta_is_a_step_from_the_newest_version(
 )  # fmt: skip
 async def test_unusable_update_is_refused_and_changes_nothing(
     make: Any, hand: Hand, client: Client, keys: Keys,
-    rule: Rule, values: dict[str, float], changes: dict[str, Any], reason: str,
+    rule: Strategy, values: dict[str, float], changes: dict[str, Any], reason: str,
 ) -> None:  # fmt: skip
     live = context()
     updater = make(rule)
@@ -133,7 +133,9 @@ async def test_unusable_update_is_refused_and_changes_nothing(
 
 @pytest.mark.parametrize("rule", [FedAsyncSettings()])
 @pytest.mark.usefixtures("begun")
-async def test_rule_that_takes_models_refuses_a_delta(make: Any, hand: Hand, rule: Rule) -> None:
+async def test_rule_that_takes_models_refuses_a_delta(
+    make: Any, hand: Hand, rule: Strategy
+) -> None:
     async with running(make(rule), context()):
         await hand.join()
         await sent(hand, 1.0)
@@ -144,7 +146,9 @@ async def test_rule_that_takes_models_refuses_a_delta(make: Any, hand: Hand, rul
 
 @pytest.mark.usefixtures("begun")
 @pytest.mark.parametrize("rule", [FEDBUFF, SCAFFOLD])
-async def test_fields_a_rule_does_not_use_may_be_missing(make: Any, hand: Hand, rule: Rule) -> None:
+async def test_fields_a_rule_does_not_use_may_be_missing(
+    make: Any, hand: Hand, rule: Strategy
+) -> None:
     async with running(make(rule), context()):
         await hand.join()
         await sent(hand, *filled(hand, 1.0), steps=0)
@@ -153,7 +157,9 @@ async def test_fields_a_rule_does_not_use_may_be_missing(make: Any, hand: Hand, 
 
 @pytest.mark.usefixtures("begun")
 @pytest.mark.parametrize("rule", RULES)
-async def test_largest_accepted_update_does_not_overflow(make: Any, hand: Hand, rule: Rule) -> None:
+async def test_largest_accepted_update_does_not_overflow(
+    make: Any, hand: Hand, rule: Strategy
+) -> None:
     largest = LARGEST_DELTA / 4
     async with running(make(rule, norm_factor=0), context()):
         await hand.join()
@@ -178,7 +184,9 @@ async def test_largest_accepted_update_does_not_overflow(make: Any, hand: Hand, 
         (FEDBUFF, math.inf, None, "not finite"),
     ],
 )
-def test_size_check_is_pure(rule: Rule, norm: float, max_norm: float | None, reason: str) -> None:
+def test_size_check_is_pure(
+    rule: Strategy, norm: float, max_norm: float | None, reason: str
+) -> None:
     upload = Upload(
         task="t", attempt="1", device=1, trainer="t1", tau=0, base="b", layout="l", digest="d",
         size=1, samples=1, steps=2, lr=0.1,
@@ -188,7 +196,7 @@ def test_size_check_is_pure(rule: Rule, norm: float, max_norm: float | None, rea
 
 @pytest.mark.usefixtures("begun")
 @pytest.mark.parametrize("rule", [ScaffoldSettings(buffer_size=2, max_staleness=1)])
-async def test_stale_update_keeps_its_devices_memory(make: Any, hand: Hand, rule: Rule) -> None:
+async def test_stale_update_keeps_its_devices_memory(make: Any, hand: Hand, rule: Strategy) -> None:
     updater = make(rule)
     async with running(updater, context()):
         await hand.join()

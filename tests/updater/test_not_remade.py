@@ -17,7 +17,7 @@ from fedstream.broker.errors import Unavailable
 from fedstream.broker.messages import Upload
 from fedstream.broker.records import Head
 from fedstream.journal import Taken
-from fedstream.strategies import AfaCsSettings, FedBuffSettings, Rule
+from fedstream.strategies import AfaCsSettings, FedBuffSettings, Strategy
 from fedstream.updater.recovery import Recovery
 from fedstream.updater.state import RunState
 from tests.support import Hand, context, running, wait_until
@@ -33,7 +33,7 @@ def soon_idle(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def others_than_the_lost(
-    make: Any, hand: Hand, folder: Path, rule: Rule, *values: float
+    make: Any, hand: Hand, folder: Path, rule: Strategy, *values: float
 ) -> list[Upload]:
     """The journal has version 1, and lost version 2; the queue has other updates of version 1."""
     aside = folder.with_name("aside")

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fedstream.broker.records import Head, Run
+from fedstream.broker.records import Head, Quarantines, Run
 from fedstream.updater.reconcile import (
     Action,
     Confirm,
@@ -23,6 +23,7 @@ from tests.updater.states import applied, refused, run_of, state_of
 OVER = run_of(state="finished", why="target", finished=9.0)
 STATE = state_of(5)
 FINISHED = STATE.ended(OVER)
+EXTENDED = STATE.ended(run_of(versions=200))
 
 
 def head_of(version: int = 5, digest: str = "", **ends: int) -> Head:
@@ -41,6 +42,7 @@ class Case:
     run: Run | None = field(default_factory=run_of)
     state: RunState = STATE
     told: dict[str, int] = field(default_factory=dict)
+    told_quarantines: int = 0
     pending: tuple[Change, ...] = ()
 
 
@@ -71,6 +73,10 @@ CASES = (
         "all-ends", Confirm(head_of(applied=2, refused=1)), head=head_of(applied=2, refused=1),
         told={"applied": 2, "refused": 1},
     ),
+    Case(
+        "forgotten-quarantine", Publish("1 of 2 changes of quarantines"),
+        head=replace(head_of(), quarantines=Quarantines(1)), told_quarantines=2,
+    ),
     # What is pending was not told yet, so Redis need not have its ends.
     Case("pending-ends", Confirm(head_of()), pending=(refused("a", 5),)),
     # Somebody ends the run.
@@ -82,6 +88,21 @@ CASES = (
     Case("end-forgotten", Publish("a run that is not finished"), state=FINISHED),
     Case(
         "end-pending", Confirm(head_of()), state=FINISHED, pending=(refused("a", 5),)
+    ),
+    # The run is to have more versions than Redis knows of.
+    Case("extended", Publish("a run of 100 versions", lost=False), state=EXTENDED),
+    Case(
+        "extended-after-its-end", Publish("a run of 100 versions", lost=False),
+        run=OVER, state=EXTENDED,
+    ),
+    Case("extended-and-behind", Publish("version 4"), run=OVER, head=head_of(4), state=EXTENDED),
+    Case(
+        "extended-while-the-journal-lost-its-end", Remake(head_of(7)), run=OVER, head=head_of(7),
+        state=EXTENDED,
+    ),
+    Case(
+        "extended-and-another-digest", Refuse("a different version 5 from the journal"),
+        run=OVER, head=head_of(5, "other"), state=EXTENDED,
     ),
     # Our newest version was published again and the reply lost, with older ones pending.
     Case(
@@ -95,7 +116,9 @@ CASES = (
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_action(case: Case) -> None:
-    found: dict[str, Any] = {"told": case.told, "pending": case.pending}
+    found: dict[str, Any] = {
+        "told": case.told, "told_quarantines": case.told_quarantines, "pending": case.pending,
+    }  # fmt: skip
     assert action(case.state, case.run, case.head, **found) == case.expected
 
 

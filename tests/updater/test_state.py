@@ -89,15 +89,15 @@ def test_decided_ends_are_known_before_they_are_journalled(index: Ended) -> None
     for one in (change, round_):
         ends.decide(one)
     assert ends.get("a") == change.end
-    assert ends.closed("7-0")
-    assert (ends.done, ends.rounds) == ((), ())
+    assert ends.obeyed("7-0")
+    assert (ends.done, ends.controls) == ((), ())
     assert ends.copy().get("a") is None  # an adoption must not take it for ended
-    assert not ends.copy().closed("7-0")
+    assert not ends.copy().obeyed("7-0")
     for one in (change, round_):
         ends.journal(one)
-    assert (ends.done, ends.rounds) == ((change.end,), ("7-0",))
+    assert (ends.done, ends.controls) == ((change.end,), ("7-0",))
     assert ends.copy().get("a") == ends.get("a") == change.end
-    assert ends.copy().closed("7-0")
+    assert ends.copy().obeyed("7-0")
 
 
 def test_update_found_again_keeps_its_first_end(index: Ended) -> None:
@@ -115,7 +115,7 @@ def test_copy_is_independent(index: Ended) -> None:
     copy.add(End("b", "a1", "given_up"))
     assert ends.get("b") is None
     assert copy.get("a") is not None
-    assert copy.closed("1-0")
+    assert copy.obeyed("1-0")
 
 
 def test_oldest_ends_move_to_the_index_when_others_are_decided(
@@ -148,9 +148,9 @@ def test_journalled_ends_are_no_longer_held_as_decided(
 
 
 def test_oldest_rounds_are_forgotten(index: Ended, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fedstream.updater.state._ROUNDS_REMEMBERED", 2)
+    monkeypatch.setattr("fedstream.updater.state._CONTROLS_REMEMBERED", 2)
     ends = Ends(index)
     for entry in ("1-0", "2-0", "3-0"):
         ends.decide(closed(entry, 5))
         ends.journal(closed(entry, 5))
-    assert ends.rounds == ("2-0", "3-0")
+    assert ends.controls == ("2-0", "3-0")

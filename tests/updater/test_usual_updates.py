@@ -23,9 +23,9 @@ from fedstream.strategies import (
     FedAsyncSettings,
     FedAvgSettings,
     FedBuffSettings,
-    Rule,
     ScaffoldSettings,
     State,
+    Strategy,
     Update,
 )
 from fedstream.strategies.mixing import count, distance, norm
@@ -64,7 +64,7 @@ async def refused(hand: Hand, reason: str, n: int = 1) -> None:
     ],
 )
 def test_size_is_how_far_an_update_alone_moves_the_model(
-    rule: Rule, expected: tuple[float, ...]
+    rule: Strategy, expected: tuple[float, ...]
 ) -> None:
     x, update = model_of(LAYOUT, 1.0), model_of(LAYOUT, 3.0, 3.0, 3.0, 3.0, 1.0, 1.0)
     assert sizes(UPLOAD, rule.build(10), update, x) == pytest.approx(expected)
@@ -281,7 +281,7 @@ def test_integers_change_only_as_the_layout_allows(integers: tuple[int, ...], re
     assert found == reason
 
 
-RULES: tuple[Rule, ...] = (
+RULES: tuple[Strategy, ...] = (
     FedAsyncSettings(),
     FedAvgSettings(clients_per_round=2),
     FedBuffSettings(buffer_size=2),
@@ -290,7 +290,7 @@ RULES: tuple[Rule, ...] = (
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.name)
-def test_counters_never_go_back(rule: Rule) -> None:
+def test_counters_never_go_back(rule: Strategy) -> None:
     """A stale device counted fewer batches: what comes next would seem to have counted too many."""
     strategy, state = rule.build(10), State(0, model_of(INTEGERS, integers=X))
     for counter in (70, 60, 40, 45):

@@ -15,6 +15,7 @@ from fedstream.broker.ledger.evaluator import EvaluatorLedger
 from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.ledger.plumbing import Ledger
 from fedstream.broker.ledger.scheduler import SchedulerLedger
+from fedstream.broker.ledger.sinks import SinksLedger
 from fedstream.broker.ledger.trainer import Outbox, TrainerLedger
 from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.rights import RIGHTS, ROLES, commands, rights_of
@@ -26,6 +27,7 @@ CLASSES: dict[str, tuple[type, ...]] = {
     "updater": (UpdaterLedger,),
     "evaluator": (EvaluatorLedger,),
     "trainer": (TrainerLedger, Outbox),
+    "sinks": (SinksLedger,),
     "operator": (OperatorLedger,),
 }
 # What the services run besides: leases, groups and clean-up; an operator feeds recorded updates.

@@ -1,9 +1,13 @@
-"""An operator deletes a run."""
+"""An operator deletes a run, or puts devices into quarantine."""
 
 from __future__ import annotations
 
+import pytest
+
 from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
+from fedstream.broker.messages import QUARANTINED, SetQuarantine
+from fedstream.broker.records import NO_QUARANTINES, Commit, Quarantines
 from tests.support import Hand
 
 
@@ -17,3 +21,72 @@ async def test_purging_deletes_this_run_and_no_other(client: Client, hand: Hand)
     assert await client.call("GET", other.run) == b"x"
     assert await hand.ledger.purge() == 0
     await client.call("DEL", other.run)
+
+
+@pytest.mark.parametrize(
+    ("state", "wanted", "verdict"),
+    [
+        ({}, SetQuarantine(devices=(9,)), ("queued", None)),
+        ({}, SetQuarantine(devices=(3, 10)), ("unknown", "10")),
+        ({"state": "finished"}, SetQuarantine(devices=(3,)), ("finished", "")),
+        (None, SetQuarantine(devices=(3,)), ("none", "")),
+    ],
+)
+async def test_only_a_running_runs_own_devices_go_into_quarantine(
+    hand: Hand, state: dict[str, str] | None, wanted: SetQuarantine, verdict: tuple[str, str]
+) -> None:
+    if state is not None:
+        await hand.create(**state)
+    what, detail = await hand.ledger.set_quarantine(wanted)
+    queued = [(id_, one) for id_, one in await hand.queue() if isinstance(one, SetQuarantine)]
+    assert (what, verdict[1] if queued else detail) == verdict
+    assert queued == ([(detail, wanted)] if what == "queued" else [])
+
+
+async def test_number_of_devices_in_quarantine_is_limited(hand: Hand) -> None:
+    """Releasing some is always possible."""
+    await hand.create(devices=2000)
+    await quarantined(hand, NO_QUARANTINES.quarantined(range(2, QUARANTINED), "why", 1.5, 0))
+    for wanted, verdict in (
+        (SetQuarantine(devices=(0, 1)), "queued"),
+        (SetQuarantine(devices=(0, 1, 1999)), "full"),
+        (SetQuarantine(devices=(0, 1, 1999), release=True), "queued"),
+    ):
+        assert (await hand.ledger.set_quarantine(wanted))[0] == verdict
+
+
+async def test_quarantined_devices_are_neither_asked_nor_heard(hand: Hand) -> None:
+    await hand.create()
+    await quarantined(hand, NO_QUARANTINES.quarantined([3, 5], "poison", 1.5, 0))
+    view = await hand.ledger.look()
+    assert view.askable == (0, 1, 2, 4, 6, 7, 8, 9)
+    assert await hand.take_up(hand.trigger(origin="ann", device=3)) == ["quarantined"]
+    assert await hand.take_up(hand.trigger(origin="ann", device=4)) == ["sent"]
+    view = await hand.ledger.look()
+    assert view.reasons("stray") == {"trigger for a quarantined device": 1}
+    assert [trigger.device for trigger in view.open] == [4]
+
+
+async def test_late_commit_brings_no_quarantine_back(hand: Hand) -> None:
+    await hand.create()
+    first = NO_QUARANTINES.quarantined([3], "poison", 1.5, 0)
+    await quarantined(hand, first)
+    await quarantined(hand, first.released([3]))
+    await quarantined(hand, first)
+    head = await hand.ledger.head()
+    assert head is not None
+    assert head.quarantines == first.released([3])
+
+
+async def test_commit_notices_that_redis_forgot_a_quarantine(hand: Hand) -> None:
+    await hand.create()
+    commit = Commit(version=None, held=(), mean_staleness=0.0, quarantines_before=1)
+    assert (await hand.ledger.commit(hand.updater.token, commit)).what == "behind:0"
+    await quarantined(hand, NO_QUARANTINES.quarantined([3], "poison", 1.5, 0))
+    assert (await hand.ledger.commit(hand.updater.token, commit)).what == "done"
+
+
+async def quarantined(hand: Hand, quarantines: Quarantines) -> None:
+    """The updater has taken these."""
+    commit = Commit(version=None, held=(), mean_staleness=0.0, quarantines=quarantines)
+    assert (await hand.ledger.commit(hand.updater.token, commit)).what == "done"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -61,8 +62,21 @@ def test_resuming_needs_the_journal_of_an_unfinished_run(asked: RunRequest) -> N
         )
     )  # fmt: skip
     scribe.close()
-    with pytest.raises(JournalError, match=r"is finished \(version 2 reached\)"):
+    said = r"is finished \(version 2 reached\): to extend it, give --versions above 1000"
+    with pytest.raises(JournalError, match=said):
         run(resumed, Quiet())
+    more = replace(resumed, settings=read(None, ["run.versions=1001"])).resolved()
+    assert preflight.resumed(more).settings.run.versions == 1001
+
+
+@pytest.mark.parametrize(("sets", "versions"), [([], 1000), (["run.versions=30"], 1000)])
+def test_resumed_run_has_no_fewer_versions_than_before(
+    asked: RunRequest, sets: list[str], versions: int
+) -> None:
+    """Whatever the default is, and however few are asked for."""
+    Scribe(asked.out / "journal").close()
+    request = replace(asked, resume=True, settings=read(None, sets)).resolved()
+    assert preflight.resumed(request).settings.run.versions == versions
 
 
 def test_unreachable_redis_is_reported_once_before_giving_up(
@@ -111,5 +125,10 @@ async def test_existing_run_is_not_overwritten(
     await hand.updater.release()
     await preflight.check_redis(replace(there, resume=True), Quiet())
     await hand.ledger.finish("version 100 reached")
-    with pytest.raises(FedstreamError, match="is finished"):
-        await preflight.check_redis(replace(there, resume=True), Quiet())
+    for resume, versions, refused in ((True, 100, True), (False, 101, True), (True, 101, False)):
+        wanted = read(None, [f"run.name={hand.keys.name}", f"run.versions={versions}"])
+        wanted = wanted.model_copy(update={"redis": settings.redis})
+        request = replace(asked, resume=resume, settings=wanted)
+        said = r"is finished \(version 100 reached\): extend it with --resume and --versions above"
+        with pytest.raises(FedstreamError, match=said) if refused else nullcontext():
+            await preflight.check_redis(request, Quiet())

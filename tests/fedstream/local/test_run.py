@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from torch import nn
+from torch.utils.data import Dataset
 
 from fedstream.broker.errors import BrokerError
 from fedstream.local import run
@@ -20,8 +21,21 @@ from fedstream.local.request import RunRequest
 from fedstream.local.run import LocalRun
 from fedstream.observe import report
 from fedstream.observe.display import Quiet
+from fedstream.observe.history import SeenVersion
 from fedstream.runtime.signals import Stop
+from fedstream.settings.config import RunSettings, Settings
+from fedstream.trainer.task import Task
 from tests.fedstream.views import view
+
+
+class Untested(Task):
+    """A task that nobody asks."""
+
+    def model(self) -> nn.Module:
+        raise NotImplementedError
+
+    def device_data(self, device: int) -> Dataset[object]:
+        raise NotImplementedError
 
 
 class Running(LocalRun):
@@ -29,7 +43,7 @@ class Running(LocalRun):
 
     def __init__(self, asked: RunRequest) -> None:
         asked.out.mkdir()
-        subject = Subject(nn.Linear(1, 1), devices=2, tested=True, torch="2")
+        subject = Subject(Untested(), nn.Linear(1, 1), devices=2, tested=True, torch="2")
         super().__init__(asked, subject, Quiet(), "redis://127.0.0.1:1/0", None, 1)
         self._supervisor.children = []
 
@@ -63,6 +77,19 @@ async def test_measuring_the_last_version_has_a_time_limit(
     assert capsys.readouterr().err == "the last version was not measured within 120 s\n"
 
 
+async def test_end_of_a_run_that_is_being_extended_does_not_count(
+    asked: RunRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Redis says that it is finished until the updater has told it that the run goes on."""
+    asked = replace(asked, resume=True, settings=Settings(run=RunSettings(versions=4)))
+    running, finished = Running(asked), replace(view().run, state="finished", why="so it is")
+    monkeypatch.setattr(running._observer.history, "tried", view().head.version)
+    for versions, over in ((3, False), (4, True)):
+        running._observer.view = view(run=replace(finished, versions=versions))
+        running._judge()
+        assert running._over.is_set() == over
+
+
 async def test_unwritable_files_do_not_hide_the_result(
     asked: RunRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -74,12 +101,37 @@ async def test_unwritable_files_do_not_hide_the_result(
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(report, "write_table", full)
+    monkeypatch.setattr(report.Table, "write", full)
     running._end(Ending("finished", "version 3 reached"))
     code, numbers = await asyncio.wait_for(running.live(Stop()), 30)
     assert (code, numbers["state"]) == (1, "finished")
     assert shown == [[str(asked.out / "summary.json")]]
     assert f"{asked.out}: cannot be written: No space left on device" in capsys.readouterr().err
+
+
+async def test_measurements_are_in_the_table_while_the_run_goes_on(
+    asked: RunRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = Running(asked)
+    observer = running._observer
+    monkeypatch.setattr(observer, "view", view())
+
+    async def measured(**_: object) -> bool:
+        number = observer.history.newest + 1
+        observer.history.recall(number, SeenVersion(1.0 + number, ()))
+        observer.history.measure(number, {"accuracy": 0.5})
+        return True
+
+    monkeypatch.setattr(observer, "step", measured)
+    await running._step(asyncio.Event())
+    await running._step(asyncio.Event())
+    table = asked.out / report.METRICS
+    assert [line.split(",")[0] for line in table.read_text().splitlines()] == ["version", "0", "1"]
+    table.unlink()
+    table.mkdir()
+    await running._step(asyncio.Event())
+    await running._step(asyncio.Event())  # the run goes on, and this is said once
+    assert capsys.readouterr().err == f"{table}: cannot be written: Is a directory\n"
 
 
 async def test_refusing_redis_ends_the_run_with_a_report(

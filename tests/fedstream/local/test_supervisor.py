@@ -16,6 +16,7 @@ from fedstream.local.supervisor import (
     how_it_ended,
     last_words,
 )
+from tests.support import wait_until
 
 
 def test_wait_doubles_until_giving_up() -> None:
@@ -102,6 +103,15 @@ async def test_failure_to_start_counts_as_a_death(
     assert told.said[0].endswith("; restarting it in 0.001 s")
     assert told.why.startswith("one died 5 times in a row; the last time it cannot be started: ")
     assert told.restarts == {"one": 4}
+    await told.stop()
+
+
+async def test_run_goes_on_without_a_service_it_can_do_without(tmp_path: Path) -> None:
+    told = Told(tmp_path / "not there", Program("sinks", "sinks", (), 1.0, vital=False))
+    told.start()
+    await wait_until(lambda: told.said and "goes on without it" in told.said[-1])
+    assert told.said[-1].startswith("sinks died 5 times in a row")
+    assert not told.over.is_set()
     await told.stop()
 
 

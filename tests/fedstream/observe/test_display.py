@@ -88,14 +88,20 @@ def test_accuracy_names_its_version() -> None:
         "best_accuracy": 0.6, "best_accuracy_version": 4, "versions": 9, "versions_before": 0,
         "seconds": 2.0, "updates_per_s": 4.5, "mean_staleness": 0.0, "max_staleness": 0,
         "tasks": {"issued": 9, "applied": 9}, "refused": {}, "given_up": {}, "dead": {},
-        "strays": {}, "restarts": {},
+        "strays": {}, "restarts": {}, "metrics": {"accuracy": 0.5},
     }  # fmt: skip
     rows = dict(display.result_rows(numbers))
+    assert "devices" not in rows
     assert rows["accuracy"] == "0.5000 (best 0.6000 at version 4)"
     assert rows["versions"] == "9 in 2.0 s, 4.5 updates/s"
     rows = dict(display.result_rows(numbers | {"measured_version": 7, "versions_before": 6}))
     assert rows["accuracy"] == "0.5000 at version 7 (best 0.6000 at version 4)"
     assert rows["versions"] == "9, 3 of them in 2.0 s, 4.5 updates/s"
+    served = {"device_mean_loss": 2.0, "device_mean_accuracy": 0.4,
+              "device_worst_tenth_accuracy": 0.1, "device_deviation_accuracy": 0.25}  # fmt: skip
+    assert dict(display.result_rows(numbers | {"metrics": served}))["devices"] == (
+        "accuracy mean 0.4000, worst tenth 0.1000, deviation 0.2500"
+    )
     never = {"accuracy": float("nan"), "best_accuracy": None, "best_accuracy_version": None}
     assert dict(display.result_rows(numbers | never))["accuracy"] == "nan"
 

@@ -110,19 +110,67 @@ def test_undecodable_text_is_valid_in_json() -> None:
 
 
 def test_table_has_a_row_per_version(history: History, tmp_path: Path) -> None:
-    report.write_table(tmp_path, history, CREATED)
+    report.Table(tmp_path, CREATED).write(history)
     with (tmp_path / report.METRICS).open() as file:
         rows = list(csv.DictReader(file))
     assert [row["version"] for row in rows] == ["0", "1", "2", "3"]
     assert rows[0]["accuracy"] == "0.1"
     assert rows[1] == {
-        "version": "1", "seconds": "1.0000", "updates": "1", "staleness": "0", "weight": "0.4",
-        "device": "1", "task": "a", "loss": "0.5", "accuracy": "", "test_loss": "",
-        "test_recall": "",
+        "version": "1", "seconds": "1.0000", "updates": "1", "total_updates": "1",
+        "staleness": "0", "weight": "0.4", "device": "1", "task": "a", "loss": "0.5",
+        "accuracy": "", "test_loss": "", "test_recall": "",
     }  # fmt: skip
     assert (rows[3]["device"], rows[3]["task"]) == ("3 1", "c d")
     assert (rows[3]["staleness"], rows[3]["loss"]) == ("1", "1")
     assert (rows[3]["accuracy"], rows[3]["test_loss"]) == ("0.8", "0.2")
+
+
+def test_table_grows_with_each_measurement(history: History, tmp_path: Path) -> None:
+    """A run that is killed leaves its rows; written again at the end, the table is the same."""
+    whole, table, seen = tmp_path / "whole", report.Table(tmp_path, CREATED), History()
+    whole.mkdir()
+    report.Table(whole, CREATED).write(history)
+    lines = (whole / report.METRICS).read_text().splitlines()
+    rows = []
+    for number in range(4):
+        seen.recall(number, history.versions[number])
+        if number in history.evaluations:
+            seen.measure(number, history.evaluations[number])
+        table.follow(seen)
+        rows.append(len((tmp_path / report.METRICS).read_text().splitlines()) - 1)
+    assert rows == [1, 1, 3, 4]  # version 1 was not measured, and waits for the next that is
+    assert (tmp_path / report.METRICS).read_text().splitlines() == lines
+    assert [line.split(",")[3] for line in lines] == ["total_updates", "0", "1", "2", "4"]
+
+
+def test_table_of_a_resumed_run_has_no_row_twice(history: History, tmp_path: Path) -> None:
+    report.Table(tmp_path, CREATED).write(history)
+    with (tmp_path / report.METRICS).open("a") as file:
+        file.write("4,5.0,1")  # torn by the crash
+    resumed = report.Table(tmp_path, CREATED)
+    history.publish(version(4, update("e")))
+    resumed.follow(history)  # as recalled
+    history.measure(4, {"accuracy": 0.7})
+    resumed.follow(history)
+    resumed.follow(history)
+    with (tmp_path / report.METRICS).open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["version"] for row in rows] == ["0", "1", "2", "3", "4"]
+    assert (rows[4]["accuracy"], rows[4]["total_updates"]) == ("0.7", "5")
+
+
+def test_table_that_could_not_be_written_is_written_anew(history: History, tmp_path: Path) -> None:
+    table = report.Table(tmp_path, CREATED)
+    table.follow(history)
+    (tmp_path / report.METRICS).unlink()
+    (tmp_path / report.METRICS).mkdir()
+    history.publish(version(4, update("e")))
+    history.measure(4, {"accuracy": 0.7})
+    with pytest.raises(OSError, match="Is a directory"):
+        table.follow(history)
+    (tmp_path / report.METRICS).rmdir()
+    table.follow(history)
+    assert len((tmp_path / report.METRICS).read_text().splitlines()) == 6
 
 
 def test_model_file_loads_into_torch(tmp_path: Path) -> None:
@@ -211,3 +259,9 @@ def test_picture_labels_do_not_overlap(devices: int) -> None:
         for one, other in combinations(titles, 2):
             assert not one.overlaps(other)
         assert all(box.x1 <= figure.bbox.x1 for box in titles)
+
+
+def test_curves_of_many_runs_differ_and_neighbours_even_without_colours() -> None:
+    styles = [curves.line_style(place) for place in range(28)]
+    assert len({tuple(style.values()) for style in styles}) == 28
+    assert all(one["linestyle"] != other["linestyle"] for one, other in pairwise(styles))

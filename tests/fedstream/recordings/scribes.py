@@ -11,7 +11,8 @@ from fedstream.trainer import vector
 from fedstream.trainer.descent import solve
 from fedstream.trainer.loading import load_task
 from fedstream.trainer.solvers import Sgd, Work
-from fedstream.trainer.task import Iid, TaskSettings, initial
+from fedstream.trainer.splitting import Iid
+from fedstream.trainer.task import TaskSettings, initial
 from tests.journals import Scribe
 from tests.support import model_of
 
@@ -74,10 +75,10 @@ UPDATES = ((1, 1.0), (2, 2.0), (3, 3.0), (4, 4.0))
 class Digits(By):
     """Devices that learn the digits, one after the other."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, **about: Any) -> None:
         self.task = load_task("digits", TaskSettings(partition=Iid()))
         self.module = self.task.model()
-        super().__init__(folder, initial(self.task, 0))
+        super().__init__(folder, initial(self.task, 0), **about)
 
     def learns(self, device: int, scale: float = 1.0) -> None:
         """The device trains from the newest model; scaled, it poisons the next."""

@@ -13,6 +13,7 @@ import pytest
 from fedstream.broker.errors import ConfigError
 from fedstream.cli import app as cli
 from fedstream.journal import Segment
+from fedstream.observe import report
 from fedstream.recordings import replay
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings, FedBuffSettings
 from fedstream.trainer.loading import load_task
@@ -195,17 +196,44 @@ def test_outcome_without_a_measurement(
     assert len(said) == 3  # and no files
     assert fedstream("journal", *change, "--json") == 0
     numbers = json.loads(capsys.readouterr().out)
-    assert numbers["updates"] == {"used": 13, "dropped": 7, "left_out": 0}
+    assert numbers["updates"] == {
+        "used": 13, "dropped": 7, "left_out": 0, "no_base": 0, "unfit": 0
+    }  # fmt: skip
     assert numbers["distance"] > 0
+
+
+def test_rule_of_another_family(out: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Devices sent models; the first update after the deleted beginning has no known x_tau."""
+    change = ("--set", "strategy.name=fedbuff", "--evaluate-every", 0)
+    assert fedstream(out, *change) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert said[0].endswith("the original: 20 of 20 versions identical")
+    assert said[1] == (
+        "the changed rule used 20 of 20 updates; it got each model minus the recorded one that it "
+        "was trained from"
+    )
+    min((out / "journal").iterdir()).unlink()
+    assert fedstream(out, *change, "--json") == 0
+    numbers = json.loads(capsys.readouterr().out)
+    assert numbers["converted_to"] == "delta"
+    assert numbers["updates"] == {
+        "used": 8, "dropped": 0, "left_out": 0, "no_base": 1, "unfit": 0
+    }  # fmt: skip
+    assert fedstream(out, *change) == 0
+    assert "used 8 of 9 updates, could not convert 1 (trained from models that" in (
+        capsys.readouterr().out
+    )
+    assert fedstream(out, "--set", "strategy.name=scaffold") == 1
+    assert "also takes control variates" in capsys.readouterr().err
 
 
 def test_output_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "run" / "journal").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     for given in ("run", "run/journal"):
-        assert str(replay.folder_for(Path(given), None)) == "run/replay-1"
+        assert str(report.beside(Path(given), "replay", None, ())) == "run/replay-1"
     monkeypatch.chdir(tmp_path / "run" / "journal")
-    assert replay.folder_for(Path(), None).resolve() == tmp_path / "run" / "replay-1"
+    assert report.beside(Path(), "replay", None, ()).resolve() == tmp_path / "run" / "replay-1"
 
 
 def test_title_says_what_was_changed() -> None:

@@ -115,3 +115,52 @@ def test_unknown_device_is_reported(journal: Command, tmp_path: Path) -> None:
     code, out, said = journal("show", tmp_path, "--device", 99, "--json")
     assert (code, out) == (1, "")
     assert said == f"fedstream: {tmp_path}: device 99 never took part (the run has 10 devices)\n"
+
+
+def quarantines(folder: Path) -> None:
+    """Two devices go into quarantine, an update is refused, and one is released."""
+    scribe = Scribe(folder)
+    scribe.update(3)
+    scribe.quarantine(3, 4, why="poison")
+    scribe.refuse(3, "device quarantined")
+    scribe.segment()
+    scribe.quarantine(4, release=True)
+    scribe.update(4)
+    scribe.close()
+
+
+def test_quarantines_are_shown_in_order(journal: Command, tmp_path: Path) -> None:
+    quarantines(tmp_path / "journal")
+    code, out, _ = journal("show", tmp_path, "--json")
+    assert code == 0
+    kinds = [json.loads(line)["kind"] for line in out.splitlines()]
+    assert kinds == [
+        "standing", "taken", "standing", "quarantine_set", "taken", "standing", "quarantine_set",
+        "taken",
+    ]  # fmt: skip
+    first, standing, second = (
+        one
+        for line in out.splitlines()
+        if (one := json.loads(line))["kind"] == "quarantine_set" or one.get("quarantined")
+    )
+    assert (first["devices"], first["release"], first["why"]) == ([3, 4], False, "poison")
+    assert [group["devices"] for group in standing["quarantined"]] == [[3, 4]]
+    assert (second["devices"], second["release"]) == ([4], True)
+    _, out, _ = journal("show", tmp_path)
+    assert [row.split()[2:] for row in out.splitlines() if "quarantine " in row] == [
+        ["quarantine", "devices", "3", "4:", "poison"]
+    ]
+    _, out, _ = journal("show", tmp_path, "--device", "4")
+    assert "devices 3 4: poison" in out
+    assert "release" in out
+
+
+def test_journal_with_quarantines_is_verified_and_replayed(
+    journal: Command, tmp_path: Path
+) -> None:
+    quarantines(tmp_path / "journal")
+    code, out, _ = journal("verify", tmp_path)
+    assert (code, out.count(" bytes: intact")) == (0, 3)
+    rows = tmp_path / "rows.csv"
+    assert journal("show", tmp_path, "--csv", rows)[0] == 0
+    assert "devices 3 4: poison" in rows.read_text()

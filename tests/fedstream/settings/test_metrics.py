@@ -94,6 +94,7 @@ async def pipeline(
             f"redis.url={redis.url}", f"run.name={keys.name}", "run.versions=12",
             f"task.name={program}:task", "evaluator.every=1",
             f"journal.dir={tmp_path / 'journal'}", "journal.sync=always",
+            f'sinks=[{{kind="tensorboard",dir="{tmp_path}/tensorboard"}}]',
         ],
     )  # fmt: skip
     contexts = {role: context() for role in ROLES}

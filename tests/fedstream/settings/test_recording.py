@@ -89,7 +89,7 @@ def test_no_command_runs_the_program_a_folder_names(
         assert "names the task" in said
         assert "stranger_task" in said
         assert "--task TASK" in said
-        assert "--trust-recorded-task" in said
+        assert "--trust-recorded-code" in said
         assert said.count("\n") == 1
     refused: list[tuple[object, ...]] = [
         ("run", "--out", stranger),

@@ -21,7 +21,8 @@ from fedstream.simulation import arrivals
 from fedstream.simulation.arrivals import Arrival, RoundOver
 from fedstream.trainer.devices import behaviour
 from fedstream.trainer.digits import digits
-from fedstream.trainer.task import Iid, TaskSettings
+from fedstream.trainer.splitting import Iid
+from fedstream.trainer.task import TaskSettings
 
 FREE = HoldBack(max_queue=64, target_staleness=None, memory_budget=None)
 FEDAVG, AFA = ("strategy.name=fedavg",), ("strategy.name=afa-cd", "strategy.buffer_size=5")

@@ -459,11 +459,11 @@ def test_live_run_rejects_unknown_devices(
     with pytest.raises(ConfigError, match=r"devices\.slow_devices"):
         services.create_run(read(None, ["devices.slow_devices=[10]"]))
     empty = Wrong(3, lambda x, y: (x[:0], y[:0]))
-    monkeypatch.setattr(services, "load_task", lambda *_: empty)
+    monkeypatch.setattr(services, "load_task", lambda *_, **__: empty)
     with pytest.raises(DataError, match="device 3 has no data"):
         services.create_run(read(None, []))
     elsewhere = Wrong(3, lambda x, y: 1 / 0)  # an updater need not have the devices' data
-    monkeypatch.setattr(services, "load_task", lambda *_: elsewhere)
+    monkeypatch.setattr(services, "load_task", lambda *_, **__: elsewhere)
     assert services.create_run(read(None, []))[0].devices == DEVICES
 
 

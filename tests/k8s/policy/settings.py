@@ -10,10 +10,11 @@ from urllib.parse import urlsplit
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import POOL
 from fedstream.broker.rights import user_of
-from fedstream.coordinator.scheduling import Anarchic, InFlight
+from fedstream.coordinator.policies import Anarchic, InFlight
 from fedstream.runtime.config import load
 from fedstream.settings.config import Settings
 from fedstream.settings.services import ROLES
+from fedstream.sinks.service import DRAIN_S
 from tests.k8s.cluster.manifests import Manifest, Manifests, texts
 from tests.k8s.policy.workloads import (
     Workload,
@@ -80,7 +81,7 @@ def _service(
             yield f"{key} = {number}, the port named {port} is {workload.ports.get(port)}"
     if len(set(workload.ports.values())) < len(workload.ports):
         yield f"two ports are one: {workload.ports}"
-    drain_s = getattr(found, role).drain_s
+    drain_s = DRAIN_S if role == "sinks" else getattr(found, role).drain_s
     stop_s = _sleeps_s(container) + drain_s + _CLOSE_S
     grace_s = workload.pod["terminationGracePeriodSeconds"]
     if grace_s < stop_s:

@@ -15,7 +15,7 @@ K8S = ROOT / "k8s"
 # What an overlay of one's own may put on top of production (device-owners takes the place of what
 # KEDA scales).
 _WITH = {"ingress": ("redis-tls",)}
-ADDITIONS = ("redis-aof", "redis-sentinel", "external-redis", "gpu", "no-data", "site")
+ADDITIONS = ("redis-aof", "redis-sentinel", "external-redis", "gpu", "no-data", "site", "sinks")
 
 
 def overlays() -> list[str]:

@@ -21,6 +21,7 @@ BY_THE_OPERATOR: Mapping[tuple[str, str], frozenset[str]] = {
             "evaluator",
             "trainer",
             "operator",
+            "sinks",
             "replica",
             "sentinel",
             "watch",

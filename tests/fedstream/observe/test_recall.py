@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from fedstream.local.recall import recall
 from fedstream.observe import report
 from fedstream.observe.history import History
+from fedstream.observe.recall import recall
 from fedstream.strategies import FedAvgSettings
 from tests.journals import Scribe
 
@@ -33,7 +33,7 @@ def test_versions_come_from_the_journal_and_measurements_from_the_table(
     history.measure(2, {"accuracy": 0.5, "loss": 1.5})
     history.measure(99, {"accuracy": 1.0})  # the journal does not have it
     history.recall(99, history.versions[1])
-    report.write_table(tmp_path, history, created=1.0)
+    report.Table(tmp_path, created=1.0).write(history)
     again = History()
     recall(again, tmp_path / "journal", tmp_path / report.METRICS)
     assert again.evaluations == {

@@ -1,0 +1,19 @@
+-- keys: run head queue counts
+-- Adds an operator's control entry to the queue: the updater takes it in order with the updates.
+-- ARGV: the devices and whether they are to be released; the entry.
+local a = cmsgpack.unpack(ARGV[1])
+local state, devices = unpack(redis.call('HMGET', key.run, 'state', 'devices'))
+if not state then return {'none', ''} end
+if state ~= 'running' then return {'finished', ''} end
+for _, device in ipairs(a.devices) do
+  if device >= tonumber(devices) then return {'unknown', tostring(device)} end
+end
+guard()
+if not a.release then
+  local packed, n = redis.call('HGET', key.head, 'quarantines'), #a.devices
+  for _, group in ipairs(packed and cmsgpack.unpack(packed).groups or {}) do
+    n = n + #group.devices
+  end
+  if n > a.most then return {'full', tostring(n)} end
+end
+return {'queued', redis.call('XADD', key.queue, '*', 'm', ARGV[2])}

@@ -1,0 +1,215 @@
+"""Scheduling policies: how many tasks there are at a time, when the next begins, on which device.
+
+A policy is a function of values: without state, without a clock, and with no random numbers but
+those of the draw that it is given. So the same policy works live and on a simulation's virtual
+clock, and a scheduler that takes over goes on as its predecessor would have.
+
+What holds tasks back (memory, the queue, staleness), which devices may begin now, and how long a
+task lasts are none of its business.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import random
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from numbers import Integral
+from typing import Annotated, Any, ClassVar, Literal, TypeAlias
+
+from pydantic import Field, model_validator
+
+from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.coordinator.rounds import Rounds
+from fedstream.runtime.alternatives import OneOf
+from fedstream.runtime.config import Positive, Section
+from fedstream.runtime.participation import Participation
+from fedstream.runtime.plugins import Door, named, words
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """What a policy sees, live and in a simulation alike."""
+
+    now: float
+    """seconds: since 1970, or in a simulation since its start"""
+    began: float
+    """when the run began, on the same clock"""
+    issued: int
+    """tasks so far, so also the number of the next one"""
+    version: int
+    """the newest"""
+    at_work: Collection[int]
+    """devices with an open task"""
+    devices: Sequence[int]
+    """all devices that can be asked, at work or not"""
+    trainers: int
+    """alive; 0 in a simulation, which has none"""
+    mean_staleness: float
+    """of recent updates: a moving average, in versions"""
+    last: float
+    """when the last task began (see :attr:`Policy.catches_up`); at first, when scheduling began"""
+
+
+class Policy(Section):
+    """Base class of policies. Its fields are the keys of ``scheduler.policy``.
+
+    Only :meth:`in_flight` must be written; a task then begins as soon as there is room, on a
+    device drawn by the rates of ``participation``.
+    """
+
+    kind: str = ""
+    """the name by which the configuration chose it"""
+    catches_up: ClassVar[bool] = False
+    """Whether ``last`` is when the last task was due, not when it began. A task that began late
+    then doesn't delay the next, so the mean rate is kept; live, it makes up for at most 1 s."""
+    devices_decide: ClassVar[bool] = False
+    """Whether there are no tasks from the scheduler at all: devices ask for them."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _named(cls, table: object) -> object:
+        return named(cls, table, "kind")
+
+    @abstractmethod
+    def in_flight(self, traffic: Traffic) -> int:
+        """How many tasks are to be open at the same time: at least 1.
+
+        More than there are devices is the same as one on each. It is asked anew whenever a task
+        begins or ends, or a version is made.
+        """
+
+    def due(self, traffic: Traffic, draw: random.Random) -> float:
+        """When the next task is to begin, in seconds on the clock of ``traffic.now``.
+
+        By default at once. It is asked again when that time has come, with the same draw, so count
+        from ``traffic.last``: a time that counts from ``traffic.now`` never comes.
+        """
+        return traffic.now
+
+    def choose(
+        self,
+        traffic: Traffic,
+        idle: Sequence[int],
+        draw: random.Random,
+    ) -> int | None:
+        """One of the ``idle`` devices; by default None: drawn by the rates of ``participation``.
+
+        If the device may not begin now, the next choice is made from the others.
+        """
+        return None
+
+
+class InFlight(Policy):
+    """N tasks in flight; without n, one per live trainer. Delays are exponential."""
+
+    kind: Literal["in_flight"] = "in_flight"
+    n: Annotated[int, Field(ge=1)] | None = None
+    mean_delay_s: Annotated[float, Field(ge=0)] = 0.0  # before each trigger (random timing)
+
+    def in_flight(self, traffic: Traffic) -> int:
+        """N."""
+        return self.n if self.n is not None else max(1, traffic.trainers)
+
+    def due(self, traffic: Traffic, draw: random.Random) -> float:
+        """After the delay, which counts from the last trigger."""
+        return traffic.last + _exponential(self.mean_delay_s, draw)
+
+
+class Poisson(Policy):
+    """Triggers at the times of a Poisson process, while fewer than n tasks are in flight."""
+
+    catches_up: ClassVar[bool] = True
+    kind: Literal["poisson"] = "poisson"
+    rate: Positive = 1.0  # per second
+    n: Annotated[int, Field(ge=1)] = 100
+
+    def in_flight(self, _traffic: Traffic) -> int:
+        """The limit n."""
+        return self.n
+
+    def due(self, traffic: Traffic, draw: random.Random) -> float:
+        """The next time of the process."""
+        return traffic.last + _exponential(1.0 / self.rate, draw)
+
+
+class Anarchic(Policy):
+    """No triggers: devices decide for themselves (Anarchic Federated Learning)."""
+
+    devices_decide: ClassVar[bool] = True
+    kind: Literal["none"] = "none"
+
+    def in_flight(self, _traffic: Traffic) -> int:
+        """None."""
+        return 0
+
+
+def _exponential(mean_s: float, draw: random.Random) -> float:
+    return draw.expovariate(1.0 / mean_s) if mean_s else 0.0
+
+
+def _accept(value: object) -> type[Policy] | None:
+    if not isinstance(value, type) or not issubclass(value, Policy):
+        return None
+    if inspect.isabstract(value):
+        raise ConfigError(f"{value.__name__} has no in_flight(): write it")
+    return value
+
+
+POLICIES: Door[type[Policy | Rounds]] = Door(
+    "fedstream.policies", "scheduling policy",
+    {"in_flight": InFlight, "poisson": Poisson, "rounds": Rounds, "none": Anarchic},
+    accept=_accept, expected="a class derived from fedstream.Policy",
+)  # fmt: skip
+PolicySettings: TypeAlias = Annotated[Policy | Rounds, OneOf(POLICIES)]
+
+
+# Asking a policy, which may be a user's: its errors name it, and its answers are checked.
+
+
+def tasks_wanted(policy: Policy, traffic: Traffic) -> int:
+    """How many tasks are to be open, at most one per device. Raises ConfigError."""
+    wanted = _asked(policy, "in_flight", policy.in_flight, traffic)
+    if not isinstance(wanted, int) or isinstance(wanted, bool) or wanted < 1:
+        raise _nonsense(policy, "in_flight", wanted, "a whole number of at least 1")
+    return min(wanted, max(1, len(traffic.devices)))
+
+
+def next_due(policy: Policy, traffic: Traffic, draw: random.Random) -> float:
+    """When the next task is to begin. Raises ConfigError."""
+    due = _asked(policy, "due", policy.due, traffic, draw)
+    if not isinstance(due, float | int) or isinstance(due, bool) or not math.isfinite(due):
+        raise _nonsense(policy, "due", due, "a finite time in seconds")
+    return due
+
+
+def place_of_next(
+    policy: Policy, traffic: Traffic, draw: random.Random, parts: Participation, idle: Sequence[int]
+) -> int:
+    """The place in ``idle`` of the next device. Raises ConfigError."""
+    if type(policy).choose is not Policy.choose:
+        device = _asked(policy, "choose", policy.choose, traffic, tuple(idle), draw)
+        if device is not None:
+            if not isinstance(device, Integral) or device not in idle:
+                raise _nonsense(policy, "choose", device, "one of the idle devices, or None")
+            return idle.index(int(device))
+    return parts.pick(draw, idle)
+
+
+def _asked(policy: Policy, method: str, ask: Callable[..., Any], *given: object) -> Any:
+    try:
+        return ask(*given)
+    except FedstreamError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"{_name(policy)}: {method}() raised {words(error)}") from error
+
+
+def _nonsense(policy: Policy, method: str, answer: object, wanted: str) -> ConfigError:
+    return ConfigError(f"{_name(policy)}: {method}() returned {answer!r}: it must return {wanted}")
+
+
+def _name(policy: Policy) -> str:
+    return f"scheduler.policy.kind = {policy.kind!r}"

@@ -1,0 +1,64 @@
+"""The process of a run that was started from Python: what `fedstream run` does, told as messages.
+
+It is a process of its own so that a run changes nothing in its caller's: no signal handlers, no
+umask, no event loop, no fork beside the caller's threads. If the caller dies, however it does, the
+run is interrupted as by a signal and leaves its results.
+
+The request arrives on stdin, since other users can see a command line.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import TYPE_CHECKING, NoReturn
+
+from fedstream.runtime import signals
+
+if TYPE_CHECKING:
+    from typing import IO
+
+_NOBODY_ELSE = 0o077  # the mode bits of group and others
+
+
+def main() -> NoReturn:
+    """Read a request, and run it to its end."""
+    signals.leave_at_once(signals.INTERRUPTED)
+    from fedstream.local.parent import end_with_parent
+
+    end_with_parent()
+    os.umask(os.umask(_NOBODY_ELSE) | _NOBODY_ELSE)
+    channel = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a task prints is no message
+    code = signals.INTERRUPTED
+    try:
+        signals.interrupt()
+        code = _run(channel)
+        signals.end_at_once()
+    except KeyboardInterrupt:
+        pass
+    sys.stderr.flush()
+    os._exit(code)  # tearing down the interpreter takes a second with torch loaded
+
+
+def _run(channel: IO[bytes]) -> int:
+    from fedstream.api.messages import Teller
+    from fedstream.api.request import request_of
+    from fedstream.broker.errors import FedstreamError
+    from fedstream.local.run import run
+
+    teller = Teller(channel)
+    try:
+        code, _ = run(request_of(sys.stdin.read()), teller)
+    except FedstreamError as error:
+        teller.error(error)
+        return 1
+    except OSError as error:  # a full disk, or a file or folder without permission
+        where = "" if error.filename is None else f"{error.filename}: "
+        teller.error(FedstreamError(f"{where}{error.strerror or error}"))
+        return 1
+    return code
+
+
+if __name__ == "__main__":
+    main()

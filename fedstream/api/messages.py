@@ -1,0 +1,64 @@
+"""What a run's own process tells the process that called ``fedstream.run``: lines of JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+from fedstream.broker.errors import ConfigError, DataError, FedstreamError, Unavailable
+from fedstream.broker.records import View
+from fedstream.journal import JournalError
+from fedstream.observe.display import doing, figures
+from fedstream.observe.history import History
+
+_EVERY_S = 0.1
+_ERRORS: dict[str, type[FedstreamError]] = {
+    error.__name__: error for error in (ConfigError, DataError, JournalError, Unavailable)
+}
+
+
+class Teller:
+    """The run's :class:`fedstream.observe.display.Display`: writes a line for each call."""
+
+    def __init__(self, channel: IO[bytes]) -> None:
+        self._channel = channel
+        self._shown = 0.0
+
+    def _tell(self, **message: object) -> None:
+        try:
+            self._channel.write(json.dumps(message).encode() + b"\n")
+            self._channel.flush()
+        except BrokenPipeError:
+            pass  # the caller has died, which interrupts the run: it still leaves its results
+
+    def header(self, rows: Mapping[str, str]) -> None:
+        self._tell(kind="header", rows=dict(rows))
+
+    def say(self, text: str) -> None:
+        self._tell(kind="say", text=text)
+
+    def show(self, view: View | None, history: History, *, stopping: bool) -> None:
+        now = time.time()
+        if not 0 <= now - self._shown < _EVERY_S:
+            self._shown = now
+            text = doing(view, history, now, stopping=stopping)
+            told = f"{text} · {figures(view, history)}" if view else text
+            self._tell(kind="show", version=view.head.version if view else 0, text=told)
+
+    def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
+        self._tell(kind="result", state=numbers["state"], why=numbers["why"])
+
+    def close(self) -> None:
+        pass
+
+    def error(self, error: FedstreamError) -> None:
+        """Tell why the run could not start."""
+        known = (one.__name__ for one in type(error).__mro__ if one.__name__ in _ERRORS)
+        self._tell(kind="error", error=next(known, ""), text=str(error))
+
+
+def as_error(message: Mapping[str, Any]) -> FedstreamError:
+    """The exception that a message of the kind ``error`` stands for."""
+    return _ERRORS.get(message["error"], FedstreamError)(message["text"])

@@ -1,0 +1,143 @@
+"""Progress of a run or simulation: in a notebook, on a terminal, or as lines on stderr."""
+
+from __future__ import annotations
+
+import html
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+from fedstream.runtime.visible import visible
+from fedstream.terminal import console, line
+
+_LINE_EVERY_S = 3.0
+_REFRESH_S = 0.1
+
+
+class Shown(Protocol):
+    """Where progress is shown."""
+
+    def update(self, done: int, text: str) -> None:
+        """Show how many versions there are, and a text about the run."""
+
+    def say(self, text: str) -> None:
+        """Report something that happened."""
+
+    def close(self, text: str) -> None:
+        """End the bar; where it stays visible, ``text`` says how the run ended."""
+
+
+@contextmanager
+def showing(what: str, total: int, *, wanted: bool) -> Iterator[Shown]:
+    """The progress that suits where this runs; not ``wanted``: only what is said.
+
+    ``what`` is in progress, until ``total`` versions.
+    """
+    shown: Shown
+    if not wanted:
+        shown = _Silent()
+    elif in_notebook():
+        shown = _Notebook(what, total)
+    elif console(err=True).is_terminal:
+        shown = _Terminal(what, total)
+    else:
+        shown = _Lines(what, total)
+    try:
+        yield shown
+    finally:
+        shown.close("")
+
+
+def in_notebook() -> bool:
+    """Whether this is a notebook's kernel. IPython is not imported for it."""
+    if "IPython" not in sys.modules:
+        return False
+    from IPython import get_ipython  # type: ignore[attr-defined, unused-ignore]
+
+    return getattr(get_ipython(), "kernel", None) is not None
+
+
+class _Silent:
+    """Only what is said, on stderr."""
+
+    def update(self, done: int, text: str) -> None:
+        pass
+
+    def say(self, text: str) -> None:
+        line(text, err=True)
+
+    def close(self, text: str) -> None:
+        pass
+
+
+class _Lines(_Silent):
+    """A line on stderr every few seconds, for a file or a pipe."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._what, self._total = what, total
+        self._shown = time.monotonic()
+
+    def update(self, done: int, text: str) -> None:
+        now = time.monotonic()
+        if now - self._shown >= _LINE_EVERY_S:
+            self._shown = now
+            line(f"{self._what} · {done}/{self._total} · {text}", err=True)
+
+
+class _Terminal(_Silent):
+    """A bar on stderr that disappears in the end."""
+
+    def __init__(self, what: str, total: int) -> None:
+        self._bar = Progress(
+            TextColumn(visible(what)), BarColumn(), MofNCompleteColumn(),
+            TextColumn("{task.fields[text]}", markup=False),
+            console=console(err=True), transient=True, redirect_stdout=sys.stdout.isatty(),
+        )  # fmt: skip
+        self._task = self._bar.add_task(what, total=total, text="")
+        self._bar.start()
+
+    def update(self, done: int, text: str) -> None:
+        self._bar.update(self._task, completed=done, text=visible(text))
+
+    def close(self, text: str) -> None:
+        self._bar.stop()
+
+
+class _Notebook(_Silent):
+    """A bar in the cell's output, which stays there as a line that says how the run ended.
+
+    Jupyter updates an output in place. rich would need ipywidgets for that, and an extension of
+    the notebook's server.
+    """
+
+    def __init__(self, what: str, total: int) -> None:
+        from IPython.display import display
+
+        self._what, self._total = what, total
+        self._shown = 0.0
+        self._closed = False
+        first = self._drawn(0, "starting")
+        self._handle: Any = display(first, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+
+    def update(self, done: int, text: str) -> None:
+        now = time.monotonic()
+        if now - self._shown >= _REFRESH_S:
+            self._shown = now
+            self._handle.update(self._drawn(done, text), raw=True)
+
+    def close(self, text: str) -> None:
+        if not self._closed:
+            self._closed = True
+            told = f"{self._what} · {text}" if text else self._what
+            self._handle.update(
+                {"text/plain": told, "text/html": f"<div>{html.escape(told)}</div>"}, raw=True
+            )
+
+    def _drawn(self, done: int, text: str) -> dict[str, str]:
+        told = f"{self._what} · {done}/{self._total} · {text}"
+        bar = f'<progress value="{done}" max="{self._total}" style="width: 20em"></progress>'
+        return {"text/plain": told, "text/html": f"<div>{bar} {html.escape(told)}</div>"}

@@ -1,0 +1,96 @@
+"""The name by which another process finds a task that was given as an object."""
+
+from __future__ import annotations
+
+import site
+import sys
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+from fedstream.broker.errors import ConfigError
+from fedstream.observe.display import short
+from fedstream.trainer import pickled
+from fedstream.trainer.task import Task
+
+TaskLike: TypeAlias = str | Task | type[Task] | Callable[..., Task]
+
+_FILE = f"task{pickled.SUFFIX}"
+
+
+def checked(task: object) -> TaskLike:
+    """The task, if it is one. Raises ConfigError."""
+    if isinstance(task, str | Task) or (callable(task) and not isinstance(task, type)):
+        return task
+    if isinstance(task, type) and issubclass(task, Task):
+        return task
+    what = f"the class {task.__name__}" if isinstance(task, type) else f"a {type(task).__name__}"
+    raise ConfigError(
+        f"task: {what} is not a task: give a fedstream.Task, a subclass of it or a function that "
+        "returns one, or a task's name"
+    )
+
+
+def label(task: TaskLike) -> str:
+    """The task's name in a few letters."""
+    return short(task) if isinstance(task, str) else str(_owner(task).__name__)
+
+
+def local_name(task: Task | Callable[..., Task]) -> str:
+    """A name for a task that stays in this process: as importable as its module is."""
+    owner = _owner(task)
+    module = sys.modules.get(owner.__module__)
+    held = {} if module is None else vars(module)
+    names = [name for name, value in held.items() if value is task and not name.startswith("_")]
+    source = (module and _importable(module)) or owner.__module__
+    return f"{source}:{names[0] if names else owner.__name__}"
+
+
+def name_for_others(task: Task | Callable[..., Task], folder: Path) -> str:
+    """A name by which the services of a run find a task; ``folder`` is the run's own.
+
+    A class or function that can be imported elsewhere keeps its name there. Anything else is
+    written into the folder: an object's state may have changed since its module made it. Raises
+    ConfigError if it can't be pickled; OSError.
+    """
+    owner = _owner(task)
+    module = sys.modules.get(owner.__module__)
+    name: str = owner.__name__
+    by_name = owner is task and module is not None and vars(module).get(name) is task
+    if module is not None and by_name and (source := _importable(module)):
+        return f"{source}:{name}"
+    file = folder.absolute() / _FILE
+    pickled.save(task, file)
+    return f"{file}:{name}"
+
+
+def _owner(task: Task | Callable[..., Task]) -> Any:
+    """The class or function that says in which module a task is defined."""
+    return task if hasattr(task, "__qualname__") else type(task)
+
+
+def _importable(module: ModuleType) -> str | None:
+    """How a fresh process imports a module: by its file or its dotted name; None: it can't."""
+    file = getattr(module, "__file__", None)
+    if module.__name__ == "__main__" or file is None or not file.endswith(".py"):
+        return None
+    path = Path(file).resolve()
+    package, _, _ = module.__name__.partition(".")
+    if package == module.__name__:
+        return str(path) if path.stem == package else None
+    root = path.parents[module.__name__.count(".")]
+    if path.name == "__init__.py":
+        root = root.parent
+    return module.__name__ if root in _everywhere() else None
+
+
+def _everywhere() -> set[Path]:
+    """Folders in which every Python process of this installation finds modules."""
+    installed = [
+        sysconfig.get_path("purelib"),
+        sysconfig.get_path("platlib"),
+        *site.getsitepackages(),
+    ]
+    return {Path(folder).resolve() for folder in (*installed, site.getusersitepackages(), ".")}

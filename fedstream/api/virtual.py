@@ -1,0 +1,116 @@
+"""``fedstream.simulate``: a run in virtual time, inside the caller's process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Unpack
+
+from fedstream.api import folders
+from fedstream.api.endings import Interrupted, RunFailed
+from fedstream.api.interrupts import on_interrupt
+from fedstream.api.parameters import ConfigTable, Tables, check_names, options
+from fedstream.api.progress import showing
+from fedstream.api.references import TaskLike, checked, label, local_name
+from fedstream.observe.display import short
+from fedstream.runs import RunRecord
+from fedstream.settings.config import read
+from fedstream.settings.services import check_used, loaded
+from fedstream.simulation import VersionMade
+from fedstream.simulation.run import check_folder, in_words, simulate_into
+from fedstream.trainer.loading import made
+
+_OTHERS = (
+    "task", "strategy", "versions", "devices", "config", "set", "out", "data_root", "journal",
+    "progress",
+)  # fmt: skip
+
+
+def simulate(
+    task: TaskLike | None = None,
+    *,
+    strategy: str | ConfigTable | None = None,
+    versions: int | None = None,
+    devices: int | ConfigTable | None = None,
+    config: str | os.PathLike[str] | None = None,
+    set: Mapping[str, object] | None = None,  # noqa: A002  (as --set on the command line)
+    out: str | os.PathLike[str] | None = None,
+    data_root: str | os.PathLike[str] | None = None,
+    journal: bool | ConfigTable = True,
+    progress: bool = True,
+    **tables: Unpack[Tables],
+) -> RunRecord:
+    """Train in virtual time, in this process and without Redis; returns the run when it has ended.
+
+    The same as `fedstream simulate`: the same rules and the same local training as in a live run,
+    with arrivals and staleness drawn as the table ``simulation`` says. The same parameters give the
+    same run.
+
+        run = fedstream.simulate("digits", strategy="fedbuff", versions=40)
+
+    Its folder holds the same files except for the picture: the run draws itself where it is shown.
+
+    The parameters are those of :func:`run`, as far as they apply. ``journal=False`` records no
+    journal, which is faster; the run then has metrics, but no versions, updates or models.
+
+    torch's number of threads is set as ``simulation={"threads": 1}`` says and restored afterwards;
+    its random numbers are left alone. So simulate in one thread at a time.
+
+    In the main thread, Ctrl-C or the notebook's stop button ends the simulation after the current
+    local training and raises :class:`Interrupted`, with the run so far; a second one raises
+    KeyboardInterrupt at once.
+
+    Raises ConfigError, DataError or another FedstreamError if the simulation is impossible or the
+    task raises; RunFailed, with the run so far, if it can't continue.
+    """
+    check_names("simulate", tables, _OTHERS)
+    if task is not None:
+        checked(task)
+    name = local_name(task) if task is not None and not isinstance(task, str) else task
+    given = {
+        "task": name, "strategy": strategy, "versions": versions, "devices": devices,
+        "data_root": None if data_root is None else os.fspath(data_root),
+        "journal": None if isinstance(journal, bool) else journal, **tables,
+    }  # fmt: skip
+    settings = read(None if config is None else Path(config), (), options(set, given))
+    check_used(settings)
+    settings = settings.with_absolute_paths()
+    if task is None or isinstance(task, str):
+        learning = loaded(settings.task)
+    else:
+        learning = made(task, settings.task.name, settings.task)
+    signals = 0
+
+    def interrupt() -> None:
+        nonlocal signals
+        signals += 1
+        if signals > 1:
+            raise KeyboardInterrupt
+
+    with folders.for_run(settings.run.name, out) as folder:
+        check_folder(folder)
+        what = f"{short(settings.strategy.name)} on {label(task or settings.task.name)}, simulated"
+        measured = ""
+        with (
+            on_interrupt(interrupt),
+            showing(what, settings.run.versions, wanted=progress) as shown,
+        ):
+
+            def show(version: VersionMade) -> None:
+                nonlocal measured
+                if version.metrics:
+                    measured = in_words(version.metrics)
+                shown.update(version.version, measured)
+
+            outcome, _, _ = simulate_into(
+                folder, settings, learning, journal=journal is not False, picture=False,
+                show=show, cancelled=lambda: signals > 0,
+            )  # fmt: skip
+            shown.close(f"{outcome.state}: {outcome.why}")
+        record = RunRecord(folder)
+        if outcome.state == "interrupted":
+            raise Interrupted(record)
+        if outcome.state == "failed":
+            raise RunFailed(outcome.why, record)
+        return record

@@ -1,0 +1,153 @@
+"""Commands about runs afterwards and beside each other."""
+
+from __future__ import annotations
+
+from datetime import datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from fedstream.broker.errors import ConfigError
+from fedstream.cli.options import (
+    AsJson,
+    ChangedRules,
+    DataRoot,
+    MeasuredTask,
+    RecordedConfig,
+    TrustRecorded,
+)
+from fedstream.terminal import line, verbatim
+
+_PICTURE, _TABLE, _NUMBERS = "comparison.png", "comparison.csv", "comparison.json"
+
+
+def list_runs(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="folder that contains runs, or a run")
+    ] = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """List runs, the newest last: state, strategy, accuracy, updates per second, date.
+
+    A run that can't be read is listed with the reason. A killed run counts as interrupted, and a
+    journal that does not say whether its run is over as unfinished.
+    """
+    from fedstream.observe import report
+    from fedstream.runs import listing
+
+    rows = listing.listed(folder)
+    if as_json:
+        verbatim(report.as_json(rows) + "\n")
+    elif rows:
+        listing.show(rows)
+    else:
+        line(f"{folder}: no runs there")
+
+
+def compare(
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="RUN...", help="folders of runs, or journals")
+    ],
+    metric: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="compare this metric of the task; default: accuracy"),
+    ] = None,
+    target: Annotated[
+        float | None,
+        typer.Option(
+            metavar="VALUE",
+            help="show what it took to reach this value; default: the best that every run reached",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="folder for the files; default: comparison-TIME beside the first run",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare runs: their numbers, what differs in their configuration, and their curves.
+
+    The picture shows the metric over versions, updates and seconds.
+    """
+    from fedstream.observe import report
+    from fedstream.runs import comparison
+
+    found = comparison.compare(folders, metric=metric, target=target)
+    if out is None:
+        now = datetime.now().astimezone()
+        out = folders[0].absolute().parent / f"comparison-{now:%Y%m%d-%H%M%S}"
+    for name in (_PICTURE, _TABLE, _NUMBERS):
+        if (out / name).exists():
+            raise ConfigError(f"--out {out}: already contains {name}: choose another folder")
+    if not as_json:
+        line(repr(found))
+        line()
+    with report.usable(out):
+        files = found.write(out, picture=_PICTURE, table=_TABLE, numbers=_NUMBERS)
+    if as_json:
+        about = found.as_numbers() | {"files": [str(file) for file in files]}
+        verbatim(report.as_json(about) + "\n")
+    else:
+        line("\n".join(str(file) for file in files))
+
+
+def report_run(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="folder of a run or of its journal")
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="folder for the files; default: report-N in the run's"),
+    ] = None,
+    task: MeasuredTask = None,
+    config: RecordedConfig = None,
+    trust: TrustRecorded = False,
+    changed: ChangedRules = False,
+    data_root: DataRoot = None,
+    every: Annotated[
+        int | None,
+        typer.Option(
+            "--evaluate-every",
+            min=0,
+            metavar="N",
+            help="measure every N-th version; 0: none; default: those in metrics.csv, or about 50",
+        ),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write summary, table and picture of a run from its journal alone.
+
+    Models are rebuilt and measured if the run left no measurements. A built-in task is loaded by
+    itself, your own only if you name it or trust the recorded one; your own strategy only if you
+    trust it.
+    """
+    from fedstream.journal import newest_version, opened
+    from fedstream.observe import report
+    from fedstream.runs import reporting, summary
+    from fedstream.runtime.plugins import allowing
+    from fedstream.terminal import progress
+
+    with opened(folder) as chain:
+        versions = newest_version(chain)
+    with (
+        allowing(recorded=trust, changed=changed),
+        progress("report", versions, quiet=as_json) as step,
+    ):
+        found = reporting.write(
+            folder, out, config=config, task=task, trusted=trust, data_root=data_root, every=every,
+            step=step,
+        )  # fmt: skip
+    for note in found.notes:
+        line(f"fedstream: {note}", err=True)
+    if as_json:
+        files = {"files": [str(file) for file in found.files]}
+        verbatim(report.as_json(found.numbers | files) + "\n")
+        return
+    for name, value in summary.rows(found.numbers):
+        line(f"{name:<10} {value}")
+    for file in found.files:
+        line(file)

@@ -1,0 +1,123 @@
+"""The command that searches configurations: sweep."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from fedstream.broker.errors import ConfigError
+from fedstream.cli.options import (
+    Config,
+    DataRoot,
+    Devices,
+    Sets,
+    StrategyName,
+    TaskName,
+    Versions,
+)
+from fedstream.runtime.signals import INTERRUPTED
+from fedstream.terminal import line, verbatim
+
+if TYPE_CHECKING:
+    from fedstream.runtime.config import Option
+    from fedstream.settings.config import Settings
+
+
+def sweep(
+    over: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUES",
+            help="a key to vary, as in strategy.alpha=0.2,0.4 or, with --random, "
+            "solver.lr=0.001..1:log; repeatable",
+        ),
+    ] = None,
+    config: Config = None,
+    task: TaskName = None,
+    strategy: StrategyName = None,
+    devices: Devices = None,
+    versions: Versions = None,
+    data_root: DataRoot = None,
+    sets: Sets = None,
+    random: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="draw N configurations; default: the whole grid"),
+    ] = None,
+    seed: Annotated[int, typer.Option(min=0, metavar="S", help="seed of --random")] = 0,
+    repeats: Annotated[
+        int, typer.Option(min=1, metavar="R", help="runs of each configuration")
+    ] = 3,
+    metric: Annotated[str, typer.Option(metavar="NAME", help="what to compare")] = "accuracy",
+    goal: Annotated[
+        str | None,
+        typer.Option(
+            metavar="max|min",
+            help="default: min for a loss, a perplexity or an error, otherwise max",
+        ),
+    ] = None,
+    best: Annotated[
+        bool, typer.Option("--best", help="compare each run's best measurement, not its last")
+    ] = False,
+    jobs: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="J", help="number of processes; default: one per core"),
+    ] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option(metavar="DIR", help="folder for the results; default: sweeps/NAME"),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="print the table as JSON")] = False,
+) -> None:
+    """Simulate many configurations on all cores and find the best.
+
+    Each is run several times with different seeds. The same command with more values, a larger N
+    or more repeats runs only what is missing, so an interrupted one continues where it stopped.
+
+    Exit codes: 0 done, 130 interrupted, 1 failed, 2 wrong configuration or command line.
+    """
+    from fedstream.observe import report
+    from fedstream.settings.config import options, read
+    from fedstream.sweep import command as page
+    from fedstream.sweep.results import Goal
+
+    given = options(
+        task=task, strategy=strategy, devices=devices, versions=versions, data_root=data_root
+    )
+
+    def reading(changed: Sequence[Option]) -> Settings:
+        return read(config, sets or (), [*given, *changed])
+
+    request = page.SweepRequest(
+        over=over or (),
+        out=out or Path("sweeps") / reading(()).run.name,
+        goal=Goal(metric, highest=_highest(metric, goal), which="best" if best else "last"),
+        repeats=repeats,
+        random=random,
+        seed=seed,
+        processes=jobs,
+    )
+    say = (lambda _: None) if as_json else line
+    try:
+        with report.usable(request.out), redirect_stdout(sys.stderr if as_json else sys.stdout):
+            found = page.sweep(request, reading, say)
+    except KeyboardInterrupt:
+        line(f"interrupted: the same command continues, in {request.out}", err=True)
+        raise typer.Exit(INTERRUPTED) from None
+    if as_json:
+        verbatim(report.as_json(page.as_json(found, request.goal)) + "\n")
+    else:
+        page.show(found, request)
+
+
+def _highest(metric: str, goal: str | None) -> bool:
+    """Whether more of a metric is better. Raises ConfigError."""
+    from fedstream.trainer.fairness import lower_is_better
+
+    if goal not in (None, "max", "min"):
+        raise ConfigError(f"--goal {goal}: must be max or min")
+    return goal == "max" if goal else not lower_is_better(metric)

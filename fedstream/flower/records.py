@@ -1,0 +1,164 @@
+"""Models as Flower's records, and a client's replies as models and numbers.
+
+A model travels as one ``ArrayRecord`` with the names and the order of ``state_dict()``. A
+``NumPyClient`` gets the arrays in this order, without names.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from fedstream.broker.errors import DataError
+
+if TYPE_CHECKING:
+    from flwr.app import ArrayRecord, RecordDict
+    from torch import nn
+
+# numpy has no bfloat16
+_WIDENED = {torch.bfloat16: torch.float32}
+_OF_CLIENTS = "fitins"  # how Flower names the records of a NumPyClient
+_SAMPLES = ("num-examples", "num_examples")
+_LOSSES = ("train_loss", "train-loss", "loss")
+_PREFIXES = ("eval_", "eval-")
+_SHORT = {"acc": "accuracy"}
+
+
+def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of ``state_dict()``, which share the module's memory."""
+    state = module.state_dict()
+    return {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+
+
+def arrays_of(module: nn.Module) -> ArrayRecord:
+    """A module's tensors as Flower's arrays."""
+    from flwr.app import ArrayRecord
+
+    return ArrayRecord(
+        {name: x.to(_WIDENED.get(x.dtype, x.dtype)) for name, x in tensors_of(module).items()}
+    )
+
+
+def request(
+    arrays: ArrayRecord, config: Mapping[str, Any], *, ins: str, legacy: bool
+) -> RecordDict:
+    """What a client is asked: ``ins`` is "fitins" or "evaluateins", as named for a NumPyClient."""
+    from flwr.app import ConfigRecord, RecordDict
+
+    names = (f"{ins}.parameters", f"{ins}.config") if legacy else ("arrays", "config")
+    return RecordDict(dict(zip(names, (arrays, ConfigRecord(dict(config))), strict=True)))
+
+
+def content_of(reply: object, who: str) -> RecordDict:
+    """What a client answered. Raises DataError, naming ``who``, if it is an error or no message."""
+    from flwr.app import Message
+
+    if not isinstance(reply, Message):
+        raise DataError(f"{who} returned {type(reply).__name__}: expected a flwr.app.Message")
+    if reply.has_error():
+        raise DataError(f"{who} answered with error {reply.error.code}: {reply.error.reason}")
+    content = reply.content
+    for name, status in content.config_records.items():
+        if name.endswith("res.status") and status.get("code"):  # a NumPyClient's; 0 is OK
+            raise DataError(f"{who} answered with status {status['code']}: {status['message']}")
+    return content
+
+
+def numbers_of(content: RecordDict) -> dict[str, float]:
+    """All single numbers of a reply, by name; with several of a name, the last."""
+    found: dict[str, float] = {}
+    records = (*content.config_records.items(), *content.metric_records.items())
+    for name, record in records:
+        if not name.endswith("res.status"):
+            found |= {k: v for k, v in record.items() if isinstance(v, int | float)}
+    return found
+
+
+def samples_of(numbers: Mapping[str, float], who: str) -> int:
+    """The number of examples. Raises DataError if it is missing or not a positive whole number."""
+    count = next((numbers[key] for key in _SAMPLES if key in numbers), None)
+    if count is None:
+        raise DataError(
+            f"{who} did not say on how many examples: its reply needs the metric 'num-examples'"
+        )
+    if not math.isfinite(count) or count != int(count) or count < 1:
+        raise DataError(f"{who} reported num-examples = {count}: expected a whole number above 0")
+    return int(count)
+
+
+def loss_of(numbers: Mapping[str, float]) -> float | None:
+    """The training loss, if the client reports one under a usual name."""
+    return next((float(numbers[key]) for key in _LOSSES if key in numbers), None)
+
+
+def metrics_of(numbers: Mapping[str, float]) -> dict[str, float]:
+    """The metrics under our names: ``eval_acc`` is ``accuracy``, ``eval_loss`` is ``loss``."""
+    found: dict[str, float] = {}
+    for name, value in numbers.items():
+        if name in _SAMPLES:
+            continue
+        plain = next((name[len(p) :] for p in _PREFIXES if name.startswith(p)), name)
+        found[_SHORT.get(plain, plain)] = float(value)
+    return found
+
+
+def load(content: RecordDict, module: nn.Module, who: str) -> None:
+    """Copy the arrays of a reply into ``module``.
+
+    They are matched by name, or by place if they are only numbered, as a NumPyClient's are. Values
+    that are not finite are copied too: the updater refuses and counts them.
+
+    Raises DataError, naming ``who`` and the array, if arrays are missing, unknown, or of another
+    shape or kind.
+    """
+    record = _only_arrays(content, who)
+    tensors = tensors_of(module)
+    numbered = [str(n) for n in range(len(record))]
+    names = list(record)
+    if names == numbered and names != list(tensors):
+        if len(names) != len(tensors):
+            raise DataError(f"{who} returned {len(names)} arrays, the model has {len(tensors)}")
+        places = dict(zip(tensors, names, strict=True))
+    else:
+        if missing := [name for name in tensors if name not in record]:
+            raise DataError(f"{who} returned no array {missing[0]!r}, which the model has")
+        if unknown := [name for name in names if name not in tensors]:
+            raise DataError(f"{who} returned an array {unknown[0]!r}, which the model lacks")
+        places = {name: name for name in tensors}
+    arrays = {name: _array(record[key], f"{who}: array {name!r}") for name, key in places.items()}
+    for name, x in tensors.items():  # check all before changing any
+        _check(arrays[name], x, f"{who}: array {name!r}")
+    with torch.no_grad():
+        for name, x in tensors.items():
+            x.copy_(torch.from_numpy(arrays[name]))
+
+
+def _only_arrays(content: RecordDict, who: str) -> ArrayRecord:
+    records = content.array_records
+    if "arrays" in records:
+        return records["arrays"]
+    if len(records) != 1:
+        raise DataError(
+            f"{who} returned {len(records)} array records: expected one, named 'arrays'"
+        )
+    return next(iter(records.values()))
+
+
+def _array(array: Any, what: str) -> np.ndarray[Any, Any]:
+    try:
+        values: np.ndarray[Any, Any] = array.numpy()
+    except (TypeError, ValueError, EOFError) as error:
+        raise DataError(f"{what} cannot be read: {error}") from error
+    return values
+
+
+def _check(values: np.ndarray[Any, Any], x: torch.Tensor, what: str) -> None:
+    if values.shape != tuple(x.shape):
+        raise DataError(f"{what} has shape {values.shape}, in the model it has {tuple(x.shape)}")
+    numeric = values.dtype.kind in "fiub"
+    if not numeric or (values.dtype.kind == "f") != x.is_floating_point():
+        raise DataError(f"{what} is of dtype {values.dtype}, in the model it is of {x.dtype}")

@@ -1,0 +1,37 @@
+"""The parts of a configuration that come from somebody else's program, and their sources."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from fedstream.broker.errors import ConfigError
+from fedstream.coordinator.policies import POLICIES
+from fedstream.trainer.solvers import SOLVERS
+from fedstream.trainer.splitting import PARTITIONS
+
+if TYPE_CHECKING:
+    from fedstream.runtime.plugins import Door
+    from fedstream.settings.config import Settings
+
+
+def part_sources(settings: Settings) -> dict[str, str]:
+    """SHA-256 of the file behind each own solver, partition and policy, by configuration key.
+
+    For the record: unlike strategies, they are not needed to replay a run.
+    """
+    policy, partition = settings.scheduler.policy, settings.task.partition
+    named: dict[str, tuple[Door[Any], str | None]] = {
+        "solver.kind": (SOLVERS, settings.solver.kind),
+        "task.partition.kind": (PARTITIONS, partition.kind if partition is not None else None),
+        "scheduler.policy.kind": (POLICIES, policy.kind if policy is not None else None),
+        **{f"solvers[{n}].kind": (SOLVERS, group.kind) for n, group in enumerate(settings.solvers)},
+    }
+    found = {key: _digest(door, name) for key, (door, name) in named.items() if name}
+    return {key: digest for key, digest in found.items() if digest is not None}
+
+
+def _digest(door: Door[Any], name: str) -> str | None:
+    try:
+        return door.find(name).digest
+    except ConfigError:
+        return None  # a class made while a program runs has no name by which others find it

@@ -1,0 +1,67 @@
+"""Which sinks a run has: from the tables ``[[sinks]]`` to sinks with names of their own."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Annotated, Any
+
+from pydantic import BaseModel
+
+from fedstream.runtime.alternatives import OneOf
+from fedstream.runtime.plugins import Door
+from fedstream.sinks.mlflow import MLflowSettings
+from fedstream.sinks.service import Named
+from fedstream.sinks.sink import SinkSettings, TrackedValue
+from fedstream.sinks.tensorboard import TensorBoardSettings
+from fedstream.sinks.wandb import WandbSettings
+
+
+def _accept(value: object) -> type[SinkSettings] | None:
+    return value if isinstance(value, type) and issubclass(value, SinkSettings) else None
+
+
+SINKS: Door[type[SinkSettings]] = Door(
+    "fedstream.sinks", "sink",
+    {"tensorboard": TensorBoardSettings, "mlflow": MLflowSettings, "wandb": WandbSettings},
+    accept=_accept,
+    expected="a class derived from fedstream.sinks.SinkSettings",
+)  # fmt: skip
+SomeSink = Annotated[SinkSettings, OneOf(SINKS)]
+
+# Not parameters of a run: where and how its processes run, and what may be secret.
+_APART = {"redis", "http", "log", "tracing", "sinks"}
+
+
+def added(sinks: Sequence[SinkSettings], kinds: Iterable[str]) -> list[dict[str, Any]]:
+    """Tables of the sinks that are configured, and of ``kinds`` that aren't, with defaults."""
+    there = [sink.model_dump(mode="json", exclude_none=True) for sink in sinks]
+    known = {sink.kind for sink in sinks}
+    return there + [{"kind": kind} for kind in dict.fromkeys(kinds) if kind not in known]
+
+
+def named(sinks: Sequence[SinkSettings]) -> list[Named]:
+    """The sinks by name: their kind, with a number from the second of a kind on."""
+    seen = Counter[str]()
+    found = []
+    for settings in sinks:
+        kind = settings.kind
+        seen[kind] += 1
+        name = kind if seen[kind] == 1 else f"{kind}-{seen[kind]}"
+        found.append(Named(name, settings, settings.build))
+    return found
+
+
+def parameters(settings: BaseModel) -> dict[str, TrackedValue]:
+    """A configuration by dotted key, without secrets; lists as JSON."""
+    tables = settings.model_dump(mode="json", exclude_none=True, exclude=_APART)
+    return dict(_flat(tables, ""))
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, TrackedValue]]:
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", json.dumps(value) if isinstance(value, list) else value

@@ -1,0 +1,1 @@
+"""Sweeps: many configurations simulated on all cores, and the best of them."""

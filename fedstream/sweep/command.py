@@ -1,0 +1,173 @@
+"""``fedstream sweep``: simulate many configurations, and show which is best."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rich.table import Table
+
+from fedstream.broker.errors import FedstreamError
+from fedstream.observe.display import duration
+from fedstream.runtime.config import Option
+from fedstream.settings.config import Settings
+from fedstream.sweep import results
+from fedstream.sweep.parallel import each, share
+from fedstream.sweep.results import Goal, Ranked, SweepFolder, as_csv, lines
+from fedstream.sweep.space import axes, drawn, grid
+from fedstream.sweep.trials import (
+    Configuration,
+    Finished,
+    Trial,
+    configurations,
+    run_trial,
+    words,
+)
+from fedstream.terminal import cell, console, line, measure
+
+_SHOWN = 20  # rows of the printed table
+
+
+@dataclass(frozen=True, slots=True)
+class SweepRequest:
+    """What to try, how often, and where the results go."""
+
+    over: Sequence[str]
+    """as given: KEY=VALUES"""
+    out: Path
+    goal: Goal
+    repeats: int = 1
+    random: int | None = None
+    """number of random configurations; None: the whole grid"""
+    seed: int = 0
+    """of the random search"""
+    processes: int | None = None
+    """None: one for each core"""
+
+
+def points(
+    request: SweepRequest, read: Callable[[Sequence[Option]], Settings]
+) -> list[Configuration]:
+    """The configurations that are asked for. Raises ConfigError if one is invalid."""
+    found = axes(request.over)
+    keys = grid(found) if request.random is None else drawn(found, request.random, request.seed)
+    return configurations(keys, read)
+
+
+def sweep(
+    request: SweepRequest,
+    read: Callable[[Sequence[Option]], Settings],
+    say: Callable[[str], object],
+) -> list[Ranked]:
+    """Run what is missing and write the files; returns the table, the best configuration first.
+
+    ``read`` gives the configuration with some keys changed. However it ends, the files hold what
+    has finished. Raises FedstreamError, KeyboardInterrupt.
+    """
+    wanted = points(request, read)
+    store = SweepFolder(request.out)
+    store.begin(wanted)
+    there = {(run.configuration, run.repeat) for run in store.runs()}
+    # All configurations once, then all again: a sweep that is cut short says something about each.
+    trials = [
+        Trial(one.name, store.file(one), one.keys, repeat)
+        for repeat in range(request.repeats)
+        for one in wanted
+        if (one.name, repeat) not in there
+    ]
+    total = len(wanted) * request.repeats
+    say(f"{len(wanted)} configurations, {total} runs, {total - len(trials)} of them done already")
+    try:
+        _run(trials, request, store, say)
+    finally:
+        found = lines(wanted, store.runs(), request.goal, request.repeats)
+        _write(store, wanted, found, request.goal)
+    return found
+
+
+def _run(
+    trials: Sequence[Trial], request: SweepRequest, store: SweepFolder, say: Callable[[str], object]
+) -> None:
+    keys = {trial.configuration: trial.keys for trial in trials}
+    processes, threads = share(len(trials), request.processes)
+    began = time.perf_counter()
+    finished = each(run_trial, trials, processes=processes, threads=threads)
+    for n, run in enumerate(finished, start=1):
+        store.add(run)
+        left = (time.perf_counter() - began) / n * (len(trials) - n)
+        say(
+            f"[{n}/{len(trials)}] {words(keys[run.configuration])}, repeat {run.repeat}: "
+            f"{_outcome(run, request.goal)}, {run.seconds:.1f} s"
+            + (f"; about {duration(left)} to go" if n < len(trials) else "")
+        )
+
+
+def _outcome(run: Finished, goal: Goal) -> str:
+    value = goal.of(run)
+    return f"{run.state} ({run.why})" if value is None else f"{goal.metric} {measure(value)}"
+
+
+def _write(
+    store: SweepFolder, wanted: Sequence[Configuration], found: Sequence[Ranked], goal: Goal
+) -> None:
+    from fedstream.sweep.picture import draw
+
+    if not found:
+        return
+    store.write(results.TABLE, as_csv(found, goal))
+    runs = sum(len(one.runs) for one in found)
+    title = f"{goal.which.title()} {goal.metric} of {len(found)} configurations, {runs} runs"
+    draw(store.folder / results.PICTURE, title, found, goal)
+    best = found[0]
+    if best.mean is None:
+        return
+    text = next(one.text for one in wanted if one.name == best.configuration)
+    spread = f" ± {measure(best.deviation)}" if best.deviation is not None else ""
+    head = (
+        f"# The best of {len(found)} configurations: {goal.which} {goal.metric} "
+        f"{measure(best.mean)}{spread} over {len(best.values)} simulated runs.\n"
+    )
+    store.write(results.BEST, head + text)
+
+
+def show(found: Sequence[Ranked], request: SweepRequest) -> None:
+    """Print the table and where the files are. Raises FedstreamError if every run failed."""
+    keys = list(dict.fromkeys(key for one in found for key in one.keys))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in (*keys, request.goal.metric, "deviation", "runs", "updates", "seconds"):
+        table.add_column(name, justify="left" if name in keys else "right")
+    for one in found[:_SHOWN]:
+        table.add_row(
+            *(cell(one.keys.get(key, "")) for key in keys),
+            "failed" if one.mean is None else measure(one.mean),
+            "" if one.deviation is None else measure(one.deviation),
+            f"{len(one.runs)}" + (f", {one.failed} failed" if one.failed else ""),
+            f"{fmean(run.updates for run in one.runs):.0f}",
+            f"{fmean(run.seconds for run in one.runs):.1f}",
+        )  # fmt: skip
+    console().print(table)
+    if len(found) > _SHOWN:
+        line(f"and {len(found) - _SHOWN} more in {request.out / results.TABLE}")
+    if found and found[0].mean is None:
+        raise FedstreamError(
+            f"every run failed; the first one: {found[0].runs[0].why}: try smaller steps, or "
+            "another metric"
+        )
+    for name in (results.BEST, results.TABLE, results.PICTURE):
+        line(request.out / name)
+
+
+def as_json(found: Sequence[Ranked], goal: Goal) -> list[dict[str, Any]]:
+    """The table for programs."""
+    return [
+        {
+            "keys": one.keys, "metric": goal.metric, "mean": one.mean,
+            "deviation": one.deviation, "values": one.values, "runs": len(one.runs),
+            "failed": one.failed, "configuration": one.configuration,
+        }
+        for one in found
+    ]  # fmt: skip

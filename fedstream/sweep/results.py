@@ -1,0 +1,177 @@
+"""A sweep's results: the file with every finished run, and the table made of it."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from math import inf
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Literal, TypeAlias
+
+from fedstream.broker.errors import ConfigError
+from fedstream.sweep.space import SweptKeys
+from fedstream.sweep.trials import Configuration, Finished
+
+RUNS, TABLE, PICTURE, BEST = "runs.jsonl", "results.csv", "sweep.png", "best.toml"
+CONFIGURATIONS = "configurations"
+
+Which: TypeAlias = Literal["last", "best"]
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """What makes one configuration better than another."""
+
+    metric: str = "accuracy"
+    highest: bool = True
+    """whether more of the metric is better"""
+    which: Which = "last"
+    """the last measurement of a run or the best one, which looks at the test data"""
+
+    def of(self, run: Finished) -> float | None:
+        """A run's value; None if it failed or measured nothing finite. Raises ConfigError."""
+        if self.metric not in run.curve:
+            known = [name for name in run.curve if name not in ("version", "updates")]
+            raise ConfigError(
+                f"--metric {self.metric}: the task measures {', '.join(known) or 'nothing'}"
+            )
+        values = run.curve[self.metric]
+        if run.state != "finished" or values[-1] is None:
+            return None
+        if self.which == "last":
+            return values[-1]
+        finite = [value for value in values if value is not None]
+        return max(finite) if self.highest else min(finite)
+
+
+@dataclass(frozen=True, slots=True)
+class Ranked:
+    """A configuration's results over its repeats."""
+
+    configuration: str
+    keys: SweptKeys
+    runs: tuple[Finished, ...]
+    values: tuple[float, ...]
+    """the metric of every run that has one"""
+
+    @property
+    def mean(self) -> float | None:
+        """The metric's mean; None without a value."""
+        return fmean(self.values) if self.values else None
+
+    @property
+    def deviation(self) -> float | None:
+        """The metric's standard deviation (n - 1); None below two values."""
+        return stdev(self.values) if len(self.values) > 1 else None
+
+    @property
+    def failed(self) -> int:
+        """Runs without a value."""
+        return len(self.runs) - len(self.values)
+
+
+def lines(
+    configurations: Sequence[Configuration], runs: Iterable[Finished], goal: Goal, repeats: int
+) -> list[Ranked]:
+    """The configurations that have run, the best first. Raises ConfigError.
+
+    One with failed runs comes after all without: its mean leaves them out.
+    """
+    of: dict[str, list[Finished]] = {}
+    for run in runs:
+        if run.repeat < repeats:
+            of.setdefault(run.configuration, []).append(run)
+    found = []
+    for one in configurations:
+        if done := sorted(of.get(one.name, ()), key=lambda run: run.repeat):
+            values = tuple(value for run in done if (value := goal.of(run)) is not None)
+            found.append(Ranked(one.name, one.keys, tuple(done), values))
+
+    def place(line: Ranked) -> tuple[bool, int, float]:
+        mean = line.mean
+        worth = -inf if mean is None else mean if goal.highest else -mean
+        return line.mean is None, line.failed, -worth
+
+    return sorted(found, key=place)
+
+
+class SweepFolder:
+    """The folder of a sweep. A run is a line of its own, written once it is finished."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def begin(self, configurations: Iterable[Configuration]) -> None:
+        """Create the folder, with every configuration as a file.
+
+        A run whose line has no end is dropped: the program was killed while it wrote it.
+        """
+        (self.folder / CONFIGURATIONS).mkdir(parents=True, exist_ok=True)
+        path = self.folder / RUNS
+        if path.is_file() and not (whole := path.read_bytes()).endswith(b"\n"):
+            path.write_bytes(whole[: whole.rfind(b"\n") + 1])
+        for one in configurations:
+            self.file(one).write_text(one.text, encoding="utf-8")
+
+    def file(self, configuration: Configuration) -> Path:
+        """The file of a configuration."""
+        return self.folder / CONFIGURATIONS / f"{configuration.name}.toml"
+
+    def runs(self) -> Iterator[Finished]:
+        """All finished runs. Raises ConfigError for a line that this program did not write."""
+        path = self.folder / RUNS
+        if not path.is_file():
+            return
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(True), start=1):
+            try:
+                yield Finished(**json.loads(line))
+            except (ValueError, TypeError) as error:
+                raise ConfigError(
+                    f"{path}:{number}: not a run of a sweep: remove the line or choose another "
+                    "folder with --out"
+                ) from error
+
+    def add(self, run: Finished) -> None:
+        """Store a finished run."""
+        text = json.dumps(asdict(run), allow_nan=False) + "\n"
+        with (self.folder / RUNS).open("a", encoding="utf-8") as file:
+            file.write(text)
+
+    def write(self, name: str, content: str) -> None:
+        """Replace a file as a whole."""
+        new = self.folder / f".{name}.new"
+        new.write_text(content, encoding="utf-8")
+        new.replace(self.folder / name)
+
+
+def as_csv(found: Sequence[Ranked], goal: Goal) -> str:
+    """The table: a row for each configuration, the best first."""
+    text = io.StringIO(newline="")
+    keys = list(dict.fromkeys(key for line in found for key in line.keys))
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(
+        ["place", *keys, goal.metric, "deviation", "runs", "failed", "updates", "staleness",
+         "seconds", "configuration"]
+    )  # fmt: skip
+    for place, line in enumerate(found, start=1):
+        writer.writerow(
+            [
+                place, *(line.keys.get(key, "") for key in keys), _text(line.mean),
+                _text(line.deviation), len(line.runs), line.failed,
+                *(f"{fmean(values):.6g}" for values in _means(line)), line.configuration,
+            ]
+        )  # fmt: skip
+    return text.getvalue()
+
+
+def _means(line: Ranked) -> Iterator[list[float]]:
+    for name in ("updates", "mean_staleness", "seconds"):
+        yield [getattr(run, name) for run in line.runs]
+
+
+def _text(value: float | None) -> str:
+    return "" if value is None else f"{value:.6g}"

@@ -1,0 +1,140 @@
+"""The runs of a sweep: which configurations, and what one simulation of them gives."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.runtime.config import Option, load
+from fedstream.settings.config import Settings
+from fedstream.settings.services import check_used
+from fedstream.sweep.space import SweptKeys
+
+if TYPE_CHECKING:
+    from fedstream.simulation import VersionMade
+    from fedstream.trainer.task import Task, TaskSettings
+
+_POINTS = 100  # of a curve that are kept
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """One point of the sweep."""
+
+    keys: SweptKeys
+    text: str
+    """the whole configuration as TOML"""
+
+    @property
+    def name(self) -> str:
+        """A digest of the whole configuration: the same name means the same runs."""
+        return hashlib.sha256(self.text.encode()).hexdigest()[:10]
+
+
+class Trial(NamedTuple):
+    """A run to be done: the configuration with its seed moved on by ``repeat``."""
+
+    configuration: str
+    file: Path
+    keys: SweptKeys
+    repeat: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """What a trial gave."""
+
+    configuration: str
+    repeat: int
+    seed: int
+    state: str
+    """finished, or failed: its updates were refused one after the other"""
+    why: str
+    versions: int
+    updates: int
+    gradients: int
+    mean_staleness: float
+    seconds: float
+    """of real time"""
+    curve: dict[str, list[float | None]]
+    """``version``, ``updates`` and each metric at the versions that were measured, thinned out;
+    None: not a finite number"""
+
+
+def words(keys: Mapping[str, object]) -> str:
+    """The keys of a configuration in one line."""
+    return ", ".join(f"{key} = {value}" for key, value in keys.items())
+
+
+def configurations(
+    points: Iterable[SweptKeys], read: Callable[[Sequence[Option]], Settings]
+) -> list[Configuration]:
+    """The configurations at these points, without doubles.
+
+    ``read`` gives the configuration with some keys changed. Raises ConfigError that names the
+    first point whose configuration is invalid.
+    """
+    from fedstream.simulation.run import as_toml
+
+    found: dict[str, Configuration] = {}
+    for keys in points:
+        try:
+            settings = read([Option("--over", key, value) for key, value in keys.items()])
+            check_used(settings)
+        except ConfigError as error:
+            raise ConfigError(f"{words(keys)}: {error}") from error
+        one = Configuration(dict(keys), as_toml(settings.with_absolute_paths()))
+        found.setdefault(one.name, one)
+    return list(found.values())
+
+
+def run_trial(trial: Trial) -> Finished:
+    """Simulate one run. Raises FedstreamError that names the configuration."""
+    from fedstream.simulation import simulate
+
+    settings = load(Settings, path=trial.file, environ={})
+    seed = settings.run.seed + trial.repeat
+    settings = settings.model_copy(update={"run": settings.run.model_copy(update={"seed": seed})})
+    try:
+        outcome = simulate(settings, _task(settings.task))
+    except FedstreamError as error:
+        raise type(error)(f"{words(trial.keys)}: {error}") from error
+    last = outcome.versions[-1]
+    late = [update.staleness for made in outcome.versions for update in made.updates]
+    return Finished(
+        trial.configuration, trial.repeat, seed, outcome.state, outcome.why, last.version,
+        last.used, last.gradients, sum(late) / len(late) if late else 0.0,
+        round(outcome.seconds, 2), curve(outcome.measured),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=1)
+def _task(settings: TaskSettings) -> Task:
+    from fedstream.settings.services import loaded
+
+    return loaded(settings)
+
+
+def curve(measured: Sequence[VersionMade]) -> dict[str, list[float | None]]:
+    """The measured versions' metrics, at most 100 of them, evenly spaced, the last included."""
+    places = np.linspace(0, len(measured) - 1, min(_POINTS, len(measured))).round().astype(int)
+    kept = [measured[place] for place in places]
+    names = dict.fromkeys(name for made in kept for name in made.metrics)
+    points: dict[str, list[float | None]] = {
+        "version": [made.version for made in kept],
+        "updates": [made.used for made in kept],
+    }
+    for name in names:
+        points[name] = [_finite(made.metrics.get(name)) for made in kept]
+    return points
+
+
+def _finite(value: Any) -> float | None:
+    return float(value) if value is not None and np.isfinite(value) else None

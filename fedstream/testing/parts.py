@@ -1,0 +1,110 @@
+"""Checks for partitions and scheduling policies."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import ValidationError
+
+from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.broker.messages import Trigger, task_id
+from fedstream.coordinator.policies import Policy
+from fedstream.coordinator.scheduling import HoldBack, Situation, plan
+from fedstream.runtime.participation import Participation
+from fedstream.runtime.steps import FixedSteps
+from fedstream.settings.config import read
+from fedstream.simulation import arrivals
+from fedstream.testing.fault import Fault
+from fedstream.trainer.splitting import PARTITIONS, Partition, split
+
+_LABELS = np.repeat(np.arange(10), 40)
+_FREE = HoldBack(max_queue=1 << 30, target_staleness=None, memory_budget=None)
+
+
+def check_partition(
+    partition: Callable[..., Sequence[Any]] | type[Partition] | Partition,
+    *,
+    labels: npt.NDArray[Any] = _LABELS,
+    devices: int = 10,
+    seed: int = 0,
+    **parameters: object,
+) -> None:
+    """Check that a partition is one, and depends on its arguments alone. Raises Fault.
+
+    ``parameters`` are those of the function or class. By default there are 40 samples of each of 10
+    classes.
+    """
+    name = getattr(partition, "__name__", type(partition).__name__)
+    try:
+        if not isinstance(partition, Partition):
+            partition = PARTITIONS.accepted(partition).model_validate(parameters)
+        first, again = (split(partition, labels, devices, seed) for _ in range(2))
+    except (FedstreamError, ValidationError) as error:
+        raise Fault(f"{name}: {error}") from error
+    for device, (rows, others) in enumerate(zip(first, again, strict=True)):
+        if not np.array_equal(rows, others):
+            raise Fault(
+                f"{name}: device {device} gets other rows the second time: it must depend on "
+                "labels, devices, seed and its parameters alone"
+            )
+
+
+def check_policy(policy: type[Policy] | Policy, *, situations: int = 100, seed: int = 0) -> None:
+    """Check that a policy is a function of what it sees, live and in a simulation. Raises Fault.
+
+    In ``situations`` drawn from ``seed``, it must decide the same when it is asked twice, and
+    nothing impossible; a simulation of as many answers must come to its end, twice the same.
+    ``policy`` is a class with defaults for all its keys, or an object.
+    """
+    name = policy.__name__ if isinstance(policy, type) else type(policy).__name__
+    try:
+        one = policy() if isinstance(policy, type) else policy
+        rng = random.Random(seed)
+        for n in range(situations):
+            seen = _situation(rng)
+            if _decided(one, seen, n) != _decided(one, seen, n):
+                raise Fault(f"{name}: asked twice, it decides differently in {seen}")
+        if not one.devices_decide and _simulated(one, situations) != _simulated(one, situations):
+            raise Fault(f"{name}: a simulation is not the same the second time")
+    except (FedstreamError, ValidationError, TypeError) as error:
+        raise Fault(f"{name}: {error}") from error
+
+
+def _situation(rng: random.Random) -> Situation:
+    """A run at any moment, with up to 20 devices."""
+    devices = tuple(range(rng.randint(1, 20)))
+    began, last = rng.uniform(0, 1e9), rng.uniform(0, 100)
+    open_ = rng.sample(devices, rng.randint(0, len(devices)))
+    return Situation(
+        now=began + last + rng.expovariate(1.0), issued=rng.randint(0, 10_000),
+        version=rng.randint(0, 1000),
+        open=tuple(Trigger(task=task_id(1), device=device, seed=0) for device in open_),
+        queue=0, backlog=0, kept=1, held=(), round_ending=False,
+        mean_staleness=rng.choice([0.0, rng.expovariate(0.3)]), trainers=rng.randint(0, 20),
+        model_bytes=1000, devices=devices, last=began + last, round_since=0.0, began=began,
+    )  # fmt: skip
+
+
+def _decided(policy: Policy, seen: Situation, seed: int) -> tuple[object, ...]:
+    """The plan, without tasks' ids, which the time gives."""
+    what = plan(policy, Participation(FixedSteps()), _FREE, seed, seen)
+    tasks = [(trigger.device, trigger.seed) for trigger in what.triggers]
+    return what.limit, tasks, what.wake_at, what.last
+
+
+def _simulated(policy: Policy, events: int) -> list[object]:
+    usual = read(
+        None,
+        ["simulation.staleness.kind=latency", "devices.latency.kind=exponential",
+         "devices.latency.mean_s=1.0", "devices.dropout=0.1"],
+    )  # fmt: skip
+    if getattr(policy, "n", 1) is None:
+        raise ConfigError("give it n: a simulation has no trainers to derive it from")
+    scheduler = usual.scheduler.model_copy(update={"policy": policy})
+    settings = usual.model_copy(update={"scheduler": scheduler})
+    return list(islice(arrivals.plan(settings, 10), events))

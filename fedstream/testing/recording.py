@@ -1,0 +1,123 @@
+"""A journal of what arrives, as an updater would write it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from fedstream.broker import reasons
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Upload
+from fedstream.journal import VECTORS, RoundClosed, SegmentHead, Taken, Writer
+from fedstream.journal.progress import Progress, close_round, take
+from fedstream.journal.rebuild import standing_of
+from fedstream.strategies import State, Strategy
+from fedstream.testing.arrivals import DEVICES, DrawnUpdate, filled
+
+_SEGMENT = 7  # arrivals in a segment of the journal: so that checkpoints split batches
+
+
+class Recording:
+    """What an updater would write of the arrivals, in several segments."""
+
+    def __init__(
+        self, folder: Path, strategy: Strategy, first: Model, arrivals: Sequence[DrawnUpdate]
+    ) -> None:
+        """``first``: version 0, which is taken over."""
+        self._folder = folder
+        self._rule = strategy.build(DEVICES)
+        self._arrivals = arrivals
+        self._progress = Progress(State(0, first))
+        self._digests = {0: first.digest()}
+        self._stored: dict[int, str] = {}
+        self._entries = 0
+        self._head = SegmentHead(
+            epoch=1, number=0, lineage="check", run="check", task="check", devices=DEVICES,
+            versions=10**6, seed=0, created=0.0, layout=first.layout.encode(), release="check",
+            strategy=strategy.model_dump(mode="json"), time=0.0,
+        )  # fmt: skip
+
+    def play(self) -> State:
+        """Record everything; returns the last state, in buffers of its own."""
+        writer = self._begun("begun")
+        for arrival in self._arrivals:
+            if arrival.number % _SEGMENT == 0:
+                writer.sync()
+                writer.close()
+                self._head = self._head.model_copy(
+                    update={
+                        "number": self._head.number + 1, "predecessor": writer.path.name,
+                        "cut": writer.size, "follows": writer.chain.hex(),
+                    }
+                )  # fmt: skip
+                writer = self._begun("continued")
+            if arrival.number % (2 * _SEGMENT) == _SEGMENT + 2 and self._rule.rounds != "never":
+                writer.append(self._round_over())
+            writer.append(*self._taken(arrival))
+        writer.sync()
+        writer.close()
+        return self._progress.state
+
+    def _begun(self, why: str) -> Writer:
+        state = self._progress.state
+        standing, models = standing_of(
+            self._progress, why, digest=self._digests[state.version], time=0.0
+        )
+        vectors = state.memory.devices
+        here = sorted(vectors.changed) if vectors else []
+        elsewhere = {d: name for d, name in self._stored.items() if d not in here}
+        standing = standing.model_copy(
+            update={"here": tuple(here), "elsewhere": tuple(elsewhere.items())}
+        )
+        head = self._head.model_copy(update={"needs": (VECTORS,) if vectors else ()})
+        writer = Writer(self._folder, head, standing, *models, vectors=vectors)
+        self._stored = elsewhere | dict.fromkeys(here, writer.path.name)
+        if vectors is not None:
+            vectors.changed.clear()
+        return writer
+
+    def _entry(self) -> str:
+        self._entries += 1
+        return f"{self._entries}-0"
+
+    def _made(self, version: int) -> dict[str, Any]:
+        """The version after a record, and its digest if that made it."""
+        state = self._progress.state
+        if state.version == version:
+            return {"version": version}
+        self._digests[state.version] = state.model.digest()
+        return {"version": state.version, "digest": self._digests[state.version]}
+
+    def _round_over(self) -> RoundClosed:
+        round_ = self._progress.state.version
+        self._progress = close_round(self._rule, self._progress, round_).after
+        return RoundClosed(
+            entry=self._entry(), round=round_, time=0.0, received=0.0, **self._made(round_)
+        )
+
+    def _taken(self, arrival: DrawnUpdate) -> tuple[Any, ...]:
+        before = self._progress.state
+        update = arrival.update(before, self._rule.sends)
+        late = before.version - update.tau
+        upload = Upload(
+            task=f"task-{arrival.number}", attempt="1", device=arrival.device, trainer="check",
+            tau=update.tau, base=self._digests[update.tau], layout=update.model.layout.signature,
+            digest=update.model.digest(), size=update.model.layout.nbytes, lr=arrival.lr,
+            samples=arrival.samples, steps=arrival.steps, sends=self._rule.sends,
+        )  # fmt: skip
+        about: dict[str, Any] = {
+            "entry": self._entry(), "upload": upload, "staleness": late, "time": 0.0,
+            "received": 0.0,
+        }  # fmt: skip
+        payload = update.model.copy()
+        step = take(
+            self._rule, self._progress, upload, update.model, filled(update.model.layout, 0xFF)
+        )
+        decision = step.decision
+        if decision is None or decision.outcome == "dropped":
+            about |= {"outcome": "refused", "reason": reasons.TOO_STALE, "version": before.version}
+            return (Taken(**about),)
+        self._progress = step.after
+        about |= {"outcome": decision.outcome, "weight": decision.weight}
+        return Taken(**about, **self._made(before.version)), payload

@@ -1,0 +1,75 @@
+"""The models that a journal's updates were trained from: x_tau, exactly as its device had it.
+
+An update names its x_tau by version and digest. Whoever follows a journal from its beginning comes
+past every version, so it only has to keep those that updates still to come were trained from: as
+many as devices trained at the same time, however long the run.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.layout import Layout, Model
+from fedstream.broker.messages import Upload
+from fedstream.strategies.vectors import IN_MEMORY, on_disk
+
+
+class Bases:
+    """Keeps versions from when they are made until the last update trained from them.
+
+    ``uploads``: the updates to come; each is to be passed to :meth:`of` once, in any order. Models
+    beyond ``in_memory`` bytes are in unnamed temporary files (in ``TMPDIR``).
+    """
+
+    def __init__(self, uploads: Iterable[Upload], *, in_memory: int = IN_MEMORY) -> None:
+        self._uses = Counter(upload.tau for upload in uploads)  # by version, still to come
+        self._kept: dict[int, tuple[str, Model]] = {}  # version -> digest and model
+        self._free: list[Model] = []
+        self._lent: list[Model] = []  # given out last, and not needed after that
+        self._in_memory = in_memory
+        self._bytes = 0  # allocated
+
+    @property
+    def oldest(self) -> int | None:
+        """The oldest version that an update to come was trained from."""
+        return min(self._uses, default=None)
+
+    def add(self, version: int, digest: str, model: Model) -> None:
+        """Copy a version, if an update to come was trained from it. Raises FedstreamError.
+
+        It replaces another model of the same number, as after one was adopted from Redis.
+        """
+        if version not in self._uses:
+            return
+        _, copied = self._kept.pop(version, ("", None))
+        copied = copied or (self._free.pop() if self._free else self._allocated(model.layout))
+        copied.buffer[:] = model.buffer
+        self._kept[version] = digest, copied
+
+    def of(self, upload: Upload) -> Model | None:
+        """x_tau of an update, valid until the next is asked for; None if it did not come by."""
+        self._free += self._lent
+        self._lent = []
+        digest, model = self._kept.get(upload.tau, ("", None))
+        self._uses[upload.tau] -= 1
+        if self._uses[upload.tau] <= 0:
+            del self._uses[upload.tau]
+            if model is not None:
+                del self._kept[upload.tau]
+                self._lent = [model]
+        return model if digest == upload.base else None
+
+    def _allocated(self, layout: Layout) -> Model:
+        self._bytes += layout.nbytes
+        if self._bytes <= self._in_memory or not layout.nbytes:
+            return Model(layout)
+        try:
+            return Model(layout, on_disk(layout.nbytes))
+        except OSError as error:
+            raise FedstreamError(
+                f"no room for {len(self._kept) + 1} models that updates were trained from, "
+                f"{layout.nbytes} bytes each: {error.strerror}: set TMPDIR to a folder with enough "
+                "space"
+            ) from error

@@ -1,0 +1,107 @@
+"""What if: another rule, or the same one without some devices, on the recorded updates.
+
+A rule may take what the recorded devices did not send. Then each update is converted by the
+recorded x_tau: to x_new - x_tau, exactly what its device would have sent, or back to x_tau plus the
+delta. Floating-point buffers and integers are x_new's in either case.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import numpy as np
+
+from fedstream.broker.layout import Model
+from fedstream.broker.messages import Message, Sends
+from fedstream.journal.progress import Progress, Step, close_round, take
+from fedstream.journal.rebuild import is_used, recorded, unfit
+from fedstream.journal.records import RoundClosed, Taken
+from fedstream.journal.segment import Record
+from fedstream.strategies import Strategy
+
+Unused: TypeAlias = Literal["", "left_out", "no_base", "unfit"]
+"""Why the other rule did not get a recorded update: its device is left out; x_tau is not in the
+journal; or its metadata does not fit (as AFA needs steps), so a live updater would refuse it."""
+
+
+class WhatIf:
+    """Another rule applied to the recorded updates, from where the recorded rule stood."""
+
+    def __init__(
+        self, rule: Strategy, was: Strategy, start: Progress, without: frozenset[int]
+    ) -> None:
+        """Go on from ``start``, taking over its models; leave out the devices ``without``.
+
+        ``rule`` replaces ``was``, the recorded rule.
+        """
+        self.progress = start
+        self.unused: Unused = ""  # the record that was taken last
+        self._without = without
+        self._filling = bool(start.held)  # a recorded round that is not full yet
+        self._free: list[Model] = []
+        self.change(rule, was)
+
+    def change(self, rule: Strategy, was: Strategy) -> None:
+        """Go on with the rules of another segment."""
+        self._rule = rule
+        self._sent = was.sends
+        self._in_rounds = was.max_staleness == 0  # only rounds allow no staleness
+
+    def converts(self, message: Message) -> bool:
+        """Whether it needs x_tau for this record."""
+        return is_used(message) and self._rule.sends != self._sent
+
+    def take(self, record: Record, update: Model | None, base: Model | None = None) -> Step:
+        """Apply one record, with its payload and x_tau if it is a used update."""
+        message, before = record.message, self.progress
+        used = [before.state.model]
+        step = Step(before)
+        self.unused = self._why_not(message, base)
+        if is_used(message) and not self.unused:
+            spare = self._spare(before)
+            used.append(spare)
+            sent = recorded(record, update)
+            if base is not None and self.converts(message):
+                sent = _converted(sent, base, self._rule.sends, into=self._spare(before))
+                used.append(sent)
+            # Keep the recorded staleness: this rule may have made fewer versions by now.
+            tau = max(0, before.state.version - message.staleness)
+            upload = message.upload.model_copy(update={"tau": tau, "handed": None})
+            step = take(self._rule, before, upload, sent, spare)
+        if self._ends_round(message) and step.made is None:
+            closed = close_round(self._rule, step.after, step.after.state.version)
+            step = Step(closed.after, step.decision, closed.made)
+        self.progress = step.after
+        in_use = {id(model) for model in step.after.state.models()}
+        self._free += [model for model in used if id(model) not in in_use]
+        return step
+
+    def _why_not(self, message: Message, base: Model | None) -> Unused:
+        if not is_used(message):
+            return ""
+        if message.upload.device in self._without:
+            return "left_out"
+        if unfit(self._rule, message.upload):
+            return "unfit"
+        return "no_base" if base is None and self.converts(message) else ""
+
+    def _spare(self, before: Progress) -> Model:
+        return self._free.pop() if self._free else Model(before.state.model.layout)
+
+    def _ends_round(self, message: Message) -> bool:
+        """Whether a recorded round ended here; it then ends even if devices are left out."""
+        if not (self._in_rounds and isinstance(message, Taken | RoundClosed)):
+            return False
+        if message.digest is None:
+            self._filling |= is_used(message)
+            return False
+        filled, self._filling = self._filling, False
+        return filled or isinstance(message, RoundClosed)
+
+
+def _converted(sent: Model, base: Model, to: Sends, into: Model) -> Model:
+    """What a device would have sent, in ``into``: x_new, or x_new - x_tau for its parameters."""
+    into.buffer[:] = sent.buffer
+    change = np.subtract if to == "delta" else np.add
+    change(sent.parameters, base.parameters, out=into.parameters)
+    return into

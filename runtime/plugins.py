@@ -1,0 +1,312 @@
+"""The door for plug-ins: a class, a function or an object of somebody else's, found by its name.
+
+    fedbuff                  a built-in one
+    path/to/file.py:Name     one that a file defines
+    package.module:Name      one that an importable module defines
+    my-rule                  one that an installed package announces, by entry point
+
+Built-in ones are looked up in the same table as all others and can't be replaced. Every part that
+can be extended has a :class:`Door` of its own; its group is that of the entry points.
+
+Importing a file or a module runs its program. A recording may come from anybody, so a program that
+only a recording names is not imported unless :func:`allowing` says so. An entry point's package was
+installed on purpose, so its name alone runs nothing that its user didn't choose.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.metadata import EntryPoint, entry_points
+from inspect import isabstract
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
+
+from pydantic import BaseModel
+from pydantic.errors import PydanticUserError
+
+from fedstream.broker.errors import ConfigError, FedstreamError
+
+if TYPE_CHECKING:
+    from types import ModuleType
+
+T = TypeVar("T")
+
+Origin: TypeAlias = Literal["built in", "file", "module", "entry point"]
+
+OWN = "path/to/file.py:Name or package.module:Name"
+
+
+class NotTrusted(ConfigError):
+    """Only a recording names this program, and nobody said that it may run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Allowed:
+    """What recordings may do in this context; nothing by default."""
+
+    recorded: bool = False  # run programs that only a recording names
+    changed: bool = False  # go on although a rule's source isn't the recorded one
+
+
+_ALLOWED: ContextVar[Allowed] = ContextVar("allowed", default=Allowed())  # noqa: B039  (frozen)
+
+
+def allowed() -> Allowed:
+    """What recordings may do here."""
+    return _ALLOWED.get()
+
+
+@contextmanager
+def allowing(*, recorded: bool = False, changed: bool = False) -> Iterator[None]:
+    """Within this context, allow this in addition to what is allowed already."""
+    now = _ALLOWED.get()
+    token = _ALLOWED.set(Allowed(now.recorded or recorded, now.changed or changed))
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+@dataclass(frozen=True, slots=True)
+class Plugin(Generic[T]):
+    """What a name stands for."""
+
+    name: str  # with a file's absolute path, so that it means the same in any folder
+    value: T
+    origin: Origin
+    source: Path | None = None  # the file that defines it; None: built in, or there is none
+    digest: str | None = None  # SHA-256 of that file, in hexadecimal
+
+
+class Door(Generic[T]):
+    """Finds the plug-ins of one kind.
+
+    ``group``: of the entry points. ``what``: one of them in words, for errors. ``built_in``: those
+    of fedstream by name. ``accept`` returns what is to be used for an object that a program defines
+    (usually itself), or None if it is not one of these; ``expected`` says what would be.
+    """
+
+    def __init__(
+        self,
+        group: str,
+        what: str,
+        built_in: Mapping[str, T],
+        *,
+        accept: Callable[[object], T | None],
+        expected: str,
+    ) -> None:
+        self.group = group
+        self.what = what
+        self.built_in = dict(built_in)
+        self._accept = accept
+        self._expected = expected
+        self._found: dict[str, Plugin[T]] = {}
+
+    def find(self, name: str, *, recorded: bool = False) -> Plugin[T]:
+        """The plug-in of this name. ``recorded``: only a recording says so, not the user.
+
+        A name is resolved once, so later changes of a file go unnoticed by this process. Raises
+        ConfigError, in one line; NotTrusted if a recorded program may not be run.
+        """
+        if name in self.built_in:
+            return Plugin(name, self.built_in[name], "built in")
+        full = absolute(name)
+        if full not in self._found:
+            self._found[full] = self._program(full, recorded) if ":" in full else self._entry(name)
+        return self._found[full]
+
+    def known(self, name: object, *, recorded: bool = False) -> T | None:
+        """What a name stands for, or None if that can't be found out."""
+        try:
+            return self.find(name, recorded=recorded).value if isinstance(name, str) else None
+        except FedstreamError:
+            return None
+
+    @contextmanager
+    def lending(self, name: str, value: T) -> Iterator[None]:
+        """Within this context, ``name`` stands for ``value``, which a program made in place."""
+        full = absolute(name)
+        before = self._found.get(full)
+        self._found[full] = Plugin(full, value, "module")
+        try:
+            yield
+        finally:
+            del self._found[full]
+            if before is not None:
+                self._found[full] = before
+
+    def accepted(self, value: object) -> T:
+        """What is used for an object that a program defines. Raises ConfigError."""
+        found = self._accept(value)
+        if found is None:
+            raise ConfigError(f"{_described(value)}: expected {self._expected}")
+        return found
+
+    def names(self) -> list[str]:
+        """All names that need no path: built-in ones first, then those of installed packages."""
+        return [*self.built_in, *sorted(self._installed().keys() - self.built_in.keys())]
+
+    def _installed(self) -> dict[str, EntryPoint]:
+        return {entry.name: entry for entry in entry_points(group=self.group)}
+
+    def _program(self, name: str, recorded: bool) -> Plugin[T]:
+        if recorded and not allowed().recorded:
+            raise NotTrusted(f"loading the {self.what} {name!r} runs its code")
+        value, module = import_attribute(name, what=self.what)
+        return self._made(name, value, "file" if ".py:" in name else "module", module)
+
+    def _entry(self, name: str) -> Plugin[T]:
+        entry = self._installed().get(name)
+        if entry is None:
+            raise ConfigError(self._unknown(name))
+        try:
+            value = entry.load()
+        except FedstreamError:
+            raise
+        except (Exception, SystemExit) as error:
+            whose = f"{self.what} {name!r}, entry point {entry.value}"
+            raise ConfigError(f"{whose}: importing it raised {words(error)}") from error
+        return self._made(name, value, "entry point", sys.modules[entry.module])
+
+    def _made(self, name: str, value: object, origin: Origin, module: ModuleType) -> Plugin[T]:
+        try:
+            accepted = self.accepted(value)
+        except ConfigError as error:
+            raise ConfigError(f"{self.what} {name!r}: {error}") from error
+        if isinstance(accepted, type):
+            _check_usable(accepted, f"{self.what} {name!r}")
+        source = _source_of(value, module)
+        digest = None if source is None else hashlib.sha256(source.read_bytes()).hexdigest()
+        return Plugin(name, accepted, origin, source, digest)
+
+    def _unknown(self, name: str) -> str:
+        names = self.names()
+        if name.endswith(".py"):
+            return f"{name!r} is a file: also name the {self.what} in it, as in {name}:Name"
+        if near := get_close_matches(name, names, n=1):
+            return f"there is no {self.what} {name!r}; did you mean {near[0]!r}?"
+        return f"must be one of {', '.join(names)}, or your own, as {OWN}"
+
+
+def runs_program(name: str) -> bool:
+    """Whether looking up this name imports a program that the name itself points to."""
+    return bool(name.rpartition(":")[0])
+
+
+def absolute(name: str) -> str:
+    """The same name for any working directory: a file by its absolute path."""
+    source, colon, attribute = name.rpartition(":")
+    if not source.endswith(".py"):
+        return name
+    return f"{os.path.abspath(source)}{colon}{attribute}"  # noqa: PTH100  (without `..`)
+
+
+def name_of(value: Any) -> str:
+    """The name by which every process finds what a program defines: package.module:Name, or
+    path/to/file.py:Name for a module that is in no package."""
+    module, name = value.__module__, value.__qualname__
+    file = getattr(sys.modules.get(module), "__file__", None)
+    source = file if file is not None and "." not in module else module
+    return f"{source}:{name}"
+
+
+def named(cls: type[Any], table: object, tag: str) -> object:
+    """A settings table, with the class's own name under ``tag`` if it has none."""
+    if isinstance(table, dict) and tag not in table and cls.model_fields[tag].default == "":
+        return {tag: name_of(cls), **table}
+    return table
+
+
+def import_attribute(name: str, *, what: str) -> tuple[Any, ModuleType]:
+    """What a file or module defines, and the module. ``what`` it is meant to be, for errors.
+
+    Raises ConfigError, saying what and where, if there is no such thing or its program fails.
+    """
+    source, _, attribute = name.rpartition(":")
+    module = _import(source, what)
+    try:
+        return getattr(module, attribute), module
+    except AttributeError:
+        public = [name for name in vars(module) if not name.startswith("_")]
+        near = get_close_matches(attribute, public, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise ConfigError(f"{what} {name!r}: {source} defines no {attribute!r}{hint}") from None
+
+
+def _import(source: str, what: str) -> ModuleType:
+    """Import a module by its dotted name or its file.
+
+    A file is imported under its stem, with its folder appended to ``sys.path``. That way the user's
+    program can import its neighbours, and a spawned process, which inherits the path but not the
+    modules, finds it under the same name.
+    """
+    file = Path(source).resolve() if source.endswith(".py") else None
+    if file is not None and not file.is_file():
+        raise ConfigError(f"{what} {source!r}: there is no file {file}")
+    name = source if file is None else file.stem
+    folder = str(Path.cwd() if file is None else file.parent)
+    if folder not in sys.path:
+        sys.path.append(folder)
+    try:
+        if file is not None and not _is_found(name, file):
+            raise ConfigError(
+                f"{what} {source!r}: the name {name!r} belongs to another module: rename the file"
+            )
+        return importlib.import_module(name)
+    except FedstreamError:
+        raise
+    except (Exception, SystemExit) as error:  # a program may end where it lacks something
+        raise ConfigError(f"{what} {source!r}: importing it raised {words(error)}") from error
+
+
+def words(error: BaseException) -> str:
+    """An exception in one line, with the place that raised it."""
+    if isinstance(error, SyntaxError) and error.filename is not None:  # raised by the compiler
+        return f"{type(error).__name__}: {error.msg} at {error.filename}:{error.lineno}"
+    place, trace = "", error.__traceback__
+    while trace is not None:
+        file = trace.tb_frame.f_code.co_filename
+        if not file.startswith("<frozen "):  # the interpreter's own
+            place = f" at {file}:{trace.tb_lineno}"
+        trace = trace.tb_next
+    return f"{type(error).__name__}: {' '.join(str(error).split())}{place}"
+
+
+def _is_found(name: str, file: Path) -> bool:
+    """Whether importing ``name`` gives this file rather than another module of that name."""
+    spec = None if "." in name else importlib.util.find_spec(name)
+    return spec is not None and spec.origin is not None and Path(spec.origin).resolve() == file
+
+
+def _source_of(value: object, module: ModuleType) -> Path | None:
+    """The file that defines an object, else that of the module which names it."""
+    owner = sys.modules.get(getattr(value, "__module__", None) or "", module)
+    file = getattr(owner, "__file__", None) or getattr(module, "__file__", None)
+    return Path(file) if file is not None and Path(file).is_file() else None
+
+
+def _check_usable(cls: type[Any], whose: str) -> None:
+    """Raise ConfigError for a class of which no object can be made."""
+    if isabstract(cls):
+        missing = ", ".join(f"{name}()" for name in sorted(cls.__abstractmethods__))
+        raise ConfigError(f"{whose}: the class does not define {missing}")
+    if issubclass(cls, BaseModel):
+        try:
+            cls.model_rebuild()
+        except (NameError, PydanticUserError) as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{whose}: its keys cannot be read: {reason}") from error
+
+
+def _described(value: object) -> str:
+    kind = "the class" if isinstance(value, type) else "of type"
+    return f"is {kind} {(value if isinstance(value, type) else type(value)).__name__}"

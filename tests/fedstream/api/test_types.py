@@ -1,0 +1,44 @@
+"""A user's script as mypy --strict sees it: `make lint` checks this file."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, assert_type
+
+import fedstream
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from torch import Tensor, nn
+    from torch.utils.data import Dataset
+
+
+class Mine(fedstream.Task):
+    devices = 3
+
+    def model(self) -> nn.Module:
+        raise NotImplementedError
+
+    def device_data(self, device: int) -> Dataset[Any]:
+        raise NotImplementedError
+
+
+def script() -> None:
+    run = fedstream.run(
+        Mine(), strategy={"name": "fedbuff", "buffer_size": 5}, versions=20, trainers=2,
+        solver={"lr": 0.05}, set={"strategy.alpha": 0.2}, out="here",
+    )  # fmt: skip
+    assert_type(run, fedstream.RunRecord)
+    assert_type(fedstream.simulate(Mine, devices=20, journal=False), fedstream.RunRecord)
+    assert_type(fedstream.open("here"), fedstream.RunRecord)
+    assert_type(fedstream.compare([run, "here"]), fedstream.Comparison)
+    history: pd.DataFrame = run.history()
+    weights: dict[str, Tensor] = run.model(10)
+    fedstream.run(verions=3)  # type: ignore[call-arg]
+    fedstream.run(3)  # type: ignore[arg-type]
+    unknown = fedstream.nothing  # type: ignore[attr-defined]
+    del history, weights, unknown
+
+
+def test_every_stable_name_is_there() -> None:
+    for name in fedstream.__all__:
+        assert getattr(fedstream, name) is not None

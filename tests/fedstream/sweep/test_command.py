@@ -1,0 +1,150 @@
+"""`fedstream sweep`, as a command."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.fedstream.conftest import Command
+
+TASK = """
+import torch
+from torch.utils.data import TensorDataset
+from fedstream import Task
+
+
+class Mine(Task):
+    devices = 3
+
+    def model(self):
+        return torch.nn.Linear(5, 2)
+
+    def device_data(self, device):
+        x = torch.randn(16, 5, generator=torch.Generator().manual_seed(device))
+        return TensorDataset(x, (x[:, 0] > 0).long())
+
+    def test_data(self):
+        return self.device_data(99)
+"""
+OPTIONS = ("--set", "simulation.threads=1", "--versions", "12", "--jobs", "1")
+
+
+@pytest.fixture(scope="module")
+def task(tmp_path_factory: pytest.TempPathFactory) -> str:
+    file = tmp_path_factory.mktemp("swept") / "swept_task.py"
+    file.write_text(TASK)
+    return f"{file}:Mine"
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("sweep") / "out"
+
+
+def test_a_sweep_finds_the_best_and_a_longer_one_adds_to_it(
+    command: Command, task: str, out: Path, tmp_path: Path
+) -> None:
+    arguments = ("sweep", "--task", task, *OPTIONS, "--out", out)
+    # A step of 1e-6 learns nothing.
+    code, said, _ = command(*arguments, "--over", "solver.lr=1e-6,1", "--repeats", "2")
+    assert code == 0
+    assert "2 configurations, 4 runs, 0 of them done already" in said
+    assert "solver.lr = 1e-06, repeat 0: accuracy" in said
+    best = tomllib.loads((out / "best.toml").read_text())
+    assert best["solver"]["lr"] == 1
+    assert (out / "best.toml").read_text().startswith("# The best of 2 configurations: last accu")
+    assert (out / "sweep.png").stat().st_size > 10_000
+
+    code, said, _ = command(*arguments, "--over", "solver.lr=1e-6,1,0.5", "--repeats", "2")
+    assert code == 0
+    assert "3 configurations, 6 runs, 4 of them done already" in said
+    assert len((out / "runs.jsonl").read_text().splitlines()) == 6
+
+    code, said, _ = command(*arguments, "--over", "solver.lr=1,1e-6", "--repeats", "2", "--json")
+    first, second = json.loads(said)
+    assert (first["keys"], first["runs"]) == ({"solver.lr": 1}, 2)
+    assert second["mean"] < first["mean"]
+
+    code, said, _ = command(
+        "simulate", "--config", out / "best.toml", "--out", tmp_path / "again", "--json"
+    )
+    assert json.loads(said)["accuracy"] == pytest.approx(first["values"][0])  # its first repeat
+
+
+def test_a_configuration_that_is_wrong_is_named_before_anything_runs(
+    command: Command, task: str, tmp_path: Path
+) -> None:
+    code, _, said = command(
+        "sweep", "--task", task, *OPTIONS, "--out", tmp_path / "out",
+        "--over", "strategy.name=fedbuff,fedasync", "--over", "strategy.buffer_size=2,4",
+    )  # fmt: skip
+    assert code == 2
+    assert said.startswith(
+        "fedstream: strategy.name = fedasync, strategy.buffer_size = 2: strategy.buffer_size"
+    )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "why"),
+    [
+        ((), "name what to vary with --over"),
+        (("--over", "solver.lr=0..1"), "a range needs --random N"),
+        (("--over", "solver.lr=1,2", "--goal", "most"), "--goal most: must be max or min"),
+        (("--over", "task.seed=1,2"), "task.seed has no effect"),
+    ],
+)
+def test_a_wrong_command_says_what_is_wrong(
+    wrong: tuple[str, ...], why: str, command: Command, task: str, tmp_path: Path
+) -> None:
+    code, _, said = command("sweep", "--task", task, "--out", tmp_path / "out", *wrong)
+    assert code == 2
+    assert why in said
+
+
+def test_a_sweep_in_which_every_run_fails_says_why(
+    command: Command, task: str, tmp_path: Path
+) -> None:
+    code, _, said = command(
+        "sweep", "--task", task, *OPTIONS, "--out", tmp_path / "out", "--repeats", "1",
+        "--over", "solver.lr=1e30,1e31", "--set", "solver.weight_decay=1e9",
+    )  # fmt: skip
+    assert code == 1
+    assert "every run failed; the first one: 100 updates in a row were refused (not finite)" in said
+    assert not (tmp_path / "out" / "best.toml").exists()
+
+
+@pytest.mark.process
+def test_an_interrupted_sweep_keeps_what_has_finished(
+    command: Command, task: str, tmp_path: Path
+) -> None:
+    arguments = (
+        "sweep", "--task", task, *OPTIONS, "--out", tmp_path / "out",
+        "--over", "solver.lr=0.1,0.2,0.3,0.4", "--repeats", "25",
+    )  # fmt: skip
+    sweep = subprocess.Popen(
+        [sys.executable, "-m", "fedstream", *map(str, arguments)],
+        stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    )  # fmt: skip
+    assert sweep.stdout is not None
+    with sweep:
+        while not sweep.stdout.readline().startswith("[3/100]"):
+            assert sweep.poll() is None
+        sweep.send_signal(signal.SIGINT)
+        assert sweep.wait(60) == 130
+    stored = (tmp_path / "out" / "runs.jsonl").read_text().splitlines()
+    runs = [json.loads(text) for text in stored]
+    assert 3 <= len(runs) < 100
+    first = sum(run["repeat"] == 0 for run in runs)
+    assert (tmp_path / "out" / "results.csv").is_file()
+    one = (*arguments[:-2], "--repeats", "1")
+    code, said, _ = command(*one)
+    assert code == 0
+    assert f"4 configurations, 4 runs, {first} of them done already" in said

@@ -1,0 +1,108 @@
+"""The table of a sweep, and the file that it is made of."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedstream.broker.errors import ConfigError
+from fedstream.sweep.results import Goal, SweepFolder, as_csv, lines
+from fedstream.sweep.trials import Configuration, Finished
+
+A, B, C = (Configuration({"solver.lr": lr}, f"lr = {lr}") for lr in (0.1, 0.2, 0.3))
+
+
+def run(
+    of: Configuration, repeat: int, *accuracy: float | None, state: str = "finished"
+) -> Finished:
+    curve: dict[str, list[float | None]] = {
+        "version": [*range(len(accuracy))],
+        "updates": [*range(len(accuracy))],
+        "accuracy": list(accuracy),
+    }
+    return Finished(of.name, repeat, repeat, state, "", 4, 4, 40, 1.5, 2.0, curve)
+
+
+def test_the_best_mean_comes_first() -> None:
+    runs = [run(A, 0, 0.5), run(A, 1, 0.7), run(B, 0, 0.9), run(B, 1, 0.5), run(C, 0, 0.65)]
+    found = lines([A, B, C], runs, Goal(), repeats=2)
+    assert [line.keys["solver.lr"] for line in found] == [0.2, 0.3, 0.1]
+    assert found[0].mean == pytest.approx(0.7)
+    assert found[0].deviation == pytest.approx(0.2828427)  # sqrt(2 * 0.2^2 / (2 - 1))
+    assert found[1].deviation is None  # of a single run
+    lowest = lines([A, B, C], runs, Goal(highest=False), repeats=2)
+    assert [line.keys["solver.lr"] for line in lowest] == [0.1, 0.3, 0.2]
+
+
+def test_the_last_measurement_counts_unless_the_best_is_asked_for() -> None:
+    runs = [run(A, 0, 0.9, 0.4), run(B, 0, 0.1, 0.5)]
+    assert lines([A, B], runs, Goal(), 1)[0].mean == 0.5
+    assert lines([A, B], runs, Goal(which="best"), 1)[0].mean == 0.9
+    assert lines([A, B], runs, Goal(which="best", highest=False), 1)[0].mean == 0.1
+
+
+@pytest.mark.parametrize("lost", [run(A, 1, 0.99, None), run(A, 1, 0.99, state="failed")])
+def test_a_configuration_that_failed_once_is_no_better_than_one_that_never_did(
+    lost: Finished,
+) -> None:
+    found = lines([A, B], [run(A, 0, 0.95), lost, run(B, 0, 0.3)], Goal(which="best"), 2)
+    assert [line.keys["solver.lr"] for line in found] == [0.2, 0.1]
+    assert [line.failed for line in found] == [0, 1]
+    assert found[1].values == (0.95,)
+
+
+def test_runs_beyond_the_repeats_and_of_other_configurations_do_not_count() -> None:
+    runs = [run(A, 0, 0.5), run(A, 1, 0.9), run(C, 0, 0.9)]
+    (line,) = lines([A, B], runs, Goal(), repeats=1)
+    assert (line.mean, len(line.runs)) == (0.5, 1)
+
+
+def test_an_unknown_metric_names_the_ones_there_are() -> None:
+    with pytest.raises(ConfigError, match="--metric f1: the task measures accuracy"):
+        lines([A], [run(A, 0, 0.5)], Goal("f1"), 1)
+
+
+def test_the_table_has_a_row_for_each_configuration() -> None:
+    found = lines([A, B], [run(A, 0, 0.5), run(B, 0, 0.7), run(B, 1, None)], Goal(), 2)
+    rows = as_csv(found, Goal()).splitlines()
+    assert rows == [
+        "place,solver.lr,accuracy,deviation,runs,failed,updates,staleness,seconds,configuration",
+        f"1,0.1,0.5,,1,0,4,1.5,2,{A.name}",
+        f"2,0.2,0.7,,2,1,4,1.5,2,{B.name}",
+    ]
+
+
+def test_runs_are_read_as_they_were_stored(tmp_path: Path) -> None:
+    store, runs = SweepFolder(tmp_path / "out"), [run(A, 0, 0.5, None), run(B, 1, 0.25)]
+    store.begin([A, B])
+    for one in runs:
+        store.add(one)
+    assert list(store.runs()) == runs
+    assert store.file(A).read_text() == A.text
+
+
+def test_a_run_whose_writing_was_cut_off_is_run_again(tmp_path: Path) -> None:
+    store = SweepFolder(tmp_path)
+    store.begin([A])
+    store.add(run(A, 0, 0.5))
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write('{"configuration": "')
+    store.begin([A])
+    store.add(run(A, 1, 0.6))
+    assert [one.repeat for one in store.runs()] == [0, 1]
+
+
+def test_a_line_from_elsewhere_is_named(tmp_path: Path) -> None:
+    store = SweepFolder(tmp_path)
+    store.add(run(A, 0, 0.5))
+    with (tmp_path / "runs.jsonl").open("a") as file:
+        file.write('{"hello": 1}\n')
+    with pytest.raises(ConfigError, match=r"runs\.jsonl:2: not a run of a sweep"):
+        list(store.runs())
+
+
+def test_a_configuration_s_name_depends_on_all_of_it() -> None:
+    assert A.name != B.name
+    assert replace(A, keys={}).name == A.name

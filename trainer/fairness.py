@@ -1,0 +1,79 @@
+"""How well a model serves each device: metrics on the devices' own test data, and their spread.
+
+torch is imported by the task's metrics alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from math import ceil, isnan, sqrt
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from fedstream.trainer.placement import Processor, placed
+from fedstream.trainer.task import Task, measured
+
+if TYPE_CHECKING:
+    from torch import nn
+
+PerDevice: TypeAlias = Literal["never", "last", "always"]
+"""When devices are measured: never, with a run's last version, with every measurement."""
+
+_MOST = 10_000  # devices to measure
+_TENTH = 0.1
+_LOWER_IS_BETTER = ("loss", "perplexity", "error")
+
+
+def lower_is_better(metric: str) -> bool:
+    """Whether small values of a metric are good, by its name: a loss, a perplexity or an error."""
+    return metric.endswith(_LOWER_IS_BETTER)
+
+
+def has_device_tests(task: Task) -> bool:
+    """Whether a task says what to test its devices with."""
+    return type(task).device_test_data is not Task.device_test_data
+
+
+def device_metrics(
+    task: Task,
+    module: nn.Module,
+    devices: int,
+    place: Processor = "cpu",
+    cancelled: Callable[[], bool] = lambda: False,
+) -> dict[int, dict[str, float]]:
+    """The metrics of a model on each device's test data, by device; devices without any are absent.
+
+    Of more than 10,000 devices, that many evenly spaced ones are measured. Stops early, with those
+    measured so far, once ``cancelled``. Raises whatever the task raises.
+    """
+    found: dict[int, dict[str, float]] = {}
+    step = max(1, ceil(devices / _MOST))
+    for device in range(0, devices, step):
+        if cancelled():
+            break
+        data = task.device_test_data(device)
+        if data is not None:
+            found[device] = measured(task, module, placed(data, place))
+    return found
+
+
+def spread(found: Mapping[int, Mapping[str, float]]) -> dict[str, float]:
+    """What devices' metrics amount to: for each, its mean, deviation and worst tenth over devices.
+
+    Every device counts the same. ``device_worst_tenth_accuracy`` is the mean of the accuracies of
+    the tenth of the devices (at least one) that are served worst, ``device_deviation_accuracy`` the
+    standard deviation of all. Of a loss, a perplexity or an error, large values are the worst.
+    """
+    names = {name: None for metrics in found.values() for name in metrics}
+    out: dict[str, float] = {}
+    for name in names:
+        values = [metrics[name] for metrics in found.values() if name in metrics]
+        mean = sum(values) / len(values)
+        sign = -1.0 if lower_is_better(name) else 1.0
+        values.sort(key=lambda value: (not isnan(value), sign * value))  # NaN is the worst
+        worst = values[: ceil(_TENTH * len(values))]
+        out |= {
+            f"device_mean_{name}": mean,
+            f"device_worst_tenth_{name}": sum(worst) / len(worst),
+            f"device_deviation_{name}": sqrt(sum((v - mean) ** 2 for v in values) / len(values)),
+        }
+    return out
