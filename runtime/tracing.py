@@ -117,10 +117,10 @@ class Spans:
                 "fedstream.run": run,
             }
         )  # fmt: skip
+        self._exporter = OTLPSpanExporter(endpoint=settings.endpoint, timeout=_SEND_S)
         self._processor = BatchSpanProcessor(
-            OTLPSpanExporter(endpoint=settings.endpoint, timeout=_SEND_S),
-            max_queue_size=_QUEUE, schedule_delay_millis=_EVERY_MS,
-        )  # fmt: skip
+            self._exporter, max_queue_size=_QUEUE, schedule_delay_millis=_EVERY_MS
+        )
         self._marks: OrderedDict[str, float] = OrderedDict()
 
     def step(
@@ -164,7 +164,10 @@ class Spans:
         )
 
     def close(self) -> None:
-        """Send what is left, for three seconds at most."""
+        """Send what is left, for three seconds at most, and end the thread that sends."""
         closing = threading.Thread(target=self._processor.shutdown, daemon=True)
         closing.start()
         closing.join(_CLOSE_S)
+        if closing.is_alive():  # else its threads would go on trying
+            self._exporter.shutdown()
+            closing.join(_SEND_S)

@@ -72,6 +72,7 @@ class Evaluator:
         self._ledger = EvaluatorLedger(self._client, keys, name)
         self._models = Reader(self._client, {keys.models: "0"})
         self._measured: int | None = None  # the version measured last
+        self._lacks_spread = False  # it was measured without its devices, as not the last one
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """No routes of its own."""
@@ -114,12 +115,14 @@ class Evaluator:
 
     async def _step(self) -> None:
         """Evaluate the newest version if it is due, else wait for the next."""
+        head = await self._ledger.head()
         try:
             run = await self._ledger.run()
         except NoRun:
             await pause(self._context.stop, 0.2)
             return
-        head = await self._ledger.head()
+        if run.state == "finished":  # since that head was read, perhaps: now it is the last one
+            head = await self._ledger.head()
         if head is not None and self._measures and self._is_due(head, run.state):
             await self._measure(head, run)
         elif run.state == "finished" or not self._measures:
@@ -131,7 +134,9 @@ class Evaluator:
         if self._measured is None:
             return True
         behind = head.version - self._measured  # negative: the run was restarted
-        return behind < 0 or behind >= self._settings.every or (state == "finished" and behind != 0)
+        if state == "finished" and (behind != 0 or self._lacks_spread):
+            return True
+        return behind < 0 or behind >= self._settings.every
 
     @property
     def _measures(self) -> bool:
@@ -151,7 +156,7 @@ class Evaluator:
                 metrics = await asyncio.to_thread(self._evaluate, model, run.devices, is_last)
         except Exception as error:
             await self._report(error, head)
-            self._measured = head.version
+            self._measured, self._lacks_spread = head.version, False
             return
         for name, value in metrics.items():
             self._metrics.labels(name).set(value)
@@ -166,7 +171,8 @@ class Evaluator:
         if self._is_reached(metrics):
             why = f"accuracy {metrics['accuracy']:.4f} at version {head.version}"
             await self._ledger.finish(why)
-        self._measured = head.version  # last: an unreported measurement is repeated
+        # Last: an unreported measurement is repeated.
+        self._measured, self._lacks_spread = head.version, not self._is_spread(metrics, is_last)
 
     async def _report(self, error: Exception, head: Head) -> None:
         """Report that the user's metrics raised; the run goes on without this measurement."""
@@ -182,6 +188,10 @@ class Evaluator:
     def _is_reached(self, metrics: Mapping[str, float]) -> bool:
         return self._target is not None and metrics.get("accuracy", 0.0) >= self._target
 
+    def _is_spread(self, metrics: Mapping[str, float], is_last: bool) -> bool:
+        """Whether devices are measured with these metrics, or never are."""
+        return self._settings.per_device != "last" or is_last or self._is_reached(metrics)
+
     def _evaluate(self, model: Model, devices: int, is_last: bool) -> dict[str, float]:
         """The task's metrics, and their spread over devices. Runs in a worker thread."""
         from fedstream.trainer import vector
@@ -190,8 +200,7 @@ class Evaluator:
         metrics: dict[str, float] = {}
         if self._data is not None:
             metrics = measured(self._learning, self._module, self._data)
-        when = self._settings.per_device
-        if when == "always" or (when == "last" and (is_last or self._is_reached(metrics))):
+        if self._settings.per_device != "never" and self._is_spread(metrics, is_last):
             found = device_metrics(
                 self._learning, self._module, devices, self._settings.device,
                 self._context.stop.is_set,

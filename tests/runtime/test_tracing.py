@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 import sys
+import threading
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator
@@ -145,6 +146,10 @@ def test_receiver_that_is_away_delays_nothing() -> None:
             spans.step("applied", at=None, since=None, about={"task": task_id(n)})
         assert time.monotonic() - began < 5  # of 2,000 requests that never end
         assert len(spans._marks) == 2000
+        before = time.monotonic()
+        spans.close()
+        assert time.monotonic() - before < 10  # of eight batches, each tried for seconds
+    assert not [one for one in threading.enumerate() if "OtelBatchSpan" in one.name]
 
 
 def test_missing_package_is_reported_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:

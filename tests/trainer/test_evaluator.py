@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 
 from fedstream.broker.client import RedisSettings
@@ -49,10 +51,15 @@ async def test_evaluator_measures_on_schedule_and_ends_the_run_at_its_target(
     ]
 
 
-@pytest.mark.parametrize(("when", "measured"), [("last", [False, True]), ("always", [True, True])])
+@pytest.mark.parametrize(
+    ("when", "measured"),
+    [("never", [False, False]), ("last", [False, True]), ("always", [True, True])],
+)
+@pytest.mark.parametrize("stopped", [False, True], ids=["by its last version", "by hand"])
 async def test_devices_are_measured_when_they_should_be(
     when: PerDevice,
     measured: list[bool],
+    stopped: bool,
     hand: Hand,
     redis: RedisSettings,
     task: Adds,
@@ -69,26 +76,33 @@ async def test_devices_are_measured_when_they_should_be(
         EvaluatorSettings(every=1, per_device=when), keys=hand.keys, redis=redis,
         name="evaluator", load=lambda: task, target=None,
     )  # fmt: skip
-
-    async def told() -> list[dict[str, float] | None]:
-        return [event.metrics for event in await hand.events("evaluation")]
-
-    async def one() -> bool:
-        return len(await told()) == 1
-
-    async def two() -> bool:
-        return len(await told()) == 2
-
-    async with running(evaluator, context()):
-        await wait_until(one)
-        assert await hand.commit(1, finish="enough") == "done"
-        await wait_until(two)
     spread = {
         "device_mean_accuracy": pytest.approx((devices - 1) / 200),
         "device_worst_tenth_accuracy": 0.0,
         "device_deviation_accuracy": pytest.approx(((devices**2 - 1) / 12) ** 0.5 / 100),
     }
-    assert await told() == [{"accuracy": 1.0} | (spread if there else {}) for there in measured]
+
+    async def told() -> list[tuple[int | None, dict[str, float] | None]]:
+        return [(event.version, event.metrics) for event in await hand.events("evaluation")]
+
+    def expected(*numbers: int, spreads: Sequence[bool]) -> list[tuple[int, object]]:
+        return [
+            (number, {"accuracy": 1.0} | (spread if there else {}))
+            for number, there in zip(numbers, spreads, strict=True)
+        ]
+
+    async def is_told(*numbers: int, spreads: Sequence[bool]) -> bool:
+        return await told() == expected(*numbers, spreads=spreads)
+
+    async with running(evaluator, context()):
+        await wait_until(lambda: is_told(0, spreads=measured[:1]))
+        if stopped:  # after it was measured as any version, the last one gets what it lacks
+            assert await hand.ledger.finish("enough")
+            again = [0, 0] if when == "last" else [0]
+            await wait_until(lambda: is_told(*again, spreads=measured[: len(again)]))
+        else:
+            assert await hand.commit(1, finish="enough") == "done"
+            await wait_until(lambda: is_told(0, 1, spreads=measured))
 
 
 async def test_failing_metrics_are_reported_and_the_run_continues(
