@@ -25,6 +25,7 @@ from fedstream.runtime.config import Section
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.trace import ReadableSpan
+    from opentelemetry.sdk.trace.export import SpanExporter
 
 ROOT = "task"
 _CLOSE_S = 3.0  # for the last spans when the process ends
@@ -117,7 +118,7 @@ class Spans:
                 "fedstream.run": run,
             }
         )  # fmt: skip
-        self._exporter = OTLPSpanExporter(endpoint=settings.endpoint, timeout=_SEND_S)
+        self._exporter: SpanExporter = OTLPSpanExporter(endpoint=settings.endpoint, timeout=_SEND_S)
         self._processor = BatchSpanProcessor(
             self._exporter, max_queue_size=_QUEUE, schedule_delay_millis=_EVERY_MS
         )
