@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import TypeAdapter, ValidationError
 
 from fedstream.broker.errors import ConfigError
+from fedstream.broker.layout import Model
 from fedstream.runtime.alternatives import RECORDED, OneOf
 from fedstream.runtime.plugins import Door, Plugin
 from fedstream.strategies.afa import AfaCdSettings, AfaCsSettings
@@ -33,6 +34,7 @@ __all__ = [
     "FedBuffSettings",
     "Memory",
     "Mixing",
+    "Model",
     "ScaffoldSettings",
     "StalenessFunction",
     "State",

@@ -225,6 +225,19 @@ def test_own_strategy(reader: Open) -> None:
         page.follow()
 
 
+def test_strategy_classes(reader: Open) -> None:
+    with reader("docs/reference/strategy-classes.md") as page:
+        page.save("my_rules.py")
+        page.follow()
+        found, settings = simulated(page)
+        assert settings["strategy"]["voters"] == 5
+        assert (found["versions"], found["accuracy"] > 0.8) == (60, True), found
+        models = page.save("models.py")
+        shown = re.findall(r"^print\(.*  # (.*)$", models.read_text(), re.MULTILINE)
+        assert page.given("python models.py").splitlines() == shown
+        page.python()  # check_strategy
+
+
 @needs_flower
 def test_flower(reader: Open) -> None:
     with reader("docs/how-to/flower.md") as page:
