@@ -9,7 +9,7 @@ import re
 import signal
 import sys
 from asyncio.subprocess import DEVNULL, STDOUT, Process
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -240,13 +240,29 @@ class Container:
                 running = await asyncio.shield(starting)
                 return await running.process.wait() == 0
             finally:  # nothing stays behind, also where nobody waits for the answer any more
-                running = await starting
-                running.signal(signal.SIGKILL)
-                await running.process.wait()
+                await _to_its_end(_killed(starting))
         port = self.port(how["httpGet"]["port"])
         url = f"http://{self._pod.address}:{port}{how['httpGet']['path']}"
         async with client() as session, session.get(url, allow_redirects=False) as answer:
             return 200 <= answer.status < 400
+
+
+async def _killed(starting: Awaitable[Running]) -> None:
+    running = await starting
+    running.signal(signal.SIGKILL)
+    await running.process.wait()
+
+
+async def _to_its_end(work: Coroutine[Any, Any, None]) -> None:
+    """Waits for it however often that is cancelled: by a probe's time limit, then by the end."""
+    task, cancelled = asyncio.create_task(work), None
+    while not task.done():
+        try:
+            await asyncio.shield(task)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        raise cancelled
 
 
 def _found(name: str, path: str) -> str:
