@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -15,6 +16,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from fedstream.trainer.task import TaskSettings
+
+NOT_A_MODEL = (
+    "it is a model alone (a torch.nn.Module): a task also has the devices' data; return the model "
+    "from the method model() of a class derived from fedstream.Task (docs/tutorial/own-task.md)"
+)
 
 
 def load_task(
@@ -59,8 +65,10 @@ def made(found: object, spec: str, settings: TaskSettings) -> Task:
 
     ``spec`` names it in errors. Raises ConfigError.
     """
+    called = spec.rpartition(":")[2]
+    if is_model(found):
+        raise ConfigError(f"task {spec!r}: {NOT_A_MODEL}")
     if callable(found):
-        called = spec.rpartition(":")[2]
         given = arguments(found, settings.args, "task.args", of=f"task {spec!r}")
         try:
             found = found(**given)
@@ -73,9 +81,18 @@ def made(found: object, spec: str, settings: TaskSettings) -> Task:
             f"task.args.{next(iter(settings.args))}: the task {spec!r} takes no arguments, because "
             "it is already made: name its class, or a function that returns it"
         )
+    if is_model(found):
+        raise ConfigError(f"task {spec!r}: {called}() returned no task: {NOT_A_MODEL}")
     if not isinstance(found, Task):
         raise ConfigError(
             f"task {spec!r} is of type {type(found).__name__}: expected a fedstream.Task, or a "
             "class or function that returns one"
         )
     return found
+
+
+def is_model(value: object) -> bool:
+    """Whether this is only a model, or a class of models, which is easily taken for a task."""
+    nn = sys.modules.get("torch.nn")  # if nobody has imported it, it is none
+    cls = value if isinstance(value, type) else type(value)
+    return nn is not None and issubclass(cls, nn.Module) and not issubclass(cls, Task)

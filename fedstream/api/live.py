@@ -17,9 +17,9 @@ from fedstream.api import folders
 from fedstream.api.endings import Interrupted, RunFailed
 from fedstream.api.interrupts import on_interrupt
 from fedstream.api.messages import as_error
-from fedstream.api.parameters import ConfigTable, Tables, check_names, options
+from fedstream.api.parameters import ConfigTable, StrategyLike, Tables, check_names, options
 from fedstream.api.progress import Shown, showing
-from fedstream.api.references import TaskLike, checked, label, name_for_others
+from fedstream.api.references import TaskLike, label, name_for_others, task_and_table
 from fedstream.api.request import PythonRequest
 from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.local.parent import VARIABLE
@@ -35,9 +35,9 @@ _TAIL = 4096  # characters of what a process that failed printed
 
 
 def run(
-    task: TaskLike | None = None,
+    task: TaskLike | ConfigTable | None = None,
     *,
-    strategy: str | ConfigTable | None = None,
+    strategy: StrategyLike | None = None,
     versions: int | None = None,
     trainers: int = 2,
     devices: int | ConfigTable | None = None,
@@ -60,11 +60,15 @@ def run(
     ``task``: a built-in task's name, ``file.py:attribute``, or a :class:`Task`, a subclass of it or
     a function that returns one, wherever it is defined; None: as configured. A class or function
     from a module is imported by the services. Any other object is sent to them as it is, by way of
-    a file in the run's folder.
+    a file in the run's folder. As a dict, it is the configuration's table ``[task]``:
+    ``task={"name": Mine, "args": {"hidden": 64}}`` calls ``Mine(hidden=64)``.
 
-    ``strategy``, ``devices`` and ``redis`` take a value, or their configuration table as a dict:
+    ``strategy``, ``devices`` and ``redis`` take a value, or their table as a dict:
     ``devices=20`` is the number of devices, ``devices={"latency": {"mean_s": 0.5}}`` is the table
-    ``[devices]``. Other tables have a parameter of their name: ``solver={"lr": 0.05}``. ``set``
+    ``[devices]``. Other tables have a parameter of their name: ``solver={"lr": 0.05}``. Wherever
+    the configuration names a strategy, a solver or the like, its class or function may stand, or
+    an object with its keys: ``strategy=Mine(beta=0.9)``. It must be defined in a file or module
+    other than the program that starts the run, because all processes import it. ``set``
     sets any key: ``set={"strategy.alpha": 0.2}``. Parameters override ``set``, which overrides the
     environment, which overrides the file ``config``.
 
@@ -83,16 +87,17 @@ def run(
     impossible; RunFailed, with the run so far, if it can't continue.
     """
     check_names("run", tables, _OTHERS)
-    if task is not None:
-        checked(task)
+    task, table = task_and_table(task)
+    if isinstance(task, str):
+        table["name"] = task
     if type(trainers) is not int or trainers < 1:
         raise ConfigError(f"trainers = {trainers!r}: must be a whole number of at least 1")
     given = {
-        "strategy": strategy, "versions": versions, "devices": devices, "redis": redis,
-        "data_root": None if data_root is None else os.fspath(data_root), "journal": journal,
-        **tables,
+        "task": table, "strategy": strategy, "versions": versions, "devices": devices,
+        "data_root": None if data_root is None else os.fspath(data_root), "redis": redis,
+        "journal": journal, **tables,
     }  # fmt: skip
-    named = options(set, {"task": task if isinstance(task, str) else None, **given})
+    named = options(set, given)
     file = None if config is None else Path(config)
     settings = PythonRequest(
         file, named, Path(), trainers, port

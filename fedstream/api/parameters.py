@@ -9,10 +9,15 @@ from typing import Any, TypeAlias, TypedDict
 import numpy as np
 from pydantic_core import PydanticSerializationError, to_json
 
+from fedstream.api import parts
 from fedstream.broker.errors import ConfigError
 from fedstream.runtime.config import Option
+from fedstream.strategies import Strategy
+from fedstream.trainer.solvers import Solver
 
 ConfigTable: TypeAlias = Mapping[str, object]
+StrategyLike: TypeAlias = str | ConfigTable | type[Strategy] | Strategy
+SolverLike: TypeAlias = ConfigTable | type[Solver] | Solver
 
 
 class Tables(TypedDict, total=False):
@@ -21,7 +26,7 @@ class Tables(TypedDict, total=False):
     run: ConfigTable
     http: ConfigTable
     log: ConfigTable
-    solver: ConfigTable
+    solver: SolverLike
     solvers: Sequence[ConfigTable]
     participation: Sequence[ConfigTable]
     scheduler: ConfigTable
@@ -66,13 +71,19 @@ def options(keys: Mapping[str, object] | None, parameters: Mapping[str, object])
         found += _flat("set", "", keys)
     for name, value in parameters.items():
         if value is not None:
-            key = name if isinstance(value, Mapping) else _KEYS.get(name, name)
+            key = name if _is_table(value) else _KEYS.get(name, name)
             found += _flat(f"{name}=", key, value)
     return found
 
 
+def _is_table(value: object) -> bool:
+    return isinstance(value, Mapping) or parts.is_table(value)
+
+
 def _flat(source: str, key: str, value: object) -> Iterator[Option]:
     """A key for each value in a tree of tables, so that one layer can set neighbours of it."""
+    if parts.is_table(value):
+        value = parts.table(key, value)
     if isinstance(value, Mapping):
         for name, inner in value.items():
             if not isinstance(name, str):
@@ -80,14 +91,24 @@ def _flat(source: str, key: str, value: object) -> Iterator[Option]:
             yield from _flat(source, f"{key}.{name}" if key else name, inner)
     elif not key:
         raise ConfigError(f"{source}: expected a dict, such as {{'strategy.alpha': 0.3}}")
+    elif parts.is_named(value):
+        yield Option(source, parts.tagged(key, value), parts.name(key, value))
     else:
         yield Option(source, key, _plain(source, key, value))
 
 
 def _plain(source: str, key: str, value: object) -> Any:
-    """A value as JSON knows it: numpy's numbers as Python's, tuples as lists."""
+    """A value as JSON knows it: numpy's numbers as Python's, tuples as lists, parts by name."""
     if isinstance(value, np.generic | np.ndarray):
-        value = value.tolist()
+        return value.tolist()
+    if parts.is_named(value):
+        return parts.name(key, value)
+    if parts.is_table(value):
+        value = parts.table(key, value)
+    if isinstance(value, Mapping):
+        return {name: _plain(source, f"{key}.{name}", inner) for name, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(source, key, inner) for inner in value]
     try:
         to_json(value)
     except PydanticSerializationError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import site
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeAlias
@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 from fedstream.broker.errors import ConfigError
 from fedstream.observe.display import short
 from fedstream.trainer import pickled
+from fedstream.trainer.loading import NOT_A_MODEL, is_model
 from fedstream.trainer.task import Task
 
 TaskLike: TypeAlias = str | Task | type[Task] | Callable[..., Task]
@@ -20,8 +21,21 @@ TaskLike: TypeAlias = str | Task | type[Task] | Callable[..., Task]
 _FILE = f"task{pickled.SUFFIX}"
 
 
-def checked(task: object) -> TaskLike:
-    """The task, if it is one. Raises ConfigError."""
+def task_and_table(
+    given: TaskLike | Mapping[str, object] | None,
+) -> tuple[TaskLike | None, dict[str, object]]:
+    """The task, and the other keys of its table ``[task]``, where one is given.
+
+    Raises ConfigError if the task is none.
+    """
+    table: dict[str, object] = dict(given) if isinstance(given, Mapping) else {"name": given}
+    task = table.pop("name", None)
+    return (None if task is None else _checked(task)), table
+
+
+def _checked(task: object) -> TaskLike:
+    if is_model(task):
+        raise ConfigError(f"task: {NOT_A_MODEL}")
     if isinstance(task, str | Task) or (callable(task) and not isinstance(task, type)):
         return task
     if isinstance(task, type) and issubclass(task, Task):
@@ -44,7 +58,7 @@ def local_name(task: Task | Callable[..., Task]) -> str:
     module = sys.modules.get(owner.__module__)
     held = {} if module is None else vars(module)
     names = [name for name, value in held.items() if value is task and not name.startswith("_")]
-    source = (module and _importable(module)) or owner.__module__
+    source = (module and importable(module)) or owner.__module__
     return f"{source}:{names[0] if names else owner.__name__}"
 
 
@@ -59,7 +73,7 @@ def name_for_others(task: Task | Callable[..., Task], folder: Path) -> str:
     module = sys.modules.get(owner.__module__)
     name: str = owner.__name__
     by_name = owner is task and module is not None and vars(module).get(name) is task
-    if module is not None and by_name and (source := _importable(module)):
+    if module is not None and by_name and (source := importable(module)):
         return f"{source}:{name}"
     file = folder.absolute() / _FILE
     pickled.save(task, file)
@@ -71,7 +85,7 @@ def _owner(task: Task | Callable[..., Task]) -> Any:
     return task if hasattr(task, "__qualname__") else type(task)
 
 
-def _importable(module: ModuleType) -> str | None:
+def importable(module: ModuleType) -> str | None:
     """How a fresh process imports a module: by its file or its dotted name; None: it can't."""
     file = getattr(module, "__file__", None)
     if module.__name__ == "__main__" or file is None or not file.endswith(".py"):

@@ -10,9 +10,9 @@ from typing import Unpack
 from fedstream.api import folders
 from fedstream.api.endings import Interrupted, RunFailed
 from fedstream.api.interrupts import on_interrupt
-from fedstream.api.parameters import ConfigTable, Tables, check_names, options
+from fedstream.api.parameters import ConfigTable, StrategyLike, Tables, check_names, options
 from fedstream.api.progress import showing
-from fedstream.api.references import TaskLike, checked, label, local_name
+from fedstream.api.references import TaskLike, label, local_name, task_and_table
 from fedstream.observe.display import short
 from fedstream.runs import RunRecord
 from fedstream.settings.config import read
@@ -28,9 +28,9 @@ _OTHERS = (
 
 
 def simulate(
-    task: TaskLike | None = None,
+    task: TaskLike | ConfigTable | None = None,
     *,
-    strategy: str | ConfigTable | None = None,
+    strategy: StrategyLike | None = None,
     versions: int | None = None,
     devices: int | ConfigTable | None = None,
     config: str | os.PathLike[str] | None = None,
@@ -65,11 +65,11 @@ def simulate(
     task raises; RunFailed, with the run so far, if it can't continue.
     """
     check_names("simulate", tables, _OTHERS)
+    task, table = task_and_table(task)
     if task is not None:
-        checked(task)
-    name = local_name(task) if task is not None and not isinstance(task, str) else task
+        table["name"] = task if isinstance(task, str) else local_name(task)
     given = {
-        "task": name, "strategy": strategy, "versions": versions, "devices": devices,
+        "task": table, "strategy": strategy, "versions": versions, "devices": devices,
         "data_root": None if data_root is None else os.fspath(data_root),
         "journal": None if isinstance(journal, bool) else journal, **tables,
     }  # fmt: skip

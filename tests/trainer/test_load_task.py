@@ -43,6 +43,8 @@ number = 3
 def needs(argument): return task
 def fails(): return 1 / 0
 def leaves(): raise SystemExit("no data here: set DATA")
+net = nn.Linear(2, 2)
+def bare(): return net
 """
 
 
@@ -94,6 +96,8 @@ def test_program_can_import_neighbours_and_be_spawned(
         ("nothing", "defines no 'nothing'"),
         ("number", "is of type int: expected a fedstream.Task"),
         ("needs", r"task.args.argument: required by task .*, but not given"),
+        ("net", r"it is a model alone .*from the method model\(\).*own-task.md"),
+        ("bare", r"bare\(\) returned no task: it is a model alone"),
         ("fails", r"fails\(\) raised ZeroDivisionError: .* at .*wrong_program.py:16"),
         (
             "leaves",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from torch import nn
 
 import fedstream
 from fedstream.api.parameters import Tables, check_names, options
@@ -89,8 +90,12 @@ def test_an_unknown_parameter_is_an_ordinary_type_error(function: object) -> Non
         (3, "task: a int is not a task"),
         (dict, "task: the class dict is not a task"),
         ("digit", "unknown task 'digit'"),
+        (nn.Linear, r"task: it is a model alone.*model\(\).*fedstream.Task.*own-task.md"),
+        (nn.Linear(2, 2), r"task: it is a model alone"),
+        ({"args": {"hidden": 3}}, r"task.args.hidden has no effect on the built-in task"),
+        ({"arg": {"hidden": 3}}, r"task.arg \(from task=\).*did you mean task.args"),
     ],
 )
 def test_what_is_no_task_is_said(task: object, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        fedstream.simulate(task, versions=1)  # type: ignore[arg-type]
+        fedstream.simulate(task, versions=1, progress=False)  # type: ignore[arg-type]

@@ -54,6 +54,13 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.mark.parametrize("name", [Blobs, f"{__name__}:Blobs"])
+def test_arguments_reach_the_task(name: object) -> None:
+    failing = {"name": name, "args": {"failing": True}}
+    with pytest.raises(fedstream.DataError, match="no more"):
+        fedstream.simulate(failing, versions=50, progress=False)
+
+
 def test_two_in_a_second_have_folders_of_their_own() -> None:
     runs = [fedstream.simulate(Blobs, versions=3, progress=False) for _ in range(2)]
     assert len({run.path for run in runs}) == 2
