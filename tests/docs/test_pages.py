@@ -64,6 +64,9 @@ def test_readme(reader: Open, mnist: Path) -> None:
         own = summary(newest(page))
         assert own["accuracy"] > 0.9
         assert adds_up(own)
+        page.save("my_rules.py")
+        page.follow()
+        assert simulated(page)[1]["strategy"]["name"].endswith("my_rules.py:BySamples")
         quickly(page, page.save("from_python.py"))
         assert "accuracy" in page.given("python from_python.py")
         page.follow(until="fedstream run --trainers 4")
