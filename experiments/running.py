@@ -18,7 +18,6 @@ from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import UTC, datetime
-from difflib import get_close_matches
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
@@ -30,6 +29,7 @@ from fedstream.broker.errors import ConfigError
 from fedstream.experiments import machine
 from fedstream.experiments.reproduction import Cell, Experiment, Points, Results, Row, settings_of
 from fedstream.observe.display import duration
+from fedstream.runtime.nearest import nearest
 from fedstream.sweep.parallel import each, share
 
 if TYPE_CHECKING:
@@ -110,10 +110,8 @@ def chosen(experiment: Experiment, patterns: Sequence[str]) -> list[Cell]:
     labels = [cell.label for cell in experiment.cells]
     for pattern in patterns:
         if pattern not in labels and not fnmatch.filter(labels, pattern):
-            near = get_close_matches(pattern, labels, n=1) or labels[:1]
-            raise ConfigError(
-                f"{experiment.name} has no cell {pattern!r}; did you mean {near[0]!r}?"
-            )
+            near = nearest(pattern, labels) or labels[0]
+            raise ConfigError(f"{experiment.name} has no cell {pattern!r}; did you mean {near!r}?")
     return [
         cell for cell in experiment.cells
         if not patterns

@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 import tomllib
 from dataclasses import dataclass
-from difflib import get_close_matches
 from types import NoneType, UnionType
 from typing import (
     TYPE_CHECKING,
@@ -31,6 +30,7 @@ from pydantic_core import to_json
 
 from fedstream.broker.errors import ConfigError
 from fedstream.runtime.alternatives import OneOf
+from fedstream.runtime.nearest import did_you_mean
 from fedstream.runtime.plugins import NotTrusted, allowed, runs_program
 
 if TYPE_CHECKING:
@@ -377,10 +377,8 @@ class _Wrong:
     def _unknown(self) -> str:
         *table, key = self.key
         allowed = [name for one in self.holder if _is_model(one) for name in one.model_fields]
-        near = get_close_matches(str(key), allowed, n=1)
-        if near:
-            return f"unknown key; did you mean {_dotted([*self.at, *table, *near])}?"
-        return f"unknown key; allowed here: {', '.join(allowed)}"
+        hint = did_you_mean(str(key), allowed, lambda near: _dotted([*self.at, *table, near]))
+        return f"unknown key{hint or '; allowed here: ' + ', '.join(allowed)}"
 
 
 def _dotted(key: Sequence[str | int]) -> str:

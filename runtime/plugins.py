@@ -24,7 +24,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.metadata import EntryPoint, entry_points
 from inspect import isabstract
 from pathlib import Path
@@ -34,6 +33,8 @@ from pydantic import BaseModel
 from pydantic.errors import PydanticUserError
 
 from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.runtime.misspelt import check_spelling
+from fedstream.runtime.nearest import did_you_mean
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -149,6 +150,8 @@ class Door(Generic[T]):
         found = self._accept(value)
         if found is None:
             raise ConfigError(f"{_described(value)}: expected {self._expected}")
+        if isinstance(found, type):
+            check_spelling(found)
         return found
 
     def names(self) -> list[str]:
@@ -192,8 +195,8 @@ class Door(Generic[T]):
         names = self.names()
         if name.endswith(".py"):
             return f"{name!r} is a file: also name the {self.what} in it, as in {name}:Name"
-        if near := get_close_matches(name, names, n=1):
-            return f"there is no {self.what} {name!r}; did you mean {near[0]!r}?"
+        if hint := did_you_mean(name, names):
+            return f"there is no {self.what} {name!r}{hint}"
         return f"must be one of {', '.join(names)}, or your own, as {OWN}"
 
 
@@ -237,8 +240,7 @@ def import_attribute(name: str, *, what: str) -> tuple[Any, ModuleType]:
         return getattr(module, attribute), module
     except AttributeError:
         public = [name for name in vars(module) if not name.startswith("_")]
-        near = get_close_matches(attribute, public, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        hint = did_you_mean(attribute, public)
         raise ConfigError(f"{what} {name!r}: {source} defines no {attribute!r}{hint}") from None
 
 

@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import ConfigError, FedstreamError
+from fedstream.runtime.misspelt import check_spelling
+from fedstream.runtime.nearest import did_you_mean
 from fedstream.runtime.parameters import arguments
 from fedstream.runtime.plugins import import_attribute, words
 from fedstream.trainer import pickled
 from fedstream.trainer.task import Task
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from fedstream.trainer.task import TaskSettings
 
@@ -41,8 +43,7 @@ def load_task(
 
         if spec not in BUILT_IN:
             raise ConfigError(
-                f"unknown task {spec!r}; choose one of {', '.join(BUILT_IN)}, or name your own as "
-                "path/to/file.py:attribute or package.module:attribute"
+                f"unknown task {spec!r}" + (did_you_mean(spec, BUILT_IN) or _choices(BUILT_IN))
             )
         if settings.args:
             raise ConfigError(
@@ -88,7 +89,18 @@ def made(found: object, spec: str, settings: TaskSettings) -> Task:
             f"task {spec!r} is of type {type(found).__name__}: expected a fedstream.Task, or a "
             "class or function that returns one"
         )
+    try:
+        check_spelling(type(found))
+    except ConfigError as error:
+        raise ConfigError(f"task {spec!r}: {error}") from error
     return found
+
+
+def _choices(names: Iterable[str]) -> str:
+    return (
+        f"; choose one of {', '.join(names)}, or name your own as path/to/file.py:attribute or "
+        "package.module:attribute"
+    )
 
 
 def is_model(value: object) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from difflib import get_close_matches
 from typing import Any, TypeAlias, TypedDict
 
 import numpy as np
@@ -12,6 +11,7 @@ from pydantic_core import PydanticSerializationError, to_json
 from fedstream.api import parts
 from fedstream.broker.errors import ConfigError
 from fedstream.runtime.config import Option
+from fedstream.runtime.nearest import did_you_mean
 from fedstream.strategies import Strategy
 from fedstream.trainer.solvers import Solver
 
@@ -55,8 +55,7 @@ def check_names(function: str, tables: Mapping[str, object], others: Sequence[st
     """Raise TypeError for a keyword that is no parameter. ``others``: parameters but the tables."""
     for name in tables:
         if name not in Tables.__annotations__:
-            near = get_close_matches(name, [*others, *Tables.__annotations__], n=1)
-            hint = f"; did you mean {near[0]!r}?" if near else ""
+            hint = did_you_mean(name, [*others, *Tables.__annotations__])
             raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 

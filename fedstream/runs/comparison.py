@@ -17,6 +17,7 @@ from fedstream.observe.display import short
 from fedstream.observe.recall import Measurement
 from fedstream.runs import pictures, tables
 from fedstream.runs.record import RunRecord
+from fedstream.runtime.nearest import did_you_mean
 from fedstream.terminal import measure, number
 from fedstream.trainer.fairness import lower_is_better
 
@@ -63,8 +64,9 @@ class Comparison:
         self.points = [_of(self.metric, measured) for measured in points]
         if metric is not None and not any(self.points):
             known = sorted({name for run in points for one in run for name in one.metrics})
+            measured = f"; measured: {', '.join(known) or 'none'}"
             raise DataError(
-                f"no run has measured {metric!r}; measured: {', '.join(known) or 'none'}"
+                f"no run has measured {metric!r}" + (did_you_mean(metric, known) or measured)
             )
         self.lower_is_better = lower_is_better(self.metric)
         """whether small values of the metric are good"""

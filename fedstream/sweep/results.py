@@ -13,6 +13,7 @@ from statistics import fmean, stdev
 from typing import Literal, TypeAlias
 
 from fedstream.broker.errors import ConfigError
+from fedstream.runtime.nearest import did_you_mean
 from fedstream.sweep.space import SweptKeys
 from fedstream.sweep.trials import Configuration, Finished
 
@@ -38,6 +39,7 @@ class Goal:
             known = [name for name in run.curve if name not in ("version", "updates")]
             raise ConfigError(
                 f"--metric {self.metric}: the task measures {', '.join(known) or 'nothing'}"
+                f"{did_you_mean(self.metric, known)}"
             )
         values = run.curve[self.metric]
         if run.state != "finished" or values[-1] is None:

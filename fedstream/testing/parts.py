@@ -13,13 +13,14 @@ from pydantic import ValidationError
 
 from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.broker.messages import Trigger, task_id
-from fedstream.coordinator.policies import Policy
+from fedstream.coordinator.policies import POLICIES, Policy
 from fedstream.coordinator.scheduling import HoldBack, Situation, plan
 from fedstream.runtime.participation import Participation
 from fedstream.runtime.steps import FixedSteps
 from fedstream.settings.config import read
 from fedstream.simulation import arrivals
 from fedstream.testing.fault import Fault
+from fedstream.testing.subject import made
 from fedstream.trainer.splitting import PARTITIONS, Partition, split
 
 _LABELS = np.repeat(np.arange(10), 40)
@@ -54,16 +55,18 @@ def check_partition(
             )
 
 
-def check_policy(policy: type[Policy] | Policy, *, situations: int = 100, seed: int = 0) -> None:
+def check_policy(
+    policy: type[Policy] | Policy, *, situations: int = 100, seed: int = 0, **keys: object
+) -> None:
     """Check that a policy is a function of what it sees, live and in a simulation. Raises Fault.
 
     In ``situations`` drawn from ``seed``, it must decide the same when it is asked twice, and
     nothing impossible; a simulation of as many answers must come to its end, twice the same.
-    ``policy`` is a class with defaults for all its keys, or an object.
+    ``policy`` is an object, or a class and the ``keys`` that it needs.
     """
     name = policy.__name__ if isinstance(policy, type) else type(policy).__name__
     try:
-        one = policy() if isinstance(policy, type) else policy
+        one = made(POLICIES, policy, keys)
         rng = random.Random(seed)
         for n in range(situations):
             seen = _situation(rng)

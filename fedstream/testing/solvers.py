@@ -13,7 +13,8 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Model
 from fedstream.runtime.plugins import words
 from fedstream.testing.fault import Fault
-from fedstream.trainer.solvers import Cancelled, Solver, Trained, Work
+from fedstream.testing.subject import made
+from fedstream.trainer.solvers import SOLVERS, Cancelled, Solver, Trained, Work
 from fedstream.trainer.task import Task
 from fedstream.trainer.workspace import Workspace
 
@@ -38,18 +39,20 @@ class _Small(Task):
         return TensorDataset(x, (x[:, 0] > 0).long())
 
 
-def check_solver(solver: type[Solver] | Solver, *, steps: int = 7, seed: int = 0) -> None:
+def check_solver(
+    solver: type[Solver] | Solver, *, steps: int = 7, seed: int = 0, **keys: object
+) -> None:
     """Check that a solver keeps what fedstream relies on. Raises Fault.
 
     On a small model, it checks that ``steps`` steps give the same bits when they are repeated, and
     when they are interrupted and resumed; that ``direction`` doesn't write to what it is given; and
     that the result is finite and its numbers make sense.
 
-    ``solver`` is a class with defaults for all its keys, or an object.
+    ``solver`` is an object, or a class and the ``keys`` that it needs.
     """
     name = solver.__name__ if isinstance(solver, type) else type(solver).__name__
     try:
-        one = solver() if isinstance(solver, type) else solver
+        one = made(SOLVERS, solver, keys)
         _check_direction(name, one)
         whole, result = _trained(one, steps, seed)
         if not np.isfinite(whole.floats).all():

@@ -14,7 +14,6 @@ import numpy as np
 from pydantic import ValidationError
 
 from fedstream.broker.errors import FedstreamError
-from fedstream.broker.messages import first_wrong
 from fedstream.journal import segments
 from fedstream.journal.rebuild import recovered
 from fedstream.journal.replay import Replayer
@@ -33,12 +32,13 @@ from fedstream.testing.arrivals import (
 )
 from fedstream.testing.fault import Fault
 from fedstream.testing.recording import Recording
+from fedstream.testing.subject import made
 
 T = TypeVar("T")
 
 
 def check_strategy(
-    strategy: type[Strategy] | Strategy, *, arrivals: int = 60, seed: int = 0
+    strategy: type[Strategy] | Strategy, *, arrivals: int = 60, seed: int = 0, **keys: object
 ) -> None:
     """Check that a strategy keeps what fedstream relies on. Raises Fault.
 
@@ -54,19 +54,10 @@ def check_strategy(
       middle of a batch give the same bits;
     - its settings can be written and read again.
 
-    ``strategy`` is a class with defaults for all its keys, or an object.
+    ``strategy`` is an object, or a class and the ``keys`` that it needs:
+    ``check_strategy(Mine, beta=0.9)``.
     """
-    if isinstance(strategy, type):
-        name = strategy.__name__
-        try:
-            strategy = strategy()
-        except ValidationError as error:
-            raise Fault(
-                f"{name}: {name}() is not enough ({first_wrong(error)}): check an object with "
-                "the keys that it needs"
-            ) from error
-        except TypeError as error:  # it is abstract
-            raise Fault(f"{name}: {name}() raised {words(error)}") from error
+    strategy = made(RULES, strategy, keys)
     check = _Check(strategy, seed, arrivals)
     is_own = strategy.name not in RULES.built_in
     with RULES.lending(strategy.name, type(strategy)) if is_own else nullcontext():

@@ -285,6 +285,11 @@ class NeedsKeys(Right):
     usual: float
 
 
+class Misspelt(Right):
+    def end_rond(self, state: State) -> State:
+        return state
+
+
 FAULTS: list[tuple[type[Strategy], str]] = [
     (WritesModel, r"arrival 1 \(device \d, at version 0\): receive\(\) wrote into state.model"),
     (WritesUpdate, r"arrival 1 .*: receive\(\) wrote into the update's model"),
@@ -315,7 +320,8 @@ FAULTS: list[tuple[type[Strategy], str]] = [
     (RemembersMore, "it remembers something that isn't in Memory"),
     (HidesKey, "its settings are .* once written and read"),
     (Raises, r"weigh\(\) raised ZeroDivisionError: .* at .*test_testing.py:\d+"),
-    (NeedsKeys, r"NeedsKeys\(\) is not enough \(usual: Field required\)"),
+    (NeedsKeys, r"usual: Field required: give the check its keys, as in \(NeedsKeys, key=value\)"),
+    (Misspelt, r"defines end_rond\(\), which nothing uses; did you mean end_round\(\)\?"),
 ]
 
 
@@ -330,6 +336,12 @@ def test_each_fault_is_found_and_named(rule: type[Strategy], words: str) -> None
     strategy: Any = HidesKey(usual=2.0) if rule is HidesKey else rule
     with pytest.raises(Fault, match=rf"(?s)^{rule.__name__}: .*{words}"):
         check_strategy(strategy)
+
+
+def test_keys_are_given_to_a_class_and_only_to_a_class() -> None:
+    check_strategy(NeedsKeys, usual=2.0)
+    with pytest.raises(Fault, match="NeedsKeys: usual has no effect on an object: give the class"):
+        check_strategy(NeedsKeys(usual=2.0), usual=3.0)
 
 
 def linear(d: int, a: float = 0.5) -> float:

@@ -145,7 +145,7 @@ class Nobody(Policy):
         (Moody, "Moody: asked twice, it decides differently"),
         (Clocked, "Clocked: asked twice, it decides differently"),
         (Nobody, r"in_flight\(\) returned 0: it must return a whole number of at least 1"),
-        (Policy, "abstract"),
+        (Policy, r"Policy has no in_flight\(\): write it"),
     ],
 )
 def test_a_faulty_policy_is_found(policy: Any, words: str) -> None:

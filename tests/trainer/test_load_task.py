@@ -45,6 +45,8 @@ def fails(): return 1 / 0
 def leaves(): raise SystemExit("no data here: set DATA")
 net = nn.Linear(2, 2)
 def bare(): return net
+class Tets(Mine):
+    def tets_data(self): return [(0, 0)]
 """
 
 
@@ -97,6 +99,7 @@ def test_program_can_import_neighbours_and_be_spawned(
         ("number", "is of type int: expected a fedstream.Task"),
         ("needs", r"task.args.argument: required by task .*, but not given"),
         ("net", r"it is a model alone .*from the method model\(\).*own-task.md"),
+        ("Tets", r"defines tets_data\(\), which nothing uses; did you mean test_data\(\)\?"),
         ("bare", r"bare\(\) returned no task: it is a model alone"),
         ("fails", r"fails\(\) raised ZeroDivisionError: .* at .*wrong_program.py:16"),
         (
@@ -131,8 +134,10 @@ def test_unknown_names_are_errors(write: Callable[[str, str], Path], tmp_path: P
     with pytest.raises(ConfigError, match=f"there is no file {tmp_path}/missing.py"):
         load_task(f"{tmp_path}/missing.py:task", TaskSettings())
     with pytest.raises(
-        ConfigError, match=r"unknown task 'digit'; choose one of digits, mnist, .*:attribute"
+        ConfigError, match=r"unknown task 'nobody'; choose one of digits, mnist, .*:attribute"
     ):
+        load_task("nobody", TaskSettings())
+    with pytest.raises(ConfigError, match=r"unknown task 'digit'; did you mean 'digits'\?$"):
         load_task("digit", TaskSettings())
     for taken in ("calendar.py", "two.dots.py"):
         with pytest.raises(ConfigError, match="rename the file"):

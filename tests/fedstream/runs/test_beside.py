@@ -159,6 +159,8 @@ def test_comparison_command(two: list[Path], tmp_path: Path, command: Command) -
 def test_what_cannot_be_compared(two: list[Path], tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"no run has measured 'f1'; measured: accuracy, loss"):
         fedstream.compare(two, metric="f1")
+    with pytest.raises(DataError, match=r"measured 'accuraci'; did you mean 'accuracy'\?$"):
+        fedstream.compare(two, metric="accuraci")
     with pytest.raises(ConfigError, match="no runs to compare"):
         fedstream.compare([])
 

@@ -60,6 +60,9 @@ def test_runs_beyond_the_repeats_and_of_other_configurations_do_not_count() -> N
 
 
 def test_an_unknown_metric_names_the_ones_there_are() -> None:
+    near = r"--metric accuraci: the task measures accuracy.*; did you mean 'accuracy'\?"
+    with pytest.raises(ConfigError, match=near):
+        lines([A], [run(A, 0, 0.5)], Goal("accuraci"), 1)
     with pytest.raises(ConfigError, match="--metric f1: the task measures accuracy"):
         lines([A], [run(A, 0, 0.5)], Goal("f1"), 1)
 
