@@ -168,6 +168,7 @@ class Trainer:
                 "neither"
             )
         await self._group.ensure()
+        learner.task.joined(run.devices)
         self._run = run
         return True
 

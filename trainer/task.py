@@ -93,6 +93,13 @@ class Task(ABC):
                 answers += y.numel()  # more than samples where y is a sequence
         return {"accuracy": hits / answers, "loss": loss / answers}
 
+    def joined(self, devices: int) -> None:
+        """Take note that this trainer joined a run of so many devices; by default, nothing.
+
+        The run may have been begun with another task, so ``devices`` of this one may differ.
+        """
+        return
+
     def solver_of(self, device: int, solver: SolverSettings) -> SolverSettings:
         """The solver that a device trains with; by default ``solver``, the configured one.
 

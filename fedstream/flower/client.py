@@ -36,6 +36,7 @@ _STATE_BYTES = 256 << 20
 _NODES = 2  # Flower's node 1 is the server
 _SERVER = 1
 _EVALUATED = 10
+_DEVICES = 10
 
 
 class Partitions(Dataset[int]):
@@ -67,12 +68,14 @@ class FlowerTask(Task):
         app: ClientApp,
         *,
         model: Callable[[], nn.Module],
-        devices: int,
+        devices: int | None,
         run_config: Mapping[str, Any],
         evaluate_on: int,
         test_data: Dataset[Any] | None,
     ) -> None:
-        self.devices = devices
+        """``devices``: None for those of the run that a trainer joins; 10 until then."""
+        self.devices = devices or _DEVICES
+        self._follows_run = devices is None
         self._app = app
         self._model = model
         self._run_config = dict(run_config)
@@ -86,6 +89,10 @@ class FlowerTask(Task):
 
     def model(self) -> nn.Module:
         return self._model()
+
+    def joined(self, devices: int) -> None:
+        if self._follows_run:
+            self.devices = devices
 
     def device_data(self, device: int) -> Partitions:
         """The number of the device's partition: the client loads the data.
@@ -173,7 +180,7 @@ def task(
     app: str | ClientApp,
     *,
     model: str | Callable[[], object] | None = None,
-    devices: int = 10,
+    devices: int = _DEVICES,
     run_config: Mapping[str, Any] | None = None,
     evaluate_on: int = _EVALUATED,
     test_data: Dataset[Any] | None = None,
@@ -209,7 +216,7 @@ def task(
     return _made(found, module, model, config, devices, evaluate_on, test_data)
 
 
-def configured(app: ClientApp, spec: str, devices: int) -> Callable[..., FlowerTask]:
+def configured(app: ClientApp, spec: str, devices: int | None) -> Callable[..., FlowerTask]:
     """A function that makes the task of an app which ``task.name`` names, from ``task.args``."""
 
     def made(
@@ -229,11 +236,11 @@ def _made(
     module: ModuleType | None,
     model: str | Callable[[], object] | None,
     config: Mapping[str, Any],
-    devices: int,
+    devices: int | None,
     evaluate_on: int,
     test_data: Dataset[Any] | None,
 ) -> FlowerTask:
-    first = (lambda: _initial(app, devices, config)) if _is_legacy(app) else None
+    first = (lambda: _initial(app, devices or _DEVICES, config)) if _is_legacy(app) else None
     return FlowerTask(
         app, model=models.maker(model, module, first), devices=devices,
         run_config=config, evaluate_on=evaluate_on, test_data=test_data,

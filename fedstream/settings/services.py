@@ -50,7 +50,7 @@ def loaded(settings: TaskSettings) -> Task:
             return found
         from fedstream.flower.client import configured
 
-        return configured(found, settings.name, settings.devices or DEVICES)
+        return configured(found, settings.name, settings.devices)
 
     if runs_program(settings.name):  # a recording may have such a folder beside a built-in task
         apps.look_in(settings.args)

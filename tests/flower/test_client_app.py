@@ -424,6 +424,15 @@ def test_message_api_and_numpy_client_train_to_the_same_bits() -> None:
 
 
 @pytest.mark.usefixtures("fresh_example")
+def test_a_run_has_as_many_partitions_as_devices_unless_a_number_is_given() -> None:
+    name = "digits_app.client_app:app"
+    for sets, expected in (((), 6), (("task.devices=5",), 5)):
+        subject = loaded(configured(name, *sets).task)
+        subject.joined(6)
+        assert subject.devices == expected
+
+
+@pytest.mark.usefixtures("fresh_example")
 def test_strategy_that_needs_exact_steps_refuses_the_app() -> None:
     settings = configured("digits_app.client_app:app", "strategy.name=afa-cd")
     with pytest.raises(ConfigError, match=r"strategy.name = 'afa-cd' .* choose fedasync"):
