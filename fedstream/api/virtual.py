@@ -16,6 +16,7 @@ from fedstream.api.references import TaskLike, label, local_name, task_and_table
 from fedstream.observe.display import short
 from fedstream.runs import RunRecord
 from fedstream.settings.config import read
+from fedstream.settings.parts import doubts
 from fedstream.settings.services import check_used, loaded
 from fedstream.simulation import VersionMade
 from fedstream.simulation.run import check_folder, in_words, simulate_into
@@ -96,6 +97,8 @@ def simulate(
             on_interrupt(interrupt),
             showing(what, settings.run.versions, wanted=progress) as shown,
         ):
+            for doubt in doubts(settings):
+                shown.say(doubt)
 
             def show(version: VersionMade) -> None:
                 nonlocal measured

@@ -37,6 +37,7 @@ from fedstream.observe.occupied import occupied
 from fedstream.observe.recall import recall
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.signals import Stop
+from fedstream.settings.parts import doubts
 from fedstream.settings.recording import CONFIG
 
 _GUESTS_S = 6.0  # a few heartbeats: time to leave for trainers that joined from another terminal
@@ -134,6 +135,8 @@ class LocalRun:
 
     async def _live(self) -> tuple[int, dict[str, Any]]:
         self._display.header(self._header)
+        for doubt in doubts(self._request.settings):
+            self._display.say(doubt)
         if self._request.resume:
             await self._recall()
         await asyncio.sleep(0)  # let a pending signal be handled

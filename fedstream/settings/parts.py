@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 from fedstream.broker.errors import ConfigError
 from fedstream.coordinator.policies import POLICIES
+from fedstream.strategies import StalenessFunction
 from fedstream.trainer.solvers import SOLVERS
 from fedstream.trainer.splitting import PARTITIONS
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from fedstream.runtime.plugins import Door
     from fedstream.settings.config import Settings
 
@@ -28,6 +32,21 @@ def part_sources(settings: Settings) -> dict[str, str]:
     }
     found = {key: _digest(door, name) for key, (door, name) in named.items() if name}
     return {key: digest for key, digest in found.items() if digest is not None}
+
+
+def doubts(settings: Settings) -> Iterator[str]:
+    """What is allowed, but probably not meant; the user is told as the run starts."""
+    for key, s in vars(settings.strategy).items():
+        if isinstance(s, StalenessFunction):
+            try:
+                fresh = s(0)
+            except Exception:  # noqa: S112  (the first update will tell, with its place)
+                continue
+            if not math.isclose(fresh, 1.0):
+                yield (
+                    f"strategy.{key}.kind = {s.kind!r}: s(0) is {fresh:g}, but an update that is "
+                    "not stale should weigh 1, so that s only says what staleness costs"
+                )
 
 
 def _digest(door: Door[Any], name: str) -> str | None:

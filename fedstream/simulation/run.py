@@ -34,6 +34,7 @@ from fedstream.observe.occupied import occupied
 from fedstream.runtime.config import dump
 from fedstream.runtime.signals import INTERRUPTED, Stop
 from fedstream.settings.config import Settings
+from fedstream.settings.parts import doubts
 from fedstream.settings.recording import CONFIG
 from fedstream.settings.services import check_used, task_of
 from fedstream.simulation import SimulationResult, VersionMade, simulate
@@ -59,6 +60,8 @@ def run(settings: Settings, out: Path, *, journal: bool, quiet: bool) -> tuple[i
     settings = settings.with_absolute_paths()
     with redirect_stdout(sys.stderr):  # stdout may be read by a program
         task = task_of(settings)
+    for doubt in doubts(settings):
+        line(doubt, err=True)
     # Ctrl-C or SIGTERM ends the run and keeps partial results. Both need handlers: a container's
     # first process ignores signals that it doesn't handle.
     with Stop() as stop:

@@ -23,9 +23,14 @@ from fedstream.observe import report
 from fedstream.observe.display import Quiet
 from fedstream.observe.history import SeenVersion
 from fedstream.runtime.signals import Stop
-from fedstream.settings.config import RunSettings, Settings
+from fedstream.settings.config import RunSettings, Settings, read
 from fedstream.trainer.task import Task
 from tests.fedstream.views import view
+
+
+def half(d: int) -> float:
+    """s(0) is not 1."""
+    return 0.5
 
 
 class Untested(Task):
@@ -147,6 +152,20 @@ async def test_refusing_redis_ends_the_run_with_a_report(
     assert (code, numbers["state"]) == (1, "failed")
     assert numbers["why"] == "Redis at h:1 refuses: NOAUTH Authentication required."
     assert (asked.out / "summary.json").exists()
+
+
+async def test_what_was_probably_not_meant_is_told_at_the_start(
+    asked: RunRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = f"strategy.staleness.kind={__name__}:half"
+    running = Running(replace(asked, settings=read(None, [name])))
+
+    async def refused(**_: object) -> bool:
+        raise BrokerError("Redis refuses")
+
+    monkeypatch.setattr(running._observer, "step", refused)
+    await asyncio.wait_for(running.live(Stop()), 30)
+    assert capsys.readouterr().err.count("half': s(0) is 0.5, but an update that is not stale") == 1
 
 
 async def test_services_are_stopped_even_if_the_display_fails(

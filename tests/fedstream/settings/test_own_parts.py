@@ -12,7 +12,7 @@ from fedstream.journal import opened
 from fedstream.runtime.config import dump, load
 from fedstream.runtime.plugins import NotTrusted, allowing
 from fedstream.settings.config import Settings, read
-from fedstream.settings.parts import part_sources
+from fedstream.settings.parts import doubts, part_sources
 from fedstream.settings.recording import settings_of
 from fedstream.simulation import simulate
 
@@ -90,3 +90,17 @@ def test_names_are_kept_with_absolute_paths(
         kept["task"]["partition"]["kind"], kept["scheduler"]["policy"]["kind"],
     }  # fmt: skip
     assert found == {f"{tmp_path}/own_parts.py:{name}" for name in ("Slow", "all_alike", "One")}
+
+
+def test_a_staleness_function_that_slows_fresh_updates_is_doubted(tmp_path: Path) -> None:
+    (tmp_path / "halved.py").write_text(
+        "def half(d: int, a: float = 0.5) -> float: return a if d < 3 else 0.1\n"
+        "def fails(d: int) -> float: return 1 / d\n"
+    )
+    name = f"strategy.staleness.kind={tmp_path}/halved.py"
+    (told,) = doubts(read(None, [f"{name}:half"]))
+    assert f"strategy.staleness.kind = '{tmp_path}/halved.py:half': s(0) is 0.5, but" in told
+    assert list(doubts(read(None, [f"{name}:half", "strategy.staleness.a=1.0"]))) == []
+    assert list(doubts(read(None, [f"{name}:fails"]))) == []  # the first update tells where
+    for strategy in ("fedasync", "fedbuff", "fedavg"):
+        assert list(doubts(read(None, [f"strategy.name={strategy}"]))) == []

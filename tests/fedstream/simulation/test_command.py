@@ -16,6 +16,7 @@ import torch
 from matplotlib.figure import Figure
 from safetensors.torch import load_file
 
+import fedstream as api
 from fedstream import simulation
 from fedstream.broker.layout import Model
 from fedstream.settings.config import read
@@ -67,6 +68,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert code == 0
     assert numbers == json.loads((out / "summary.json").read_text())
     return out
+
+
+def half(d: int) -> float:
+    """s(0) is not 1."""
+    return 0.5
+
+
+def test_what_was_probably_not_meant_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = ("--set", f"strategy.staleness.kind={__name__}:half")
+    arguments = (*QUICK, *name, "--versions", "2", "--no-journal", "--out", str(tmp_path / "out"))
+    assert fedstream("simulate", *arguments) == 0
+    told = "half': s(0) is 0.5, but an update that is not stale should weigh 1"
+    assert capsys.readouterr().err.count(told) == 1
+    api.simulate(
+        strategy={"staleness": {"kind": half}}, versions=2, journal=False, progress=False,
+        simulation={"threads": 1}, out=tmp_path / "again",
+    )  # fmt: skip
+    assert capsys.readouterr().err.count(told) == 1
 
 
 def test_simulate_writes_the_same_files_as_run(folder: Path) -> None:
