@@ -19,14 +19,15 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.coordinator.rounds import Rounds
 from fedstream.runtime.alternatives import OneOf
-from fedstream.runtime.config import Positive, Section
+from fedstream.runtime.chosen import Chosen
+from fedstream.runtime.config import Positive
 from fedstream.runtime.participation import Participation
-from fedstream.runtime.plugins import Door, named, words
+from fedstream.runtime.plugins import Door, words
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +54,7 @@ class Traffic:
     """when the last task began (see :attr:`Policy.catches_up`); at first, when scheduling began"""
 
 
-class Policy(Section):
+class Policy(Chosen):
     """Base class of policies. Its fields are the keys of ``scheduler.policy``.
 
     Only :meth:`in_flight` must be written; a task then begins as soon as there is room, on a
@@ -67,11 +68,6 @@ class Policy(Section):
     then doesn't delay the next, so the mean rate is kept; live, it makes up for at most 1 s."""
     devices_decide: ClassVar[bool] = False
     """Whether there are no tasks from the scheduler at all: devices ask for them."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named(cls, table: object) -> object:
-        return named(cls, table, "kind")
 
     @abstractmethod
     def in_flight(self, traffic: Traffic) -> int:

@@ -10,10 +10,10 @@ from typing import Annotated, Literal, TypeAlias
 
 from pydantic import Field
 
-from fedstream.runtime.config import Section
+from fedstream.runtime.chosen import Chosen
 
 
-class Rounds(Section):
+class Rounds(Chosen):
     """Rounds of k devices that all train from the same version.
 
     A round ends when the strategy has enough answers for a version; at the time-out, if there are

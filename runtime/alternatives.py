@@ -10,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import (
     BaseModel,
@@ -79,6 +79,11 @@ class OneOf:
             raise
         except ConfigError as error:
             raise PydanticCustomError("plugin", "{why}", about | {"why": str(error)}) from error
+        declared = found.value.model_fields[self.tag].annotation
+        if get_origin(declared) is Literal and found.name not in get_args(declared):
+            whose = f"leave out the field {self.tag} of {found.value.__name__}"
+            why = f"{whose}: your own class needs none"
+            raise PydanticCustomError("plugin", "{why}", about | {"why": why})
         return found.value, found.name
 
     def models(self, *tags: object, recorded: bool = False) -> list[type[BaseModel]]:

@@ -213,22 +213,6 @@ def absolute(name: str) -> str:
     return f"{os.path.abspath(source)}{colon}{attribute}"  # noqa: PTH100  (without `..`)
 
 
-def name_of(value: Any) -> str:
-    """The name by which every process finds what a program defines: package.module:Name, or
-    path/to/file.py:Name for a module that is in no package."""
-    module, name = value.__module__, value.__qualname__
-    file = getattr(sys.modules.get(module), "__file__", None)
-    source = file if file is not None and "." not in module else module
-    return f"{source}:{name}"
-
-
-def named(cls: type[Any], table: object, tag: str) -> object:
-    """A settings table, with the class's own name under ``tag`` if it has none."""
-    if isinstance(table, dict) and tag not in table and cls.model_fields[tag].default == "":
-        return {tag: name_of(cls), **table}
-    return table
-
-
 def import_attribute(name: str, *, what: str) -> tuple[Any, ModuleType]:
     """What a file or module defines, and the module. ``what`` it is meant to be, for errors.
 

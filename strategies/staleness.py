@@ -17,23 +17,19 @@ from abc import abstractmethod
 from collections.abc import Callable
 from typing import Annotated, ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fedstream.runtime.alternatives import OneOf, table_of
+from fedstream.runtime.chosen import Chosen
 from fedstream.runtime.config import Positive, Section
-from fedstream.runtime.plugins import Door, named
+from fedstream.runtime.plugins import Door
 
 
-class StalenessFunction(Section):
+class StalenessFunction(Chosen):
     """Base of all staleness functions: its fields are its parameters, and calling it gives s(d)."""
 
     kind: str = ""
     """Its name in the configuration; own ones have file.py:name."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named(cls, table: object) -> object:
-        return named(cls, table, "kind")
 
     @abstractmethod
     def __call__(self, d: int) -> float:

@@ -14,12 +14,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Annotated, ClassVar, Literal, Self, TypeAlias
 
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Sends
-from fedstream.runtime.config import Section
-from fedstream.runtime.plugins import named
+from fedstream.runtime.chosen import Chosen
 from fedstream.strategies.vectors import DeviceVectors
 
 InRounds: TypeAlias = Literal["never", "possible", "always"]
@@ -94,7 +93,7 @@ class Decision:
     staleness: int
 
 
-class Strategy(Section):
+class Strategy(Chosen):
     """Base of all strategies: its fields are the keys of ``[strategy]``, its methods the rule.
 
     An object is one rule with its parameters, frozen. Most rules derive from
@@ -102,6 +101,8 @@ class Strategy(Section):
     much an update weighs. The class variables describe the rule to the scheduler, the solvers and
     the journal, so nothing else needs to know one strategy from another.
     """
+
+    naming_key: ClassVar[str] = "name"
 
     sends: ClassVar[Sends] = "delta"
     """what its devices send: ``model`` (x_new) or ``delta`` (x_new - x_tau)"""
@@ -118,12 +119,6 @@ class Strategy(Section):
     """Its name in the configuration; own rules have file.py:Name."""
     max_staleness: Annotated[int, Field(ge=0)] | None = None
     """Updates that are staler are dropped."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named(cls, table: object) -> object:
-        """Name a rule that a program makes, without the configuration, by where it is defined."""
-        return named(cls, table, "name")
 
     @property
     def batch(self) -> int:

@@ -16,8 +16,8 @@ from pydantic import Field, model_validator
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.layout import Floats
 from fedstream.runtime.alternatives import OneOf
-from fedstream.runtime.config import Section
-from fedstream.runtime.plugins import Door, named
+from fedstream.runtime.chosen import Chosen
+from fedstream.runtime.plugins import Door
 from fedstream.trainer.compression import Compression, NoCompression
 from fedstream.trainer.workspace import Workspace
 
@@ -59,7 +59,7 @@ class Iterate:
         return self.memory[name]
 
 
-class Solver(Section):
+class Solver(Chosen):
     """Base class of solvers: minibatch descent. Its fields are the keys of ``solver``.
 
     A step is x <- x - rate(n) g, where g comes from the loss's gradient: clipped, then with weight
@@ -87,11 +87,6 @@ class Solver(Section):
     """upper bound on the norm of the loss's gradient, over all parameters; None: no clipping"""
     compression: Compression = NoCompression()
     """applied to the delta once training is done"""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named(cls, table: object) -> object:
-        return named(cls, table, "kind")
 
     def rate(self, n: int) -> float:
         """The step size of step ``n``, counted from 0; by default ``lr``."""

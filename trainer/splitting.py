@@ -15,17 +15,17 @@ from typing import Annotated, Any, ClassVar, Literal, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from pydantic import Field, model_validator
+from pydantic import Field
 
 from fedstream.broker.errors import DataError, FedstreamError
 from fedstream.runtime.alternatives import OneOf, table_of
-from fedstream.runtime.config import Section
-from fedstream.runtime.plugins import Door, named, words
+from fedstream.runtime.chosen import Chosen
+from fedstream.runtime.plugins import Door, words
 from fedstream.trainer import partitions
 from fedstream.trainer.partitions import Rows
 
 
-class Partition(Section):
+class Partition(Chosen):
     """Base class of partitions. Its fields are the keys of ``task.partition``."""
 
     kind: str = ""
@@ -33,11 +33,6 @@ class Partition(Section):
     covers: ClassVar[bool] = True
     """Whether every row must be on a device. A function of one's own says it leaves rows out by
     an attribute: ``blocks.covers = False``."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _named(cls, table: object) -> object:
-        return named(cls, table, "kind")
 
     @abstractmethod
     def split(self, labels: npt.NDArray[Any], devices: int, seed: int) -> Sequence[Rows]:

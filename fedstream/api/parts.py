@@ -9,7 +9,7 @@ from typing import Any, TypeAlias, TypeGuard
 
 from fedstream.api.references import importable
 from fedstream.broker.errors import ConfigError
-from fedstream.runtime.config import Section
+from fedstream.runtime.chosen import Chosen
 
 Part: TypeAlias = type[Any] | Callable[..., Any]
 
@@ -21,9 +21,9 @@ def is_named(value: object) -> TypeGuard[Part]:
     return isinstance(value, type) or isfunction(value)
 
 
-def is_table(value: object) -> TypeGuard[Section]:
+def is_table(value: object) -> TypeGuard[Chosen]:
     """Whether a value stands in a configuration by its keys: an object of such a class."""
-    return isinstance(value, Section) and _tag(type(value)) in type(value).model_fields
+    return isinstance(value, Chosen)
 
 
 def tagged(key: str, part: Part) -> str:
@@ -33,10 +33,10 @@ def tagged(key: str, part: Part) -> str:
 
 def name(key: str, part: Part) -> str:
     """The name by which every process finds a class or function. Raises ConfigError."""
-    if part.__module__.startswith("fedstream.") and isinstance(part, type):
-        field = getattr(part, "model_fields", {}).get(_tag(part))
-        if field is not None and isinstance(field.default, str) and field.default:
-            return field.default  # a built-in one's
+    if isinstance(part, type) and issubclass(part, Chosen):
+        built_in = part.model_fields[part.naming_key].default
+        if isinstance(built_in, str) and built_in:
+            return built_in
     module, own = sys.modules.get(part.__module__), part.__qualname__
     what = f"{key}: the {'class' if isinstance(part, type) else 'function'} {own}"
     advice = "put it into a file of its own, such as my_rules.py, and import it from there"
@@ -56,7 +56,7 @@ def name(key: str, part: Part) -> str:
     return f"{source}:{own}"
 
 
-def table(key: str, part: Section) -> dict[str, object]:
+def table(key: str, part: Chosen) -> dict[str, object]:
     """The table of an object, such as ``Mine(beta=0.9)``. Raises ConfigError."""
     inner = {field: table(f"{key}.{field}", value) for field, value in part if is_table(value)}
     return {
@@ -67,6 +67,5 @@ def table(key: str, part: Section) -> dict[str, object]:
 
 
 def _tag(part: Part) -> str:
-    """The key of its name: strategies have ``name``, all others ``kind``."""
-    fields = getattr(part, "model_fields", {})
-    return "name" if "name" in fields and "kind" not in fields else "kind"
+    cls = part if isinstance(part, type) and issubclass(part, Chosen) else Chosen
+    return cls.naming_key

@@ -16,7 +16,8 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import Field
 
-from fedstream.runtime.config import Positive, Section
+from fedstream.runtime.chosen import Chosen
+from fedstream.runtime.config import Positive
 
 PointKind: TypeAlias = Literal["version", "evaluation"]
 TrackedValue: TypeAlias = str | int | float | bool
@@ -103,10 +104,10 @@ class Sink(ABC):
         """Let go of the record; the run may be continued by another :meth:`begin`."""
 
 
-class SinkSettings(Section):
+class SinkSettings(Chosen):
     """A sink's table in the configuration; a sink of your own adds its options in a subclass."""
 
-    kind: str
+    kind: str = ""
     every_s: Annotated[Positive, Field(le=300)] = 1.0  # at most one batch in this time
     save_model: bool = True  # whether the tracker gets the final model
 

@@ -281,6 +281,15 @@ class Raises(RightMixing):
         return 1.0 / abs(version - 3)
 
 
+class Heavier(FedBuffSettings):
+    """Derived from a built-in rule, and journalled under its own name."""
+
+    factor_of_all: float = 2.0
+
+    def weigh(self, version: int, tau: int, samples: int) -> float:
+        return self.factor_of_all * super().weigh(version, tau, samples)
+
+
 class NeedsKeys(Right):
     usual: float
 
@@ -325,7 +334,7 @@ FAULTS: list[tuple[type[Strategy], str]] = [
 ]
 
 
-@pytest.mark.parametrize("rule", [Right, RightMixing])
+@pytest.mark.parametrize("rule", [Right, RightMixing, Heavier])
 def test_faultless_rules_pass(rule: type[Strategy]) -> None:
     check_strategy(rule)
 
