@@ -8,24 +8,27 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import lru_cache
+from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from numpy.lib import format as npy
 
 from fedstream.broker.errors import DataError
 
 if TYPE_CHECKING:
-    from flwr.app import ArrayRecord, RecordDict
+    from flwr.app import Array, ArrayRecord, RecordDict
     from torch import nn
 
 # numpy has no bfloat16
 _WIDENED = {torch.bfloat16: torch.float32}
-_OF_CLIENTS = "fitins"  # how Flower names the records of a NumPyClient
 _SAMPLES = ("num-examples", "num_examples")
 _LOSSES = ("train_loss", "train-loss", "loss")
 _PREFIXES = ("eval_", "eval-")
 _SHORT = {"acc": "accuracy"}
+_LAYOUTS = 4096  # dtypes and shapes of tensors whose headers are kept
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
@@ -38,9 +41,36 @@ def arrays_of(module: nn.Module) -> ArrayRecord:
     """A module's tensors as Flower's arrays."""
     from flwr.app import ArrayRecord
 
-    return ArrayRecord(
-        {name: x.to(_WIDENED.get(x.dtype, x.dtype)) for name, x in tensors_of(module).items()}
-    )
+    record = ArrayRecord()
+    for name, x in tensors_of(module).items():  # not at once: ArrayRecord would copy each Array
+        record[name] = _packed(x)
+    return record
+
+
+def _packed(x: torch.Tensor) -> Array:
+    """As Flower's ``Array(x)``, but its header is not made anew for each call of a client."""
+    from flwr.app import Array
+
+    values = x.detach().cpu().to(_WIDENED.get(x.dtype, x.dtype)).numpy()
+    data = _header(x.dtype, x.shape) + values.tobytes()
+    return Array(str(values.dtype), values.shape, "numpy.ndarray", data)
+
+
+@lru_cache(_LAYOUTS)
+def _header(dtype: torch.dtype, shape: tuple[int, ...]) -> bytes:
+    """What numpy writes before the values of such a tensor in C order (the format .npy)."""
+    header = BytesIO()
+    about = {
+        "descr": npy.dtype_to_descr(_plain(dtype)), "fortran_order": False, "shape": tuple(shape)
+    }  # fmt: skip
+    npy.write_array_header_1_0(header, about)
+    return header.getvalue()
+
+
+@lru_cache
+def _plain(dtype: torch.dtype) -> np.dtype[Any]:
+    """The dtype with which such a tensor travels."""
+    return torch.empty(0, dtype=_WIDENED.get(dtype, dtype)).numpy().dtype
 
 
 def request(
@@ -129,7 +159,10 @@ def load(content: RecordDict, module: nn.Module, who: str) -> None:
         if unknown := [name for name in names if name not in tensors]:
             raise DataError(f"{who} returned an array {unknown[0]!r}, which the model lacks")
         places = {name: name for name in tensors}
-    arrays = {name: _array(record[key], f"{who}: array {name!r}") for name, key in places.items()}
+    arrays = {
+        name: _array(record[key], tensors[name], f"{who}: array {name!r}")
+        for name, key in places.items()
+    }
     for name, x in tensors.items():  # check all before changing any
         _check(arrays[name], x, f"{who}: array {name!r}")
     with torch.no_grad():
@@ -148,7 +181,12 @@ def _only_arrays(content: RecordDict, who: str) -> ArrayRecord:
     return next(iter(records.values()))
 
 
-def _array(array: Any, what: str) -> np.ndarray[Any, Any]:
+def _array(array: Any, x: torch.Tensor, what: str) -> np.ndarray[Any, Any]:
+    """The values of an array. numpy parses a header slowly, so first try that of ``x``."""
+    header, dtype = _header(x.dtype, x.shape), _plain(x.dtype)
+    size = x.numel() * dtype.itemsize
+    if size and array.data.startswith(header) and len(array.data) == len(header) + size:
+        return np.frombuffer(array.data, dtype, offset=len(header)).reshape(x.shape).copy()
     try:
         values: np.ndarray[Any, Any] = array.numpy()
     except (TypeError, ValueError, EOFError) as error:
