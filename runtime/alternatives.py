@@ -7,24 +7,19 @@ The tag is looked up through the door, and the table is validated by the setting
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, get_args, get_origin
 
 from pydantic import (
     BaseModel,
     GetCoreSchemaHandler,
     GetJsonSchemaHandler,
     ValidationInfo,
-    create_model,
 )
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema, to_json
 
 from fedstream.broker.errors import ConfigError
 from fedstream.runtime.plugins import Door, NotTrusted
-
-M = TypeVar("M", bound=BaseModel)
 
 # In a validation's context: the values come from a recording, so programs need its user's consent.
 RECORDED = {"recorded": True}
@@ -91,35 +86,3 @@ class OneOf:
         known = [self.door.known(tag, recorded=recorded) for tag in tags]
         named = [model for model in known if model is not None]
         return named or list(self.door.built_in.values())
-
-
-def table_of(function: Callable[..., Any], base: type[M], given: Iterable[str]) -> type[M]:
-    """A settings class made from a function, whose parameters become its keys.
-
-    ``given``: the parameters that are no keys because the caller passes them. The class's
-    ``function`` is the function itself. Raises ConfigError for a function that can't be used so.
-    """
-    name = getattr(function, "__name__", "function")
-    try:
-        parameters = list(inspect.signature(function).parameters.values())
-        types = get_type_hints(function, include_extras=True)
-    except (NameError, TypeError, ValueError) as error:
-        raise ConfigError(f"its parameters can't be read: {error}") from error
-    passed = tuple(given)
-    if len(parameters) < len(passed):
-        raise ConfigError(f"{name}() must take {', '.join(passed)}, then its own parameters")
-    fields: dict[str, Any] = {}
-    for one in parameters[len(passed) :]:
-        if one.kind in (one.VAR_POSITIONAL, one.VAR_KEYWORD, one.POSITIONAL_ONLY):
-            raise ConfigError(f"{name}(): parameter {one} can't be a key: name each parameter")
-        if one.name not in types:
-            raise ConfigError(
-                f"{name}(): parameter {one.name} needs a type, as in `{one.name}: float`"
-            )
-        if one.name in base.model_fields:
-            raise ConfigError(f"{name}(): parameter {one.name} has a key's name: rename it")
-        fields[one.name] = (types[one.name], ... if one.default is one.empty else one.default)
-    return create_model(
-        name, __base__=base, __doc__=inspect.getdoc(function), __module__=function.__module__,
-        **fields,
-    )  # fmt: skip

@@ -19,9 +19,10 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
-from fedstream.runtime.alternatives import OneOf, table_of
+from fedstream.runtime.alternatives import OneOf
 from fedstream.runtime.chosen import Chosen
 from fedstream.runtime.config import Positive, Section
+from fedstream.runtime.parameters import table_of
 from fedstream.runtime.plugins import Door
 
 

@@ -18,8 +18,9 @@ import numpy.typing as npt
 from pydantic import Field
 
 from fedstream.broker.errors import DataError, FedstreamError
-from fedstream.runtime.alternatives import OneOf, table_of
+from fedstream.runtime.alternatives import OneOf
 from fedstream.runtime.chosen import Chosen
+from fedstream.runtime.parameters import table_of
 from fedstream.runtime.plugins import Door, words
 from fedstream.trainer import partitions
 from fedstream.trainer.partitions import Rows

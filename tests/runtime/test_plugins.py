@@ -12,8 +12,9 @@ import pytest
 from pydantic import Field
 
 from fedstream.broker.errors import ConfigError
-from fedstream.runtime.alternatives import RECORDED, OneOf, table_of
+from fedstream.runtime.alternatives import RECORDED, OneOf
 from fedstream.runtime.config import Section, load
+from fedstream.runtime.parameters import table_of
 from fedstream.runtime.plugins import Door, NotTrusted, allowing
 
 PROGRAM = """
@@ -275,11 +276,21 @@ def test_functions_parameters_become_keys() -> None:
         table.model_validate({"kind": "own", "n": 0})
 
 
+class Strange:
+    """A type that no configuration can hold."""
+
+
+def strange(d: int, a: Strange) -> float:
+    """It can't be a table."""
+    return 0.0
+
+
 @pytest.mark.parametrize(
     ("function", "words"),
     [
         (lambda: 0.0, r"\(\) must take d, then its own parameters"),
         (lambda d, a: 0.0, "parameter a needs a type, as in `a: float`"),
+        (strange, "parameters can't be configured: Unable to generate pydantic-core schema"),
         (lambda d, *a: 0.0, r"parameter \*a can't be a key: name each parameter"),
     ],
 )

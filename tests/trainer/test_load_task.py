@@ -234,7 +234,7 @@ def test_parameters_that_cannot_be_configured_are_named(
 ) -> None:
     text = "from __future__ import annotations\ndef task(a: Missing = 1): raise KeyError(a)\n"
     name = f"{write('unknown_types.py', text)}:task"
-    with pytest.raises(ConfigError, match="its parameters cannot be read: name 'Missing' is not"):
+    with pytest.raises(ConfigError, match="its parameters can't be read: name 'Missing' is not"):
         load_task(name, TaskSettings(args={"a": 1}))
     with pytest.raises(ConfigError, match="KeyError: 1"):  # without arguments no type is needed
         load_task(name, TaskSettings())
