@@ -10,12 +10,14 @@ import typer
 
 from fedstream.broker.errors import ConfigError
 from fedstream.cli.options import (
+    TRACKERS,
     AsJson,
     ChangedRules,
     DataRoot,
     MeasuredTask,
     RecordedConfig,
     TrustRecorded,
+    one_of,
 )
 from fedstream.terminal import line, verbatim
 
@@ -151,3 +153,35 @@ def report_run(
         line(f"{name:<10} {value}")
     for file in found.files:
         line(file)
+
+
+def track(
+    folder: Annotated[
+        Path, typer.Argument(metavar="DIR", help="folder of a run or of its journal")
+    ],
+    to: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--to",
+            metavar="NAME",
+            autocompletion=one_of(TRACKERS),
+            help=f"the tracker: {', '.join(TRACKERS)}; repeatable; default: those of the run",
+        ),
+    ] = None,
+    trust: TrustRecorded = False,
+) -> None:
+    """Write a run that is over to trackers: what they lack of it, so each version is there once.
+
+    A tracker for which the run's run.toml has a table gets its options from there.
+    """
+    from fedstream.runs import tracking
+    from fedstream.runs.record import RunRecord
+
+    run = RunRecord(folder)
+    for sink in tracking.sinks_of(run, to or (), trusted=trust):
+        done = tracking.track(run, sink)
+        how = "complete" if done.complete else f"the run is {run.state}"
+        line(
+            f"{done.sink}: {done.versions} versions and {done.measurements} measurements written; "
+            f"{how}"
+        )

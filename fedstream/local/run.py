@@ -20,6 +20,7 @@ from typing import Any
 from fedstream.broker.client import Client
 from fedstream.broker.errors import DataError, FedstreamError, NoRun
 from fedstream.broker.keys import Keys
+from fedstream.broker.ledger.sinks import SinksLedger
 from fedstream.broker.records import View
 from fedstream.journal import JournalError
 from fedstream.local import preflight, results, run_toml
@@ -29,6 +30,7 @@ from fedstream.local.programs import environment, programs
 from fedstream.local.redis_server import RedisServer
 from fedstream.local.request import RunRequest
 from fedstream.local.supervisor import Program, Supervisor
+from fedstream.local.trackers import Trackers
 from fedstream.observe import report
 from fedstream.observe.display import Display
 from fedstream.observe.history import History
@@ -99,7 +101,12 @@ class LocalRun:
         self._display = display
         self._server = server
         self._client = Client(settings.redis.model_copy(update={"url": redis_url}), "run")
-        self._observer = Observer(self._client, Keys(settings.run.name))
+        keys = Keys(settings.run.name)
+        self._observer = Observer(self._client, keys)
+        self._trackers = Trackers(
+            SinksLedger(self._client, keys, "run"), settings.sinks, request.out,
+            request.out / results.LOGS / "sinks.log",
+        )  # fmt: skip
         self._supervisor = Supervisor(
             programs(
                 settings,
@@ -167,6 +174,7 @@ class LocalRun:
         """Read and show news. Retriable Redis errors are waited out; others end the run."""
         try:
             await self._observer.step()
+            await self._trackers.look(self._observer.view, time.monotonic())
         except NoRun:
             pass
         except FedstreamError as error:
@@ -206,14 +214,14 @@ class LocalRun:
         """Report notable events, and decide whether the run has ended."""
         history, view, out = self._observer.history, self._observer.view, self._request.out
         free = disk_usage(out).free if view is not None and view.backlog else None
-        for key, line in notices(history, view, out, free):
+        now = time.monotonic()
+        for key, line in (*notices(history, view, out, free), *self._trackers.notices(now)):
             if key not in self._told:
                 self._told.add(key)
                 self._display.say(line)
         wanted = self._request.settings.run.versions
         if self._request.resume and view is not None and view.run.versions < wanted:
             view = None  # the updater is about to extend the run, which may be finished
-        now = time.monotonic()
         if view is not None and view.run.state == "finished" and self._finished_since is None:
             self._finished_since = now
         finished_s = 0.0 if self._finished_since is None else now - self._finished_since
@@ -250,6 +258,8 @@ class LocalRun:
         request, subject, history = self._request, self._subject, self._observer.history
         try:
             view, model = await results.last_state(self._client, self._observer, self._display.say)
+            with suppress(FedstreamError):  # without Redis, which has been said
+                await self._trackers.look(view, time.monotonic(), again=True)
         finally:
             await self._client.close()
         facts = results.facts(
@@ -267,6 +277,9 @@ class LocalRun:
         except DataError as error:
             self._display.say(str(error))
             code = code or 1
+        if view is not None:
+            for lacking in self._trackers.missing(view):
+                self._display.say(lacking)
         self._display.result(numbers, files)
         return code, numbers
 

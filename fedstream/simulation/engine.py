@@ -7,6 +7,7 @@ own (:meth:`fedstream.trainer.task.Task.train`), or its equivalent for several d
 from __future__ import annotations
 
 import math
+import secrets
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
@@ -107,6 +108,7 @@ def simulate(
     *,
     arrivals: Iterable[PlannedEvent] | None = None,
     journal: Path | None = None,
+    lineage: str | None = None,
     on_version: Callable[[VersionMade, Model], object] | None = None,
     cancelled: Callable[[], bool] = lambda: False,
 ) -> SimulationResult:
@@ -114,8 +116,9 @@ def simulate(
 
     ``task``: the task that ``settings`` name, if already loaded, so that many simulations read its
     data only once. ``arrivals``: events to use instead of :func:`arrivals.plan`; there must be
-    enough for all versions. ``journal``: a folder to write a journal to. ``on_version`` is called
-    for every version, including 0; the model is valid only during the call.
+    enough for all versions. ``journal``: a folder to write a journal to; ``lineage``: the
+    run's id there, drawn by default. ``on_version`` is called for every version, including 0; the
+    model is valid only during the call.
 
     Raises ConfigError, JournalError; DataError, naming the device, also for anything the task
     raises; Fenced if the folder already has a journal.
@@ -125,7 +128,8 @@ def simulate(
 
     with use_of_torch(settings.simulation), ExitStack() as stack:
         run = _Simulation(
-            settings, task or task_of(settings), arrivals, journal, on_version, cancelled
+            settings, task or task_of(settings), arrivals, journal,
+            lineage or secrets.token_hex(8), on_version, cancelled,
         )  # fmt: skip
         stack.callback(run.close)
         return run.result()
@@ -203,6 +207,7 @@ class _Simulation:
         task: Task,
         arrivals: Iterable[PlannedEvent] | None,
         journal: Path | None,
+        lineage: str,
         on_version: Callable[[VersionMade, Model], object] | None,
         cancelled: Callable[[], bool],
     ) -> None:
@@ -235,7 +240,7 @@ class _Simulation:
         self._ending: _EndState | None = None
         self._journal = (
             SimulationRecorder(
-                journal, settings, self._devices, self._progress, self._digest, self._start
+                journal, settings, self._devices, self._progress, self._digest, self._start, lineage
             )
             if journal
             else None

@@ -46,14 +46,16 @@ class SimulationRecorder:
         progress: Progress,
         digest: str,
         start: str,
+        lineage: str,
     ) -> None:
         """Begin the journal. Raises JournalError; Fenced if there is one already.
 
-        ``digest``: of version 0. ``start``: where it was taken from, as the head says it.
+        ``digest``: of version 0. ``start``: where it was taken from, and ``lineage``: the run's
+        id, as the head says them.
         """
         self._settings = settings.journal
         head = SegmentHead(
-            epoch=1, number=0, lineage=f"simulation-{settings.run.seed}", run=settings.run.name,
+            epoch=1, number=0, lineage=lineage, run=settings.run.name,
             task=settings.task.name, devices=devices, versions=settings.run.versions,
             seed=settings.run.seed, created=0.0, strategy=settings.rule.model_dump(mode="json"),
             layout=progress.state.model.layout.encode(),

@@ -121,7 +121,7 @@ def simulate_into(
 
         outcome = simulate(
             settings, task, journal=out / FOLDER if journal else None, on_version=heard,
-            cancelled=cancelled,
+            lineage=tracked.id, cancelled=cancelled,
         )  # fmt: skip
         numbers = summary(settings, outcome, history)
         files = _write(settings, out, outcome, history, numbers, picture=picture)

@@ -55,8 +55,12 @@ def named(sinks: Sequence[SinkSettings]) -> list[Named]:
 
 def parameters(settings: BaseModel) -> dict[str, TrackedValue]:
     """A configuration by dotted key, without secrets; lists as JSON."""
-    tables = settings.model_dump(mode="json", exclude_none=True, exclude=_APART)
-    return dict(_flat(tables, ""))
+    return flat(settings.model_dump(mode="json", exclude_none=True))
+
+
+def flat(tables: Mapping[str, Any]) -> dict[str, TrackedValue]:
+    """The same of the tables of a run.toml."""
+    return dict(_flat({name: one for name, one in tables.items() if name not in _APART}, ""))
 
 
 def _flat(table: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, TrackedValue]]:

@@ -8,9 +8,9 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedstream.broker.messages import Event, Version
-from fedstream.sinks.feed import Feed
+from fedstream.sinks.feed import Feed, told
 from fedstream.sinks.service import Named
-from fedstream.sinks.sink import Reached, Sink, TrackedPoint, TrackedRun, TrackedValue
+from fedstream.sinks.sink import Reached, Sink, TrackedPoint, TrackedRun
 
 
 class DirectSinks:
@@ -41,7 +41,7 @@ class DirectSinks:
     def end(self, summary: Mapping[str, object], model: Path, *, finished: bool) -> None:
         """Write the rest, and complete the records if the run is ``finished``."""
         self._write()
-        plain = {key: one for key, one in summary.items() if isinstance(one, TrackedValue)}
+        plain = told(summary)
         if finished:
             self._each(lambda name, sink: sink.end(plain, model if name in self._models else None))
         self._each(lambda _, sink: sink.close())

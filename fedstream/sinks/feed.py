@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
+from typing import Protocol
 
-from fedstream.broker.messages import OUTCOMES, Contribution, Event, Version
-from fedstream.sinks.sink import Reached, TrackedPoint
+from fedstream.broker.messages import OUTCOMES, Event, Version
+from fedstream.sinks.sink import Reached, TrackedPoint, TrackedValue
 
 
 class Feed:
@@ -55,7 +56,23 @@ class Feed:
         return TrackedPoint("evaluation", number, event.time, self.measured)
 
 
-def made_of(updates: tuple[Contribution, ...]) -> dict[str, float]:
+class Used(Protocol):
+    """What is known of an update in a version."""
+
+    @property
+    def staleness(self) -> int:
+        """In versions."""
+
+    @property
+    def weight(self) -> float:
+        """In the version."""
+
+    @property
+    def loss(self) -> float | None:
+        """Of the training."""
+
+
+def made_of(updates: Sequence[Used]) -> dict[str, float]:
     """A version's own numbers; of several updates, their means."""
     values: dict[str, float] = {"updates": len(updates)}
     if not updates:
@@ -82,3 +99,8 @@ def counted(points: list[TrackedPoint], tasks: Mapping[str, int]) -> list[Tracke
 def tasks_of(counts: Mapping[str, int]) -> dict[str, int]:
     """A run's counts of tasks, as numbers of a point."""
     return {f"tasks/{name}": counts.get(name, 0) for name in ("issued", *OUTCOMES)}
+
+
+def told(numbers: Mapping[str, object]) -> dict[str, TrackedValue]:
+    """What trackers get of a summary: its numbers and texts, without tables."""
+    return {key: one for key, one in numbers.items() if isinstance(one, TrackedValue)}

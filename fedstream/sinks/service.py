@@ -51,6 +51,10 @@ class TrackerFailed(FedstreamError):
 
     retriable = True
 
+    def __init__(self, sink: str, error: Exception) -> None:
+        reason = str(error).strip().splitlines() or [""]
+        super().__init__(f"{sink}: {type(error).__name__}: {reason[0][:300]}")
+
 
 @dataclass(frozen=True)
 class Named:
@@ -293,8 +297,7 @@ class Tracking:
             self._run = None
             self._metrics.failures.labels(self._name).inc()
             self._log.debug("tracker raised", exc_info=error)
-            reason = str(error).strip().splitlines() or [""]
-            raise TrackerFailed(f"{type(error).__name__}: {reason[0][:300]}") from error
+            raise TrackerFailed(self._name, error) from error
 
 
 def _messages(entries: Iterable[Entry], kind: type[M]) -> Iterator[M]:

@@ -1,4 +1,4 @@
-"""TensorBoard: one event file per start, in a folder per run.
+"""TensorBoard: an event file for each start that adds something, in a folder per run.
 
 All numbers of a point are one record of the file, so a kill leaves either the whole point or a torn
 record at the file's end, which readers ignore. The files themselves say what they hold.
@@ -52,31 +52,36 @@ class TensorBoard(Sink):
         self._writer: EventsWriter | None = None
 
     def begin(self, run: TrackedRun) -> Reached:
-        from tensorboardX.event_file_writer import EventsWriter
-
         self.close()
         self.folder = self._dir / f"{run.name}-{run.id[:8]}"
         self.folder.mkdir(parents=True, exist_ok=True)
         reached, self._texts = _found(self.folder)
-        # A name of its own: a writer truncates a file of the same name.
-        self._writer = EventsWriter(str(self.folder / _PREFIX), f".{time.time_ns()}")
         self._text(_PARAMETERS, run.parameters)
         return reached
+
+    def _file(self) -> EventsWriter:
+        """The event file of this start."""
+        if self._writer is None:
+            from tensorboardX.event_file_writer import EventsWriter
+
+            # A name of its own: a writer truncates a file of the same name.
+            self._writer = EventsWriter(str(self.folder / _PREFIX), f".{time.time_ns()}")
+        return self._writer
 
     def write(self, points: Sequence[TrackedPoint]) -> None:
         from tensorboardX.proto.event_pb2 import Event
         from tensorboardX.proto.summary_pb2 import Summary
 
-        assert self._writer is not None  # noqa: S101  (begun)
         for point in points:
             values = [
                 Summary.Value(tag=_tag(point.kind, name), simple_value=value)
                 for name, value in point.values.items()
             ]
-            self._writer.write_event(
+            self._file().write_event(
                 Event(wall_time=point.time, step=point.version, summary=Summary(value=values))
             )
-        self._writer.flush()
+        if points:
+            self._file().flush()
 
     def _text(self, tag: str, table: Mapping[str, TrackedValue], *, step: int = 0) -> None:
         """Write a table as text, unless it is there."""
@@ -85,11 +90,10 @@ class TensorBoard(Sink):
 
         if (tag, step) in self._texts:
             return
-        assert self._writer is not None  # noqa: S101  (begun)
         rows = "".join(f"| {key} | {value} |\n" for key, value in table.items())
         summary = text(tag, f"| key | value |\n|---|---|\n{rows}")
-        self._writer.write_event(Event(wall_time=time.time(), step=step, summary=summary))
-        self._writer.flush()
+        self._file().write_event(Event(wall_time=time.time(), step=step, summary=summary))
+        self._file().flush()
         self._texts.add((tag, step))
 
     def end(self, summary: Mapping[str, TrackedValue], model: Path | None) -> None:

@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from fedstream.broker.errors import BrokerError
+from fedstream.broker.ledger.sinks import Cursor, SinksLedger
 from fedstream.local import run
 from fedstream.local.ending import Ending
 from fedstream.local.preflight import Subject
@@ -22,8 +23,10 @@ from fedstream.local.run import LocalRun
 from fedstream.observe import report
 from fedstream.observe.display import Quiet
 from fedstream.observe.history import SeenVersion
+from fedstream.runtime.config import Option
 from fedstream.runtime.signals import Stop
 from fedstream.settings.config import RunSettings, Settings, read
+from fedstream.sinks.choice import added
 from fedstream.trainer.task import Task
 from tests.fedstream.views import view
 
@@ -186,3 +189,46 @@ async def test_services_are_stopped_even_if_the_display_fails(
     with pytest.raises(BrokenPipeError):
         await asyncio.wait_for(running.live(Stop()), 30)
     assert stopped == ["in order"]
+
+
+async def test_a_tracker_that_is_away_is_told_once_meanwhile_and_at_the_end(
+    asked: RunRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """MLflow gets nothing, TensorBoard everything but the end, and a third one everything."""
+    kinds = ("mlflow", "tensorboard", "wandb")
+    asked = replace(
+        asked, settings=read(None, options=[Option("--track", "sinks", added((), kinds))])
+    )
+    running, now = Running(asked), [1000.0]
+    seen = view(run=replace(view().run, state="finished", lineage="one"))
+
+    async def cursor(_ledger: object, sink: str, run: str) -> Cursor:
+        return {
+            "mlflow": Cursor(run),
+            "tensorboard": Cursor(run, version=3),
+            "wandb": Cursor(run, version=3, ended=True),
+        }[sink]
+
+    async def nothing_new(**_: object) -> bool:
+        await asyncio.sleep(0)
+        return False
+
+    monkeypatch.setattr(SinksLedger, "cursor", cursor)
+    monkeypatch.setattr(running._observer, "view", seen)
+    monkeypatch.setattr(running._observer, "step", nothing_new)
+    log = asked.out / "logs" / "sinks.log"
+    with monkeypatch.context() as clock:
+        clock.setattr(time, "monotonic", lambda: now[0])
+        for now[0] in (1000.0, 1015.0, 1016.0, 1017.0):
+            await running._step(asyncio.Event())
+            running._judge()
+    meanwhile = f"mlflow: nothing written for 16 s, and tried again and again: see {log}\n"
+    assert capsys.readouterr().err == meanwhile  # once
+
+    running._end(Ending("finished", "version 3 reached"))
+    await asyncio.wait_for(running.live(Stop()), 30)
+    writes = f"see {log}; `fedstream track {asked.out}` writes what is missing"
+    told = capsys.readouterr().err
+    assert f"mlflow: 4 of 4 versions were not written: {writes}\n" in told
+    assert f"tensorboard: the summary and the model were not written: {writes}\n" in told
+    assert "wandb" not in told
