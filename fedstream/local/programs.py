@@ -7,7 +7,6 @@ from pathlib import Path
 
 import tomli_w
 
-from fedstream.local import parent
 from fedstream.local.supervisor import Program
 from fedstream.settings.config import Settings
 from fedstream.sinks.service import DRAIN_S
@@ -37,13 +36,11 @@ def programs(
     ]
 
 
-def environment(
-    environ: Mapping[str, str], settings: Settings, redis_url: str, pid: int
-) -> dict[str, str]:
+def environment(environ: Mapping[str, str], settings: Settings, redis_url: str) -> dict[str, str]:
     """Environment of the services, without overrides: the resolved configuration contains those.
 
     Redis URL, passwords and token are passed here, because `ps` must not show them, and passwords
-    and token are written to no file. ``pid``: of the process that the services end with.
+    and token are written to no file.
     """
     kept = {
         name: value
@@ -62,4 +59,4 @@ def environment(
         for name, secret in secrets.items()
         if secret is not None
     }
-    return kept | known | {"FEDSTREAM_REDIS__URL": redis_url, parent.VARIABLE: str(pid)}
+    return kept | known | {"FEDSTREAM_REDIS__URL": redis_url}

@@ -25,6 +25,7 @@ from fedstream.broker.records import View
 from fedstream.journal import JournalError
 from fedstream.local import preflight, results, run_toml
 from fedstream.local.ending import Ending, ending, notices
+from fedstream.local.lives import Launcher, new_launcher
 from fedstream.local.preflight import Subject
 from fedstream.local.programs import environment, programs
 from fedstream.local.redis_server import RedisServer
@@ -58,6 +59,7 @@ def run(request: RunRequest, display: Display) -> tuple[int, dict[str, Any]]:
         port = stack.enter_context(preflight.reserve_port(request))
         if not request.own_redis:
             asyncio.run(preflight.check_redis(request, display))
+        launcher = stack.enter_context(new_launcher())  # now: it imports while the task is loaded
         subject = preflight.examine(request.settings, begins=not request.resume)
         stop = stack.enter_context(Stop())  # from here on, a signal must clean up
         server: RedisServer | None = None
@@ -74,7 +76,7 @@ def run(request: RunRequest, display: Display) -> tuple[int, dict[str, Any]]:
             stack.enter_context(occupied(request.out))
             run_toml.write(request.settings, request.out, url, private=request.own_redis)
         try:
-            live = LocalRun(request, subject, display, url, server, port.number)
+            live = LocalRun(request, subject, display, url, server, port.number, launcher)
             return asyncio.run(live.live(stop))
         finally:
             display.close()
@@ -93,6 +95,7 @@ class LocalRun:
         redis_url: str,
         server: RedisServer | None,
         port: int,
+        launcher: Launcher,
     ) -> None:
         """``server``: the run's own Redis, if it has one. ``port``: the coordinator's."""
         settings = request.settings
@@ -115,8 +118,9 @@ class LocalRun:
                 port,
                 changed_rules=request.changed_rules,
             ),
+            launcher=launcher,
             logs=request.out / results.LOGS,
-            environment=environment(os.environ, settings, redis_url, os.getpid()),
+            environment=environment(os.environ, settings, redis_url),
             say=display.say,
             failed=lambda why: self._end(Ending("failed", why)),
             worked=self._worked,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import signal
-import sys
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from fedstream.local.lives import Launcher, Life
 from fedstream.runtime.backoff import pause
 
 # Producers of work stop before its consumers, so that nothing is left half done.
@@ -88,7 +88,7 @@ class Child:
     def __init__(self, program: Program, log: Path, supervisor: Supervisor) -> None:
         self.program = program
         self.restarts = 0
-        self.process: asyncio.subprocess.Process | None = None
+        self.process: Life | None = None
         self._log = log
         self._supervisor = supervisor
         self._policy = Restarts(supervisor.first_delay_s)
@@ -152,15 +152,11 @@ class Child:
         """
         with self._log.open("ab") as log:
             at = log.tell()
-            self.process = await asyncio.create_subprocess_exec(
-                # -P: a user's redis.py or random.py must not shadow the library
-                sys.executable, "-P", "-m", "fedstream",
-                self.program.role, "--name", self.program.name, *self.program.arguments,
-                stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log,
-                env=dict(self._supervisor.environment),
-                # Its own session: Ctrl-C must reach only us, because we stop services in order.
-                start_new_session=True,
-            )  # fmt: skip
+        program, supervisor = self.program, self._supervisor
+        self.process = await supervisor.launcher.start(
+            [program.role, "--name", program.name, *program.arguments],
+            supervisor.environment, self._log,
+        )  # fmt: skip
         if self._stopping.is_set():
             self._terminate()
         return await self.process.wait(), self.process.pid, at
@@ -214,6 +210,7 @@ class Supervisor:
         self,
         programs: Sequence[Program],
         *,
+        launcher: Launcher,
         logs: Path,
         environment: Mapping[str, str],
         say: Callable[[str], None],
@@ -222,6 +219,7 @@ class Supervisor:
         first_delay_s: float = 0.5,
     ) -> None:
         self.first_delay_s = first_delay_s
+        self.launcher = launcher
         self.environment = environment
         self.say = say
         self.failed = failed

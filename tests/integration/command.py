@@ -129,7 +129,7 @@ class Command:
         """The process of a service."""
         for child in self.children():
             try:
-                if service in child.cmdline():
+                if service in " ".join(child.cmdline()).split():
                     return child.pid
             except psutil.Error:  # it has just ended
                 continue

@@ -137,7 +137,7 @@ def test_every_step_of_a_task_is_logged(digits: Digits) -> None:
 
 def test_no_process_is_left_behind(digits: Digits) -> None:
     command, processes = digits
-    assert len(processes) == 7  # six services and Redis
+    assert len(processes) == 8  # six services, what forks them, and Redis
     assert not [process for process in processes if is_alive(process)]
     assert command.stderr == ""
 
@@ -203,7 +203,7 @@ def test_services_exit_with_their_run(tmp_path: Path, folders: list[Command]) ->
     command = Command(tmp_path)
     folders.append(command)
     processes = wait_until(
-        lambda: found if len(found := command.children()) == 7 else None, "seven processes"
+        lambda: found if len(found := command.children()) == 8 else None, "eight processes"
     )
     command.process.kill()
     wait_until(

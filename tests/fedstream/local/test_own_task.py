@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
+from fedstream.local.lives import Interpreters
 from tests.fedstream.conftest import Command
 
 TASK = """
@@ -76,6 +78,12 @@ class NoNumbers(Blobs):
     def metrics(self, model, data):
         return 3
 """
+
+
+@pytest.fixture(autouse=True)
+def _no_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """None of these runs gets as far as to need its services."""
+    monkeypatch.setattr("fedstream.local.run.new_launcher", lambda: nullcontext(Interpreters()))
 
 
 @pytest.fixture

@@ -13,9 +13,8 @@ def test_services_inherit_no_override_twice() -> None:
         "PATH": "/bin", "FEDSTREAM_DATA": "/data", "FEDSTREAM_RUN__VERSIONS": "7",
         "FEDSTREAM_CONFIG": "other.toml", "FEDSTREAM_NAME": "me",
     }  # fmt: skip
-    assert environment(environ, Settings(), "redis://h:1/0", 42) == {
-        "PATH": "/bin", "FEDSTREAM_DATA": "/data", "FEDSTREAM_REDIS__URL": "redis://h:1/0",
-        "FEDSTREAM_PARENT": "42",
+    assert environment(environ, Settings(), "redis://h:1/0") == {
+        "PATH": "/bin", "FEDSTREAM_DATA": "/data", "FEDSTREAM_REDIS__URL": "redis://h:1/0"
     }  # fmt: skip
 
 

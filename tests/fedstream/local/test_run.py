@@ -17,6 +17,7 @@ from fedstream.broker.errors import BrokerError
 from fedstream.broker.ledger.sinks import Cursor, SinksLedger
 from fedstream.local import run
 from fedstream.local.ending import Ending
+from fedstream.local.lives import Interpreters
 from fedstream.local.preflight import Subject
 from fedstream.local.request import RunRequest
 from fedstream.local.run import LocalRun
@@ -52,7 +53,7 @@ class Running(LocalRun):
     def __init__(self, asked: RunRequest) -> None:
         asked.out.mkdir()
         subject = Subject(Untested(), nn.Linear(1, 1), devices=2, tested=True, torch="2")
-        super().__init__(asked, subject, Quiet(), "redis://127.0.0.1:1/0", None, 1)
+        super().__init__(asked, subject, Quiet(), "redis://127.0.0.1:1/0", None, 1, Interpreters())
         self._supervisor.children = []
 
 

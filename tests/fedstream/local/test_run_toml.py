@@ -29,7 +29,7 @@ def test_password_is_passed_by_environment_and_never_written(tmp_path: Path, sec
     run_toml.write(given, tmp_path, given.redis.url, private=False)
     written = tmp_path / CONFIG
     assert secret not in written.read_text()
-    environ = environment({}, given, given.redis.url, 42)
+    environ = environment({}, given, given.redis.url)
     settings = load(Settings, path=written, environ=environ)
     assert settings.redis == given.redis
     assert secret not in repr(settings)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from fedstream.local.lives import Interpreters
 from fedstream.local.supervisor import (
     Program,
     Restarts,
@@ -78,8 +79,8 @@ class Told(Supervisor):
         self.over = asyncio.Event()
         self.why = ""
         super().__init__(
-            programs, logs=logs, environment=os.environ, say=self._say, failed=self._failed,
-            worked=self._worked, first_delay_s=0.001,
+            programs, launcher=Interpreters(), logs=logs, environment=os.environ, say=self._say,
+            failed=self._failed, worked=self._worked, first_delay_s=0.001,
         )  # fmt: skip
 
     def _say(self, line: str) -> None:

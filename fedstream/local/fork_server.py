@@ -1,0 +1,137 @@
+"""The process that a local run's services are forked from, so that torch is imported once.
+
+``python -P -m fedstream.local.fork_server FD`` imports what services have in common. Then it forks
+one for each request that comes through FD, a Unix socket that keeps messages apart. All are JSON:
+
+    {"start": ["trainer", "--name", "trainer-1"], "environment": {...}, "log": "/run/logs/t.log"}
+        answered by {"pid": 123}, or by {"error": "..."}; then by {"pid": 123, "code": 0} at its end
+    {"signal": 15, "pid": 123}
+        not answered; without effect once the process has ended
+
+It starts no thread and computes nothing, so that what it forks is as good as a new interpreter. It
+ends with its socket, and the services end with it (:mod:`fedstream.local.parent`).
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from runpy import run_module
+from typing import NoReturn
+
+from setproctitle import setproctitle
+
+from fedstream.local import parent
+
+MOST = 1 << 20  # bytes of a message
+# What takes long to import: no module of a user's, for those may start threads.
+_MODULES = (
+    "torch", "fedstream.cli.app", "fedstream.settings.services", "fedstream.trainer.learner",
+    "fedstream.trainer.tasks",
+)  # fmt: skip
+_CANNOT = 71  # exit code of a fork that could not become a service
+
+
+class _Forks:
+    """The server's side of the socket."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+        self._pids: set[int] = set()
+        self._woken, self._wake = socket.socketpair()
+        self._wake.setblocking(False)
+
+    def serve(self) -> None:
+        """Fork services until the other side is gone."""
+        signal.signal(signal.SIGCHLD, lambda *_: None)  # so that it wakes the selector
+        signal.set_wakeup_fd(self._wake.fileno())
+        gc.freeze()  # collecting would copy the pages that all of them share
+        with selectors.DefaultSelector() as selector:
+            for one in (self._channel, self._woken):
+                selector.register(one, selectors.EVENT_READ)
+            while True:
+                ready = [key.fileobj for key, _ in selector.select()]
+                if self._woken in ready:
+                    self._woken.recv(4096)
+                    self._reap()
+                if self._channel in ready:
+                    message = self._channel.recv(MOST)
+                    if not message:
+                        return
+                    self._obey(json.loads(message))
+
+    def _tell(self, **answer: object) -> None:
+        self._channel.send(json.dumps(answer).encode())
+
+    def _reap(self) -> None:
+        for pid in [*self._pids]:
+            ended, status = os.waitpid(pid, os.WNOHANG)
+            if ended:
+                self._pids.remove(pid)
+                self._tell(pid=pid, code=os.waitstatus_to_exitcode(status))
+
+    def _obey(self, request: Mapping[str, object]) -> None:
+        match request:
+            case {"signal": int(number), "pid": int(pid)}:
+                if pid in self._pids:
+                    os.kill(pid, number)
+            case {"start": [*words], "environment": dict(environment), "log": str(log)}:
+                try:
+                    pid = os.fork()
+                except OSError as error:
+                    self._tell(error=str(error))
+                    return
+                if pid == 0:
+                    self._become([str(word) for word in words], environment, log)
+                self._pids.add(pid)
+                self._tell(pid=pid)
+            case _:
+                raise ValueError(f"unknown request: {request}")
+
+    def _become(self, words: Sequence[str], environment: Mapping[str, str], log: str) -> NoReturn:
+        """What the forked process does: it is a service from here on."""
+        try:
+            # Its own session: Ctrl-C must reach only `fedstream run`, which stops them in order.
+            os.setsid()
+            signal.set_wakeup_fd(-1)
+            signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+            for one in (self._channel, self._woken, self._wake):
+                one.close()
+            file = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+            os.dup2(file, 1)
+            os.dup2(file, 2)
+            os.close(file)
+            os.environ.clear()
+            os.environ.update(environment)
+            os.environ[parent.VARIABLE] = str(os.getppid())
+            setproctitle(" ".join(["fedstream", *words]))  # for `ps`
+            sys.argv = ["fedstream", *words]
+            gc.unfreeze()
+            run_module("fedstream", run_name="__main__", alter_sys=True)  # never returns
+        except BaseException:
+            with suppress(BaseException):
+                sys.excepthook(*sys.exc_info())
+                sys.stderr.flush()
+        finally:
+            os._exit(_CANNOT)
+
+
+def main() -> None:
+    """The program."""
+    channel = socket.socket(fileno=int(sys.argv[1]))
+    setproctitle("fedstream (forks the services)")  # finds its room now, or never in the forks
+    for module in _MODULES:
+        importlib.import_module(module)
+    _Forks(channel).serve()
+
+
+if __name__ == "__main__":
+    main()
