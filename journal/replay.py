@@ -13,7 +13,8 @@ x_tau that it was trained from. Nothing is ever written to a journal.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property
 from mmap import mmap
@@ -33,6 +34,7 @@ from fedstream.journal.rebuild import Rebuild, is_used, recorded, rule_of
 from fedstream.journal.records import EntryRecord, RoundClosed, Taken
 from fedstream.journal.segment import Chunk, Cut, Record, Segment, Tear, chunk_bytes
 from fedstream.journal.what_if import Unused, WhatIf
+from fedstream.runtime.plugins import allowed, allowing
 from fedstream.strategies import Memory, Strategy
 
 CutSegment: TypeAlias = tuple[Segment, Cut | None]  # a segment, and how much of it counts
@@ -126,6 +128,7 @@ class Replayer:
         self._beside = beside
         self._bases = bases
         self._until = until
+        self._allowed = allowed()
         self.begin = chain[0].standing.version if from_version is None else from_version
         try:
             for version in (from_version, until):
@@ -235,7 +238,21 @@ class Replayer:
         return self._chain[-1][0].torn
 
     def __iter__(self) -> Iterator[Moment]:
-        """Yield a moment for each record in order. Raises JournalError, including Diverged."""
+        """Yield a moment for each record in order. Raises JournalError, including Diverged.
+
+        Rules are loaded if that is allowed here or was where the replayer was made
+        (``runtime.plugins.allowing``).
+        """
+        made = self._allowed
+        with closing(self._played()) as moments:
+            while True:
+                with allowing(recorded=made.recorded, changed=made.changed):
+                    moment = next(moments, None)
+                if moment is None:
+                    return
+                yield moment
+
+    def _played(self) -> Generator[Moment]:
         self.checkpoints, self.adopted = 0, []
         first, bases = self._nearest(), None
         if self._bases or self.converts_to is not None:

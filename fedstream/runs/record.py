@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from fedstream.observe.occupied import is_occupied
 from fedstream.observe.recall import Measurement, device_metrics, measurements
 from fedstream.runs import models, pictures, summary, tables
 from fedstream.runs.reading import At, Reading, read
+from fedstream.runtime.plugins import allowing
 from fedstream.runtime.visible import visible
 from fedstream.settings.recording import CONFIG
 
@@ -26,12 +27,19 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
-def open_run(path: Path | str) -> RunRecord:
+def open_run(
+    path: Path | str, *, trust_recorded_code: bool = False, changed_rules: bool = False
+) -> RunRecord:
     """Open a run's folder, finished or still going on, or a bare journal.
 
-    It is only read, and nothing of it is executed. Raises FedstreamError if there is no run.
+    It is only read. A run with a strategy of somebody's own makes its models anew by that program,
+    so :meth:`RunRecord.model` and the like raise ConfigError, unless ``trust_recorded_code`` lets
+    it run; and unless ``changed_rules``, also if its source isn't the recorded one. The command
+    line has the same options.
+
+    Raises FedstreamError if there is no run.
     """
-    return RunRecord(path)
+    return RunRecord(path, trust_recorded_code=trust_recorded_code, changed_rules=changed_rules)
 
 
 class RunRecord:
@@ -41,7 +49,10 @@ class RunRecord:
     each look shows the newest.
     """
 
-    def __init__(self, path: Path | str) -> None:
+    def __init__(
+        self, path: Path | str, *, trust_recorded_code: bool = False, changed_rules: bool = False
+    ) -> None:
+        self._allowing = partial(allowing, recorded=trust_recorded_code, changed=changed_rules)
         self.path = Path(path)
         """the run's folder, or the journal"""
         self.journal = journal_of(self.path)
@@ -63,12 +74,7 @@ class RunRecord:
                 return tomllib.loads(file.read_text(encoding="utf-8"))
             except (OSError, ValueError) as error:
                 raise FedstreamError(f"{file}: cannot be read: {error}") from error
-        head = self.reading().head
-        return {
-            "run": {"name": head.run, "versions": head.versions, "seed": head.seed},
-            "task": {"name": head.task},
-            "strategy": dict(head.strategy),
-        }
+        return self._recorded()
 
     @property
     def is_configured(self) -> bool:
@@ -78,17 +84,17 @@ class RunRecord:
     @property
     def name(self) -> str:
         """Name of the run."""
-        return str(self.settings["run"]["name"])
+        return self._name_of("run")
 
     @property
     def task(self) -> str:
         """Name of the task."""
-        return str(self.settings["task"]["name"])
+        return self._name_of("task")
 
     @property
     def strategy(self) -> str:
         """Name of the strategy."""
-        return str(self.settings["strategy"]["name"])
+        return self._name_of("strategy")
 
     @property
     def state(self) -> str:
@@ -181,14 +187,16 @@ class RunRecord:
         """
         if version is None:
             version = self.reading().versions[-1].version
-        return models.version(self.journal, version)
+        with self._allowing():
+            return models.version(self.journal, version)
 
     def x_tau(self, update: int) -> dict[str, Tensor]:
         """The model that an update was trained from; ``update`` is its number in :attr:`updates`.
 
         Raises JournalError if the journal does not have it.
         """
-        return models.x_tau(self.journal, self._place(update))
+        with self._allowing():
+            return models.x_tau(self.journal, self._place(update))
 
     def delta(self, update: int) -> dict[str, Tensor]:
         """A device's own change x_new - x_tau of the parameters, in float32, by name.
@@ -196,11 +204,13 @@ class RunRecord:
         It is the same whether devices send models or deltas. Raises JournalError if the update was
         refused or recorded without its bytes, or the journal does not have x_tau and needs it.
         """
-        return models.delta(self.journal, self._place(update))
+        with self._allowing():
+            return models.delta(self.journal, self._place(update))
 
     def replayer(self, **options: Any) -> Replayer:
         """A :class:`fedstream.journal.replay.Replayer` of the journal, with its options."""
-        return Replayer(self.journal, **options)
+        with self._allowing():
+            return Replayer(self.journal, **options)
 
     # pictures
 
@@ -265,6 +275,22 @@ class RunRecord:
         if self._known is None or self._known[0] != mark:
             self._known = mark, read(self.journal)
         return self._known[1]
+
+    def _recorded(self) -> dict[str, Any]:
+        """What the journal says of the configuration."""
+        head = self.reading().head
+        return {
+            "run": {"name": head.run, "versions": head.versions, "seed": head.seed},
+            "task": {"name": head.task},
+            "strategy": dict(head.strategy),
+        }
+
+    def _name_of(self, table: str) -> str:
+        """A table's name. A run.toml that somebody wrote may leave it to the default."""
+        said = self.settings.get(table)
+        if isinstance(said, dict) and "name" in said:
+            return str(said["name"])
+        return str(self._recorded()[table]["name"])
 
     def _mark(self) -> tuple[tuple[str, int], ...]:
         """The journal's files with their sizes."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import fedstream
 from fedstream.broker.errors import ConfigError
 from fedstream.journal import RuleChanged, Segment, opened
 from fedstream.journal.rebuild import rule_of
@@ -251,6 +252,25 @@ def test_recorded_folder_of_an_app_is_not_searched_for_modules(
     code, _, said = command("report", tmp_path / "run")
     assert (code, "task.args.app_dir has no effect on the built-in task" in said) == (0, True)
     assert str(tmp_path) not in sys.path
+
+
+def test_python_may_trust_a_recording_like_the_commands(recording: Path, program: Path) -> None:
+    with pytest.raises(NotTrusted, match="--trust-recorded-code"):
+        fedstream.open(recording).model()
+    assert not Path(f"{program}.ran").exists()
+    run = fedstream.open(recording, trust_recorded_code=True)
+    replayer = run.replayer()
+    with replayer:
+        assert [moment.version for moment in replayer][-1] == 3
+    assert set(run.model()) == set(run.x_tau(5)) == set(run.delta(5))
+    forget(program)
+    program.write_text(PROGRAM + "# changed\n")
+    with pytest.raises(RuleChanged):
+        run.model()
+    changed = fedstream.open(recording, trust_recorded_code=True, changed_rules=True)
+    with changed.replayer() as replayer:
+        assert [moment.version for moment in replayer][-1] == 3
+    assert changed.model().keys() == changed.delta(5).keys()
 
 
 def test_fork_of_an_own_rules_run_takes_its_exported_model(

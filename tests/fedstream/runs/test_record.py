@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 from pathlib import Path
 
@@ -178,6 +179,19 @@ def test_a_simulation_without_a_journal_still_shows_its_measurements(tmp_path: P
     assert len(run.picture().axes) == 3
     with pytest.raises(JournalError, match="no journal there"):
         _ = run.versions
+
+
+def test_names_that_a_configuration_leaves_out_come_from_the_journal(
+    golden: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(golden / "fedbuff", tmp_path / "run" / "journal")
+    (tmp_path / "run" / "run.toml").write_text("[strategy]\nserver_lr = 0.5\n")
+    run = fedstream.open(tmp_path / "run")
+    assert (run.name, run.task, run.strategy) == ("demo", "digits", "fedbuff")
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "run.toml").write_text("")
+    with pytest.raises(JournalError, match="no journal there"):
+        _ = fedstream.open(tmp_path / "bare").name
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path: Path) -> None:
