@@ -172,6 +172,11 @@ def measure(value: float) -> str:
     return f"{value:.4f}" if abs(value) < _MOST_PLACED else f"{value:.4g}"
 
 
+def counted(number: int, what: str) -> str:
+    """Number with a noun, in the plural unless it is 1."""
+    return f"{number} {what}{'' if number == 1 else 's'}"
+
+
 def number(value: object, digits: int = 4) -> str:
     """Number for people: floats with ``digits`` significant digits; nothing for None."""
     match value:

@@ -141,6 +141,10 @@ Out = Annotated[
 DataRoot = Annotated[
     str | None, typer.Option(metavar="DIR", help="folder of data sets; default: FEDSTREAM_DATA")
 ]
+Jobs = Annotated[
+    int | None,
+    typer.Option("--jobs", min=1, metavar="J", help="number of processes; default: one per core"),
+]
 SummaryAsJson = Annotated[
     bool, typer.Option("--json", help="print only the summary, as JSON, at the end")
 ]

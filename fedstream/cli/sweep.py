@@ -15,6 +15,7 @@ from fedstream.cli.options import (
     Config,
     DataRoot,
     Devices,
+    Jobs,
     Sets,
     StrategyName,
     TaskName,
@@ -63,10 +64,7 @@ def sweep(
     best: Annotated[
         bool, typer.Option("--best", help="compare each run's best measurement, not its last")
     ] = False,
-    jobs: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="J", help="number of processes; default: one per core"),
-    ] = None,
+    jobs: Jobs = None,
     out: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="folder for the results; default: sweeps/NAME"),
@@ -78,7 +76,11 @@ def sweep(
     Each is run several times with different seeds. The same command with more values, a larger N
     or more repeats runs only what is missing, so an interrupted one continues where it stopped.
 
-    Exit codes: 0 done, 130 interrupted, 1 failed, 2 wrong configuration or command line.
+    A configuration whose task raises is recorded as failed, and the others go on; the same command
+    tries it again.
+
+    Exit codes: 0 done, 130 interrupted, 1 the task raised or every run failed, 2 wrong
+    configuration or command line.
     """
     from fedstream.observe import report
     from fedstream.settings.config import options, read
@@ -112,6 +114,7 @@ def sweep(
         verbatim(report.as_json(page.as_json(found, request.goal)) + "\n")
     else:
         page.show(found, request)
+    page.complain(found)
 
 
 def _highest(metric: str, goal: str | None) -> bool:

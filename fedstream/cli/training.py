@@ -19,6 +19,7 @@ from fedstream.cli.options import (
     Flower,
     FlowerModel,
     From,
+    Jobs,
     Out,
     Sets,
     StrategyName,
@@ -189,10 +190,7 @@ def reproduce(
         float, typer.Option(min=1.0, metavar="S", help="divide the number of versions by S")
     ] = 1.0,
     data_root: DataRoot = None,
-    jobs: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="J", help="number of processes; default: one per core"),
-    ] = None,
+    jobs: Jobs = None,
     out: Annotated[
         Path | None,
         typer.Option(

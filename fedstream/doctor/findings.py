@@ -47,8 +47,3 @@ def size(count: float) -> str:
         if count >= factor:
             return f"{count / factor:.1f} {unit}"
     return f"{count:.0f} bytes"
-
-
-def counted(number: int, what: str) -> str:
-    """Number with a noun, in the plural unless it is 1."""
-    return f"{number} {what}{'' if number == 1 else 's'}"

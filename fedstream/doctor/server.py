@@ -12,7 +12,8 @@ from fedstream.coordinator.policies import Anarchic, InFlight, Poisson, Policy
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import BUDGET_SHARE, vectors
 from fedstream.coordinator.scheduling import room_beside
-from fedstream.doctor.findings import Finding, counted, not_checked, ok, problem, size, warning
+from fedstream.doctor.findings import Finding, not_checked, ok, problem, size, warning
+from fedstream.terminal import counted
 
 Info = Mapping[str, str]
 

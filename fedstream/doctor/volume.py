@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.records import Run
-from fedstream.doctor.findings import Finding, counted, ok, problem, size, warning
+from fedstream.doctor.findings import Finding, ok, problem, size, warning
 from fedstream.journal import SUFFIX, Segment, segments
+from fedstream.terminal import counted
 
 if TYPE_CHECKING:
     from fedstream.settings.config import Settings

@@ -52,8 +52,8 @@ def check_folder(request: RunRequest) -> None:
     taken = report.taken(request.out)
     if taken is not None and not request.resume:
         raise FedstreamError(
-            f"{request.out} already contains a run ({taken}): choose another folder with --out, "
-            "or continue it with --resume"
+            f"{request.out} already contains a run ({taken}): choose another folder, or "
+            "continue it with `fedstream run --resume`"
         )
 
 

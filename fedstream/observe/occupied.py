@@ -30,7 +30,7 @@ def occupied(out: Path) -> Iterator[None]:
             if time.monotonic() > until:
                 raise FedstreamError(
                     f"{out}: another process is writing a run there: wait for it, or choose "
-                    "another folder with --out"
+                    "another folder"
                 )
             time.sleep(0.01)
         yield

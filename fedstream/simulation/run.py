@@ -132,9 +132,7 @@ def simulate_into(
 def check_folder(out: Path) -> None:
     """Raise FedstreamError if the folder holds a run already."""
     if taken := report.taken(out):
-        raise FedstreamError(
-            f"{out} already contains a run ({taken}): choose another folder with --out"
-        )
+        raise FedstreamError(f"{out} already contains a run ({taken}): choose another folder")
 
 
 @contextmanager

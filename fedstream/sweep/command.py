@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from rich.table import Table
@@ -27,7 +26,7 @@ from fedstream.sweep.trials import (
     run_trial,
     words,
 )
-from fedstream.terminal import cell, console, line, measure
+from fedstream.terminal import cell, console, counted, line, measure
 
 _SHOWN = 20  # rows of the printed table
 
@@ -71,16 +70,17 @@ def sweep(
     wanted = points(request, read)
     store = SweepFolder(request.out)
     store.begin(wanted)
-    there = {(run.configuration, run.repeat) for run in store.runs()}
+    there = {(run.configuration, run.repeat) for run in store.runs() if run.state != "raised"}
     # All configurations once, then all again: a sweep that is cut short says something about each.
     trials = [
-        Trial(one.name, store.file(one), one.keys, repeat)
+        Trial(one.name, store.file(one), one.keys, repeat, request.goal.metric)
         for repeat in range(request.repeats)
         for one in wanted
         if (one.name, repeat) not in there
     ]
     total = len(wanted) * request.repeats
-    say(f"{len(wanted)} configurations, {total} runs, {total - len(trials)} of them done already")
+    what = f"{counted(len(wanted), 'configuration')}, {counted(total, 'run')}"
+    say(f"{what}, {total - len(trials)} of them done already")
     try:
         _run(trials, request, store, say)
     finally:
@@ -119,8 +119,8 @@ def _write(
     if not found:
         return
     store.write(results.TABLE, as_csv(found, goal))
-    runs = sum(len(one.runs) for one in found)
-    title = f"{goal.which.title()} {goal.metric} of {len(found)} configurations, {runs} runs"
+    many, runs = counted(len(found), "configuration"), sum(len(one.runs) for one in found)
+    title = f"{goal.which.title()} {goal.metric} of {many}, {counted(runs, 'run')}"
     draw(store.folder / results.PICTURE, title, found, goal)
     best = found[0]
     if best.mean is None:
@@ -128,37 +128,53 @@ def _write(
     text = next(one.text for one in wanted if one.name == best.configuration)
     spread = f" ± {measure(best.deviation)}" if best.deviation is not None else ""
     head = (
-        f"# The best of {len(found)} configurations: {goal.which} {goal.metric} "
-        f"{measure(best.mean)}{spread} over {len(best.values)} simulated runs.\n"
+        f"# The best of {many}: {goal.which} {goal.metric} "
+        f"{measure(best.mean)}{spread} over {counted(len(best.values), 'simulated run')}.\n"
     )
     store.write(results.BEST, head + text)
 
 
 def show(found: Sequence[Ranked], request: SweepRequest) -> None:
-    """Print the table and where the files are. Raises FedstreamError if every run failed."""
+    """Print the table and where the files are."""
     keys = list(dict.fromkeys(key for one in found for key in one.keys))
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in (*keys, request.goal.metric, "deviation", "runs", "updates", "seconds"):
         table.add_column(name, justify="left" if name in keys else "right")
+    if any(one.reason for one in found[:_SHOWN]):
+        table.add_column("reason")
     for one in found[:_SHOWN]:
+        updates, _, seconds = one.means()
         table.add_row(
             *(cell(one.keys.get(key, "")) for key in keys),
             "failed" if one.mean is None else measure(one.mean),
             "" if one.deviation is None else measure(one.deviation),
             f"{len(one.runs)}" + (f", {one.failed} failed" if one.failed else ""),
-            f"{fmean(run.updates for run in one.runs):.0f}",
-            f"{fmean(run.seconds for run in one.runs):.1f}",
+            "" if updates is None else f"{updates:.0f}",
+            "" if seconds is None else f"{seconds:.1f}",
+            *([cell(one.reason)] if len(table.columns) > len(keys) + 5 else []),
         )  # fmt: skip
     console().print(table)
     if len(found) > _SHOWN:
         line(f"and {len(found) - _SHOWN} more in {request.out / results.TABLE}")
-    if found and found[0].mean is None:
-        raise FedstreamError(
-            f"every run failed; the first one: {found[0].runs[0].why}: try smaller steps, or "
-            "another metric"
-        )
     for name in (results.BEST, results.TABLE, results.PICTURE):
-        line(request.out / name)
+        if (request.out / name).exists():
+            line(request.out / name)
+
+
+def complain(found: Sequence[Ranked]) -> None:
+    """Raise FedstreamError if every run failed, or if the task raised in one."""
+    raised = [run for one in found for run in one.raised]
+    if found and found[0].mean is None and not raised:
+        raise FedstreamError(
+            f"every run failed; the first one: {found[0].reason}: try smaller steps, or another "
+            "metric"
+        )
+    if raised:
+        runs = sum(len(one.runs) for one in found)
+        raise FedstreamError(
+            f"the task raised in {len(raised)} of {counted(runs, 'run')}; the first one: "
+            f"{raised[0].why}: the same command tries them again"
+        )
 
 
 def as_json(found: Sequence[Ranked], goal: Goal) -> list[dict[str, Any]]:
@@ -167,7 +183,7 @@ def as_json(found: Sequence[Ranked], goal: Goal) -> list[dict[str, Any]]:
         {
             "keys": one.keys, "metric": goal.metric, "mean": one.mean,
             "deviation": one.deviation, "values": one.values, "runs": len(one.runs),
-            "failed": one.failed, "configuration": one.configuration,
+            "failed": one.failed, "reason": one.reason, "configuration": one.configuration,
         }
         for one in found
     ]  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from math import inf
 from pathlib import Path
@@ -13,9 +13,8 @@ from statistics import fmean, stdev
 from typing import Literal, TypeAlias
 
 from fedstream.broker.errors import ConfigError
-from fedstream.runtime.nearest import did_you_mean
 from fedstream.sweep.space import SweptKeys
-from fedstream.sweep.trials import Configuration, Finished
+from fedstream.sweep.trials import Configuration, Finished, UnknownMetric
 
 RUNS, TABLE, PICTURE, BEST = "runs.jsonl", "results.csv", "sweep.png", "best.toml"
 CONFIGURATIONS = "configurations"
@@ -34,13 +33,12 @@ class Goal:
     """the last measurement of a run or the best one, which looks at the test data"""
 
     def of(self, run: Finished) -> float | None:
-        """A run's value; None if it failed or measured nothing finite. Raises ConfigError."""
+        """A run's value; None if it failed or measured nothing finite. Raises UnknownMetric."""
+        if run.state == "raised":
+            return None
         if self.metric not in run.curve:
             known = [name for name in run.curve if name not in ("version", "updates")]
-            raise ConfigError(
-                f"--metric {self.metric}: the task measures {', '.join(known) or 'nothing'}"
-                f"{did_you_mean(self.metric, known)}"
-            )
+            raise UnknownMetric.among(self.metric, known)
         values = run.curve[self.metric]
         if run.state != "finished" or values[-1] is None:
             return None
@@ -74,6 +72,25 @@ class Ranked:
     def failed(self) -> int:
         """Runs without a value."""
         return len(self.runs) - len(self.values)
+
+    @property
+    def raised(self) -> list[Finished]:
+        """Runs whose task raised."""
+        return [run for run in self.runs if run.state == "raised"]
+
+    @property
+    def reason(self) -> str:
+        """Why its first failed run failed; '' if none did."""
+        failed = [run for run in self.runs if run.state != "finished"]
+        if failed:
+            return failed[0].why
+        return "the metric is not finite" if self.failed else ""
+
+    def means(self) -> list[float | None]:
+        """The means of updates, staleness and seconds; None if its task always raised."""
+        runs = [run for run in self.runs if run.state != "raised"]
+        columns = ("updates", "mean_staleness", "seconds")
+        return [fmean(getattr(run, name) for run in runs) if runs else None for name in columns]
 
 
 def lines(
@@ -123,19 +140,25 @@ class SweepFolder:
         """The file of a configuration."""
         return self.folder / CONFIGURATIONS / f"{configuration.name}.toml"
 
-    def runs(self) -> Iterator[Finished]:
-        """All finished runs. Raises ConfigError for a line that this program did not write."""
+    def runs(self) -> list[Finished]:
+        """All finished runs; of one that was tried again, the last.
+
+        Raises ConfigError for a line that this program did not write.
+        """
         path = self.folder / RUNS
         if not path.is_file():
-            return
+            return []
+        found: dict[tuple[str, int], Finished] = {}
         for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(True), start=1):
             try:
-                yield Finished(**json.loads(line))
+                run = Finished(**json.loads(line))
             except (ValueError, TypeError) as error:
                 raise ConfigError(
                     f"{path}:{number}: not a run of a sweep: remove the line or choose another "
-                    "folder with --out"
+                    "folder"
                 ) from error
+            found[run.configuration, run.repeat] = run
+        return list(found.values())
 
     def add(self, run: Finished) -> None:
         """Store a finished run."""
@@ -157,22 +180,17 @@ def as_csv(found: Sequence[Ranked], goal: Goal) -> str:
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(
         ["place", *keys, goal.metric, "deviation", "runs", "failed", "updates", "staleness",
-         "seconds", "configuration"]
+         "seconds", "reason", "configuration"]
     )  # fmt: skip
     for place, line in enumerate(found, start=1):
         writer.writerow(
             [
                 place, *(line.keys.get(key, "") for key in keys), _text(line.mean),
                 _text(line.deviation), len(line.runs), line.failed,
-                *(f"{fmean(values):.6g}" for values in _means(line)), line.configuration,
+                *map(_text, line.means()), line.reason, line.configuration,
             ]
         )  # fmt: skip
     return text.getvalue()
-
-
-def _means(line: Ranked) -> Iterator[list[float]]:
-    for name in ("updates", "mean_staleness", "seconds"):
-        yield [getattr(run, name) for run in line.runs]
 
 
 def _text(value: float | None) -> str:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 
 from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.runtime.config import Option, load
+from fedstream.runtime.nearest import did_you_mean
 from fedstream.settings.config import Settings
 from fedstream.settings.services import check_used
 from fedstream.sweep.space import SweptKeys
@@ -45,6 +47,18 @@ class Trial(NamedTuple):
     file: Path
     keys: SweptKeys
     repeat: int
+    metric: str
+    """which the sweep compares"""
+
+
+class UnknownMetric(ConfigError):
+    """The task does not measure what the sweep compares."""
+
+    @classmethod
+    def among(cls, metric: str, known: Sequence[str]) -> Self:
+        """The error, for the metrics that the task has."""
+        has = ", ".join(known) or "nothing"
+        return cls(f"--metric {metric}: the task measures {has}{did_you_mean(metric, known)}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +69,7 @@ class Finished:
     repeat: int
     seed: int
     state: str
-    """finished, or failed: its updates were refused one after the other"""
+    """finished; failed: its updates were refused one after the other; raised: its task did"""
     why: str
     versions: int
     updates: int
@@ -65,7 +79,7 @@ class Finished:
     """of real time"""
     curve: dict[str, list[float | None]]
     """``version``, ``updates`` and each metric at the versions that were measured, thinned out;
-    None: not a finite number"""
+    None: not a finite number; empty if the task raised"""
 
 
 def words(keys: Mapping[str, object]) -> str:
@@ -89,23 +103,41 @@ def configurations(
             settings = read([Option("--over", key, value) for key, value in keys.items()])
             check_used(settings)
         except ConfigError as error:
-            raise ConfigError(f"{words(keys)}: {error}") from error
+            others = {key: one for key, one in keys.items() if f"{key} = " not in str(error)}
+            raise ConfigError(f"with {words(others)}: {error}" if others else str(error)) from error
         one = Configuration(dict(keys), as_toml(settings.with_absolute_paths()))
         found.setdefault(one.name, one)
     return list(found.values())
 
 
 def run_trial(trial: Trial) -> Finished:
-    """Simulate one run. Raises FedstreamError that names the configuration."""
+    """Simulate one run; if its task raises, so says what it gives.
+
+    Raises UnknownMetric as soon as something is measured, and ConfigError for a task that can't be
+    loaded by any configuration.
+    """
     from fedstream.simulation import simulate
 
+    def heard(made: VersionMade, _model: object) -> None:
+        spread = trial.metric.startswith("device_")  # perhaps only of the last version
+        if made.metrics and not spread and trial.metric not in made.metrics:
+            raise UnknownMetric.among(trial.metric, list(made.metrics))
+
     settings = load(Settings, path=trial.file, environ={})
+    if not any(key.partition(".")[0] == "task" for key in trial.keys):
+        _task(settings.task)  # the same for all: raises
     seed = settings.run.seed + trial.repeat
     settings = settings.model_copy(update={"run": settings.run.model_copy(update={"seed": seed})})
+    began = time.perf_counter()
     try:
-        outcome = simulate(settings, _task(settings.task))
+        outcome = simulate(settings, _task(settings.task), on_version=heard)
+    except UnknownMetric:
+        raise
     except FedstreamError as error:
-        raise type(error)(f"{words(trial.keys)}: {error}") from error
+        return Finished(
+            trial.configuration, trial.repeat, seed, "raised", str(error), 0, 0, 0, 0.0,
+            round(time.perf_counter() - began, 2), {},
+        )  # fmt: skip
     last = outcome.versions[-1]
     late = [update.staleness for made in outcome.versions for update in made.updates]
     return Finished(

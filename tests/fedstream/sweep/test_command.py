@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import os
 import signal
@@ -32,6 +33,19 @@ class Mine(Task):
 
     def test_data(self):
         return self.device_data(99)
+"""
+FRAGILE = f"""
+from pathlib import Path
+{TASK}
+
+class Fragile(Mine):
+    def __init__(self, fixed: str):
+        self.fixed = Path(fixed)
+
+    def train(self, model, data, work):
+        if work.solver.lr == 0.1 and not self.fixed.exists():
+            raise ValueError("not with 0.1")
+        return super().train(model, data, work)
 """
 OPTIONS = ("--set", "simulation.threads=1", "--versions", "12", "--jobs", "1")
 
@@ -87,7 +101,7 @@ def test_a_configuration_that_is_wrong_is_named_before_anything_runs(
     )  # fmt: skip
     assert code == 2
     assert said.startswith(
-        "fedstream: strategy.name = fedasync, strategy.buffer_size = 2: strategy.buffer_size"
+        "fedstream: with strategy.name = fedasync: strategy.buffer_size = 2 (from --over): "
     )
     assert not (tmp_path / "out").exists()
 
@@ -99,6 +113,7 @@ def test_a_configuration_that_is_wrong_is_named_before_anything_runs(
         (("--over", "solver.lr=0..1"), "a range needs --random N"),
         (("--over", "solver.lr=1,2", "--goal", "most"), "--goal most: must be max or min"),
         (("--over", "task.seed=1,2"), "task.seed has no effect"),
+        (("--over", "solver.lrr=1,2"), "fedstream: solver.lrr = 1 (from --over): unknown key"),
     ],
 )
 def test_a_wrong_command_says_what_is_wrong(
@@ -119,6 +134,52 @@ def test_a_sweep_in_which_every_run_fails_says_why(
     assert code == 1
     assert "every run failed; the first one: 100 updates in a row were refused (not finite)" in said
     assert not (tmp_path / "out" / "best.toml").exists()
+
+
+def test_a_configuration_whose_task_raises_fails_alone_and_is_tried_again(
+    command: Command, tmp_path: Path
+) -> None:
+    file, fixed = tmp_path / "fragile.py", tmp_path / "fixed"
+    file.write_text(FRAGILE)
+    arguments = (
+        "sweep", "--task", f"{file}:Fragile", *OPTIONS, "--repeats", "1",
+        "--set", f"task.args.fixed={fixed}", "--over", "solver.lr=0.1,0.5", "--out",
+        tmp_path / "out",
+    )  # fmt: skip
+    code, said, wrong = command(*arguments)
+    assert code == 1
+    assert "[1/2] solver.lr = 0.1, repeat 0: raised (" in said
+    assert "[2/2] solver.lr = 0.5, repeat 0: accuracy" in said
+    assert "ValueError: not with 0.1" in wrong
+    assert wrong.startswith("fedstream: the task raised in 1 of 2 runs; the first one: ")
+    assert wrong.endswith(": the same command tries them again\n")
+    with (tmp_path / "out" / "results.csv").open() as table:
+        best, failed = csv.DictReader(table)
+    assert (best["solver.lr"], best["failed"], best["reason"]) == ("0.5", "0", "")
+    assert (failed["solver.lr"], failed["failed"], failed["updates"]) == ("0.1", "1", "")
+    assert "ValueError: not with 0.1" in failed["reason"]
+    assert tomllib.loads((tmp_path / "out" / "best.toml").read_text())["solver"]["lr"] == 0.5
+
+    fixed.touch()
+    code, said, _ = command(*arguments)
+    assert code == 0
+    assert "2 configurations, 2 runs, 1 of them done already" in said
+    assert "raised" not in said
+
+
+def test_a_metric_that_nobody_measures_is_refused_before_a_run_is_over(
+    command: Command, task: str, tmp_path: Path
+) -> None:
+    arguments = ("sweep", "--task", task, *OPTIONS, "--out", tmp_path / "out", "--repeats", "1")
+    code, said, _ = command(*arguments, "--over", "solver.lr=0.5")
+    assert code == 0
+    assert said.startswith("1 configuration, 1 run, 0 of them done already\n")
+    done = (tmp_path / "out" / "runs.jsonl").read_text()
+    code, said, wrong = command(*arguments, "--over", "solver.lr=0.1", "--metric", "f1")
+    assert code == 2
+    assert wrong.startswith("fedstream: --metric f1: the task measures accuracy, loss")
+    assert "[1/1]" not in said
+    assert (tmp_path / "out" / "runs.jsonl").read_text() == done
 
 
 @pytest.mark.process

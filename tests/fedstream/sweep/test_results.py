@@ -71,9 +71,9 @@ def test_the_table_has_a_row_for_each_configuration() -> None:
     found = lines([A, B], [run(A, 0, 0.5), run(B, 0, 0.7), run(B, 1, None)], Goal(), 2)
     rows = as_csv(found, Goal()).splitlines()
     assert rows == [
-        "place,solver.lr,accuracy,deviation,runs,failed,updates,staleness,seconds,configuration",
-        f"1,0.1,0.5,,1,0,4,1.5,2,{A.name}",
-        f"2,0.2,0.7,,2,1,4,1.5,2,{B.name}",
+        "place,solver.lr,accuracy,deviation,runs,failed,updates,staleness,seconds,reason,configuration",
+        f"1,0.1,0.5,,1,0,4,1.5,2,,{A.name}",
+        f"2,0.2,0.7,,2,1,4,1.5,2,the metric is not finite,{B.name}",
     ]
 
 
