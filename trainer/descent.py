@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import replace
+from itertools import count
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -152,6 +153,11 @@ class _Descent:
         """x <- x - gamma g."""
         gradients = torch.autograd.grad(loss, self._trained, materialize_grads=True)
         rate = self._solver.rate(self._step)
+        if not isinstance(rate, float | int):
+            raise ConfigError(
+                f"solver.kind = {self._solver.kind!r}: rate() must return a number; it returned a "
+                f"{type(rate).__name__}"
+            )
         torch._foreach_sub_(self._x, self._direction(gradients), alpha=rate)
         self._loss += loss.detach().view(())  # not .item(): it would wait for the GPU each step
         self._step += 1
@@ -237,17 +243,25 @@ class _Descent:
         return g
 
     def _check(self, g: Tensors) -> None:
-        """Check what a user's solver made of the gradient. Raises TypeError.
+        """Check what a user's solver made of the gradient. Raises ConfigError.
 
         At every step: a smaller tensor would be broadcast, and train something else.
         """
-        if not isinstance(g, list | tuple) or [getattr(part, "shape", None) for part in g] != [
-            x.shape for x in self._x
-        ]:
-            raise TypeError(
-                f"solver.kind = {self._solver.kind!r}: direction() must return a list with one "
-                "tensor for each trained parameter, of the same shape"
+        got = f"a {type(g).__name__}"
+        if isinstance(g, list | tuple):
+            wanted = [x.shape for x in self._x]
+            shapes = [getattr(part, "shape", type(part).__name__) for part in g]
+            if shapes == wanted:
+                return
+            others = zip(count(), shapes, wanted, strict=False)
+            got = next(
+                (f"{one} in place {n} instead of {x}" for n, one, x in others if one != x),
+                f"{len(g)} tensors instead of {len(wanted)}",
             )
+        raise ConfigError(
+            f"solver.kind = {self._solver.kind!r}: direction() must return a list with one tensor "
+            f"for each trained parameter, of the same shape; it returned {got}"
+        )
 
 
 class Minibatches:

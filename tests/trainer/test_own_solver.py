@@ -146,7 +146,8 @@ def test_a_direction_of_another_shape_is_refused_at_any_step() -> None:
         def direction(self, g: Any, at: Iterate) -> Any:
             return g if at.n < 2 else [part[:1] for part in g]  # which would be broadcast
 
-    with pytest.raises(TypeError, match=r"direction\(\) must return a list .* of the same shape"):
+    told = r"direction\(\) must .*; it returned .*\[1, 3\]\) in place 0 instead of .*\[4, 3\]\)$"
+    with pytest.raises(ConfigError, match=told):
         trained(work(Shrinking()))
 
 
@@ -166,14 +167,34 @@ def test_it_may_replace_the_whole_training() -> None:
     assert result.samples == 10
 
 
-@pytest.mark.parametrize("answer", [None, [], [torch.zeros(2)], 3])
-def test_a_direction_of_another_shape_names_the_solver(answer: Any) -> None:
+@pytest.mark.parametrize(
+    ("answer", "got"),
+    [
+        (None, "a NoneType"),
+        ([], "0 tensors instead of 4"),
+        ([torch.zeros(4, 3)], "1 tensors instead of 4"),
+        ([torch.zeros(4, 3), 3.0], r"float in place 1 instead of torch.Size\(\[4\]\)"),
+        (torch.zeros(2, 2), "a Tensor"),
+    ],
+)
+def test_a_wrong_direction_names_the_solver_and_what_it_returned(answer: Any, got: str) -> None:
     class Wrong(Solver):
         def direction(self, g: Tensors, at: Iterate) -> Tensors:
             return answer  # type: ignore[no-any-return]
 
-    with pytest.raises(TypeError, match=r"test_own_solver.*Wrong': direction\(\) must return a "):
+    told = rf"test_own_solver.*Wrong': direction\(\) must return a .*; it returned {got}$"
+    with pytest.raises(ConfigError, match=told):
         trained(work(Wrong()))
+
+
+def test_a_rate_that_is_no_number_names_the_solver() -> None:
+    class Forgets(Solver):
+        def rate(self, n: int) -> float:  # type: ignore[return]
+            self.lr / (n + 1)
+
+    told = r"test_own_solver.*Forgets': rate\(\) must return a number; it returned a NoneType$"
+    with pytest.raises(ConfigError, match=told):
+        trained(work(Forgets()))
 
 
 # by name
