@@ -156,9 +156,10 @@ class Door(Generic[T]):
 
     def names(self) -> list[str]:
         """All names that need no path: built-in ones first, then those of installed packages."""
-        return [*self.built_in, *sorted(self._installed().keys() - self.built_in.keys())]
+        return [*self.built_in, *sorted(self.announced().keys() - self.built_in.keys())]
 
-    def _installed(self) -> dict[str, EntryPoint]:
+    def announced(self) -> dict[str, EntryPoint]:
+        """The entry points of installed packages, by name."""
         return {entry.name: entry for entry in entry_points(group=self.group)}
 
     def _program(self, name: str, recorded: bool) -> Plugin[T]:
@@ -168,7 +169,7 @@ class Door(Generic[T]):
         return self._made(name, value, "file" if ".py:" in name else "module", module)
 
     def _entry(self, name: str) -> Plugin[T]:
-        entry = self._installed().get(name)
+        entry = self.announced().get(name)
         if entry is None:
             raise ConfigError(self._unknown(name))
         try:

@@ -13,6 +13,7 @@ import typer
 from fedstream import __version__
 from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.cli import dead, devices, journal, looking, runs, services, training
+from fedstream.cli.plugins import plugins
 from fedstream.cli.rule_help import RuleHelp
 from fedstream.cli.sweep import sweep
 from fedstream.terminal import line
@@ -32,7 +33,7 @@ def _add(panel: str | None, *commands: Callable[..., None]) -> None:
 
 app.command(cls=RuleHelp)(training.run)
 app.command(cls=RuleHelp)(training.simulate)
-_add(None, sweep, training.reproduce)
+_add(None, sweep, training.reproduce, plugins)
 _add("Inspect a run", looking.status, looking.top)
 app.command(cls=RuleHelp, rich_help_panel="Inspect a run")(looking.replay)
 _add(

@@ -3,19 +3,65 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from fedstream.broker.errors import ConfigError
 from fedstream.coordinator.policies import POLICIES
-from fedstream.strategies import StalenessFunction
+from fedstream.sinks.choice import SINKS
+from fedstream.strategies import FUNCTIONS, RULES, StalenessFunction
 from fedstream.trainer.solvers import SOLVERS
 from fedstream.trainer.splitting import PARTITIONS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
+    from importlib.metadata import EntryPoint
 
     from fedstream.runtime.plugins import Door
     from fedstream.settings.config import Settings
+
+
+# Every door, with the key that names what is behind it.
+DOORS: dict[str, Door[Any]] = {
+    "strategy.name": RULES,
+    "strategy.staleness.kind": FUNCTIONS,
+    "solver.kind": SOLVERS,
+    "task.partition.kind": PARTITIONS,
+    "scheduler.policy.kind": POLICIES,
+    "sinks.kind": SINKS,
+}
+
+
+class Listed(NamedTuple):
+    """Something that a configuration can name without a path."""
+
+    key: str
+    name: str
+    source: str
+    """built in, or the package and what it announces"""
+    problem: str
+    """why it can't be used; '' if it can"""
+
+
+def listed() -> Iterator[Listed]:
+    """What can be named at each key. Loads what installed packages announce."""
+    for key, door in DOORS.items():
+        announced = door.announced()
+        for name in door.names():
+            source, problem = "built in", ""
+            if name not in door.built_in:
+                source = _package(announced[name])
+                try:
+                    door.find(name)
+                except ConfigError as error:
+                    problem = str(error)
+            yield Listed(key, name, source, problem)
+        for name in sorted(announced.keys() & door.built_in.keys()):
+            yield Listed(key, name, _package(announced[name]), "the name of a built-in one")
+
+
+def _package(entry: EntryPoint) -> str:
+    whose = "" if entry.dist is None else f"{entry.dist.name} {entry.dist.version}: "
+    return f"{whose}{entry.value}"
 
 
 def part_sources(settings: Settings) -> dict[str, str]:

@@ -64,7 +64,7 @@ def fedstream(*arguments: str) -> int:
             "strategy.name = 'fedavg' needs scheduler.policy.kind = 'rounds'",
         ),
         (["run", "--set", "scheduler.policy.kind=none"], 2, "also set trainer.anarchic"),
-        (["run", "--task", "cifar"], 2, "choose one of digits, mnist"),
+        (["run", "--task", "cifar"], 2, "did you mean 'cifar10-afl'?"),
         (["run", "--task", "not_there.py:task"], 2, "there is no file"),
         (["run", "--task", "mnist", "--data-root", "/not/there"], 1, "/not/there/MNIST/raw"),
         (["run", "--config", "/not/there.toml"], 2, "/not/there.toml: cannot be read"),
