@@ -300,9 +300,10 @@ def test_track(reader: Open) -> None:
         assert [*(page.folder / "mlruns").glob("*/*/artifacts/model.safetensors")]
         config = page.save("run.toml", "toml")
         assert [one.kind for one in read(config).sinks] == ["mlflow", "wandb"]
-        page.save("lines.py")
         page.follow()
         assert [*(page.folder / "runs/later/tensorboard").glob("*/model.safetensors")]
+        page.save("lines.py")
+        page.follow()
         [lines] = (page.folder / "lines").iterdir()
         points = [json.loads(line) for line in lines.read_text().splitlines()]
         made = [point["version"] for point in points if point["kind"] == "version"]
