@@ -92,7 +92,7 @@ def write(
         report.Table(out, view.run.created).write(history)
         yield report.METRICS
         title = (
-            f"{short(settings.task.name)} · {settings.strategy.name} · "
+            f"{short(settings.task.name)} · {short(settings.strategy.name)} · "
             f"{numbers['devices']} devices, {numbers['trainers']} trainers · "
             f"{numbers['versions']} versions"
         )

@@ -64,9 +64,9 @@ def pace(view: View, history: History, now: float) -> str:
     return f"{shown} versions/s, {duration(left / rate)} left"
 
 
-def short(task: str) -> str:
-    """Task name without the folders of its file."""
-    return task.rpartition("/")[2]
+def short(name: str) -> str:
+    """Name of a task or a strategy, without the folders of its file."""
+    return name.rpartition("/")[2]
 
 
 def doing(view: View | None, history: History, now: float, *, stopping: bool) -> str:

@@ -74,7 +74,7 @@ def _headline(view: View, history: History, now: float) -> Table:
     line.add_column(ratio=1)
     line.add_column(no_wrap=True)
     left = Text.assemble(
-        cell(short(run.task), style="bold"), cell(f" by {run.strategy}"),
+        cell(short(run.task), style="bold"), cell(f" by {short(run.strategy)}"),
         cell(f"  {head.version}/{run.versions}"),
     )  # fmt: skip
     right = f"finished: {run.why}" if run.state == "finished" else pace(view, history, now)

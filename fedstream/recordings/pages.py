@@ -147,7 +147,8 @@ def show(found: Iterable[RecordLine], *, norms: bool = False) -> None:
         if isinstance(message, Standing):
             if table.row_count:
                 here.print(table)
-            here.print(cell(_boundary(segment), style="cyan"), soft_wrap=True)
+            for text in _boundary(segment):
+                here.print(cell(text, style="cyan"), soft_wrap=True)
             table = _table(names, header=True)
             continue
         shown = _cells(message, measured)
@@ -182,12 +183,18 @@ def _table(names: Sequence[str], *, header: bool) -> Table:
     return table
 
 
-def _boundary(segment: Segment) -> str:
+def _boundary(segment: Segment) -> Iterator[str]:
+    """The heading of a segment; also what the run began with, and the files of its user's rules."""
     head, said = segment.head, segment.standing
-    return (
+    yield (
         f"{segment.path.name}: epoch {head.epoch}, {said.why} with version {said.version} "
         f"({said.digest[:8]}) by {_words(head.strategy)}"
     )
+    if said.why == "begun" and head.start:
+        yield f"  version 0 is {head.start}"
+    sources = {f"strategy.{key}": digest for key, digest in head.sources.items()}
+    for key, digest in (sources | head.parts).items():
+        yield f"  {key}: SHA-256 of its file {digest}"
 
 
 def _words(value: object) -> str:

@@ -88,9 +88,9 @@ def _cells(row: dict[str, Any]) -> list[Text]:
     wanted = "" if row["versions"] == row["versions_wanted"] else f"/{row['versions_wanted']}"
     speed = "simulated" if row["simulated"] else f"{row['updates_per_s'] or 0:.1f}"
     return [
-        name, cell(row["state"], style=_COLOURS.get(row["state"], "")), cell(row["strategy"]),
-        cell(short(row["task"])), cell(f"{row['versions']}{wanted}"), cell(row["updates"]),
-        _metric(row["accuracy"]), _metric(row["best_accuracy"]), cell(speed), date,
+        name, cell(row["state"], style=_COLOURS.get(row["state"], "")),
+        cell(short(str(row["strategy"]))), cell(short(row["task"])), cell(f"{row['versions']}{wanted}"),
+        cell(row["updates"]), _metric(row["accuracy"]), _metric(row["best_accuracy"]), cell(speed), date,
     ]  # fmt: skip
 
 

@@ -29,7 +29,8 @@ def curves_of(numbers: Mapping[str, Any], reading: Reading, history: History, cl
 
     head = reading.head
     title = (
-        f"{short(numbers['task'])} · {numbers['strategy']} · {numbers['devices']} devices"
+        f"{short(numbers['task'])} · {short(str(numbers['strategy']))} · "
+        f"{numbers['devices']} devices"
         f"{', simulated' if reading.is_simulated else ''} · {numbers['versions']} versions"
     )
     with rc_context(curves.STYLE):

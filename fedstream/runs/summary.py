@@ -12,7 +12,7 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Layout
 from fedstream.broker.messages import first_wrong
 from fedstream.observe import report
-from fedstream.observe.display import fairness
+from fedstream.observe.display import fairness, short
 from fedstream.observe.history import History, SeenUpdate, SeenVersion
 from fedstream.terminal import measure
 
@@ -128,7 +128,7 @@ def rows(numbers: Mapping[str, Any]) -> list[tuple[str, str]]:
     found = [
         ("run", f"{numbers['run']}, {numbers['state']}{f': {why}' if why else ''}"),
         ("task", f"{numbers['task']}, {numbers['devices']} devices"),
-        ("strategy", str(numbers["strategy"])),
+        ("strategy", short(str(numbers["strategy"]))),
         ("accuracy", _accuracy(numbers)),
         ("versions", _versions(numbers)),
         (

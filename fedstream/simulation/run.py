@@ -260,8 +260,8 @@ def _write(
 ) -> list[str]:
     """Write the files; returns their names."""
     title = (
-        f"{short(settings.task.name)} · {settings.strategy.name} · {outcome.devices} devices, "
-        f"simulated · {numbers['versions']} versions"
+        f"{short(settings.task.name)} · {short(settings.strategy.name)} · "
+        f"{outcome.devices} devices, simulated · {numbers['versions']} versions"
     )
     about = {
         "version": str(numbers["versions"]), "digest": outcome.model.digest(),

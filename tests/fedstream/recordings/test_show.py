@@ -164,3 +164,21 @@ def test_journal_with_quarantines_is_verified_and_replayed(
     rows = tmp_path / "rows.csv"
     assert journal("show", tmp_path, "--csv", rows)[0] == 0
     assert "devices 3 4: poison" in rows.read_text()
+
+
+def test_show_says_what_the_run_began_with_and_whose_rules_it_had(
+    journal: Command, tmp_path: Path
+) -> None:
+    rule, solver = "1f" * 32, "2e" * 32
+    scribe = Scribe(
+        tmp_path / "journal", start="first@2 d1g357",
+        sources={"name": rule}, parts={"solver.kind": solver},
+    )  # fmt: skip
+    scribe.update()
+    scribe.segment()
+    scribe.update()
+    scribe.close()
+    _, out, _ = journal("show", tmp_path)
+    assert out.count("version 0 is first@2 d1g357\n") == 1  # of the first segment alone
+    assert out.count(f"strategy.name: SHA-256 of its file {rule}\n") == 2
+    assert out.count(f"solver.kind: SHA-256 of its file {solver}\n") == 2

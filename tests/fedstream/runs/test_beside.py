@@ -78,6 +78,13 @@ def test_list_shows_every_run_even_broken_ones(two: list[Path], command: Command
     assert found.keys() == {"one", "other", "broken", "damaged"}
 
 
+def test_list_shows_an_own_strategy_without_its_folders(tmp_path: Path, command: Command) -> None:
+    rule = f"{tmp_path}/my_rules.py:Mine"
+    left(tmp_path / "own", (5, 1.0, 50, 0.9), strategy=rule)
+    assert command("list", tmp_path)[1].splitlines()[1].split()[2] == "my_rules.py:Mine"
+    assert json.loads(command("list", tmp_path, "--json")[1])[0]["strategy"] == rule
+
+
 def test_list_recognises_a_running_run(simulated: Path, tmp_path: Path, command: Command) -> None:
     shutil.copytree(simulated, tmp_path / "run")
     with occupied(tmp_path / "run"):
