@@ -89,8 +89,9 @@ def _cells(row: dict[str, Any]) -> list[Text]:
     speed = "simulated" if row["simulated"] else f"{row['updates_per_s'] or 0:.1f}"
     return [
         name, cell(row["state"], style=_COLOURS.get(row["state"], "")),
-        cell(short(str(row["strategy"]))), cell(short(row["task"])), cell(f"{row['versions']}{wanted}"),
-        cell(row["updates"]), _metric(row["accuracy"]), _metric(row["best_accuracy"]), cell(speed), date,
+        cell(short(str(row["strategy"]))), cell(short(row["task"])),
+        cell(f"{row['versions']}{wanted}"), cell(row["updates"]),
+        _metric(row["accuracy"]), _metric(row["best_accuracy"]), cell(speed), date,
     ]  # fmt: skip
 
 
