@@ -132,6 +132,12 @@ class Door(Generic[T]):
         except FedstreamError:
             return None
 
+    def renew(self, name: str, value: object) -> None:
+        """Look up the name anew if it no longer stands for ``value``, which was reloaded since."""
+        known = getattr(self._found.get(name), "value", None)
+        if value not in (known, getattr(known, "function", None)):
+            self._found.pop(name, None)
+
     @contextmanager
     def lending(self, name: str, value: T) -> Iterator[None]:
         """Within this context, ``name`` stands for ``value``, which a program made in place."""

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias, TypeGuard
 from fedstream.api.references import importable
 from fedstream.broker.errors import ConfigError
 from fedstream.runtime.chosen import Chosen
+from fedstream.settings.parts import DOORS
 
 Part: TypeAlias = type[Any] | Callable[..., Any]
 
@@ -53,7 +54,10 @@ def name(key: str, part: Part) -> str:
             f"{what} is in {module.__name__}, which other processes can't import: install its "
             "package, or start in the folder that contains it"
         )
-    return f"{source}:{own}"
+    found = f"{source}:{own}"
+    for door in DOORS.values():
+        door.renew(found, part)
+    return found
 
 
 def table(key: str, part: Chosen) -> dict[str, object]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import sys
 from collections.abc import Iterator
@@ -91,6 +92,19 @@ def test_built_in_classes_have_their_usual_names() -> None:
     made = settings(strategy=inner, solver=Proximal)
     assert made.strategy == inner
     assert (made.strategy.name, made.solver.kind) == ("fedbuff", "proximal")
+
+
+def test_a_reloaded_module_gives_the_new_classes(rules: ModuleType) -> None:
+    """As in a notebook, whose kernel goes on while the file changes."""
+    file = Path(rules.__file__ or "")
+    staleness = {"name": "fedbuff", "staleness": {"kind": rules.half}}
+    before: Any = settings(strategy=rules.Mine(beta=1.0)).strategy, settings(strategy=staleness)
+    file.write_text(SOURCE.replace("self.beta", "2 * self.beta").replace("else a", "else a / 2"))
+    importlib.reload(rules)
+    staleness["staleness"] = {"kind": rules.half}
+    after: Any = settings(strategy=rules.Mine(beta=1.0)).strategy, settings(strategy=staleness)
+    assert [rule.weigh(1, 0, 1) for rule in (before[0], after[0])] == [1.0, 2.0]
+    assert [one.strategy.staleness(1) for one in (before[1], after[1])] == [0.5, 0.25]
 
 
 class Here(Batch):

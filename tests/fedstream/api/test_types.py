@@ -5,11 +5,16 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any, assert_type
 
 import fedstream
+from fedstream.strategies import Batch
 
 if TYPE_CHECKING:
     import pandas as pd
     from torch import Tensor, nn
     from torch.utils.data import Dataset
+
+
+class Rule(Batch):
+    """A rule of the user's."""
 
 
 class Mine(fedstream.Task):
@@ -29,6 +34,11 @@ def script() -> None:
     )  # fmt: skip
     assert_type(run, fedstream.RunRecord)
     assert_type(fedstream.simulate(Mine, devices=20, journal=False), fedstream.RunRecord)
+    table = {"name": Mine, "args": {"hidden": 3}}
+    assert_type(fedstream.run(table, strategy=Rule, solver=fedstream.Solver()), fedstream.RunRecord)
+    fedstream.simulate(strategy=Rule(buffer_size=3), solver=fedstream.Solver)
+    trusting = fedstream.open("here", trust_recorded_code=True, changed_rules=True)
+    assert_type(trusting, fedstream.RunRecord)
     assert_type(fedstream.open("here"), fedstream.RunRecord)
     assert_type(fedstream.compare([run, "here"]), fedstream.Comparison)
     history: pd.DataFrame = run.history()
