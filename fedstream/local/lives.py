@@ -19,7 +19,7 @@ from typing import Protocol, Self
 
 from fedstream.local import fork_server, parent
 
-_PYTHON = (sys.executable, "-P", "-m")  # -P: a user's redis.py or random.py must not shadow ours
+_MODULE = ("-P", "-m")  # -P: a user's redis.py or random.py must not shadow ours
 _SERVER = "fedstream.local.fork_server"
 
 
@@ -58,7 +58,7 @@ class Interpreters:
         """Start a process. Raises OSError."""
         with log.open("ab") as out:
             return await asyncio.create_subprocess_exec(
-                *_PYTHON, "fedstream", *words,
+                sys.executable, *_MODULE, "fedstream", *words,
                 stdin=asyncio.subprocess.DEVNULL, stdout=out, stderr=out,
                 env={**environment, parent.VARIABLE: str(os.getpid())},
                 # Its own session: Ctrl-C must reach only us, because we stop services in order.
@@ -100,7 +100,7 @@ class _Server:
         self._channel.setblocking(False)
         with theirs:
             self._process = subprocess.Popen(  # noqa: S603  (ourselves)
-                [*_PYTHON, _SERVER, str(theirs.fileno())],
+                [sys.executable, *_MODULE, _SERVER, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip

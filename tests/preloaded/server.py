@@ -82,7 +82,7 @@ class Server:
     def asked(self) -> tuple[list[str], str, dict[bytes, bytes], list[int]] | None:
         """Forks for a new client; in the new process, what it is to do."""
         connection, _ = self.listener.accept()
-        head, files, _, _ = socket.recv_fds(connection, 4, 3)
+        head, files, _, _ = socket.recv_fds(connection, 4, 4)
         text = b""
         while len(text) < int.from_bytes(head, "big"):
             text += connection.recv(1 << 16)
@@ -102,13 +102,15 @@ def become(
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for number, file in enumerate(files):
         os.dup2(file, number)
-    os.closerange(3, 256)
+    os.closerange(len(files), 256)
     os.chdir(folder)
     os.environ.clear()
     os.environb.update(environ)
     if "FEDSTREAM_PARENT" in os.environ:  # the client looks after the real one
         os.environ["FEDSTREAM_PARENT"] = str(os.getppid())
     sys.argv = ["fedstream", *arguments]
+    if len(files) > 3:
+        sys.argv = ["fork_server", "3"]
 
 
 def main() -> None:
@@ -121,6 +123,7 @@ def main() -> None:
             importlib.import_module(name)
     from fedstream.__main__ import main as command
     from fedstream.api.__main__ import main as from_python
+    from fedstream.local.fork_server import main as fork_server
 
     server = Server(address)
     os.write(1, b"ready\n")
@@ -129,7 +132,8 @@ def main() -> None:
         sys.executable = python  # `fedstream run` starts its services with it
         code: object = 0
         try:
-            from_python() if wanted[0] == ["-m", "fedstream.api"] else command()
+            commands = {"fedstream.api": from_python, "fedstream.local.fork_server": fork_server}
+            commands.get(wanted[0][1], command)() if wanted[0][:1] == ["-m"] else command()
         except SystemExit as end:
             code = end.code
         atexit._run_exitfuncs()
