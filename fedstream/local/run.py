@@ -42,6 +42,7 @@ from fedstream.runtime.backoff import pause
 from fedstream.runtime.signals import Stop
 from fedstream.settings.parts import doubts
 from fedstream.settings.recording import CONFIG
+from fedstream.terminal import counted
 
 _GUESTS_S = 6.0  # a few heartbeats: time to leave for trainers that joined from another terminal
 
@@ -331,7 +332,8 @@ def _header(request: RunRequest, subject: Subject, redis: str, port: int) -> dic
         "run": f"{settings.run.name}: {goal}",
         "task": f"{settings.task.name}, {subject.devices} devices",
         "strategy": settings.strategy.name,
-        "services": f"coordinator, scheduler, updater, evaluator, {request.trainers} trainers"
+        "services": "coordinator, scheduler, updater, evaluator, "
+        + counted(request.trainers, "trainer")
         + (", sinks" if settings.sinks else ""),
         "Redis": f"{redis}{whose}",
         "status": f"http://{host}:{port}/v1/runs/{settings.run.name}",

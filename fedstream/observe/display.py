@@ -20,6 +20,7 @@ _LINE_EVERY_S = 3.0
 _NAMED = 20  # devices
 _MEAN = "device_mean_"  # of trainer/fairness.py
 _STALLED_S = 5.0  # without a version; at least 10 times the usual interval between versions
+_FIRST_S = 30.0  # how long the first version may take
 
 
 class Display(Protocol):
@@ -55,13 +56,23 @@ def pace(view: View, history: History, now: float) -> str:
     left = view.run.versions - view.head.version
     if view.run.state == "finished" or left <= 0:
         return "measuring the last version"
-    if not rate:
-        return "waiting for updates"
     idle = history.idle_s(now)
+    if not rate and (view.head.version or idle <= _FIRST_S):  # a resumed run's times are old
+        return "waiting for updates"
     if idle > max(_STALLED_S, 10 * history.usual_s):
-        return f"stalled: no version for {duration(idle)}"
+        why = _idle_why(view)
+        return f"stalled: no version for {duration(idle)}" + (f" ({why})" if why else "")
     shown = f"{rate:.1f}" if rate < 100 else f"{rate:.0f}"
     return f"{shown} versions/s, {duration(left / rate)} left"
+
+
+def _idle_why(view: View) -> str:
+    """Why nothing may be going on; '' if it can't be told from here."""
+    if not view.trainers:
+        return "no trainer is there"
+    if not view.open and not view.triggers and not view.backlog:
+        return "no task begins: see scheduler.policy, and the scheduler's log"
+    return ""
 
 
 def short(name: str) -> str:

@@ -69,6 +69,22 @@ def test_progress_shows_rate_time_left_and_problems(history: History) -> None:
     assert display.figures(over, history) == "accuracy 0.912 at 3 · staleness 1.5"
 
 
+def test_a_stalled_run_says_why_if_that_can_be_seen(history: History) -> None:
+    stalled = "stalled: no version for 0:31"
+    no_task = f"{stalled} (no task begins: see scheduler.policy, and the scheduler's log)"
+    begun = History()
+    begun.publish(version(0))
+    new = view(head=replace(view().head, version=0))
+    assert display.pace(new, begun, CREATED + 30) == "waiting for updates"
+    assert display.pace(new, begun, CREATED + 31) == no_task  # not even the first
+    assert display.pace(view(), begun, CREATED + 31) == "waiting for updates"  # just resumed
+    now = CREATED + 3 + 31
+    assert display.pace(view(), history, now) == no_task
+    assert display.pace(view(open=(trigger("t"),)), history, now) == stalled
+    assert display.pace(view(triggers=1), history, now) == stalled
+    assert display.pace(view(trainers=0), history, now) == f"{stalled} (no trainer is there)"
+
+
 def test_result_is_shown_at_the_end(history: History, capsys: pytest.CaptureFixture[str]) -> None:
     display.Lines().show(view(), history, stopping=True)
     assert capsys.readouterr().out.startswith("version 3 of 100 · stopping the services · ")
