@@ -8,8 +8,9 @@ one for each request that comes through FD, a Unix socket that keeps messages ap
     {"signal": 15, "pid": 123}
         not answered; without effect once the process has ended
 
-It starts no thread and computes nothing, so that what it forks is as good as a new interpreter. It
-ends with its socket, and the services end with it (:mod:`fedstream.local.parent`).
+It computes nothing, and the only threads in it are OpenBLAS's, which numpy starts and which are
+made anew after a fork. So what it forks is as good as a new interpreter. It ends with its socket,
+and the services end with it (:mod:`fedstream.local.parent`).
 """
 
 from __future__ import annotations
