@@ -109,6 +109,27 @@ async def test_running_run_can_be_extended_too(make: Any, hand: Hand) -> None:
     assert (await hand.ledger.run()).why == "version 3 reached"
 
 
+async def test_a_run_is_extended_again_and_again_with_a_new_redis_each_time(
+    make: Any, hand: Hand, client: Client, folder: Path
+) -> None:
+    """As `fedstream run --resume --versions N` does, whose Redis ends with it."""
+    await ends(hand, make)
+    for goal in (3, 4):
+        await client.call("FLUSHALL")
+        async with running(make(goal=goal), context()):
+            await hand.reaches(goal - 1)
+            await is_now(hand, "running", goal)
+            await hand.join()
+            await hand.admitted(4.0)
+            await hand.reaches(goal)
+            assert (await is_now(hand, "finished", goal)).why == f"version {goal} reached"
+            await hand.balanced()
+    goals = dict.fromkeys(goal for _, goal, _, _ in standings(folder))
+    assert [*goals] == [2, 3, 4]
+    with Replayer(folder) as replayer:
+        assert {moment.version for moment in replayer} == {1, 2, 3, 4}  # each was made again
+
+
 async def test_extension_outlives_a_redis_that_does_not_know_of_it(
     make: Any, hand: Hand, client: Client, folder: Path
 ) -> None:
