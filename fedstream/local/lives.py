@@ -102,6 +102,7 @@ class _Server:
             self._process = subprocess.Popen(  # noqa: S603  (ourselves)
                 [sys.executable, *_MODULE, _SERVER, str(theirs.fileno())],
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                env={name: os.environ[name] for name in os.environ if name != parent.VARIABLE},
                 pass_fds=(theirs.fileno(),), start_new_session=True,
             )  # fmt: skip
         self._asked: deque[asyncio.Future[Forked]] = deque()

@@ -292,9 +292,10 @@ def test_stalled_run_has_no_estimate() -> None:
         return display.pace(view(), history, CREATED + at)
 
     assert pace(fast, 4) == "0.2 versions/s, 6:28 left"
-    assert pace(fast, 40) == "stalled: no version for 0:39"
+    why = "(no task begins: see scheduler.policy, and the scheduler's log)"
+    assert pace(fast, 40) == f"stalled: no version for 0:39 {why}"
     assert pace(slow, 180 + 300).endswith(" left")  # versions far apart are no stall
-    assert pace(slow, 180 + 601) == "stalled: no version for 10:01"
+    assert pace(slow, 180 + 601) == f"stalled: no version for 10:01 {why}"
 
 
 async def test_key_press_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
