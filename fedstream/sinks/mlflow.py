@@ -84,7 +84,8 @@ class MLflow(Sink):
         before = client.search_runs([experiment], f"tags.`{_TAG}` = '{run.id}'", max_results=1)
         if before:
             found = before[0]
-            client.update_run(found.info.run_id, status="RUNNING")
+            if found.info.status != "RUNNING":  # a folder's file is lost if we are killed meanwhile
+                client.update_run(found.info.run_id, status="RUNNING")
         else:
             found = client.create_run(
                 experiment, start_time=round(run.created * 1000), run_name=run.name,
