@@ -42,8 +42,11 @@ types: .venv/installed  ## mypy
 # Two for each core, since a test with processes mostly waits for them.
 WORKERS ?= $(shell echo $$((2 * $$(getconf _NPROCESSORS_ONLN))))
 
+# What is done if tests fail; CI tries those once more, one at a time (.ci/run).
+AGAIN ?= false
+
 unit: .venv/installed  ## all tests
-	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder  # the long files not last
+	$(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder || $(AGAIN)  # the long files not last
 
 flower: .venv-flower/installed  ## the tests of Flower apps, in an environment that Flower can share
 	.venv-flower/bin/pytest -q tests/flower tests/docs/test_pages.py::test_flower
