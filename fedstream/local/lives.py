@@ -107,6 +107,7 @@ class _Server:
             )  # fmt: skip
         self._asked: deque[asyncio.Future[Forked]] = deque()
         self._alive: dict[int, Forked] = {}
+        self._turn = asyncio.Lock()
         self._reading = False
         self.ended = False
 
@@ -116,10 +117,12 @@ class _Server:
         if not self._reading:
             self._reading = True
             loop.add_reader(self._channel, self._read)
-        asked: asyncio.Future[Forked] = loop.create_future()
-        self._asked.append(asked)
-        await loop.sock_sendall(self._channel, json.dumps(request).encode())
-        return await asked
+        # One after the other: while the server imports, the socket has no room for many.
+        async with self._turn:
+            self._channel.send(json.dumps(request).encode())
+            asked: asyncio.Future[Forked] = loop.create_future()
+            self._asked.append(asked)
+            return await asked
 
     def signal(self, pid: int, number: int) -> None:
         """Send a signal, unless the process has ended."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import sys
@@ -101,3 +102,17 @@ async def test_fork_server_that_cannot_start_is_an_error_of_the_start(
         for _ in range(2):
             with pytest.raises(OSError, match="the process that forks services has ended"):
                 await launcher.start(["--version"], NOWHERE, tmp_path / "log")
+
+
+async def test_many_are_started_at_once_also_before_the_first_can_be(
+    launcher: Launcher, tmp_path: Path
+) -> None:
+    """More than a socket holds while the fork server imports: an environment may be large."""
+    large = NOWHERE | {"LARGE": "x" * 50_000}
+    starts = (launcher.start(["--version"], large, tmp_path / f"{n}.log") for n in range(12))
+    async with asyncio.timeout(25):
+        lives = await asyncio.gather(*starts)
+        assert [await life.wait() for life in lives] == [0] * 12
+    assert len({life.pid for life in lives}) == 12
+    for n in range(12):
+        assert (tmp_path / f"{n}.log").read_text() == f"fedstream {__version__}\n"
