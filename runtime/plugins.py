@@ -15,7 +15,6 @@ installed on purpose, so its name alone runs nothing that its user didn't choose
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import importlib.util
 import os
@@ -32,6 +31,7 @@ from typing import TYPE_CHECKING, Any, Generic, Literal, TypeAlias, TypeVar
 from pydantic import BaseModel
 from pydantic.errors import PydanticUserError
 
+from fedstream.broker.digest import digest_of
 from fedstream.broker.errors import ConfigError, FedstreamError
 from fedstream.runtime.misspelt import check_spelling
 from fedstream.runtime.nearest import did_you_mean
@@ -195,7 +195,7 @@ class Door(Generic[T]):
         if isinstance(accepted, type):
             _check_usable(accepted, f"{self.what} {name!r}")
         source = _source_of(value, module)
-        digest = None if source is None else hashlib.sha256(source.read_bytes()).hexdigest()
+        digest = None if source is None else digest_of(source.read_bytes())
         return Plugin(name, accepted, origin, source, digest)
 
     def _unknown(self, name: str) -> str:
