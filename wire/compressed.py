@@ -1,0 +1,53 @@
+"""Zstandard frames, and protection from those that decompress to more than there can be."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import zstandard
+
+from fedstream.broker import reasons
+from fedstream.wire.refused import Undecodable
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+LEVEL = 1  # higher ones cost several times as much for one or two percent (benchmarks/wire.py)
+
+
+def most(size: int) -> int:
+    """The most bytes of a frame that holds ``size`` bytes (ZSTD_compressBound, and then some)."""
+    return size + (size >> 7) + 512
+
+
+def encode(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """The bytes in one frame that says how many they are."""
+    frame = zstandard.ZstdCompressor(level=LEVEL).compress(data.data)
+    return np.frombuffer(frame, np.uint8)
+
+
+def decode(frame: npt.NDArray[np.uint8], limit: int) -> npt.NDArray[np.uint8]:
+    """The bytes in a frame, at most ``limit`` of them.
+
+    Raises Undecodable if the frame is damaged, followed by something, or says that it holds more,
+    or nothing about how much it holds: before any memory is taken for it.
+    """
+    try:
+        about = zstandard.get_frame_parameters(frame.data)
+        if about.content_size > limit:  # unknown sizes are the largest of all
+            raise Undecodable(
+                reasons.WIRE_TOO_LONG, f"{_said(about.content_size)}, at most {limit} were expected"
+            )
+        inside = zstandard.ZstdDecompressor(max_window_size=0).decompress(
+            frame.data, max_output_size=limit, allow_extra_data=False
+        )
+    except zstandard.ZstdError as error:
+        raise Undecodable(reasons.WIRE_LENGTH, f"not a Zstandard frame: {error}") from error
+    return np.frombuffer(inside, np.uint8)
+
+
+def _said(size: int) -> str:
+    if size >= zstandard.CONTENTSIZE_ERROR:
+        return "a frame that doesn't say how many bytes it holds"
+    return f"a frame of {size} bytes"

@@ -1,0 +1,113 @@
+"""The k values of largest magnitude, and where they are; the others are zero: ``topk``.
+
+    uint32 k ++ bfloat16[k] values ++ k gaps
+
+A gap is the number of values left out before a kept one, in LEB128: seven bits to a byte, the
+lowest first, the highest bit set in all bytes but the last. So indices rise by construction: none
+is there twice.
+
+top_k of *Sparsified SGD with Memory* (Stich, Cordonnier, Jaggi 2018), definition 2.2.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedstream.broker import reasons
+from fedstream.wire import bf16
+from fedstream.wire.refused import Undecodable
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    from fedstream.broker.layout import Floats
+
+_HEAD = 4  # bytes of k
+_LONGEST = 5  # bytes of a gap: 35 bits
+
+
+def kept(count: int, share: float) -> int:
+    """k: the share of ``count`` values, rounded, but at least one if there is any."""
+    return min(count, max(1, round(share * count)))
+
+
+def nbytes_between(count: int, share: float) -> tuple[int, int]:
+    """The fewest and the most bytes that ``count`` values take if at most ``share`` are kept."""
+    k = kept(count, share)
+    return _HEAD, _HEAD + k * (2 + _LONGEST)
+
+
+def encode(values: Floats, share: float) -> npt.NDArray[np.uint8]:
+    """The bytes. Of equal magnitudes the first ones are kept; NaN counts as the largest."""
+    k = kept(values.size, share)
+    places = _largest(values, k)
+    gaps = np.diff(places, prepend=-1) - 1
+    head = np.array([k], "<u4").view(np.uint8)
+    halves = np.empty(bf16.nbytes(k), np.uint8)
+    bf16.encode(values[places], halves)
+    return np.concatenate([head, halves, _leb128(gaps)])
+
+
+def decode(data: npt.NDArray[np.uint8], share: float, into: Floats) -> None:
+    """Write the values into ``into``, and zero everywhere else.
+
+    Raises Undecodable unless there are at most ``share`` of them, each at a place of its own.
+    """
+    if data.size < _HEAD:
+        raise Undecodable(reasons.WIRE_LENGTH, f"{data.size} bytes: too few for a count")
+    k, most = int(np.frombuffer(data[:_HEAD], "<u4")[0]), kept(into.size, share)
+    if k > most:
+        raise Undecodable(reasons.WIRE_LENGTH, f"{k} values: at most {most} may be kept")
+    split = _HEAD + bf16.nbytes(k)
+    if data.size < split:
+        raise Undecodable(reasons.WIRE_LENGTH, f"{data.size} bytes for {k} values")
+    places = np.cumsum(_gaps(data[split:], k) + 1) - 1
+    if k and places[-1] >= into.size:
+        raise Undecodable(reasons.WIRE_INDEX, f"place {places[-1]} of {into.size} values")
+    values = np.empty(k, np.float32)
+    bf16.decode(data[_HEAD:split], values)
+    into[:] = 0
+    into[places] = values
+
+
+def _largest(values: Floats, k: int) -> npt.NDArray[np.int64]:
+    """Where the k largest magnitudes are, in order."""
+    if k >= values.size:
+        return np.arange(values.size)
+    sizes = np.abs(values)
+    sizes[np.isnan(sizes)] = np.inf
+    least = np.partition(sizes, -k)[-k]
+    above = np.flatnonzero(sizes > least)
+    equal = np.flatnonzero(sizes == least)[: k - above.size]
+    return np.sort(np.concatenate([above, equal]))
+
+
+def _leb128(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
+    rest = numbers.astype(np.uint64)
+    table = np.zeros((numbers.size, _LONGEST), np.uint8)
+    used = np.zeros((numbers.size, _LONGEST), bool)
+    for place in range(_LONGEST):
+        used[:, place] = (rest > 0) | (place == 0)
+        table[:, place] = rest & np.uint64(127)
+        rest >>= np.uint64(7)
+        table[:, place] |= (rest > 0).astype(np.uint8) << np.uint8(7)
+    return table[used]
+
+
+def _gaps(data: npt.NDArray[np.uint8], k: int) -> npt.NDArray[np.int64]:
+    """The k gaps. Raises Undecodable if there are fewer or more, or one is too long."""
+    ends = np.flatnonzero(data < 128)
+    if ends.size != k or (data.size and data[-1] >= 128):
+        raise Undecodable(reasons.WIRE_LENGTH, f"{ends.size} places for {k} values")
+    starts = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)[:k]
+    lengths = ends - starts + 1
+    longest = int(lengths.max(initial=0))
+    if longest > _LONGEST:
+        raise Undecodable(reasons.WIRE_INDEX, f"a gap of {longest} bytes")
+    gaps = np.zeros(k, np.int64)
+    for place in range(longest):
+        there = lengths > place
+        gaps[there] |= (data[starts[there] + place].astype(np.int64) & 127) << 7 * place
+    return gaps
