@@ -21,6 +21,7 @@ from fedstream.coordinator.scheduler import SchedulerSettings
 from fedstream.coordinator.settings import CoordinatorSettings
 from fedstream.journal import JournalSettings
 from fedstream.runtime.config import Option, Section, load
+from fedstream.runtime.formats import WireSettings
 from fedstream.runtime.http import HttpSettings
 from fedstream.runtime.logging import LogSettings
 from fedstream.runtime.participation import Participation, ParticipationGroup
@@ -76,6 +77,7 @@ class Settings(Section):
     journal: JournalSettings = JournalSettings()
     trainer: TrainerSettings = TrainerSettings()
     devices: DeviceSettings = DeviceSettings()
+    wire: WireSettings = WireSettings()
     evaluator: EvaluatorSettings = EvaluatorSettings()
     simulation: SimulationSettings = SimulationSettings()
     sinks: tuple[SomeSink, ...] = ()  # trackers
@@ -92,6 +94,13 @@ class Settings(Section):
         if isinstance(policy, Rounds):
             self._check_rounds(policy)
         self._check_solvers()
+        if self.strategy.sends == "model" and self.wire.of_updates.of_changes:
+            raise ValueError(
+                f"wire.update = {self.wire.update!r} with strategy.name = {self.strategy.name!r}: "
+                f"{self.strategy.name} takes models, and {self.wire.of_updates.kind} is too coarse "
+                "for them; use bf16 or int8, or a strategy that takes deltas (fedbuff, afa-cd, "
+                "afa-cs or scaffold)"
+            )
         remembered, devices = strategy.remembered, self.task.devices
         if remembered is not None and devices is not None and remembered != devices:
             raise ValueError(
