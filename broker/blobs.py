@@ -9,10 +9,9 @@ themselves.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
@@ -81,27 +80,38 @@ async def read(client: Client, key: str, into: Model, *, digest: str, chunks: in
     checked. Raises BlobMissing if the blob is not there, BlobDamaged if its bytes are not those
     announced; the model's bytes are then undefined.
     """
-    data = into.buffer
-    chunks = chunks_of(data.nbytes) if chunks is None else chunks
-    at = 0
-    for first in range(0, max(chunks, 1), WINDOW):
-        numbers = range(first, min(first + WINDOW, chunks))
-        size, *found = await _asked(client, key, numbers)
-        if size is None:
-            raise BlobMissing(key)
-        if size != b"%d" % data.nbytes:
-            said = size.decode(errors="replace")
-            raise BlobDamaged(f"blob {key} has {said} bytes, expected {data.nbytes}")
-        for chunk in found:
-            if chunk is None or at + len(chunk) > data.nbytes:
-                raise BlobMissing(key) if chunk is None else BlobDamaged(f"blob {key} is too long")
-            data[at : at + len(chunk)] = np.frombuffer(chunk, dtype=np.uint8)
-            at += len(chunk)
-    if at != data.nbytes:
-        raise BlobDamaged(f"blob {key} ends after {at} of {data.nbytes} bytes")
-    # Hashing a large blob would block the event loop for too long.
-    own = into.digest() if data.nbytes <= CHUNK else await asyncio.to_thread(into.digest)
-    if own != digest:
+    data = into.buffer.data
+    size = data.nbytes
+    chunks = chunks_of(size) if chunks is None else chunks
+    at, sha256 = 0, hashlib.sha256()
+    hashing: asyncio.Future[None] | None = None
+    try:
+        for first in range(0, max(chunks, 1), WINDOW):
+            numbers = range(first, min(first + WINDOW, chunks))
+            stated, *lengths = await _asked(client, key, numbers, data[at:])
+            if stated is None:
+                raise BlobMissing(key)
+            if stated != b"%d" % size:
+                said = stated.decode(errors="replace")
+                raise BlobDamaged(f"blob {key} has {said} bytes, expected {size}")
+            if None in lengths:
+                raise BlobMissing(key)
+            begin, at = at, at + sum(lengths)
+            if at > size:
+                raise BlobDamaged(f"blob {key} is too long")
+            if size <= CHUNK:
+                sha256.update(data[begin:at])
+                continue
+            # Beside the loop, which hashing would block, and while the next chunks arrive.
+            if hashing is not None:
+                await hashing
+            hashing = asyncio.ensure_future(asyncio.to_thread(sha256.update, data[begin:at]))
+    finally:
+        if hashing is not None:
+            await hashing  # it reads the model
+    if at != size:
+        raise BlobDamaged(f"blob {key} ends after {at} of {size} bytes")
+    if (own := sha256.hexdigest()) != digest:
         raise BlobDamaged(f"blob {key} has digest {own}, expected {digest}")
 
 
@@ -110,17 +120,18 @@ async def read_newest(client: Client, keys: Keys, head: Head, into: Model) -> No
     await read(client, keys.model(head.blob), into, digest=head.digest, chunks=head.chunks)
 
 
-async def _asked(client: Client, key: str, numbers: range) -> list[Any]:
-    """Fetch a blob's stated size, followed by the chunks ``numbers``."""
-    rest: list[Command] = [("HGET", key, n) for n in numbers[1:]]
-    begin, *more = await _of(client, key, [("HMGET", key, _SIZE, *numbers[:1]), *rest])
-    return [*begin, *more]
+async def _asked(client: Client, key: str, numbers: range, into: memoryview) -> list[Any]:
+    """Fetch a blob's stated size, and the chunks ``numbers`` into a buffer: their lengths."""
+    parts: list[Command] = [("HGET", key, _SIZE), *(("HGET", key, n) for n in numbers)]
+    return await _of(client, key, parts, into)
 
 
-async def _of(client: Client, key: str, commands: Sequence[Command]) -> list[Any]:
+async def _of(
+    client: Client, key: str, commands: Sequence[Command], into: memoryview | None = None
+) -> list[Any]:
     """Send commands about a blob. Raises BlobDamaged if the key holds something else."""
     try:
-        return await client.pipeline(commands)
+        return await client.pipeline(commands, into=into)
     except Foreign as error:  # a site may write anything under an update's key
         raise BlobDamaged(f"{key} is not a blob") from error
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
@@ -35,12 +36,12 @@ from fedstream.broker.errors import (
     ReplyTooLarge,
     Unavailable,
 )
+from fedstream.broker.link import READ, Link
 from fedstream.broker.places import Address, Cluster, Guide, Sentinels
 from fedstream.broker.settings import RedisSettings, check_files
 
 __all__ = ["Client", "RedisSettings"]
 
-_READ = 1 << 20  # bytes taken from a connection at once
 _ASKED_S = 2.0  # time-out for asking one sentinel or cluster node
 _HOPS = 4  # redirects to follow before giving up
 _DENIED = re.compile(r"\b(NOPERM|WRONGPASS) |The user executing the script can't|ACL failure")
@@ -82,28 +83,6 @@ class _Elsewhere:
     asking: bool  # commands must be preceded by ASKING
 
 
-class _Parser(_AsyncHiredisParser):
-    """redis-py's parser with a byte limit: others may control how long a reply is."""
-
-    __slots__ = ("left",)
-
-    def __init__(self, socket_read_size: int) -> None:
-        super().__init__(socket_read_size)
-        self.left = inf
-
-    async def read_from_socket(self) -> bool:
-        """Read more bytes; raise ReplyTooLarge at the limit, ConnectionError at end of stream."""
-        if self.left <= 0:
-            raise ReplyTooLarge
-        assert self._stream is not None  # noqa: S101  (connected)
-        read = await self._stream.read(self._read_size)
-        if not read:
-            raise exceptions.ConnectionError("Connection closed by server.")
-        self.left -= len(read)
-        self._reader.feed(read)  # type: ignore[attr-defined]  # a stub that has only None
-        return True
-
-
 class Client:
     """Client for one Redis that runs each command at most once.
 
@@ -122,13 +101,13 @@ class Client:
             "decode_responses": False,
             "socket_timeout": None,  # a single time-out covers the whole exchange instead
             "socket_connect_timeout": settings.timeout_s,
-            "socket_read_size": _READ,
             "driver_info": None,
-            "parser_class": _Parser,
+            "parser_class": _AsyncHiredisParser,
             "client_name": name or None,
         }
         self._timeout_s = settings.timeout_s
-        self._idle: list[Connection] = []
+        self._idle: list[Link] = []
+        self._buffer = memoryview(bytearray(READ))  # of all links: each uses it within a call
         self._closed = False
         self._lost = False  # Redis was lost, and no connection was made since
         self.reconnects = 0  # reconnections after Redis was lost
@@ -174,19 +153,26 @@ class Client:
         return (await self.pipeline((command,), wait_s=wait_s))[0]
 
     async def pipeline(
-        self, commands: Sequence[Command], *, wait_s: float = 0.0, most: float = inf
+        self,
+        commands: Sequence[Command],
+        *,
+        wait_s: float = 0.0,
+        most: float = inf,
+        into: memoryview | None = None,
     ) -> list[Any]:
         """Send several commands in one write and return their replies.
 
         Raises the first error among the replies. ``wait_s``: seconds the commands may block.
-        ``most``: limit in bytes on all replies together, accurate to one read of 1 MiB, for replies
-        whose length others control. Beyond it ReplyTooLarge is raised, although Redis executes
-        every command.
+        ``most``: limit in bytes on all replies together, accurate to one read of 256 KiB, for
+        replies whose length others control. Beyond it ReplyTooLarge is raised, although Redis
+        executes every command. ``into``: for commands whose replies are all bulks or nil. The first
+        reply is returned as usual; the bytes of the others go into this buffer, one after the
+        other, and their lengths are returned. What exceeds the buffer is dropped.
         """
         once: _Elsewhere | None = None
         hops = 0
         while True:
-            replies = await self._exchange(commands, wait_s, most, once)
+            replies = await self._exchange(commands, wait_s, most, once, into)
             failure = next((r for r in replies if isinstance(r, exceptions.ResponseError)), None)
             if failure is None:
                 return replies
@@ -224,73 +210,85 @@ class Client:
         wait_s: float,
         most: float,
         once: _Elsewhere | None = None,
+        into: memoryview | None = None,
     ) -> list[Any]:
         """Send commands and return the replies, errors included.
 
         ``once``: a node for this exchange alone.
         """
-        connection: Connection | None = None
-        transport: asyncio.WriteTransport | None = None
+        link: Link | None = None
         sent = tuple(asking(commands)) if once and once.asking else commands
         generation = self._generation
-        replies: list[Any] = []
+        seconds = self._timeout_s + wait_s
         try:
-            async with asyncio.timeout(self._timeout_s + wait_s):
-                if once is not None:
-                    connection = await self._connected(once.place)
-                else:
-                    connection = await self._rested() or await self._connected()
-                transport = _transport(connection)
-                await connection.send_packed_command(encoded(sent), check_health=False)  # type: ignore[arg-type]
-                cast(_Parser, connection._parser).left = most  # noqa: SLF001
-                # Read every reply, even after an error reply: the connection stays in step.
-                for command in sent:
-                    asked = command[0]
-                    replies.append(await _reply(connection))
+            if once is not None or (link := self._rested()) is None:
+                began = time.monotonic()
+                async with asyncio.timeout(seconds):
+                    link = await self._connected(once.place if once else None)
+                seconds -= time.monotonic() - began
+            replies = await link.exchange(
+                encoded(sent), len(sent), seconds=seconds, most=most, into=into
+            )
+            # Such as LOADING: redis-py takes it for the connection's error.
+            for reply in replies:
+                if isinstance(reply, exceptions.ConnectionError):
+                    raise reply
         except ReplyTooLarge as error:
-            await self._drop(connection, transport)
+            _drop(link)
+            asked = sent[link.received][0] if link else ""
             raise ReplyTooLarge(f"more than {most} bytes with the reply to {asked!r}") from error
         except (exceptions.RedisError, OSError, TimeoutError) as error:
-            await self._drop(connection, transport)
+            _drop(link)
             translated = self._translated(error)
             self._lost = True
             if self._guide is not None and generation == self._generation:
                 self._forget()
             raise translated from error
         except BaseException:  # cancelled: a late reply must not reach the next caller
-            await self._drop(connection, transport)
+            _drop(link)
             raise
         if self._closed or once is not None or generation != self._generation:
-            await self._drop(connection)
+            _drop(link)
         else:
-            self._idle.append(connection)
+            self._idle.append(link)
+        if sent is commands:
+            return replies
         kept = zip(sent, replies, strict=True)
         return [reply for command, reply in kept if command is not ASKING]
 
-    async def _rested(self) -> Connection | None:
+    def _rested(self) -> Link | None:
         """An idle connection that Redis has not closed since (its ``timeout`` setting)."""
         while self._idle:
-            connection = self._idle.pop()
-            if not connection._reader.at_eof():  # type: ignore[union-attr]  # noqa: SLF001
-                return connection
-            await self._drop(connection)
+            link = self._idle.pop()
+            if link.is_open:
+                return link
+            _drop(link)
         return None
 
-    async def _connected(self, place: Address | None = None) -> Connection:
+    async def _connected(self, place: Address | None = None) -> Link:
         """Connect to ``place``, by default to the current node."""
         if place is None and self._guide is not None:
             place = self._place = self._place or await self._guide.find(self._ask)
         connection = await self._opened(place, self._options)
-        if isinstance(self._guide, Sentinels):
-            try:
+        try:
+            if isinstance(self._guide, Sentinels):
                 await _check_role(connection)
-            except BaseException:
-                await self._drop(connection)
-                raise
+            link = self._taken_over(connection)
+        except BaseException:
+            await _disconnect(connection)
+            raise
         if self._lost:
             self._lost = False
             self.reconnects += 1
-        return connection
+        return link
+
+    def _taken_over(self, connection: Connection) -> Link:
+        """The link of a connection whose handshake redis-py has done."""
+        reader, writer = connection._reader, connection._writer  # noqa: SLF001
+        if reader is None or writer is None or reader.at_eof():
+            raise exceptions.ConnectionError("Connection closed by server.")
+        connection._reader = connection._writer = None  # noqa: SLF001
+        return Link(writer, _AsyncHiredisParser.parse_error, self._buffer)
 
     async def _opened(self, place: Address | None, options: dict[str, Any]) -> Connection:
         if place is not None and self._path is None:
@@ -305,10 +303,8 @@ class Client:
         try:
             await connection.connect()
         except BaseException:
-            await self._drop(connection, *opened)
+            await _disconnect(connection, *opened)
             raise
-        # asyncio's 64 KiB limit would pause and resume the socket four times for each chunk.
-        connection._reader._limit = _READ  # noqa: SLF001
         return cast(Connection, connection)
 
     async def _ask(self, node: Address, question: tuple[str, ...]) -> Any:
@@ -322,31 +318,16 @@ class Client:
         except (exceptions.RedisError, OSError, TimeoutError) as error:
             raise self._translated(error, f"{node[0]}:{node[1]}") from error
         finally:
-            await self._drop(connection)
+            if connection is not None:
+                await _disconnect(connection)
 
     def _forget(self, place: Address | None = None) -> None:
         """Use ``place`` from now on, or ask the guide if None; close idle connections."""
         self._place = place
         self._generation += 1
-        for connection in self._idle:
-            _transport(connection).abort()
-            connection._close()  # type: ignore[no-untyped-call]  # noqa: SLF001  (immediate)
+        for link in self._idle:
+            link.abort()
         self._idle.clear()
-
-    async def _drop(
-        self, connection: Connection | None, transport: asyncio.WriteTransport | None = None
-    ) -> None:
-        """Close a connection at once, without waiting for a TLS shutdown.
-
-        Unsent data in ``transport`` is discarded: the caller that gave up may reuse its memory, or
-        no longer want the command executed.
-        """
-        if transport is None and connection is not None and connection.is_connected:
-            transport = _transport(connection)
-        if transport is not None:
-            transport.abort()
-        if connection is not None:
-            await connection.disconnect(nowait=True)
 
     def _translated(self, error: Exception, address: str = "") -> BrokerError:
         if isinstance(error, BrokerError):
@@ -397,7 +378,7 @@ class Client:
         """Close idle connections now, and busy ones once their replies are read."""
         self._closed = True
         while self._idle:
-            await self._drop(self._idle.pop())
+            self._idle.pop().abort()
 
 
 def _options(settings: RedisSettings) -> dict[str, Any]:
@@ -445,6 +426,27 @@ def _transport(connection: Connection) -> asyncio.WriteTransport:
     return connection._writer.transport  # type: ignore[union-attr]  # noqa: SLF001
 
 
+async def _disconnect(
+    connection: Connection, transport: asyncio.WriteTransport | None = None
+) -> None:
+    """Close a connection at once, without waiting for a TLS shutdown."""
+    if transport is None and connection.is_connected:
+        transport = _transport(connection)
+    if transport is not None:
+        transport.abort()
+    await connection.disconnect(nowait=True)
+
+
+def _drop(link: Link | None) -> None:
+    """Close a link at once.
+
+    Unsent data is discarded: the caller that gave up may reuse its memory, or no longer want the
+    command executed.
+    """
+    if link is not None:
+        link.abort()
+
+
 def _words(error: Exception) -> str:
     return str(error) or type(error).__name__
 
@@ -452,14 +454,6 @@ def _words(error: Exception) -> str:
 def _is_elsewhere(error: Exception) -> bool:
     """Whether the error says that this is not, or no longer, the right node."""
     return isinstance(error, _ELSEWHERE) or bool(_ELSEWHERE_TOO.search(str(error)))
-
-
-async def _reply(connection: Connection) -> Any:
-    """Read the next reply; an error reply is returned, not raised."""
-    try:
-        return await connection.read_response(disconnect_on_error=False)
-    except exceptions.ResponseError as error:
-        return error
 
 
 async def _check_role(connection: Connection) -> None:

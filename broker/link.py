@@ -1,0 +1,240 @@
+"""One open connection to Redis: commands out, and their replies in.
+
+An exchange wakes its caller once, when the last reply is there, and takes one time-out however many
+replies there are. A model's bytes are received where they belong, without a copy in between.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from math import inf
+from typing import Any, cast
+
+import hiredis
+
+from fedstream.broker.commands import Buffer
+from fedstream.broker.errors import ReplyTooLarge
+
+READ = 1 << 18  # bytes taken from a connection at once
+_STAGED = 1 << 16  # the same while bulks are received; what is beyond goes straight to its place
+_LINE = 1 << 16  # bytes of a line at most; none of Redis's is nearly as long
+_NOT_YET = object()
+_END = b"\r\n"
+
+
+class Bulks:
+    """Receives a number of bulk replies: the first as bytes, the others into one buffer.
+
+    The bytes beyond the buffer are dropped, and replies say how many there were.
+    """
+
+    def __init__(self, expected: int, into: memoryview, error: Callable[[str], Exception]) -> None:
+        """``error`` makes an exception from an error reply's text."""
+        self.replies: list[Any] = []  # the first one's bytes, then lengths; None: nil; or errors
+        self._expected = expected
+        self._into = into
+        self._error = error
+        self._line = bytearray()  # the beginning of a line, or the first reply
+        self._left = 0  # bytes of the current bulk still to come, and of the line's end after it
+        self._length = 0  # of the current bulk
+        self._is_first = True
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether all replies are there."""
+        return len(self.replies) == self._expected
+
+    @property
+    def room(self) -> memoryview | None:
+        """Where the next bytes belong; None: they are to be passed to :meth:`feed`."""
+        # The last bytes come with the line's end, and with what follows.
+        direct = min(self._left - len(_END), len(self._into)) - 1 if self._left else 0
+        direct = 0 if self._is_first else direct
+        return self._into[:direct] if direct >= _STAGED else None
+
+    def filled(self, count: int) -> None:
+        """So many bytes were written to :attr:`room`."""
+        self._into = self._into[count:]
+        self._left -= count
+
+    def feed(self, data: memoryview) -> None:
+        """Take bytes as they came. Raises ValueError unless they are bulk replies."""
+        while data:
+            if self.is_complete:
+                raise ValueError("more replies than commands")
+            data = self._bytes(data) if self._left else self._header(data)
+
+    def _bytes(self, data: memoryview) -> memoryview:
+        """Take bytes of the current bulk; return the rest."""
+        content = data[: max(0, self._left - len(_END))]
+        if self._is_first:
+            self._line += content
+        else:
+            kept = min(len(content), len(self._into))
+            self._into[:kept] = content[:kept]
+            self._into = self._into[kept:]
+        taken = min(len(data), self._left)
+        self._left -= taken
+        if not self._left:
+            self.replies.append(bytes(self._line) if self._is_first else self._length)
+            self._line.clear()
+            self._is_first = False
+        return data[taken:]
+
+    def _header(self, data: memoryview) -> memoryview:
+        """Take bytes of a line; return the rest."""
+        had = len(self._line)
+        self._line += data[:_LINE]
+        end = self._line.find(_END, max(0, had - 1))
+        if end < 0:
+            if len(self._line) > _LINE:
+                raise ValueError("a line without an end")
+            return data[_LINE:]
+        kind, text = self._line[:1], bytes(self._line[1:end])
+        self._line.clear()
+        if kind == b"-":
+            self.replies.append(self._error(text.decode(errors="replace")))
+        elif kind == b"+":  # to a command sent ahead, such as ASKING
+            self.replies.append(text)
+        elif kind != b"$":
+            raise ValueError(f"a reply of kind {kind.decode(errors='replace')!r}, expected a bulk")
+        elif text == b"-1":
+            self.replies.append(None)
+            self._is_first = False
+        else:
+            self._length = int(text)
+            self._left = self._length + len(_END)
+        return data[end + len(_END) - had :]
+
+
+class Link(asyncio.BufferedProtocol):
+    """An open connection, for one exchange at a time."""
+
+    def __init__(
+        self, writer: asyncio.StreamWriter, error: Callable[[str], Exception], buffer: memoryview
+    ) -> None:
+        """Take a stream's connection over, once its handshake is done.
+
+        ``error`` makes an exception from an error reply's text. ``buffer``: ``READ`` bytes, used
+        only within a call, so connections may share it.
+        """
+        self._writer = writer  # kept: when it goes, it closes the connection
+        self._transport = transport = cast(asyncio.Transport, writer.transport)
+        self._error = error
+        self._buffer = buffer
+        self._reader = hiredis.Reader(replyError=error, notEnoughData=_NOT_YET)
+        self._waiter: asyncio.Future[None] | None = None  # None: no exchange
+        self._replies: list[Any] = []
+        self._expected = 0
+        self._left = inf  # bytes that the replies may still have
+        self._bulks: Bulks | None = None
+        self._direct = False  # the last buffer handed out was the bulks' own
+        self.received = 0  # replies in the last exchange
+        transport.pause_reading()
+        transport.set_protocol(self)
+        transport.resume_reading()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether another exchange can be tried."""
+        return not self._transport.is_closing()
+
+    async def exchange(
+        self,
+        data: Sequence[Buffer],
+        expected: int,
+        *,
+        seconds: float,
+        most: float = inf,
+        into: memoryview | None = None,
+    ) -> list[Any]:
+        """Send encoded commands and return so many replies; error replies among them.
+
+        ``most``: limit in bytes on all replies together, accurate to one read. ``into``: for
+        commands that all reply with a bulk: receives all but the first, as :class:`Bulks` says.
+        Raises TimeoutError after ``seconds``, ReplyTooLarge, or OSError: the connection must then
+        be aborted, as also if this is cancelled.
+        """
+        loop = asyncio.get_running_loop()
+        self._waiter = waiter = loop.create_future()
+        self._expected, self._left = expected, most
+        self._replies = replies = []
+        if into is not None:
+            self._bulks = Bulks(expected, into, self._error)
+            self._replies = replies = self._bulks.replies
+        timer = loop.call_later(seconds, self._fail, TimeoutError())
+        try:
+            if len(data) == 1:
+                self._transport.write(data[0])
+            else:
+                self._transport.writelines(data)
+            await waiter
+        finally:
+            timer.cancel()
+            self._waiter = self._bulks = None  # their memory is the caller's again
+            self._replies, self.received = [], len(replies)
+        return replies
+
+    def abort(self) -> None:
+        """Close the connection at once; what was not sent is dropped."""
+        self._bulks = None
+        self._transport.abort()
+
+    # what the transport calls
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Where the next bytes are to be received."""
+        if self._bulks is None:
+            self._direct = False
+            return self._buffer
+        room = self._bulks.room
+        self._direct = room is not None
+        return self._buffer[:_STAGED] if room is None else room
+
+    def buffer_updated(self, nbytes: int) -> None:
+        """Take the bytes that were received."""
+        waiter = self._waiter
+        if waiter is None or waiter.done():
+            self._transport.abort()  # nobody asked for these
+            return
+        self._left -= nbytes
+        try:
+            complete = self._taken(nbytes)
+        except (ValueError, hiredis.HiredisError) as error:
+            self._fail(ConnectionError(f"not Redis's protocol: {error}"))
+            return
+        if complete:
+            waiter.set_result(None)
+        elif self._left <= 0:
+            self._fail(ReplyTooLarge())
+
+    def _taken(self, count: int) -> bool:
+        """Parse bytes; return whether all replies are there."""
+        bulks = self._bulks
+        if bulks is not None:
+            if self._direct:
+                bulks.filled(count)
+            else:
+                bulks.feed(self._buffer[:count])
+            return bulks.is_complete
+        reader, replies = self._reader, self._replies
+        reader.feed(self._buffer, 0, count)  # type: ignore[arg-type]  # any buffer will do
+        while len(replies) < self._expected:
+            reply = reader.gets()
+            if reply is _NOT_YET:
+                return False
+            replies.append(reply)
+        return True
+
+    def eof_received(self) -> None:
+        """Redis has closed the connection."""
+        self._fail(ConnectionError("Connection closed by server."))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """The connection is closed."""
+        self._fail(exc or ConnectionError("Connection closed by server."))
+
+    def _fail(self, error: Exception) -> None:
+        if self._waiter is not None and not self._waiter.done():
+            self._waiter.set_exception(error)

@@ -1,0 +1,106 @@
+"""What a connection receives: bulks go where they belong, however the bytes are cut."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from fedstream.broker.client import Client
+from fedstream.broker.commands import Command
+from fedstream.broker.errors import Foreign
+from fedstream.broker.keys import Keys
+from fedstream.broker.link import Bulks
+from tests.support import wait_until
+
+LONG = bytes(range(256)) * 1024  # 256 KiB: received past the staging buffer
+
+
+def received(stream: bytes, expected: int, into: bytearray, step: int) -> list[Any]:
+    """The replies in a stream of which at most ``step`` bytes arrive at once."""
+    bulks = Bulks(expected, memoryview(into), ValueError)
+    at = 0
+    while at < len(stream):
+        room = bulks.room
+        piece = stream[at : at + step if room is None else min(step, len(room))]
+        if room is None:
+            bulks.feed(memoryview(piece))
+        else:
+            room[: len(piece)] = piece
+            bulks.filled(len(piece))
+        at += len(piece)
+    assert bulks.is_complete
+    return bulks.replies
+
+
+@pytest.mark.parametrize("step", [1, 2, 3, 7, 1000, 1 << 16, 1 << 20])
+def test_bulks_go_into_the_buffer_however_they_are_cut(step: int) -> None:
+    stream = b"$6\r\n262147\r\n$3\r\nabc\r\n$0\r\n\r\n$%d\r\n%b\r\n$-1\r\n" % (len(LONG), LONG)
+    into = bytearray(len(LONG) + 5)
+    assert received(stream, 5, into, step) == [b"262147", 3, 0, len(LONG), None]
+    assert into == b"abc" + LONG + b"\0\0"
+
+
+@pytest.mark.parametrize("step", [1, 1 << 16, 1 << 20])
+def test_bytes_beyond_the_buffer_are_dropped_and_counted(step: int) -> None:
+    stream = b"$1\r\n3\r\n$%d\r\n%b\r\n$2\r\nyz\r\n" % (len(LONG), LONG)
+    for size in (0, 10, len(LONG) - 1, len(LONG), len(LONG) + 1):
+        into = bytearray(size)
+        assert received(stream, 3, into, step) == [b"3", len(LONG), 2]
+        assert into == (LONG + b"yz")[:size]
+
+
+@pytest.mark.parametrize("step", [1, 100])
+def test_errors_stand_in_for_bulks(step: int) -> None:
+    stream = b"+OK\r\n-WRONGTYPE no\r\n$-1\r\n$1\r\nx\r\n"
+    into = bytearray(1)
+    ok, error, nothing, length = received(stream, 4, into, step)
+    assert (ok, str(error), nothing, length) == (b"OK", "WRONGTYPE no", None, 1)
+    assert into == b"x"
+
+
+@pytest.mark.parametrize(
+    "stream", [b"*1\r\n", b":1\r\n", b"$x\r\n", b"$1\r\na\r\n$1\r\n", b"+" + bytes(1 << 17)]
+)
+def test_what_is_no_bulk_is_refused(stream: bytes) -> None:
+    bulks = Bulks(1, memoryview(bytearray(1)), ValueError)
+    with pytest.raises(ValueError, match=r"reply|replies|invalid|line"):
+        bulks.feed(memoryview(stream))
+
+
+async def test_bulks_and_usual_replies_take_turns(client: Client, keys: Keys) -> None:
+    """A connection is in step after each, errors or not."""
+    await client.call("HSET", keys.run, "size", "7", "0", LONG, "1", "end")
+    asked: list[Command] = [("HGET", keys.run, name) for name in ("size", 0, 1)]
+    for _ in range(3):
+        into = bytearray(len(LONG) + 3)
+        replies = await client.pipeline(asked, into=memoryview(into))
+        assert replies == [b"7", len(LONG), 3]
+        assert bytes(into) == LONG + b"end"
+        with pytest.raises(Foreign):
+            await client.pipeline([*asked, ("GET", keys.run)], into=memoryview(into))
+        assert await client.call("HMGET", keys.run, "size", 0, 1) == [b"7", LONG, b"end"]
+    assert len(client._idle) == 1
+
+
+async def test_connection_that_says_something_unasked_is_not_used_again(client: Client) -> None:
+    await client.call("PING")
+    [link] = client._idle
+    link.get_buffer(-1)[:7] = b"+PONG\r\n"
+    link.buffer_updated(7)
+    assert not link.is_open
+    assert await client.call("ECHO", "mine") == b"mine"
+
+
+async def test_closed_connection_is_noticed_while_idle(client: Client, keys: Keys) -> None:
+    await client.call("PING")
+    [link] = client._idle
+    number = await client.call("CLIENT", "ID")
+    other = asyncio.create_task(client.call("BLPOP", keys.run, 5, wait_s=5))
+    await wait_until(lambda: not client._idle)
+    assert await client.call("CLIENT", "KILL", "ID", number) == 1
+    with pytest.raises(Exception, match="does not answer"):
+        await other
+    await wait_until(lambda: not link.is_open)
+    assert await client.call("PING") == b"PONG"
