@@ -24,9 +24,11 @@ from fedstream.journal.records import Counted
 from fedstream.simulation.arrivals import Arrival, PlannedEvent, RoundOver, plan
 from fedstream.simulation.job import Job
 from fedstream.simulation.record import Happened, SimulationRecorder
+from fedstream.simulation.transport import Transport
 from fedstream.strategies import State
 from fedstream.trainer.solvers import Cancelled
 from fedstream.updater import refusals
+from fedstream.wire import Undecodable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 
 _EndState: TypeAlias = tuple[Literal["finished", "interrupted", "failed"], str]  # and why
 
+_NO_DIGEST = "none"  # without a journal
 _AHEAD = 128  # arrivals to search for ones that can be trained together
 _MOST_REFUSED = 100  # updates in a row, as in `fedstream run`
 
@@ -87,6 +90,10 @@ class SimulationResult:
     """where version 0 was taken from, and its digest; '' if it was drawn from the seed"""
     per_device: dict[int, dict[str, float]] = field(default_factory=dict)
     """metrics on each device's own test data, as measured last (``evaluator.per_device``)"""
+    update_bytes: int = 0
+    """of all updates that arrived, in the format they were sent in"""
+    remembering: int = 0
+    """devices with error feedback, which takes the memory of a model's parameters for each"""
 
     @property
     def measured(self) -> list[VersionMade]:
@@ -151,19 +158,36 @@ class _Bases:
     was the newest when the plan made it.
     """
 
-    def __init__(self, first: State, digest: str) -> None:
+    def __init__(self, first: State, digest: str, transport: Transport) -> None:
         self.newest = 0  # the plan's newest version
-        self._bases = {0: _Base(first.model, first.version, digest)}
+        self._transport = transport
         self._free: list[Model] = []
+        self.published = self._as_published(first, digest)
+        self._bases = {0: self.published}
 
     def base(self, tau: int) -> _Base:
         """The model of one of the plan's versions."""
         return self._bases[tau]
 
-    def add(self, state: State, digest: str) -> None:
-        """Let devices start from the newest model by the plan's next version."""
+    def publish(self, state: State, digest: str) -> None:
+        """Publish a version; ``digest``: of its model, or 'none' if digests are not needed."""
+        last, self.published = self.published, self._as_published(state, digest)
+        if self._transport.copies:
+            self.release(state, last.model)
+
+    def _as_published(self, state: State, digest: str) -> _Base:
+        """What devices get of a version."""
+        model = state.model
+        if self._transport.copies:
+            model = self.spare(state.model.layout)
+            self._transport.publish(state.model, model)
+            digest = digest if digest == _NO_DIGEST else model.digest()
+        return _Base(model, state.version, digest)
+
+    def add(self) -> None:
+        """Let devices start from what was published last by the plan's next version."""
         self.newest += 1
-        self._bases[self.newest] = _Base(state.model, state.version, digest)
+        self._bases[self.newest] = self.published
 
     def drop(self, oldest: int, state: State) -> None:
         """Forget versions below ``oldest``, from which no device will start."""
@@ -175,8 +199,8 @@ class _Bases:
         return self._free.pop() if self._free else Model(layout)
 
     def release(self, state: State, *models: Model) -> None:
-        """Take these models back for reuse, except bases and those that the state holds."""
-        used = {id(model) for model in state.models()}
+        """Take these models back for reuse, except those that are published or in the state."""
+        used = {id(model) for model in (*state.models(), self.published.model)}
         used |= {id(base.model) for base in self._bases.values()}
         self._free += [model for model in models if id(model) not in used]
 
@@ -228,8 +252,9 @@ class _Simulation:
         self._training = Training(settings, task, self._strategy, self._devices, cancelled)
         self._measure = Measuring(settings, task, self._training, self._devices)
         self._progress = Progress(State(0, x_0))
-        self._digest = x_0.digest() if journal else "none"
-        self._models = _Bases(self._progress.state, self._digest)
+        self._digest = x_0.digest() if journal else _NO_DIGEST
+        self._transport = Transport(settings.wire)
+        self._models = _Bases(self._progress.state, self._digest, self._transport)
         self._ahead: deque[PlannedEvent] = deque()
         self._trained: dict[int, tuple[Trained, Job]] = {}  # by task number
         self._entries = self._streak = 0
@@ -273,7 +298,7 @@ class _Simulation:
         return SimulationResult(
             self._versions, model, module, self._devices, state, why, self._refused,
             time.perf_counter() - began, self._measuring, self._training.together, self._start,
-            self._measure.per_device,
+            self._measure.per_device, self._transport.update_bytes, self._transport.remembering,
         )  # fmt: skip
 
     # arrivals, and training ahead of them
@@ -322,7 +347,7 @@ class _Simulation:
     def _follow(self, event: PlannedEvent) -> None:
         """Advance the plan's newest version, and drop versions that no device will start from."""
         if event.makes:
-            self._models.add(self._progress.state, self._digest)
+            self._models.add()
         self._models.drop(event.oldest, self._progress.state)
 
     def _spare(self) -> Model:
@@ -337,16 +362,21 @@ class _Simulation:
         """Process an answer."""
         before, update = self._progress, job.into
         self._cost.answers += 1
+        undecodable = ""
+        try:
+            self._transport.send(arrival.device, update)
+        except Undecodable as error:
+            undecodable = error.reason
         upload = Upload(
             task=f"task-{arrival.n}", attempt="1", device=arrival.device, trainer="simulation",
             tau=job.version, base=job.digest, layout=update.layout.signature,
-            digest=update.digest() if self._journal else "none", size=update.layout.nbytes,
+            digest=update.digest() if self._journal else _NO_DIGEST, size=update.layout.nbytes,
             samples=trained.samples, steps=trained.steps, loss=trained.loss,
             lr=trained.lr or self._training.solver(arrival.device).lr, sends=self._strategy.sends,
         )  # fmt: skip
         rule, limits = self._strategy, self._settings.updater
         sizes: Counted = ()
-        refusal = refusals.by_word(upload, rule, before.state)
+        refusal = refusals.by_word(upload, rule, before.state) or undecodable
         if not refusal:
             refusal, sizes = refusals.by_content(
                 upload, rule, update, before,
@@ -404,12 +434,13 @@ class _Simulation:
         state, updates, run = step.after.state, step.made, self._settings.run
         if self._journal is not None:
             self._digest = state.model.digest()
+        self._models.publish(state, self._digest)
         for update in updates:
             self._cost.add(update, self._training.solver(update.device).batch_size)
         every, last = self._settings.simulation.evaluate_every, state.version >= run.versions
         due = last or (every and state.version % every == 0)
         began = time.perf_counter()
-        metrics = self._measure(state.model, last=last) if due else {}
+        metrics = self._measure(self._models.published.model, last=last) if due else {}
         self._measuring += time.perf_counter() - began
         if last:
             self._ending = "finished", f"version {state.version} reached"

@@ -227,6 +227,8 @@ def summary(settings: Settings, outcome: SimulationResult, history: History) -> 
         "gradients": last.gradients,
         "device_epochs": round(last.epochs, 3),
         "communications": last.communications,
+        "update_bytes": outcome.update_bytes,
+        "devices_with_feedback": outcome.remembering,
         "refused": dict(outcome.refused),
         "mean_staleness": round(history.mean_staleness, 4),
         "max_staleness": max(late, default=0),

@@ -1,0 +1,65 @@
+"""What devices get of a model, and the server of an update, in the wire formats of a run.
+
+Both are encoded and decoded by the formats' own code (:mod:`fedstream.wire`), as in a live run. A
+format that is not switched on costs nothing.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from fedstream.wire import fed_back
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
+
+    from fedstream.broker.layout import Floats, Model
+    from fedstream.runtime.formats import WireSettings
+
+
+class Transport:
+    """The way between server and devices, with the devices' error feedback.
+
+    Error feedback (``int4``, ``topk``) takes the memory of a model's parameters for each device
+    that has sent an update.
+    """
+
+    def __init__(self, settings: WireSettings) -> None:
+        self._updates, self._models = settings.of_updates, settings.of_models
+        self._lost: dict[int, Floats] = {}
+        self.update_bytes = 0
+        """of all updates, as sent"""
+
+    @property
+    def copies(self) -> bool:
+        """Whether devices get something else than the server's model."""
+        return not self._models.is_plain
+
+    @property
+    def remembering(self) -> int:
+        """Devices with error feedback."""
+        return len(self._lost)
+
+    def publish(self, model: Model, into: Model) -> None:
+        """Write what devices get of ``model``, from which they train and evaluators measure.
+
+        Raises Undecodable if the model can't be encoded because it is not finite.
+        """
+        self._models.decode(self._models.encoded(model), into)
+
+    def send(self, device: int, update: Model) -> npt.NDArray[np.uint8]:
+        """Turn ``update`` into what its receiver decodes; returns the bytes that are sent.
+
+        To be called in the order in which the device sends. Raises Undecodable, with the reason for
+        which the update is refused; its values are then undefined.
+        """
+        how = self._updates
+        if how.of_changes:
+            data, self._lost[device] = fed_back(update, self._lost.get(device), how)
+        else:
+            data = how.encoded(update)
+        self.update_bytes += data.nbytes
+        if not how.is_plain:
+            how.decode(data, update)  # once more after feedback, which leaves infinities undecoded
+        return data
