@@ -174,40 +174,65 @@ def _tensor(name: str, shape: list[int], dtype: str, kind: Kind) -> Tensor:
     return Tensor(name, tuple(shape), dtype, kind)
 
 
-class Model:
-    """A model of a given layout: one buffer, with ``floats`` and ``integers`` as views into it.
+class Block:
+    """Bytes to be sent or stored: a model's, or those of an encoded one.
 
-    The buffer belongs to this model alone: never share one between models. A buffer that the model
-    allocated itself fills whole pages, so it can be written to disk directly.
+    A buffer that was allocated here fills whole pages, so it can be written to disk directly.
     """
 
-    __slots__ = ("buffer", "floats", "integers", "layout")
+    __slots__ = ("buffer",)
 
-    def __init__(self, layout: Layout, buffer: npt.NDArray[np.uint8] | None = None) -> None:
-        if buffer is None:
-            block = np.empty(layout.nbytes + 2 * PAGE, dtype=np.uint8)
-            start = -block.ctypes.data % PAGE
-            buffer = block[start : start + layout.nbytes]
-            block[start + layout.nbytes :] = 0  # goes to disk: must not leak old memory
-        if buffer.dtype != np.uint8 or buffer.shape != (layout.nbytes,):
-            raise LayoutMismatch(
-                f"the layout takes {layout.nbytes} bytes, the buffer has {buffer.nbytes}"
-            )
-        split = 8 * layout.integers
-        self.layout = layout
+    def __init__(self, buffer: npt.NDArray[np.uint8]) -> None:
         self.buffer = buffer
-        self.integers: Integers = buffer[:split].view(np.int64)
-        self.floats: Floats = buffer[split:].view(np.float32)
+
+    @classmethod
+    def empty(cls, size: int) -> Block:
+        """A block of ``size`` bytes to write into."""
+        return Block(_paged(size))
 
     @property
     def pages(self) -> memoryview | None:
         """The buffer including its last page's padding; None if it was passed in without any."""
-        block, start = self.buffer.base, self.buffer.ctypes.data
+        block, start, size = self.buffer.base, self.buffer.ctypes.data, self.buffer.nbytes
         if not isinstance(block, np.ndarray) or block.dtype != np.uint8 or start % PAGE:
             return None  # not a block that we allocated
         first = start - block.ctypes.data
-        filled = self.layout.nbytes + -self.layout.nbytes % PAGE
+        filled = size + -size % PAGE
         return block[first : first + filled].data if first + filled <= block.nbytes else None
+
+    def digest(self) -> str:
+        """Digest of the bytes; see :mod:`fedstream.broker.digest`."""
+        return digest_of(self.buffer.data)
+
+
+def _paged(size: int) -> npt.NDArray[np.uint8]:
+    """A buffer that begins on a page and has the rest of its last one behind it."""
+    block = np.empty(size + 2 * PAGE, dtype=np.uint8)
+    start = -block.ctypes.data % PAGE
+    block[start + size :] = 0  # goes to disk: must not leak old memory
+    return block[start : start + size]
+
+
+class Model(Block):
+    """A model of a given layout: one buffer, with ``floats`` and ``integers`` as views into it.
+
+    The buffer belongs to this model alone: never share one between models.
+    """
+
+    __slots__ = ("floats", "integers", "layout")
+
+    def __init__(self, layout: Layout, buffer: npt.NDArray[np.uint8] | None = None) -> None:
+        if buffer is None:
+            buffer = _paged(layout.nbytes)
+        if buffer.dtype != np.uint8 or buffer.shape != (layout.nbytes,):
+            raise LayoutMismatch(
+                f"the layout takes {layout.nbytes} bytes, the buffer has {buffer.nbytes}"
+            )
+        super().__init__(buffer)
+        split = 8 * layout.integers
+        self.layout = layout
+        self.integers: Integers = buffer[:split].view(np.int64)
+        self.floats: Floats = buffer[split:].view(np.float32)
 
     @property
     def parameters(self) -> Floats:
@@ -223,10 +248,6 @@ class Model:
     def controls(self) -> Floats:
         """The control variate (a view), as long as the parameters; empty but for SCAFFOLD."""
         return self.floats[self.layout.floats - self.layout.controls :]
-
-    def digest(self) -> str:
-        """Digest of the model's bytes; see :mod:`fedstream.broker.digest`."""
-        return digest_of(self.buffer.data)
 
     def copy(self) -> Model:
         """A copy of the model with its own buffer."""

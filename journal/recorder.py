@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from fedstream.broker.layout import Model
+from fedstream.broker.layout import Block, Model
 from fedstream.journal.claims import Claim, newest_epoch
 from fedstream.journal.errors import JournalError, JournalFull
 from fedstream.journal.records import (
@@ -198,7 +198,7 @@ class Recorder:
         return set(vectors.changed), {d for d, name in self.stored.items() if name in gone}
 
     async def append(
-        self, records: Sequence[tuple[EntryRecord | None, Sequence[Model]]]
+        self, records: Sequence[tuple[EntryRecord | None, Sequence[Block]]]
     ) -> list[int]:
         """Append records with their payloads, synced together; return the position after each.
 
@@ -214,8 +214,8 @@ class Recorder:
             sizes: list[int] = []
             before = writer.size
             try:
-                for message, models in records:
-                    sizes.append(writer.append(message, *models) if message else writer.size)
+                for message, blocks in records:
+                    sizes.append(writer.append(message, *blocks) if message else writer.size)
             except JournalFull:
                 if not sizes:
                     raise

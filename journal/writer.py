@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 
 from fedstream.broker.errors import Fenced
-from fedstream.broker.layout import PAGE, Model, vector_of
+from fedstream.broker.layout import PAGE, Block, vector_of
 from fedstream.broker.messages import Message
 from fedstream.journal.errors import JournalError, JournalFull
 from fedstream.journal.frames import BEGINNING, MOST, file_page, filled, packed
@@ -37,7 +37,7 @@ class Writer:
         folder: Path,
         head: SegmentHead,
         standing: Standing,
-        *models: Model,
+        *models: Block,
         vectors: DeviceVectors | None = None,
     ) -> None:
         """Create the segment, whole and on disk. Raises JournalError; Fenced if it exists.
@@ -89,7 +89,7 @@ class Writer:
         """Bytes that may not be on disk yet."""
         return self.size - self._synced
 
-    def append(self, message: Message, *models: Model) -> int:
+    def append(self, message: Message, *blocks: Block) -> int:
         """Append a record; return the file's size after it.
 
         Raises JournalFull and leaves the file as it was, or JournalError.
@@ -100,12 +100,12 @@ class Writer:
                 f"{self.path}: a message of {len(encoded)} bytes; the limit is {MOST}"
             )
         begin, checksum = packed(
-            encoded, payload=sum(model.layout.nbytes for model in models), synced=self._synced,
+            encoded, payload=sum(one.buffer.nbytes for one in blocks), synced=self._synced,
             offset=self.size, follows=self.chain, salt=self._salt,
         )  # fmt: skip
         # Only a standing has several models; they are joined without padding between them.
-        alone = models[0].pages if len(models) == 1 else None
-        block = _joined(models) if alone is None and models else alone
+        alone = blocks[0].pages if len(blocks) == 1 else None
+        block = _joined(blocks) if alone is None and blocks else alone
         self._write([self._paged(begin), *([block] if block else [])])
         self.chain = checksum
         return self.size
@@ -208,14 +208,14 @@ def sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-def _joined(models: Sequence[Model]) -> memoryview:
-    """The bytes of models one after the other, padded to whole pages."""
-    block = mmap(-1, max(PAGE, filled(sum(model.layout.nbytes for model in models))))
+def _joined(blocks: Sequence[Block]) -> memoryview:
+    """The bytes of blocks one after the other, padded to whole pages."""
+    joined = mmap(-1, max(PAGE, filled(sum(one.buffer.nbytes for one in blocks))))
     at = 0
-    for model in models:
-        block[at : at + model.layout.nbytes] = model.buffer.data
-        at += model.layout.nbytes
-    return memoryview(block)
+    for one in blocks:
+        joined[at : at + one.buffer.nbytes] = one.buffer.data
+        at += one.buffer.nbytes
+    return memoryview(joined)
 
 
 def _opened(path: Path) -> int:
