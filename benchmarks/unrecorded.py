@@ -7,13 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from fedstream.broker.layout import Block
+from fedstream.broker.layout import Payload
 from fedstream.cli.app import main
 from fedstream.journal import EntryRecord, recorder
 
 
 async def append_nothing(
-    self: recorder.Recorder, records: Sequence[tuple[EntryRecord | None, Sequence[Block]]]
+    self: recorder.Recorder, records: Sequence[tuple[EntryRecord | None, Sequence[Payload]]]
 ) -> list[int]:
     """Stand in for ``Recorder.append``: write nothing, and start no thread."""
     return [self.appended] * len(records)

@@ -17,7 +17,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.errors import BlobDamaged, BlobMissing, Foreign
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Block
+from fedstream.broker.layout import Payload
 from fedstream.broker.records import Head
 
 # Bytes: 1 MiB less Redis's header. One byte more would take 1.25 MiB of Redis's memory.
@@ -43,9 +43,9 @@ def chunks_of(size: int) -> int:
     return -(-size // CHUNK)
 
 
-async def write(client: Client, key: str, block: Block, *, expire_s: float) -> None:
-    """Write the block's bytes under ``key``, expiring ``expire_s`` seconds after the last write."""
-    data = block.buffer.data
+async def write(client: Client, key: str, payload: Payload, *, expire_s: float) -> None:
+    """Write the payload under ``key``, expiring ``expire_s`` seconds after the last write."""
+    data = payload.buffer.data
     expire: Command = ("PEXPIRE", key, round(expire_s * 1000))
     # Size and expiry come first, in one transaction: a half-written blob can't stay for ever, and a
     # blob that expired while it was written has no size.
@@ -56,29 +56,31 @@ async def write(client: Client, key: str, block: Block, *, expire_s: float) -> N
         await client.pipeline([*chunks, expire])
 
 
-async def prepare(client: Client, key: str, block: Block, *, expire_s: float) -> Sequence[Command]:
-    """Write the block now, or return the commands that write it if it fits into one chunk.
+async def prepare(
+    client: Client, key: str, payload: Payload, *, expire_s: float
+) -> Sequence[Command]:
+    """Write the payload now, or return the commands that write it if it fits into one chunk.
 
     The commands, one transaction, go ahead of the script that names the blob and save a round trip.
     Passed to the script as an argument, the chunk would be copied into Lua, which costs Redis more
     than everything else.
     """
-    data = block.buffer.data
+    data = payload.buffer.data
     if data.nbytes > CHUNK:
-        await write(client, key, block, expire_s=expire_s)
+        await write(client, key, payload, expire_s=expire_s)
         return ()
     put = ("HSET", key, _SIZE, data.nbytes, *((0, data) if data.nbytes else ()))
     return (("MULTI",), put, ("PEXPIRE", key, round(expire_s * 1000)), ("EXEC",))
 
 
-async def read(client: Client, key: str, into: Block, *, digest: str, chunks: int | None) -> None:
-    """Read the blob under ``key`` into a block of its size and check its size and digest.
+async def read(client: Client, key: str, into: Payload, *, digest: str, chunks: int | None) -> None:
+    """Read the blob under ``key`` into a payload of its size and check its size and digest.
 
     ``chunks``: how many there are, as stated where the blob is named; None: the release that wrote
     it doesn't state it, so assume this release's chunk size. Accepts chunks of any length, so use
     it only for blobs that no site can write: models, and updates whose lengths admission has
     checked. Raises BlobMissing if the blob is not there, BlobDamaged if its bytes are not those
-    announced; the block's bytes are then undefined.
+    announced; the payload's bytes are then undefined.
     """
     data = into.buffer.data
     size = data.nbytes
@@ -115,7 +117,7 @@ async def read(client: Client, key: str, into: Block, *, digest: str, chunks: in
         raise BlobDamaged(f"blob {key} has digest {own}, expected {digest}")
 
 
-async def read_newest(client: Client, keys: Keys, head: Head, into: Block) -> None:
+async def read_newest(client: Client, keys: Keys, head: Head, into: Payload) -> None:
     """Read the newest version's model. Raises as :func:`read` does."""
     await read(client, keys.model(head.blob), into, digest=head.digest, chunks=head.chunks)
 
@@ -156,7 +158,7 @@ async def stated_chunks(client: Client, key: str) -> int | None:
     return None if stated is None else int(stated)
 
 
-async def recall(client: Client, key: str, into: Block) -> bool:
+async def recall(client: Client, key: str, into: Payload) -> bool:
     """Read the handed-out blob under ``key``, which states its own digest; False if none.
 
     Raises BlobDamaged or BlobMissing if the blob is replaced meanwhile: read it again.

@@ -174,7 +174,7 @@ def _tensor(name: str, shape: list[int], dtype: str, kind: Kind) -> Tensor:
     return Tensor(name, tuple(shape), dtype, kind)
 
 
-class Block:
+class Payload:
     """Bytes to be sent or stored: a model's, or those of an encoded one.
 
     A buffer that was allocated here fills whole pages, so it can be written to disk directly.
@@ -186,9 +186,9 @@ class Block:
         self.buffer = buffer
 
     @classmethod
-    def empty(cls, size: int) -> Block:
+    def empty(cls, size: int) -> Payload:
         """A block of ``size`` bytes to write into."""
-        return Block(_paged(size))
+        return Payload(_paged(size))
 
     @property
     def pages(self) -> memoryview | None:
@@ -213,7 +213,7 @@ def _paged(size: int) -> npt.NDArray[np.uint8]:
     return block[start : start + size]
 
 
-class Model(Block):
+class Model(Payload):
     """A model of a given layout: one buffer, with ``floats`` and ``integers`` as views into it.
 
     The buffer belongs to this model alone: never share one between models.

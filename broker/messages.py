@@ -136,7 +136,7 @@ class Upload(Message):
     base: Name  # digest of x_tau
     layout: Name  # signature
     digest: Name
-    size: Count  # bytes
+    size: Count  # bytes, of what was sent; so is the digest
     samples: Count  # in the device's data
     steps: Count  # H, as performed
     lr: float  # gamma
@@ -149,6 +149,7 @@ class Upload(Message):
     handed: Count | None = None  # the newest version when the task was handed out; None: trusted
     # Of its blob; None: sent by a release that doesn't say; assume this release's chunk size.
     chunks: Count | None = None
+    format: Annotated[str, Field(max_length=40)] = "f32"  # a wire format's name
 
     @property
     def blob(self) -> str:

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prometheus_client import Counter
 
 from fedstream.broker import reasons
-from fedstream.broker.errors import BadMessage
+from fedstream.broker.errors import BadMessage, NoRun
 from fedstream.broker.keys import POOL, member
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.ledger.plumbing import Pending
@@ -31,8 +32,10 @@ from fedstream.broker.messages import (
 )
 from fedstream.broker.streams import Entry
 from fedstream.coordinator.sites import Site
+from fedstream.wire import F32, Undecodable, format_of
 
 if TYPE_CHECKING:
+    from fedstream.broker.layout import Layout
     from fedstream.coordinator.settings import CoordinatorSettings
     from fedstream.runtime.service import Context
 
@@ -68,6 +71,7 @@ class Entries:
             registry=context.registry,
         )  # fmt: skip
         self._idle: set[str] = set()  # trainers without devices that were reported
+        self._layout: Layout | None = None  # of the run, once an encoded update needed it
 
     def of_triggers(self, entry: Entry) -> Decided:
         """Turn a trigger into a task, close a round, or give up overdue tasks.
@@ -82,15 +86,16 @@ class Entries:
             return self._ledger.close_round(entry, message), tell
         return self._ledger.dispatch(entry, message), tell
 
-    def of_site(self, site: Site, entry: Entry) -> Decided | Dead:
+    async def of_site(self, site: Site, entry: Entry) -> Decided | Dead:
         """Decide on a site's message; the caller must bury a returned Dead. Raises BadMessage."""
         if entry.size > LARGEST:
             return self._dropped(site, entry, reasons.MESSAGE_TOO_LONG, bytes=entry.size)
         match decode(entry.data, Upload, GiveUp, Dead, Trigger, Presence, Event):
             case Upload() | GiveUp() as answer:
+                sizes, unfit = await self._judged(answer)
                 decision = self._ledger.admit(
                     entry, answer, size_limit=self._settings.max_update_bytes,
-                    site=site.name, trusted=site.trusted,
+                    site=site.name, trusted=site.trusted, sizes=sizes, unfit=unfit,
                 )  # fmt: skip
                 name = member(site.name, answer.trainer)
                 return decision, partial(self._tell_answered, answer, name, time.time())
@@ -110,6 +115,23 @@ class Entries:
                 return dead
             case other:
                 raise BadMessage(f"a site must not send {other.kind}")
+
+    async def _judged(self, answer: Upload | GiveUp) -> tuple[tuple[int, int] | None, str]:
+        """The sizes that an update may have, and why its format is refused: see ``admit``."""
+        if not isinstance(answer, Upload) or answer.format == F32.name:
+            return None, ""
+        try:
+            how = format_of(answer.format)
+        except Undecodable as error:
+            return None, error.reason
+        if how.of_changes and answer.sends == "model":
+            return None, reasons.WIRE_FORMAT
+        if self._layout is None or self._layout.signature != answer.layout:
+            with suppress(NoRun):
+                self._layout = (await self._ledger.run()).layout
+        if self._layout is None or self._layout.signature != answer.layout:
+            return None, ""  # refused for its layout
+        return how.sizes(self._layout), ""
 
     def _relayed(self, site: Site, entry: Entry, event: Event | None, why: str) -> Decided:
         """Relay an event to observers. None, or one over the limit, is counted under ``why``."""

@@ -149,7 +149,7 @@ class EntryIntake:
                 if site is None:
                     decisions.append(self._entries.of_triggers(entry))
                     continue
-                decided = self._entries.of_site(site, entry)
+                decided = await self._entries.of_site(site, entry)
                 if isinstance(decided, Dead):
                     await self._bury(group, entry, decided.reason, decided.deliveries, decided)
                 else:

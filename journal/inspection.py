@@ -13,6 +13,7 @@ from fedstream.journal.errors import Diverged, JournalDamaged, JournalError, Not
 from fedstream.journal.rebuild import Rebuild, is_used
 from fedstream.journal.records import EntryRecord, Standing, Taken
 from fedstream.journal.segment import Cut, Record, Segment
+from fedstream.journal.updates import decoded, received
 
 _LATER = 100  # later versions in which to look for an update that the other run took now
 
@@ -62,10 +63,10 @@ def moves(
     for record, entry in entries(segment, cut):
         before, update = model, None
         if record.payload_bytes and isinstance(entry, Taken):
-            update = room
-            segment.load(record, update)
-            if update.digest() != entry.upload.digest:
+            sent = received(segment, record, room)
+            if sent.digest() != entry.upload.digest:
                 raise JournalDamaged(f"{record.place.where}: the update does not match its digest")
+            update = decoded(record, sent, room)
         if not models or (update is None and is_used(entry)):
             model = None
         reweighed = rebuild.reweighed

@@ -27,6 +27,7 @@ from fedstream.journal.records import (
     Taken,
 )
 from fedstream.journal.segment import Record, Segment, SegmentEnd, Tear
+from fedstream.journal.updates import decoded, received
 from fedstream.runtime.plugins import NotTrusted, allowed, runs_program
 from fedstream.strategies import Memory, State, Strategy, names_in, sources_of, strategy_of
 
@@ -329,11 +330,12 @@ def _followed(found: Recovered, rebuild: Rebuild, segment: Segment, record: Reco
             found.progress = None
             return True
         update = rebuild.spare()
-        segment.load(record, update)
-        if update.digest() != record.message.upload.digest:
+        sent = received(segment, record, update)
+        if sent.digest() != record.message.upload.digest:
             where = record.place
             segment.tear(where.offset, f"{where.where}: the update does not match its digest")
             return False
+        decoded(record, sent, update)
     step = rebuild.follow(record, update)
     found.progress = step.after
     if step.made is not None:

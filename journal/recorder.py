@@ -11,15 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from fedstream.broker.layout import Block, Model
+from fedstream.broker.layout import Model, Payload
 from fedstream.journal.claims import Claim, newest_epoch
 from fedstream.journal.errors import JournalError, JournalFull
 from fedstream.journal.records import (
-    QUARANTINES,
     SUFFIX,
     VECTORS,
     EntryRecord,
-    QuarantineSet,
     SegmentHead,
     Standing,
     name_of,
@@ -102,11 +100,9 @@ class Recorder:
             or time.monotonic() - since.begun >= s.segment_s
         )
 
-    def takes(self, record: EntryRecord | None) -> bool:
-        """Whether the segment's head tells readers what they need to know for this record."""
-        return not isinstance(record, QuarantineSet) or (
-            self.head is not None and QUARANTINES in self.head.needs
-        )
+    def says(self, need: str) -> bool:
+        """Whether the segment's head tells its readers that they need to know this."""
+        return self.head is not None and need in self.head.needs
 
     async def newest_epoch(self) -> int:
         """The newest epoch with a segment or another updater's claim in the folder; -1: none."""
@@ -198,7 +194,7 @@ class Recorder:
         return set(vectors.changed), {d for d, name in self.stored.items() if name in gone}
 
     async def append(
-        self, records: Sequence[tuple[EntryRecord | None, Sequence[Block]]]
+        self, records: Sequence[tuple[EntryRecord | None, Sequence[Payload]]]
     ) -> list[int]:
         """Append records with their payloads, synced together; return the position after each.
 

@@ -19,7 +19,8 @@ from fedstream.broker.messages import (
 SUFFIX = ".journal"
 VECTORS = "device vectors"  # needed to read a segment that has any
 QUARANTINES = "quarantines"  # needed to read a segment that may have any
-KNOWN = frozenset({VECTORS, QUARANTINES})  # needs that this release can meet
+WIRE_FORMATS = "wire formats"  # needed to read a segment that may have encoded updates
+KNOWN = frozenset({VECTORS, QUARANTINES, WIRE_FORMATS})  # needs that this release can meet
 
 _YEAR_9999 = 253_402_300_799.0
 

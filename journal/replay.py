@@ -33,6 +33,7 @@ from fedstream.journal.progress import Progress, Step
 from fedstream.journal.rebuild import Rebuild, is_used, recorded, rule_of
 from fedstream.journal.records import EntryRecord, RoundClosed, Taken
 from fedstream.journal.segment import Chunk, Cut, Record, Segment, Tear, chunk_bytes
+from fedstream.journal.updates import decoded, received, update_of
 from fedstream.journal.what_if import Unused, WhatIf
 from fedstream.runtime.plugins import allowed, allowing
 from fedstream.strategies import Memory, Strategy
@@ -81,8 +82,7 @@ class Moment:
                 raise NotRecorded(f"{where}: a {self.message.outcome} update's bytes are not kept")
             recorded(self._record, None)
         model = Model(self._segment.layout)
-        self._segment.load(self._record, model)
-        return model
+        return update_of(self._segment, self._record, model)
 
 
 class Replayer:
@@ -94,7 +94,8 @@ class Replayer:
     ``Moment.original``. ``from_version``: only yield what came after this version. ``until``: the
     version to stop at. Both are the journal's versions. ``bases``: have every ``Moment.base``.
 
-    Holds at most three models and the strategy's memory, and 8 MB read ahead if models are small;
+    Holds at most three models (four, if updates are encoded) and the strategy's memory, and 8 MB
+    read ahead if models are small;
     ``beside`` takes two more models and the other rule's memory. ``bases``, or a rule that takes
     what the devices did not send, takes as many models as devices trained at the same time, and
     replays the recorded rule too.
@@ -378,9 +379,8 @@ def _check(was: Rebuild, step: Step, segment: Segment, record: Record) -> None:
         was.check(record, step)
     except Diverged as error:
         if isinstance(record.message, Taken) and _has_update(record):
-            update = Model(segment.layout)
-            segment.load(record, update)
-            if update.digest() != record.message.upload.digest:
+            sent = received(segment, record, Model(segment.layout))
+            if sent.digest() != record.message.upload.digest:
                 raise Diverged(
                     f"{record.place.where}: the update of version {record.message.version} does "
                     "not match its digest"
@@ -426,10 +426,11 @@ class _Ahead:
         """
         for segment, cut in self._chain:
             yield segment, None, None
-            for chunk, record, update in segment.found(self._chunks(), cut):
+            room = Model(segment.layout)  # takes memory only once something is decoded into it
+            for chunk, record, sent in segment.found(self._chunks(), cut):
                 if record.end == chunk.end:
                     self._used = chunk.memory
-                yield segment, record, update
+                yield segment, record, decoded(record, sent, room) if sent is not None else None
 
     def _chunks(self) -> Iterator[Chunk]:
         """The chunks of the next segment."""

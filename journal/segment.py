@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from fedstream.broker.errors import BadMessage, LayoutMismatch
-from fedstream.broker.layout import PAGE, Layout, Model
+from fedstream.broker.layout import PAGE, Layout, Payload
 from fedstream.broker.messages import Message, decode
 from fedstream.journal.errors import JournalDamaged, JournalError
 from fedstream.journal.frames import (
@@ -38,11 +38,13 @@ from fedstream.journal.frames import (
 from fedstream.journal.records import (
     KINDS,
     KNOWN,
+    WIRE_FORMATS,
     DeviceVector,
     EntryRecord,
     SegmentHead,
     Standing,
 )
+from fedstream.wire import most_bytes
 
 _CHUNK = 2 << 20  # bytes that are read at once, extended to the end of a record
 _AHEAD = 16 << 20  # bytes after a payload that the disk is asked to prefetch
@@ -148,6 +150,8 @@ class Segment:
             self.standing = standing.message.model_copy(update={"done": ()})
             self.standing_record = replace(standing, message=self.standing)
             self.layout = self._layout()
+            encoded = WIRE_FORMATS in self.head.needs
+            self._most = most_bytes(self.layout) if encoded else self.layout.nbytes
             models = 1 if self.standing.memory is None else 2
             self._check_payload(standing, models * self.layout.nbytes)
             self.elsewhere = dict(self.standing.elsewhere)  # device -> segment with its vector
@@ -326,7 +330,7 @@ class Segment:
             wanted = whole + PAGE
             while wanted <= size:
                 frame = frame_of(memoryview(into)[whole:])
-                if frame is None or frame.payload not in (0, self.layout.nbytes):
+                if frame is None or frame.payload > self._most:
                     return Chunk(at, end, into, size)  # found() tells what is wrong
                 wanted = frame.end(whole)
                 if wanted <= size:
@@ -349,12 +353,12 @@ class Segment:
 
     def found(
         self, chunks: Iterator[Chunk], cut: Cut | None
-    ) -> Iterator[tuple[Chunk, Record, Model | None]]:
+    ) -> Iterator[tuple[Chunk, Record, Payload | None]]:
         """The records of all chunks, each with its payload, which shares the chunk's memory.
 
         Raises JournalDamaged like :meth:`records` and :meth:`load`.
         """
-        layout, chain = self.layout, self.beginning.chain
+        chain = self.beginning.chain
         for chunk in chunks:
             view, at = memoryview(chunk.memory)[: chunk.size], chunk.at
             while at < chunk.end:
@@ -363,26 +367,25 @@ class Segment:
                     return  # nothing counts after a torn record
                 payload = None
                 if record.payload_bytes:
-                    self._check_payload(record, layout.nbytes)
                     if record.end - chunk.at > chunk.size:
                         raise JournalDamaged(f"{self.path}: ends in the middle of a record")
                     start = record.payload - chunk.at
-                    payload = Model(layout, np.frombuffer(view, np.uint8, layout.nbytes, start))
+                    payload = Payload(np.frombuffer(view, np.uint8, record.payload_bytes, start))
                 yield chunk, record, payload
                 at, chain = record.end, record.chain
         self._check_end(cut, chain)
 
-    def load(self, record: Record, *into: Model) -> None:
-        """Read a record's payload into models, one after the other. Raises JournalDamaged."""
-        self._check_payload(record, sum(model.layout.nbytes for model in into))
+    def load(self, record: Record, *into: Payload) -> None:
+        """Read a record's payload into blocks, one after the other. Raises JournalDamaged."""
+        self._check_payload(record, sum(block.buffer.nbytes for block in into))
         if not self._asked - _AHEAD < record.end <= self._asked - _AHEAD // 2:
             # A reader of one payload usually wants the next: let the disk prefetch it.
             self._asked = record.end + _AHEAD
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._file, record.end, _AHEAD, os.POSIX_FADV_WILLNEED)
         at = record.payload
-        for model in into:
-            view = model.buffer.data
+        for block in into:
+            view = block.buffer.data
             if self._fill(self._file, at, view) < len(view):
                 raise JournalDamaged(f"{self.path}: ends in the middle of a record")
             at += len(view)

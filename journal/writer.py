@@ -16,7 +16,7 @@ from pathlib import Path
 from threading import Lock
 
 from fedstream.broker.errors import Fenced
-from fedstream.broker.layout import PAGE, Block, vector_of
+from fedstream.broker.layout import PAGE, Payload, vector_of
 from fedstream.broker.messages import Message
 from fedstream.journal.errors import JournalError, JournalFull
 from fedstream.journal.frames import BEGINNING, MOST, file_page, filled, packed
@@ -37,7 +37,7 @@ class Writer:
         folder: Path,
         head: SegmentHead,
         standing: Standing,
-        *models: Block,
+        *models: Payload,
         vectors: DeviceVectors | None = None,
     ) -> None:
         """Create the segment, whole and on disk. Raises JournalError; Fenced if it exists.
@@ -89,7 +89,7 @@ class Writer:
         """Bytes that may not be on disk yet."""
         return self.size - self._synced
 
-    def append(self, message: Message, *blocks: Block) -> int:
+    def append(self, message: Message, *blocks: Payload) -> int:
         """Append a record; return the file's size after it.
 
         Raises JournalFull and leaves the file as it was, or JournalError.
@@ -208,7 +208,7 @@ def sync_folder(folder: Path) -> None:
         os.close(file)
 
 
-def _joined(blocks: Sequence[Block]) -> memoryview:
+def _joined(blocks: Sequence[Payload]) -> memoryview:
     """The bytes of blocks one after the other, padded to whole pages."""
     joined = mmap(-1, max(PAGE, filled(sum(one.buffer.nbytes for one in blocks))))
     at = 0

@@ -12,7 +12,7 @@ _USERS = "metrics"  # a map of the user's own names
 # Written down again, and not asked of the messages: what a release knows does not change.
 _DEFAULTS: dict[str, dict[str, Any]] = {
     "trigger": {"why": "", "origin": "scheduler"},
-    "upload": {"seconds": 0.0, "sends": "model", "site": "pool"},
+    "upload": {"seconds": 0.0, "sends": "model", "site": "pool", "format": "f32"},
     "presence": {"owns": (), "leaves": False, "host": "", "pid": 0, "answers": 0},
     "round_end": {"why": ""},
     "set_quarantine": {"release": False, "why": ""},

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 
 from fedstream.broker import blobs, reasons
 from fedstream.broker.errors import BadMessage, ConfigError, LayoutMismatch
-from fedstream.broker.layout import Model
 from fedstream.broker.messages import Assignment, GiveUp, Upload
 from fedstream.runtime.backoff import pause
 from fedstream.trainer.choices import Solvers, chosen
@@ -28,12 +27,14 @@ from fedstream.trainer.start import Newest, Start
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
+    from fedstream.broker.layout import Model, Payload
     from fedstream.broker.records import Run
     from fedstream.runtime.service import Context
     from fedstream.trainer.failures import Failures
     from fedstream.trainer.learner import Learned, Learner
     from fedstream.trainer.metrics import TrainerMetrics
     from fedstream.trainer.settings import TrainerSettings
+    from fedstream.wire import Format
 
 _LOOK_S = 0.1  # between checks whether a device has become eligible
 _OF_NO_USE = (BadMessage, ConfigError, LayoutMismatch)  # workspace of other work or another torch
@@ -57,6 +58,7 @@ class Workshop:
     out: Model  # holds one update at a time
     failures: Failures
     metrics: TrainerMetrics
+    wire: Format  # that updates are sent in
 
 
 class Attempt:
@@ -66,7 +68,7 @@ class Attempt:
         """``lost``: set when the lease is lost."""
         self.id = secrets.token_hex(6)
         self.saved = shop.saved_work(task.task)
-        self.update: Model | None = None  # to be uploaded with the answer
+        self.update: Payload | None = None  # to be uploaded with the answer
         self._task = task
         self._lost = lost
         self._shop = shop
@@ -146,8 +148,9 @@ class Attempt:
         while True:
             try:
                 training = asyncio.get_running_loop().run_in_executor(
-                    shop.thread, shop.learner.train, start, work, shop.out, shop.run.sends
-                )
+                    shop.thread, shop.learner.train, start, work, shop.out, shop.run.sends,
+                    shop.wire,
+                )  # fmt: skip
                 patience_s = shop.settings.drain_s
                 if not await returns(training, self._is_cancelled, patience_s=patience_s):
                     # The drain waits as long again; then the process ends, hung thread or not.
@@ -167,16 +170,16 @@ class Attempt:
     # what the answer says
 
     def _upload(self, start: Start, work: Work, learned: Learned) -> Upload:
-        task, trained, layout = self._task, learned.trained, learned.update.layout
+        task, trained, size = self._task, learned.trained, learned.update.buffer.nbytes
         self.update = learned.update
         return Upload(
             task=task.task, attempt=self.id, device=task.device, trainer=self._shop.name,
-            tau=start.version, base=start.digest, layout=layout.signature,
-            digest=learned.digest, size=layout.nbytes, samples=trained.samples,
+            tau=start.version, base=start.digest, layout=self._shop.run.layout.signature,
+            digest=learned.digest, size=size, samples=trained.samples,
             steps=trained.steps, lr=trained.lr or work.solver.lr,
             loss=trained.loss, seconds=self.seconds, seed=task.seed,
             sends=self._shop.run.sends, site=self._shop.settings.site,
-            chunks=blobs.chunks_of(layout.nbytes),
+            chunks=blobs.chunks_of(size), format=self._shop.wire.name,
         )  # fmt: skip
 
     def _give_up(self, reason: str) -> GiveUp:

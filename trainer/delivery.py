@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedstream.broker.client import Client
     from fedstream.broker.commands import Command
     from fedstream.broker.keys import Keys
-    from fedstream.broker.layout import Model
+    from fedstream.broker.layout import Payload
     from fedstream.broker.ledger.trainer import Outbox
     from fedstream.broker.streams import Entry
     from fedstream.runtime.service import Context
@@ -43,7 +43,7 @@ class Delivery:
         self,
         entry: Entry,
         answer: Upload | GiveUp,
-        update: Model | None,
+        update: Payload | None,
         make_room: Callable[[], Awaitable[None]],
     ) -> bool:
         """Send the answer, retrying transient errors so that finished work isn't lost.

@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fedstream.broker.layout import Payload
 from fedstream.trainer import vector
 from fedstream.trainer.answer import as_sent
 from fedstream.trainer.placement import Processor, check, placed
 from fedstream.trainer.task import untrained
+from fedstream.wire import F32
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from fedstream.trainer.solvers import Trained, Work
     from fedstream.trainer.start import Start
     from fedstream.trainer.task import Task
+    from fedstream.wire import Format
 
 _PARTITIONS_KEPT = 64  # devices' data sets kept open
 
@@ -30,7 +33,7 @@ class Learned:
     """What training came to: the update, ready for upload, and its numbers."""
 
     trained: Trained
-    update: Model
+    update: Payload  # in its wire format
     digest: str
 
 
@@ -48,12 +51,15 @@ class Learner:
             lambda device: placed(task.device_data(device), place)
         )
 
-    def train(self, start: Start, work: Work, into: Model, sends: Sends) -> Learned:
-        """Train from x_tau; ``into`` becomes the update."""
+    def train(
+        self, start: Start, work: Work, into: Model, sends: Sends, how: Format = F32
+    ) -> Learned:
+        """Train from x_tau; ``into`` becomes the update, which is encoded as ``how`` says."""
         vector.load(start.model, self._module)
         trained = self.task.train(self._module, self._data(work.device), work)
         vector.read(self._module, into)
         took = as_sent(
             trained, into, start.model, start.device_control, sends, work.solver.compression
         )
-        return Learned(took, into, into.digest())
+        update = into if how.is_plain else Payload(how.encoded(into))
+        return Learned(took, update, update.digest())

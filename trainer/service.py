@@ -45,10 +45,12 @@ from fedstream.trainer.saved_work import SavedWork
 from fedstream.trainer.settings import InitiativeSettings, TrainerSettings
 from fedstream.trainer.solvers import Cancelled, SolverSettings
 from fedstream.trainer.start import Newest
+from fedstream.wire import F32
 
 if TYPE_CHECKING:
     from fedstream.trainer.learner import Learner
     from fedstream.trainer.task import Task
+    from fedstream.wire import Format
 
 _SAID = {"upload": "uploaded", "give_up": "gave up", "lease lost": "lease lost"}
 _HEARTBEAT_S = 2.0
@@ -74,9 +76,12 @@ class Trainer:
         load: Callable[[], Task],
         solvers: Sequence[SolverGroup] = (),
         participation: Sequence[ParticipationGroup] = (),
+        wire: Format = F32,
         rests: Backoff | None = None,
     ) -> None:
-        """``rests``: how long to rest after tasks that raise; None: ten seconds at most."""
+        """``wire``: that updates are sent in. ``rests``: how long to rest after tasks that raise;
+        None: ten seconds at most.
+        """
         self._settings = settings
         self._solvers = Solvers(solver, solvers)
         self._devices = devices
@@ -85,6 +90,7 @@ class Trainer:
         self._name = name
         self._load = load
         self._participation = participation
+        self._wire = wire
         self._rests = rests or Backoff(0.01, _REST_S, rng=random.Random())
         self._client = Client(redis, name, loads_scripts=False)
         self._ledger = TrainerLedger(self._client, keys, name)
@@ -196,6 +202,7 @@ class Trainer:
             newest=Newest(self._client, self._ledger, self._keys, site, run.layout, metrics),
             saved_work=saved_work, learner=learner, thread=thread, out=Model(run.layout),
             failures=Failures(context, self._outbox, self._name, self._rests), metrics=metrics,
+            wire=self._wire,
         )  # fmt: skip
 
     def _shift(self, shop: Workshop) -> _Shift:

@@ -11,7 +11,7 @@ from fedstream.broker import reasons
 from fedstream.broker.blobs import chunks_of
 from fedstream.broker.errors import BadMessage, BlobDamaged, BlobMissing
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Model
+from fedstream.broker.layout import Model, Payload
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.messages import (
@@ -26,13 +26,14 @@ from fedstream.broker.streams import Entry
 from fedstream.journal import QuarantineSet, RoundClosed, Taken
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.rebuild import end_of
-from fedstream.journal.records import Counted
+from fedstream.journal.records import QUARANTINES, WIRE_FORMATS, Counted
 from fedstream.runtime.service import Context
 from fedstream.updater import refusals
 from fedstream.updater.intake import Intake
 from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import blob_of
-from fedstream.updater.state import Change, RunState
+from fedstream.updater.state import Change, RunState, Undecided
+from fedstream.wire import F32, Undecodable, format_of
 
 LARGE = 4 << 20  # bytes; arithmetic on larger models runs in a thread
 
@@ -50,8 +51,9 @@ class Decider:
     max_norm: float | None
     norm_factor: float
     weights: bool  # the journal keeps the updates' bytes
+    said: Callable[[str], bool]  # whether the journal's segment tells its readers of a need
 
-    async def change(self, entry: Entry, state: RunState) -> Change | None:
+    async def change(self, entry: Entry, state: RunState) -> Change | Undecided | None:
         """Decide what a queue entry does; None if it is undecodable or no longer expected.
 
         Afterwards only the change may follow ``state``: the strategy's memory has it already. Not
@@ -67,7 +69,12 @@ class Decider:
             apart = self._apart(state)
             return await self._off_loop(state, lambda: self._round_end(entry, message, apart))
         if isinstance(message, SetQuarantine):
-            return _quarantined(entry, message, state)
+            changed = _quarantined(entry, message, state)
+            is_said = changed.record is None or self.said(QUARANTINES)
+            return changed if is_said else Undecided(QUARANTINES)
+        # Before it is mixed into the strategy's memory, as that cannot be undone.
+        if message.format != F32.name and not self.said(WIRE_FORMATS):
+            return Undecided(WIRE_FORMATS)
         if (end := state.ends.get(message.task)) is not None:
             await self.intake.unfetch(entry)
             self._warn("update already in the journal", message)
@@ -107,9 +114,10 @@ class Decider:
             refusal = reasons.DIGEST
         if refusal:
             return _refused(entry, upload, state.progress, refusal, state.besides)
-        spare, apart = self.intake.spare(update.layout), self._apart(state)
+        into = update if isinstance(update, Model) else self.intake.spare(state.layout)
+        spare, apart = self.intake.spare(state.layout), self._apart(state)
         return await self._off_loop(
-            state, lambda: self._mixed_in(entry, upload, update, spare, apart)
+            state, lambda: self._mixed_in(entry, upload, update, into, spare, apart)
         )
 
     def _apart(self, state: RunState) -> RunState:
@@ -122,16 +130,28 @@ class Decider:
     # arithmetic
 
     def _mixed_in(
-        self, entry: Entry, upload: Upload, update: Model, spare: Model, state: RunState
+        self,
+        entry: Entry,
+        upload: Upload,
+        sent: Payload,
+        update: Model,
+        spare: Model,
+        state: RunState,
     ) -> Change:
-        """Check an update's content, and mix it in."""
-        before, seconds = state.progress, self.metrics.seconds
+        """Check an update's content, and mix it in. It is decoded into ``update`` first."""
+        before, seconds, unused = state.progress, self.metrics.seconds, (update, spare)
+        if sent is not update:
+            try:
+                with seconds.labels("decode").time():
+                    format_of(upload.format).decode(sent.buffer, update)
+            except Undecodable as error:
+                return _refused(entry, upload, before, error.reason, state.besides, used=unused)
         with seconds.labels("check").time():
             refusal, sizes = refusals.by_content(
                 upload, state.strategy, update, before,
                 max_norm=self.max_norm, norm_factor=self.norm_factor,
             )  # fmt: skip
-        before, unused = before.with_sizes(sizes), (update, spare)
+        before = before.with_sizes(sizes)
         if refusal:
             return _refused(entry, upload, before, refusal, state.besides, sizes, unused)
         with seconds.labels("mix").time():
@@ -148,7 +168,7 @@ class Decider:
             finished=finish, counts=dict(state.besides), sizes=sizes,
         )  # fmt: skip
         return Change(
-            entry.id, record, (update,) if self.weights else (), step.after, version,
+            entry.id, record, (sent,) if self.weights else (), step.after, version,
             end_of(record), upload.blob, finish, used=(before.state.model, update, spare),
         )  # fmt: skip
 

@@ -11,10 +11,12 @@ from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.errors import BadMessage, BrokerError
 from fedstream.broker.keys import Keys
-from fedstream.broker.layout import Layout, Model
+from fedstream.broker.layout import Layout, Model, Payload
 from fedstream.broker.messages import Upload, decode
 from fedstream.broker.streams import Entry, Reader
+from fedstream.updater.refusals import by_format
 from fedstream.updater.state import Ends
+from fedstream.wire import F32
 
 BATCH = 16  # entries that are read together; small ones share a journal write
 
@@ -27,7 +29,7 @@ class Intake:
         self._keys = keys
         self._reader = Reader(client, {keys.queue: "0"})
         self.backlog: deque[Entry] = deque()
-        self.fetches: dict[str, asyncio.Task[Model]] = {}  # by entry
+        self.fetches: dict[str, asyncio.Task[Payload]] = {}  # by entry
         self.free: list[Model] = []  # models to reuse
 
     # entries
@@ -59,8 +61,16 @@ class Intake:
         kept = {id(model) for model in in_use}
         self.free += [model for model in used if id(model) not in kept]
 
-    async def fetched(self, entry: Entry, upload: Upload, layout: Layout, ends: Ends) -> Model:
-        """The update's model, usually prefetched while the one before was being mixed in."""
+    def give_back(self, update: Payload) -> None:
+        """Keep for reuse what :meth:`fetched` returned, if it is a model."""
+        if isinstance(update, Model):
+            self.free.append(update)
+
+    async def fetched(self, entry: Entry, upload: Upload, layout: Layout, ends: Ends) -> Payload:
+        """The update as it was sent, usually prefetched while the one before was being mixed in.
+
+        It passed :func:`fedstream.updater.refusals.by_word`. A Model if it is not encoded.
+        """
         fetch = self.fetches.pop(entry.id, None) or self._fetch(upload, layout)
         self._fetch_ahead(1, layout, ends)
         try:
@@ -80,7 +90,7 @@ class Intake:
         fetch = self.fetches.pop(entry.id, None)
         if fetch is not None:
             with suppress(BrokerError):
-                self.free.append(await fetch)
+                self.give_back(await fetch)
 
     async def forget_fetches(self) -> None:
         """Cancel all prefetches."""
@@ -89,18 +99,23 @@ class Intake:
         await asyncio.gather(*self.fetches.values(), return_exceptions=True)
         self.fetches.clear()
 
-    def _fetch(self, upload: Upload, layout: Layout) -> asyncio.Task[Model]:
-        into = self.spare(layout)
+    def _fetch(self, upload: Upload, layout: Layout) -> asyncio.Task[Payload]:
+        plain = upload.format == F32.name
+        into = self.spare(layout) if plain else Payload.empty(upload.size)
         key = self._keys.queued(upload.blob)
 
-        async def read() -> Model:
+        async def read() -> Payload:
             await blobs.read(self._client, key, into, digest=upload.digest, chunks=upload.chunks)
             return into
 
         return asyncio.create_task(read(), name=f"fetch {upload.blob}")
 
     def _fetch_ahead(self, place: int, layout: Layout, ends: Ends) -> None:
-        """Prefetch an update of the backlog: only one, to keep memory at four models."""
+        """Prefetch an update of the backlog: only one, to keep memory at four models.
+
+        What is encoded is decoded when its turn comes: then there are three models, and what two
+        updates take as they were sent.
+        """
         if len(self.backlog) <= place or self.fetches:
             return
         following = self.backlog[place]
@@ -108,5 +123,9 @@ class Intake:
             upload = decode(following.data, Upload)
         except BadMessage:
             return  # reported when its turn comes
-        if upload.layout == layout.signature and ends.get(upload.task) is None:
+        if (
+            upload.layout == layout.signature
+            and not by_format(upload, layout)
+            and ends.get(upload.task) is None
+        ):
             self.fetches[following.id] = self._fetch(upload, layout)

@@ -27,7 +27,7 @@ from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import Publisher
 from fedstream.updater.reconcile import Confirm, Finish, Publish, Refuse, Remake, action
 from fedstream.updater.recovery import Recovery
-from fedstream.updater.state import Change, RunState
+from fedstream.updater.state import Change, RunState, Undecided
 from fedstream.updater.upkeep import Upkeep
 
 
@@ -95,10 +95,10 @@ class Loop:
                 # Ask first: it may fail, and the update would be mixed in for nothing.
                 published_digest = await self.ledger.digest(state.version + 1)
             change = await self.decider.change(backlog[0], state)
-            if change is not None and not self.recorder.takes(change.record):
-                if not self.unwritten:  # else they are written first, and this is decided on again
+            if isinstance(change, Undecided):
+                if not self.unwritten:  # else they are written first
                     self.state = await self.recovery.begin_segment(
-                        state, "continued", quarantines=True
+                        state, "continued", needs={change.need}
                     )
                 return
             if (

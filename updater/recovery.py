@@ -9,7 +9,7 @@ import asyncio
 import platform
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -38,6 +38,7 @@ from fedstream.journal.norms import Norms
 from fedstream.journal.progress import Progress
 from fedstream.journal.rebuild import Recovered, recovered, standing_of
 from fedstream.journal.recorder import Recorder
+from fedstream.journal.records import WIRE_FORMATS
 from fedstream.runtime.plugins import runs_program
 from fedstream.runtime.service import Context
 from fedstream.strategies import (
@@ -161,7 +162,8 @@ class Recovery:
             found = await self._from_redis(newest, found, head)
         state = self._with_lost_quarantines(self._state_of(found, run), head)
         self.recorder.stored = found.stored
-        state = await self.begin_segment(state, "continued", after=found.ending)
+        needs = {WIRE_FORMATS} & set(newest.head.needs)
+        state = await self.begin_segment(state, "continued", after=found.ending, needs=needs)
         self.context.log.info(
             "recovered", version=found.version, records=found.records,
             torn_bytes=found.torn_bytes, reweighed=found.reweighed,
@@ -374,12 +376,12 @@ class Recovery:
         why: str,
         *,
         after: SegmentEnd | None = None,
-        quarantines: bool = False,
+        needs: Set[str] = frozenset(),
     ) -> RunState:
         """Begin a segment with this state, after another updater's (``after``) or our own.
 
-        ``quarantines``: it is about to get the run's first record of one, which releases that know
-        none must not read.
+        ``needs``: what its readers must know, because it is about to get such a record; releases
+        that don't must not read it. Our own segment's needs are passed on.
         """
         run, mine = state.run, self.recorder.head
         number = mine.number + 1 if mine else 0
@@ -387,8 +389,11 @@ class Recovery:
         await asyncio.to_thread(self.index.write, run.lineage, segment, state.version)
         state = state.in_segment(max(state.forgotten, self.index.forgotten))
         before = after or self.recorder.ending
+        known = {need for need in (mine.needs if mine else ()) if need == WIRE_FORMATS}
+        if state.quarantines.taken:
+            known.add(QUARANTINES)
         head = SegmentHead(
-            needs=(QUARANTINES,) if quarantines or state.quarantines.taken else (),
+            needs=tuple(sorted(needs | known)),
             epoch=self.recorder.epoch, number=number,
             predecessor=before.path.name if before else None, cut=before.at if before else None,
             follows=before.chain.hex() if before else None,

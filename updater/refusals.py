@@ -11,7 +11,7 @@ import math
 import numpy as np
 
 from fedstream.broker import reasons
-from fedstream.broker.layout import Model
+from fedstream.broker.layout import Layout, Model
 from fedstream.broker.messages import Upload
 from fedstream.journal.norms import sizes
 from fedstream.journal.progress import Progress, weight_of
@@ -19,6 +19,7 @@ from fedstream.journal.rebuild import unfit
 from fedstream.journal.records import Counted
 from fedstream.strategies import State, Strategy
 from fedstream.strategies.mixing import norm
+from fedstream.wire import Undecodable, format_of
 
 MOST_COUNTED = 1_000_000  # minibatches by which a batch norm's counter may lead the model's
 LARGEST = 1e37  # norm; the difference of two models within it cannot overflow float32,
@@ -36,7 +37,20 @@ def by_word(upload: Upload, rule: Strategy, state: State) -> str:
         return why
     if upload.sends != rule.sends:
         return reasons.sends(upload.sends)
-    return "" if upload.layout == state.model.layout.signature else reasons.LAYOUT
+    layout = state.model.layout
+    return by_format(upload, layout) if upload.layout == layout.signature else reasons.LAYOUT
+
+
+def by_format(upload: Upload, layout: Layout) -> str:
+    """Why an update is refused by its format and its size in it; '' if it isn't."""
+    try:
+        how = format_of(upload.format)
+    except Undecodable as error:
+        return error.reason
+    if how.of_changes and upload.sends == "model":
+        return reasons.WIRE_FORMAT
+    least, most = how.sizes(layout)
+    return "" if least <= upload.size <= most else reasons.SIZE
 
 
 def by_content(

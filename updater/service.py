@@ -120,7 +120,7 @@ class Updater:
         decider = Decider(
             context=context, metrics=metrics, intake=intake, keys=self._keys, ledger=ledger,
             lease=lease, max_norm=self._settings.max_norm, norm_factor=self._settings.norm_factor,
-            weights=self._journal.weights,
+            weights=self._journal.weights, said=recorder.says,
         )  # fmt: skip
         commits = Commits(
             context=context, metrics=metrics, recorder=recorder, publisher=publisher,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
-from fedstream.broker.layout import Layout, Model
+from fedstream.broker.layout import Layout, Model, Payload
 from fedstream.broker.messages import Contribution, Version
 from fedstream.broker.records import (
     NO_QUARANTINES,
@@ -37,7 +37,7 @@ class Change:
 
     entry: str
     record: EntryRecord | None  # None: it was recorded before, or changes nothing
-    payload: tuple[Model, ...]  # of the record
+    payload: tuple[Payload, ...]  # of the record
     after: Progress
     version: Version | None = None
     end: End | None = None
@@ -60,6 +60,13 @@ class Change:
             return published_digest == version.digest
         # An update trained from a version not yet made: others are missing before it.
         return not (isinstance(record, Taken) and record.upload.tau > record.version)
+
+
+@dataclass(frozen=True)
+class Undecided:
+    """An entry that can be decided on only in a segment that tells its readers of ``need``."""
+
+    need: str
 
 
 class Ends:

@@ -14,7 +14,9 @@ every machine. Whatever a device sends is checked against the layout before it i
 """
 
 from fedstream.wire.feedback import fed_back
-from fedstream.wire.formats import ENCODINGS, F32, Encoding, Format, format_of
+from fedstream.wire.formats import ENCODINGS, F32, Encoding, Format, format_of, most_bytes
 from fedstream.wire.refused import Undecodable
 
-__all__ = ["ENCODINGS", "F32", "Encoding", "Format", "Undecodable", "fed_back", "format_of"]
+__all__ = [
+    "ENCODINGS", "F32", "Encoding", "Format", "Undecodable", "fed_back", "format_of", "most_bytes",
+]  # fmt: skip

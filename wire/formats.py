@@ -133,6 +133,11 @@ class Format:
 F32 = Format()
 
 
+def most_bytes(layout: Layout) -> int:
+    """The most bytes that a model of this layout takes in any format."""
+    return max(Format(kind, zstd=True).sizes(layout)[1] for kind in ENCODINGS)
+
+
 @lru_cache(64)
 def format_of(name: str) -> Format:
     """The format with this name. Raises Undecodable for any other text."""

@@ -154,8 +154,13 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         size_limit: int,
         site: str = POOL,
         trusted: bool = True,
+        sizes: tuple[int, int] | None = None,
+        unfit: str = "",
     ) -> Pending[tuple[str, str]]:
         """Admit an answer to the queue, or not: ('admitted' | 'refused' | ..., reason).
+
+        ``sizes``: the fewest and the most bytes that an update in its format takes, for the layout
+        that it names; None: as many as the model. ``unfit``: why its format is refused.
 
         ``site``: whose inbox the answer came through. For untrusted sites, staleness counts from
         the newest version at the time the task was handed out.
@@ -177,8 +182,10 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
             blob = said.blob
             about |= {
                 "tau": answer.tau, "base": answer.base, "layout": answer.layout,
-                "size": answer.size, "size_limit": size_limit,
+                "size": answer.size, "size_limit": size_limit, "unfit": unfit,
             }  # fmt: skip
+            if sizes is not None:
+                about["least"], about["most"] = sizes
             shortest, longest, chunks = blobs.SHORTEST, blobs.LONGEST, answer.chunks
             if chunks is None:
                 shortest, longest, chunks = blobs.CHUNK, blobs.CHUNK, blobs.chunks_of(answer.size)

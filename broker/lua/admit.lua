@@ -81,11 +81,13 @@ local since = a.trusted and a.tau or task.handed
 event.staleness = a.tau <= head and head - since or nil
 if a.layout ~= layout then return refused(reasons.LAYOUT) end
 if a.size > a.size_limit then return refused(reasons.TOO_LARGE) end
-if a.size ~= tonumber(size) then return refused(reasons.SIZE) end
+if a.unfit ~= '' then return refused(a.unfit) end
+local least, most = a.least or tonumber(size), a.most or tonumber(size)
+if a.size < least or a.size > most then return refused(reasons.SIZE) end
 if redis.call('HGET', key.lineage, a.tau) ~= a.base then return refused(reasons.UNKNOWN_BASE) end
 if a.tau < since then return refused(reasons.UNKNOWN_BASE) end -- older than its task
 if max_staleness and head - since > tonumber(max_staleness) then return refused(reasons.TOO_STALE) end
-local why = unlike(size)
+local why = unlike(string.format('%d', a.size))
 if why then return refused(why) end
 redis.call('UNLINK', admitted) -- RENAME would delete it synchronously, however large
 redis.call('RENAME', blob, admitted)

@@ -24,7 +24,7 @@ from fedstream.broker import blobs
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import FedstreamError, NoRun, Unavailable
 from fedstream.broker.keys import POOL, TRAINERS, Keys
-from fedstream.broker.layout import Model
+from fedstream.broker.layout import Model, Payload
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.ledger.scheduler import SchedulerLedger
@@ -34,6 +34,7 @@ from fedstream.broker.records import View
 from fedstream.broker.streams import Entry, Group
 from fedstream.journal import JournalError, Record, RoundClosed, Segment, Taken, cuts, segments
 from fedstream.journal.rebuild import is_used, recorded
+from fedstream.journal.updates import received
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.health import Health
 from fedstream.runtime.leading import lead
@@ -317,11 +318,11 @@ class Feeder:
         )
 
 
-def _loaded(segment: Segment, record: Record) -> Model:
+def _loaded(segment: Segment, record: Record) -> Payload:
+    """The update's bytes as they were received."""
     model = Model(segment.layout)
     recorded(record, model if record.payload_bytes else None)
-    segment.load(record, model)
-    return model
+    return received(segment, record, model)
 
 
 def feed(settings: Settings, folder: Path, speed: float) -> tuple[Feeder, bool]:

@@ -8,6 +8,7 @@ from fedstream.broker.layout import Layout, Model
 from fedstream.journal import NotRecorded, Taken, opened
 from fedstream.journal.inspection import model_at
 from fedstream.journal.rebuild import is_used, recorded
+from fedstream.journal.updates import update_of
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -75,7 +76,7 @@ def _sent(journal: Path, at: At, *, payload: bool) -> tuple[Taken, Layout, Model
                 )
             if not record.payload_bytes:
                 recorded(record, None)
-            segment.load(record, update)
+            update_of(segment, record, update)
         return entry, segment.layout, update
 
 

@@ -214,6 +214,7 @@ def _trainer(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]
         settings.trainer, settings.solver, settings.devices, settings.lease,
         keys=keys, redis=settings.redis, name=name, load=lambda: task_of(settings),
         solvers=settings.solvers, participation=settings.participation,
+        wire=settings.wire.of_updates,
     )  # fmt: skip
     return service, settings.trainer.drain_s
 

@@ -17,6 +17,7 @@ from fedstream.broker.commands import Command
 from fedstream.broker.custody import cap_workspaces, expire_forgotten, expire_unowned, some_keys
 from fedstream.broker.errors import BrokerError, NoScript
 from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
+from fedstream.broker.layout import Model
 from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.messages import (
     Assignment,
@@ -414,6 +415,7 @@ async def test_site_can_neither_change_nor_delete_admitted_updates(
         assert isinstance(queued, Upload)
         entry, ends = Entry(id_, queued.encode()), Ends(Ended(tmp_path))
         model = await Intake(updater, KEYS).fetched(entry, queued, hand.layout, ends)
+        assert isinstance(model, Model)
         assert model.floats.tolist() == [2.0] * 4
     assert await hand.commit(1, honest) == "done"
     assert not await hand.client.call("EXISTS", KEYS.queued(honest.blob))

@@ -105,9 +105,12 @@ MORE = {  # with the fields that came since
     "upload": MOST["upload"].model_copy(update={"chunks": 2}),
     "version": MOST["version"].model_copy(update={"chunks": 2}),
 }
+FORMATS = {  # with wire formats
+    "upload": MORE["upload"].model_copy(update={"format": "topk:0.1+zstd"}),
+}
 GOLDEN = {
     f"{kind}-{what}-{messages.SCHEMA}": message
-    for what, some in (("least", LEAST), ("most", MOST), ("more", MORE))
+    for what, some in (("least", LEAST), ("most", MOST), ("more", MORE), ("formats", FORMATS))
     for kind, message in some.items()
 }
 
@@ -135,7 +138,7 @@ def test_every_kind_has_recorded_bytes() -> None:
 
 @pytest.mark.parametrize("kind", MOST)
 def test_the_fullest_message_has_every_field(kind: str) -> None:
-    fullest = (MOST | MORE)[kind]
+    fullest = (MOST | MORE | FORMATS)[kind]
 
     def empty(message: BaseModel) -> list[str]:
         return [name for name, value in message if value is None]

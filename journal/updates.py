@@ -1,0 +1,63 @@
+"""The updates in a journal: their bytes as they were received, and the models that these encode."""
+
+from __future__ import annotations
+
+from fedstream.broker.layout import Layout, Model, Payload
+from fedstream.journal.errors import JournalDamaged, JournalError
+from fedstream.journal.records import Taken
+from fedstream.journal.segment import Record, Segment
+from fedstream.wire import Format, Undecodable, format_of
+
+
+def received(segment: Segment, record: Record, room: Model) -> Payload:
+    """An update's bytes as they were received: in ``room`` if they are a model's.
+
+    Raises JournalError.
+    """
+    how = _format_of(record, segment.layout)
+    block = room if how.is_plain else Payload.empty(record.payload_bytes)
+    segment.load(record, block)
+    return block
+
+
+def decoded(record: Record, sent: Payload, into: Model) -> Model:
+    """The model that an update's bytes encode: ``into``, unless ``sent`` is it already.
+
+    Raises JournalError.
+    """
+    if sent is into:
+        return into
+    how = _format_of(record, into.layout)
+    if how.is_plain:
+        return Model(into.layout, sent.buffer)
+    try:
+        how.decode(sent.buffer, into)
+    except Undecodable as error:
+        raise JournalDamaged(
+            f"{record.place.where}: the update cannot be decoded: {error}"
+        ) from error
+    return into
+
+
+def update_of(segment: Segment, record: Record, into: Model) -> Model:
+    """Read an update into a model, and decode it if it is encoded. Raises JournalError."""
+    return decoded(record, received(segment, record, into), into)
+
+
+def _format_of(record: Record, layout: Layout) -> Format:
+    """The format of a record's update. Raises JournalError if its size does not fit."""
+    message, size = record.entry, record.payload_bytes
+    if not isinstance(message, Taken):
+        raise JournalDamaged(f"{record.place.where}: a payload of {size} bytes, which none has")
+    try:
+        how = format_of(message.upload.format)
+    except Undecodable as error:
+        raise JournalError(
+            f"{record.place.where}: {error}: read it with the release that wrote it"
+        ) from error
+    least, most = how.sizes(layout)
+    if not least <= size <= most or (least != most and size != message.upload.size):
+        raise JournalDamaged(
+            f"{record.place.where}: a payload of {size} bytes, which does not fit the layout"
+        )
+    return how
