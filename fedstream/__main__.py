@@ -7,7 +7,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from fedstream.runtime import signals
+from fedstream.runtime import process, signals
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -21,9 +21,11 @@ def main() -> None:
     A signal during start-up means a clean stop for a service (exit code 0) and an interruption for
     any other command (130).
     """
+    process.take()
     is_service = sys.argv[1:2] in [[name] for name in SERVICES]
     signals.leave_at_once(0 if is_service else signals.INTERRUPTED)
-    from fedstream.cli.app import main as command
+    with process.importing():
+        from fedstream.cli.app import main as command
 
     code = signals.INTERRUPTED
     try:

@@ -58,6 +58,8 @@ class Allowed:
     changed: bool = False  # go on although a rule's source isn't the recorded one
 
 
+_imported: list[str] = []  # programs that are not ours
+
 _ALLOWED: ContextVar[Allowed] = ContextVar("allowed", default=Allowed())  # noqa: B039  (frozen)
 
 
@@ -178,6 +180,7 @@ class Door(Generic[T]):
         entry = self.announced().get(name)
         if entry is None:
             raise ConfigError(self._unknown(name))
+        _imported.append(name)
         try:
             value = entry.load()
         except FedstreamError:
@@ -210,6 +213,11 @@ class Door(Generic[T]):
 def runs_program(name: str) -> bool:
     """Whether looking up this name imports a program that the name itself points to."""
     return bool(name.rpartition(":")[0])
+
+
+def anything_imported() -> bool:
+    """Whether this process has begun to import a program that is not ours."""
+    return bool(_imported)
 
 
 def absolute(name: str) -> str:
@@ -245,6 +253,7 @@ def _import(source: str, what: str) -> ModuleType:
     file = Path(source).resolve() if source.endswith(".py") else None
     if file is not None and not file.is_file():
         raise ConfigError(f"{what} {source!r}: there is no file {file}")
+    _imported.append(source)
     name = source if file is None else file.stem
     folder = str(Path.cwd() if file is None else file.parent)
     if folder not in sys.path:

@@ -13,7 +13,7 @@ import os
 import sys
 from typing import TYPE_CHECKING, NoReturn
 
-from fedstream.runtime import signals
+from fedstream.runtime import process, signals
 
 if TYPE_CHECKING:
     from typing import IO
@@ -24,9 +24,7 @@ _NOBODY_ELSE = 0o077  # the mode bits of group and others
 def main() -> NoReturn:
     """Read a request, and run it to its end."""
     signals.leave_at_once(signals.INTERRUPTED)
-    from fedstream.local.parent import end_with_parent
-
-    end_with_parent()
+    process.take()
     os.umask(os.umask(_NOBODY_ELSE) | _NOBODY_ELSE)
     channel = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a task prints is no message
@@ -42,14 +40,19 @@ def main() -> NoReturn:
 
 
 def _run(channel: IO[bytes]) -> int:
-    from fedstream.api.messages import Teller
-    from fedstream.api.request import request_of
-    from fedstream.broker.errors import FedstreamError
-    from fedstream.local.run import run
+    with process.importing():
+        from fedstream.api.messages import Teller
+        from fedstream.api.request import request_of
+        from fedstream.broker.errors import FedstreamError
+        from fedstream.local.lives import new_launcher
+        from fedstream.local.parent import end_with_parent
+        from fedstream.local.run import run
 
     teller = Teller(channel)
     try:
-        code, _ = run(request_of(sys.stdin.read()), teller)
+        with new_launcher() as launcher:
+            end_with_parent()  # by a thread, and only a process with one thread can be forked
+            code, _ = run(request_of(sys.stdin.read()), teller, launcher)
     except FedstreamError as error:
         teller.error(error)
         return 1

@@ -20,6 +20,7 @@ from fedstream.cli.options import (
     settings_of,
     task_options,
 )
+from fedstream.runtime import process
 
 
 def _serve(
@@ -29,8 +30,9 @@ def _serve(
     name: str | None,
     **given: Any,
 ) -> None:
-    from fedstream.local.parent import VARIABLE, end_with_parent
-    from fedstream.settings.services import serve_role
+    with process.importing():
+        from fedstream.local.parent import VARIABLE, end_with_parent
+        from fedstream.settings.services import serve_role
 
     end_with_parent()
     settings = settings_of(path, sets, **given)

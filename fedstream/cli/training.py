@@ -32,6 +32,7 @@ from fedstream.cli.options import (
     settings_of,
     task_options,
 )
+from fedstream.runtime import process
 from fedstream.runtime.signals import INTERRUPTED
 from fedstream.terminal import confirm, line, verbatim
 
@@ -80,11 +81,12 @@ def run(
 
     Exit codes: 0 finished, 130 interrupted, 1 failed, 2 wrong configuration.
     """
-    from fedstream.local import run_toml
-    from fedstream.local.request import RunRequest
-    from fedstream.local.run import run as run_here
-    from fedstream.observe import display, report
-    from fedstream.settings import recording
+    with process.importing():
+        from fedstream.local import run_toml
+        from fedstream.local.request import RunRequest
+        from fedstream.local.run import run as run_here
+        from fedstream.observe import display, report
+        from fedstream.settings import recording
 
     recorded: Path | None = None
     if resume:

@@ -1,7 +1,9 @@
 """The process that a local run's services are forked from, so that torch is imported once.
 
-``python -P -m fedstream.local.fork_server FD`` imports what services have in common. Then it forks
-one for each request that comes through FD, a Unix socket that keeps messages apart. All are JSON:
+:func:`fork` makes it of the process that calls it. Where that is impossible (:func:`may_fork`),
+``python -P -m fedstream.local.fork_server FD`` is one. Either imports what services have in common.
+Then it forks one for each request that comes through its Unix socket, which keeps messages apart
+and which FD is the number of. All are JSON:
 
     {"start": ["trainer", "--name", "trainer-1"], "environment": {...}, "log": "/run/logs/t.log"}
         answered by {"pid": 123}, or by {"error": "..."}; then by {"pid": 123, "code": 0} at its end
@@ -15,7 +17,6 @@ and the services end with it (:mod:`fedstream.local.parent`).
 
 from __future__ import annotations
 
-import gc
 import importlib
 import json
 import os
@@ -23,6 +24,7 @@ import selectors
 import signal
 import socket
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from runpy import run_module
@@ -31,6 +33,8 @@ from typing import NoReturn
 from setproctitle import setproctitle
 
 from fedstream.local import parent
+from fedstream.runtime import plugins, process
+from fedstream.runtime.signals import BOTH
 
 MOST = 1 << 20  # bytes of a message
 # What takes long to import: no module of a user's, for those may start threads.
@@ -54,7 +58,6 @@ class _Forks:
         """Fork services until the other side is gone."""
         signal.signal(signal.SIGCHLD, lambda *_: None)  # so that it wakes the selector
         signal.set_wakeup_fd(self._wake.fileno())
-        gc.freeze()  # collecting would copy the pages that all of them share
         with selectors.DefaultSelector() as selector:
             for one in (self._channel, self._woken):
                 selector.register(one, selectors.EVENT_READ)
@@ -115,7 +118,7 @@ class _Forks:
             os.environ[parent.VARIABLE] = str(os.getppid())
             setproctitle(" ".join(["fedstream", *words]))  # for `ps`
             sys.argv = ["fedstream", *words]
-            gc.unfreeze()
+            sys.modules.pop("fedstream.__main__", None)  # which began this process's ancestor
             run_module("fedstream", run_name="__main__", alter_sys=True)  # never returns
         except BaseException:
             with suppress(BaseException):
@@ -125,13 +128,87 @@ class _Forks:
             os._exit(_CANNOT)
 
 
+class ForkedServer:
+    """A process that was forked from this one."""
+
+    def __init__(self, pid: int) -> None:
+        self._pid = pid
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        os.kill(self._pid, signal.SIGKILL)
+
+    def wait(self) -> None:
+        """Wait for its end, once."""
+        os.waitpid(self._pid, 0)
+
+
+def may_fork() -> bool:
+    """Whether a fork of this process is as good as a new one: it has one thread, and nobody else's
+    program has been imported, which might have done anything.
+
+    A restarted service must also see what the user has changed in his.
+    """
+    return process.is_own() and threading.active_count() == 1 and not plugins.anything_imported()
+
+
+def fork() -> tuple[socket.socket, ForkedServer]:
+    """Fork the server from this process; returns our end of its socket, and the server.
+
+    What it imports, this process has then as well.
+    """
+    _load()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    # Until it has a session of its own, a signal of Ctrl-C must wait.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, BOTH)
+    pid = os.fork()
+    if pid == 0:
+        ours.detach()
+        _serve_in_fork(theirs.detach(), before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    theirs.close()
+    return ours, ForkedServer(pid)
+
+
+def _serve_in_fork(channel: int, mask: set[signal.Signals | int]) -> NoReturn:
+    """What the forked process does: it is the server from here on."""
+    try:
+        os.setsid()
+        for one in BOTH:
+            signal.signal(one, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        os.dup2(channel, 3)
+        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in (0, 1):
+            os.dup2(nothing, number)
+        os.close(nothing)
+        if not sys.flags.safe_path:
+            del sys.path[0]  # a user's redis.py must not shadow ours
+        os.environ.pop(parent.VARIABLE, None)
+        _serve(socket.socket(fileno=3))
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        sys.stderr.flush()
+    finally:
+        os._exit(0)
+
+
+def _load() -> None:
+    with process.importing():
+        for module in _MODULES:
+            importlib.import_module(module)
+
+
+def _serve(channel: socket.socket) -> None:
+    setproctitle("fedstream (forks the services)")  # finds its room now, or never in the forks
+    _load()
+    _Forks(channel).serve()
+
+
 def main() -> None:
     """The program."""
-    channel = socket.socket(fileno=int(sys.argv[1]))
-    setproctitle("fedstream (forks the services)")  # finds its room now, or never in the forks
-    for module in _MODULES:
-        importlib.import_module(module)
-    _Forks(channel).serve()
+    _serve(socket.socket(fileno=int(sys.argv[1])))
 
 
 if __name__ == "__main__":

@@ -92,19 +92,26 @@ class Forked:
         self._server.signal(self.pid, signal.SIGKILL)
 
 
+def _executed() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    """A fork server as an interpreter of its own: our end of its socket, and its process."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        return ours, subprocess.Popen(  # noqa: S603  (ourselves)
+            [sys.executable, *_MODULE, _SERVER, str(theirs.fileno())],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+            env={name: os.environ[name] for name in os.environ if name != parent.VARIABLE},
+            pass_fds=(theirs.fileno(),), start_new_session=True,
+        )  # fmt: skip
+
+
 class _Server:
     """One fork server's process, and what it has started."""
 
-    def __init__(self) -> None:
-        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(
+        self, channel: socket.socket, process: fork_server.ForkedServer | subprocess.Popen[bytes]
+    ) -> None:
+        self._channel, self._process = channel, process
         self._channel.setblocking(False)
-        with theirs:
-            self._process = subprocess.Popen(  # noqa: S603  (ourselves)
-                [sys.executable, *_MODULE, _SERVER, str(theirs.fileno())],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                env={name: os.environ[name] for name in os.environ if name != parent.VARIABLE},
-                pass_fds=(theirs.fileno(),), start_new_session=True,
-            )  # fmt: skip
         self._asked: deque[asyncio.Future[Forked]] = deque()
         self._alive: dict[int, Forked] = {}
         self._turn = asyncio.Lock()
@@ -180,16 +187,18 @@ class _Server:
 class ForkServer:
     """Starts services by forking, which loads torch once for all of them; begins at once.
 
-    If the server dies, so do its services, and the next start begins another one.
+    If the server dies, so do its services, and the next start begins another one: an interpreter of
+    its own, because by then this process has done things that forks must not inherit.
     """
 
     def __init__(self) -> None:
-        self._server = _Server()
+        begun = fork_server.fork() if fork_server.may_fork() else _executed()
+        self._server = _Server(*begun)
 
     async def start(self, words: Sequence[str], environment: Mapping[str, str], log: Path) -> Life:
         """Fork a service. Raises OSError."""
         if self._server.ended:
-            self._server = _Server()
+            self._server = _Server(*_executed())
         return await self._server.start(
             {"start": words, "environment": dict(environment), "log": str(log)}
         )

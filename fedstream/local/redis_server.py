@@ -40,7 +40,8 @@ _SHORT = "/tmp"  # noqa: S108  (only the parent of a folder that mkdtemp makes)
 # 6.2 these categories include all of CLIENT.
 _RIGHTS = (
     "~* &* +@all -@admin -@dangerous +info +role +config|get "
-    "+client|setname +client|getname +client|id +acl|whoami +acl|getuser"
+    "+client|setname +client|getname +client|id +client|list +client|unblock "
+    "+acl|whoami +acl|getuser"
 )
 
 

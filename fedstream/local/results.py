@@ -18,7 +18,6 @@ from fedstream.local.ending import Ending
 from fedstream.local.preflight import Subject
 from fedstream.local.request import RunRequest
 from fedstream.observe import report
-from fedstream.observe.display import short
 from fedstream.observe.history import History
 from fedstream.observe.observer import Observer
 from fedstream.runtime.plugins import words
@@ -81,25 +80,17 @@ def write(
     history: History,
     view: View | None,
     model: Model | None,
+    picture: bytes | None,
 ) -> Iterator[str]:
     """Write the files, yielding each one's name once complete. Raises OSError."""
     out, settings = request.out, request.settings
     report.write_summary(out, numbers)
     yield report.SUMMARY
     if view is not None:
-        from fedstream.observe import curves
-
         report.Table(out, view.run.created).write(history)
         yield report.METRICS
-        title = (
-            f"{short(settings.task.name)} · {short(settings.strategy.name)} · "
-            f"{numbers['devices']} devices, {numbers['trainers']} trainers · "
-            f"{numbers['versions']} versions"
-        )
-        curves.draw(
-            out / report.CURVES, title, history,
-            created=view.run.created, devices=view.run.devices,
-        )  # fmt: skip
+    if picture is not None:
+        (out / report.CURVES).write_bytes(picture)
         yield report.CURVES
     if view is not None and model is not None and view.head.version > 0:  # else untrained
         about = {

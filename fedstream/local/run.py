@@ -26,12 +26,14 @@ from fedstream.journal import JournalError
 from fedstream.local import preflight, results, run_toml
 from fedstream.local.ending import Ending, ending, notices
 from fedstream.local.lives import Launcher, new_launcher
+from fedstream.local.picture import Drawn, Painter
 from fedstream.local.preflight import Subject
 from fedstream.local.programs import environment, programs
 from fedstream.local.redis_server import RedisServer
 from fedstream.local.request import RunRequest
 from fedstream.local.supervisor import Program, Supervisor
 from fedstream.local.trackers import Trackers
+from fedstream.local.waits import end_waits
 from fedstream.observe import report
 from fedstream.observe.display import Display
 from fedstream.observe.history import History
@@ -44,12 +46,16 @@ from fedstream.settings.parts import doubts
 from fedstream.settings.recording import CONFIG
 from fedstream.terminal import counted
 
+_BLOCK_STOPPING_MS = 50  # the end of the last service must not wait long for a reading of news
 _GUESTS_S = 6.0  # a few heartbeats: time to leave for trainers that joined from another terminal
 
 
-def run(request: RunRequest, display: Display) -> tuple[int, dict[str, Any]]:
+def run(
+    request: RunRequest, display: Display, launcher: Launcher | None = None
+) -> tuple[int, dict[str, Any]]:
     """Run to the end; returns the exit code and the summary.
 
+    ``launcher``: None for a new one, as soon as the request is known to make sense.
     Raises FedstreamError before anything starts if the run is impossible.
     """
     preflight.check_folder(request)
@@ -60,7 +66,9 @@ def run(request: RunRequest, display: Display) -> tuple[int, dict[str, Any]]:
         port = stack.enter_context(preflight.reserve_port(request))
         if not request.own_redis:
             asyncio.run(preflight.check_redis(request, display))
-        launcher = stack.enter_context(new_launcher())  # now: it imports while the task is loaded
+        if launcher is None:
+            # Now, before anything of the user's is imported: it may fork this process.
+            launcher = stack.enter_context(new_launcher())
         subject = preflight.examine(request.settings, begins=not request.resume)
         stop = stack.enter_context(Stop())  # from here on, a signal must clean up
         server: RedisServer | None = None
@@ -125,7 +133,9 @@ class LocalRun:
             say=display.say,
             failed=lambda why: self._end(Ending("failed", why)),
             worked=self._worked,
+            end_waits=None if server is None else self._end_waits,
         )
+        self._painter = Painter()
         self._header = _header(request, subject, self._client.address, port)
         self._started = time.time()
         self._table: report.Table | None = None  # None: the run does not exist yet
@@ -158,6 +168,8 @@ class LocalRun:
             while not self._over.is_set():
                 await self._step(self._over)
                 self._judge()
+                if self._observer.history.newest > 0:  # from now on, there is something to draw
+                    self._painter.get_ready()
             if self._server is not None and self._ending and self._ending.state == "finished":
                 await self._guests_gone(self._supervisor.restarts)
         finally:
@@ -175,10 +187,10 @@ class LocalRun:
             await self._observer.catch_up()
         history.forget_failures()
 
-    async def _step(self, over: asyncio.Event) -> None:
+    async def _step(self, over: asyncio.Event, *, block_ms: int = 250) -> None:
         """Read and show news. Retriable Redis errors are waited out; others end the run."""
         try:
-            await self._observer.step()
+            await self._observer.step(block_ms=block_ms)
             await self._trackers.look(self._observer.view, time.monotonic())
         except NoRun:
             pass
@@ -251,9 +263,11 @@ class LocalRun:
         stopped = asyncio.Event()
         stopping = asyncio.create_task(self._supervisor.stop(), name="stop")
         stopping.add_done_callback(lambda _: stopped.set())
+        if (view := self._observer.view) is not None:
+            self._painter.begin(self._drawn(view))
         try:
             while not stopped.is_set():
-                await self._step(stopped)
+                await self._step(stopped, block_ms=_BLOCK_STOPPING_MS)
         finally:  # even if reading or showing fails, leave no service running
             await stopping
 
@@ -272,9 +286,10 @@ class LocalRun:
             started=self._started, restarts=self._supervisor.restarts,
         )  # fmt: skip
         numbers = report.summary(facts, history, view)
+        picture = None if view is None else await self._painter.png(self._drawn(view))
         code, files = how.code, list[str]()
         try:
-            for name in results.write(request, subject, numbers, history, view, model):
+            for name in results.write(request, subject, numbers, history, view, model, picture):
                 files.append(str(request.out / name))
         except OSError as error:
             self._display.say(f"{request.out}: cannot be written: {error.strerror}")
@@ -287,6 +302,10 @@ class LocalRun:
                 self._display.say(lacking)
         self._display.result(numbers, files)
         return code, numbers
+
+    def _drawn(self, view: View) -> Drawn:
+        request, history = self._request, self._observer.history
+        return Drawn.of(request.settings, request.trainers, view, history)
 
     # what others report
 
@@ -308,6 +327,10 @@ class LocalRun:
         self._display.close()
         if self._server is not None:
             self._server.kill()
+
+    async def _end_waits(self, names: Collection[str]) -> None:
+        with suppress(FedstreamError):  # then their waits end by themselves
+            await end_waits(self._client, names)
 
     async def _worked(self, program: Program, pid: int) -> bool:
         """Whether a process had begun to work; known only of trainers, by the register."""

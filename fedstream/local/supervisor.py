@@ -6,7 +6,7 @@ import asyncio
 import json
 import signal
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +22,7 @@ _STEADY_S = 30.0  # a process that ran this long counts as working
 _DEATHS_IN_A_ROW = 5
 _KILL_AFTER_S = 5.0  # beyond the drain
 _WRONG_CONFIGURATION = 2  # exit code
+_WAITS_S = 0.02  # between ending the waits of those that stop
 _TAIL = 64 * 1024  # bytes at the end of a log to search for a reason
 
 
@@ -216,14 +217,18 @@ class Supervisor:
         say: Callable[[str], None],
         failed: Callable[[str], None],
         worked: Callable[[Program, int], Awaitable[bool]],
+        end_waits: Callable[[Collection[str]], Awaitable[None]] | None = None,
         first_delay_s: float = 0.5,
     ) -> None:
+        """``end_waits`` ends what the services of these names wait for, so that they stop sooner;
+        None: nobody can."""
         self.first_delay_s = first_delay_s
         self.launcher = launcher
         self.environment = environment
         self.say = say
         self.failed = failed
         self.worked = worked
+        self._end_waits = end_waits
         self.children = [Child(program, logs / f"{program.name}.log", self) for program in programs]
 
     @property
@@ -240,9 +245,13 @@ class Supervisor:
         """Stop all of them, role by role, even if some fail; errors are raised at the end."""
         wrong: list[BaseException] = []
         for role in STOP_ORDER:
-            ending = (child.stop() for child in self.children if child.program.role == role)
-            ended = await asyncio.gather(*ending, return_exceptions=True)
-            wrong += [error for error in ended if error is not None]
+            stopping = [child for child in self.children if child.program.role == role]
+            ending = asyncio.gather(*(one.stop() for one in stopping), return_exceptions=True)
+            names = [one.program.name for one in stopping]
+            while self._end_waits is not None and not ending.done():
+                await self._end_waits(names)
+                await asyncio.wait((ending,), timeout=_WAITS_S)
+            wrong += [error for error in await ending if error is not None]
         if wrong:
             raise BaseExceptionGroup("services whose supervision failed", wrong)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import isfinite, nan
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -117,14 +117,15 @@ def bars(late: Mapping[int, int]) -> tuple[list[int], list[int], int]:
 
 
 def draw(
-    path: Path, title: str, history: History, *, created: float, devices: int, time: str = "seconds"
-) -> None:
+    to: Path | BinaryIO, title: str, history: History, *,
+    created: float, devices: int, time: str = "seconds",
+) -> None:  # fmt: skip
     """Write the picture as PNG; times count from ``created``, in the unit named by ``time``."""
     from matplotlib import rc_context
 
     with rc_context(STYLE):
         drawn = picture(title, history, created=created, devices=devices, time=time)
-        drawn.savefig(path, dpi=110)
+        drawn.savefig(to, dpi=110)
 
 
 def picture(

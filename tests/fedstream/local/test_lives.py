@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import nullcontext, suppress
@@ -116,3 +117,67 @@ async def test_many_are_started_at_once_also_before_the_first_can_be(
     assert len({life.pid for life in lives}) == 12
     for n in range(12):
         assert (tmp_path / f"{n}.log").read_text() == f"fedstream {__version__}\n"
+
+
+FORKS_ITSELF = """
+import asyncio, os, pathlib, sys
+from fedstream.local.lives import ForkServer
+from fedstream.runtime import process
+
+async def main():
+    with ForkServer() as launcher:
+        server, log = launcher._server._process._pid, pathlib.Path("log")
+        life = await launcher.start(["--version"], dict(os.environ), log)
+        assert await life.wait() == 0, log.read_text()
+        assert os.getsid(server) == server != os.getsid(0)
+        open_files = [os.readlink(file) for file in pathlib.Path(f"/proc/{server}/fd").iterdir()]
+        assert str(pathlib.Path(held.name).resolve()) not in open_files, open_files
+        os.kill(server, 9)
+        while not launcher._server.ended:
+            await asyncio.sleep(0.01)
+        life = await launcher.start(["--version"], dict(os.environ), log)
+        assert await life.wait() == 0, log.read_text()
+        assert launcher._server._process.args[0] == sys.executable  # not a fork of this, by now
+
+process.take()
+held = open("held", "w")
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="forking is safe on Linux alone")
+def test_command_becomes_the_fork_server_itself(tmp_path: Path) -> None:
+    """It has imported most already. Nothing of what it has opened is left to the services."""
+    ended = subprocess.run(
+        [sys.executable, "-c", FORKS_ITSELF], cwd=tmp_path, stderr=subprocess.PIPE, check=False
+    )
+    assert ended.returncode == 0, ended.stderr.decode()
+    assert (tmp_path / "log").read_text() == 2 * f"fedstream {__version__}\n"
+
+
+MAY_FORK = """
+import threading
+from fedstream.local.fork_server import may_fork
+from fedstream.runtime import plugins, process
+
+assert not may_fork()  # this may be anybody's process
+process.take()
+assert may_fork()
+go_on = threading.Event()
+thread = threading.Thread(target=go_on.wait)
+thread.start()
+assert not may_fork()
+go_on.set()
+thread.join()
+assert may_fork()
+plugins.import_attribute("their.py:x", what="task")
+assert not may_fork()
+"""
+
+
+def test_only_an_own_process_with_one_thread_and_no_other_program_may_fork(tmp_path: Path) -> None:
+    (tmp_path / "their.py").write_text("x = 1\n")
+    ended = subprocess.run(
+        [sys.executable, "-c", MAY_FORK], cwd=tmp_path, stderr=subprocess.PIPE, check=False
+    )
+    assert ended.returncode == 0, ended.stderr.decode()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 import pytest
 
 from fedstream.local.lives import Interpreters
 from fedstream.local.supervisor import (
+    Child,
     Program,
     Restarts,
     Supervisor,
@@ -158,3 +160,26 @@ async def test_failed_supervision_ends_the_run_and_stops_the_others(
         await told.stop()
     assert [str(error) for error in raised.value.exceptions] == ["nobody knows one"]
     assert stopped == ["other"]
+
+
+async def test_waits_of_those_that_stop_are_ended_until_they_have_stopped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = [Program(name, name, (), 1.0) for name in ("trainer", "scheduler", "updater")]
+    told = Told(tmp_path, *programs)
+    ended: list[str] = []
+
+    async def end_waits(names: Collection[str]) -> None:
+        ended.extend(names)
+        if ended.count(*names) == 2:
+            stopped[next(iter(names))].set()
+
+    stopped = {program.name: asyncio.Event() for program in programs}
+
+    async def stop(child: Child) -> None:
+        await stopped[child.program.name].wait()
+
+    monkeypatch.setattr(Child, "stop", stop)
+    told._end_waits = end_waits
+    await told.stop()
+    assert ended == ["scheduler"] * 2 + ["trainer"] * 2 + ["updater"] * 2

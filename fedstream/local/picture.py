@@ -1,0 +1,78 @@
+"""A run's picture, drawn in a thread while the services stop."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+from dataclasses import dataclass
+from io import BytesIO
+
+from fedstream.broker.records import View
+from fedstream.observe.display import short
+from fedstream.observe.history import History, SeenVersion
+from fedstream.settings.config import Settings
+
+_DRAWS = ("fedstream.observe.curves", "matplotlib.figure", "matplotlib.backends.backend_agg")
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """All that the picture shows."""
+
+    title: str
+    created: float  # seconds since 1970
+    devices: int
+    versions: dict[int, SeenVersion]
+    evaluations: dict[int, dict[str, float]]
+
+    @classmethod
+    def of(cls, settings: Settings, trainers: int, view: View, history: History) -> Drawn:
+        """What there is to show of a run by now."""
+        title = (
+            f"{short(settings.task.name)} · {short(settings.strategy.name)} · "
+            f"{view.run.devices} devices, {trainers} trainers · {view.head.version} versions"
+        )
+        return cls(
+            title, view.run.created, view.run.devices,
+            dict(history.versions), dict(history.evaluations),
+        )  # fmt: skip
+
+    def png(self) -> bytes:
+        """Draw it."""
+        from fedstream.observe import curves
+
+        shown, file = History(), BytesIO()
+        shown.versions, shown.evaluations = self.versions, self.evaluations
+        curves.draw(file, self.title, shown, created=self.created, devices=self.devices)
+        return file.getvalue()
+
+
+class Painter:
+    """What draws a run's picture."""
+
+    def __init__(self) -> None:
+        self._ready: asyncio.Task[None] | None = None
+        self._begun: tuple[Drawn, asyncio.Task[bytes]] | None = None
+
+    def get_ready(self) -> None:
+        """Import what draws: half a second that nobody need wait for at the end. Once."""
+        if self._ready is None:
+            self._ready = asyncio.create_task(asyncio.to_thread(_import), name="get ready to draw")
+
+    def begin(self, drawn: Drawn) -> None:
+        """Draw what will probably be the picture."""
+        self._begun = drawn, asyncio.create_task(asyncio.to_thread(drawn.png), name="draw")
+
+    async def png(self, drawn: Drawn) -> bytes:
+        """The picture as PNG, drawn anew if it isn't the one that was begun."""
+        if self._begun is not None:
+            begun, drawing = self._begun
+            found = await drawing
+            if begun == drawn:
+                return found
+        return await asyncio.to_thread(drawn.png)
+
+
+def _import() -> None:
+    for module in _DRAWS:
+        importlib.import_module(module)

@@ -1,0 +1,50 @@
+"""The picture of a run is drawn ahead, and again if it has changed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from fedstream.local.picture import Drawn, Painter
+from fedstream.observe.history import History, SeenUpdate, SeenVersion
+from fedstream.settings.config import Settings
+from tests.fedstream.views import view
+
+
+def drawn() -> Drawn:
+    history = History()
+    for n in range(4):
+        made = (SeenUpdate(f"t{n}", n % 2, 0, 0.5, 1.0 / (n + 1)),) if n else ()
+        history.versions[n] = SeenVersion(float(n), made)
+    history.measure(3, {"accuracy": 0.5, "loss": 1.0})
+    found = Drawn.of(Settings(), 2, view(), history)
+    history.measure(4, {"accuracy": 0.9})  # later on
+    return found
+
+
+async def test_picture_that_was_drawn_ahead_is_used_unless_it_has_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    picture, asked, png = Painter(), drawn(), Drawn.png
+    assert asked == drawn()
+    assert set(asked.evaluations) == {3}
+    times: list[str] = []
+
+    def counted(self: Drawn) -> bytes:
+        times.append(self.title)
+        return png(self)
+
+    monkeypatch.setattr(Drawn, "png", counted)
+    picture.get_ready()
+    picture.begin(asked)
+    first = await picture.png(drawn())
+    assert first.startswith(b"\x89PNG")
+    assert len(times) == 1
+    later = replace(asked, evaluations={3: {"accuracy": 0.9}})
+    assert await picture.png(later) not in (first, b"")
+    assert len(times) == 2
+
+
+async def test_picture_of_a_run_that_ended_unexpectedly_is_drawn_at_its_end() -> None:
+    assert (await Painter().png(drawn())).startswith(b"\x89PNG")
