@@ -34,10 +34,10 @@ _OF_SITES = ("update:", _WORKSPACES)  # written by sites; leaked if a site forge
 _COPIES = "control:"  # per-site copies of a strategy's device state
 _FORGOTTEN_MS = 600_000  # expiry given to keys without one
 _LONGEST_MS = 24 * 3600 * 1000  # longer expiries are cut to this
-_STEP = 1000  # keys per scan step: a site may write any number
+_STEP = 1000  # keys per scan step, or tasks: there may be any number
 
 _MENDED = {
-    "triggers": "stream", "tasks": "stream", "events": "stream",
+    "triggers": "stream", "tasks": "stream", "events": "stream", "changes": "stream",
     "alive": "zset", "trainers": "hash", "owners": "hash", "rates": "hash", "sites": "set",
     "pool": "set", "letters": "zset",
 }  # fmt: skip
@@ -198,18 +198,21 @@ async def drop_copies(client: Client, keys: Keys, some: Iterable[bytes]) -> int:
 
 
 async def find_lost(
-    client: Client, keys: Keys, event: bytes, seen: Mapping[str, str]
-) -> tuple[int, dict[str, str]]:
-    """Give up open tasks whose entry is gone and whose answer is not in flight.
+    client: Client, keys: Keys, event: bytes, seen: Mapping[str, str], cursor: bytes
+) -> tuple[int, dict[str, str], bytes]:
+    """Give up open tasks whose entry is gone and whose answer is not in flight, among some tasks.
 
-    Returns how many were given up, and the ``seen`` argument for the next search: a task counts as
-    lost only if an earlier search found it without an entry, and every message sent by then has
-    been read since.
+    ``cursor``: returned by the previous step; ``b"0"`` starts a search, and marks its end when
+    returned. Returns also how many were given up, and what belongs in the ``seen`` argument for the
+    next search: a task counts as lost only if an earlier search found it without an entry, and
+    every message sent by then has been read since.
     """
     arguments: list[Any] = [part for pair in seen.items() for part in pair]
-    lost, flat = await _FIND(client, keys.__dict__, TRAINERS, event, *arguments)
+    lost, cursor, flat = await _FIND(
+        client, keys.__dict__, TRAINERS, event, cursor, _STEP, *arguments
+    )
     names = [part.decode() for part in flat]
-    return int(lost), dict(zip(names[::2], names[1::2], strict=True))
+    return int(lost), dict(zip(names[::2], names[1::2], strict=True)), cursor
 
 
 async def ended_unlike(

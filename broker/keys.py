@@ -71,6 +71,7 @@ class Keys:
         self.models = prefix + "models"
         self.events = prefix + "events"
         self.dead = prefix + "dead"
+        self.changes = prefix + "changes"  # names of tasks and devices that changed, in order
 
     def inbox(self, site: str) -> str:
         """The stream of a site's messages; its trainers can append to it and no more."""

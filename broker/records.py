@@ -190,14 +190,14 @@ class Head:
         )
 
 
-@dataclass(frozen=True)
-class View:
+@dataclass(frozen=True, kw_only=True)
+class Tally:
     """Everything countable about a run, read in one step."""
 
     run: Run
     head: Head
     counts: Mapping[str, int]
-    open: tuple[Trigger, ...]
+    tasks: int  # that are open
     admitted: int  # open tasks whose update is in the updater's queue
     queue: int  # entries: admitted updates and control entries
     triggers: int
@@ -205,7 +205,7 @@ class View:
     trainers: int  # alive
     kept: int  # versions whose model can be read
     dead: int
-    owned: tuple[int, ...]  # devices that a trainer owns
+    owners: int  # fields of the register of owners: the owned devices, and foreign ones
     pool: bool  # whether a live trainer serves the unowned devices; False if none is owned
     now: float  # seconds since 1970, Redis's clock
     told: Mapping[str, str] = field(default_factory=dict)  # newest ids of `events` and `models`
@@ -214,17 +214,6 @@ class View:
     def backlog(self) -> int:
         """Number of entries in the queue that the updater has not processed."""
         return max(0, self.queue - self.head.retained)
-
-    @property
-    def served(self) -> tuple[int, ...]:
-        """Devices that a trainer serves: the owned ones, and with a pool all others too."""
-        return self.owned if self.owned and not self.pool else tuple(range(self.run.devices))
-
-    @property
-    def askable(self) -> tuple[int, ...]:
-        """Served devices that are not in quarantine."""
-        barred = self.head.quarantines.by_device
-        return tuple(d for d in self.served if d not in barred) if barred else self.served
 
     @property
     def issued(self) -> int:
@@ -244,6 +233,34 @@ class View:
             for name, n in sorted(self.counts.items())
             if name.startswith(prefix)
         }
+
+
+@dataclass(frozen=True, kw_only=True)
+class View(Tally):
+    """The same with every open task and every owned device, of which there may be many."""
+
+    open: tuple[Trigger, ...]
+    owned: tuple[int, ...]  # devices that a trainer owns, in order
+
+
+@dataclass(frozen=True)
+class Bookmark:
+    """An entry of the log of changes: everything up to it is known."""
+
+    id: bytes
+    field: bytes
+    value: bytes
+
+
+@dataclass(frozen=True)
+class Changes:
+    """The open tasks and owned devices that changed since a place, as they are now."""
+
+    tasks: Mapping[str, Trigger | None]  # by id; None: it has ended
+    devices: Mapping[int, bool]  # whether a trainer owns them
+    all_tasks: bool  # `tasks` are all open ones, for the place was not known
+    all_devices: bool  # `devices` are all owned ones
+    place: Bookmark | None  # for the next look; None: the log is empty
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.errors import BlobMissing, FedstreamError, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
-from fedstream.broker.records import View
+from fedstream.broker.records import Tally
 from fedstream.coordinator.access import Handler, guarded
 from fedstream.coordinator.downloads import Downloads, send
 from fedstream.runtime.http import problem
@@ -27,7 +27,7 @@ _PAGE_BYTES = 1 << 16  # of their entries, whose length they choose themselves
 _RETRY_S = 2
 
 
-def status(name: str, view: View) -> dict[str, Any]:
+def status(name: str, view: Tally) -> dict[str, Any]:
     """A run's status as plain data, from a view with inboxes; for HTTP and `fedstream status`."""
     run, head = view.run, view.head
     return {
@@ -48,7 +48,7 @@ def status(name: str, view: View) -> dict[str, Any]:
         "digest": head.digest,
         "mean_staleness": head.mean_staleness,
         "buffered_now": head.buffered,
-        "tasks": {"issued": view.issued, **view.outcomes, "open": len(view.open)},
+        "tasks": {"issued": view.issued, **view.outcomes, "open": view.tasks},
         "refused": view.reasons("refused"),
         "given_up": view.reasons("given_up"),
         "dead": view.reasons("dead"),
@@ -136,7 +136,7 @@ class App:
             return problem(400, f"unknown parameter {unknown[0][:40]!r}; expected after or limit")
         if not (limit.isdecimal() and len(limit) <= len(str(_PAGE)) and int(limit) <= _PAGE):
             return problem(400, f"limit={limit[:40]!r} is not a number from 0 to {_PAGE}")
-        about = status(self._keys.name, await self._ledger.look(inboxes=True))
+        about = status(self._keys.name, await self._ledger.tally(inboxes=True))
         found, more = page(await self._ledger.trainers(), after, int(limit))
         return web.json_response(about | {"register": found, "register_more": more})
 
@@ -149,11 +149,11 @@ class App:
         if answer := self._another(request):
             return answer
         try:
-            view = await self._ledger.look()
+            view = await self._ledger.tally()
         except NoRun:
             return web.json_response({"open": 0, "trainers": 0, "state": "absent"})
         state = view.run.state
-        tasks = len(view.open) if state == "running" else 0
+        tasks = view.tasks if state == "running" else 0
         return web.json_response({"open": tasks, "trainers": view.trainers, "state": state})
 
     def _another(self, request: web.Request) -> web.StreamResponse | None:

@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
-from fedstream.broker.records import View
+from fedstream.broker.records import Tally
 from fedstream.coordinator.scheduling import HELD_BY
 
 Labels = Mapping[tuple[str, ...], float]
@@ -52,7 +52,7 @@ class Seen:
     at: float  # seconds since 1970, the coordinator's clock
     memory: int  # bytes that Redis uses
     memory_limit: int  # bytes that it may use; 0: no limit
-    view: View | None = None  # None: there is no run
+    view: Tally | None = None  # None: there is no run
     training: int = 0  # tasks under a trainer's lease
     event_at: float = 0.0  # seconds since 1970, Redis's clock: the newest event
 
@@ -88,7 +88,7 @@ class RunMetrics:
             yield from _of_run(seen.view, seen.training, seen.event_at)
 
 
-def _of_run(view: View, training: int, event_at: float) -> Iterator[Metric]:
+def _of_run(view: Tally, training: int, event_at: float) -> Iterator[Metric]:
     run, head = view.run, view.head
     yield _gauge("run_version", "The newest version.", head.version)
     yield _gauge("run_versions", "The version at which the run ends.", run.versions)
@@ -117,19 +117,19 @@ def _of_run(view: View, training: int, event_at: float) -> Iterator[Metric]:
     yield _gauge("run_dead_letters", "Entries waiting for an operator.", view.dead)
 
 
-def open_by_state(view: View, training: int) -> dict[str, int]:
+def open_by_state(view: Tally, training: int) -> dict[str, int]:
     """Count open tasks by state: answered (in the queue), training, and the rest, waiting.
 
     The counts add up to the open tasks. They are capped, since an entry may briefly outlive its
     task.
     """
-    left = len(view.open)
+    left = view.tasks
     answered = min(left, view.admitted)
     training = min(left - answered, training)
     return {"waiting": left - answered - training, "training": training, "answered": answered}
 
 
-def _ends(view: View) -> Labels:
+def _ends(view: Tally) -> Labels:
     """Ended tasks by outcome and reason ('': none); zeros included, so that rates see the first."""
     ends: dict[tuple[str, ...], float] = {}
     for outcome, count in view.outcomes.items():

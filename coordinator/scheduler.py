@@ -1,6 +1,6 @@
 """The scheduler: triggers training tasks, and thereby controls staleness and the updater's load.
 
-It holds no essential state: on each event it reads what it needs, `plan` decides, and one script
+It holds no essential state: on each event it reads what changed, `plan` decides, and one script
 opens the tasks. Opening, waiting and looking again take a single round trip, since with small
 updates round trips are the main cost of a task. One scheduler leads, by lease.
 """
@@ -23,15 +23,17 @@ from fedstream.broker.errors import NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Layout
 from fedstream.broker.lease import Lease
+from fedstream.broker.ledger.plumbing import Pending
 from fedstream.broker.ledger.scheduler import SchedulerLedger
 from fedstream.broker.messages import CloseRound, Withdraw
 from fedstream.broker.reasons import Overdue
-from fedstream.broker.records import Run, View
+from fedstream.broker.records import Run, Tally
 from fedstream.broker.streams import BLOCK_MS
 from fedstream.coordinator.metrics import SchedulerMetrics
+from fedstream.coordinator.mirror import Mirror
 from fedstream.coordinator.policies import Policy, PolicySettings
 from fedstream.coordinator.rounds import Rounds
-from fedstream.coordinator.scheduling import HoldBack, Plan, Situation, opened_at, plan
+from fedstream.coordinator.scheduling import HoldBack, Plan, Situation, plan
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.config import Section
 from fedstream.runtime.leading import lead
@@ -41,6 +43,9 @@ from fedstream.runtime.steps import FixedSteps, Steps
 
 BUDGET_SHARE = 0.8  # of Redis's own limit, if no budget is given
 _ASK_AGAIN_S = 10.0  # for the end of a round, or tasks to be given up, if the request seems lost
+# Between two looks at all open tasks and owned devices. In case changes escaped both the log and a
+# comparison of the numbers: a release that doesn't know the log may have swapped one for another.
+_WHOLE_S = 60.0
 _BUDGET_HOLDS_S = 10.0  # then Redis's limit is read again: an operator may have raised it
 
 
@@ -89,12 +94,13 @@ class Scheduler:
         self._lease = Lease(self._client, keys, self.role, name, seconds=settings.lease_s)
         self._budget = settings.memory_budget
         self._budget_until = 0.0
-        self._view: View | None = None  # None: at the start, and after an error
+        self._seen: Tally | None = None  # None: at the start, and after an error
+        self._mirror = Mirror()
+        self._whole_at = 0.0  # when it last looked at all tasks and devices
         self._last = 0.0
         self._round = (-1, 0.0)  # version, since when
         # The last request to close a round: its version and tasks, and when it was made.
         self._asked: tuple[int, tuple[str, ...], float] = (-1, (), 0.0)
-        self._since: dict[str, float] = {}  # open tasks: when they were opened, as far as known
         self._given_up: dict[str, float] = {}  # overdue tasks: when giving up was last asked
         self._held = ""
 
@@ -117,22 +123,43 @@ class Scheduler:
         await repeat(self._context, "schedule", self._step, within_s=60.0)
 
     async def _step(self) -> None:
-        """Act on the last view, then wait for events and look again."""
-        view, self._view = self._view, None
+        """Act on the last look, then wait for events and look again."""
+        seen, self._seen = self._seen, None
         try:
-            if view is None:
+            if seen is None:
                 await self._ledger.prepare()
-                view = await self._ledger.look()
-            self._metrics.open.set(len(view.open))
-            if view.run.state == "finished":
+                seen = await self._look_at_all()
+            self._metrics.open.set(seen.tasks)
+            if seen.run.state == "finished":
                 await pause(self._context.stop, 0.5)
             else:
-                self._view = await self._decide(view)
+                self._seen = await self._decide(seen)
         except NoRun:
             await pause(self._context.stop, 0.2)
 
-    async def _decide(self, view: View) -> View:
-        """Carry out the plan, wait for events or the next planning time, return the new view."""
+    async def _look_at_all(self) -> Tally:
+        """Look at all open tasks and owned devices."""
+        tally, changes = await self._ledger.changes()
+        self._mirror.follow(tally, changes, time.time())
+        self._whole_at = time.monotonic()
+        return tally
+
+    async def _look_after(
+        self, before: Tally, wait_ms: int, opening: Pending[int] | None
+    ) -> tuple[int, Tally]:
+        """Open tasks, wait for events, and look at what changed: how many opened, and the look."""
+        is_old = time.monotonic() - self._whole_at >= _WHOLE_S
+        opened, tally, changes = await self._ledger.changes_after(
+            before, None if is_old else self._mirror.place, block_ms=wait_ms, opening=opening
+        )
+        if changes.all_tasks:
+            self._whole_at = time.monotonic()
+        if not self._mirror.follow(tally, changes, time.time()):
+            tally = await self._look_at_all()
+        return opened, tally
+
+    async def _decide(self, view: Tally) -> Tally:
+        """Carry out the plan, wait for events or the next planning time, return the new look."""
         if self._settings.memory_budget is None and time.monotonic() >= self._budget_until:
             self._budget = await self._redis_budget()
             self._budget_until = time.monotonic() + _BUDGET_HOLDS_S
@@ -161,7 +188,7 @@ class Scheduler:
         wait_ms, now = BLOCK_MS, time.time()
         if todo.wake_at is not None:
             wait_ms = min(BLOCK_MS, max(1, int((todo.wake_at - now) * 1000)))
-        opened, view = await self._ledger.look_after(view, block_ms=wait_ms, opening=opening)
+        opened, view = await self._look_after(view, wait_ms, opening)
         if opened:
             self._metrics.triggered.inc(opened)
             self._last = todo.last
@@ -189,7 +216,7 @@ class Scheduler:
             memory_budget=self._budget or None,
         )
 
-    async def _close(self, view: View, version: int, tasks: tuple[str, ...]) -> None:
+    async def _close(self, view: Tally, version: int, tasks: tuple[str, ...]) -> None:
         """Ask the coordinator to end a round; repeat only a request that seems lost."""
         before, among, asked_at = self._asked
         now = time.monotonic()
@@ -216,19 +243,18 @@ class Scheduler:
             await self._ledger.ask(Withdraw(tasks=tuple(tasks), why=why))
             self._given_up |= dict.fromkeys(tasks, now)
 
-    def _situation(self, view: View) -> Situation:
-        now, is_eligible = time.time(), self._is_eligible
+    def _situation(self, view: Tally) -> Situation:
+        mirror, now, is_eligible = self._mirror, time.time(), self._is_eligible
         self._last = min(self._last, now)  # a clock that was set back must not hold tasks back
-        self._since = {t.task: self._since.get(t.task) or opened_at(t, now) for t in view.open}
         version, buffered = view.head.version, view.head.buffered
-        begun = buffered or any(trigger.version == version for trigger in view.open)
+        begun = buffered or mirror.tasks.count(version)
         if self._round[0] != version or not begun:
             self._round = (version, now)
         return Situation(
             now=now,
             issued=view.issued,
             version=version,
-            open=view.open,
+            open=mirror.tasks,
             queue=view.queue,
             backlog=view.backlog,
             kept=view.kept + vectors(view.run.layout, view.run.devices),
@@ -238,12 +264,12 @@ class Scheduler:
             mean_staleness=view.head.mean_staleness,
             trainers=view.trainers,
             model_bytes=view.run.layout.nbytes,
-            devices=view.askable,
+            devices=mirror.devices,
             last=self._last,
             round_since=self._round[1],
             began=view.run.created,
-            since=self._since,
             is_eligible=is_eligible and (lambda device: is_eligible(view.run, device, now)),
+            not_at_work=mirror.idle,
         )
 
     async def _redis_budget(self) -> int:

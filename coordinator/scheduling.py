@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable, Collection, Container, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
-from fedstream.broker.messages import Trigger, task_id, time_of
-from fedstream.broker.reasons import DEADLINE_PASSED, TIMED_OUT, Overdue
+from fedstream.broker.messages import Trigger, task_id
+from fedstream.broker.reasons import Overdue
+from fedstream.coordinator.device_set import DeviceSet
+from fedstream.coordinator.open_tasks import AtWork, OpenTasks
 from fedstream.coordinator.policies import Policy, Traffic, next_due, place_of_next, tasks_wanted
 from fedstream.coordinator.rounds import Round, Rounds, verdict, wanted
 from fedstream.runtime.participation import Participation
@@ -39,7 +42,7 @@ class Situation:
     now: float  # seconds since 1970
     issued: int  # tasks so far: the next draw
     version: int
-    open: tuple[Trigger, ...]
+    open: Collection[Trigger]  # live OpenTasks, so that a plan doesn't go through all of them
     queue: int  # entries; their updates take memory
     backlog: int  # of them, those that the updater has not handled
     kept: int  # versions, and devices' vectors counted in models
@@ -48,18 +51,39 @@ class Situation:
     mean_staleness: float
     trainers: int  # alive
     model_bytes: int
-    devices: tuple[int, ...]  # that a trainer serves, and that are not in quarantine
+    devices: Sequence[int]  # that a trainer serves, and that are not in quarantine; ascending
     last: float  # when it last triggered (if it catches up: when that was due), or began to lead
     round_since: float  # when the round began, or was extended after a time-out
     began: float = 0.0  # when the run did, in seconds since 1970
-    since: Mapping[str, float] = field(default_factory=dict)  # when tasks were opened, if known
+    # When tasks were opened, if `open` doesn't say.
+    since: Mapping[str, float] = field(default_factory=dict)
     is_eligible: Callable[[int], bool] | None = None  # whether a device may begin now; None: all
+    not_at_work: DeviceSet | None = None  # of `devices`; None: derived from `open`
 
-    def idle(self, busy: Container[int]) -> list[int]:
-        """Devices that are not busy, whether or not they may begin now."""
-        return [device for device in self.devices if device not in busy]
+    @cached_property
+    def tasks(self) -> OpenTasks:
+        """The open tasks, indexed."""
+        if isinstance(self.open, OpenTasks):
+            return self.open
+        return OpenTasks(self.open, self.since)
 
-    def take(self, idle: list[int], pick: Callable[[list[int]], int]) -> int | None:
+    @contextmanager
+    def idle(self, barred: Iterable[int] = ()) -> Iterator[DeviceSet]:
+        """Devices that are neither at work nor barred, whether or not they may begin now.
+
+        To be taken out inside the block: nothing is changed afterwards.
+        """
+        idle = self.not_at_work
+        if idle is None:
+            at_work = self.tasks.at_work
+            free = [device for device in self.devices if device not in at_work]
+            idle = DeviceSet(max(free, default=-1) + 1, free)
+        with idle.restored():
+            for device in barred:
+                idle.discard(device)
+            yield idle
+
+    def take(self, idle: DeviceSet, pick: Callable[[DeviceSet], int]) -> int | None:
         """Take a device that may begin now out of ``idle``; None if there is none.
 
         ``pick`` gives the place of the next candidate. Those that may not begin are removed, too.
@@ -138,57 +162,37 @@ def plan(
         todo = Plan()
     else:
         todo = _plan_tasks(policy, parts, hold, seed, seen)
-    ends = [(_end(trigger, seen, task_timeout_s), trigger) for trigger in seen.open]
-    closed = todo.close[1] if todo.close is not None else ()
-    wakes = [end for end, _ in ends if seen.now < end < math.inf]
+    closed = frozenset(todo.close[1] if todo.close is not None else ())
+    overdue = seen.tasks.overdue(seen.now, task_timeout_s)
+    wakes = (seen.tasks.next_end(seen.now, task_timeout_s), todo.wake_at)
     return replace(
         todo,
-        overdue=tuple(
-            (trigger.task, TIMED_OUT if trigger.deadline is None else DEADLINE_PASSED)
-            for end, trigger in ends
-            if end <= seen.now and trigger.task not in closed
-        ),
-        wake_at=min([*wakes, *([todo.wake_at] if todo.wake_at is not None else [])], default=None),
+        overdue=tuple((task, why) for task, why in overdue if task not in closed),
+        wake_at=min((at for at in wakes if at is not None and at < math.inf), default=None),
     )
-
-
-def _end(trigger: Trigger, seen: Situation, task_timeout_s: float) -> float:
-    """When a task's time is up."""
-    if trigger.deadline is not None:
-        return trigger.deadline
-    return seen.since.get(trigger.task, seen.now) + task_timeout_s
-
-
-def opened_at(trigger: Trigger, now: float) -> float:
-    """When a task seen for the first time was opened, in seconds since 1970.
-
-    Only the ids of the scheduler's own tasks tell; any other task counts from now.
-    """
-    made = time_of(trigger.task) if trigger.origin == "scheduler" else None
-    return now if made is None else min(now, made)
 
 
 def _plan_tasks(
     policy: Policy, parts: Participation, hold: HoldBack, seed: int, seen: Situation
 ) -> Plan:
     """Open tasks, each when it is due, until there are as many as the policy wants."""
-    at_work, last = [trigger.device for trigger in seen.open], seen.last
+    at_work, last = AtWork(seen.tasks), seen.last
     n = tasks_wanted(policy, seen.traffic(seen.issued, at_work, last))
     limit, why = held_back(n, hold, seen)
-    idle = seen.idle(set(at_work))
     triggers: list[Trigger] = []
-    while len(at_work) < limit:
-        rng = draw(seed, seen.issued + len(triggers))
-        traffic = seen.traffic(seen.issued + len(triggers), at_work, last)
-        due = next_due(policy, traffic, rng)
-        if due > seen.now:
-            return Plan(tuple(triggers), limit, wake_at=due, last=last, held=why)
-        device = seen.take(idle, partial(place_of_next, policy, traffic, rng, parts))
-        if device is None:
-            break
-        triggers.append(_trigger(rng, device, parts, seen.now, why="in flight"))
-        at_work.append(device)
-        last = max(due, seen.now - _CATCH_UP_S) if policy.catches_up else seen.now
+    with seen.idle() as idle:
+        while len(at_work) < limit:
+            rng = draw(seed, seen.issued + len(triggers))
+            traffic = seen.traffic(seen.issued + len(triggers), at_work, last)
+            due = next_due(policy, traffic, rng)
+            if due > seen.now:
+                return Plan(tuple(triggers), limit, wake_at=due, last=last, held=why)
+            device = seen.take(idle, partial(place_of_next, policy, traffic, rng, parts))
+            if device is None:
+                break
+            triggers.append(_trigger(rng, device, parts, seen.now, why="in flight"))
+            at_work.add(device)
+            last = max(due, seen.now - _CATCH_UP_S) if policy.catches_up else seen.now
     return Plan(tuple(triggers), limit, last=last, held=why)
 
 
@@ -200,42 +204,48 @@ def _plan_round(
     It keeps k tasks open or answered: one that ends without an answer (given up, refused, dead) is
     replaced by another device's. A round doesn't shrink to the eligible devices: it waits for more.
     """
-    mine = [trigger for trigger in seen.open if trigger.version == seen.version]
-    past = [t for t in seen.open if t.version is not None and t.version < seen.version]
-    if past:
-        return Plan(close=(seen.version - 1, tuple(trigger.task for trigger in past)))
+    tasks, version = seen.tasks, seen.version
+    if past := tasks.of_past_rounds(version):
+        return Plan(close=(version - 1, tuple(past)))
     if seen.round_ending:  # more tasks would come too late for it
-        return Plan(limit=len(seen.open))
-    at_work = sum(t.deadline is None or seen.now < t.deadline for t in mine)
+        return Plan(limit=len(tasks))
     room = _room(hold, seen)
     k, why = wanted(policy, len(seen.devices), room)
+    at_work = tasks.count(version, seen.now)
     it = Round(k, len(seen.held), at_work, seen.round_since, coming=seen.backlog)
     what = verdict(policy, it, seen.now)
     if what == "over":
-        return Plan(close=(seen.version, tuple(trigger.task for trigger in mine)), held=why)
+        return Plan(close=(version, tuple(tasks.in_round(version))), held=why)
     since = seen.now if what == "again" else seen.round_since
     deadline = since + policy.timeout_s
-    missing = k - len(mine) - len(seen.held)  # late tasks are replaced once given up
+    mine = tasks.count(version)
+    missing = k - mine - len(seen.held)  # late tasks are replaced once given up
     if room is not None and room < k:  # not all of them at once
-        missing = min(missing, max(1, room - seen.queue) - len(mine))
-    idle = seen.idle({trigger.device for trigger in seen.open} | set(seen.held))
-    triggers: list[Trigger] = []
-    for n in range(missing if seen.now < deadline else 0):
-        rng = draw(seed, seen.issued + n)
-        device = seen.take(idle, partial(parts.pick, rng))
-        if device is None:
-            break
-        trigger = _trigger(
-            rng, device, parts, seen.now,
-            why="round", version=seen.version, deadline=deadline,
-        )  # fmt: skip
-        triggers.append(trigger)
-    limit = len(seen.open) + len(triggers)
+        missing = min(missing, max(1, room - seen.queue) - mine)
+    triggers: tuple[Trigger, ...] = ()
+    if missing > 0 and seen.now < deadline:
+        triggers = tuple(_of_round(parts, seed, seen, missing, deadline))
     return Plan(
-        tuple(triggers), limit, held=why,
+        triggers, len(tasks) + len(triggers), held=why,
         wake_at=deadline if seen.now < deadline else None,
         again=what == "again",
     )  # fmt: skip
+
+
+def _of_round(
+    parts: Participation, seed: int, seen: Situation, missing: int, deadline: float
+) -> Iterator[Trigger]:
+    """Tasks of a round for devices that neither are at work nor have answered in it."""
+    with seen.idle(barred=seen.held) as idle:
+        for n in range(missing):
+            rng = draw(seed, seen.issued + n)
+            device = seen.take(idle, partial(parts.pick, rng))
+            if device is None:
+                return
+            yield _trigger(
+                rng, device, parts, seen.now,
+                why="round", version=seen.version, deadline=deadline,
+            )  # fmt: skip
 
 
 def draw(seed: int, n: int) -> random.Random:

@@ -63,7 +63,10 @@ class Sweep:
         self.ended = 0.0  # when the last sweep did, in seconds since 1970
         self._hears_since = 0.0
         self._searched = 0.0  # when last, for open tasks without an entry
-        self._without_entry: dict[str, str] = {}  # what the last search found
+        self._without_entry: dict[str, str] = {}  # what the last whole search found
+        self._found: dict[str, str] = {}  # and the present one so far
+        self._task_at = b"0"  # the cursor of the search through open tasks
+        self._owner_at = b"0"  # and through the devices' owners
         self._scanned = b"0"  # the cursor of the scan of the run's keys
         self._held: dict[str, int] = {}  # bytes of each site's workspaces in this scan
         self._named: set[tuple[str, str]] = set()  # keys of the wrong type, already logged
@@ -78,7 +81,7 @@ class Sweep:
             self._context.log.warning("old dead letters deleted", letters=gone)
         await self._strike_off_the_silent(owners)
         lease_ms = round(self._lease.seconds * 1000)
-        if owners := set((await self._ledger.owners()).values()):
+        if owners := await self._owners():
             await self._ledger.settle_unserved(lease_ms)
         leased, lapsed = await self._ledger.leases(lease_ms, owners)
         sites = {self._keys.tasks_of(owner): site_of(owner) for owner in owners}
@@ -95,11 +98,15 @@ class Sweep:
         await pause(self._context.stop, _SWEEP_S)
 
     async def _owners(self) -> set[str]:
-        """Trainers that own devices; none if the register itself needs mending."""
+        """Trainers that own devices; none if the register itself needs mending.
+
+        Those that are not registered are found little by little.
+        """
         try:
-            return set((await self._ledger.owners()).values())
+            found, self._owner_at = await self._ledger.owning(self._owner_at)
         except Foreign:
             return set()
+        return found
 
     async def _mend(self, owners: set[str]) -> None:
         """Quarantine foreign data in the run's keys; log keys of its state with the wrong type."""
@@ -141,10 +148,15 @@ class Sweep:
             )  # fmt: skip
 
     async def _find_lost(self) -> None:
-        """Give up open tasks whose entry was deleted."""
+        """Give up open tasks whose entry was deleted, looking at some of them at a time."""
         if time.monotonic() - self._searched < _SEARCH_S:
             return
-        lost, self._without_entry = await self._ledger.find_lost(self._without_entry)
+        lost, found, self._task_at = await self._ledger.find_lost(
+            self._without_entry, self._task_at
+        )
+        self._found |= found
+        if self._task_at == b"0":
+            self._without_entry, self._found = self._found, {}
         self._searched = time.monotonic()
         if lost:
             self._context.log.warning("open tasks without an entry: given up", tasks=lost)
@@ -174,7 +186,7 @@ class Sweep:
         """Look at the run for the metrics. ``training``: tasks under a trainer's lease."""
         memory, limit = await self._ledger.memory()
         try:
-            view = await self._ledger.look()
+            view = await self._ledger.tally()
         except NoRun:  # the updater has not created it yet
             return Seen(time.time(), memory, limit)
         event_ms = view.told[self._keys.events].partition("-")[0]

@@ -44,7 +44,7 @@ from fedstream.broker.messages import (
     decode,
     task_id,
 )
-from fedstream.broker.records import Commit, End, Run
+from fedstream.broker.records import Commit, End, Run, View
 from fedstream.broker.streams import Entry, Group
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.health import Health
@@ -405,6 +405,16 @@ class Hand:
         """issued = applied + buffered + refused + given up + dead + open."""
         view = await self.ledger.look()
         assert view.issued == sum(view.outcomes.values()) + len(view.open), view.counts
+
+
+def served_devices(view: View) -> tuple[int, ...]:
+    """Devices that a trainer serves: the owned ones, and with a pool all others too."""
+    return view.owned if view.owned and not view.pool else tuple(range(view.run.devices))
+
+
+def askable(view: View) -> tuple[int, ...]:
+    """Served devices that are not in quarantine."""
+    return tuple(d for d in served_devices(view) if d not in view.head.quarantines.by_device)
 
 
 async def snapshot(client: Client, keys: Keys) -> dict[str, object]:

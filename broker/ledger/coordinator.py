@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 
 from fedstream.broker import blobs, custody, reasons, streams
 from fedstream.broker.keys import COORDINATORS, POOL, TRAINERS, member
@@ -35,17 +36,19 @@ _RELAY = Script("relay")
 _SETTLE_UNSERVED = Script("settle_unserved")
 _WITHDRAW = Script("withdraw")
 
+_OWNERS = 1000  # of the devices' owners, read at once
+
 RIGHTS = Rights(
     both=(
         "triggers", "inbox:*", "tasks", "tasks:*", "open", "admitted", "ended", "counts",
-        "events", "trainers", "alive", "owners", "pool", "rates", "letters", "sites",
+        "events", "changes", "trainers", "alive", "owners", "pool", "rates", "letters", "sites",
         "update:*", "queued:*", "control:*", "quarantine:*",
     ),
     reads=("run", "head", "lineage", "kept", "models", "model:*", "device:*"),
     writes=("queue", "dead"),
     commands=(
         "xgroup|create", "xreadgroup", "time", "zrangebyscore", "zmscore", "hgetall", "info",
-        "type", "sadd", *blobs.READS,
+        "type", "sadd", "zrange", "smembers", "hscan", *blobs.READS,
     ),
     scripts=(
         _ADMIT, _AGE_LETTERS, _ANNOUNCE, _CLOSE_ROUND, _DISPATCH, _LEAVE, _MEASURE, _RELAY,
@@ -128,9 +131,12 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         event = packed(self._event())
         return int(await self._run(_SETTLE_UNSERVED, TRAINERS, lease_ms, event))
 
-    async def find_lost(self, seen: Mapping[str, str]) -> tuple[int, dict[str, str]]:
+    async def find_lost(
+        self, seen: Mapping[str, str], cursor: bytes = b"0"
+    ) -> tuple[int, dict[str, str], bytes]:
         """Give up lost open tasks: see :func:`fedstream.broker.custody.find_lost`."""
-        return await custody.find_lost(self._client, self.keys, packed(self._event()), seen)
+        event = packed(self._event())
+        return await custody.find_lost(self._client, self.keys, event, seen, cursor)
 
     async def leases(self, lease_ms: int, owners: Iterable[str]) -> tuple[int, list[str]]:
         """Count the tasks under a live lease, and find the streams with an expired one.
@@ -241,8 +247,26 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
 
     # trainers that are gone, and old letters
 
+    async def owning(self, cursor: bytes = b"0") -> tuple[set[str], bytes]:
+        """Find trainers that own devices: those on the register, and any in a part of the owners.
+
+        That some owner isn't on the register is rare, so the owners' register, which may be large,
+        is read in parts: ``cursor`` begins with ``b"0"``, and is returned for the next call.
+        """
+        alive, serve_all, (cursor, flat) = await self._client.pipeline(
+            [
+                ("ZRANGE", self.keys.alive, 0, -1), ("SMEMBERS", self.keys.pool),
+                ("HSCAN", self.keys.owners, cursor, "COUNT", _OWNERS),
+            ]
+        )  # fmt: skip
+        found = set[str]()
+        for name in {*alive}.difference(serve_all).union(flat[1::2]):
+            with suppress(UnicodeDecodeError):
+                found.add(name.decode())
+        return found, cursor
+
     async def unheard(self, owners: Iterable[str]) -> list[str]:
-        """Find the owners of devices that are not on the register."""
+        """Find those of these owners that are not on the register."""
         unheard: list[str] = []
         for some in custody.in_parts(sorted(owners)):
             scores = await self._client.call("ZMSCORE", self.keys.alive, *some)

@@ -13,7 +13,7 @@ import msgpack
 from fedstream.broker.commands import Command
 from fedstream.broker.errors import BadMessage, NoScript
 from fedstream.broker.ledger.plumbing import Ledger, Pending
-from fedstream.broker.records import Head, Run, View, mapping, trigger_of
+from fedstream.broker.records import Head, Run, Tally, View, mapping, trigger_of
 from fedstream.broker.scripts import Script
 
 LOOK = Script("look")
@@ -21,6 +21,7 @@ LOOK = Script("look")
 LOOKED_AT = (
     "run", "head", "open", "admitted", "queue", "triggers", "sites", "counts", "alive",
     "kept", "dead", "owners", "pool", "events", "models",
+    "changes",
 )  # fmt: skip
 
 _DEVICE = re.compile(rb"0|[1-9]\d{0,17}")  # foreign fields may be there too
@@ -31,23 +32,32 @@ class Overview(Ledger):
     """Everything countable about the run."""
 
     async def look(self, *, inboxes: bool = False) -> View:
-        """Read everything countable in one step. Raises NoRun until the run is created.
+        """Read everything countable, all open tasks and all owned devices, in one step.
 
         ``inboxes``: also count their entries, which takes Redis half a microsecond per site.
+        Raises NoRun until the run is created.
         """
-        return self._view(await self._run(LOOK, int(inboxes)))
+        return self._view(await self._run(LOOK, int(inboxes), "all"))
+
+    async def tally(self, *, inboxes: bool = False) -> Tally:
+        """Read everything countable in one step, as :meth:`look` does, but neither list."""
+        return self._tally(await self._run(LOOK, int(inboxes), "none"))
 
     def _view(self, reply: Any) -> View:
-        run, head, counts, *numbers, event, version, now = reply
-        opened, admitted, queue, triggers, inbox, trainers, kept, dead, owned, pool = numbers
+        tally, (*_, (_, opened), (_, owned), _) = self._tally(reply), reply
+        triggers = tuple(trigger_of(data) for data in opened)
+        return View(**tally.__dict__, open=triggers, owned=_devices(owned, tally.run.devices))
+
+    def _tally(self, reply: Any) -> Tally:
+        run, head, counts, *numbers, event, version, now, _, _, _ = reply
+        tasks, admitted, queue, triggers, inbox, trainers, kept, dead, owners, pool = numbers
         if not run:
             raise self._no_run()
-        record = Run.parsed(tuple(run))
-        return View(
-            run=record,
+        return Tally(
+            run=Run.parsed(tuple(run)),
             head=Head.parsed(mapping(head)),
             counts={name: int(value) for name, value in mapping(counts).items()},
-            open=tuple(trigger_of(data) for data in opened),
+            tasks=tasks,
             admitted=admitted,
             queue=queue,
             triggers=triggers,
@@ -55,7 +65,7 @@ class Overview(Ledger):
             trainers=trainers,
             kept=kept,
             dead=dead,
-            owned=_devices(owned, record.devices),
+            owners=owners,
             pool=bool(pool),
             now=float(now),
             told={self.keys.events: event.decode(), self.keys.models: version.decode()},
@@ -73,9 +83,8 @@ class Watch(Overview):
         Returns how many tasks were opened, and the new view, after at most ``block_ms``. Raises
         NoRun, and Fenced as :meth:`trigger` does.
         """
-        streams = (*view.told, *view.told.values())
-        news: Command = ("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *streams)
-        look = LOOK.command(self.keys.__dict__, 0)
+        news = news_since(view, block_ms)
+        look = LOOK.command(self.keys.__dict__, 0, "all")
         first = (opening.command,) if opening else ()
         try:
             *opened, _, reply = await self._client.pipeline(
@@ -84,6 +93,11 @@ class Watch(Overview):
         except NoScript:
             return await opening if opening else 0, await self.look()
         return opening.parsed(opened[0]) if opening else 0, self._view(reply)
+
+
+def news_since(seen: Tally, block_ms: int) -> Command:
+    """The command that waits until there is an event or a version that was not seen."""
+    return ("XREAD", "COUNT", 1, "BLOCK", block_ms, "STREAMS", *seen.told, *seen.told.values())
 
 
 class Models(Ledger):
@@ -167,5 +181,10 @@ def _about(data: bytes) -> dict[str, Any]:
 
 def _devices(fields: Iterable[bytes], devices: int) -> tuple[int, ...]:
     """The run's devices among field names, in order."""
-    found = (int(field) for field in fields if _DEVICE.fullmatch(field))
-    return tuple(sorted(device for device in found if device < devices))
+    named = map(device_of, fields)
+    return tuple(sorted(device for device in named if device is not None and device < devices))
+
+
+def device_of(name: bytes) -> int | None:
+    """The device of this name in the register of owners; None if the name is foreign."""
+    return int(name) if _DEVICE.fullmatch(name) else None

@@ -1,22 +1,36 @@
-"""What the scheduler does in Redis: it opens tasks, and asks for others to be given up."""
+"""What the scheduler does in Redis: it opens tasks, and asks for others to be given up.
+
+It looks at every version, so it doesn't read every open task and every owned device: scripts that
+change them name them in the log ``changes``, and a look tells how those stand that were named since
+its place there. Without such a place a look tells of all: at first, if Redis fell back behind it,
+or if the log was cut since.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from fedstream.broker import lease
-from fedstream.broker.errors import Fenced
+from fedstream.broker.errors import Fenced, NoScript
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.plumbing import Pending
-from fedstream.broker.ledger.reading import LOOK, LOOKED_AT, MemoryUse, Watch
+from fedstream.broker.ledger.reading import (
+    LOOK,
+    LOOKED_AT,
+    MemoryUse,
+    Overview,
+    device_of,
+    news_since,
+)
 from fedstream.broker.messages import CloseRound, Trigger, Withdraw
+from fedstream.broker.records import Bookmark, Changes, Tally
 from fedstream.broker.scripts import Script, load_all
 
 TRIGGER = Script("trigger")
 
 RIGHTS = Rights(
-    both=("leader:scheduler", "tokens", "open", "counts"),
+    both=("leader:scheduler", "tokens", "open", "counts", "changes"),
     reads=LOOKED_AT,
     writes=("triggers",),
     commands=("xread", "xadd", "info"),
@@ -24,8 +38,61 @@ RIGHTS = Rights(
 )
 
 
-class SchedulerLedger(Watch, MemoryUse):
+class SchedulerLedger(Overview, MemoryUse):
     """The run as the scheduler sees and changes it."""
+
+    async def changes(self, place: Bookmark | None = None) -> tuple[Tally, Changes]:
+        """Read everything countable, and what changed since a place, in one step.
+
+        Raises NoRun until the run is created.
+        """
+        return self._changes(await self._run(LOOK, 0, *_asked(place)))
+
+    async def changes_after(
+        self,
+        seen: Tally,
+        place: Bookmark | None,
+        *,
+        block_ms: int,
+        opening: Pending[int] | None = None,
+    ) -> tuple[int, Tally, Changes]:
+        """Open tasks, wait for news since ``seen``, and look for changes, all in one exchange.
+
+        Returns how many tasks were opened, and the new look, after at most ``block_ms``. Raises
+        NoRun, and Fenced as :meth:`trigger` does.
+        """
+        look = LOOK.command(self.keys.__dict__, 0, *_asked(place))
+        first = (opening.command,) if opening else ()
+        try:
+            *opened, _, reply = await self._client.pipeline(
+                [*first, news_since(seen, block_ms), look], wait_s=block_ms / 1000
+            )
+        except NoScript:
+            return await opening if opening else 0, *await self.changes(place)
+        return opening.parsed(opened[0]) if opening else 0, *self._changes(reply)
+
+    def _changes(self, reply: Any) -> tuple[Tally, Changes]:
+        (how_tasks, tasks), (how_devices, devices), last = reply[-3:]
+        tally = self._tally(reply)
+        if how_tasks == b"all":
+            opened = (Trigger.decode(data) for data in tasks)
+            found: dict[str, Trigger | None] = {trigger.task: trigger for trigger in opened}
+        else:
+            found = {
+                task.decode(): None if data is None else Trigger.decode(data)
+                for task, data in _pairs(tasks)
+            }
+        named = [(name, b"") for name in devices] if how_devices == b"all" else _pairs(devices)
+        owned = {
+            device: owner is not None
+            for name, owner in named
+            if (device := device_of(name)) is not None and device < tally.run.devices
+        }
+        return tally, Changes(
+            tasks=found, devices=owned,
+            all_tasks=how_tasks == b"all", all_devices=how_devices == b"all",
+            place=Bookmark(last[0], *last[1][:2]) if last else None,
+        )  # fmt: skip
 
     async def prepare(self) -> None:
         """Load every script, including those that trainers may not load."""
@@ -51,3 +118,12 @@ class SchedulerLedger(Watch, MemoryUse):
     async def ask(self, wish: CloseRound | Withdraw) -> None:
         """Ask the coordinator to end a round or to give up tasks."""
         await self._client.call("XADD", self.keys.triggers, "*", "m", wish.encode())
+
+
+def _asked(place: Bookmark | None) -> tuple[str | bytes, ...]:
+    """How to ask for what changed since a place."""
+    return ("all",) if place is None else ("since", place.id, place.field, place.value)
+
+
+def _pairs(flat: Sequence[Any]) -> list[tuple[Any, Any]]:
+    return list(zip(flat[::2], flat[1::2], strict=True))

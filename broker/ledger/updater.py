@@ -38,8 +38,8 @@ _RETIRE = Script("retire")
 RIGHTS = Rights(
     both=(
         "leader:updater", "tokens", "run", "head", "kept", "lineage", "model:*", "models",
-        "queue", "open", "admitted", "ended", "counts", "events", "queued:*", "device:*",
-        "rates", "letters",
+        "queue", "open", "admitted", "ended", "counts", "events", "changes", "queued:*",
+        "device:*", "rates", "letters",
     ),
     reads=LOOKED_AT,
     writes=("dead",),

@@ -1,4 +1,4 @@
--- keys: stream open admitted ended events counts rates
+-- keys: stream open admitted ended events counts rates changes
 -- undeclared: run head lineage queue
 -- Admits an answer by its metadata: a task of this site, first answer, device, layout, size, base,
 -- current staleness. ARGV: the answer, the entry for the queue, the event's fields. rest: the

@@ -1,4 +1,4 @@
--- keys: stream trainers alive owners pool tasks open counts rates
+-- keys: stream trainers alive owners pool tasks open counts rates changes
 -- undeclared: run head events
 -- Registers a trainer and the devices that it claims, except devices that the run doesn't have,
 -- that its site may not own, or that another live trainer owns (the first one keeps them). If the
@@ -56,10 +56,13 @@ redis.call('ZADD', key.alive, now[1] .. '.' .. string.format('%06d', now[2]), na
 redis.call('HSET', key.trainers, name, ARGV[2])
 redis.call('PERSIST', own) -- it may have got an expiry while its owner was unknown
 if #a.owns == 0 then redis.call('SADD', key.pool, name) else redis.call('SREM', key.pool, name) end
+local changed = {} -- devices that got or lost an owner
+local function let_go(device)
+  redis.call('HDEL', key.owners, device)
+  changed[#changed + 1] = device
+end
 for device in pairs(before) do
-  if not wants[device] and redis.call('HGET', key.owners, device) == name then
-    redis.call('HDEL', key.owners, device)
-  end
+  if not wants[device] and redis.call('HGET', key.owners, device) == name then let_go(device) end
 end
 
 local devices = tonumber(redis.call('HGET', key.run, 'devices') or math.huge)
@@ -68,14 +71,14 @@ for _, device in ipairs(a.owns) do
   local owner = redis.call('HGET', key.owners, device)
   local why
   if device >= devices or denied[device] then
-    if owner == name then redis.call('HDEL', key.owners, device) end
+    if owner == name then let_go(device) end
     why = denied[device] and 'site ' .. a.site .. ' may not own it'
       or string.format('the run has %d devices', devices)
   elseif owner and owner ~= name and redis.call('ZSCORE', key.alive, owner) then
     why = 'it is owned by ' .. owner
   elseif owner ~= name then
     redis.call('HSET', key.owners, device, name)
-    got[device], any = true, true
+    got[device], any, changed[#changed + 1] = true, true, device
   end
   if why and not before[device] then -- told once, not with every announcement
     local event = cmsgpack.unpack(ARGV[4])
@@ -84,6 +87,7 @@ for _, device in ipairs(a.owns) do
   end
 end
 
+note_devices(changed)
 if not any then return 'heard' end
 local newest = tonumber(redis.call('HGET', key.head, 'version') or 0)
 for _, entry in ipairs(redis.call('XRANGE', key.tasks, '-', '+')) do

@@ -1,4 +1,4 @@
--- keys: stream open admitted ended events counts rates letters
+-- keys: stream open admitted ended events counts rates letters changes
 -- undeclared: dead
 -- Moves an entry that can't be processed to `dead`. Its task, if any, ends, unless an answer to it
 -- was admitted, or the entry came from a site (ARGV[7]) that the task wasn't sent to.

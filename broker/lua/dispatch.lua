@@ -1,4 +1,4 @@
--- keys: stream open tasks owners counts rates ended
+-- keys: stream open tasks owners counts rates ended changes
 -- undeclared: run head
 -- Turns a trigger into a task. The scheduler's triggers are already in `open`. One from a site's
 -- inbox (`a.site`) is added here, if devices decide by themselves in this run, the device is the
@@ -50,5 +50,6 @@ if is_busy(a.device) then
   return 'busy'
 end
 count('issued')
+note_task(a.task)
 send(a.task, a.device, owner, ARGV[2], ARGV[3], newest)
 return 'sent'

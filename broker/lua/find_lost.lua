@@ -1,14 +1,15 @@
--- keys: tasks triggers open admitted ended events counts
+-- keys: tasks triggers open admitted ended events counts changes
 -- undeclared: run
 -- Gives up open tasks whose entry is gone and whose answer is not in flight: nothing else would end
 -- them. An answer is sent and its entry deleted in one step, and so are a trigger and its task. So
 -- a task is lost if it was seen without an entry, and every message sent before that has been read.
--- ARGV: the trainers' group, the event's fields, and for each task that the previous search saw
--- without an entry, the newest message id at that time. Returns how many tasks were lost, and the
--- tasks without an entry now, each with its id.
-local group, event = ARGV[1], ARGV[2]
+-- ARGV: the trainers' group, the event's fields, where in `open` to begin, about how many tasks to
+-- look at, and for each task that the previous search saw without an entry, the newest message id at
+-- that time. Returns how many tasks were lost, where to go on ('0': that was the end), and the tasks
+-- without an entry now, each with its id.
+local group, event, cursor, most = unpack(ARGV, 1, 4)
 local seen, now, lost = {}, {}, 0
-for i = 3, #ARGV, 2 do seen[ARGV[i]] = ARGV[i + 1] end
+for i = 5, #ARGV, 2 do seen[ARGV[i]] = ARGV[i + 1] end
 
 local delivered = {} -- the newest entry delivered to a trainer, by stream
 local function newest_delivered(stream)
@@ -40,7 +41,8 @@ local function bounds_of(stream)
 end
 
 guard()
-for task, trigger in pairs(pairs_of(redis.call('HGETALL', key.open))) do
+local page = redis.call('HSCAN', key.open, cursor, 'COUNT', most)
+for task, trigger in pairs(pairs_of(page[2])) do
   local about = cmsgpack.unpack(trigger)
   local stream = about.entry and stream_of(about.owner)
   local gone = redis.call('HEXISTS', key.admitted, task) == 0 and (not stream or is_gone(stream, about.entry))
@@ -55,4 +57,4 @@ for task, trigger in pairs(pairs_of(redis.call('HGETALL', key.open))) do
     now[#now + 1] = seen[task] or last
   end
 end
-return {lost, now}
+return {lost, page[1], now}

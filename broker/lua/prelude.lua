@@ -1,5 +1,6 @@
 local EVENTS_KEPT, VERSIONS_TOLD, ENDED_KEPT = 10000, 10000, 20000
 local LINEAGE_KEPT = 4096
+local CHANGES_KEPT, DEVICES_NAMED = 10000, 100
 local SITE_TOLD = 100 -- events per second and site, of kinds that it can cause without limit
 
 -- Fails if Redis is out of memory, before anything is done.
@@ -19,6 +20,18 @@ end
 
 local function tell(event)
   redis.call('XADD', key.events, 'MAXLEN', '~', EVENTS_KEPT, '*', 'm', cmsgpack.pack(event))
+end
+
+-- Names a task that was opened or has ended in the log of changes, for who follows `open`.
+local function note_task(task)
+  redis.call('XADD', key.changes, 'MAXLEN', '~', CHANGES_KEPT, '*', 't', task)
+end
+
+-- The same for devices that got or lost an owner; if they are many, the log says '*' for all.
+local function note_devices(devices)
+  if #devices == 0 then return end
+  local named = #devices > DEVICES_NAMED and '*' or table.concat(devices, ' ')
+  redis.call('XADD', key.changes, 'MAXLEN', '~', CHANGES_KEPT, '*', 'd', named)
 end
 
 -- Acknowledges and deletes an entry; false if that was done before.
@@ -48,6 +61,7 @@ local function end_task(task, attempt, outcome, reason, event)
   if redis.call('HDEL', key.open, task) == 0 then return 0 end
   if wrong and wrong ~= '' then event.site = cmsgpack.unpack(wrong).site end
   redis.call('HDEL', key.admitted, task)
+  note_task(task)
   remember(task, attempt, outcome, reason)
   count(outcome)
   if reason then count(outcome .. ':' .. reason) end

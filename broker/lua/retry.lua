@@ -1,4 +1,4 @@
--- keys: run head open triggers dead ended counts
+-- keys: run head open triggers dead ended counts changes
 -- Retries a dead letter's work as a new task, because the old one has ended, and deletes the
 -- letter. Two letters may be about one task, so its outcome becomes 'retried', with the id of the
 -- new task. ARGV: letter, old task, new task, device, version (rounds only); the new task's
@@ -27,6 +27,7 @@ if outcome then forget(a.before, attempt, outcome, reason) end
 remember(a.before, a.task, 'retried', reason)
 redis.call('HSET', key.open, a.task, ARGV[2])
 redis.call('XADD', key.triggers, '*', 'm', ARGV[2])
+note_task(a.task)
 count('issued')
 redis.call('XDEL', key.dead, a.letter)
 return {'sent', ''}

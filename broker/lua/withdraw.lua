@@ -1,4 +1,4 @@
--- keys: triggers open admitted tasks ended events counts
+-- keys: triggers open admitted tasks ended events counts changes
 -- Gives up tasks that have been open for too long.
 local a = cmsgpack.unpack(ARGV[1])
 local sent = sent_to(a.tasks)

@@ -285,26 +285,65 @@ async def test_open_task_without_an_entry_is_given_up(
     await run.balanced()
 
 
+async def searched(hand: Hand, seen: dict[str, str]) -> tuple[int, dict[str, str]]:
+    """A whole search for lost tasks: how many were given up, and those seen without an entry."""
+    lost, found, cursor = await hand.ledger.find_lost(seen)
+    assert cursor == b"0"
+    return lost, found
+
+
 async def test_task_with_an_answer_in_transit_is_not_lost(run: Hand, keys: Keys) -> None:
     """Not before everything was read that was said by then, however long that takes."""
     await run.open(device=1)
     await run.dispatch()
     [(entry, task)] = await run.take()
-    assert (await run.ledger.find_lost({})) == (0, {})
+    assert await searched(run, {}) == (0, {})
     upload = await run.trained(task)
     assert await run.outbox.answer(keys.tasks, entry, upload) == "said"
     seen: dict[str, str] = {}
     for _ in range(3):
-        lost, seen = await run.ledger.find_lost(seen)
+        lost, seen = await searched(run, seen)
         assert (lost, list(seen)) == (0, [task.task])
     inbox = Group(run.client, keys.inbox("pool"), COORDINATORS, "c")
     await inbox.ensure()
     [said] = await inbox.read(block_ms=0)
     await run.outbox.say(run.trigger(origin="t"))  # more is said meanwhile: it makes no difference
-    assert (await run.ledger.find_lost(seen))[0] == 0
+    assert (await searched(run, seen))[0] == 0
     assert await run.ledger.admit(said, upload, size_limit=1 << 20) == ("admitted", "")
-    assert await run.ledger.find_lost(seen) == (0, {})
+    assert await searched(run, seen) == (0, {})
     await run.balanced()
+
+
+async def test_search_for_lost_tasks_looks_at_all_of_them_in_parts(
+    run: Hand, client: Client, keys: Keys
+) -> None:
+    tasks = {trigger.task for trigger in await run.open(3000)}
+    await client.call("DEL", keys.triggers)
+    seen: dict[str, str] = {}
+    for given_up in (0, len(tasks)):
+        found, lost, cursor, steps = dict[str, str](), 0, b"0", 0
+        while not steps or cursor != b"0":
+            n, some, cursor = await run.ledger.find_lost(seen, cursor)
+            assert len(some) + n < 2000
+            lost, found, steps = lost + n, found | some, steps + 1
+        assert (lost, steps > 1) == (given_up, True)
+        seen = found or seen
+    assert seen.keys() == tasks
+
+
+async def test_owners_that_are_not_registered_are_found_in_parts(
+    run: Hand, client: Client, keys: Keys
+) -> None:
+    await run.announce("own", 3)
+    await run.announce("pool")
+    await client.call("HSET", keys.owners, *(x for d in range(5, 5000) for x in (d, f"g{d}")))
+    found, cursor, steps = set[str](), b"0", 0
+    while not steps or cursor != b"0":
+        some, cursor = await run.ledger.owning(cursor)
+        assert "own" in some
+        assert len(some) < 2500
+        found, steps = found | some, steps + 1
+    assert found == {"own"} | {f"g{d}" for d in range(5, 5000)}
 
 
 async def test_missing_task_waits_only_for_earlier_inbox_entries(
@@ -316,13 +355,13 @@ async def test_missing_task_waits_only_for_earlier_inbox_entries(
     await run.outbox.say(run.trigger(origin="before"))
     await client.call("XACK", keys.tasks, TRAINERS, entry.id)
     await client.call("XDEL", keys.tasks, entry.id)
-    _, seen = await run.ledger.find_lost({})
+    _, seen = await searched(run, {})
     await run.outbox.say(run.trigger(origin="after"))
-    lost, seen = await run.ledger.find_lost(seen)
+    lost, seen = await searched(run, seen)
     assert (lost, list(seen)) == (0, [task.task])
     [before, _] = await client.call("XRANGE", keys.inbox("pool"), "-", "+")
     await client.call("XDEL", keys.inbox("pool"), before[0])
-    assert await run.ledger.find_lost(seen) == (1, {})
+    assert await searched(run, seen) == (1, {})
 
 
 async def test_site_workspaces_are_limited(

@@ -28,7 +28,8 @@ def view_of(**changes: Any) -> View:
         "counts": {"issued": 5}, "open": (), "admitted": 0, "queue": 0, "triggers": 0,
         "inbox": 0, "trainers": 2, "kept": 3, "dead": 1, "owned": (), "pool": False, "now": 100.0,
     }  # fmt: skip
-    return View(**about | changes)
+    about |= changes
+    return View(**about, tasks=len(about["open"]), owners=len(about["owned"]))
 
 
 def tasks(n: int) -> tuple[Trigger, ...]:

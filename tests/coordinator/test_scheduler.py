@@ -15,7 +15,7 @@ from fedstream.broker.errors import ConfigError, Fenced, Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.broker.lease import Lease
 from fedstream.broker.messages import CloseRound, GiveUp, RoundEnd, Trigger, Withdraw
-from fedstream.broker.records import Commit, End, Run, View
+from fedstream.broker.records import Commit, End, Run, Tally
 from fedstream.coordinator.policies import Anarchic, InFlight, Poisson, Policy
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings, vectors
@@ -302,10 +302,10 @@ async def test_configured_budget_overrides_redis_memory(
 async def test_decisions_after_an_outage_use_fresh_state(
     make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen: list[View] = []
+    seen: list[Tally] = []
     decide = Scheduler._decide
 
-    async def failing(self: Scheduler, view: View) -> View:
+    async def failing(self: Scheduler, view: Tally) -> Tally:
         seen.append(view)
         if len(seen) == 2:
             await run.announce("ann")  # since it looked

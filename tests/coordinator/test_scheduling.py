@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstream.broker.messages import Trigger, task_id
+from fedstream.coordinator.mirror import opened_at
 from fedstream.coordinator.policies import Anarchic, InFlight, Poisson, Policy
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduling import (
@@ -21,7 +22,6 @@ from fedstream.coordinator.scheduling import (
     Situation,
     draw,
     held_back,
-    opened_at,
     plan,
 )
 from fedstream.runtime.participation import Participation, ParticipationGroup

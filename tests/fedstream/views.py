@@ -24,7 +24,8 @@ def view(counts: Mapping[str, int] | None = None, **given: Any) -> View:
         "triggers": 0, "inbox": 0, "trainers": 2, "kept": 4, "dead": 0, "owned": (),
         "pool": False, "now": CREATED + 4,
     }  # fmt: skip
-    return View(**(about | given))
+    about |= given
+    return View(**about, tasks=len(about["open"]), owners=len(about["owned"]))
 
 
 def trigger(task: str) -> Trigger:

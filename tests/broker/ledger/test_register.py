@@ -14,7 +14,7 @@ from fedstream.broker.messages import (
     Assignment,
 )
 from tests.broker.ledger.steps import exists
-from tests.support import Hand
+from tests.support import Hand, served_devices
 
 # trainers
 
@@ -265,7 +265,7 @@ async def test_pool_serves_unowned_devices_while_it_has_a_trainer(
     await hand.create(devices=4)
 
     async def served() -> tuple[int, ...]:
-        return (await hand.ledger.look()).served
+        return served_devices(await hand.ledger.look())
 
     assert await served() == (0, 1, 2, 3)  # somebody may come
     await hand.announce("ann", 1, 2)

@@ -1,0 +1,106 @@
+"""A set of devices in order, in which the n-th is found without going through all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from itertools import compress
+from typing import overload
+
+
+class DeviceSet(Sequence[int]):
+    """Devices below ``limit``, in ascending order; reads as a sequence.
+
+    A Fenwick tree (A New Data Structure for Cumulative Frequency Tables, 1994) over one bit for
+    each device: adding, discarding, and finding the n-th take log2(limit) steps.
+    """
+
+    def __init__(self, limit: int, members: Iterable[int] = ()) -> None:
+        self._limit = limit
+        self._has = bytearray(limit)
+        for device in members:
+            self._has[device] = 1
+        self._size = sum(self._has)
+        # sums[i]: how many of the (i & -i) devices up to number i - 1 are in the set
+        self._sums = [0, *self._has]
+        for at in range(1, limit + 1):
+            above = at + (at & -at)
+            if above <= limit:
+                self._sums[above] += self._sums[at]
+        self._top = 1 << limit.bit_length() >> 1
+        self._discarded: list[int] | None = None  # inside `restored`
+
+    def add(self, device: int) -> None:
+        """Add a device. Raises IndexError if it is not below the limit."""
+        if not self._has[device]:
+            self._change(device, 1)
+
+    def discard(self, device: int) -> None:
+        """Remove a device if it is there."""
+        if device in self:
+            self._change(device, -1)
+            if self._discarded is not None:
+                self._discarded.append(device)
+
+    def pop(self, place: int) -> int:
+        """Remove the device at ``place`` and return it. Raises IndexError."""
+        device = self[place]
+        self.discard(device)
+        return device
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put back at the end what is discarded inside the block; nothing must be added there."""
+        self._discarded = []
+        try:
+            yield
+        finally:
+            discarded, self._discarded = self._discarded, None
+            for device in discarded:
+                self.add(device)
+
+    def _change(self, device: int, by: int) -> None:
+        self._has[device] += by
+        self._size += by
+        at, sums, limit = device + 1, self._sums, self._limit
+        while at <= limit:
+            sums[at] += by
+            at += at & -at
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __contains__(self, device: object) -> bool:
+        return isinstance(device, int) and 0 <= device < self._limit and bool(self._has[device])
+
+    def __iter__(self) -> Iterator[int]:
+        return compress(range(self._limit), self._has)
+
+    @overload
+    def __getitem__(self, place: int) -> int: ...
+    @overload
+    def __getitem__(self, place: slice) -> tuple[int, ...]: ...
+    def __getitem__(self, place: int | slice) -> int | tuple[int, ...]:
+        if isinstance(place, slice):
+            return tuple(self)[place]
+        if place < 0:
+            place += self._size
+        if not 0 <= place < self._size:
+            raise IndexError(f"there are {self._size} devices in the set")
+        at, step, sums, limit = 0, self._top, self._sums, self._limit
+        while step:
+            if at + step <= limit and sums[at + step] <= place:
+                at += step
+                place -= sums[at]
+            step >>= 1
+        return at
+
+    def index(self, device: int, start: int = 0, stop: int | None = None) -> int:
+        """The place of a device. Raises ValueError if it is not between ``start`` and ``stop``."""
+        place, at = 0, device if device in self else 0
+        while at > 0:
+            place += self._sums[at]
+            at -= at & -at
+        if device not in self or not start <= place < (self._size if stop is None else stop):
+            raise ValueError(f"device {device} is not there")
+        return place

@@ -1,0 +1,102 @@
+"""What the scheduler knows of the open tasks and of the devices, kept up to date by changes."""
+
+from __future__ import annotations
+
+from fedstream.broker.messages import Trigger, time_of
+from fedstream.broker.records import NO_QUARANTINES, Bookmark, Changes, Tally
+from fedstream.coordinator.device_set import DeviceSet
+from fedstream.coordinator.open_tasks import OpenTasks
+
+
+class Mirror:
+    """The open tasks, the devices that can be asked, and those of them that have no task.
+
+    A change costs a few steps, however many tasks and devices there are.
+    """
+
+    def __init__(self) -> None:
+        self.tasks = OpenTasks()
+        self.devices = DeviceSet(0)  # that a trainer serves, and that are not in quarantine
+        self.idle = DeviceSet(0)  # of them, those without a task
+        self.place: Bookmark | None = None  # up to which changes are known
+        self._owned: set[int] = set()
+        self._foreign = 0  # fields among the owners that are no devices of the run
+        self._serves_all = False  # whether unowned devices are served, too
+        self._limit = 0  # the run's devices
+        self._quarantines = NO_QUARANTINES
+
+    def follow(self, tally: Tally, changes: Changes, now: float) -> bool:
+        """Take in a look at the run; ``now``: seconds since 1970.
+
+        Returns whether there are as many tasks and owners as Redis counts. If not, somebody changed
+        them without a word in the log (an earlier release, or a key that was moved aside): then
+        take in a look at all of them.
+        """
+        self.place = changes.place
+        changed = self._follow_tasks(changes, now)
+        if changes.all_devices:
+            owned = set(changes.devices)
+            self._foreign = tally.owners - len(owned)
+            changed |= owned ^ self._owned
+            self._owned = owned
+        for device, is_owned in () if changes.all_devices else changes.devices.items():
+            (self._owned.add if is_owned else self._owned.discard)(device)
+            changed.add(device)
+        barred, before = tally.head.quarantines, self._quarantines
+        if barred is not before:
+            changed |= barred.by_device.keys() ^ before.by_device.keys()
+            self._quarantines = barred
+        serves_all = tally.pool or not self._owned
+        if (serves_all, tally.run.devices) != (self._serves_all, self._limit):
+            self._serves_all, self._limit = serves_all, tally.run.devices
+            self._begin_anew()
+        else:
+            for device in changed:
+                if device < self._limit:
+                    self._settle(device)
+        return (len(self.tasks), len(self._owned) + self._foreign) == (tally.tasks, tally.owners)
+
+    def _follow_tasks(self, changes: Changes, now: float) -> set[int]:
+        """The devices whose tasks changed."""
+        if changes.all_tasks:
+            before, opened = self.tasks, [t for t in changes.tasks.values() if t is not None]
+            since = {t.task: before.since(t.task) or opened_at(t, now) for t in opened}
+            self.tasks = OpenTasks(opened, since)
+            return {trigger.device for some in (before, opened) for trigger in some}
+        changed = set()
+        for task, trigger in changes.tasks.items():
+            if trigger is None:
+                trigger = self.tasks.end(task)
+            elif self.tasks.since(task) is None:
+                self.tasks.open(trigger, opened_at(trigger, now))
+            if trigger is not None:
+                changed.add(trigger.device)
+        return changed
+
+    def _begin_anew(self) -> None:
+        barred = self._quarantines.by_device
+        served = range(self._limit) if self._serves_all else self._owned
+        self.devices = DeviceSet(self._limit, (d for d in served if d not in barred))
+        at_work = self.tasks.at_work
+        self.idle = DeviceSet(self._limit, (d for d in self.devices if d not in at_work))
+
+    def _settle(self, device: int) -> None:
+        """Put a device where it belongs."""
+        is_served = self._serves_all or device in self._owned
+        if is_served and device not in self._quarantines.by_device:
+            self.devices.add(device)
+        else:
+            self.devices.discard(device)
+        if device in self.devices and device not in self.tasks.at_work:
+            self.idle.add(device)
+        else:
+            self.idle.discard(device)
+
+
+def opened_at(trigger: Trigger, now: float) -> float:
+    """When a task seen for the first time was opened, in seconds since 1970.
+
+    Only the ids of the scheduler's own tasks tell; any other task counts from now.
+    """
+    made = time_of(trigger.task) if trigger.origin == "scheduler" else None
+    return now if made is None else min(now, made)

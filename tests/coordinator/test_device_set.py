@@ -1,0 +1,70 @@
+"""A set of devices in order says what a sorted list says."""
+
+from __future__ import annotations
+
+from bisect import insort
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedstream.coordinator.device_set import DeviceSet
+
+
+def same(devices: DeviceSet, plain: list[int], limit: int) -> None:
+    assert (list(devices), len(devices)) == (plain, len(plain))
+    assert [devices[n] for n in range(len(plain))] == plain
+    assert [devices.index(device) for device in plain] == list(range(len(plain)))
+    assert [device in devices for device in range(-1, limit + 1)] == [
+        device in plain for device in range(-1, limit + 1)
+    ]
+
+
+@given(
+    st.integers(0, 20).flatmap(
+        lambda limit: st.tuples(
+            st.just(limit),
+            st.sets(st.integers(0, limit - 1)) if limit else st.just(set[int]()),
+            st.lists(st.tuples(st.booleans(), st.integers(0, limit - 1))) if limit else st.just([]),
+        )
+    )
+)
+def test_it_is_a_sorted_list(
+    about: tuple[int, set[int], list[tuple[bool, int]]],
+) -> None:
+    limit, members, steps = about
+    devices, plain = DeviceSet(limit, members), sorted(members)
+    same(devices, plain, limit)
+    for is_added, device in steps:
+        if is_added:
+            devices.add(device)
+            if device not in plain:
+                insort(plain, device)
+        else:
+            devices.discard(device)
+            if device in plain:
+                plain.remove(device)
+        same(devices, plain, limit)
+
+
+@given(st.sets(st.integers(0, 30)), st.data())
+def test_what_is_taken_out_for_a_while_comes_back(members: set[int], data: st.DataObject) -> None:
+    devices, plain = DeviceSet(31, members), sorted(members)
+    with devices.restored():
+        for _ in range(data.draw(st.integers(0, len(plain)))):
+            place = data.draw(st.integers(0, len(plain) - 1))
+            assert devices.pop(place) == plain.pop(place)
+        same(devices, plain, 31)
+    same(devices, sorted(members), 31)
+
+
+def test_places_that_are_not_there() -> None:
+    devices = DeviceSet(5, [1, 3])
+    assert (devices[-1], devices[1:]) == (3, (3,))
+    for place in (2, -3):
+        with pytest.raises(IndexError):
+            devices[place]
+    for device in (2, 7, -1):
+        devices.discard(device)
+        with pytest.raises(ValueError, match=f"device {device} is not there"):
+            devices.index(device)
