@@ -4,6 +4,9 @@ Chunks move 2 to 5 times faster than a single value of 100 MB and stay far below
 512 MB per value. A blob is written once, before the entry that names it, and its name is never
 reused. It has an expiry that admission removes, so leftovers of a crashed writer go away by
 themselves.
+
+A blob states its size. An encoded model's states its format, size and digest instead, in a field of
+its own: a release that knows no formats finds no size, as if the blob were missing, and waits.
 """
 
 from __future__ import annotations
@@ -15,10 +18,9 @@ from typing import Any
 
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
+from fedstream.broker.encoded import Encoded
 from fedstream.broker.errors import BlobDamaged, BlobMissing, Foreign
-from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Payload
-from fedstream.broker.records import Head
 
 # Bytes: 1 MiB less Redis's header. One byte more would take 1.25 MiB of Redis's memory.
 CHUNK = (1 << 20) - 64
@@ -31,6 +33,7 @@ READS = ("hget", "hmget")  # commands that read a blob
 WRITES = ("multi", "exec", "hset", "pexpire")
 
 _SIZE = b"size"
+_ENCODED = b"encoded"
 _DIGEST = b"digest"
 _CHUNKS = b"chunks"
 
@@ -43,13 +46,24 @@ def chunks_of(size: int) -> int:
     return -(-size // CHUNK)
 
 
-async def write(client: Client, key: str, payload: Payload, *, expire_s: float) -> None:
-    """Write the payload under ``key``, expiring ``expire_s`` seconds after the last write."""
+def _statement(size: int, encoded: Encoded | None) -> tuple[bytes, bytes]:
+    """The field that says what a blob is, and what it says."""
+    return (_ENCODED, encoded.text.encode()) if encoded else (_SIZE, b"%d" % size)
+
+
+async def write(
+    client: Client, key: str, payload: Payload, *, expire_s: float, encoded: Encoded | None = None
+) -> None:
+    """Write the payload's bytes under ``key``, expiring ``expire_s`` seconds after the last write.
+
+    ``encoded``: what they are, if they are an encoded model.
+    """
     data = payload.buffer.data
+    states = _statement(data.nbytes, encoded)
     expire: Command = ("PEXPIRE", key, round(expire_s * 1000))
     # Size and expiry come first, in one transaction: a half-written blob can't stay for ever, and a
     # blob that expired while it was written has no size.
-    await client.pipeline([("MULTI",), ("HSET", key, _SIZE, data.nbytes), expire, ("EXEC",)])
+    await client.pipeline([("MULTI",), ("HSET", key, *states), expire, ("EXEC",)])
     for first in range(0, data.nbytes, WINDOW * CHUNK):
         starts = range(first, min(first + WINDOW * CHUNK, data.nbytes), CHUNK)
         chunks: list[Command] = [("HSET", key, at // CHUNK, data[at : at + CHUNK]) for at in starts]
@@ -57,50 +71,63 @@ async def write(client: Client, key: str, payload: Payload, *, expire_s: float) 
 
 
 async def prepare(
-    client: Client, key: str, payload: Payload, *, expire_s: float
+    client: Client, key: str, payload: Payload, *, expire_s: float, encoded: Encoded | None = None
 ) -> Sequence[Command]:
     """Write the payload now, or return the commands that write it if it fits into one chunk.
 
     The commands, one transaction, go ahead of the script that names the blob and save a round trip.
     Passed to the script as an argument, the chunk would be copied into Lua, which costs Redis more
-    than everything else.
+    than everything else. ``encoded``: as for :func:`write`.
     """
     data = payload.buffer.data
     if data.nbytes > CHUNK:
-        await write(client, key, payload, expire_s=expire_s)
+        await write(client, key, payload, expire_s=expire_s, encoded=encoded)
         return ()
-    put = ("HSET", key, _SIZE, data.nbytes, *((0, data) if data.nbytes else ()))
+    states = _statement(data.nbytes, encoded)
+    put = ("HSET", key, *states, *((0, data) if data.nbytes else ()))
     return (("MULTI",), put, ("PEXPIRE", key, round(expire_s * 1000)), ("EXEC",))
 
 
-async def read(client: Client, key: str, into: Payload, *, digest: str, chunks: int | None) -> None:
+async def read(
+    client: Client,
+    key: str,
+    into: Payload,
+    *,
+    digest: str | None,
+    chunks: int | None,
+    encoded: Encoded | None = None,
+) -> None:
     """Read the blob under ``key`` into a payload of its size and check its size and digest.
 
-    ``chunks``: how many there are, as stated where the blob is named; None: the release that wrote
-    it doesn't state it, so assume this release's chunk size. Accepts chunks of any length, so use
-    it only for blobs that no site can write: models, and updates whose lengths admission has
-    checked. Raises BlobMissing if the blob is not there, BlobDamaged if its bytes are not those
-    announced; the payload's bytes are then undefined.
+    ``digest``: of the bytes; None: the caller checks it. ``chunks``: how many there are, as stated
+    where the blob is named; None: the release that wrote it doesn't state it, so assume this
+    release's chunk size. ``encoded``: what it is, if it is an encoded model. Accepts chunks of any
+    length, so use it only for blobs that no site can write: models, and updates whose lengths
+    admission has checked. Raises BlobMissing if the blob is not there, BlobDamaged if its bytes are
+    not those announced; the payload's bytes are then undefined.
     """
     data = into.buffer.data
     size = data.nbytes
+    field, expected = _statement(size, encoded)
     chunks = chunks_of(size) if chunks is None else chunks
     at, sha256 = 0, hashlib.sha256()
     hashing: asyncio.Future[None] | None = None
     try:
         for first in range(0, max(chunks, 1), WINDOW):
             numbers = range(first, min(first + WINDOW, chunks))
-            stated, *lengths = await _asked(client, key, numbers, data[at:])
+            stated, *lengths = await _asked(client, key, field, numbers, data[at:])
             if stated is None:
                 raise BlobMissing(key)
-            if stated != b"%d" % size:
+            if stated != expected:
                 said = stated.decode(errors="replace")
-                raise BlobDamaged(f"blob {key} has {said} bytes, expected {size}")
+                raise BlobDamaged(f"blob {key} has {said} bytes, expected {expected.decode()}")
             if None in lengths:
                 raise BlobMissing(key)
             begin, at = at, at + sum(lengths)
             if at > size:
                 raise BlobDamaged(f"blob {key} is too long")
+            if digest is None:
+                continue
             if size <= CHUNK:
                 sha256.update(data[begin:at])
                 continue
@@ -113,18 +140,15 @@ async def read(client: Client, key: str, into: Payload, *, digest: str, chunks: 
             await hashing  # it reads the model
     if at != size:
         raise BlobDamaged(f"blob {key} ends after {at} of {size} bytes")
-    if (own := sha256.hexdigest()) != digest:
+    if digest is not None and (own := sha256.hexdigest()) != digest:
         raise BlobDamaged(f"blob {key} has digest {own}, expected {digest}")
 
 
-async def read_newest(client: Client, keys: Keys, head: Head, into: Payload) -> None:
-    """Read the newest version's model. Raises as :func:`read` does."""
-    await read(client, keys.model(head.blob), into, digest=head.digest, chunks=head.chunks)
-
-
-async def _asked(client: Client, key: str, numbers: range, into: memoryview) -> list[Any]:
-    """Fetch a blob's stated size, and the chunks ``numbers`` into a buffer: their lengths."""
-    parts: list[Command] = [("HGET", key, _SIZE), *(("HGET", key, n) for n in numbers)]
+async def _asked(
+    client: Client, key: str, field: bytes, numbers: range, into: memoryview
+) -> list[Any]:
+    """Fetch what a blob says in ``field``, and chunks into a buffer: returns their lengths."""
+    parts: list[Command] = [("HGET", key, field), *(("HGET", key, n) for n in numbers)]
     return await _of(client, key, parts, into)
 
 
@@ -138,24 +162,30 @@ async def _of(
         raise BlobDamaged(f"{key} is not a blob") from error
 
 
-async def keep(client: Client, key: str, size: int, *, chunks: int | None) -> bool:
+async def keep(
+    client: Client, key: str, size: int, *, chunks: int | None, encoded: Encoded | None = None
+) -> bool:
     """Remove the blob's expiry and return whether all ``size`` bytes are there.
 
-    Checks only the chunks' lengths; reads no chunk. ``chunks``: as for :func:`read`.
+    Checks only the chunks' lengths; reads no chunk. ``chunks``, ``encoded``: as for :func:`read`.
     """
-    parts = (_SIZE, *range(chunks_of(size) if chunks is None else chunks))
+    field, expected = _statement(size, encoded)
+    parts = (field, *range(chunks_of(size) if chunks is None else chunks))
     asked: list[Command] = [("HSTRLEN", key, part) for part in parts]
     try:
         _, digits, *lengths = await _of(client, key, [("PERSIST", key), *asked])
     except BlobDamaged:
         return False
-    return digits == len(b"%d" % size) and all(lengths) and sum(lengths) == size
+    return digits == len(expected) and all(lengths) and sum(lengths) == size
 
 
-async def stated_chunks(client: Client, key: str) -> int | None:
-    """Read the number of chunks that a published blob says of itself; None if it doesn't."""
-    stated = await client.call("HGET", key, _CHUNKS)
-    return None if stated is None else int(stated)
+async def stated(client: Client, key: str) -> tuple[int | None, Encoded | None]:
+    """Read what a published blob says of itself: its chunks, and what it is if encoded."""
+    chunks, encoded = await client.call("HMGET", key, _CHUNKS, _ENCODED)
+    return (
+        None if chunks is None else int(chunks),
+        None if encoded is None else Encoded.parsed(encoded),
+    )
 
 
 async def recall(client: Client, key: str, into: Payload) -> bool:

@@ -50,7 +50,7 @@ class Keys:
         self.run = prefix + "run"  # the run's record: state, layout, target
         self.head = prefix + "head"  # the newest version
         self.kept = prefix + "kept"  # versions whose blob is still there
-        self.lineage = prefix + "lineage"  # version -> digest, of the newest versions
+        self.lineage = prefix + "lineage"  # version -> digest as given, of the newest versions
         self.open = prefix + "open"  # task -> trigger, for all tasks not yet ended
         self.admitted = prefix + "admitted"  # task -> the attempt that was admitted
         self.ended = prefix + "ended"  # the newest ended tasks, ordered by id

@@ -26,6 +26,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, overload
 import msgpack
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from fedstream.broker.encoded import Encoded
 from fedstream.broker.errors import BadMessage
 from fedstream.broker.keys import POOL
 from fedstream.broker.reasons import Overdue
@@ -242,9 +243,19 @@ class Version(Message):
     parent: Count | None = None  # None: version 0, or a version published again
     digest: Name
     blob: Name
-    size: Count
+    size: Count  # bytes of its blob
     updates: tuple[Contribution, ...] = ()
     chunks: Count | None = None  # of its blob, as for an upload
+    # The blob's format, and the digest by which devices know the model if that isn't `digest`.
+    format: Name = "f32"
+    given: Name | None = None
+
+    @property
+    def encoded(self) -> Encoded | None:
+        """What the blob is; None: the model's own bytes."""
+        if self.format == "f32":
+            return None
+        return Encoded(self.format, self.size, self.given or self.digest)
 
 
 class Event(Message):

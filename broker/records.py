@@ -9,6 +9,7 @@ from typing import Literal, Self
 
 import msgpack
 
+from fedstream.broker.encoded import Encoded
 from fedstream.broker.errors import BrokerError
 from fedstream.broker.layout import Layout
 from fedstream.broker.messages import (
@@ -165,6 +166,12 @@ class Head:
     journalled: Mapping[str, int] = field(default_factory=dict)  # counts of ends in the journal
     chunks: int | None = None  # of its blob; None: written by a release that doesn't say
     quarantines: Quarantines = field(default_factory=lambda: NO_QUARANTINES)
+    encoded: Encoded | None = None  # what its blob is; None: the model's own bytes
+
+    @property
+    def given(self) -> str:
+        """The digest by which devices know the version: of the model as they were given it."""
+        return self.encoded.digest if self.encoded else self.digest
 
     @property
     def buffered(self) -> int:
@@ -187,7 +194,15 @@ class Head:
             quarantines=Quarantines.parsed(record["quarantines"])
             if "quarantines" in record
             else NO_QUARANTINES,
+            encoded=_encoded(record),
         )
+
+
+def _encoded(record: Mapping[str, bytes]) -> Encoded | None:
+    """What the head's blob is, unless this is about another: a release that knows no formats
+    leaves the field as it was."""
+    blob, _, text = record.get("encoded", b"").partition(b" ")
+    return Encoded.parsed(text) if blob == record["blob"] else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -185,7 +185,7 @@ class App:
     async def _copy(self, request: web.Request, version: int) -> web.StreamResponse:
         """A version's model, or 304 if the client has it. Raises BlobMissing, Busy, BlobDamaged."""
         kept = {number: blob for blob, number in (await self._ledger.kept()).items()}
-        digest = await self._ledger.digest(version)
+        digest = await self._ledger.given(version)
         if version not in kept or digest is None:
             raise BlobMissing(str(version))
         headers = {"ETag": f'"{digest}"', "X-Fedstream-Version": str(version)}

@@ -16,6 +16,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Layout, Model
+from fedstream.wire.newest import read_model
 
 _SLICE = 1 << 18  # bytes written to a connection at once, and so held up by a slow reader
 _MODELS = 2  # distinct, in memory at a time: the next version may come while one is being read
@@ -86,10 +87,14 @@ class Downloads:
                 raise Busy(f"{_MODELS} other versions are being read: try again later")
             model = Model(layout)
             key = self._keys.model(blob)
-            chunks = await blobs.stated_chunks(self._client, key)
-            await blobs.read(self._client, key, model, digest=digest, chunks=chunks)
+            chunks, encoded = await blobs.stated(self._client, key)
+            await read_model(
+                self._client, key, model, digest=digest, chunks=chunks, encoded=encoded
+            )
             made = await asyncio.to_thread(
-                safetensors.save, model.tensors(), {"version": str(version)}
+                safetensors.save,
+                model.tensors(),
+                {"version": str(version), "format": encoded.format if encoded else "f32"},
             )
             body = self._bodies[digest] = _Body(made)
             return body

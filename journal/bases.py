@@ -14,6 +14,8 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Layout, Model
 from fedstream.broker.messages import Upload
 from fedstream.strategies.vectors import IN_MEMORY, on_disk
+from fedstream.wire import F32, Format
+from fedstream.wire.given import given
 
 
 class Bases:
@@ -36,16 +38,22 @@ class Bases:
         """The oldest version that an update to come was trained from."""
         return min(self._uses, default=None)
 
-    def add(self, version: int, digest: str, model: Model) -> None:
-        """Copy a version, if an update to come was trained from it. Raises FedstreamError.
+    def add(self, version: int, digest: str, model: Model, how: Format = F32) -> None:
+        """Copy a version as devices were given it, if an update to come was trained from it.
 
+        ``digest``: the model's own. ``how``: the format it was published in. Raises FedstreamError.
         It replaces another model of the same number, as after one was adopted from Redis.
         """
         if version not in self._uses:
             return
         _, copied = self._kept.pop(version, ("", None))
         copied = copied or (self._free.pop() if self._free else self._allocated(model.layout))
-        copied.buffer[:] = model.buffer
+        if how.is_exact:
+            copied.buffer[:] = model.buffer
+        else:
+            one = given(model, how)
+            how.decode(one.payload.buffer, copied)
+            digest = one.digest
         self._kept[version] = digest, copied
 
     def of(self, upload: Upload) -> Model | None:

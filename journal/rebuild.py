@@ -30,6 +30,8 @@ from fedstream.journal.segment import Record, Segment, SegmentEnd, Tear
 from fedstream.journal.updates import decoded, received
 from fedstream.runtime.plugins import NotTrusted, allowed, runs_program
 from fedstream.strategies import Memory, State, Strategy, names_in, sources_of, strategy_of
+from fedstream.wire import Format, Undecodable, format_of
+from fedstream.wire.given import given
 
 _SHORT = 1e-30  # the smallest gamma H that counts as training
 # How far a weight may differ between two machines' C libraries: in its last bits, or by too little
@@ -77,6 +79,7 @@ class Rebuild:
         state = State(said.version, model, Memory(memory, said.arrivals, said.weight, vectors))
         self.progress = Progress(state, said.held, said.mean_staleness, Norms(said.sizes))
         self.strategy = strategy
+        self.format = format_in(segment)
         self.digest = said.digest  # of the newest version
         self.time = said.time
         self.reweighed = 0  # updates whose weight this machine computes minimally differently
@@ -147,6 +150,8 @@ class Rebuild:
             return
         if step.made is not None:
             self.digest, self.time = step.after.state.model.digest(), message.time
+            if message.given is not None and self.digest == message.digest:
+                self._check_given(record, step.after.state.model, message.given)
         found = self.digest if step.made is not None else None
         if (version, found) != (message.version, message.digest):
             now, then = f"digest {found}", str(message.digest)
@@ -169,6 +174,15 @@ class Rebuild:
             f"{record.place.where}: version {message.version} is not reproduced: {now}, "
             f"the journal says {then}"
         )
+
+    def _check_given(self, record: Record, model: Model, recorded: str) -> None:
+        """Raise Diverged unless devices would be given a version as they were."""
+        found = given(model, self.format).digest
+        if found != recorded:
+            raise Diverged(
+                f"{record.place.where}: version {record.entry.version} in {self.format.name} is "
+                f"not reproduced: digest {found}, the journal says {recorded}"
+            )
 
     def _weighed(self, message: Taken) -> float:
         """The weight that the rule gives a recorded update, on this machine."""
@@ -198,6 +212,14 @@ def rule_of(segment: Segment) -> Strategy:
     if head.sources and not allowed().changed:
         check_sources(segment, rule)
     return rule
+
+
+def format_in(segment: Segment) -> Format:
+    """The format in which a segment's versions were published. Raises JournalDamaged."""
+    try:
+        return format_of(segment.head.format)
+    except Undecodable as error:
+        raise JournalDamaged(f"{segment.path}: {error}") from error
 
 
 def check_sources(segment: Segment, rule: Strategy) -> None:

@@ -69,6 +69,7 @@ class SegmentHead(Message):
     sources: dict[Name, Chain] = Field(default_factory=dict)
     # The same for parts that no replay needs (solvers, partition, policy), by configuration key.
     parts: dict[Name, Chain] = Field(default_factory=dict)
+    format: Name = "f32"  # in which devices are given the versions made here
 
 
 class Standing(Message):
@@ -119,6 +120,7 @@ class Taken(Message):
     weight: Weight = 0.0  # exactly as it was used
     version: Count  # after it
     digest: Name | None = None  # of the version, if this made one
+    given: Name | None = None  # of the same as devices are given it, if that is encoded
     time: Time  # when
     received: Time  # when it was admitted, by the queue's clock
     finished: str | None = None  # why this ended the run, if it did
@@ -136,6 +138,7 @@ class RoundClosed(Message):
     why: str = ""
     version: Count  # after it
     digest: Name | None = None  # of the version, if this made one
+    given: Name | None = None  # of the same as devices are given it, if that is encoded
     time: Time
     received: Time
     finished: str | None = None
@@ -147,6 +150,7 @@ class QuarantineSet(Message):
 
     kind: ClassVar[str] = "quarantine_set"
     digest: ClassVar[None] = None  # it never makes a version,
+    given: ClassVar[None] = None
     finished: ClassVar[None] = None  # and never ends the run
     entry: Name
     devices: tuple[Count, ...]  # those for which it changed something

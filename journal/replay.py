@@ -30,7 +30,7 @@ from fedstream.journal.chain import check_joint, cuts, segments
 from fedstream.journal.errors import Diverged, JournalDamaged, JournalError, NotRecorded
 from fedstream.journal.frames import Place
 from fedstream.journal.progress import Progress, Step
-from fedstream.journal.rebuild import Rebuild, is_used, recorded, rule_of
+from fedstream.journal.rebuild import Rebuild, format_in, is_used, recorded, rule_of
 from fedstream.journal.records import EntryRecord, RoundClosed, Taken
 from fedstream.journal.segment import Chunk, Cut, Record, Segment, Tear, chunk_bytes
 from fedstream.journal.updates import decoded, received, update_of
@@ -305,7 +305,7 @@ class Replayer:
                     was, what_if = Rebuild(segment), None
                     version = segment.standing.version
                     if bases is not None:
-                        bases.add(version, was.digest, was.progress.state.model)
+                        bases.add(version, was.digest, was.progress.state.model, was.format)
                 elif was is not None:
                     self._continue(was, segment)
                 if what_if is not None:
@@ -321,7 +321,7 @@ class Replayer:
                 if was is not None and done is not None:
                     _check(was, done, segment, record)
                     if bases is not None and done.made is not None:
-                        bases.add(message.version, was.digest, done.after.state.model)
+                        bases.add(message.version, was.digest, done.after.state.model, was.format)
                 version = message.version
                 step = other or done
                 if begun and step is not None:
@@ -348,7 +348,7 @@ class Replayer:
         """Go on to the next segment, which must begin where this one ended. Raises Diverged."""
         check_joint(segment, (was.progress.state.version, was.digest))
         self.checkpoints += 1
-        was.strategy = rule_of(segment)
+        was.strategy, was.format = rule_of(segment), format_in(segment)
 
     def _rule(self, segment: Segment) -> Strategy:
         """The rule to replay a segment by. Raises NotRecorded if it needs control variates."""

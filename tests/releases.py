@@ -16,7 +16,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "presence": {"owns": (), "leaves": False, "host": "", "pid": 0, "answers": 0},
     "round_end": {"why": ""},
     "set_quarantine": {"release": False, "why": ""},
-    "version": {"updates": ()},
+    "version": {"updates": (), "format": "f32"},
     "dead": {"deliveries": 0, "data": b""},
 }
 

@@ -49,6 +49,7 @@ from fedstream.broker.streams import Entry, Group
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.health import Health
 from fedstream.runtime.service import Context, Service
+from fedstream.wire.newest import read_model
 
 SIZE_LIMIT = 1 << 30
 _SAID = (Upload, GiveUp, Dead, Trigger, Presence, Event)  # by trainers
@@ -195,10 +196,13 @@ class Hand:
         return [Version.decode(fields[1]) for _, fields in rows]
 
     async def model(self, version: Version) -> Model:
-        """A version's model, as any reader would read it."""
+        """A version's model, as any reader reads it."""
         model = Model(self.layout)
         key = self.keys.model(version.blob)
-        await blobs.read(self.client, key, model, digest=version.digest, chunks=version.chunks)
+        await read_model(
+            self.client, key, model,
+            digest=version.digest, chunks=version.chunks, encoded=version.encoded,
+        )  # fmt: skip
         return model
 
     async def open(self, n: int = 1, **changes: Any) -> list[Trigger]:
@@ -316,7 +320,7 @@ class Hand:
         model = model_of(self.layout, *(floats or (1.0,)))
         about: dict[str, Any] = {
             "task": task.task, "attempt": "a1", "device": task.device, "trainer": "t",
-            "tau": head.version, "base": head.digest, "layout": self.layout.signature,
+            "tau": head.version, "base": head.given, "layout": self.layout.signature,
             "digest": model.digest(), "size": self.layout.nbytes, "samples": 10, "steps": 5,
             "lr": 0.1,
         }  # fmt: skip

@@ -12,7 +12,6 @@ from aiohttp import web
 from prometheus_client import Gauge, Summary
 from pydantic import Field
 
-from fedstream.broker import blobs
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BlobMissing, NoRun
 from fedstream.broker.keys import Keys
@@ -27,6 +26,7 @@ from fedstream.runtime.service import Context, repeat
 from fedstream.trainer.fairness import PerDevice, device_metrics, spread
 from fedstream.trainer.placement import Processor, Threads, check, placed
 from fedstream.trainer.task import measured, untrained
+from fedstream.wire.newest import read_newest
 
 if TYPE_CHECKING:
     from torch import nn
@@ -147,7 +147,7 @@ class Evaluator:
         model = Model(run.layout)
         is_last = run.state == "finished" or head.version >= run.versions
         try:
-            await blobs.read_newest(self._client, self._keys, head, model)
+            await read_newest(self._client, self._keys, head, model)
         except BlobMissing:  # superseded meanwhile, or lost by Redis
             await pause(self._context.stop, _GONE_S)
             return

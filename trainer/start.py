@@ -10,6 +10,7 @@ import numpy as np
 from fedstream.broker import blobs
 from fedstream.broker.errors import BlobDamaged, BlobMissing, Unavailable
 from fedstream.broker.layout import Floats, Layout, Model, vector_of
+from fedstream.wire.newest import read_newest
 
 if TYPE_CHECKING:
     from fedstream.broker.client import Client
@@ -25,7 +26,7 @@ class Start:
     """Where training starts or resumes."""
 
     version: int  # tau
-    digest: str  # of x_tau
+    digest: str  # of x_tau, as it was given
     model: Model  # x_tau
     device_control: Floats | None = None  # c_i
     saved: Workspace | None = None
@@ -63,7 +64,7 @@ class Newest:
                 await blobs.recall(self._client, key, vector_of(control))
             except (BlobDamaged, BlobMissing) as error:
                 raise Unavailable(f"device {device}'s control is being written") from error
-        return Start(head.version, head.digest, model, control)
+        return Start(head.version, head.given, model, control)
 
     async def _read(self) -> tuple[Head, Model]:
         """Read the newest version; if it vanishes meanwhile, it was superseded, so try again."""
@@ -72,14 +73,14 @@ class Newest:
                 head = await self._ledger.head()
                 if head is None:
                     raise Unavailable(f"run {self._keys.name!r} is gone from Redis")
-                if self._version is not None and self._version[0].digest == head.digest:
+                if self._version is not None and self._version[0].given == head.given:
                     # A new version may have the same bits.
                     self._version = (head, self._version[1])
                     return self._version
                 model = self._version[1] if self._version is not None else Model(self._layout)
                 self._version = None
                 try:
-                    await blobs.read_newest(self._client, self._keys, head, model)
+                    await read_newest(self._client, self._keys, head, model)
                 except BlobMissing as error:
                     now = await self._ledger.head()
                     if now is not None and now.version == head.version:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Mapping, Sequence, Set
@@ -19,8 +20,9 @@ from fedstream.runtime.backoff import pause
 from fedstream.runtime.service import Context
 from fedstream.strategies import Strategy
 from fedstream.updater.metrics import UpdaterMetrics
-from fedstream.updater.publisher import Publisher, blob_of
+from fedstream.updater.publisher import Publisher, blob_of, version_of
 from fedstream.updater.state import Change, RunState
+from fedstream.wire import Format
 
 _LOST_S = 0.1  # between two looks at an emptied Redis
 
@@ -53,6 +55,7 @@ class Commits:
     publisher: Publisher
     ledger: UpdaterLedger
     lease: Lease
+    format: Format  # of published models
     pending: deque[PendingCommit] = field(default_factory=deque)  # oldest first
     retained: list[Retained] = field(default_factory=list)  # oldest first
     told: Mapping[str, int] = field(default_factory=dict)  # the journal's ends, as Redis has them
@@ -82,7 +85,7 @@ class Commits:
             # The device needs its vector before it gets another task.
             if device is not None and not await self.hand_out(change.after, strategy, {device}):
                 return state, None
-            ahead = await self.publisher.prepare(publish, change.after.state.model)
+            ahead = await self.publisher.prepare(publish, change.given)
             state, done = await self._commit(state, first, publish, ahead)
         if not done:
             return state, None
@@ -102,9 +105,9 @@ class Commits:
 
     async def write_ahead(self, change: Change, state: RunState) -> None:
         """Write a large model of a change that is being journalled."""
-        model = change.after.state.model
-        if change.version is not None and model.layout.nbytes > blobs.CHUNK and state.ahead is None:
-            await self.publisher.prepare(change.version, model)
+        version = change.version
+        if version is not None and version.size > blobs.CHUNK and state.ahead is None:
+            await self.publisher.prepare(version, change.given)
 
     async def release(self, state: RunState) -> RunState:
         """Delete the retained entries whose records are on disk by now."""
@@ -176,13 +179,12 @@ class Commits:
         if state.counts and why:
             self.context.log.error("Redis lost versions: publishing the newest", found=why)
         progress, model = state.progress, state.progress.state.model
-        version = Version(
+        version, payload = await asyncio.to_thread(
+            version_of, model, self.format,
             version=state.version, time=state.time, epoch=epoch, digest=state.digest,
-            blob=blob_of(state.version, epoch, self.lease.nonce),
-            size=model.layout.nbytes, updates=state.made,
-            chunks=blobs.chunks_of(model.layout.nbytes),
+            blob=blob_of(state.version, epoch, self.lease.nonce), updates=state.made,
         )  # fmt: skip
-        await self.publisher.write(version, model)
+        await self.publisher.write(version, payload)
         # Readers of the version need the vectors.
         if not await self.hand_out(progress, state.strategy):
             return None

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from fedstream.broker import reasons
-from fedstream.broker.blobs import chunks_of
 from fedstream.broker.errors import BadMessage, BlobDamaged, BlobMissing
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model, Payload
@@ -31,9 +30,9 @@ from fedstream.runtime.service import Context
 from fedstream.updater import refusals
 from fedstream.updater.intake import Intake
 from fedstream.updater.metrics import UpdaterMetrics
-from fedstream.updater.publisher import blob_of
+from fedstream.updater.publisher import blob_of, version_of
 from fedstream.updater.state import Change, RunState, Undecided
-from fedstream.wire import F32, Undecodable, format_of
+from fedstream.wire import F32, Format, Undecodable, format_of
 
 LARGE = 4 << 20  # bytes; arithmetic on larger models runs in a thread
 
@@ -52,6 +51,7 @@ class Decider:
     norm_factor: float
     weights: bool  # the journal keeps the updates' bytes
     said: Callable[[str], bool]  # whether the journal's segment tells its readers of a need
+    format: Format  # of published models
 
     async def change(self, entry: Entry, state: RunState) -> Change | Undecided | None:
         """Decide what a queue entry does; None if it is undecodable or no longer expected.
@@ -158,18 +158,20 @@ class Decider:
             step = take(state.strategy, before, upload, update, spare)
         if step.decision is None or step.decision.outcome == "dropped":
             return _refused(entry, upload, before, reasons.TOO_STALE, state.besides, sizes, unused)
-        version, finish = self._made(state, step)
+        version, given, finish = self._made(state, step)
         outcome: Outcome = "applied" if step.decision.outcome == "applied" else "buffered"
         record = Taken(
             entry=entry.id, upload=_as_recorded(upload), outcome=outcome,
             staleness=step.decision.staleness, weight=step.decision.weight,
             version=step.after.state.version, digest=version.digest if version else None,
+            given=version.given if version else None,
             time=version.time if version else time.time(), received=entry.time,
             finished=finish, counts=dict(state.besides), sizes=sizes,
         )  # fmt: skip
         return Change(
             entry.id, record, (sent,) if self.weights else (), step.after, version,
             end_of(record), upload.blob, finish, used=(before.state.model, update, spare),
+            given=given,
         )  # fmt: skip
 
     def _round_end(self, entry: Entry, message: RoundEnd, state: RunState) -> Change:
@@ -179,29 +181,36 @@ class Decider:
             return Change(entry.id, None, (), before)
         late = state.is_over
         step = Step(before) if late else close_round(state.strategy, before, message.version)
-        version, finish = self._made(state, step)
+        version, given, finish = self._made(state, step)
         record = RoundClosed(
             entry=entry.id, round=message.version, why=message.why, late=late,
             version=step.after.state.version, digest=version.digest if version else None,
+            given=version.given if version else None,
             time=version.time if version else time.time(), received=entry.time,
             finished=finish, counts=dict(state.besides),
         )  # fmt: skip
         used = (before.state.model,) if version is not None else ()
-        return Change(entry.id, record, (), step.after, version, finish=finish, used=used)
+        return Change(
+            entry.id, record, (), step.after, version, finish=finish, used=used, given=given
+        )
 
-    def _made(self, state: RunState, step: Step) -> tuple[Version | None, str | None]:
-        """The version that a step made, if it made one, and why this ends the run, if it does."""
+    def _made(
+        self, state: RunState, step: Step
+    ) -> tuple[Version | None, Payload | None, str | None]:
+        """The version that a step made, and as it will be published; why this ends the run."""
         if step.made is None:
-            return None, None
+            return None, None, None
+        model = step.after.state.model
         with self.metrics.seconds.labels("digest").time():
-            digest = step.after.state.model.digest()
-        number, size, epoch = step.after.state.version, state.layout.nbytes, self.lease.number
-        version = Version(
-            version=number, time=time.time(), epoch=epoch, parent=number - 1, digest=digest,
-            blob=blob_of(number, epoch, self.lease.nonce), size=size, updates=step.made,
-            chunks=chunks_of(size),
-        )  # fmt: skip
-        return version, f"version {number} reached" if number >= state.run.versions else None
+            digest = model.digest()
+        number, epoch = step.after.state.version, self.lease.number
+        with self.metrics.seconds.labels("encode").time():
+            version, given = version_of(
+                model, self.format,
+                version=number, time=time.time(), epoch=epoch, parent=number - 1, digest=digest,
+                blob=blob_of(number, epoch, self.lease.nonce), updates=step.made,
+            )  # fmt: skip
+        return version, given, f"version {number} reached" if number >= state.run.versions else None
 
     async def _off_loop(self, state: RunState, work: Callable[[], Change]) -> Change:
         """Run arithmetic: in a thread if it would block the event loop, else here."""

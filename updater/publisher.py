@@ -7,17 +7,21 @@ check the fencing token. What no script ever names expires.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.errors import BlobDamaged, BlobMissing
-from fedstream.broker.layout import Model, vector_of
+from fedstream.broker.layout import Model, Payload, vector_of
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
 from fedstream.broker.messages import Version
 from fedstream.broker.records import Head
 from fedstream.strategies import DeviceVectors
+from fedstream.wire import Format
+from fedstream.wire.given import given
+from fedstream.wire.newest import read_newest
 
 _UNNAMED_S = 600.0
 
@@ -25,6 +29,15 @@ _UNNAMED_S = 600.0
 def blob_of(version: int, epoch: int, nonce: str) -> str:
     """A unique name for a version's model, never reused for other bytes."""
     return f"{version}.{epoch}.{nonce}"
+
+
+def version_of(model: Model, how: Format, **about: Any) -> tuple[Version, Payload]:
+    """A version to be published in a format, and its bytes. ``about``: its other fields."""
+    one = given(model, how)
+    size, encoded = one.payload.buffer.nbytes, one.encoded
+    if encoded is not None:
+        about |= {"format": encoded.format, "given": encoded.digest}
+    return Version(size=size, chunks=blobs.chunks_of(size), **about), one.payload
 
 
 class Publisher:
@@ -53,29 +66,35 @@ class Publisher:
         """Ask Redis which models it has."""
         self._kept = await self._ledger.kept()
 
-    async def prepare(self, version: Version | None, model: Model) -> Sequence[Command]:
-        """Write a version's model, or return the commands that write it ahead of its commit."""
-        if version is None or version.blob == self._written:
+    async def prepare(self, version: Version | None, payload: Payload | None) -> Sequence[Command]:
+        """Write a version as it is given, or return the commands that do so ahead of its commit."""
+        if version is None or payload is None or version.blob == self._written:
             return ()  # if a reply was lost, it may be published already and must not expire
         key = self._ledger.keys.model(version.blob)
-        ahead = await blobs.prepare(self._client, key, model, expire_s=_UNNAMED_S)
+        ahead = await blobs.prepare(
+            self._client, key, payload, expire_s=_UNNAMED_S, encoded=version.encoded
+        )
         self._written = version.blob
         return ahead
 
-    async def write(self, version: Version, model: Model) -> None:
-        """Write a version's model, replacing whatever was there."""
+    async def write(self, version: Version, payload: Payload) -> None:
+        """Write a version as it is given, replacing whatever was there."""
         key = self._ledger.keys.model(version.blob)
         await self._client.call("UNLINK", key)
-        await blobs.write(self._client, key, model, expire_s=_UNNAMED_S)
+        await blobs.write(self._client, key, payload, expire_s=_UNNAMED_S, encoded=version.encoded)
 
     async def keep(self, head: Head, size: int) -> bool:
-        """Remove any expiry of the newest model; return whether all of the model is there."""
+        """Remove any expiry of the newest model; return whether all of the model is there.
+
+        ``size``: in bytes, unless it is encoded.
+        """
         key = self._ledger.keys.model(head.blob)
-        return await blobs.keep(self._client, key, size, chunks=head.chunks)
+        size = head.encoded.size if head.encoded else size
+        return await blobs.keep(self._client, key, size, chunks=head.chunks, encoded=head.encoded)
 
     async def read(self, head: Head, model: Model) -> None:
-        """Read the newest model. Raises BlobMissing, or BlobDamaged if its digest differs."""
-        await blobs.read_newest(self._client, self._ledger.keys, head, model)
+        """Read the newest model, as devices are given it. Raises BlobMissing, or BlobDamaged."""
+        await read_newest(self._client, self._ledger.keys, head, model)
 
     def forget_written(self) -> None:
         """Forget the prepared model: it expired, never reached Redis, or is of no use."""

@@ -55,6 +55,7 @@ from fedstream.strategies import (
 from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import Publisher
 from fedstream.updater.state import Ends, RunState
+from fedstream.wire import Format
 
 T = TypeVar("T")
 
@@ -79,6 +80,7 @@ class Recovery:
     create_run: Callable[[], tuple[Run, Model]]
     versions: int  # as configured now: a run that was to have fewer goes on to this one
     parts: dict[str, str]  # for segments' heads
+    format: Format  # of published models
 
     async def recover(self) -> RunState | None:
         """Resume the run from the journal, or begin it; None if another updater was faster."""
@@ -239,6 +241,10 @@ class Recovery:
             )  # fmt: skip
         model = Model(run.layout)
         await self.publisher.read(head, model)
+        version, digest, made_at = head.version, head.digest, head.time
+        if head.given != head.digest:
+            # Redis has what devices were given of it: less than the version, so it is another.
+            version, digest, made_at = version + 1, model.digest(), time.time()
         ended, counts = await self.ledger.ended(), (await self.ledger.look()).counts
         # The devices' vectors are as good as before; a batch begins anew.
         vectors = await self._recalled(run, vectors)
@@ -251,19 +257,22 @@ class Recovery:
                 why = reasons.LOST_WITH_REDIS
                 ends.add(End(upload.task, upload.attempt, "given_up", why, upload.device))
         progress = Progress(
-            State(head.version, model, memory), mean_staleness=head.mean_staleness,
+            State(version, model, memory), mean_staleness=head.mean_staleness,
             norms=norms or Norms(),
         )  # fmt: skip
         state = RunState(
             run=run, strategy=self.rule.build(run.devices), progress=progress,
-            digest=head.digest, time=head.time, ends=ends, journalled=head.journalled,
+            digest=digest, time=made_at, ends=ends, journalled=head.journalled,
             besides=without(counts, head.journalled),
             # Tasks that ended after the journal's end may be unknown.
             forgotten=0 if norms is None else head.version,
             quarantines=max(quarantines, head.quarantines, key=lambda one: one.taken),
         )  # fmt: skip
         state = await self.begin_segment(state, "adopted", after=after)
-        self.context.log.error("continuing from Redis's newest model", version=head.version)
+        self.context.log.error(
+            "continuing from Redis's newest model", version=head.version,
+            format=head.encoded.format if head.encoded else "f32", as_version=version,
+        )  # fmt: skip
         return state
 
     async def _from_redis(self, newest: Segment, found: Recovered, head: Head | None) -> Recovered:
@@ -273,7 +282,8 @@ class Recovery:
             # If the next version was journalled but not published, the queue has its update.
             digest = head.digest
             until = await self._patiently(lambda: recovered(newest, digest))
-            if (until.version, until.digest) == (head.version, head.digest):
+            complete = head.given == head.digest  # else Redis has less than the version
+            if complete and (until.version, until.digest) == (head.version, head.digest):
                 model = Model(before.state.model.layout)
                 await self.publisher.read(head, model)
                 until.progress = Progress(
@@ -402,7 +412,7 @@ class Recovery:
             strategy=self.rule.model_dump(mode="json"), layout=run.layout.encode(),
             release=f"numpy {np.__version__}, {platform.machine()}", time=time.time(),
             start=run.start,
-            sources=sources_of(self.rule), parts=self.parts,
+            sources=sources_of(self.rule), parts=self.parts, format=self.format.name,
         )  # fmt: skip
         standing, models = standing_of(
             state.progress, why, digest=state.digest, time=state.time,

@@ -40,6 +40,7 @@ from fedstream.updater.metrics import UpdaterMetrics
 from fedstream.updater.publisher import Publisher
 from fedstream.updater.recovery import Recovery
 from fedstream.updater.upkeep import Upkeep
+from fedstream.wire import F32, Format
 
 
 class UpdaterSettings(Section):
@@ -72,13 +73,21 @@ class Updater:
         name: str,
         create_run: Callable[[], tuple[Run, Model]],
         versions: int = 0,
+        published_as: Format = F32,
         parts: dict[str, str] | None = None,
     ) -> None:
-        """``parts``: digests of a user's own solvers and the like, for the journal's heads."""
+        """``published_as``: the format that devices are given versions in. ``parts``: digests of a
+        user's own solvers and the like, for the journal's heads.
+        """
         if not journal.weights and strategy.has_memory:
             raise ConfigError(
                 f"journal.weights = false: {strategy.name} has a memory, which can only be rebuilt "
                 "from the updates' weights"
+            )
+        if not journal.weights and not published_as.is_exact:
+            raise ConfigError(
+                f"journal.weights = false with wire.model = {published_as.name}: after a restart "
+                "only Redis has the newest model, and what it has is less than the version"
             )
         self._settings = settings
         self._rule = strategy
@@ -86,6 +95,7 @@ class Updater:
         self._create_run = create_run
         self._versions = versions
         self._parts = parts or {}
+        self._format = published_as
         self._keys = keys
         self._client = Client(redis, name)
         self._ledger = UpdaterLedger(self._client, keys, name)
@@ -114,17 +124,16 @@ class Updater:
             context=context, metrics=metrics, index=index, recorder=recorder, publisher=publisher,
             rule=self._rule, journal=self._journal, keys=self._keys, client=self._client,
             ledger=ledger, lease=lease, create_run=self._create_run,
-            versions=self._versions,
-            parts=self._parts,
+            versions=self._versions, parts=self._parts, format=self._format,
         )  # fmt: skip
         decider = Decider(
             context=context, metrics=metrics, intake=intake, keys=self._keys, ledger=ledger,
             lease=lease, max_norm=self._settings.max_norm, norm_factor=self._settings.norm_factor,
-            weights=self._journal.weights, said=recorder.says,
+            weights=self._journal.weights, said=recorder.says, format=self._format,
         )  # fmt: skip
         commits = Commits(
             context=context, metrics=metrics, recorder=recorder, publisher=publisher,
-            ledger=ledger, lease=lease,
+            ledger=ledger, lease=lease, format=self._format,
         )  # fmt: skip
         upkeep = Upkeep(context=context, client=self._client, ledger=ledger, publisher=publisher)
         self._loop = loop = Loop(

@@ -44,6 +44,7 @@ class Change:
     blob: str | None = None  # of the update
     finish: str | None = None  # why this ends the run, if it does
     used: tuple[Model, ...] = ()  # models that it read or wrote
+    given: Payload | None = None  # the version as it is published
 
     def models(self) -> Iterator[Model]:
         """The models whose buffers it needs until it is committed."""

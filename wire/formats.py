@@ -45,6 +45,11 @@ class Format:
         return self.kind == "f32" and not self.zstd
 
     @property
+    def is_exact(self) -> bool:
+        """Whether a model is decoded as it was."""
+        return self.kind == "f32"
+
+    @property
     def of_changes(self) -> bool:
         """Whether the format is too coarse for models: fit only for what changed in them."""
         return self.kind in ("int4", "topk")

@@ -109,7 +109,14 @@ class Models(Ledger):
         return {blob.decode(): int(float(v)) for blob, v in zip(flat[::2], flat[1::2], strict=True)}
 
     async def digest(self, version: int) -> str | None:
-        """Read a version's digest; None unless it is one of the newest."""
+        """Read the digest of a version's float32 model; None unless it is one of the newest."""
+        fields = (f"f32:{version}", version)
+        own, given = await self._client.call("HMGET", self.keys.lineage, *fields)
+        found = own or given
+        return found.decode() if found else None
+
+    async def given(self, version: int) -> str | None:
+        """Read the digest by which devices know a version; None unless it is one of the newest."""
         found = await self._client.call("HGET", self.keys.lineage, version)
         return found.decode() if found else None
 

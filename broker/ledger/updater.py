@@ -98,9 +98,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
             "counts": dict(counts or {}),
             "outcomes": OUTCOMES, "journalled": packed(dict(journalled or {})),
             "head": self._head(version, held, 0, mean_staleness),
-            "version": version.version, "digest": version.digest, "blob": version.blob,
-            "size": str(version.size), "chunks": version.chunks,
-        }  # fmt: skip
+        } | _published(version)  # fmt: skip
         if quarantines.taken:
             about["quarantines"] = quarantines.packed()
         if done is not None:
@@ -138,10 +136,7 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
         if commit.quarantines_before:
             about["quarantines_before"] = commit.quarantines_before
         if version is not None:
-            about |= {
-                "version": version.version, "digest": version.digest, "blob": version.blob,
-                "size": str(version.size), "chunks": version.chunks,
-            }  # fmt: skip
+            about |= _published(version)
         reply = await self._run(
             _COMMIT, packed(about), version.encode() if version else b"",
             blob=self.keys.model(version.blob if version else "none"),
@@ -203,4 +198,18 @@ class UpdaterLedger(Overview, Models, Letters, MemoryUse):
                 "version": version.version, "digest": version.digest, "blob": version.blob,
                 "time": repr(version.time), "epoch": version.epoch, "chunks": version.chunks,
             }  # fmt: skip
+            if version.encoded is not None:
+                # With the blob's name: a release that knows no formats won't replace this.
+                values["encoded"] = f"{version.blob} {version.encoded.text}"
         return flattened(values)
+
+
+def _published(version: Version) -> dict[str, Any]:
+    """What the scripts need to know of a version that they publish."""
+    about: dict[str, Any] = {
+        "version": version.version, "digest": version.digest, "blob": version.blob,
+        "size": str(version.size), "chunks": version.chunks,
+    }  # fmt: skip
+    if version.encoded is not None:
+        about |= {"encoded": version.encoded.text, "given": version.encoded.digest}
+    return about

@@ -21,9 +21,8 @@ local repeated = head == a.version and redis.call('HGET', key.head, 'digest') ==
 if a.version and not repeated then
   -- Ahead: this request was repeated, others followed, and now it comes after all.
   if head ~= a.version - 1 then return 'behind:' .. head end
-  if redis.call('HGET', key.blob, 'size') ~= a.size then return 'unwritten' end
-  redis.call('HSET', key.lineage, a.version, a.digest)
-  redis.call('HDEL', key.lineage, a.version - LINEAGE_KEPT)
+  if not is_written(a) then return 'unwritten' end
+  know(a)
   redis.call('ZADD', key.kept, a.version, a.blob)
   redis.call('XADD', key.models, 'MAXLEN', '~', VERSIONS_TOLD, '*', 'm', ARGV[2])
 elseif not a.version and head < a.at then

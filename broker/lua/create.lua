@@ -9,7 +9,7 @@ if foreign then return foreign end
 if a.look and redis.call('HGET', key.tokens, 'look') ~= a.look then return 'moved' end
 local forgot = a.ends or redis.call('EXISTS', key.run) == 0
 guard()
-if redis.call('HGET', key.blob, 'size') ~= a.size then return 'unwritten' end
+if not is_written(a) then return 'unwritten' end
 keep(a.chunks)
 local had, told = ends_of(redis.call('HGET', key.head, 'journalled')) -- included in Redis's counts
 local journalled, ends = ends_of(a.journalled)
@@ -52,7 +52,7 @@ end
 redis.call('HSET', key.head, unpack(a.head))
 if ends >= told then redis.call('HSET', key.head, 'journalled', a.journalled) end
 if a.quarantines then quarantine(a.quarantines) end
-redis.call('HSET', key.lineage, a.version, a.digest)
+know(a)
 redis.call('ZADD', key.kept, a.version, a.blob)
 redis.call('XADD', key.models, 'MAXLEN', '~', VERSIONS_TOLD, '*', 'm', ARGV[2])
 if a.look then redis.call('HDEL', key.tokens, 'look') end

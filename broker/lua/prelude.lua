@@ -233,6 +233,25 @@ local function pool_serves()
   return false
 end
 
+-- Whether a version's blob is there, as the version says it is.
+local function is_written(version)
+  if version.encoded then return redis.call('HGET', key.blob, 'encoded') == version.encoded end
+  return redis.call('HGET', key.blob, 'size') == version.size
+end
+
+-- Adds a version to the lineage, under the digest by which devices know it. The digest of its float32
+-- model is kept beside that if it is another.
+local function know(version)
+  local n, own = version.version, 'f32:'
+  redis.call('HSET', key.lineage, n, version.given or version.digest)
+  if version.given and version.given ~= version.digest then
+    redis.call('HSET', key.lineage, own .. n, version.digest)
+  else
+    redis.call('HDEL', key.lineage, own .. n)
+  end
+  redis.call('HDEL', key.lineage, n - LINEAGE_KEPT, own .. n - LINEAGE_KEPT)
+end
+
 -- Keeps a model that is published, and says in it how many chunks it has, for readers that know only
 -- its name.
 local function keep(chunks)

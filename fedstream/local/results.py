@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
-from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.errors import DataError, FedstreamError, NoRun
 from fedstream.broker.layout import Model
@@ -22,6 +21,7 @@ from fedstream.observe.history import History
 from fedstream.observe.observer import Observer
 from fedstream.runtime.plugins import words
 from fedstream.settings.recording import CONFIG
+from fedstream.wire.newest import read_newest
 
 LOGS = "logs"
 
@@ -35,7 +35,7 @@ async def last_state(
         await observer.catch_up()
         view = await observer.look()
         model = Model(view.run.layout)
-        await blobs.read_newest(client, observer.keys, view.head, model)
+        await read_newest(client, observer.keys, view.head, model)
     except NoRun:
         return view, None
     except FedstreamError as error:

@@ -290,7 +290,7 @@ class Feeder:
             tau = max(0, upload.tau + self._offset)
             if tau > head.version:
                 return
-            base = head.digest if tau == head.version else await self._ledger.digest(tau)
+            base = head.given if tau == head.version else await self._ledger.given(tau)
             said = await self._say(
                 task, task.entry,
                 upload.model_copy(

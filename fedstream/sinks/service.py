@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, TypeVar, get_args
 from prometheus_client import Counter, Gauge
 from safetensors import numpy as safetensors
 
-from fedstream.broker import blobs
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BadMessage, BlobMissing, ConfigError, FedstreamError, NoRun
 from fedstream.broker.keys import Keys
@@ -31,6 +30,7 @@ from fedstream.runtime.backoff import pause
 from fedstream.runtime.service import Context, repeat
 from fedstream.sinks.feed import Feed, counted, tasks_of
 from fedstream.sinks.sink import PointKind, Reached, Sink, SinkSettings, TrackedRun, TrackedValue
+from fedstream.wire.newest import read_newest
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -271,7 +271,7 @@ class Tracking:
     async def _model(self, run: Run, head: Head) -> Model | None:
         model = Model(run.layout)
         try:
-            await blobs.read_newest(self._client, self._ledger.keys, head, model)
+            await read_newest(self._client, self._ledger.keys, head, model)
         except BlobMissing as error:
             self._log.warning("the final model could not be read", reason=str(error))
             return None

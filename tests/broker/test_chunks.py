@@ -13,6 +13,7 @@ from fedstream.broker.errors import BlobDamaged, BlobMissing
 from fedstream.broker.keys import Keys
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Upload
+from fedstream.wire.newest import read_newest
 from tests.support import Hand, layout_of, model_of, written_in
 
 FOUR = 4 * CHUNK  # bytes: four of our chunks
@@ -150,14 +151,14 @@ async def test_head_and_model_give_the_chunk_count(hand: Hand, client: Client) -
     await hand.create()
     version = (await hand.publish(1, write=False)).model_copy(update={"chunks": 2})
     key, model = hand.keys.model(version.blob), model_of(hand.layout)
-    assert await blobs.stated_chunks(client, key) is None
+    assert await blobs.stated(client, key) == (None, None)
     assert await written_in(client, key, model, 2 * CHUNK) == 2
     assert await hand.commit(1, write=False, version=version) == "done"
     head = await hand.ledger.head()
     assert head
-    assert (head.chunks, await blobs.stated_chunks(client, key)) == (2, 2)
+    assert (head.chunks, await blobs.stated(client, key)) == (2, (2, None))
     assert (await hand.published())[-1].chunks == 2
-    await blobs.read_newest(client, hand.keys, head, again := Model(hand.layout))
+    await read_newest(client, hand.keys, head, again := Model(hand.layout))
     assert again.digest() == version.digest
 
 
@@ -179,4 +180,4 @@ async def test_handed_out_vector_gives_its_chunk_count(hand: Hand, client: Clien
     digest, size = vector.digest(), vector.layout.nbytes
     await blobs.write(client, hand.keys.staged(3, digest), vector, expire_s=60)
     assert await hand.ledger.hand_out(hand.updater.token, 3, digest, size) == "done"
-    assert await blobs.stated_chunks(client, hand.keys.device(3)) == 5
+    assert await blobs.stated(client, hand.keys.device(3)) == (5, None)

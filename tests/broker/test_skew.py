@@ -107,6 +107,7 @@ MORE = {  # with the fields that came since
 }
 FORMATS = {  # with wire formats
     "upload": MORE["upload"].model_copy(update={"format": "topk:0.1+zstd"}),
+    "version": MORE["version"].model_copy(update={"format": "int8+zstd", "given": DIGEST}),
 }
 GOLDEN = {
     f"{kind}-{what}-{messages.SCHEMA}": message

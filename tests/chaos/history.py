@@ -20,6 +20,7 @@ from fedstream.journal import JournalError, segments
 from fedstream.journal.rebuild import recovered
 from fedstream.journal.replay import Replayer
 from fedstream.strategies import DeviceVectors
+from fedstream.wire.newest import read_newest
 from tests.chaos.account import accounted, notes_of
 from tests.chaos.checks import Facts, Production
 from tests.chaos.effects import lived
@@ -88,7 +89,7 @@ async def _model(client: Client, keys: Keys, ledger: EveryRole, head: Head) -> s
     """The digest of what lies in Redis as the newest model."""
     model = Model((await ledger.run()).layout)
     try:
-        await blobs.read_newest(client, keys, head, model)
+        await read_newest(client, keys, head, model)
     except (BlobMissing, BlobDamaged) as error:
         return str(error)
     return model.digest()

@@ -12,6 +12,7 @@ from fedstream.broker.keys import Keys
 from fedstream.journal import JournalSettings
 from fedstream.strategies import FedAsyncSettings, FedAvgSettings
 from fedstream.updater.service import Updater, UpdaterSettings
+from fedstream.wire import format_of
 from tests.support import Hand, model_of
 from tests.updater.journalled import HALF
 
@@ -43,6 +44,7 @@ def make(redis: RedisSettings, keys: Keys, hand: Hand, folder: Path) -> Any:
         versions: int = 1000,
         goal: int = 0,
         start: str = "",
+        published_as: str = "f32",
         **settings: Any,
     ) -> Updater:
         rule = strategy.build()
@@ -55,7 +57,7 @@ def make(redis: RedisSettings, keys: Keys, hand: Hand, folder: Path) -> Any:
         return Updater(
             UpdaterSettings(lease_s=lease_s, **settings), strategy, JournalSettings(**journal),
             keys=keys, redis=redis, name=name, create_run=lambda: (run, model_of(hand.layout)),
-            versions=goal,
+            versions=goal, published_as=format_of(published_as),
         )  # fmt: skip
 
     return make

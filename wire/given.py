@@ -1,0 +1,85 @@
+"""Models as devices are given them: x_tau, in the format in which versions are published.
+
+The updater keeps its versions in float32, and encodes each from there. So what one version's copy
+lost is not lost to the next: nothing adds up. QAFeL (*Asynchronous Federated Learning with
+Bidirectional Quantized Communications and Buffered Aggregation*, Ortega and Jafarkhani 2023) sends
+quantised differences, which devices add up, and therefore needs a hidden state that the server and
+its devices share; whole models need none.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from fedstream.broker.digest import digest_of
+from fedstream.broker.encoded import Encoded
+from fedstream.broker.errors import BlobDamaged, Unavailable
+from fedstream.broker.layout import Layout, Model, Payload
+from fedstream.wire import compressed
+from fedstream.wire.formats import format_of
+from fedstream.wire.refused import Undecodable
+
+if TYPE_CHECKING:
+    from fedstream.wire.formats import Format
+
+
+@dataclass(frozen=True, slots=True)
+class GivenModel:
+    """A model as devices are given it: its bytes, and what they are."""
+
+    payload: Payload
+    encoded: Encoded | None  # None: the model itself
+
+    @property
+    def digest(self) -> str:
+        """The digest by which devices know the model."""
+        return self.encoded.digest if self.encoded else self.payload.digest()
+
+
+def given(model: Model, how: Format) -> GivenModel:
+    """The model in a format; shares its memory if the format is its own bytes."""
+    if how.is_plain:
+        return GivenModel(model, None)
+    data = replace(how, zstd=False).encoded(model)
+    digest = digest_of(data.data)
+    if how.zstd:
+        data = compressed.encode(data)
+    return GivenModel(Payload(data), Encoded(how.name, data.nbytes, digest))
+
+
+def room_for(encoded: Encoded, layout: Layout) -> Payload:
+    """A payload to read an encoded model into.
+
+    Raises Unavailable for a format of another release, BlobDamaged if no model has that many bytes.
+    """
+    try:
+        how = format_of(encoded.format)
+    except Undecodable as error:
+        raise Unavailable(
+            f"models are published in the format {encoded.format:.40}, which this release of "
+            "fedstream does not know: upgrade this service"
+        ) from error
+    least, most = how.sizes(layout)
+    if not least <= encoded.size <= most:
+        raise BlobDamaged(f"a model in {how.name} has {encoded.size} bytes, not {least} to {most}")
+    return Payload.empty(encoded.size)
+
+
+def decode(payload: Payload, encoded: Encoded, into: Model) -> None:
+    """Write an encoded model into a model of its layout: exactly what every device trains from.
+
+    Checks the digest of a compressed one, which is that of what is inside; of any other,
+    :func:`fedstream.broker.blobs.read` has checked it. Raises BlobDamaged if it differs, and
+    Unavailable if nobody can decode the model.
+    """
+    how, data = format_of(encoded.format), payload.buffer
+    try:
+        if how.zstd:
+            how = replace(how, zstd=False)
+            data = compressed.decode(data, how.sizes(into.layout)[1])
+            if (own := digest_of(data.data)) != encoded.digest:
+                raise BlobDamaged(f"a model in a frame has digest {own}, expected {encoded.digest}")
+        how.decode(data, into)
+    except Undecodable as error:  # such as a scale that is infinite; the next version may be sound
+        raise Unavailable(f"the published model can't be decoded: {error}") from error

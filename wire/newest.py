@@ -1,0 +1,51 @@
+"""Reading published models from Redis, whatever their format."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from fedstream.broker import blobs
+from fedstream.wire.formats import format_of
+from fedstream.wire.given import decode, room_for
+
+if TYPE_CHECKING:
+    from fedstream.broker.client import Client
+    from fedstream.broker.encoded import Encoded
+    from fedstream.broker.keys import Keys
+    from fedstream.broker.layout import Model
+    from fedstream.broker.records import Head
+
+
+async def read_newest(client: Client, keys: Keys, head: Head, into: Model) -> None:
+    """Read the newest version's model, as devices are given it. Raises as :func:`read_model`."""
+    await read_model(
+        client, keys.model(head.blob), into,
+        digest=head.digest, chunks=head.chunks, encoded=head.encoded,
+    )  # fmt: skip
+
+
+async def read_model(
+    client: Client,
+    key: str,
+    into: Model,
+    *,
+    digest: str,
+    chunks: int | None,
+    encoded: Encoded | None,
+) -> None:
+    """Read a published model and decode it. An encoded one is in memory twice meanwhile.
+
+    ``digest``: of a model that is not encoded. Raises BlobMissing, BlobDamaged, or Unavailable if
+    this release can't decode it; the model's values are then undefined.
+    """
+    if encoded is None:
+        await blobs.read(client, key, into, digest=digest, chunks=chunks)
+        return
+    payload = room_for(encoded, into.layout)
+    own = None if format_of(encoded.format).zstd else encoded.digest
+    await blobs.read(client, key, payload, digest=own, chunks=chunks, encoded=encoded)
+    if into.layout.nbytes > blobs.CHUNK:
+        await asyncio.to_thread(decode, payload, encoded, into)
+    else:
+        decode(payload, encoded, into)
