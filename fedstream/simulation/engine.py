@@ -28,7 +28,6 @@ from fedstream.simulation.transport import Transport
 from fedstream.strategies import State
 from fedstream.trainer.solvers import Cancelled
 from fedstream.updater import refusals
-from fedstream.wire import Undecodable
 
 if TYPE_CHECKING:
     from torch import nn
@@ -362,15 +361,12 @@ class _Simulation:
         """Process an answer."""
         before, update = self._progress, job.into
         self._cost.answers += 1
-        undecodable = ""
-        try:
-            self._transport.send(arrival.device, update)
-        except Undecodable as error:
-            undecodable = error.reason
+        sent, undecodable = self._transport.send(arrival.device, update)
         upload = Upload(
             task=f"task-{arrival.n}", attempt="1", device=arrival.device, trainer="simulation",
             tau=job.version, base=job.digest, layout=update.layout.signature,
-            digest=update.digest() if self._journal else _NO_DIGEST, size=update.layout.nbytes,
+            digest=sent.digest() if self._journal else _NO_DIGEST, size=sent.buffer.nbytes,
+            format=self._transport.format,
             samples=trained.samples, steps=trained.steps, loss=trained.loss,
             lr=trained.lr or self._training.solver(arrival.device).lr, sends=self._strategy.sends,
         )  # fmt: skip
@@ -394,7 +390,7 @@ class _Simulation:
         made = self._made(step, arrival.time)
         if self._journal is not None:
             about = self._happened(step, arrival.time)
-            self._journal.taken(upload, update, step, about, sizes)
+            self._journal.taken(upload, sent, step, about, sizes)
         self._tell(made)
         self._release(before.state.model, update, spare)
 

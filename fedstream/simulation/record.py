@@ -12,13 +12,14 @@ import numpy as np
 from fedstream.broker.messages import Outcome, Upload
 from fedstream.journal import RoundClosed, SegmentHead, Taken, Writer
 from fedstream.journal.rebuild import standing_of
+from fedstream.journal.records import WIRE_FORMATS
 from fedstream.settings.parts import part_sources
 from fedstream.strategies import sources_of
 
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from fedstream.broker.layout import Model
+    from fedstream.broker.layout import Payload
     from fedstream.journal.progress import Progress, Step
     from fedstream.journal.records import Counted
     from fedstream.settings.config import Settings
@@ -55,6 +56,7 @@ class SimulationRecorder:
         """
         self._settings = settings.journal
         head = SegmentHead(
+            needs=() if settings.wire.of_updates.is_plain else (WIRE_FORMATS,),
             epoch=1, number=0, lineage=lineage, run=settings.run.name,
             task=settings.task.name, devices=devices, versions=settings.run.versions,
             seed=settings.run.seed, created=0.0, strategy=settings.rule.model_dump(mode="json"),
@@ -67,15 +69,15 @@ class SimulationRecorder:
         self._writer = Writer(folder, head, standing, *models)
 
     def taken(
-        self, upload: Upload, model: Model, step: Step, about: Happened, sizes: Counted
+        self, upload: Upload, sent: Payload, step: Step, about: Happened, sizes: Counted
     ) -> None:
-        """Record an update that was used."""
+        """Record an update that was used. ``sent``: as its receiver got it."""
         decision = step.decision
         if decision is None or decision.outcome == "dropped":
             raise RuntimeError("an update that was not used")
         self._add(
             upload, about, decision.outcome, decision.staleness, step.after.state.version,
-            weight=decision.weight, payload=(model,) if self._settings.weights else (),
+            weight=decision.weight, payload=(sent,) if self._settings.weights else (),
             sizes=sizes,
         )  # fmt: skip
 
@@ -96,7 +98,7 @@ class SimulationRecorder:
         *,
         reason: str = "",
         weight: float = 0.0,
-        payload: tuple[Model, ...] = (),
+        payload: tuple[Payload, ...] = (),
         sizes: Counted = (),
     ) -> None:
         record = Taken(

@@ -8,12 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from fedstream.wire import fed_back
+from fedstream.broker.layout import Payload
+from fedstream.wire import Undecodable, fed_back
 
 if TYPE_CHECKING:
-    import numpy as np
-    import numpy.typing as npt
-
     from fedstream.broker.layout import Floats, Model
     from fedstream.runtime.formats import WireSettings
 
@@ -48,18 +46,28 @@ class Transport:
         """
         self._models.decode(self._models.encoded(model), into)
 
-    def send(self, device: int, update: Model) -> npt.NDArray[np.uint8]:
-        """Turn ``update`` into what its receiver decodes; returns the bytes that are sent.
+    @property
+    def format(self) -> str:
+        """The name of the format that updates are sent in."""
+        return self._updates.name
 
-        To be called in the order in which the device sends. Raises Undecodable, with the reason for
-        which the update is refused; its values are then undefined.
+    def send(self, device: int, update: Model) -> tuple[Payload, str]:
+        """Turn ``update`` into what its receiver decodes; to be called in the order of sending.
+
+        Returns what is sent, and the reason for which it can't be decoded: then the values of
+        ``update`` are undefined. '' if it can.
         """
-        how = self._updates
+        how, refusal = self._updates, ""
+        if how.is_plain:
+            self.update_bytes += update.buffer.nbytes
+            return update, refusal
         if how.of_changes:
             data, self._lost[device] = fed_back(update, self._lost.get(device), how)
         else:
             data = how.encoded(update)
         self.update_bytes += data.nbytes
-        if not how.is_plain:
+        try:
             how.decode(data, update)  # once more after feedback, which leaves infinities undecoded
-        return data
+        except Undecodable as error:
+            refusal = error.reason
+        return Payload(data), refusal

@@ -13,6 +13,7 @@ from torch import nn
 
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Upload
+from fedstream.journal import Taken
 from fedstream.journal.progress import Progress, take
 from fedstream.journal.replay import Replayer
 from fedstream.settings.config import read
@@ -117,8 +118,15 @@ def test_run_learns_and_its_journal_replays(
     found = run(*sets, f"wire.update={update}", "wire.model=int8", journal=tmp_path / "journal")
     assert found.state == "finished"
     assert found.last("loss") < found.measured[0].metrics["loss"]
+    sizes = set()
     with Replayer(tmp_path / "journal") as replayer:
-        assert sum(moment.identical is True for moment in replayer) == 12
+        for moment in replayer:
+            assert isinstance(moment.message, Taken)
+            upload = moment.message.upload
+            assert (upload.format, moment.identical is not False) == (update, True)
+            sizes.add(upload.size)
+            assert upload.size < moment.update().layout.nbytes, "the journal has what was sent"
+    assert found.update_bytes == pytest.approx(48 * np.mean(list(sizes)), rel=0.1)
 
 
 def test_devices_trained_together_keep_their_own_feedback() -> None:
