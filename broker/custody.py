@@ -38,8 +38,8 @@ _STEP = 1000  # keys per scan step, or tasks: there may be any number
 
 _MENDED = {
     "triggers": "stream", "tasks": "stream", "events": "stream", "changes": "stream",
-    "alive": "zset", "trainers": "hash", "owners": "hash", "rates": "hash", "sites": "set",
-    "pool": "set", "letters": "zset",
+    "alive": "zset", "trainers": "hash", "working": "hash", "owners": "hash", "rates": "hash",
+    "sites": "set", "pool": "set", "letters": "zset",
 }  # fmt: skip
 _NAMED = {
     "run": "hash", "head": "hash", "kept": "zset", "lineage": "hash", "open": "hash",

@@ -60,6 +60,7 @@ class Keys:
         self.alive = prefix + "alive"  # trainer -> when it was last heard from, Redis's clock
         self.owners = prefix + "owners"  # device -> the trainer that owns it
         self.pool = prefix + "pool"  # trainers that own nothing: they serve the unowned devices
+        self.working = prefix + "working"  # trainer -> what its newest heartbeat says of its work
         self.rates = prefix + "rates"  # each site's activity in the second under ''
         self.letters = prefix + "letters"  # site|id of each letter in `dead`
         self.sites = prefix + "sites"  # sites that have an inbox
@@ -80,6 +81,10 @@ class Keys:
     def tasks_of(self, owner: str) -> str:
         """The task stream of a trainer that owns devices; for its name see :func:`member`."""
         return f"{self.tasks}:{owner if '/' in owner else f'{POOL}/{owner}'}"
+
+    def owned(self, trainer: str) -> str:
+        """The digest of the list of devices registered for a trainer (see :func:`member`)."""
+        return f"{self.prefix}owned:{trainer if '/' in trainer else f'{POOL}/{trainer}'}"
 
     def leader(self, role: str) -> str:
         """The lease of a role, held by one process at a time."""

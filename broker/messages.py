@@ -188,6 +188,21 @@ class Presence(Message):
     pid: Count = 0
     device: Count | None = None  # the device it is training for now
     answers: Count = 0  # given so far
+    # Of what it owns, if the trainer would rather send heartbeats than a long list.
+    digest: Name | None = None
+
+
+class Heartbeat(Message):
+    """A trainer's word that it is alive and owns what it said last; see :class:`Presence`.
+
+    Sent only while a coordinator has noted the list's digest, so by a release that reads it.
+    """
+
+    kind: ClassVar[str] = "heartbeat"
+    trainer: Name
+    owns: Name  # the digest of the list
+    device: Count | None = None
+    answers: Count = 0
 
 
 class RoundEnd(Message):

@@ -23,6 +23,7 @@ from fedstream.broker.messages import (
     Dead,
     Event,
     GiveUp,
+    Heartbeat,
     Presence,
     Trigger,
     Upload,
@@ -90,7 +91,7 @@ class Entries:
         """Decide on a site's message; the caller must bury a returned Dead. Raises BadMessage."""
         if entry.size > LARGEST:
             return self._dropped(site, entry, reasons.MESSAGE_TOO_LONG, bytes=entry.size)
-        match decode(entry.data, Upload, GiveUp, Dead, Trigger, Presence, Event):
+        match decode(entry.data, Upload, GiveUp, Dead, Trigger, Presence, Heartbeat, Event):
             case Upload() | GiveUp() as answer:
                 sizes, unfit = await self._judged(answer)
                 decision = self._ledger.admit(
@@ -103,6 +104,9 @@ class Entries:
                 return self._of_own(site, entry, trigger)
             case Presence() as said:
                 return self._of_presence(site, entry, said)
+            case Heartbeat() as said:
+                rate = self._settings.announce_rate
+                return self._ledger.beat(site.name, entry, said, rate=rate), lambda _: None
             case Event(what="error", device=int()) as event:  # no device: the evaluator's
                 told = Event(
                     what="error", service=member(site.name, event.service), time=time.time(),

@@ -14,6 +14,7 @@ _DEFAULTS: dict[str, dict[str, Any]] = {
     "trigger": {"why": "", "origin": "scheduler"},
     "upload": {"seconds": 0.0, "sends": "model", "site": "pool", "format": "f32"},
     "presence": {"owns": (), "leaves": False, "host": "", "pid": 0, "answers": 0},
+    "heartbeat": {"answers": 0},
     "round_end": {"why": ""},
     "set_quarantine": {"release": False, "why": ""},
     "version": {"updates": (), "format": "f32"},

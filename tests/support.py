@@ -33,6 +33,7 @@ from fedstream.broker.messages import (
     Dead,
     Event,
     GiveUp,
+    Heartbeat,
     Message,
     Presence,
     RoundEnd,
@@ -275,6 +276,13 @@ class Hand:
         await inbox.ensure()
         return await inbox.read(count=1000, block_ms=0)
 
+    async def hear(self, site: str, entry: Entry, *, most: int = 1000, rate: int = 1000) -> str:
+        """A coordinator hears what a trainer says of itself."""
+        said = decode(entry.data, Presence, Heartbeat)
+        if isinstance(said, Heartbeat):
+            return await self.ledger.beat(site, entry, said, rate=rate)
+        return await self.ledger.hear(site, entry, said, most=most, rate=rate)
+
     async def announce(
         self, name: str, *owns: int, site: str = POOL, most: int = 1000
     ) -> list[str]:
@@ -285,12 +293,7 @@ class Hand:
         before = await self.client.call("ZSCORE", self.keys.alive, member(site, name))
         await Outbox(self.client, self.keys, site).announce(name, owns)
         if entries := await self.heard(site):
-            return [
-                await self.ledger.hear(
-                    site, entry, Presence.decode(entry.data), most=most, rate=1000
-                )
-                for entry in entries
-            ]
+            return [await self.hear(site, entry, most=most) for entry in entries]
 
         async def by_another() -> bool:
             now = await self.client.call("ZSCORE", self.keys.alive, member(site, name))
@@ -329,7 +332,7 @@ class Hand:
             await blobs.write(self.client, self.keys.update(upload.blob), model, expire_s=60)
         return upload
 
-    async def said(self, *answers: Upload | GiveUp, site: str = POOL) -> list[Entry]:
+    async def said(self, *answers: Upload | GiveUp | Heartbeat, site: str = POOL) -> list[Entry]:
         """The answers, said without a task's lease; delivered to the coordinator."""
         for answer in answers:
             await self.client.call("XADD", self.keys.inbox(site), "*", "m", answer.encode())

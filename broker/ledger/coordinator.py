@@ -16,6 +16,7 @@ from fedstream.broker.messages import (
     CloseRound,
     Event,
     GiveUp,
+    Heartbeat,
     Presence,
     RoundEnd,
     Trigger,
@@ -28,6 +29,7 @@ from fedstream.broker.streams import Entry
 _ADMIT = Script("admit")
 _AGE_LETTERS = Script("age_letters")
 _ANNOUNCE = Script("announce")
+_BEAT = Script("beat")
 _CLOSE_ROUND = Script("close_round")
 _DISPATCH = Script("dispatch")
 _LEAVE = Script("leave")
@@ -41,8 +43,8 @@ _OWNERS = 1000  # of the devices' owners, read at once
 RIGHTS = Rights(
     both=(
         "triggers", "inbox:*", "tasks", "tasks:*", "open", "admitted", "ended", "counts",
-        "events", "changes", "trainers", "alive", "owners", "pool", "rates", "letters", "sites",
-        "update:*", "queued:*", "control:*", "quarantine:*",
+        "events", "changes", "trainers", "alive", "owners", "owned:*", "pool", "working", "rates",
+        "letters", "sites", "update:*", "queued:*", "control:*", "quarantine:*",
     ),
     reads=("run", "head", "lineage", "kept", "models", "model:*", "device:*"),
     writes=("queue", "dead"),
@@ -51,7 +53,7 @@ RIGHTS = Rights(
         "type", "sadd", "zrange", "smembers", "hscan", *blobs.READS,
     ),
     scripts=(
-        _ADMIT, _AGE_LETTERS, _ANNOUNCE, _CLOSE_ROUND, _DISPATCH, _LEAVE, _MEASURE, _RELAY,
+        _ADMIT, _AGE_LETTERS, _ANNOUNCE, _BEAT, _CLOSE_ROUND, _DISPATCH, _LEAVE, _MEASURE, _RELAY,
         _SETTLE_UNSERVED, _WITHDRAW, BURY, LOOK, streams.CLAIM, streams.REAP, *custody.SCRIPTS,
     ),
     apart=(  # to expire what sites leave behind
@@ -220,8 +222,10 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         about = {
             "group": COORDINATORS, "entry": entry.id, "site": site, "name": name,
             "owns": said.owns, "denied": denied, "leaves": said.leaves, "most": most, "rate": rate,
-            "pool": TRAINERS,
+            "pool": TRAINERS, "digest": said.digest,
         }  # fmt: skip
+        if said.digest is None:
+            del about["digest"]
         kept = {
             "host": said.host, "pid": said.pid, "owns": said.owns, "device": said.device,
             "answers": said.answers,
@@ -229,7 +233,25 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         joined = self._event(what="trainer", text=f"{name} joined")
         return self._pending(
             _ANNOUNCE, word, packed(about), packed(kept), packed(joined),
-            packed(self._event(what="trainer")), stream=self.keys.inbox(site),
+            packed(self._event(what="trainer")),
+            stream=self.keys.inbox(site), owned=self.keys.owned(name),
+        )  # fmt: skip
+
+    def beat(self, site: str, entry: Entry, said: Heartbeat, *, rate: int) -> Pending[str]:
+        """Record a trainer's heartbeat: 'heard', 'repeated', 'over', or 'unknown'.
+
+        'over': the site has named ``rate`` trainers and devices in this second. 'unknown': its
+        devices are not, or no longer, on the register as it says; it will send their list.
+        """
+        name = member(site, said.trainer)
+        about = {
+            "group": COORDINATORS, "entry": entry.id, "site": site, "name": name,
+            "owns": said.owns, "rate": rate,
+        }  # fmt: skip
+        kept = {"device": said.device, "answers": said.answers}
+        return self._pending(
+            _BEAT, word, packed(about), packed(kept),
+            stream=self.keys.inbox(site), owned=self.keys.owned(name),
         )  # fmt: skip
 
     def relay(
@@ -283,8 +305,9 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
         left = self._event(what="trainer", text=f"{shown} left")
         lost = self._event(what="trainer", text=f"{shown} was not heard from for {silent_s:g} s")
         given_up = await self._run(
-            _LEAVE, name, silent_s, packed(left), packed(lost), packed(self._event())
-        )
+            _LEAVE, name, silent_s, packed(left), packed(lost), packed(self._event()),
+            owned=self.keys.owned(shown),
+        )  # fmt: skip
         return None if given_up < 0 else int(given_up)
 
     async def age_letters(self, days: float) -> int:

@@ -129,12 +129,15 @@ class Register(Ledger):
 
         Foreign entries are left out. Raises ReplyTooLarge if sites have named too many devices.
         """
-        asked: Command = ("HGETALL", self.keys.trainers)
-        [flat] = await self._client.pipeline([asked], most=_REGISTER)
+        asked: list[Command] = [("HGETALL", self.keys.trainers), ("HGETALL", self.keys.working)]
+        flat, since = await self._client.pipeline(asked, most=_REGISTER)
         found = {}
         for name, data in zip(flat[::2], flat[1::2], strict=True):
             with suppress(BadMessage, UnicodeDecodeError):
                 found[name.decode()] = _about(data)
+        for name, data in zip(since[::2], since[1::2], strict=True):
+            with suppress(BadMessage, UnicodeDecodeError, KeyError):
+                found[name.decode()] |= _map(data)
         return dict(sorted(found.items()))
 
     async def owners(self) -> dict[int, str]:
@@ -176,14 +179,22 @@ class MemoryUse(Ledger):
 
 def _about(data: bytes) -> dict[str, Any]:
     """Decode a trainer's description of itself. Raises BadMessage."""
-    try:
-        about = msgpack.unpackb(data)
-        json.dumps(about, allow_nan=False)  # shown as JSON: no bytes, only text and number keys
-    except (TypeError, ValueError, RecursionError, msgpack.UnpackException) as error:
-        raise BadMessage(f"not a trainer's announcement: {error}") from error
-    if not isinstance(about, dict) or not isinstance(about.get("owns"), list):
+    about = _map(data)
+    if not isinstance(about.get("owns"), list):
         raise BadMessage("not a trainer's announcement: expected a map with what it 'owns'")
     return about
+
+
+def _map(data: bytes) -> dict[str, Any]:
+    """Decode what a trainer said. Raises BadMessage."""
+    try:
+        said = msgpack.unpackb(data)
+        json.dumps(said, allow_nan=False)  # shown as JSON: no bytes, only text and number keys
+    except (TypeError, ValueError, RecursionError, msgpack.UnpackException) as error:
+        raise BadMessage(f"not a trainer's announcement: {error}") from error
+    if not isinstance(said, dict):
+        raise BadMessage("not a trainer's announcement: expected a map")
+    return said
 
 
 def _devices(fields: Iterable[bytes], devices: int) -> tuple[int, ...]:

@@ -14,21 +14,23 @@ from collections.abc import Sequence
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
-from fedstream.broker.keys import TRAINERS, Keys
+from fedstream.broker.digest import digest_of
+from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.reading import MemoryUse
-from fedstream.broker.messages import Dead, Event, GiveUp, Presence, Trigger, Upload
+from fedstream.broker.messages import Dead, Event, GiveUp, Heartbeat, Presence, Trigger, Upload
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Entry
 
 FINISH = Script("finish_task")
 _UNHEARD = 10_000  # inbox entries above which trainers skip their announcements
+_SHORT = 100  # devices: a list of as many is as good as a heartbeat
 TASKS = "{tasks}"  # the streams of a site's tasks
 
 # `{site}` is the trainer's. Trainers may not load scripts; what those send is listed here.
 RIGHTS = Rights(
-    reads=("run", "head", "model:*", "control:{site}/*"),
-    commands=("hgetall", "info", "multi", "exec", "discard", *blobs.READS),
+    reads=("run", "head", "model:*", "control:{site}/*", "owned:{site}/*"),
+    commands=("get", "hgetall", "info", "multi", "exec", "discard", *blobs.READS),
     apart=(
         Rights(both=(TASKS, "update:{site}/*"), commands=("evalsha",)),
         Rights(
@@ -56,9 +58,10 @@ class Outbox:
         self._client = client
         self._keys = keys
         self._inbox = keys.inbox(site)
+        self._list: tuple[Sequence[int], str] = ((), "")  # the devices announced last, their digest
         self.site = site
 
-    async def say(self, message: Trigger | Event | Presence) -> None:
+    async def say(self, message: Trigger | Event | Presence | Heartbeat) -> None:
         """Append a message; sending it twice does no harm."""
         await self._client.call("XADD", self._inbox, "*", "m", message.encode())
 
@@ -72,18 +75,34 @@ class Outbox:
     ) -> bool:
         """Announce that a trainer is alive and owns exactly these devices.
 
-        Returns False and sends nothing while the inbox isn't being read, so that announcements
-        don't pile up.
+        A long list is sent only until a coordinator has noted its digest, and when that note is
+        gone. Returns False and sends nothing while the inbox isn't being read, so that
+        announcements don't pile up.
         """
-        if await self._client.call("XLEN", self._inbox) > _UNHEARD:
+        digest = self._digest_of(owns) if len(owns) > _SHORT else None
+        note = self._keys.owned(member(self.site, trainer))
+        asked: list[Command] = [("XLEN", self._inbox)]
+        waiting, *noted = await self._client.pipeline(
+            [*asked, ("GET", note)] if digest is not None else asked
+        )
+        if waiting > _UNHEARD:
             return False
+        if digest is not None and noted == [digest.encode()]:
+            await self.say(Heartbeat(trainer=trainer, owns=digest, device=device, answers=answers))
+            return True
         await self.say(
             Presence(
                 trainer=trainer, owns=tuple(owns), host=socket.gethostname(), pid=os.getpid(),
-                device=device, answers=answers,
+                device=device, answers=answers, digest=digest,
             )
         )  # fmt: skip
         return True
+
+    def _digest_of(self, owns: Sequence[int]) -> str:
+        """The digest of a list of devices, computed once for the list of each announcement."""
+        if self._list[0] is not owns:
+            self._list = (owns, digest_of(" ".join(map(str, owns)).encode()))
+        return self._list[1]
 
     async def goodbye(self, trainer: str) -> None:
         """Say that a trainer leaves; a coordinator deregisters it at its next sweep."""

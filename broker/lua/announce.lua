@@ -1,12 +1,16 @@
--- keys: stream trainers alive owners pool tasks open counts rates changes
+-- keys: stream trainers alive owners pool tasks open counts rates changes working owned
 -- undeclared: run head events
 -- Registers a trainer and the devices that it claims, except devices that the run doesn't have,
 -- that its site may not own, or that another live trainer owns (the first one keeps them). If the
 -- trainer leaves, its last-heard time becomes 0. ARGV: the announcement, what to keep of it, two
 -- events.
 --
+-- If the trainer gives a digest of its list, and a repetition would change nothing, the digest is
+-- noted for a while (`owned`): until then heartbeats will do.
+--
 -- Tasks for its new devices that are still unclaimed in the pool move to it: they were dispatched
 -- before it came, and no other trainer has the data.
+local LIST_HOLDS_MS, AT_ONCE = 60000, 1000
 local a = cmsgpack.unpack(ARGV[1])
 
 -- The devices that a registered trainer claims.
@@ -54,6 +58,7 @@ for _, device in ipairs(a.denied) do denied[device] = true end
 local now = redis.call('TIME')
 redis.call('ZADD', key.alive, now[1] .. '.' .. string.format('%06d', now[2]), name)
 redis.call('HSET', key.trainers, name, ARGV[2])
+redis.call('HDEL', key.working, name)
 redis.call('PERSIST', own) -- it may have got an expiry while its owner was unknown
 if #a.owns == 0 then redis.call('SADD', key.pool, name) else redis.call('SREM', key.pool, name) end
 local changed = {} -- devices that got or lost an owner
@@ -66,16 +71,20 @@ for device in pairs(before) do
 end
 
 local devices = tonumber(redis.call('HGET', key.run, 'devices') or math.huge)
-local got, any = {}, false
-for _, device in ipairs(a.owns) do
-  local owner = redis.call('HGET', key.owners, device)
+local got, any, waits, owners = {}, false, false, {}
+for i, device in ipairs(a.owns) do
+  local at = (i - 1) % AT_ONCE + 1
+  if at == 1 then
+    owners = redis.call('HMGET', key.owners, unpack(a.owns, i, math.min(i + AT_ONCE - 1, #a.owns)))
+  end
+  local owner = owners[at]
   local why
   if device >= devices or denied[device] then
     if owner == name then let_go(device) end
     why = denied[device] and 'site ' .. a.site .. ' may not own it'
       or string.format('the run has %d devices', devices)
   elseif owner and owner ~= name and redis.call('ZSCORE', key.alive, owner) then
-    why = 'it is owned by ' .. owner
+    why, waits = 'it is owned by ' .. owner, true
   elseif owner ~= name then
     redis.call('HSET', key.owners, device, name)
     got[device], any, changed[#changed + 1] = true, true, device
@@ -88,6 +97,11 @@ for _, device in ipairs(a.owns) do
 end
 
 note_devices(changed)
+if a.digest and not waits then
+  redis.call('SET', key.owned, a.digest, 'PX', LIST_HOLDS_MS)
+else
+  redis.call('UNLINK', key.owned)
+end
 if not any then return 'heard' end
 local newest = tonumber(redis.call('HGET', key.head, 'version') or 0)
 for _, entry in ipairs(redis.call('XRANGE', key.tasks, '-', '+')) do

@@ -21,6 +21,7 @@ from fedstream.broker.messages import (
     CloseRound,
     Event,
     GiveUp,
+    Heartbeat,
     Presence,
     SetQuarantine,
     Trigger,
@@ -201,6 +202,14 @@ async def find_lost(hand: Hand) -> Step:
     return lambda: hand.ledger.find_lost({trigger.task: "0-0"})
 
 
+async def beat(hand: Hand) -> Step:
+    await hand.create()
+    await hand.announce("ann", 1)
+    [entry] = await hand.said(Heartbeat(trainer="ann", owns="of a list"))
+    said = Heartbeat.decode(entry.data)
+    return lambda: hand.ledger.beat("pool", entry, said, rate=1000)
+
+
 async def leave(hand: Hand) -> Step:
     await hand.create()
     await hand.announce("ann", 1)
@@ -248,6 +257,7 @@ SCENES = {
     "retry": retry,
     "set_quarantine": set_quarantine,
     "announce": announce,
+    "beat": beat,
     "relay": relay,
     "find_lost": find_lost,
     "leave": leave,

@@ -25,6 +25,7 @@ from fedstream.broker.messages import (
     Dead,
     Event,
     GiveUp,
+    Heartbeat,
     Message,
     Presence,
     RoundEnd,
@@ -54,6 +55,7 @@ LEAST = {  # only what has no default
     ),
     "give_up": GiveUp(task=ID, attempt="a1", device=3, trainer="t", reason="dropped out"),
     "presence": Presence(trainer="t"),
+    "heartbeat": Heartbeat(trainer="t", owns=DIGEST),
     "round_end": RoundEnd(version=4),
     "set_quarantine": SetQuarantine(devices=(3,)),
     "version": Version(version=0, time=1.5, epoch=1, digest=DIGEST, blob="0.1.ab", size=16),
@@ -79,6 +81,7 @@ MOST = {  # everything there is
     "presence": Presence(
         trainer="t", owns=(3, 4), leaves=True, host="h", pid=12, device=3, answers=9
     ),
+    "heartbeat": Heartbeat(trainer="t", owns=DIGEST, device=3, answers=9),
     "round_end": RoundEnd(version=4, why="round over"),
     "set_quarantine": SetQuarantine(devices=(3, 4), release=True, why="it poisons"),
     "version": Version(
@@ -103,6 +106,7 @@ MOST = {  # everything there is
 }  # fmt: skip
 MORE = {  # with the fields that came since
     "upload": MOST["upload"].model_copy(update={"chunks": 2}),
+    "presence": MOST["presence"].model_copy(update={"digest": DIGEST}),
     "version": MOST["version"].model_copy(update={"chunks": 2}),
 }
 FORMATS = {  # with wire formats

@@ -1,0 +1,163 @@
+"""A trainer that owns many devices sends their list only until it is on the register."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from fedstream.broker.client import Client
+from fedstream.broker.keys import Keys, member
+from fedstream.broker.ledger.trainer import Outbox
+from fedstream.broker.messages import Heartbeat, Presence, decode
+from tests.support import Hand
+
+MANY = tuple(range(2, 2500, 2))
+SITE = "north"
+
+
+class Owner:
+    """A trainer of a site, and the coordinator that hears it."""
+
+    def __init__(self, hand: Hand, name: str = "edge") -> None:
+        self.hand = hand
+        self.name = name
+        self.outbox = Outbox(hand.client, hand.keys, SITE)
+
+    async def announces(self, owns: tuple[int, ...] = MANY, **more: Any) -> str:
+        """What the trainer sends, 'list' or 'beat', and what comes of it."""
+        assert await self.outbox.announce(self.name, owns, **more)
+        [entry] = await self.hand.heard(SITE)
+        said = decode(entry.data, Presence, Heartbeat)
+        what = "list" if isinstance(said, Presence) else "beat"
+        return f"{what} {await self.hand.hear(SITE, entry, rate=10**6)}"
+
+
+@pytest.fixture
+async def owner(hand: Hand) -> Owner:
+    """It has sent its list."""
+    await hand.create(devices=3000)
+    owner = Owner(hand)
+    assert await owner.announces() == "list heard"
+    return owner
+
+
+async def owned(hand: Hand) -> dict[str, list[int]]:
+    """The devices of each trainer."""
+    found: dict[str, list[int]] = {}
+    for device, name in (await hand.ledger.owners()).items():
+        found.setdefault(name, []).append(device)
+    return {name: sorted(devices) for name, devices in found.items()}
+
+
+async def test_list_is_sent_once(owner: Owner, client: Client, keys: Keys) -> None:
+    for answers in range(3):
+        assert await owner.announces(device=4, answers=answers) == "beat heard"
+    assert await owned(owner.hand) == {"north/edge": [*MANY]}
+    [about] = (await owner.hand.ledger.trainers()).values()
+    assert (about["owns"], about["device"], about["answers"]) == ([*MANY], 4, 2)
+    assert 0 < await client.call("PTTL", keys.owned("north/edge")) <= 60_000
+
+
+async def test_heartbeat_keeps_a_trainer_alive(owner: Owner, client: Client, keys: Keys) -> None:
+    await client.call("ZADD", keys.alive, 1.5, "north/edge")
+    assert await owner.announces() == "beat heard"
+    assert await owner.hand.ledger.silent(30) == []
+
+
+async def test_another_list_takes_the_place_of_the_first(owner: Owner) -> None:
+    assert await owner.announces(MANY[1:]) == "list heard"
+    assert await owner.announces(MANY[1:]) == "beat heard"
+    assert await owned(owner.hand) == {"north/edge": [*MANY[1:]]}
+    assert await owner.announces(MANY[:3]) == "list heard"
+    assert await owner.announces(MANY[:3]) == "list heard"  # it is short
+    assert await owned(owner.hand) == {"north/edge": [*MANY[:3]]}
+
+
+@pytest.mark.parametrize("what", ["owned", "owners", "alive", "everything", "left"])
+async def test_list_is_sent_again_when_the_register_forgot_it(
+    owner: Owner, client: Client, keys: Keys, what: str
+) -> None:
+    assert await owner.announces(answers=9) == "beat heard"
+    match what:
+        case "owned":
+            await client.call("DEL", keys.owned("north/edge"))
+        case "everything":
+            await owner.hand.ledger.purge()
+            owner.hand.scheduler.number = 0
+            await owner.hand.create(devices=3000)
+        case "left":
+            await owner.hand.ledger.leave(b"north/edge")
+            assert await owned(owner.hand) == {}
+        case _:
+            await client.call("DEL", getattr(keys, what))
+    said = [await owner.announces() for _ in range(3)]
+    forgot = what in ("owners", "alive")  # and the trainer can't know
+    assert said == [*["beat unknown"] * forgot, "list heard", *["beat heard"] * (2 - forgot)]
+    assert await owned(owner.hand) == {"north/edge": [*MANY]}
+    [about] = (await owner.hand.ledger.trainers()).values()
+    assert about["answers"] == 0
+
+
+async def test_good_bye_is_not_taken_back_by_a_late_heartbeat(owner: Owner) -> None:
+    assert await owner.outbox.announce(owner.name, MANY)
+    [late] = await owner.hand.heard(SITE)
+    await owner.outbox.goodbye(owner.name)
+    [said] = await owner.hand.heard(SITE)
+    assert await owner.hand.hear(SITE, said, rate=10**6) == "leaves"
+    assert await owner.hand.hear(SITE, late, rate=10**6) == "unknown"
+    assert await owner.hand.ledger.left() == [b"north/edge"]
+
+
+async def test_claim_on_anothers_device_is_repeated_until_it_is_granted(owner: Owner) -> None:
+    other = Owner(owner.hand, "other")
+    claims = (*range(2501, 2999), MANY[0])
+    assert await other.announces(claims) == "list heard"
+    assert await other.announces(claims) == "list heard"
+    await owner.hand.ledger.leave(b"north/edge")
+    assert await other.announces(claims) == "list heard"
+    assert await owned(owner.hand) == {"north/other": sorted(claims)}
+    assert await other.announces(claims) == "beat heard"
+
+
+async def test_claim_that_is_never_granted_is_not_repeated(owner: Owner) -> None:
+    beyond = (*MANY, 3000)
+    assert await owner.announces(beyond) == "list heard"
+    assert await owner.announces(beyond) == "beat heard"
+    assert await owned(owner.hand) == {"north/edge": [*MANY]}
+
+
+async def test_earlier_release_of_a_coordinator_gets_the_list_every_time(
+    owner: Owner, client: Client, keys: Keys
+) -> None:
+    """It doesn't note a digest, nor does it read one."""
+    for _ in range(2):
+        await client.call("DEL", keys.owned("north/edge"))
+        assert await owner.announces() == "list heard"
+
+
+async def test_earlier_release_of_a_trainer_sends_its_list_every_time(
+    owner: Owner, client: Client, keys: Keys
+) -> None:
+    for _ in range(2):
+        await owner.outbox.say(Presence(trainer="edge", owns=MANY[1:]))
+        [entry] = await owner.hand.heard(SITE)
+        assert await owner.hand.hear(SITE, entry, rate=10**6) == "heard"
+        assert not await client.call("EXISTS", keys.owned("north/edge"))
+    assert await owned(owner.hand) == {"north/edge": [*MANY[1:]]}
+    assert await owner.announces(MANY) == "list heard"  # it has been replaced
+
+
+async def test_heartbeats_are_delivered_once_and_charged(owner: Owner) -> None:
+    assert await owner.outbox.announce(owner.name, MANY)
+    [entry] = await owner.hand.heard(SITE)
+    said = Heartbeat.decode(entry.data)
+    assert await owner.hand.ledger.beat(SITE, entry, said, rate=0) == "over"
+    assert await owner.hand.ledger.beat(SITE, entry, said, rate=10**6) == "repeated"
+    stray = (await owner.hand.ledger.look()).reasons("stray")
+    assert stray == {"announcement over the limit": 1}
+
+
+async def test_names_of_different_sites_do_not_meet(hand: Hand, keys: Keys) -> None:
+    names = [keys.owned(member(site, "t")) for site in ("pool", "north")]
+    assert [name.removeprefix(keys.prefix) for name in names] == ["owned:pool/t", "owned:north/t"]
