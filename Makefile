@@ -79,6 +79,7 @@ bench: .venv/installed  ## the tables in benchmarks/results (some minutes)
 	$(BIN)/python -m benchmarks.scaling
 	$(BIN)/python -m benchmarks.start
 	$(BIN)/python -m benchmarks.flat
+	$(BIN)/python -m benchmarks.peers
 
 reproduce: .venv/installed  ## AFL's tables 2 and 3 and figures 1, 2, 5 on MNIST anew (FEDSTREAM_DATA; about half an hour)
 	$(BIN)/python -m fedstream reproduce --again afl-mnist-table2 afl-mnist-table3 afl-mnist-scaffold afl-mnist-arrivals
@@ -114,6 +115,11 @@ TORCH := requirements/torch-cpu.txt requirements/torch-cuda.txt
 	.venv-flower/bin/pip check
 	touch $@
 
+# A peer to compare with (benchmarks/peers.py), on the same torch.
+.venv-fedlab/installed: $(TORCH) requirements/fedlab.txt
+	$(call locked,.venv-fedlab,fedlab)
+	touch $@
+
 # Environments of their own: what checkov depends on fights with what we do, and nothing of ours needs the
 # tools of a release or of the documentation.
 .venv-%/installed: requirements/%.txt
@@ -136,4 +142,4 @@ constraints: .venv/installed  ## pin what is installed now; then make lock
 	$(BIN)/pip freeze --exclude-editable | sed 's/+cpu$$//' > constraints.txt
 
 clean:  ## remove what is built and installed
-	rm -rf .venv .venv-checkov .venv-docs .venv-flower .venv-tools .venv-runtime build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf .venv .venv-checkov .venv-docs .venv-fedlab .venv-flower .venv-tools .venv-runtime build dist site *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -13,6 +13,8 @@ because not everybody installs all of them:
 - ``dev.txt``: additional dependencies of the tests.
 - ``flower.txt``: fedstream's other dependencies beside Flower, which wants older releases of some,
   and what its tests need. Together with torch, a separate environment.
+- ``fedlab.txt``: FedLab, which `make bench` compares with. Together with torch, a separate
+  environment.
 - ``tools.txt``, ``docs.txt`` and ``checkov.txt``: separate environments.
 """
 
@@ -27,7 +29,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "requirements"
-LISTS = ("torch-cpu", "torch-cuda", "runtime", "dev", "flower", "tools", "docs", "checkov")
+LISTS = (
+    "torch-cpu", "torch-cuda", "runtime", "dev", "flower", "fedlab", "tools", "docs", "checkov",
+)  # fmt: skip
 
 _TORCH = ("torch", "torchvision")
 _CUDA = re.compile(r"nvidia-|cuda-|triton$")
@@ -135,10 +139,18 @@ def _write_flower() -> None:
     _write("flower", {name: lines for name, lines in every.items() if name not in torch})
 
 
+def _write_fedlab() -> None:
+    """With our torch, so that both are measured on the same."""
+    torch = read("torch-cuda")
+    every = _compiled(read("fedlab") | torch | read("runtime"), FOLDER / "fedlab.in")
+    _write("fedlab", {name: lines for name, lines in every.items() if name not in torch})
+
+
 def main() -> None:
     """Rewrite all lists."""
     _write_project()
     _write_flower()
+    _write_fedlab()
     for name in ("tools", "docs"):
         _write(name, _compiled(read(name), FOLDER / f"{name}.in"))
     # One of checkov's dependencies does not support older Pythons.
