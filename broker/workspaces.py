@@ -18,7 +18,7 @@ async def read(client: Client, key: str, *, most: int) -> bytes:
     return data
 
 
-async def write(client: Client, key: str, data: bytes, *, expire_s: float) -> None:
+async def write(client: Client, key: str, data: bytes | memoryview, *, expire_s: float) -> None:
     """Write a workspace over the one before, expiring ``expire_s`` seconds from now."""
     await client.call("SET", key, data, "PX", round(expire_s * 1000))
 

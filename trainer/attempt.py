@@ -27,10 +27,11 @@ from fedstream.trainer.start import Newest, Start
 if TYPE_CHECKING:
     from concurrent.futures import Executor
 
-    from fedstream.broker.layout import Model, Payload
+    from fedstream.broker.layout import Floats, Model, Payload
     from fedstream.broker.records import Run
     from fedstream.runtime.service import Context
     from fedstream.trainer.failures import Failures
+    from fedstream.trainer.feedback import Feedback
     from fedstream.trainer.learner import Learned, Learner
     from fedstream.trainer.metrics import TrainerMetrics
     from fedstream.trainer.settings import TrainerSettings
@@ -59,6 +60,7 @@ class Workshop:
     failures: Failures
     metrics: TrainerMetrics
     wire: Format  # that updates are sent in
+    feedback: Feedback
 
 
 class Attempt:
@@ -69,6 +71,7 @@ class Attempt:
         self.id = secrets.token_hex(6)
         self.saved = shop.saved_work(task.task)
         self.update: Payload | None = None  # to be uploaded with the answer
+        self.unsent: Floats | None = None  # of the update, for the device's next one
         self._task = task
         self._lost = lost
         self._shop = shop
@@ -103,10 +106,11 @@ class Attempt:
         if simulated.drops_out:
             await self._device_time(simulated.latency_s * 0.5, self._is_cancelled)
             return self._give_up(reasons.DROPPED_OUT)
+        unsent = await shop.feedback.of(task.device) if shop.wire.of_changes else None
         try:
             work = self._work(start)
             with shop.metrics.timed("training"):
-                learned = await self._learned(start, work)
+                learned = await self._learned(start, work, unsent)
         except Cancelled:
             raise
         except Exception as error:
@@ -139,7 +143,7 @@ class Attempt:
             device_control=start.device_control, resume=start.saved,
         )  # fmt: skip
 
-    async def _learned(self, start: Start, work: Work) -> Learned:
+    async def _learned(self, start: Start, work: Work, unsent: Floats | None) -> Learned:
         """Train; if the device becomes ineligible midway, finish later. Raises Cancelled.
 
         Asynchronous Federated Optimization, 'flexibility'.
@@ -149,7 +153,7 @@ class Attempt:
             try:
                 training = asyncio.get_running_loop().run_in_executor(
                     shop.thread, shop.learner.train, start, work, shop.out, shop.run.sends,
-                    shop.wire,
+                    shop.wire, unsent,
                 )  # fmt: skip
                 patience_s = shop.settings.drain_s
                 if not await returns(training, self._is_cancelled, patience_s=patience_s):
@@ -171,7 +175,7 @@ class Attempt:
 
     def _upload(self, start: Start, work: Work, learned: Learned) -> Upload:
         task, trained, size = self._task, learned.trained, learned.update.buffer.nbytes
-        self.update = learned.update
+        self.update, self.unsent = learned.update, learned.unsent
         return Upload(
             task=task.task, attempt=self.id, device=task.device, trainer=self._shop.name,
             tau=start.version, base=start.digest, layout=self._shop.run.layout.signature,

@@ -45,28 +45,32 @@ class Delivery:
         answer: Upload | GiveUp,
         update: Payload | None,
         make_room: Callable[[], Awaitable[None]],
+        stage: Callable[[], Awaitable[Sequence[str]]] | None = None,
     ) -> bool:
         """Send the answer, retrying transient errors so that finished work isn't lost.
 
         ``update`` is what an upload announces; None: nothing. ``make_room`` is called if Redis is
-        full. Retrying is harmless: answering is idempotent. False if the lease was lost.
+        full. ``stage`` writes what the update left unsent, and returns the keys to keep it by.
+        Retrying is harmless: answering is idempotent. False if the lease was lost.
         """
         key = self._keys.update(answer.blob) if isinstance(answer, Upload) else ""
-        unwritten = True
+        unwritten, feedback = True, tuple[str, ...]()
         backoff = Backoff(rng=random.Random())
         while True:
             ahead: Sequence[Command] = ()
             try:
                 with self._metrics.timed("upload"):
                     if update is not None and unwritten:
+                        feedback = tuple(await stage()) if stage is not None else ()
                         ahead = await blobs.prepare(
                             self._client, key, update, expire_s=self._expire_s
                         )
                         # Don't rewrite it unasked: once admitted, it must not expire.
                         unwritten = False
                     said = await self._outbox.answer(
-                        self._stream, entry, answer, expire_s=self._expire_s, ahead=ahead
-                    )
+                        self._stream, entry, answer, expire_s=self._expire_s, ahead=ahead,
+                        feedback=feedback,
+                    )  # fmt: skip
             except FedstreamError as error:
                 if not error.retriable or self._context.stop.is_set():
                     raise

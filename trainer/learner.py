@@ -13,12 +13,12 @@ from fedstream.trainer import vector
 from fedstream.trainer.answer import as_sent
 from fedstream.trainer.placement import Processor, check, placed
 from fedstream.trainer.task import untrained
-from fedstream.wire import F32
+from fedstream.wire import F32, fed_back
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from fedstream.broker.layout import Model
+    from fedstream.broker.layout import Floats, Model
     from fedstream.broker.messages import Sends
     from fedstream.trainer.solvers import Trained, Work
     from fedstream.trainer.start import Start
@@ -35,6 +35,7 @@ class Learned:
     trained: Trained
     update: Payload  # in its wire format
     digest: str
+    unsent: Floats | None = None  # of the parameters, as it was encoded; None: not fed back
 
 
 class Learner:
@@ -52,14 +53,27 @@ class Learner:
         )
 
     def train(
-        self, start: Start, work: Work, into: Model, sends: Sends, how: Format = F32
+        self,
+        start: Start,
+        work: Work,
+        into: Model,
+        sends: Sends,
+        how: Format = F32,
+        memory: Floats | None = None,
     ) -> Learned:
-        """Train from x_tau; ``into`` becomes the update, which is encoded as ``how`` says."""
+        """Train from x_tau; ``into`` becomes the update, which is encoded as ``how`` says.
+
+        ``memory``: what the device's last update left unsent; None: nothing.
+        """
         vector.load(start.model, self._module)
         trained = self.task.train(self._module, self._data(work.device), work)
         vector.read(self._module, into)
         took = as_sent(
             trained, into, start.model, start.device_control, sends, work.solver.compression
         )
+        if how.of_changes:
+            sent, unsent = fed_back(into, memory, how)
+            update = Payload(sent)
+            return Learned(took, update, update.digest(), unsent)
         update = into if how.is_plain else Payload(how.encoded(into))
         return Learned(took, update, update.digest())

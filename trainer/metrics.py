@@ -29,6 +29,12 @@ class TrainerMetrics:
             buckets=_SECONDS,
         )  # fmt: skip
 
+        self.from_zero = Counter(
+            "fedstream_trainer_feedback_from_zero",
+            "Updates sent without what their device's last one lost: its first, or it was dropped.",
+            registry=registry,
+        )
+
     def ended(self, end: str) -> None:
         """Count a task by what became of it here."""
         self._ended.labels(end).inc()

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 # Share of Redis's memory above which no workspace is kept. The scheduler lets models and updates
 # grow to 0.8, and they need that room.
-_SHARE = 0.5
+SHARE = 0.5
 
 
 class SavedWork:
@@ -86,7 +86,7 @@ class SavedWork:
         except FedstreamError as error:
             self._log.warning("workspace saved, room not known", reason=str(error))
             return
-        if most and used > _SHARE * most:
+        if most and used > SHARE * most:
             self._log.warning("no room for a workspace", used=used, maxmemory=most)
             await self.discard()
             return

@@ -37,6 +37,7 @@ from fedstream.trainer.choices import SolverGroup, Solvers
 from fedstream.trainer.delivery import Delivery
 from fedstream.trainer.devices import DeviceSettings, eligible
 from fedstream.trainer.failures import Failures
+from fedstream.trainer.feedback import Feedback
 from fedstream.trainer.initiative import Initiative
 from fedstream.trainer.leases import Leases
 from fedstream.trainer.metrics import TrainerMetrics
@@ -173,6 +174,12 @@ class Trainer:
                 f"with strategy {run.strategy!r}: scaffold must be both strategy and solver, or "
                 "neither"
             )
+        if run.sends == "model" and self._wire.of_changes:
+            raise ConfigError(
+                f"wire.update = {self._wire.name!r}: run {self._keys.name!r} was made with "
+                f"strategy {run.strategy!r}, which takes models, and {self._wire.kind} is too "
+                "coarse for them: use bf16 or int8"
+            )
         await self._group.ensure()
         learner.task.joined(run.devices)
         self._run = run
@@ -203,6 +210,10 @@ class Trainer:
             saved_work=saved_work, learner=learner, thread=thread, out=Model(run.layout),
             failures=Failures(context, self._outbox, self._name, self._rests), metrics=metrics,
             wire=self._wire,
+            feedback=Feedback(
+                self._client, self._ledger, self._keys, self._settings, run.layout.parameters,
+                metrics, context.log,
+            ),
         )  # fmt: skip
 
     def _shift(self, shop: Workshop) -> _Shift:
@@ -292,9 +303,15 @@ class _Shift:
                 metrics.ended(end)
                 return
             answered_at = time.time()
+            feedback, unsent = self._shop.feedback, attempt.unsent
             said = await self._delivery.send(
-                entry, answer, attempt.update, make_room=attempt.saved.discard
-            )
+                entry, answer, attempt.update, make_room=attempt.saved.discard,
+                stage=None if unsent is None else partial(
+                    feedback.stage, task.device, attempt.id, unsent
+                ),
+            )  # fmt: skip
+            if unsent is not None:
+                feedback.answered(task.device, unsent, said=said)
         await attempt.saved.discard()
         self._leases.settle()
         self.answers += said

@@ -33,6 +33,8 @@ class TrainerSettings(Section):
     blob_expiry_s: Annotated[float, Field(gt=0)] = 600.0  # of an update that is never admitted
     workspace_bytes: Annotated[int, Field(ge=0)] = 64 << 20  # larger workspaces are not saved
     workspace_expiry_s: Annotated[float, Field(gt=0)] = 3600.0
+    # Of what a format lost of owned devices' updates: beyond that, the oldest is dropped.
+    feedback_bytes: Annotated[int, Field(ge=0)] = 1 << 30
     # The trainer exits after a longer outage of Redis; None: it waits forever.
     redis_away_s: Annotated[float, Field(gt=0)] | None = None
     ends_with_run: bool | None = None  # True: exit when the run is finished; else idle

@@ -32,7 +32,7 @@ RIGHTS = Rights(
     reads=("run", "head", "model:*", "control:{site}/*", "owned:{site}/*"),
     commands=("get", "hgetall", "info", "multi", "exec", "discard", *blobs.READS),
     apart=(
-        Rights(both=(TASKS, "update:{site}/*"), commands=("evalsha",)),
+        Rights(both=(TASKS, "update:{site}/*", "workspace:{site}/*"), commands=("evalsha",)),
         Rights(
             both=(TASKS,),
             commands=(
@@ -40,7 +40,10 @@ RIGHTS = Rights(
             ),
         ),
         Rights(writes=("update:{site}/*",), commands=("hset", "hexists", "pexpire")),
-        Rights(both=("workspace:{site}/*",), commands=("getrange", "set", "unlink")),
+        Rights(
+            both=("workspace:{site}/*",),
+            commands=("getrange", "set", "unlink", "exists", "rename"),
+        ),
         Rights(writes=("inbox:{site}",), commands=("xadd", "xlen", "exists")),
     ),
 )  # fmt: skip
@@ -116,19 +119,21 @@ class Outbox:
         *,
         expire_s: float = 600.0,
         ahead: Sequence[Command] = (),
+        feedback: Sequence[str] = (),
     ) -> str:
         """Send the answer to a task and end its lease, both or neither.
 
         A trainer that can't read a task answers with a Dead, as it may not write to ``dead``
         itself. Returns 'said', 'over' (the lease had already ended) or 'unwritten' (the update's
         blob is missing). ``ahead``: commands from :func:`fedstream.broker.blobs.prepare` that write
-        the blob.
+        the blob. ``feedback``: the key of what the update left unsent, and the one that it gets if
+        the answer is said; otherwise it is deleted.
         """
         update = answer.blob if isinstance(answer, Upload) else f"{self.site}/none"
         reply = await FINISH(
             self._client, {"tasks": stream, "update": self._keys.update(update)},
             TRAINERS, entry.id, answer.encode(),
             answer.size if isinstance(answer, Upload) else 0, round(expire_s * 1000), self._inbox,
-            ahead=ahead,
+            rest=feedback, ahead=ahead,
         )  # fmt: skip
         return str(reply.decode())

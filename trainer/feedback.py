@@ -1,0 +1,103 @@
+"""Error feedback: what a wire format lost of a device's update is added to its next one.
+
+A trainer that owns devices remembers it in its own memory. In the pool, any replica may train for a
+device next, so it is in Redis, among the pool's workspaces, and replaced by the script that gives
+the answer: both or neither, so that nothing is added twice. Keeping it is best effort: what is lost
+counts as zero.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedstream.broker import workspaces
+from fedstream.broker.errors import OutOfMemory
+from fedstream.trainer.saved_work import SHARE
+
+if TYPE_CHECKING:
+    from structlog.typing import FilteringBoundLogger
+
+    from fedstream.broker.client import Client
+    from fedstream.broker.keys import Keys
+    from fedstream.broker.layout import Floats
+    from fedstream.broker.ledger.trainer import TrainerLedger
+    from fedstream.trainer.metrics import TrainerMetrics
+    from fedstream.trainer.settings import TrainerSettings
+
+
+class Feedback:
+    """What is left unsent of each device's last answered update, for one trainer's devices."""
+
+    def __init__(
+        self, client: Client, ledger: TrainerLedger, keys: Keys, settings: TrainerSettings,
+        parameters: int, metrics: TrainerMetrics, log: FilteringBoundLogger,
+    ) -> None:  # fmt: skip
+        self._client = client
+        self._ledger = ledger
+        self._keys = keys
+        self._settings = settings
+        self._bytes = 4 * parameters
+        self._metrics = metrics
+        self._log = log
+        self._own: OrderedDict[int, Floats] = OrderedDict()  # least recently answered first
+
+    async def of(self, device: int) -> Floats | None:
+        """What is left unsent of the device's last update; None, and counted, if it isn't known."""
+        found = self._own.get(device) if self._settings.owns else await self._read(device)
+        if found is None:
+            self._metrics.from_zero.inc()
+        return found
+
+    async def _read(self, device: int) -> Floats | None:
+        data = await workspaces.read(self._client, self._key(device), most=self._bytes)
+        unsent = np.frombuffer(data, "<f4") if len(data) == self._bytes else None
+        if unsent is None or not np.isfinite(unsent).all():  # any pool trainer may write there
+            if data:
+                self._log.warning("discarding unusable error feedback", bytes=len(data))
+            return None
+        return unsent
+
+    def _key(self, device: int) -> str:
+        # No task's workspace has this name: their ids have no dot.
+        return self._keys.workspace(self._settings.site, f"unsent.{device}")
+
+    async def stage(self, device: int, attempt: str, unsent: Floats) -> tuple[str, ...]:
+        """Write what an update left unsent; return the keys by which ``Outbox.answer`` keeps it.
+
+        Without room, nothing is written, and the device's next update begins from zero.
+        """
+        if self._settings.owns:
+            return ()
+        key = self._key(device)
+        staged = f"{key}.{attempt}"
+        try:
+            used, most = await self._ledger.memory()
+            if self._bytes > self._settings.workspace_bytes or (most and used > SHARE * most):
+                self._log.warning("no room for error feedback", used=used, maxmemory=most)
+                return staged, key
+            await workspaces.write(
+                self._client, staged, unsent.view(np.uint8).data,
+                expire_s=self._settings.workspace_expiry_s,
+            )  # fmt: skip
+        except OutOfMemory as error:
+            self._log.warning("error feedback not kept", reason=str(error))
+        return staged, key
+
+    def answered(self, device: int, unsent: Floats, *, said: bool) -> None:
+        """Remember what an update left unsent, if it was ``said``.
+
+        Otherwise forget all about the device: a reply may have been lost, so it may have been said.
+        """
+        if not self._settings.owns:
+            return  # the script that sends it has seen to this
+        if not said:
+            self._own.pop(device, None)
+            return
+        self._own[device] = unsent
+        self._own.move_to_end(device)
+        most = max(1, self._settings.feedback_bytes // max(1, self._bytes))
+        while len(self._own) > most:
+            self._own.popitem(last=False)
