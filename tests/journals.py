@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from fedstream.broker.layout import Layout, Model
+from fedstream.broker.layout import Layout, Model, Payload
 from fedstream.broker.messages import Upload
 from fedstream.broker.records import NO_QUARANTINES
 from fedstream.journal import (
@@ -27,6 +27,7 @@ from fedstream.journal import (
 )
 from fedstream.journal.progress import Progress, Step, close_round, take
 from fedstream.journal.rebuild import quarantines_after, standing_of
+from fedstream.journal.records import WIRE_FORMATS
 from fedstream.strategies import (
     AfaCdSettings,
     AfaCsSettings,
@@ -38,10 +39,12 @@ from fedstream.strategies import (
     Strategy,
 )
 from fedstream.strategies.staleness import Polynomial, StepAlpha
+from fedstream.wire import format_of
 from tests.support import layout_of
 
 LAYOUT = layout_of(4)
 GOLDEN = Path(__file__).parent / "data" / "journals"
+FORMATS = ("bf16", "int8", "int4", "topk:0.1")
 
 
 class Scribe:
@@ -98,18 +101,31 @@ class Scribe:
         return model
 
     def update(self, device: int | None = None, *, late: int = 0, **changes: Any) -> Taken:
-        """An update arrives, ``late`` versions after the one that it was trained from."""
+        """An update arrives, ``late`` versions after the one that it was trained from.
+
+        Its ``format`` may be another than f32; the first such one takes a segment of its own.
+        """
         model = self.drawn()
-        upload = self._upload(device, model, late, **changes)
+        sent: Payload = model
+        how = format_of(changes.get("format", "f32"))
+        if not how.is_plain:
+            if WIRE_FORMATS not in self.head.needs:
+                needs = (*self.head.needs, WIRE_FORMATS)
+                self.head = self.head.model_copy(update={"needs": needs})
+                self.segment()
+            sent = Payload(how.encoded(model))
+            model = Model(self.layout)
+            how.decode(sent.buffer, model)
+        upload = self._upload(device, sent, late, **changes)
         rule = self.strategy.build(self.head.devices)
         before = self.progress
         step = take(rule, before, upload, model, Model(self.layout))
         assert step.decision
         if step.decision.outcome == "dropped":
-            return self._taken(upload, model, outcome="refused", reason="too stale")
+            return self._taken(upload, sent, outcome="refused", reason="too stale")
         made = self._made(step)
         return self._taken(
-            upload, model, outcome=step.decision.outcome, weight=step.decision.weight, **made
+            upload, sent, outcome=step.decision.outcome, weight=step.decision.weight, **made
         )
 
     def refuse(self, device: int | None = None, reason: str = "not finite") -> Taken:
@@ -207,12 +223,12 @@ class Scribe:
         self.records += 1
         return f"{self.records}-0"
 
-    def _upload(self, device: int | None, model: Model, late: int, **changes: Any) -> Upload:
+    def _upload(self, device: int | None, sent: Payload, late: int, **changes: Any) -> Upload:
         n, tau = self.records, max(0, self.version - late)
         about: dict[str, Any] = {
             "task": f"task-{n}", "attempt": "a1", "device": n % 10 if device is None else device,
             "trainer": "t", "tau": tau, "base": self.digests.get(tau, "unknown"),
-            "layout": self.layout.signature, "digest": model.digest(), "size": self.layout.nbytes,
+            "layout": self.layout.signature, "digest": sent.digest(), "size": sent.buffer.nbytes,
             "samples": 10 + n % 3, "steps": 5, "lr": 0.1, "loss": 0.5,
             "sends": self.strategy.build().sends,
         }  # fmt: skip
@@ -226,19 +242,21 @@ class Scribe:
         self.digests[self.version] = step.after.state.model.digest()
         return {"version": self.version, "digest": self.digests[self.version]}
 
-    def _taken(self, upload: Upload, model: Model, **about: Any) -> Taken:
+    def _taken(self, upload: Upload, sent: Payload, **about: Any) -> Taken:
         about.setdefault("version", self.version)
         before = about["version"] - ("digest" in about)  # a version more is this record's own
         record = Taken(
             entry=self._entry(), upload=upload, time=self._time, received=self._time - 0.5,
             staleness=before - upload.since, **about,
         )  # fmt: skip
-        self.writer.append(record, *([model] if self.weights else []))
+        self.writer.append(record, *([sent] if self.weights else []))
         return record
 
 
 def write_golden() -> None:
-    """A small journal of each strategy and one with quarantines, and the digests of their versions.
+    """A small journal of each strategy, of each wire format, and one with quarantines.
+
+    With the digests of their versions.
 
     Those that are there stay: an older release's journals must be readable for ever.
     """
@@ -250,14 +268,26 @@ def write_golden() -> None:
         AfaCsSettings(buffer_size=3, max_staleness=1),
         ScaffoldSettings(buffer_size=3, server_lr=0.5),
     )
-    for name, rule in (*((rule.name, rule) for rule in rules), ("quarantine", FedAsyncSettings())):
+    journals: dict[str, tuple[Strategy, str]] = {rule.name: (rule, "f32") for rule in rules}
+    journals["quarantine"] = FedAsyncSettings(), "f32"
+    for how in FORMATS:
+        of_changes = format_of(how).of_changes
+        journals[f"wire-{how.partition(':')[0]}"] = (
+            FedBuffSettings(buffer_size=3) if of_changes else FedAsyncSettings(), how,
+        )  # fmt: skip
+    journals["wire-scaffold"] = ScaffoldSettings(buffer_size=3), "int4"
+    journals["wire-zstd"] = FedAsyncSettings(), "int8+zstd"
+    for name, (rule, how) in journals.items():
         if (GOLDEN / name).exists():
             continue
-        layout = layout_of(5, 2, 1)
+        encoded = how != "f32"
+        layout = layout_of(300, 2, 1) if encoded else layout_of(5, 2, 1)  # two blocks
         layout = layout.with_controls() if rule.build().controls else layout
         scribe = Scribe(GOLDEN / name, rule, layout=layout)
         for n in range(12):
-            scribe.update(late=n % 4 // 3 if name == "fedavg" else n % 5)
+            late = n % 4 // 3 if name == "fedavg" else n % 5
+            # The others of the same run send float32.
+            scribe.update(late=late, format=how if n % 4 else "f32")
             if n == 4:
                 scribe.refuse()
             if n == 6:

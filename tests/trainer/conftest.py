@@ -17,6 +17,7 @@ from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.solvers import SolverSettings
 from fedstream.trainer.task import Task
 from fedstream.trainer.vector import layout_of
+from fedstream.wire import F32, Format
 from tests.support import Clock, Hand, Pauses
 from tests.trainer.adding import Adds, Make
 from tests.trainer.stepping import SGD, Course
@@ -53,11 +54,13 @@ def make(hand: Hand, redis: RedisSettings, task: Task) -> Make:
         solvers: Sequence[SolverGroup] = (),
         participation: Sequence[ParticipationGroup] = (),
         rests: Backoff | None = None,
+        wire: Format = F32,
     ) -> Trainer:
         return Trainer(
             settings or TrainerSettings(), solver, devices or DeviceSettings(),
             lease or LeaseSettings(seconds=60), keys=hand.keys, redis=redis, name=name,
             load=lambda: task, solvers=solvers, participation=participation, rests=rests,
+            wire=wire,
         )  # fmt: skip
 
     return trainer
