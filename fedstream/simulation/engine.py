@@ -72,7 +72,7 @@ class SimulationResult:
 
     versions: list[VersionMade]
     model: Model
-    """of the newest version"""
+    """of the newest version, as published"""
     module: nn.Module
     """the same model as a module"""
     devices: int
@@ -179,8 +179,7 @@ class _Bases:
         model = state.model
         if self._transport.copies:
             model = self.spare(state.model.layout)
-            self._transport.publish(state.model, model)
-            digest = digest if digest == _NO_DIGEST else model.digest()
+            digest = self._transport.publish(state.model, model)
         return _Base(model, state.version, digest)
 
     def add(self) -> None:
@@ -292,7 +291,7 @@ class _Simulation:
             except Cancelled:
                 self._ending = "interrupted", f"at version {self._progress.state.version}"
         state, why = self._ending
-        module, model = self._training.module, self._progress.state.model.copy()
+        module, model = self._training.module, self._models.published.model.copy()
         load(model, module)
         return SimulationResult(
             self._versions, model, module, self._devices, state, why, self._refused,
@@ -418,8 +417,9 @@ class _Simulation:
     def _happened(self, step: Step | None, at: float) -> Happened:
         self._entries += 1
         digest = self._digest if step is not None and step.made is not None else None
+        given = self._models.published.digest if digest and self._transport.copies else None
         finished = self._ending[1] if self._ending and digest else None
-        return Happened(self._entries, at, digest, finished)
+        return Happened(self._entries, at, digest, given, finished)
 
     # versions
 

@@ -33,6 +33,7 @@ class Happened:
     n: int  # number of the entry in the run
     time: float
     digest: str | None  # of the version it made, if any
+    given: str | None  # of the same as devices are given it, if that is encoded
     finished: str | None  # why the run ended with it, if it did
 
 
@@ -64,6 +65,7 @@ class SimulationRecorder:
             release=f"numpy {np.__version__}, {platform.machine()}, simulated", time=time.time(),
             start=start,
             sources=sources_of(settings.rule), parts=part_sources(settings),
+            format=settings.wire.of_models.name,
         )  # fmt: skip
         standing, models = standing_of(progress, "begun", digest=digest, time=0.0)
         self._writer = Writer(folder, head, standing, *models)
@@ -104,7 +106,8 @@ class SimulationRecorder:
         record = Taken(
             entry=f"{about.n}-0", upload=upload, outcome=outcome, reason=reason,
             staleness=staleness, weight=weight, version=version, digest=about.digest,
-            time=about.time, received=about.time, finished=about.finished, sizes=sizes,
+            given=about.given, time=about.time, received=about.time, finished=about.finished,
+            sizes=sizes,
         )  # fmt: skip
         self._writer.append(record, *payload)
 
@@ -112,7 +115,7 @@ class SimulationRecorder:
         """Record the end of the round based on version ``round_``."""
         record = RoundClosed(
             entry=f"{about.n}-0", round=round_, why=over.why, version=version, digest=about.digest,
-            time=about.time, received=about.time, finished=about.finished,
+            given=about.given, time=about.time, received=about.time, finished=about.finished,
         )  # fmt: skip
         self._writer.append(record)
 

@@ -6,10 +6,12 @@ format that is not switched on costs nothing.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fedstream.broker.layout import Payload
 from fedstream.wire import Undecodable, fed_back
+from fedstream.wire.given import given
 
 if TYPE_CHECKING:
     from fedstream.broker.layout import Floats, Model
@@ -24,7 +26,8 @@ class Transport:
     """
 
     def __init__(self, settings: WireSettings) -> None:
-        self._updates, self._models = settings.of_updates, settings.of_models
+        self._updates = settings.of_updates
+        self._models = replace(settings.of_models, zstd=False)  # devices get the same without
         self._lost: dict[int, Floats] = {}
         self.update_bytes = 0
         """of all updates, as sent"""
@@ -32,19 +35,21 @@ class Transport:
     @property
     def copies(self) -> bool:
         """Whether devices get something else than the server's model."""
-        return not self._models.is_plain
+        return not self._models.is_exact
 
     @property
     def remembering(self) -> int:
         """Devices with error feedback."""
         return len(self._lost)
 
-    def publish(self, model: Model, into: Model) -> None:
-        """Write what devices get of ``model``, from which they train and evaluators measure.
+    def publish(self, model: Model, into: Model) -> str:
+        """Write what devices get of ``model``; returns the digest by which they know it.
 
         Raises Undecodable if the model can't be encoded because it is not finite.
         """
-        self._models.decode(self._models.encoded(model), into)
+        one = given(model, self._models)
+        self._models.decode(one.payload.buffer, into)
+        return one.digest
 
     @property
     def format(self) -> str:
