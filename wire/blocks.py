@@ -27,6 +27,7 @@ BLOCK = 256  # values
 
 Bits = Literal[8, 4]
 _MOST = {8: 127, 4: 7}  # the largest |q|
+_EXACT = np.finfo(np.float32).smallest_normal  # smaller scales have fewer digits
 _AT_ONCE = 128 * BLOCK  # values: what is held meanwhile stays in the processor's cache
 
 
@@ -47,14 +48,14 @@ def encode(values: Floats, bits: Bits, into: npt.NDArray[np.uint8]) -> None:
     for at in range(0, values.size, _AT_ONCE):
         part = values[at : at + _AT_ONCE]
         rows = _rows(part)
-        largest = np.abs(rows).max(axis=1)
-        scale = largest / most
+        scale = np.maximum(rows.max(axis=1), -rows.min(axis=1)) / most
         scales[at // BLOCK : at // BLOCK + scale.size] = scale
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            quotients = np.rint(rows / scale[:, None])
-        # A scale may be too small for its quotients to be exact (or 0, if all values are).
-        quotients[~(scale > 0)] = 0
-        np.clip(quotients, -most, most, out=quotients)
+            quotients = rows / scale[:, None]
+        np.rint(quotients, out=quotients)
+        if not (scale >= _EXACT).all():  # then quotients may not be what they should
+            quotients[~(scale > 0)] = 0
+            np.clip(quotients, -most, most, out=quotients)
         with np.errstate(invalid="ignore"):  # the scale says that the block is not finite
             whole = quotients.astype(np.int8).reshape(-1)[: part.size]
         if bits == 8:

@@ -76,19 +76,21 @@ def _largest(values: Floats, k: int) -> npt.NDArray[np.int64]:
     """Where the k largest magnitudes are, in order."""
     if k >= values.size:
         return np.arange(values.size)
-    sizes = np.abs(values)
-    sizes[np.isnan(sizes)] = np.inf
+    sizes = values.view("<u4") & np.uint32(0x7FFFFFFF)  # in the order of magnitudes, NaN last
     least = np.partition(sizes, -k)[-k]
-    above = np.flatnonzero(sizes > least)
-    equal = np.flatnonzero(sizes == least)[: k - above.size]
-    return np.sort(np.concatenate([above, equal]))
+    places = np.flatnonzero(sizes >= least)
+    if surplus := places.size - k:
+        equal = np.flatnonzero(sizes[places] == least)
+        places = np.delete(places, equal[-surplus:])
+    return places
 
 
 def _leb128(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
     rest = numbers.astype(np.uint64)
-    table = np.zeros((numbers.size, _LONGEST), np.uint8)
-    used = np.zeros((numbers.size, _LONGEST), bool)
-    for place in range(_LONGEST):
+    longest = max(1, -(-int(numbers.max(initial=0)).bit_length() // 7))
+    table = np.zeros((numbers.size, longest), np.uint8)
+    used = np.zeros((numbers.size, longest), bool)
+    for place in range(longest):
         used[:, place] = (rest > 0) | (place == 0)
         table[:, place] = rest & np.uint64(127)
         rest >>= np.uint64(7)
@@ -106,8 +108,8 @@ def _gaps(data: npt.NDArray[np.uint8], k: int) -> npt.NDArray[np.int64]:
     longest = int(lengths.max(initial=0))
     if longest > _LONGEST:
         raise Undecodable(reasons.WIRE_INDEX, f"a gap of {longest} bytes")
-    gaps = np.zeros(k, np.int64)
-    for place in range(longest):
-        there = lengths > place
+    gaps = data[starts].astype(np.int64) & 127
+    for place in range(1, longest):
+        there = np.flatnonzero(lengths > place)
         gaps[there] |= (data[starts[there] + place].astype(np.int64) & 127) << 7 * place
     return gaps
