@@ -16,6 +16,7 @@ import msgpack
 import numpy as np
 
 from tests.chaos.arithmetic import Course, Shape, Vector
+from tests.chaos.formats import decoded, fits
 from tests.chaos.pages import Pages, Unreadable, Written, chain, counting, digest_of
 
 Note = Mapping[str, Any]
@@ -170,25 +171,25 @@ class _Follower:
         weight, said = course.weight(upload), record.message["weight"]
         if not math.isclose(weight, said, rel_tol=_WEIGHT):
             yield f"weight {said!r}, the rule gives {weight!r}"
-        sent = np.frombuffer(record.payload, np.float32)
+        sent = decoded(upload.get("format", "f32"), record.payload, course.shape)
         if self.notes is not None:
             note = self.notes.get((upload["task"], upload["tau"], upload["base"]))
             if note is None:
                 yield f"task {upload['task']}: no trainer made this update"
             else:
-                yield from self._as_noted(note, upload, record.payload)
-                sent = _sent(note, course)
+                yield from self._as_noted(note, upload, sent)
         course.take(upload, sent, said)
 
-    def _as_noted(self, note: Note, upload: Mapping[str, Any], payload: bytes) -> Iterator[str]:
-        """An update is what its trainer says of it."""
+    def _as_noted(self, note: Note, upload: Mapping[str, Any], sent: Vector) -> Iterator[str]:
+        """An update is what its trainer says of it, as far as its format keeps that."""
         for name in ("device", "steps", "samples", "lr", "seed"):
             if note[name] != upload[name]:
                 yield f"{name} {upload[name]!r}, the trainer's was {note[name]!r}"
         began = self.models.get(upload["tau"], b"")
         if began[: len(note["began"])] != note["began"]:
             yield f"the trainer began with another model than version {upload['tau']}"
-        if _sent(note, self.course).tobytes() != payload:
+        made, shape = _made(note, self.course), self.course.shape
+        if not fits(upload.get("format", "f32"), sent, made, shape):
             yield f"task {upload['task']}: not the bytes that the trainer sent"
 
     def _made(self, record: Written) -> None:
@@ -201,8 +202,8 @@ class _Follower:
             self.account.drift = max(self.account.drift, float(np.abs(c - mean).max()))
 
 
-def _sent(note: Note, course: Course) -> Vector:
-    """What a device sends that has trained so."""
+def _made(note: Note, course: Course) -> Vector:
+    """The update of a device that has trained so."""
     shape = course.shape
     began, ended = (np.frombuffer(note[name], np.float32) for name in ("began", "ended"))
     new, buffers = ended[: shape.parameters], ended[shape.parameters :]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from fedstream.broker.errors import NoRun, Unavailable
 from fedstream.broker.keys import Keys
 from tests.chaos.checks import Facts, complaints
-from tests.chaos.faults import NAMES, UPDATERS, Plan
+from tests.chaos.faults import NAMES, TRAINERS, UPDATERS, Plan
 from tests.chaos.history import gathered
 from tests.chaos.inject import Injector
 from tests.chaos.seams import CONTROL, PLATTER, Control
@@ -30,6 +30,7 @@ from tests.support import EveryRole, wait_until
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+WIRE = "FEDSTREAM_WIRE__UPDATE"
 STUCK_S = 90.0  # without what is waited for, the run is stuck, however busy the machine is
 
 
@@ -108,6 +109,7 @@ class Chaos:
                 else server.environment
             )
             | ({PLATTER: str(folder / "platter")} if name in UPDATERS else {})
+            | ({WIRE: plan.formats[TRAINERS.index(name)]} if name in TRAINERS else {})
             for name in NAMES
         }
         self.services = Services(zygote, folder, own)

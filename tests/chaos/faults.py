@@ -18,6 +18,8 @@ UPDATER = "updater"  # whichever leads when its turn has come
 UPDATERS = ("updater-1", "updater-2")
 TRAINERS = ("trainer-1", "trainer-2")
 NAMES = (*UPDATERS, "coordinator", "scheduler", *TRAINERS)
+# What the trainers send updates in, in every other pair of runs, by what the rule takes.
+FORMATS = {"model": ("int8", "bf16+zstd"), "delta": ("int4", "int8+zstd")}
 
 
 class Kind(StrEnum):
@@ -104,16 +106,18 @@ class Plan:
     versions: int  # the run ends with this one
     faults: tuple[Fault, ...]
     sentinels: bool = False  # watch over Redis
+    formats: tuple[str, ...] = ("f32", "f32")  # of the trainers' updates
 
     def __str__(self) -> str:
         watched = ", sentinels" if self.sentinels else ""
-        return f"seed {self.seed}: {self.strategy}, journal.sync {self.sync}{watched}"
+        sent = "" if set(self.formats) == {"f32"} else f", {' and '.join(self.formats)}"
+        return f"seed {self.seed}: {self.strategy}, journal.sync {self.sync}{watched}{sent}"
 
 
 def plan(seed: int, faults: int, kinds: Sequence[Kind] = ALONE, *, sentinels: bool = False) -> Plan:
     """The plan of a seed. Seeds that follow each other deal out the kinds evenly between them.
 
-    Twelve of them are every rule with every way to sync.
+    Twelve of them are every rule with every way to sync, and every rule with mixed wire formats.
     """
     rng = random.Random(seed)
     strategy = STRATEGIES[seed % len(STRATEGIES)]
@@ -125,7 +129,10 @@ def plan(seed: int, faults: int, kinds: Sequence[Kind] = ALONE, *, sentinels: bo
         planned.append(_drawn(rng, _possible(kind, sync), at))
         at += _gap(rng, strategy)
     versions = planned[-1].at + 10 if planned else 10
-    return Plan(seed, strategy, sync, versions, tuple(planned), sentinels)
+    formats = Plan.formats
+    if seed // 2 % 2:
+        formats = FORMATS["model" if strategy in ("fedasync", "fedavg") else "delta"]
+    return Plan(seed, strategy, sync, versions, tuple(planned), sentinels, formats)
 
 
 def _possible(kind: Kind, sync: Sync) -> Kind:

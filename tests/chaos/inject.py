@@ -173,7 +173,13 @@ class Injector:
         """Says a second answer: its entry."""
         model = Model((await self._ledger.run()).layout)
         model.floats[:] = self._rng.random()
-        again = upload.model_copy(update={"attempt": "again", "digest": model.digest()})
+        size = model.buffer.nbytes
+        again = upload.model_copy(
+            update={
+                "attempt": "again", "digest": model.digest(), "size": size, "format": "f32",
+                "chunks": blobs.chunks_of(size),
+            }
+        )  # fmt: skip
         self.forged.add((again.task, again.attempt))
         client, inbox = self._server.client, self._keys.inbox(POOL)
         await blobs.write(client, self._keys.update(again.blob), model, expire_s=600.0)

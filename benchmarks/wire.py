@@ -1,0 +1,168 @@
+"""Wire formats: bytes an update takes, what encoding and decoding cost, and updates per second.
+
+    python -m benchmarks.wire [--runs 1] [--sizes 61706,11000000] [--codec]
+
+Devices send the same noise again and again, without training: normally distributed, so that
+Zstandard finds no more in it than in real updates' last bits. In the pipeline, two trainers of the
+pool keep what int4 and topk leave unsent in Redis, so these cost more than with owned devices.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from torch.utils.data import Dataset
+
+from benchmarks import echo
+from benchmarks.end_to_end import RESULTS, Pipeline
+from fedstream.broker.layout import Layout, Model, Tensor
+from fedstream.experiments import machine
+from fedstream.local.redis_server import RedisServer
+from fedstream.trainer.solvers import Trained, Work
+from fedstream.wire import format_of
+
+PLAIN = ("f32", "bf16", "int8", "int4", "topk:0.1", "topk:0.01")
+CODEC = (*PLAIN, *(f"{name}+zstd" for name in PLAIN))
+# What updates and models are sent in.
+PAIRS = (
+    ("f32", "f32"), ("bf16", "f32"), ("bf16", "bf16"), ("int8", "f32"), ("int8", "int8"),
+    ("int8+zstd", "int8"), ("int4", "bf16"), ("topk:0.1", "bf16"), ("topk:0.01", "bf16"),
+)  # fmt: skip
+
+
+class Noise(echo.Echo):
+    """Every parameter moves, as in training; the same noise each time, as drawing it costs more."""
+
+    def __init__(self) -> None:
+        self._step: torch.Tensor | None = None
+
+    def train(self, model: nn.Module, data: Dataset[Any], work: Work) -> Trained:
+        x = next(model.parameters())
+        if self._step is None:
+            self._step = 1e-3 * torch.randn(x.shape, generator=torch.Generator().manual_seed(1))
+        with torch.no_grad():
+            x.add_(self._step)
+        return Trained(steps=1, samples=1, loss=0.0)
+
+
+task = Noise()
+
+
+def codec(size: int, name: str) -> dict[str, float]:
+    """Bytes, and milliseconds of processor time to encode and decode: medians, after a first go."""
+    how = format_of(name)
+    model = Model(Layout((Tensor("x", (size,), "float32", "parameter"),)))
+    model.floats[:] = 1e-3 * np.random.default_rng(0).standard_normal(size, np.float32)
+    into, sent = Model(model.layout), how.encoded(model)
+
+    def ms(work: Callable[[], object]) -> float:
+        took = []
+        for _ in range(200 if size < 1_000_000 else 5):
+            began = time.process_time()
+            work()
+            took.append(1000 * (time.process_time() - began))
+        return statistics.median(took)
+
+    return {
+        "bytes": sent.nbytes,
+        "smaller": model.buffer.nbytes / sent.nbytes,
+        "encode_ms": ms(lambda: how.encoded(model)),
+        "decode_ms": ms(lambda: how.decode(sent, into)),
+    }
+
+
+@contextmanager
+def _configured(**settings: str) -> Iterator[None]:
+    """In the environment, which the pipeline's services inherit."""
+    named = {f"FEDSTREAM_{key}": value for key, value in settings.items()}
+    os.environ.update(named)
+    yield
+    for key in named:
+        del os.environ[key]
+
+
+def pipeline(size: int, update: str, model: str) -> dict[str, float]:
+    """Updates per second through every service, and processor time of all processes for each."""
+    settings = {
+        "WIRE__UPDATE": update, "WIRE__MODEL": model, "STRATEGY__NAME": "fedbuff",
+        "STRATEGY__BUFFER_SIZE": "1",
+    }  # fmt: skip
+    with RedisServer() as server, tempfile.TemporaryDirectory() as journal, _configured(**settings):
+        versions = 1000 if size < 1_000_000 else 30
+        run = Pipeline(
+            server.url, size, versions, Path(journal), task="benchmarks.wire:task"
+        ).measure()  # fmt: skip
+    return {
+        "updates_per_s": run["updates_per_s"], "cpu_ms": sum(run["cpu_ms_per_update"].values()),
+        "updater_peak_mb": run["updater_peak_mb"], "redis_peak_mb": run["redis_peak_mb"],
+    }  # fmt: skip
+
+
+def main() -> None:
+    """Measure, print, and write the tables to benchmarks/results."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--runs", type=int, default=1, help="pipelines per format and size")
+    parser.add_argument("--sizes", default="61706,11000000", help="numbers of parameters")
+    parser.add_argument("--codec", action="store_true", help="only encode and decode")
+    options = parser.parse_args()
+    found: dict[str, Any] = {"machine": machine.described(), "codec": {}, "pipeline": {}}
+    for size in map(int, options.sizes.split(",")):
+        rows = found["codec"][f"{size:,}"] = {name: codec(size, name) for name in CODEC}
+        for name, row in rows.items():
+            print(f"{size:>11,} {name:15} " + _shown(row), flush=True)
+        found["pipeline"][f"{size:,}"] = made = {}
+        for update, model in () if options.codec else PAIRS:
+            runs = [pipeline(size, update, model) for _ in range(options.runs)]
+            row = {key: statistics.median(run[key] for run in runs) for key in runs[0]}
+            made[f"{update} | {model}"] = row
+            print(f"{size:>11,} {update:>10} {model:>5} " + _shown(row), flush=True)
+    if options.codec:
+        return
+    (RESULTS / "wire.json").write_text(json.dumps(found, indent=1) + "\n")
+    (RESULTS / "wire.md").write_text(_tables(found))
+    print(f"written to {RESULTS}/wire.json and .md")
+
+
+def _shown(row: dict[str, float]) -> str:
+    return "  ".join(f"{key} {value:,.2f}" for key, value in row.items())
+
+
+def _tables(found: dict[str, Any]) -> str:
+    """The results as Markdown."""
+    about = ", ".join(f"{name} {value}" for name, value in found["machine"].items())
+    what = "`python -m benchmarks.wire`, of normally distributed updates."
+    lines = ["# Wire formats", "", what, "", about]
+    for size, rows in found["codec"].items():
+        lines += ["", f"## {size} parameters", ""]
+        lines += ["| format | bytes | smaller by | encode, ms | decode, ms |", "|---" * 5 + "|"]
+        lines += [
+            f"| {name} | {row['bytes']:,.0f} | {row['smaller']:.1f} | {row['encode_ms']:.2f} | "
+            f"{row['decode_ms']:.2f} |"
+            for name, row in rows.items()
+        ]
+        columns = ("updates", "models", "updates/s", "processor, ms an update",
+                   "updater's peak, MB", "Redis's peak, MB")  # fmt: skip
+        lines += ["", "Through every service, the journal synced at intervals, four in flight:", ""]
+        lines += [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
+        lines += [
+            f"| {name} | {row['updates_per_s']:.1f} | {row['cpu_ms']:.2f} | "
+            f"{row['updater_peak_mb']:.0f} | {row['redis_peak_mb']:.0f} |"
+            for name, row in found["pipeline"][size].items()
+        ]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    main()
