@@ -21,10 +21,10 @@ end
 
 -- The changes since the caller's place; nil if that can't be told.
 local function changes_since(id, field, value)
-  local found = redis.call('XRANGE', key.changes, id, '+', 'COUNT', MOST + 1)
+  local found = redis.call('XRANGE', key.changes, id, '+', 'COUNT', MOST + 2)
   local at = found[1]
   local is_place = at and at[1] == id and at[2][1] == field and at[2][2] == value
-  return is_place and #found <= MOST and found or nil
+  return is_place and #found <= MOST + 1 and found or nil
 end
 
 -- Names and values in turn of the fields named; false if a field isn't there.

@@ -195,3 +195,35 @@ async def test_no_more_is_read_than_what_changed(hand: Hand, client: Client, key
     _, cut = await hand.ledger.changes(some.place)
     assert first.task in cut.tasks
     assert (cut.all_tasks, cut.all_devices) == (True, True)
+
+
+async def test_place_with_another_content_is_not_known(
+    hand: Hand, client: Client, keys: Keys
+) -> None:
+    """Redis fell back, and a clock that lags behind gave the same id to another change."""
+    await hand.create()
+    await hand.open(2)
+    _, before = await hand.ledger.changes()
+    assert before.place is not None
+    await client.call("DEL", keys.changes)
+    _, emptied = await hand.ledger.changes(before.place)
+    assert (emptied.all_tasks, emptied.place) == (True, None)
+    for entry in (("d", before.place.value), ("t", "another")):
+        await client.call("DEL", keys.changes)
+        await client.call("XADD", keys.changes, before.place.id, *entry)
+        assert (await hand.ledger.changes(before.place))[1].all_tasks
+    await client.call("DEL", keys.changes)
+    await client.call("XADD", keys.changes, before.place.id, "t", before.place.value)
+    assert not (await hand.ledger.changes(before.place))[1].all_tasks
+
+
+async def test_many_changes_are_not_told_one_by_one(hand: Hand) -> None:
+    await hand.create()
+    await hand.open()
+    _, before = await hand.ledger.changes()
+    await hand.open(1000)
+    tally, some = await hand.ledger.changes(before.place)
+    assert (len(some.tasks), some.all_tasks) == (1000, False)
+    await hand.open()
+    _, every = await hand.ledger.changes(before.place)
+    assert (len(every.tasks), every.all_tasks, tally.tasks) == (1002, True, 1001)

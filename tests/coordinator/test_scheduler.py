@@ -14,8 +14,9 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import ConfigError, Fenced, Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.broker.lease import Lease
+from fedstream.broker.ledger.scheduler import SchedulerLedger
 from fedstream.broker.messages import CloseRound, GiveUp, RoundEnd, Trigger, Withdraw
-from fedstream.broker.records import Commit, End, Run, Tally
+from fedstream.broker.records import Changes, Commit, End, Run, Tally
 from fedstream.coordinator.policies import Anarchic, InFlight, Poisson, Policy
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings, vectors
@@ -98,6 +99,51 @@ async def test_it_keeps_n_tasks_open(make: Any, run: Hand) -> None:
         await run.balanced()
         await run.announce("ann")  # what it opened it counts when its wait is over
         await wait_until(lambda: counted(watched, "fedstream_tasks_triggered_total") == 5)
+
+
+async def test_it_looks_at_everything_once(
+    make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After that at what changed, for there may be very many tasks and devices."""
+    whole: list[bool] = []
+    look = SchedulerLedger._changes
+
+    def watched(self: SchedulerLedger, reply: Any) -> tuple[Tally, Changes]:
+        tally, changes = look(self, reply)
+        whole.append(changes.all_tasks or changes.all_devices)
+        return tally, changes
+
+    monkeypatch.setattr(SchedulerLedger, "_changes", watched)
+    await run.announce("own", 1, 2, 3)
+    async with running(make(InFlight(n=2)), context()):
+        for n in range(2, 8):
+            await has_issued(run, n)
+            await give_up(run, (await are_open(run, 2))[0])
+        await run.announce("own", 1, 2)
+        await wait_until(lambda: len(whole) > 8)
+    assert whole == [True] + [False] * (len(whole) - 1)
+
+
+async def test_what_the_log_does_not_tell_is_found_in_time(
+    make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An earlier release ended one task and opened another: the number is the same."""
+    monkeypatch.setattr("fedstream.coordinator.scheduler._WHOLE_S", 0.1)
+    monkeypatch.setattr("fedstream.coordinator.scheduler.BLOCK_MS", 50)
+    scheduler = make(InFlight(n=1))
+
+    def known() -> list[str]:
+        return [trigger.task for trigger in scheduler._mirror.tasks]
+
+    async with running(scheduler, context()):
+        [before] = await are_open(run, 1)
+        await wait_until(lambda: known() == [before.task])
+        after = run.trigger(device=before.device)
+        call, key = run.client.call, run.keys.open
+        script = ("HSET", key, after.task, after.encode()), ("HDEL", key, before.task)
+        await run.client.pipeline([("MULTI",), *script, ("EXEC",)])
+        await wait_until(lambda: known() == [after.task])
+        assert await call("HLEN", key) == 1
 
 
 @pytest.mark.parametrize("policy", [InFlight(n=9, mean_delay_s=0.5), Poisson(rate=2.0)])
