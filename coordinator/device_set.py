@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, MutableSequence, Sequence
 from contextlib import contextmanager
 from itertools import compress
 from typing import overload
 
+from fedstream.runtime.participation import Rated
 
-class DeviceSet(Sequence[int]):
+
+class DeviceSet(Rated):
     """Devices below ``limit``, in ascending order; reads as a sequence.
 
     A Fenwick tree (A New Data Structure for Cumulative Frequency Tables, 1994) over one bit for
     each device: adding, discarding, and finding the n-th take log2(limit) steps.
     """
 
-    def __init__(self, limit: int, members: Iterable[int] = ()) -> None:
+    def __init__(
+        self, limit: int, members: Iterable[int] = (), shares: Sequence[int] | None = None
+    ) -> None:
+        """``shares``: every device's rate, for draws in proportion; None: they are all the same."""
         self._limit = limit
         self._has = bytearray(limit)
         for device in members:
             self._has[device] = 1
         self._size = sum(self._has)
-        # sums[i]: how many of the (i & -i) devices up to number i - 1 are in the set
-        self._sums = [0, *self._has]
-        for at in range(1, limit + 1):
-            above = at + (at & -at)
-            if above <= limit:
-                self._sums[above] += self._sums[at]
+        self._sums = _tree(self._has)
+        self._shares = shares
+        # Whole numbers: sums of floats would drift away from what is in the set.
+        held = [] if shares is None else [s * has for s, has in zip(shares, self._has, strict=True)]
+        self._total = sum(held)
+        self._totals = _tree(held)
         self._top = 1 << limit.bit_length() >> 1
         self._discarded: list[int] | None = None  # inside `restored`
 
@@ -62,10 +67,10 @@ class DeviceSet(Sequence[int]):
     def _change(self, device: int, by: int) -> None:
         self._has[device] += by
         self._size += by
-        at, sums, limit = device + 1, self._sums, self._limit
-        while at <= limit:
-            sums[at] += by
-            at += at & -at
+        _add(self._sums, device, by)
+        if self._shares is not None:
+            self._total += by * self._shares[device]
+            _add(self._totals, device, by * self._shares[device])
 
     def __len__(self) -> int:
         return self._size
@@ -87,13 +92,27 @@ class DeviceSet(Sequence[int]):
             place += self._size
         if not 0 <= place < self._size:
             raise IndexError(f"there are {self._size} devices in the set")
-        at, step, sums, limit = 0, self._top, self._sums, self._limit
+        return self._found(self._sums, place)
+
+    def _found(self, sums: Sequence[int], total: int) -> int:
+        """The first device with which the running total exceeds ``total``."""
+        at, step, limit = 0, self._top, self._limit
         while step:
-            if at + step <= limit and sums[at + step] <= place:
+            if at + step <= limit and sums[at + step] <= total:
                 at += step
-                place -= sums[at]
+                total -= sums[at]
             step >>= 1
         return at
+
+    @property
+    def is_rated(self) -> bool:
+        """Whether devices were given shares."""
+        return self._shares is not None
+
+    def place_at(self, share: float) -> int:
+        """The place at which the running total of shares exceeds this part, below 1, of them."""
+        above, below = share.as_integer_ratio()
+        return self.index(self._found(self._totals, above * self._total // below))
 
     def index(self, device: int, start: int = 0, stop: int | None = None) -> int:
         """The place of a device. Raises ValueError if it is not between ``start`` and ``stop``."""
@@ -104,3 +123,20 @@ class DeviceSet(Sequence[int]):
         if device not in self or not start <= place < (self._size if stop is None else stop):
             raise ValueError(f"device {device} is not there")
         return place
+
+
+def _tree(values: Sequence[int]) -> list[int]:
+    """Sums of values: number i is the sum of (i & -i) of them, up to the one before i."""
+    sums = [0, *values]
+    for at in range(1, len(sums)):
+        above = at + (at & -at)
+        if above < len(sums):
+            sums[above] += sums[at]
+    return sums
+
+
+def _add(sums: MutableSequence[int], at: int, by: int) -> None:
+    at += 1
+    while at < len(sums):
+        sums[at] += by
+        at += at & -at

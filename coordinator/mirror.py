@@ -6,6 +6,7 @@ from fedstream.broker.messages import Trigger, time_of
 from fedstream.broker.records import NO_QUARANTINES, Bookmark, Changes, Tally
 from fedstream.coordinator.device_set import DeviceSet
 from fedstream.coordinator.open_tasks import OpenTasks
+from fedstream.runtime.participation import Participation
 
 
 class Mirror:
@@ -14,7 +15,8 @@ class Mirror:
     A change costs a few steps, however many tasks and devices there are.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, participation: Participation) -> None:
+        self._participation = participation
         self.tasks = OpenTasks()
         self.devices = DeviceSet(0)  # that a trainer serves, and that are not in quarantine
         self.idle = DeviceSet(0)  # of them, those without a task
@@ -78,7 +80,8 @@ class Mirror:
         served = range(self._limit) if self._serves_all else self._owned
         self.devices = DeviceSet(self._limit, (d for d in served if d not in barred))
         at_work = self.tasks.at_work
-        self.idle = DeviceSet(self._limit, (d for d in self.devices if d not in at_work))
+        idle = (device for device in self.devices if device not in at_work)
+        self.idle = DeviceSet(self._limit, idle, self._participation.shares(self._limit))
 
     def _settle(self, device: int) -> None:
         """Put a device where it belongs."""

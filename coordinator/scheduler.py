@@ -95,7 +95,7 @@ class Scheduler:
         self._budget = settings.memory_budget
         self._budget_until = 0.0
         self._seen: Tally | None = None  # None: at the start, and after an error
-        self._mirror = Mirror()
+        self._mirror = Mirror(self._participation)
         self._whole_at = 0.0  # when it last looked at all tasks and devices
         self._last = 0.0
         self._round = (-1, 0.0)  # version, since when

@@ -7,6 +7,7 @@ steps', and decides when it takes part. Schedulers, anarchic trainers and simula
 from __future__ import annotations
 
 import random
+from abc import abstractmethod
 from collections.abc import Sequence
 from itertools import repeat
 from statistics import fmean
@@ -28,6 +29,19 @@ class ParticipationGroup(Section):
     """None: the usual ones"""
 
 
+class Rated(Sequence[int]):
+    """Devices that keep a running total of their rates, so that a draw need not add them up."""
+
+    @property
+    @abstractmethod
+    def is_rated(self) -> bool:
+        """Whether they do: not if all rates are the usual one."""
+
+    @abstractmethod
+    def place_at(self, share: float) -> int:
+        """The place at which the running total exceeds this share of the sum of all rates."""
+
+
 class Participation:
     """How often every device takes part, and how long it trains."""
 
@@ -47,6 +61,21 @@ class Participation:
         """The rates of these devices, relative to the usual rate."""
         return list(map(self._rates.get, devices, repeat(1.0)))
 
+    def shares(self, devices: int) -> list[int] | None:
+        """The rates of devices 0 to ``devices`` - 1 as whole numbers, in exactly their proportion.
+
+        None: they are all the same.
+        """
+        if not self._rates:
+            return None
+        ratios = {device: rate.as_integer_ratio() for device, rate in self._rates.items()}
+        unit = max(below for _, below in ratios.values())  # all are powers of two
+        shares = [unit] * devices
+        for device, (above, below) in ratios.items():
+            if device < devices:
+                shares[device] = above * (unit // below)
+        return shares
+
     def mean(self, devices: Sequence[int]) -> float:
         """The mean of these devices' rates."""
         return fmean(self.rates(devices)) if self._rates else 1.0
@@ -55,6 +84,8 @@ class Participation:
         """An index into ``devices``, drawn with probability proportional to the device's rate."""
         if not self._rates:
             return rng.randrange(len(devices))
+        if isinstance(devices, Rated) and devices.is_rated:
+            return devices.place_at(rng.random())
         return rng.choices(range(len(devices)), self.rates(devices))[0]
 
     def length(self, rng: random.Random, device: int) -> Length:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from bisect import insort
 
 import pytest
@@ -9,6 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fedstream.coordinator.device_set import DeviceSet
+from fedstream.runtime.participation import Participation, ParticipationGroup
+from fedstream.runtime.steps import FixedSteps
 
 
 def same(devices: DeviceSet, plain: list[int], limit: int) -> None:
@@ -56,6 +59,41 @@ def test_what_is_taken_out_for_a_while_comes_back(members: set[int], data: st.Da
             assert devices.pop(place) == plain.pop(place)
         same(devices, plain, 31)
     same(devices, sorted(members), 31)
+
+
+RATES = st.dictionaries(st.integers(0, 30), st.sampled_from([0.25, 1.0, 2.0, 3.0]), min_size=1)
+
+
+@given(RATES, st.sets(st.integers(0, 30), min_size=1), st.data())
+def test_draws_by_rate_are_those_from_a_list(
+    rates: dict[int, float], members: set[int], data: st.DataObject
+) -> None:
+    """Also after devices came and went."""
+    groups = [ParticipationGroup(devices=(d,), rate=rate) for d, rate in rates.items()]
+    parts = Participation(FixedSteps(), groups)
+    before = data.draw(st.sets(st.integers(0, 30)))
+    devices = DeviceSet(31, before, parts.shares(31))
+    for device in before - members:
+        devices.discard(device)
+    for device in members:
+        devices.add(device)
+    for seed in range(20):
+        plain = parts.pick(random.Random(seed), sorted(members))
+        assert parts.pick(random.Random(seed), devices) == plain
+
+
+def test_any_rate_will_do() -> None:
+    parts = Participation(
+        FixedSteps(),
+        [
+            ParticipationGroup(devices=(0,), rate=1e-300),
+            ParticipationGroup(devices=(2,), rate=1e300),
+        ],
+    )
+    devices = DeviceSet(4, range(4), parts.shares(4))
+    assert {devices[parts.pick(random.Random(seed), devices)] for seed in range(50)} == {2}
+    devices.discard(2)
+    assert {devices[parts.pick(random.Random(seed), devices)] for seed in range(50)} == {1, 3}
 
 
 def test_places_that_are_not_there() -> None:

@@ -6,6 +6,7 @@ older state, is emptied, loses a register, and is changed by a release that does
 
 from __future__ import annotations
 
+import random
 import time
 from collections.abc import Awaitable, Callable
 from itertools import count
@@ -16,6 +17,8 @@ from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys
 from fedstream.broker.records import NO_QUARANTINES, Commit
 from fedstream.coordinator.mirror import Mirror
+from fedstream.runtime.participation import Participation, ParticipationGroup
+from fedstream.runtime.steps import FixedSteps
 from tests.broker.test_invariant import Walk
 from tests.support import Hand, askable
 
@@ -29,7 +32,8 @@ class Follower(Walk):
 
     def __init__(self, hand: Hand, seed: int) -> None:
         super().__init__(hand, seed)
-        self.mirror = Mirror()
+        self.parts = Participation(FixedSteps(), [ParticipationGroup(devices=(1, 4), rate=2.5)])
+        self.mirror = Mirror(self.parts)
         self.kept: list[tuple[bytes, bytes]] = []  # an older state of Redis
         self.updater = (0, [*self.held])  # and the updater as it was then
         self.whole = self.partial = self.noticed = 0
@@ -84,7 +88,11 @@ class Follower(Walk):
         assert {trigger.task: trigger for trigger in self.mirror.tasks} == opened
         assert tuple(self.mirror.devices) == askable(view)
         at_work = {trigger.device for trigger in view.open}
-        assert list(self.mirror.idle) == [d for d in askable(view) if d not in at_work]
+        idle = [device for device in askable(view) if device not in at_work]
+        assert list(self.mirror.idle) == idle
+        if idle:
+            draws = (random.Random(7), random.Random(7))
+            assert self.parts.pick(draws[0], self.mirror.idle) == self.parts.pick(draws[1], idle)
         assert (view.tasks, view.issued) == (len(view.open), tally.issued)
 
     async def keep(self) -> None:
