@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.layout import Layout, Model
-from fedstream.broker.messages import Upload
+from fedstream.broker.messages import Sends, Upload
 from fedstream.strategies.vectors import IN_MEMORY, on_disk
 from fedstream.wire import F32, Format
 from fedstream.wire.given import given
@@ -38,10 +38,14 @@ class Bases:
         """The oldest version that an update to come was trained from."""
         return min(self._uses, default=None)
 
-    def add(self, version: int, digest: str, model: Model, how: Format = F32) -> None:
+    def add(
+        self, version: int, digest: str, model: Model, how: Format = F32, sends: Sends = "model"
+    ) -> None:
         """Copy a version as devices were given it, if an update to come was trained from it.
 
-        ``digest``: the model's own. ``how``: the format it was published in. Raises FedstreamError.
+        ``digest``: the model's own. ``how``: the format it was published in, in a run of
+        a strategy that takes ``sends``. Raises FedstreamError.
+
         It replaces another model of the same number, as after one was adopted from Redis.
         """
         if version not in self._uses:
@@ -51,7 +55,7 @@ class Bases:
         if how.is_exact:
             copied.buffer[:] = model.buffer
         else:
-            one = given(model, how)
+            one = given(model, how, version=version, sends=sends)
             how.decode(one.payload.buffer, copied)
             digest = one.digest
         self._kept[version] = digest, copied

@@ -177,7 +177,8 @@ class Rebuild:
 
     def _check_given(self, record: Record, model: Model, recorded: str) -> None:
         """Raise Diverged unless devices would be given a version as they were."""
-        found = given(model, self.format).digest
+        version, sends = record.entry.version, self.strategy.sends
+        found = given(model, self.format, version=version, sends=sends).digest
         if found != recorded:
             raise Diverged(
                 f"{record.place.where}: version {record.entry.version} in {self.format.name} is "

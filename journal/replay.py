@@ -305,7 +305,7 @@ class Replayer:
                     was, what_if = Rebuild(segment), None
                     version = segment.standing.version
                     if bases is not None:
-                        bases.add(version, was.digest, was.progress.state.model, was.format)
+                        _add(bases, was)
                 elif was is not None:
                     self._continue(was, segment)
                 if what_if is not None:
@@ -321,7 +321,7 @@ class Replayer:
                 if was is not None and done is not None:
                     _check(was, done, segment, record)
                     if bases is not None and done.made is not None:
-                        bases.add(message.version, was.digest, done.after.state.model, was.format)
+                        _add(bases, was)
                 version = message.version
                 step = other or done
                 if begun and step is not None:
@@ -371,6 +371,11 @@ class Replayer:
                 "strategy"
             )
         return other
+
+
+def _add(bases: Bases, was: Rebuild) -> None:
+    state = was.progress.state
+    bases.add(state.version, was.digest, state.model, was.format, was.strategy.sends)
 
 
 def _check(was: Rebuild, step: Step, segment: Segment, record: Record) -> None:

@@ -75,5 +75,6 @@ class Learner:
             sent, unsent = fed_back(into, memory, how)
             update = Payload(sent)
             return Learned(took, update, update.digest(), unsent)
-        update = into if how.is_plain else Payload(how.encoded(into))
+        seed = work.seed if sends == "model" else None  # a model needs wire/dither.py
+        update = into if how.is_plain else Payload(how.encoded(into, seed=seed))
         return Learned(took, update, update.digest())

@@ -180,7 +180,7 @@ class Commits:
             self.context.log.error("Redis lost versions: publishing the newest", found=why)
         progress, model = state.progress, state.progress.state.model
         version, payload = await asyncio.to_thread(
-            version_of, model, self.format,
+            version_of, model, self.format, state.strategy.sends,
             version=state.version, time=state.time, epoch=epoch, digest=state.digest,
             blob=blob_of(state.version, epoch, self.lease.nonce), updates=state.made,
         )  # fmt: skip

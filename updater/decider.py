@@ -206,7 +206,7 @@ class Decider:
         number, epoch = step.after.state.version, self.lease.number
         with self.metrics.seconds.labels("encode").time():
             version, given = version_of(
-                model, self.format,
+                model, self.format, state.strategy.sends,
                 version=number, time=time.time(), epoch=epoch, parent=number - 1, digest=digest,
                 blob=blob_of(number, epoch, self.lease.nonce), updates=step.made,
             )  # fmt: skip

@@ -16,7 +16,7 @@ from fedstream.broker.errors import BlobDamaged, BlobMissing
 from fedstream.broker.layout import Model, Payload, vector_of
 from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.updater import UpdaterLedger
-from fedstream.broker.messages import Version
+from fedstream.broker.messages import Sends, Version
 from fedstream.broker.records import Head
 from fedstream.strategies import DeviceVectors
 from fedstream.wire import Format
@@ -31,13 +31,16 @@ def blob_of(version: int, epoch: int, nonce: str) -> str:
     return f"{version}.{epoch}.{nonce}"
 
 
-def version_of(model: Model, how: Format, **about: Any) -> tuple[Version, Payload]:
+def version_of(
+    model: Model, how: Format, sends: Sends, *, version: int, **about: Any
+) -> tuple[Version, Payload]:
     """A version to be published in a format, and its bytes. ``about``: its other fields."""
-    one = given(model, how)
+    one = given(model, how, version=version, sends=sends)
     size, encoded = one.payload.buffer.nbytes, one.encoded
     if encoded is not None:
         about |= {"format": encoded.format, "given": encoded.digest}
-    return Version(size=size, chunks=blobs.chunks_of(size), **about), one.payload
+    about |= {"size": size, "chunks": blobs.chunks_of(size)}
+    return Version(version=version, **about), one.payload
 
 
 class Publisher:

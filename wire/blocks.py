@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import numpy.typing as npt
 
     from fedstream.broker.layout import Floats
+    from fedstream.wire.dither import Dither
 
 BLOCK = 256  # values
 
@@ -41,8 +42,10 @@ def nbytes(count: int, bits: Bits) -> int:
     return 4 * blocks(count) + (count if bits == 8 else -(-count // 2))
 
 
-def encode(values: Floats, bits: Bits, into: npt.NDArray[np.uint8]) -> None:
-    """Write scales and numbers."""
+def encode(
+    values: Floats, bits: Bits, into: npt.NDArray[np.uint8], dither: Dither | None = None
+) -> None:
+    """Write scales and numbers. ``dither``: to round by, instead of to nearest."""
     most, split = np.float32(_MOST[bits]), 4 * blocks(values.size)
     scales, numbers = into[:split].view("<f4"), into[split:]
     for at in range(0, values.size, _AT_ONCE):
@@ -52,8 +55,12 @@ def encode(values: Floats, bits: Bits, into: npt.NDArray[np.uint8]) -> None:
         scales[at // BLOCK : at // BLOCK + scale.size] = scale
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             quotients = rows / scale[:, None]
-        np.rint(quotients, out=quotients)
-        if not (scale >= _EXACT).all():  # then quotients may not be what they should
+        if dither is None:
+            np.rint(quotients, out=quotients)
+        else:
+            _drop_by(dither, quotients, part.size)
+        # Quotients may not be what they should, or a bit above the largest before they are dropped.
+        if dither is not None or not (scale >= _EXACT).all():
             quotients[~(scale > 0)] = 0
             np.clip(quotients, -most, most, out=quotients)
         with np.errstate(invalid="ignore"):  # the scale says that the block is not finite
@@ -94,6 +101,15 @@ def decode(data: npt.NDArray[np.uint8], bits: Bits, into: Floats) -> None:
         with np.errstate(over="ignore"):  # checked like any other value
             np.multiply(rows, here[: len(rows), None], out=rows)
             np.multiply(part[whole:], here[-1:], out=part[whole:])
+
+
+def _drop_by(dither: Dither, quotients: Floats, count: int) -> None:
+    """Round up with the probability of the fraction, else down; whole numbers stay."""
+    numbers = dither.draw(count).astype(np.float32)
+    numbers += np.float32(0.5)
+    numbers *= np.float32(2**-16)
+    quotients.reshape(-1)[:count] += numbers
+    np.floor(quotients, out=quotients)
 
 
 def _rows(part: Floats) -> Floats:

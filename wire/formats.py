@@ -12,6 +12,7 @@ import numpy as np
 
 from fedstream.broker import reasons
 from fedstream.wire import bf16, blocks, compressed, sparse
+from fedstream.wire.dither import Dither
 from fedstream.wire.refused import Undecodable
 
 if TYPE_CHECKING:
@@ -74,16 +75,19 @@ class Format:
                 least, most = sparse.nbytes_between(count, self.share)
         return as_it_is + least, as_it_is + most
 
-    def encoded(self, model: Model) -> npt.NDArray[np.uint8]:
+    def encoded(self, model: Model, *, seed: int | None = None) -> npt.NDArray[np.uint8]:
         """The model's bytes in this format; a view of the model's own if :attr:`is_plain`.
+
+        ``seed``: of the numbers to round by (:mod:`fedstream.wire.dither`), in bf16, int8 and int4;
+        None: rounded to nearest.
 
         Values that are not finite stay so, or make their block's scale so: their receiver refuses
         them.
         """
-        data = self._encoded(model)
+        data = self._encoded(model, None if seed is None else Dither(seed))
         return compressed.encode(data) if self.zstd else data
 
-    def _encoded(self, model: Model) -> npt.NDArray[np.uint8]:
+    def _encoded(self, model: Model, dither: Dither | None) -> npt.NDArray[np.uint8]:
         if self.kind == "f32":
             return model.buffer
         layout, values = model.layout, model.parameters
@@ -95,9 +99,9 @@ class Format:
             data = np.empty(self._sizes(layout)[1], np.uint8)
             into = data[_as_it_is(layout) :]
             if self.kind == "bf16":
-                bf16.encode(values, into)
+                bf16.encode(values, into, dither)
             else:
-                blocks.encode(values, 8 if self.kind == "int8" else 4, into)
+                blocks.encode(values, 8 if self.kind == "int8" else 4, into, dither)
         split = 8 * layout.integers
         data[:split] = model.buffer[:split]
         data[split : _as_it_is(layout)] = model.floats[layout.parameters :].view(np.uint8)

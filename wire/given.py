@@ -5,6 +5,10 @@ lost is not lost to the next: nothing adds up. QAFeL (*Asynchronous Federated Le
 Bidirectional Quantized Communications and Buffered Aggregation*, Ortega and Jafarkhani 2023) sends
 quantised differences, which devices add up, and therefore needs a hidden state that the server and
 its devices share; whole models need none.
+
+That holds for strategies that take deltas. One that takes models takes the copy's error with them,
+and would be held back by it for good; so its versions are rounded at random, seeded by the
+version's number: the error is zero in the mean (:mod:`fedstream.wire.dither`).
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ from fedstream.wire.formats import format_of
 from fedstream.wire.refused import Undecodable
 
 if TYPE_CHECKING:
+    from fedstream.broker.messages import Sends
     from fedstream.wire.formats import Format
 
 
@@ -37,11 +42,15 @@ class GivenModel:
         return self.encoded.digest if self.encoded else self.payload.digest()
 
 
-def given(model: Model, how: Format) -> GivenModel:
-    """The model in a format; shares its memory if the format is its own bytes."""
+def given(model: Model, how: Format, *, version: int, sends: Sends) -> GivenModel:
+    """The model of a version in a format; shares its memory if the format is its own bytes.
+
+    ``sends``: what the run's strategy takes.
+    """
     if how.is_plain:
         return GivenModel(model, None)
-    data = replace(how, zstd=False).encoded(model)
+    seed = version if sends == "model" else None
+    data = replace(how, zstd=False).encoded(model, seed=seed)
     digest = digest_of(data.data)
     if how.zstd:
         data = compressed.encode(data)

@@ -179,7 +179,7 @@ class _Bases:
         model = state.model
         if self._transport.copies:
             model = self.spare(state.model.layout)
-            digest = self._transport.publish(state.model, model)
+            digest = self._transport.publish(state.model, state.version, model)
         return _Base(model, state.version, digest)
 
     def add(self) -> None:
@@ -251,7 +251,7 @@ class _Simulation:
         self._measure = Measuring(settings, task, self._training, self._devices)
         self._progress = Progress(State(0, x_0))
         self._digest = x_0.digest() if journal else _NO_DIGEST
-        self._transport = Transport(settings.wire)
+        self._transport = Transport(settings.wire, self._strategy.sends)
         self._models = _Bases(self._progress.state, self._digest, self._transport)
         self._ahead: deque[PlannedEvent] = deque()
         self._trained: dict[int, tuple[Trained, Job]] = {}  # by task number
@@ -360,7 +360,7 @@ class _Simulation:
         """Process an answer."""
         before, update = self._progress, job.into
         self._cost.answers += 1
-        sent, undecodable = self._transport.send(arrival.device, update)
+        sent, undecodable = self._transport.send(arrival.device, update, arrival.seed)
         upload = Upload(
             task=f"task-{arrival.n}", attempt="1", device=arrival.device, trainer="simulation",
             tau=job.version, base=job.digest, layout=update.layout.signature,

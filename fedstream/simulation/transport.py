@@ -15,6 +15,7 @@ from fedstream.wire.given import given
 
 if TYPE_CHECKING:
     from fedstream.broker.layout import Floats, Model
+    from fedstream.broker.messages import Sends
     from fedstream.runtime.formats import WireSettings
 
 
@@ -25,7 +26,8 @@ class Transport:
     that has sent an update.
     """
 
-    def __init__(self, settings: WireSettings) -> None:
+    def __init__(self, settings: WireSettings, sends: Sends) -> None:
+        self._sends = sends
         self._updates = settings.of_updates
         self._models = replace(settings.of_models, zstd=False)  # devices get the same without
         self._lost: dict[int, Floats] = {}
@@ -42,12 +44,12 @@ class Transport:
         """Devices with error feedback."""
         return len(self._lost)
 
-    def publish(self, model: Model, into: Model) -> str:
-        """Write what devices get of ``model``; returns the digest by which they know it.
+    def publish(self, model: Model, version: int, into: Model) -> str:
+        """Write what devices get of a version; returns the digest by which they know it.
 
         Raises Undecodable if the model can't be encoded because it is not finite.
         """
-        one = given(model, self._models)
+        one = given(model, self._models, version=version, sends=self._sends)
         self._models.decode(one.payload.buffer, into)
         return one.digest
 
@@ -56,11 +58,11 @@ class Transport:
         """The name of the format that updates are sent in."""
         return self._updates.name
 
-    def send(self, device: int, update: Model) -> tuple[Payload, str]:
+    def send(self, device: int, update: Model, seed: int) -> tuple[Payload, str]:
         """Turn ``update`` into what its receiver decodes; to be called in the order of sending.
 
-        Returns what is sent, and the reason for which it can't be decoded: then the values of
-        ``update`` are undefined. '' if it can.
+        ``seed``: of the task. Returns what is sent, and the reason for which it can't be decoded:
+        then the values of ``update`` are undefined. '' if it can.
         """
         how, refusal = self._updates, ""
         if how.is_plain:
@@ -69,7 +71,7 @@ class Transport:
         if how.of_changes:
             data, self._lost[device] = fed_back(update, self._lost.get(device), how)
         else:
-            data = how.encoded(update)
+            data = how.encoded(update, seed=seed if self._sends == "model" else None)
         self.update_bytes += data.nbytes
         try:
             how.decode(data, update)  # once more after feedback, which leaves infinities undecoded

@@ -49,8 +49,10 @@ def by_hand(*sets: str, update: str, model: str) -> tuple[Model, dict[int, Float
     def given() -> tuple[int, Model]:
         """What devices get of the newest version."""
         decoded = Model(layout)
-        published.decode(published.encoded(progress.state.model), decoded)
-        return progress.state.version, decoded
+        version = progress.state.version
+        seed = version if rule.sends == "model" else None
+        published.decode(published.encoded(progress.state.model, seed=seed), decoded)
+        return version, decoded
 
     bases = [given()]
     for event in plan(settings, DEVICES):
@@ -71,7 +73,8 @@ def by_hand(*sets: str, update: str, model: str) -> tuple[Model, dict[int, Float
         if sent.of_changes:
             _, memory[event.device] = fed_back(answer, memory.get(event.device), sent)
         else:
-            sent.decode(sent.encoded(answer), answer)
+            seed = event.seed if rule.sends == "model" else None
+            sent.decode(sent.encoded(answer, seed=seed), answer)
         upload = Upload(
             task=f"task-{event.n}", attempt="1", device=event.device, trainer="t", tau=version,
             base="none", layout=layout.signature, digest="none", size=1, samples=trained.samples,
@@ -203,7 +206,7 @@ def test_metrics_are_of_the_model_that_is_published() -> None:
     task, how = Small(), format_of("int8")
     for made, model in zip(found.versions, seen, strict=True):
         decoded = Model(model.layout)
-        how.decode(how.encoded(model), decoded)
+        how.decode(how.encoded(model, seed=made.version), decoded)
         assert made.metrics["loss"] == pytest.approx(_loss(task, decoded), rel=1e-6)
         assert made.version == 0 or made.metrics["loss"] != pytest.approx(_loss(task, model), 1e-6)
 
