@@ -2,7 +2,7 @@
 
 A device that sends its model sends what it was given, moved a little. Rounded to nearest, both
 would be pulled back to the same values again and again, and moves of less than half a step would be
-lost for good (docs/decisions/0047 has figures). Rounded like this, each move has its effect in the mean:
+lost for good (decision 47 has figures). Rounded like this, each move has its effect in the mean:
 stochastic rounding, as in *Deep Learning with Limited Numerical Precision* (Gupta and others 2015),
 section 3.1.
 """

@@ -34,6 +34,7 @@ class Account:
     made: dict[int, str] = field(default_factory=dict)  # version -> digest, as it must be
     version: int = -1
     model: str = ""  # digest of the newest
+    given: str = ""  # of the newest as devices are given it; '': the same
     devices: dict[int, str] = field(default_factory=dict)  # digests of what is kept of each
     barred: set[int] = field(default_factory=set)  # devices in quarantine at the end
     quarantines: int = 0  # how often that changed
@@ -82,11 +83,16 @@ class _Follower:
         self.account = account
         self.notes = notes
         self.models: dict[int, bytes] = {}
+        self.formats: dict[int, str] = {}  # in which versions were published
+        self.given: dict[int, str] = {}  # digests of versions that were encoded
+        self.began: dict[int, bytes] = {}  # what trainers had of them
+        self.format: str = head.get("format", "f32")
         self.finished: str | None = None
         self._made(first.standing)
 
     def follow(self, segments: list[tuple[Pages, list[Written]]]) -> None:
         for number, (segment, records) in enumerate(segments):
+            self.format = segment.head.get("format", "f32")
             if number:
                 self.account.wrong += self._standing(segment)
             for record in records:
@@ -94,6 +100,7 @@ class _Follower:
                 self.account.wrong += [f"{record}: {what}" for what in self._record(record)]
         account, course = self.account, self.course
         account.version, account.model = course.version, digest_of(course.model.tobytes())
+        account.given = self.given.get(course.version, "")
         account.devices = {d: digest_of(v.tobytes()) for d, v in course.last.items()}
 
     def _standing(self, segment: Pages) -> Iterator[str]:
@@ -185,15 +192,34 @@ class _Follower:
         for name in ("device", "steps", "samples", "lr", "seed"):
             if note[name] != upload[name]:
                 yield f"{name} {upload[name]!r}, the trainer's was {note[name]!r}"
-        began = self.models.get(upload["tau"], b"")
-        if began[: len(note["began"])] != note["began"]:
-            yield f"the trainer began with another model than version {upload['tau']}"
+        yield from self._as_given(note, upload)
         made, shape = _made(note, self.course), self.course.shape
-        if not fits(upload.get("format", "f32"), sent, made, shape):
+        if not fits(upload.get("format", "f32"), sent, made, shape, at_random=self.at_random):
             yield f"task {upload['task']}: not the bytes that the trainer sent"
+
+    def _as_given(self, note: Note, upload: Mapping[str, Any]) -> Iterator[str]:
+        """A trainer began with a version as it was published: everyone with the same bits."""
+        tau, data = upload["tau"], note["began"]
+        version = self.models.get(tau, b"")[: len(data)]
+        name, shape = self.formats.get(tau, "f32"), self.course.shape
+        x, t = (np.frombuffer(part, np.float32) for part in (data, version))
+        fitting = len(x) == len(t) and fits(name, x, t, shape, at_random=self.at_random)
+        if not fitting or self.began.setdefault(tau, data) != data:
+            yield f"the trainer began with another model than version {tau}"
+        known = self.given.get(tau)
+        if known is not None and known != upload["base"]:
+            yield f"version {tau} was given as {known}, the trainer says {upload['base']}"
+
+    @property
+    def at_random(self) -> bool:
+        """Whether values are rounded at random: where the rule takes models."""
+        return self.course.name not in _DELTAS
 
     def _made(self, record: Written) -> None:
         course = self.course
+        self.formats[course.version] = self.format
+        if given := record.message.get("given"):
+            self.given[course.version] = given
         self.models[course.version] = course.model.tobytes()
         self.account.made[course.version] = digest_of(course.model.tobytes())
         if course.name == "scaffold" and course.last:

@@ -133,6 +133,7 @@ class Chaos:
             "RUN__SEED": str(plan.seed), "TASK__NAME": "tests.chaos.task:task",
             "REDIS__TIMEOUT_S": "2.0",
             "STRATEGY__NAME": plan.strategy, "SCHEDULER__POLICY": policy,
+            "WIRE__MODEL": plan.model,
             "DEVICES__LATENCY": "{kind='fixed', mean_s=0.02}",
             "JOURNAL__DIR": str(self._folder / "journal"), "JOURNAL__SYNC": plan.sync,
             "JOURNAL__SYNC_S": "0.3", "JOURNAL__SEGMENT_VERSIONS": "30",

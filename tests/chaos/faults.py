@@ -20,6 +20,7 @@ TRAINERS = ("trainer-1", "trainer-2")
 NAMES = (*UPDATERS, "coordinator", "scheduler", *TRAINERS)
 # What the trainers send updates in, in every other pair of runs, by what the rule takes.
 FORMATS = {"model": ("int8", "bf16+zstd"), "delta": ("int4", "int8+zstd")}
+MODELS = ("f32", "int8", "bf16")
 
 
 class Kind(StrEnum):
@@ -107,11 +108,13 @@ class Plan:
     faults: tuple[Fault, ...]
     sentinels: bool = False  # watch over Redis
     formats: tuple[str, ...] = ("f32", "f32")  # of the trainers' updates
+    model: str = "f32"  # in which versions are published
 
     def __str__(self) -> str:
         watched = ", sentinels" if self.sentinels else ""
         sent = "" if set(self.formats) == {"f32"} else f", {' and '.join(self.formats)}"
-        return f"seed {self.seed}: {self.strategy}, journal.sync {self.sync}{watched}{sent}"
+        given = "" if self.model == "f32" else f", models in {self.model}"
+        return f"seed {self.seed}: {self.strategy}, journal.sync {self.sync}{watched}{sent}{given}"
 
 
 def plan(seed: int, faults: int, kinds: Sequence[Kind] = ALONE, *, sentinels: bool = False) -> Plan:
@@ -132,7 +135,8 @@ def plan(seed: int, faults: int, kinds: Sequence[Kind] = ALONE, *, sentinels: bo
     formats = Plan.formats
     if seed // 2 % 2:
         formats = FORMATS["model" if strategy in ("fedasync", "fedavg") else "delta"]
-    return Plan(seed, strategy, sync, versions, tuple(planned), sentinels, formats)
+    model = MODELS[seed // 3 % len(MODELS)]
+    return Plan(seed, strategy, sync, versions, tuple(planned), sentinels, formats, model)
 
 
 def _possible(kind: Kind, sync: Sync) -> Kind:

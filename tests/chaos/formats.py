@@ -38,19 +38,22 @@ def _values(kind: str, data: bytes, count: int) -> Vector:
     return scales * (pairs.astype(np.float32) - np.float32(8))
 
 
-def fits(name: str, got: Vector, made: Vector, shape: Shape) -> bool:
-    """Whether a decoded update is one that a device may have sent that made this one."""
+def fits(name: str, got: Vector, made: Vector, shape: Shape, *, at_random: bool) -> bool:
+    """Whether a decoded model is one that its sender may have sent that made this one.
+
+    ``at_random``: rounded up or down, not to nearest.
+    """
     kind, split = name.partition("+")[0], shape.parameters
     if kind == "f32":
         return got.tobytes() == made.tobytes()
     if got[split:].tobytes() != made[split:].tobytes():
         return False
-    x, wanted = got[:split], made[:split]
+    x, wanted, steps = got[:split], made[:split], 1.0001 if at_random else 0.5001
     if kind == "bf16":
-        return bool(np.all(np.abs(x - wanted) <= 2.0**-8 * np.abs(wanted)))
+        return bool(np.all(np.abs(x - wanted) <= steps * 2.0**-7 * np.abs(wanted)))
     if kind == "int4":
         return True  # with what earlier ones left unsent: nothing is known of it here
     padded = np.zeros(-(-split // BLOCK) * BLOCK, np.float32)
     padded[:split] = np.abs(wanted)
     step = np.repeat(padded.reshape(-1, BLOCK).max(axis=1) / _MOST[kind], BLOCK)[:split]
-    return bool(np.all(np.abs(x - wanted) <= 0.5001 * step))
+    return bool(np.all(np.abs(x - wanted) <= steps * step))

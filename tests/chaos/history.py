@@ -86,13 +86,13 @@ async def gathered(
 
 
 async def _model(client: Client, keys: Keys, ledger: EveryRole, head: Head) -> str:
-    """The digest of what lies in Redis as the newest model."""
+    """The digest of what lies in Redis as the newest model, by which devices know it."""
     model = Model((await ledger.run()).layout)
     try:
         await read_newest(client, keys, head, model)
     except (BlobMissing, BlobDamaged) as error:
         return str(error)
-    return model.digest()
+    return head.given if head.encoded else model.digest()
 
 
 def _quarantines(head: Head) -> tuple[int, frozenset[int]]:

@@ -31,7 +31,12 @@ def test_decoding_matches_the_updaters(name: str) -> None:
     format_of(name).decode(sent, into)
     got = decoded(name, sent.tobytes(), SHAPE)
     assert got.tobytes() == into.floats.tobytes()
-    assert fits(name, got, model.floats, SHAPE)
+    assert fits(name, got, model.floats, SHAPE, at_random=False)
+    random = decoded(name, format_of(name).encoded(model, seed=1).tobytes(), SHAPE)
+    assert fits(name, random, model.floats, SHAPE, at_random=True)
+    assert fits(name, random, model.floats, SHAPE, at_random=False) == (
+        name[:4] in ("f32", "f32+", "int4")
+    )
 
 
 @pytest.mark.parametrize("name", [name for name in ALL if not name.startswith("int4")])
@@ -40,4 +45,4 @@ def test_another_update_does_not_fit(name: str, at: int) -> None:
     model = drawn()
     got = decoded(name, format_of(name).encoded(model).tobytes(), SHAPE)
     model.floats[at] += 0.5
-    assert not fits(name, got, model.floats, SHAPE)
+    assert not fits(name, got, model.floats, SHAPE, at_random=True)
