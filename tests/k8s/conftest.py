@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import NoReturn, Protocol
 
@@ -11,6 +13,7 @@ import pytest
 import yaml
 
 from tests.k8s.cluster import image
+from tests.k8s.cluster.forks import Zygote
 from tests.k8s.cluster.image import Image
 from tests.k8s.cluster.manifests import Manifests, kubectl, rendered
 from tests.k8s.policy.targets import K8S
@@ -24,14 +27,15 @@ def missing(what: str) -> NoReturn:
 
 
 @pytest.fixture(scope="session")
-def images() -> dict[str, Image]:
+def images() -> Iterator[dict[str, Image]]:
     """The manifests' images, as what is installed here."""
     if sys.platform != "linux":
         pytest.skip("pods have addresses in 127.0.0.0/8, which only Linux gives away")
     redis = image.redis()
     if redis is None:
         missing("the users' rights need a redis-server of 7.0 or later with its redis-cli")
-    return {"fedstream": image.fedstream(), "redis": redis}
+    with closing(Zygote()) as zygote:
+        yield {"fedstream": image.fedstream(zygote), "redis": redis}
 
 
 class Kustomized(Protocol):

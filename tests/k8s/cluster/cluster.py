@@ -11,6 +11,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any, Self
 
+from tests.k8s.cluster.forks import Forks
 from tests.k8s.cluster.image import Image
 from tests.k8s.cluster.kubelet import Pod
 from tests.k8s.cluster.manifests import Manifest, Manifests, selects, share
@@ -146,6 +147,9 @@ class Cluster:
         self.claims = folder / "claims"
         self._folder = folder / "pods"
         self._images = images
+        self._forks = {
+            name: Forks(image.zygote) for name, image in images.items() if image.zygote is not None
+        }
         self._workloads: dict[str, Workload] = {}
         self._services: dict[str, Service] = {}
         self._every: list[Pod] = []
@@ -165,6 +169,8 @@ class Cluster:
         await asyncio.gather(*self._lives, return_exceptions=True)
         for service in self._services.values():
             await service.__aexit__()
+        for forks in self._forks.values():
+            forks.close()
         self._addresses.close()
         self._raise()
 
@@ -263,7 +269,7 @@ class Cluster:
         address = self._addresses.of(name) if stable else self._addresses.new()
         folder = self._folder / f"{next(self._numbers)}-{name}"
         folder.mkdir(parents=True)
-        place = Place(self.objects, self._images, self.claims, self.here)
+        place = Place(self.objects, self._images, self.claims, self.here, self._forks)
         pod = Pod(Inside(manifest, address, folder, place), self._something.set)
         self._every.append(pod)
         self._begin(pod.run())

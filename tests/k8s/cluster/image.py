@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fedstream.local.redis_server import find_servers
+from tests.k8s.cluster.forks import Zygote
 
 _REDIS_NEEDED = (7, 0)  # %R~ in an ACL
 _POD = "POD"  # in a program's arguments: the pod's address
@@ -36,6 +37,7 @@ class Image:
     programs: Mapping[str, Program]
     environment: Mapping[str, str] = field(default_factory=dict)
     entrypoint: Sequence[str] = ()
+    zygote: Zygote | None = None  # what its services are forked from, if any
 
     def install(self, folder: Path, address: str) -> None:
         """Puts the programs into a folder that is to be the first of PATH."""
@@ -56,12 +58,13 @@ class Image:
         return {name: value.replace(_POD, address) for name, value in self.environment.items()}
 
 
-def fedstream() -> Image:
+def fedstream(zygote: Zygote) -> Image:
     """This interpreter's fedstream. It listens at the pod's address, as 0.0.0.0 would there."""
     return Image(
         {"fedstream": Program(Path(sys.executable).parent / "fedstream")},
         {"FEDSTREAM_HTTP__HOST": _POD},
         ["fedstream"],
+        zygote,
     )
 
 

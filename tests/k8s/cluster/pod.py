@@ -8,7 +8,7 @@ import os
 import re
 import signal
 import sys
-from asyncio.subprocess import DEVNULL, STDOUT, Process
+from asyncio.subprocess import DEVNULL, STDOUT
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.k8s.cluster import sandbox
+from tests.k8s.cluster.forks import Forks, Process
 from tests.k8s.cluster.image import Image, name_of
 from tests.k8s.cluster.manifests import Manifest, Manifests, Unsupported, texts
 from tests.k8s.cluster.network import client
@@ -37,6 +38,7 @@ class Place:
     images: Mapping[str, Image]
     claims: Path  # folder of the persistent volumes
     translate: Callable[[str], str]  # names of hosts into addresses
+    forks: Mapping[str, Forks]  # of images that have a zygote
 
 
 class Inside:
@@ -120,7 +122,9 @@ class Container:
         self.name: str = spec["name"]
         self.root = pod.folder / self.name
         self.log = pod.folder / f"{self.name}.log"
-        self._image = pod.place.images[name_of(spec["image"])]
+        image = name_of(spec["image"])
+        self._image = pod.place.images[image]
+        self._forks = pod.place.forks.get(image)
         self._path = self._paths()
         self._writable: list[Path] = []  # once it is mounted
 
@@ -212,16 +216,29 @@ class Container:
         """Its process."""
         self._mount()
         words = [*(self.spec.get("command") or self._image.entrypoint), *self.spec.get("args", ())]
-        return await self.execute(words, self.log)
+        if self._forks is None or not self._forks.takes(words):
+            return await self.execute(words, self.log)
+        environment = self.environment()
+        assert _found(words[0], environment["PATH"])
+        return Running(
+            await self._forks.start(
+                [self.here(word) for word in words], environment,
+                log=self.log, folder=self.root, writable=self._restriction,
+            )
+        )  # fmt: skip
+
+    @property
+    def _restriction(self) -> Sequence[Path] | None:
+        """The only folders that its processes may write in; None: all."""
+        read_only = self.spec.get("securityContext", {}).get("readOnlyRootFilesystem")
+        return [*self._writable, Path("/dev")] if read_only and sandbox.available() else None
 
     async def execute(self, words: Sequence[str], log: Path | None = None) -> Running:
         """Another process in it, as `kubectl exec` has it: a probe, a hook."""
         command, environment = [self.here(word) for word in words], self.environment()
         with ExitStack() as stack:
             first = [_dies_with_us()]
-            read_only = self.spec.get("securityContext", {}).get("readOnlyRootFilesystem")
-            if read_only and sandbox.available():
-                folders = [*self._writable, Path("/dev")]
+            if (folders := self._restriction) is not None:
                 first.append(stack.enter_context(sandbox.read_only_but(folders)))
             out = stack.enter_context((log or self.log.with_suffix(".exec.log")).open("ab"))
             process = await asyncio.create_subprocess_exec(
