@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import IO, Any
 
 from fedstream.broker.errors import ConfigError, DataError, FedstreamError, Unavailable
-from fedstream.broker.records import View
+from fedstream.broker.records import Tally
 from fedstream.journal import JournalError
 from fedstream.observe.display import doing, figures
 from fedstream.observe.history import History
@@ -39,7 +39,7 @@ class Teller:
     def say(self, text: str) -> None:
         self._tell(kind="say", text=text)
 
-    def show(self, view: View | None, history: History, *, stopping: bool) -> None:
+    def show(self, view: Tally | None, history: History, *, stopping: bool) -> None:
         now = time.time()
         if not 0 <= now - self._shown < _EVERY_S:
             self._shown = now

@@ -19,7 +19,7 @@ from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BrokerError, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.operator import OperatorLedger
-from fedstream.broker.records import Run, View
+from fedstream.broker.records import Run, Tally
 from fedstream.broker.rights import ROLES
 from fedstream.doctor import rights, run, server, task, volume
 from fedstream.doctor.findings import Finding, Level, not_checked, ok, problem, warning
@@ -106,7 +106,7 @@ class _Look:
         self._keys = Keys(settings.run.name)
         self._ledger = OperatorLedger(client, self._keys, "doctor")
         self._info: server.Info | None = None
-        self._view: View | None = None
+        self._view: Tally | None = None
         self.run: Run | None = None
         self.asked = False  # whether Redis has answered whether it holds the run
 
@@ -221,11 +221,11 @@ class _Look:
         """Count open tasks, the queue and dead letters."""
         if self.run is None:
             return []
-        self._view = view = await self._ledger.look()
+        self._view = view = await self._ledger.tally()
         findings = [
             ok(
                 "tasks",
-                f"version {view.head.version}; {len(view.open)} open, {view.backlog} in the queue, "
+                f"version {view.head.version}; {view.tasks} open, {view.backlog} in the queue, "
                 f"{view.kept} versions kept",
             )
         ]

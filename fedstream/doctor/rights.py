@@ -30,7 +30,7 @@ _SAMPLES: dict[str, tuple[str, ...]] = {
     "exec": (), "exists": ("K",), "get": ("K",), "hdel": ("K", "x"), "hexists": ("K", "x"),
     "hget": ("K", "x"), "hgetall": ("K",), "hincrby": ("K", "x", "1"), "hkeys": ("K",),
     "hlen": ("K",), "hmget": ("K", "x"), "hset": ("K", "x", "x"), "hstrlen": ("K", "x"),
-    "hvals": ("K",), "getrange": ("K", "0", "0"),
+    "hscan": ("K", "0"), "hvals": ("K",), "getrange": ("K", "0", "0"),
     "info": ("memory",), "memory|usage": ("K",), "multi": (), "persist": ("K",),
     "pexpire": ("K", "1"), "ping": (), "pttl": ("K",), "rename": ("K", "K"), "role": (),
     "sadd": ("K", "x"), "scan": ("0",), "script|kill": (), "smembers": ("K",),

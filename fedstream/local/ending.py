@@ -12,7 +12,7 @@ from typing import Literal
 
 from fedstream.broker.keys import POOL
 from fedstream.broker.messages import Event
-from fedstream.broker.records import View
+from fedstream.broker.records import Tally
 from fedstream.observe.history import History
 from fedstream.runtime.signals import INTERRUPTED
 
@@ -37,7 +37,7 @@ class Ending:
 
 
 def ending(
-    history: History, view: View | None, *, tested: bool, finished_s: float
+    history: History, view: Tally | None, *, tested: bool, finished_s: float
 ) -> Ending | None:
     """How the run has ended; None while it goes on.
 
@@ -69,7 +69,7 @@ def ending(
 
 
 def notices(
-    history: History, view: View | None, out: Path, free_bytes: int | None
+    history: History, view: Tally | None, out: Path, free_bytes: int | None
 ) -> Iterator[tuple[str, str]]:
     """What the user should know by now: a key and a line each; a key's line is told only once.
 

@@ -7,7 +7,7 @@ import importlib
 from dataclasses import dataclass
 from io import BytesIO
 
-from fedstream.broker.records import View
+from fedstream.broker.records import Tally
 from fedstream.observe.display import short
 from fedstream.observe.history import History, SeenVersion
 from fedstream.settings.config import Settings
@@ -26,7 +26,7 @@ class Drawn:
     evaluations: dict[int, dict[str, float]]
 
     @classmethod
-    def of(cls, settings: Settings, trainers: int, view: View, history: History) -> Drawn:
+    def of(cls, settings: Settings, trainers: int, view: Tally, history: History) -> Drawn:
         """What there is to show of a run by now."""
         title = (
             f"{short(settings.task.name)} · {short(settings.strategy.name)} · "

@@ -11,7 +11,7 @@ from typing import Any
 from fedstream.broker.client import Client
 from fedstream.broker.errors import DataError, FedstreamError, NoRun
 from fedstream.broker.layout import Model
-from fedstream.broker.records import View
+from fedstream.broker.records import Tally
 from fedstream.journal import FOLDER
 from fedstream.local.ending import Ending
 from fedstream.local.preflight import Subject
@@ -28,9 +28,9 @@ LOGS = "logs"
 
 async def last_state(
     client: Client, observer: Observer, say: Callable[[str], None]
-) -> tuple[View | None, Model | None]:
+) -> tuple[Tally | None, Model | None]:
     """The run and its newest model as the services left them; None for what can't be read."""
-    view: View | None = None
+    view: Tally | None = None
     try:
         await observer.catch_up()
         view = await observer.look()
@@ -48,7 +48,7 @@ async def last_state(
 def facts(
     request: RunRequest,
     subject: Subject,
-    view: View | None,
+    view: Tally | None,
     ending: Ending,
     *,
     started: float,
@@ -78,7 +78,7 @@ def write(
     subject: Subject,
     numbers: dict[str, Any],
     history: History,
-    view: View | None,
+    view: Tally | None,
     model: Model | None,
     picture: bytes | None,
 ) -> Iterator[str]:

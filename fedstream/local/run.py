@@ -21,7 +21,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.errors import DataError, FedstreamError, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.sinks import SinksLedger
-from fedstream.broker.records import View
+from fedstream.broker.records import Tally
 from fedstream.journal import JournalError
 from fedstream.local import preflight, results, run_toml
 from fedstream.local.ending import Ending, ending, notices
@@ -215,7 +215,7 @@ class LocalRun:
             self._tabulate(view, history)
         self._display.show(view, history, stopping=self._over.is_set())
 
-    def _tabulate(self, view: View, history: History) -> None:
+    def _tabulate(self, view: Tally, history: History) -> None:
         """Add new measurements to metrics.csv. The run goes on without the file."""
         if self._table is None:
             self._table = report.Table(self._request.out, view.run.created)
@@ -303,7 +303,7 @@ class LocalRun:
         self._display.result(numbers, files)
         return code, numbers
 
-    def _drawn(self, view: View) -> Drawn:
+    def _drawn(self, view: Tally) -> Drawn:
         request, history = self._request, self._observer.history
         return Drawn.of(request.settings, request.trainers, view, history)
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from fedstream.broker.ledger.sinks import Cursor, SinksLedger
-from fedstream.broker.records import View
+from fedstream.broker.records import Tally
 from fedstream.sinks.choice import named
 from fedstream.sinks.sink import SinkSettings
 
@@ -29,7 +29,7 @@ class Trackers:
         self._moved: dict[str, float] = {}  # when a tracker was last seen to get on, or to be done
         self._looked: float | None = None
 
-    async def look(self, view: View | None, now: float, *, again: bool = False) -> None:
+    async def look(self, view: Tally | None, now: float, *, again: bool = False) -> None:
         """Read the cursors, at most once a second unless ``again``. Raises FedstreamError."""
         if view is None or not self._patience_s:
             return
@@ -49,7 +49,7 @@ class Trackers:
                 line = f"{name}: nothing written for {now - since:.0f} s, and tried again and again"
                 yield f"tracker {name}", f"{line}: see {self._log}"
 
-    def missing(self, view: View) -> Iterator[str]:
+    def missing(self, view: Tally) -> Iterator[str]:
         """A line for each tracker that lacks something at the end of the run."""
         done = view.run.state == "finished"
         for name, cursor in self._cursors.items():

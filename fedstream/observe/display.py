@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from fedstream.broker.records import View
+from fedstream.broker.records import Tally
 from fedstream.observe.history import History
 from fedstream.terminal import cell, console, cut, line, measure, spaced
 
@@ -32,7 +32,7 @@ class Display(Protocol):
     def say(self, text: str) -> None:
         """Report something that happened."""
 
-    def show(self, view: View | None, history: History, *, stopping: bool) -> None:
+    def show(self, view: Tally | None, history: History, *, stopping: bool) -> None:
         """Show progress; called several times a second. ``view`` is None until the run exists."""
 
     def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
@@ -50,7 +50,7 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02}:{last:02}" if hours else f"{minutes}:{last:02}"
 
 
-def pace(view: View, history: History, now: float) -> str:
+def pace(view: Tally, history: History, now: float) -> str:
     """Rate and time left, or why there is none."""
     rate = history.rate(now)
     left = view.run.versions - view.head.version
@@ -66,11 +66,11 @@ def pace(view: View, history: History, now: float) -> str:
     return f"{shown} versions/s, {duration(left / rate)} left"
 
 
-def _idle_why(view: View) -> str:
+def _idle_why(view: Tally) -> str:
     """Why nothing may be going on; '' if it can't be told from here."""
     if not view.trainers:
         return "no trainer is there"
-    if not view.open and not view.triggers and not view.backlog:
+    if not view.tasks and not view.triggers and not view.backlog:
         return "no task begins: see scheduler.policy, and the scheduler's log"
     return ""
 
@@ -80,7 +80,7 @@ def short(name: str) -> str:
     return name.rpartition("/")[2]
 
 
-def doing(view: View | None, history: History, now: float, *, stopping: bool) -> str:
+def doing(view: Tally | None, history: History, now: float, *, stopping: bool) -> str:
     """Current activity: the pace, unless the services are starting or stopping."""
     if stopping:
         return "stopping the services"
@@ -93,7 +93,7 @@ def quarantined(devices: Sequence[int]) -> str:
     return f"{len(devices)}: {named}" + (f" and {more} more" if more > 0 else "")
 
 
-def figures(view: View, history: History) -> str:
+def figures(view: Tally, history: History) -> str:
     """Accuracy, staleness and counts, in one line."""
     parts = []
     if measured := history.measured:
@@ -103,7 +103,7 @@ def figures(view: View, history: History) -> str:
     parts.append(f"staleness {history.recent_staleness():.1f}")
     if view.run.state == "running":  # meaningless once training is over
         parts += [
-            f"open {len(view.open)}",
+            f"open {view.tasks}",
             f"queue {view.backlog}",
             f"trainers {view.trainers}",
         ]
@@ -177,7 +177,7 @@ class Lines:
     def say(self, text: str) -> None:
         line(text)
 
-    def show(self, view: View | None, history: History, *, stopping: bool) -> None:
+    def show(self, view: Tally | None, history: History, *, stopping: bool) -> None:
         if view is None or time.monotonic() - self._shown < _LINE_EVERY_S:
             return
         self._shown = time.monotonic()
@@ -204,7 +204,7 @@ class Quiet:
     def say(self, text: str) -> None:
         line(text, err=True)
 
-    def show(self, view: View | None, history: History, *, stopping: bool) -> None:
+    def show(self, view: Tally | None, history: History, *, stopping: bool) -> None:
         pass
 
     def result(self, numbers: Mapping[str, Any], files: Sequence[str]) -> None:
@@ -233,7 +233,7 @@ class Bar:
     def say(self, text: str) -> None:
         self._console.print(cell(text, style="yellow", lines=True))
 
-    def show(self, view: View | None, history: History, *, stopping: bool) -> None:
+    def show(self, view: Tally | None, history: History, *, stopping: bool) -> None:
         if self._live is None:
             return
         text = doing(view, history, time.time(), stopping=stopping)

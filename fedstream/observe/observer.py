@@ -12,7 +12,7 @@ from fedstream.broker.errors import BadMessage
 from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.messages import Event, Message, Version
-from fedstream.broker.records import View
+from fedstream.broker.records import Tally
 from fedstream.broker.streams import Entry, Reader
 from fedstream.observe.history import History
 
@@ -28,7 +28,7 @@ class Observer:
         """``look_s``: time between two readings of the counts."""
         self.ledger = OperatorLedger(client, keys, "observer")
         self.history = History(most)
-        self.view: View | None = None  # None until the run exists
+        self.view: Tally | None = None  # None until the run exists
         self.keys = keys
         self._reader = Reader(client, {keys.models: "0", keys.events: "0"})
         self._look_s = look_s
@@ -65,9 +65,9 @@ class Observer:
         version = evaluation.version
         return evaluation.device is None and version is not None and version <= newest
 
-    async def look(self) -> View:
+    async def look(self) -> Tally:
         """Refresh the view. Raises NoRun until the run exists."""
-        self.view = await self.ledger.look(inboxes=True)
+        self.view = await self.ledger.tally(inboxes=True)
         self._looked = time.monotonic()
         return self.view
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from fedstream import __version__
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.messages import OUTCOMES
-from fedstream.broker.records import View
+from fedstream.broker.records import Tally
 from fedstream.journal import FOLDER, journal_of
 from fedstream.observe.history import History, SeenVersion
 from fedstream.settings.recording import CONFIG
@@ -102,7 +102,7 @@ def usable(out: Path) -> Iterator[None]:
         raise ConfigError(f"--out {out}: {error.strerror}: choose a writable folder") from error
 
 
-def summary(facts: Facts, history: History, view: View | None) -> dict[str, Any]:
+def summary(facts: Facts, history: History, view: Tally | None) -> dict[str, Any]:
     """The run in numbers.
 
     ``view`` must have been read after the services stopped; None: there never was a run. ``tasks``
@@ -165,12 +165,12 @@ def measurements(history: History) -> dict[str, Any]:
     }
 
 
-def tasks_of(view: View | None) -> dict[str, int]:
+def tasks_of(view: Tally | None) -> dict[str, int]:
     """Tasks issued, and their outcomes, which add up to that number."""
     if view is None:
         return dict.fromkeys(("issued", *OUTCOMES, "open"), 0)
     ended = {str(outcome): count for outcome, count in view.outcomes.items()}
-    return {"issued": view.issued, **ended, "open": len(view.open)}
+    return {"issued": view.issued, **ended, "open": view.tasks}
 
 
 def _before(history: History, begun: float) -> int:

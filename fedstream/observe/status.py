@@ -70,7 +70,7 @@ class _Answer(BaseModel):
 async def read(client: Client, keys: Keys) -> dict[str, Any]:
     """Read from Redis what a coordinator's HTTP status returns. Raises NoRun."""
     ledger = OperatorLedger(client, keys, "status")
-    view = await ledger.look(inboxes=True)
+    view = await ledger.tally(inboxes=True)
     return status(keys.name, view) | {"register": await ledger.trainers(), "register_more": 0}
 
 

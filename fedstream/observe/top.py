@@ -21,7 +21,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.errors import FedstreamError, NoRun
 from fedstream.broker.keys import Keys
 from fedstream.broker.messages import Event
-from fedstream.broker.records import View
+from fedstream.broker.records import Tally
 from fedstream.observe.display import outcomes, pace, quarantined, short, two_columns
 from fedstream.observe.history import History
 from fedstream.observe.observer import Observer
@@ -57,7 +57,7 @@ def histogram(late: Counter[int]) -> list[tuple[str, int]]:
 
 
 def frame(
-    view: View, history: History, trainers: Mapping[str, Mapping[str, Any]],
+    view: Tally, history: History, trainers: Mapping[str, Mapping[str, Any]],
     heard: Mapping[str, float], now: float,
 ) -> RenderableType:  # fmt: skip
     """One frame of the view. ``heard``: seconds since each trainer's last heartbeat."""
@@ -67,7 +67,7 @@ def frame(
     )  # fmt: skip
 
 
-def _headline(view: View, history: History, now: float) -> Table:
+def _headline(view: Tally, history: History, now: float) -> Table:
     run, head = view.run, view.head
     line = Table.grid(padding=(0, 1), expand=True)
     line.add_column(no_wrap=True)
@@ -83,7 +83,7 @@ def _headline(view: View, history: History, now: float) -> Table:
     return line
 
 
-def _numbers(view: View, history: History) -> Table:
+def _numbers(view: Tally, history: History) -> Table:
     late = history.staleness()
     bins = histogram(late)
     shape = " ".join(f"{label}:{count}" for label, count in bins if count)

@@ -85,7 +85,7 @@ class DeadLetters:
 async def read(client: Client, keys: Keys) -> DeadLetters:
     """Read the dead letters of a run. Raises NoRun."""
     ledger = OperatorLedger(client, keys, "dead")
-    view = await ledger.look()
+    view = await ledger.tally()
     rows: list[Any] = []
     while page := await client.call("XRANGE", keys.dead, _after(rows), "+", "COUNT", _PAGE):
         rows += page
