@@ -185,6 +185,8 @@ class _Follower:
                 yield f"task {upload['task']}: no trainer made this update"
             else:
                 yield from self._as_noted(note, upload, sent)
+                if upload.get("format", "f32") == "f32":
+                    sent = _made(note, course)
         course.take(upload, sent, said)
 
     def _as_noted(self, note: Note, upload: Mapping[str, Any], sent: Vector) -> Iterator[str]:
