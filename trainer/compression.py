@@ -1,8 +1,9 @@
-"""Lossy compression of the delta that a device sends.
+"""What a device's solver drops of its delta, for good, before the delta is sent.
 
 Anarchic Federated Learning, algorithm 1: 'with extra processing if so desired', which section 3
-calls 'rescaling, compression for communication-efficiency, etc.'. Devices send what a receiver
-would decode, in float32: training is affected by what is lost, but no bytes are saved yet.
+calls 'rescaling, compression for communication-efficiency, etc.'. This shows what the loss does to
+training, device by device; bytes are saved by the wire format (:mod:`fedstream.wire`), which
+encodes whatever is left.
 """
 
 from __future__ import annotations

@@ -43,13 +43,13 @@ _PAGE = 1000  # records in a table: memory holds one table at a time
 _WIDTHS = {
     "version": 8, "time": 12, "device": 6, "task": 12, "tau": 8, "late": 5, "weight": 9,
     "outcome": 10, "samples": 7, "steps": 6, "loss": 9, "norm": 9, "distance": 9, "digest": 8,
-    "reason": 20,
+    "reason": 20, "format": 14, "bytes": 11,
 }  # fmt: skip
 _NORMS = ("norm", "distance")
-_TEXT = ("time", "task", "outcome", "digest", "reason")
+_TEXT = ("time", "task", "outcome", "digest", "reason", "format")
 _IMPORTANT = (
     "version", "device", "outcome", "late", "weight", "norm", "distance", "loss", "reason", "time",
-    "task", "tau", "digest", "steps", "samples",
+    "task", "tau", "digest", "steps", "samples", "format", "bytes",
 )  # fmt: skip
 
 NormPair: TypeAlias = tuple[float | None, float | None]  # of the sent vector; of x_new - x
@@ -225,7 +225,7 @@ def _cells(entry: EntryRecord, measured: NormPair) -> dict[str, str]:
         "outcome": spaced(entry.outcome), "samples": str(upload.samples),
         "steps": str(upload.steps), "loss": number(upload.loss), "norm": number(sent),
         "distance": number(distance),
-        "reason": entry.reason,
+        "reason": entry.reason, "format": upload.format, "bytes": f"{upload.size:,}",
     }  # fmt: skip
 
 
@@ -263,6 +263,7 @@ def write_lines(path: Path, found: Iterable[RecordLine]) -> int:
                     "late": message.staleness, "weight": message.weight,
                     "outcome": message.outcome, "samples": upload.samples, "steps": upload.steps,
                     "loss": upload.loss, "reason": message.reason,
+                    "format": upload.format, "bytes": upload.size,
                 }  # fmt: skip
             else:
                 row |= _control(message)
