@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import random
 import time
@@ -180,6 +181,7 @@ def serve(
     configure(log, run=run, service=service.role, name=name)
     logger: FilteringBoundLogger = structlog.get_logger()
     spans: Spans | None = None
+    gc.freeze()  # modules stay: searching them for garbage took a sixth of the scheduler's time
     try:
         if tracing is not None and tracing.endpoint is not None:
             spans = Spans(tracing, run=run, role=service.role, name=name)

@@ -9,6 +9,7 @@ first answer counts.
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import time
 from collections.abc import Callable, Sequence
@@ -114,6 +115,7 @@ class Trainer:
         thread = ThreadPoolExecutor(1, "training")
         learner = await asyncio.get_running_loop().run_in_executor(thread, self._loaded)
         loaded = True
+        gc.freeze()  # torch and the task stay
         self._patience.heard = time.monotonic()
         try:
             await repeat(context, "run", partial(self._join, context, learner))
