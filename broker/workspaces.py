@@ -7,14 +7,20 @@ What is in a workspace is the trainers' business (:mod:`fedstream.trainer.worksp
 from __future__ import annotations
 
 from fedstream.broker.client import Client
+from fedstream.broker.commands import Command
+
+
+def reading(key: str, *, most: int) -> Command:
+    """The command that reads a workspace, for a pipeline; its reply is b"" if there is none.
+
+    Of a workspace of more than ``most`` bytes, it is the first ``most + 1``.
+    """
+    return ("GETRANGE", key, 0, most)
 
 
 async def read(client: Client, key: str, *, most: int) -> bytes:
-    """Read a workspace; b"" if there is none.
-
-    Of a workspace of more than ``most`` bytes, returns the first ``most + 1``.
-    """
-    data: bytes = await client.call("GETRANGE", key, 0, most)
+    """Read a workspace, as :func:`reading` says."""
+    data: bytes = await client.call(*reading(key, most=most))
     return data
 
 

@@ -128,9 +128,10 @@ class Attempt:
     async def _start(self) -> Start:
         """The task's workspace, left by any replica; without one, the newest version."""
         layout = self._shop.run.layout.without_controls()
-        if (saved := await self.saved.read(layout)) is not None:
+        saved, head = await self.saved.read(layout)
+        if saved is not None:
             return Start.resumed(saved, layout)
-        return await self._shop.newest.start(self._task.device)
+        return await self._shop.newest.start(self._task.device, head)
 
     def _work(self, start: Start) -> Work:
         task, shop = self._task, self._shop

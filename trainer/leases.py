@@ -67,17 +67,26 @@ class Leases:
     async def held(self, entry: Entry) -> AsyncIterator[asyncio.Event]:
         """Renew the lease inside the block; the event is set if it is lost."""
         lost = asyncio.Event()
-        renewing = asyncio.create_task(self._renew(entry, lost), name="renew")
+        renewing: asyncio.Task[None] | None = None
+
+        def begin() -> None:
+            nonlocal renewing
+            renewing = asyncio.create_task(self._renew(entry, lost), name="renew")
+
+        # Most tasks of a fast device end before the first renewal.
+        timer = asyncio.get_running_loop().call_later(self._settings.seconds / 4, begin)
         try:
             yield lost
         finally:
-            renewing.cancel()
-            await asyncio.wait({renewing})
-            if not renewing.cancelled():
-                renewing.result()  # re-raises if renewing failed
+            timer.cancel()
+            if renewing is not None:
+                renewing.cancel()
+                await asyncio.wait({renewing})
+                if not renewing.cancelled():
+                    renewing.result()  # re-raises if renewing failed
 
     async def _renew(self, entry: Entry, lost: asyncio.Event) -> None:
-        while not await pause(lost, self._settings.seconds / 4):
+        while True:
             self._context.health.beat("tasks")
             try:
                 if not await self._group.renew(entry):
@@ -85,6 +94,8 @@ class Leases:
                     lost.set()
             except FedstreamError as error:
                 self._context.log.warning("lease not renewed", reason=str(error))
+            if await pause(lost, self._settings.seconds / 4):
+                return
 
     async def hand_back(self, entry: Entry) -> None:
         """Let any trainer take the task at once."""

@@ -53,9 +53,12 @@ class Newest:
         self._metrics = metrics
         self._version: tuple[Head, Model] | None = None  # None: not read, or only in part
 
-    async def start(self, device: int) -> Start:
-        """A start from the newest version, with what the strategy remembers of the device."""
-        head, model = await self._read()
+    async def start(self, device: int, newest: Head | None) -> Start:
+        """A start from the newest version, with what the strategy remembers of the device.
+
+        ``newest``: which one that is; None: the run is gone from Redis.
+        """
+        head, model = await self._read(newest)
         control: Floats | None = None
         if self._layout.controls:
             control = np.zeros(self._layout.parameters, np.float32)  # zero the first time
@@ -66,11 +69,10 @@ class Newest:
                 raise Unavailable(f"device {device}'s control is being written") from error
         return Start(head.version, head.given, model, control)
 
-    async def _read(self) -> tuple[Head, Model]:
+    async def _read(self, head: Head | None) -> tuple[Head, Model]:
         """Read the newest version; if it vanishes meanwhile, it was superseded, so try again."""
         with self._metrics.timed("download"):
             while True:
-                head = await self._ledger.head()
                 if head is None:
                     raise Unavailable(f"run {self._keys.name!r} is gone from Redis")
                 if self._version is not None and self._version[0].given == head.given:
@@ -85,6 +87,7 @@ class Newest:
                     now = await self._ledger.head()
                     if now is not None and now.version == head.version:
                         raise Unavailable(f"version {head.version} is gone: {error}") from error
+                    head = now
                     continue
                 self._version = (head, model)
                 return self._version

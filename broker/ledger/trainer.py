@@ -11,7 +11,7 @@ import os
 import socket
 from collections.abc import Sequence
 
-from fedstream.broker import blobs
+from fedstream.broker import blobs, workspaces
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.digest import digest_of
@@ -19,6 +19,7 @@ from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.reading import MemoryUse
 from fedstream.broker.messages import Dead, Event, GiveUp, Heartbeat, Presence, Trigger, Upload
+from fedstream.broker.records import Head, mapping
 from fedstream.broker.scripts import Script
 from fedstream.broker.streams import Entry
 
@@ -51,6 +52,17 @@ RIGHTS = Rights(
 
 class TrainerLedger(MemoryUse):
     """The run as trainers see it."""
+
+    async def begin(self, workspace: str, *, most: int) -> tuple[bytes, Head | None]:
+        """Read what a task may begin with: its workspace, and the newest version.
+
+        ``workspace`` is the key. b"" if there is no workspace; of one of more than ``most`` bytes,
+        the first ``most + 1``. No version before the run's first.
+        """
+        saved, head = await self._client.pipeline(
+            [workspaces.reading(workspace, most=most), ("HGETALL", self.keys.head)]
+        )
+        return saved, Head.parsed(mapping(head)) if head else None
 
 
 class Outbox:
