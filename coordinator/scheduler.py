@@ -46,6 +46,11 @@ _ASK_AGAIN_S = 10.0  # for the end of a round, or tasks to be given up, if the r
 # Between two looks at all open tasks and owned devices. In case changes escaped both the log and a
 # comparison of the numbers: a release that doesn't know the log may have swapped one for another.
 _WHOLE_S = 60.0
+# Where so many tasks are open for each trainer, none waits for the next one: then versions that
+# follow one another within a moment share a look, and their tasks a script and a wake-up of the
+# coordinator.
+_AMPLE = 4
+_GATHER_S = 0.005
 _BUDGET_HOLDS_S = 10.0  # then Redis's limit is read again: an operator may have raised it
 
 
@@ -103,6 +108,7 @@ class Scheduler:
         self._asked: tuple[int, tuple[str, ...], float] = (-1, (), 0.0)
         self._given_up: dict[str, float] = {}  # overdue tasks: when giving up was last asked
         self._held = ""
+        self._gathered = 0.0  # when gathering last ended
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """None of its own."""
@@ -133,6 +139,7 @@ class Scheduler:
             if seen.run.state == "finished":
                 await pause(self._context.stop, 0.5)
             else:
+                await self._gather(seen)
                 self._seen = await self._decide(seen)
         except NoRun:
             await pause(self._context.stop, 0.2)
@@ -157,6 +164,13 @@ class Scheduler:
         if not self._mirror.follow(tally, changes, time.time()):
             tally = await self._look_at_all()
         return opened, tally
+
+    async def _gather(self, seen: Tally) -> None:
+        """Let more happen before the next look, if that makes no trainer wait."""
+        left_s = self._gathered + _GATHER_S - time.monotonic()
+        if left_s > 0 and seen.tasks >= _AMPLE * seen.trainers > 0:
+            await pause(self._context.stop, left_s)
+        self._gathered = time.monotonic()
 
     async def _decide(self, view: Tally) -> Tally:
         """Carry out the plan, wait for events or the next planning time, return the new look."""
