@@ -101,6 +101,31 @@ async def test_run_of_sites_finishes_with_nothing_denied(tmp_path: Path, there: 
     assert denied == []
 
 
+async def test_error_feedback_needs_nothing_that_redis_denies(
+    tmp_path: Path, there: Guarded
+) -> None:
+    """A trainer of the pool keeps it in Redis; the site's, which own devices, do not."""
+    sets = (
+        "run.versions=8", "strategy.name=fedbuff", "strategy.buffer_size=3",
+        "wire.update=int4", 'coordinator.sites=["pool", "north:0-2"]',
+    )  # fmt: skip
+    async with there.client("admin") as admin:
+        await admin.call("ACL", "LOG", "RESET")
+        async with pipeline(KEYS, there.settings, tmp_path, *sets) as services:
+            about = ("trainer.site=north", "trainer.owns=[0, 1, 2]")
+            await services.start("trainer", "edge-north", *about, user="trainer-north")
+            await services.start("trainer", "replica", user="trainer")
+            async with there.client("operator") as operator:
+                view = await finished(operator, KEYS)
+            assert view.reasons("refused") == {}
+            names = await admin.call("KEYS", KEYS.workspace("*", "*"))
+            kept = {name.decode().rpartition(":")[2].rpartition(".")[0] for name in names}
+        denied = await admin.call("ACL", "LOG")
+        await EveryRole(admin, KEYS, "test").purge()
+    assert denied == []
+    assert kept == {"pool/unsent"}
+
+
 async def test_the_pool_trains_beside_a_site(tmp_path: Path, there: Guarded) -> None:
     """A real trainer of the pool for the devices that nobody owns, one of the site for its own."""
     sets = ("run.versions=100000", 'coordinator.sites=["pool", "north:0-1"]')

@@ -34,7 +34,7 @@ ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "chaos-mutants"
 PACKAGES = (
     "broker", "coordinator", "fedstream", "journal", "runtime", "strategies", "trainer", "updater",
-    "tests",
+    "wire", "tests",
 )  # fmt: skip
 COLUMNS = (
     "planted", "file", "faults", "seeds", "killed by", "first complaint", "without it", "seconds",

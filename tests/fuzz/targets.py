@@ -18,7 +18,7 @@ import tomli_w
 import xxhash
 from pydantic import ValidationError
 
-from fedstream.broker import blobs
+from fedstream.broker import blobs, reasons
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.commands import Command
 from fedstream.broker.errors import ConfigError
@@ -28,6 +28,7 @@ from fedstream.runtime.config import load
 from fedstream.settings.config import Settings
 from fedstream.trainer import cifar, digits
 from fedstream.trainer.workspace import Workspace
+from fedstream.wire import Undecodable, format_of
 from tests.fuzz import journals
 from tests.fuzz.harness import Target
 from tests.support import layout_of, model_of
@@ -43,6 +44,7 @@ def targets() -> dict[str, Target]:
         Target("message", _message, values=[_unpacked(p) for p in sorted(MESSAGES.iterdir())]),
         Target("layout", _layout, values=[_unpacked_bytes(layout.encode()) for layout in _LAYOUTS]),
         Target("blob", _blob, values=[_stored(_SMALL), _stored(_LARGE)]),
+        Target("update", _update, values=_sent()),
         Target("workspace", _workspace, values=_workspaces(), encode=_with_checksum),
         Target("settings", _settings, values=_tables(), encode=_toml, texts=[_TOML]),
         Target("set", _set, texts=_SETS),
@@ -102,8 +104,17 @@ class _Redis:
     def __init__(self, fields: dict[bytes, bytes]) -> None:
         self.fields = fields
 
-    async def pipeline(self, commands: Sequence[Command], **_: object) -> list[Any]:
-        return [self._answer(*command) for command in commands]
+    async def pipeline(
+        self, commands: Sequence[Command], *, into: memoryview | None = None
+    ) -> list[Any]:
+        first, *rest = (self._answer(*command) for command in commands)
+        if into is None:
+            return [first, *rest]
+        for part in rest:
+            kept = (part or b"")[: into.nbytes]  # what exceeds the buffer is dropped
+            into[: len(kept)] = kept
+            into = into[len(kept) :]
+        return [first, *(None if part is None else len(part) for part in rest)]
 
     def _answer(self, name: object, _key: object, *fields: object) -> Any:
         found = [self.fields.get(str(_text(field)).encode()) for field in fields]
@@ -153,6 +164,47 @@ def _blob(data: bytes) -> None:
     redis = cast("Client", _Redis(fields))
     asyncio.run(blobs.read(redis, "update", into, digest=wanted.digest(), chunks=None))
     assert into.digest() == wanted.digest()
+
+
+# encoded updates
+
+_ENCODED = layout_of(parameters=300, buffers=2, integers=1)
+_FORMATS = tuple(
+    f"{name}{frame}"
+    for name in ("f32", "bf16", "int8", "int4", "topk:0.1", "topk:1")
+    for frame in ("", "+zstd")
+)
+
+
+def _sent() -> list[dict[str, Any]]:
+    model = Model(_ENCODED)
+    model.floats[:] = np.linspace(-1, 1, _ENCODED.floats)
+    model.integers[:] = 7
+    encoded = ((name, format_of(name).encoded(model)) for name in _FORMATS)
+    return [{"format": name, "bytes": data.tobytes()} for name, data in encoded]
+
+
+def _update(data: bytes) -> None:
+    """The updater decodes what a trainer sent: into a model, or it has a reason of the table."""
+    try:
+        said = _unpacked_bytes(data)
+    except (ValueError, TypeError, msgpack.UnpackException):
+        return  # no message
+    name, sent = (said.get("format"), said.get("bytes")) if isinstance(said, dict) else (0, 0)
+    if not isinstance(name, str) or not isinstance(sent, bytes):
+        return
+    into = Model(_ENCODED)
+    try:
+        how = format_of(name)
+        how.decode(np.frombuffer(sent, np.uint8), into)
+    except Undecodable as error:
+        if error.reason not in reasons.REFUSED:
+            raise AssertionError(f"no reason: {error.reason}") from error
+        raise
+    # Whatever can be decoded says the same when it is decoded again.
+    again = Model(_ENCODED)
+    how.decode(np.frombuffer(sent, np.uint8), again)
+    assert again.digest() == into.digest()
 
 
 # workspaces
