@@ -14,7 +14,7 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.link import Bulks
 from tests.support import wait_until
 
-LONG = bytes(range(256)) * 1024  # 256 KiB: received past the staging buffer
+LONG = bytes(range(256)) * 320  # 80 KiB: received past the staging buffer
 
 
 def received(stream: bytes, expected: int, into: bytearray, step: int) -> list[Any]:
@@ -23,7 +23,7 @@ def received(stream: bytes, expected: int, into: bytearray, step: int) -> list[A
     at = 0
     while at < len(stream):
         room = bulks.room
-        piece = stream[at : at + step if room is None else min(step, len(room))]
+        piece = stream[at : at + (step if room is None else min(step, len(room)))]
         if room is None:
             bulks.feed(memoryview(piece))
         else:
