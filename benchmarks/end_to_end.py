@@ -1,11 +1,12 @@
 """End to end: updates per second through every service, next to a bare loop.
 
-    python -m benchmarks.end_to_end [--runs 5] [--sizes 61706,11000000]
+    python -m benchmarks.end_to_end [--runs 5] [--sizes 61706,11000000] [--in-flight 4,16]
 
-Two trainers return the model without training, with four tasks in flight. Each run measures the
-bare loop and then the pipeline, each with a new Redis; the ratio within a run is what counts,
-because machines are noisy. Also measured: processor time per process, the updater's seconds by
-part, and peak memory.
+Two trainers return the model without training, with four tasks in flight unless told otherwise.
+Each run measures the bare loop and then the pipeline, each with a new Redis; the ratio within a run
+is what counts, because machines are noisy. Also measured: processor time per process and of all of
+them, the updater's seconds by part, peak memory, and with one small task at a time how long a task
+takes from its trigger to its version.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,8 @@ from fedstream.local.redis_server import RedisServer
 RESULTS = Path(__file__).parent / "results"
 ROLES = ("coordinator", "scheduler", "updater", "trainer-1", "trainer-2")
 IN_FLIGHT = 4
+UNLOADED = 300  # versions with one task at a time
+UNLOADED_MS = 5.0  # from trigger to version then, at most
 RATIO = 0.6  # of the bare loop's updates per second, at least
 REDIS_MB = 10  # Redis itself and everything but models: streams, counts, connection buffers
 PARTS = ("fetch", "check", "mix", "digest", "journal", "publish")
@@ -51,6 +55,7 @@ class Pipeline:
         journal: Path,
         sync: str = "interval",
         task: str = "benchmarks.echo:task",
+        in_flight: int = IN_FLIGHT,
     ) -> None:
         """``sync`` is the journal's sync setting; 'none': keep no journal."""
         self._recorded = sync != "none"
@@ -64,7 +69,7 @@ class Pipeline:
             "FEDSTREAM_JOURNAL__SYNC": sync if self._recorded else "never",
             "FEDSTREAM_JOURNAL__KEEP_BYTES": str(1 << 30),
             "FEDSTREAM_SCHEDULER__POLICY__KIND": "in_flight",
-            "FEDSTREAM_SCHEDULER__POLICY__N": str(IN_FLIGHT),
+            "FEDSTREAM_SCHEDULER__POLICY__N": str(in_flight),
         }
         self._client = redis.Redis.from_url(url)
         self._head = "fedstream:{demo}:head"
@@ -93,11 +98,10 @@ class Pipeline:
             parts_end = self._parts()
             done = end[0] - begin[0]
             memory = self._client.info("memory")
+            cpu_ms = {name: 1000 * (cpu_end[name] - cpu_begin[name]) / done for name in cpu_begin}
             return {
                 "updates_per_s": done / (end[1] - begin[1]),
-                "cpu_ms_per_update": {
-                    name: 1000 * (cpu_end[name] - cpu_begin[name]) / done for name in cpu_begin
-                },
+                "cpu_ms_per_update": cpu_ms | {"all": sum(cpu_ms.values())},
                 "updater_ms_per_update": {
                     part: 1000 * (parts_end[part] - parts_begin[part]) / done for part in PARTS
                 },
@@ -168,23 +172,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=5, help="pairs to measure per size")
     parser.add_argument("--sizes", default="61706,11000000", help="numbers of parameters")
+    parser.add_argument("--in-flight", default=str(IN_FLIGHT), help="numbers of tasks in flight")
     options = parser.parse_args()
-    results: dict[str, Any] = {"machine": machine.described(), "sizes": {}}
-    for size in (int(part) for part in options.sizes.split(",")):
-        small = size < 1_000_000
+    results: dict[str, Any] = {"machine": machine.described(), "measured": []}
+    for size, in_flight in product(_numbers(options.sizes), _numbers(options.in_flight)):
         runs = []
         for _ in range(options.runs):
-            with RedisServer() as server:
-                yardstick = bare.updates_per_second(server.url, size, 1500 if small else 25)
-            with RedisServer() as server, tempfile.TemporaryDirectory() as journal:
-                run = Pipeline(server.url, size, 2000 if small else 40, Path(journal)).measure()
-            run |= {"bare_updates_per_s": yardstick, "ratio": run["updates_per_s"] / yardstick}
-            runs.append(run)
-            print(f"{size:>11,}: {run['updates_per_s']:8.1f}/s  bare {yardstick:8.1f}/s  "
-                  f"ratio {run['ratio']:.2f}", flush=True)  # fmt: skip
+            runs.append(run := _run(size, in_flight))
+            print(f"{size:>11,}, {in_flight} in flight: {run['updates_per_s']:8.1f}/s  "
+                  f"bare {run['bare_updates_per_s']:8.1f}/s  ratio {run['ratio']:.2f}  "
+                  f"processor {run['cpu_ms_per_update']['all']:.2f} ms", flush=True)  # fmt: skip
         kept = max(run.pop("kept") for run in runs)
-        results["sizes"][str(size)] = {"median": _median(runs), "runs": runs, "kept": kept}
-        print(json.dumps(results["sizes"][str(size)]["median"], indent=2), flush=True)
+        found = {"parameters": size, "in_flight": in_flight, "kept": kept}
+        results["measured"].append(found | {"median": _median(runs), "runs": runs})
+        print(json.dumps(results["measured"][-1]["median"], indent=2), flush=True)
     for line in _verdicts(results):
         print(line)
     RESULTS.mkdir(exist_ok=True)
@@ -193,16 +194,41 @@ def main() -> None:
     print(f"written to {RESULTS}/end_to_end.json and .md")
 
 
+def _numbers(text: str) -> list[int]:
+    return [int(part) for part in text.split(",")]
+
+
+def _run(size: int, in_flight: int) -> dict[str, Any]:
+    """Measure the bare loop, the pipeline, and one small task at a time, each once."""
+    small = size < 1_000_000
+    with RedisServer() as server:
+        yardstick = bare.updates_per_second(server.url, size, 1500 if small else 25, in_flight)
+    run = _pipeline(size, 2000 if small else 40, in_flight)
+    run |= {"bare_updates_per_s": yardstick, "ratio": run["updates_per_s"] / yardstick}
+    if small:
+        run["unloaded_ms"] = _pipeline(size, UNLOADED, in_flight=1)["trigger_to_version_ms"]
+    return run
+
+
+def _pipeline(size: int, versions: int, in_flight: int) -> dict[str, Any]:
+    with RedisServer() as server, tempfile.TemporaryDirectory() as journal:
+        folder = Path(journal)
+        return Pipeline(server.url, size, versions, folder, in_flight=in_flight).measure()
+
+
 def _verdicts(results: dict[str, Any]) -> list[str]:
     """One line per bound: the bound, the measured value, and whether it was held."""
     lines = []
-    for size, found in results["sizes"].items():
-        median, model_mb = found["median"], 4 * int(size) / 1e6
+    for found in results["measured"]:
+        size, median = found["parameters"], found["median"]
+        model_mb = 4 * size / 1e6
         # There are no workspaces. Queued updates count as tasks in flight. Finished updates stay
         # until they are on disk, which is at most the bytes of two syncs.
-        retained = -(-2 * (64 << 20) // (4 * int(size)))
-        models = IN_FLIGHT + retained + found["kept"] + 2
+        retained = -(-2 * (64 << 20) // (4 * size))
+        models = found["in_flight"] + retained + found["kept"] + 2
+        unloaded = median.get("unloaded_ms", 0.0)  # of small models only
         for what, reached, bound, is_enough in (
+            ("trigger to version, unloaded, ms", unloaded, UNLOADED_MS, unloaded <= UNLOADED_MS),
             ("ratio to the bare loop", median["ratio"], RATIO, median["ratio"] >= RATIO),
             (
                 "updater's peak, MB", median["updater_peak_mb"], 4 * model_mb + 350,
@@ -214,8 +240,14 @@ def _verdicts(results: dict[str, Any]) -> list[str]:
             ),
         ):  # fmt: skip
             verdict = "held" if is_enough else "MISSED"
-            lines.append(f"{int(size):>11,}: {what}: {reached:.2f}, bound {bound:.2f}: {verdict}")
+            lines.append(
+                f"{_about(found):>25}: {what}: {reached:.2f}, bound {bound:.2f}: {verdict}"
+            )
     return lines
+
+
+def _about(found: dict[str, Any]) -> str:
+    return f"{found['parameters']:,}, {found['in_flight']} in flight"
 
 
 def _table(results: dict[str, Any]) -> str:
@@ -223,33 +255,34 @@ def _table(results: dict[str, Any]) -> str:
     about = ", ".join(f"{name} {value}" for name, value in results["machine"].items())
     lines = [
         "# End to end, without training", "",
-        "`make bench`: two trainers that return the model as it came, four tasks in flight, next",
-        "to a bare loop, each with a new Redis. Medians; the ratios are of pairs measured one",
-        "after the other.", "", about, "",
+        "`make bench`: two trainers that return the model as it came, next to a bare loop, each",
+        "with a new Redis. Medians; the ratios are of pairs measured one after the other.",
+        "", about, "",
         "| parameters | updates/s | bare loop | ratio | every run's ratio |",
         "|---|---|---|---|---|",
     ]  # fmt: skip
-    for size, found in results["sizes"].items():
+    for found in results["measured"]:
         median, ratios = found["median"], [f"{run['ratio']:.2f}" for run in found["runs"]]
         lines.append(
-            f"| {int(size):,} | {median['updates_per_s']:.1f} | {median['bare_updates_per_s']:.1f} "
-            f"| {median['ratio']:.2f} | {', '.join(ratios)} |"
+            f"| {_about(found)} | {median['updates_per_s']:.1f} "
+            f"| {median['bare_updates_per_s']:.1f} | {median['ratio']:.2f} | {', '.join(ratios)} |"
         )
-    sizes = [f"{int(size):,}" for size in results["sizes"]]
+    sizes = [_about(found) for found in results["measured"]]
     lines += ["", "What an update costs, in ms:", "", f"| | {' | '.join(sizes)} |"]
     lines.append("|---" * (len(sizes) + 1) + "|")
-    medians = [found["median"] for found in results["sizes"].values()]
+    medians = [found["median"] for found in results["measured"]]
     rows = {f"processor, {n}": ("cpu_ms_per_update", n) for n in medians[0]["cpu_ms_per_update"]}
     rows |= {f"updater's clock, {part}": ("updater_ms_per_update", part) for part in PARTS}
     for name, (group, key) in rows.items():
         lines.append(f"| {name} | " + " | ".join(f"{m[group][key]:.2f}" for m in medians) + " |")
     for name, key in (
         ("trigger to version, six hops, ms", "trigger_to_version_ms"),
+        ("trigger to version, one task at a time, ms", "unloaded_ms"),
         ("updater's peak, MB", "updater_peak_mb"),
         ("trainer's peak, MB", "trainer_peak_mb"),
         ("Redis's peak, MB", "redis_peak_mb"),
     ):
-        lines.append(f"| {name} | " + " | ".join(f"{m[key]:.1f}" for m in medians) + " |")
+        lines.append(f"| {name} | " + " | ".join(f"{m.get(key, 0):.1f}" for m in medians) + " |")
     lines += ["", "```", *_verdicts(results), "```"]
     return "\n".join(lines) + "\n"
 
