@@ -40,6 +40,7 @@ from fedstream.strategies import (
 )
 from fedstream.strategies.staleness import Polynomial, StepAlpha
 from fedstream.wire import format_of
+from fedstream.wire.given import given
 from tests.support import layout_of
 
 LAYOUT = layout_of(4)
@@ -73,6 +74,7 @@ class Scribe:
         self.stored: dict[int, str] = {}  # device -> segment with its vector
         model = self.drawn()
         self.digests = {0: model.digest()}  # version -> digest
+        self.given: dict[int, str] = {}  # the same as devices are given it, if that is encoded
         self.progress = Progress(State(0, model))
         about: dict[str, Any] = {
             "epoch": 1, "number": 0, "lineage": "line-1", "run": "demo", "task": "digits",
@@ -227,7 +229,8 @@ class Scribe:
         n, tau = self.records, max(0, self.version - late)
         about: dict[str, Any] = {
             "task": f"task-{n}", "attempt": "a1", "device": n % 10 if device is None else device,
-            "trainer": "t", "tau": tau, "base": self.digests.get(tau, "unknown"),
+            "trainer": "t", "tau": tau,
+            "base": self.given.get(tau, self.digests.get(tau, "unknown")),
             "layout": self.layout.signature, "digest": sent.digest(), "size": sent.buffer.nbytes,
             "samples": 10 + n % 3, "steps": 5, "lr": 0.1, "loss": 0.5,
             "sends": self.strategy.build().sends,
@@ -239,8 +242,14 @@ class Scribe:
         self.progress = step.after
         if step.made is None:
             return {"version": self.version}
-        self.digests[self.version] = step.after.state.model.digest()
-        return {"version": self.version, "digest": self.digests[self.version]}
+        model, how = step.after.state.model, format_of(self.head.format)
+        self.digests[self.version] = model.digest()
+        made = {"version": self.version, "digest": self.digests[self.version]}
+        if how.is_plain:
+            return made
+        sends = self.strategy.build().sends
+        self.given[self.version] = given(model, how, version=self.version, sends=sends).digest
+        return made | {"given": self.given[self.version]}
 
     def _taken(self, upload: Upload, sent: Payload, **about: Any) -> Taken:
         about.setdefault("version", self.version)
@@ -254,7 +263,8 @@ class Scribe:
 
 
 def write_golden() -> None:
-    """A small journal of each strategy, of each wire format, and one with quarantines.
+    """A small journal of each strategy, of each wire format of updates and models, and one with
+    quarantines.
 
     With the digests of their versions.
 
@@ -277,13 +287,16 @@ def write_golden() -> None:
         )  # fmt: skip
     journals["wire-scaffold"] = ScaffoldSettings(buffer_size=3), "int4"
     journals["wire-zstd"] = FedAsyncSettings(), "int8+zstd"
+    models = {"models-int8": "int8", "models-nearest": "bf16+zstd"}
+    journals["models-int8"] = FedAsyncSettings(), "bf16"
+    journals["models-nearest"] = FedBuffSettings(buffer_size=3), "int4"
     for name, (rule, how) in journals.items():
         if (GOLDEN / name).exists():
             continue
         encoded = how != "f32"
         layout = layout_of(300, 2, 1) if encoded else layout_of(5, 2, 1)  # two blocks
         layout = layout.with_controls() if rule.build().controls else layout
-        scribe = Scribe(GOLDEN / name, rule, layout=layout)
+        scribe = Scribe(GOLDEN / name, rule, layout=layout, format=models.get(name, "f32"))
         for n in range(12):
             late = n % 4 // 3 if name == "fedavg" else n % 5
             # The others of the same run send float32.

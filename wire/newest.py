@@ -25,6 +25,13 @@ async def read_newest(client: Client, keys: Keys, head: Head, into: Model) -> No
     )  # fmt: skip
 
 
+def as_given(head: Head) -> dict[str, str]:
+    """What a file with the newest model says of it besides the version's digest: is it a copy?"""
+    if head.encoded is None:
+        return {}
+    return {"format": head.encoded.format, "given": head.encoded.digest}
+
+
 async def read_model(
     client: Client,
     key: str,

@@ -21,7 +21,7 @@ from fedstream.observe.history import History
 from fedstream.observe.observer import Observer
 from fedstream.runtime.plugins import words
 from fedstream.settings.recording import CONFIG
-from fedstream.wire.newest import read_newest
+from fedstream.wire.newest import as_given, read_newest
 
 LOGS = "logs"
 
@@ -96,7 +96,7 @@ def write(
         about = {
             "version": str(view.head.version), "digest": view.head.digest,
             "run": settings.run.name, "task": settings.task.name,
-        }  # fmt: skip
+        } | as_given(view.head)  # fmt: skip
         report.write_model(out, model, subject.module, about)
         yield report.MODEL
         if settings.evaluator.per_device != "never":

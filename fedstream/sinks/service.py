@@ -30,7 +30,7 @@ from fedstream.runtime.backoff import pause
 from fedstream.runtime.service import Context, repeat
 from fedstream.sinks.feed import Feed, counted, tasks_of
 from fedstream.sinks.sink import PointKind, Reached, Sink, SinkSettings, TrackedRun, TrackedValue
-from fedstream.wire.newest import read_newest
+from fedstream.wire.newest import as_given, read_newest
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -316,5 +316,5 @@ def _file_of(model: Model | None, head: Head, run: str) -> Iterator[Path | None]
     with tempfile.TemporaryDirectory(prefix="fedstream-model-") as folder:
         file = Path(folder) / "model.safetensors"
         about = {"version": str(head.version), "digest": head.digest, "run": run}
-        safetensors.save_file(model.tensors(), file, about)
+        safetensors.save_file(model.tensors(), file, about | as_given(head))
         yield file
