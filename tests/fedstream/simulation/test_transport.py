@@ -20,11 +20,11 @@ from fedstream.settings.config import read
 from fedstream.simulation import Arrival, plan
 from fedstream.strategies import State
 from fedstream.trainer import vector
-from fedstream.trainer.answer import as_sent
-from fedstream.trainer.compression import NoCompression
+from fedstream.trainer.learner import Learner
 from fedstream.trainer.solvers import Trained, Work
+from fedstream.trainer.start import Start
 from fedstream.trainer.task import initial, measured
-from fedstream.wire import Undecodable, fed_back, format_of
+from fedstream.wire import Undecodable, format_of
 from tests.fedstream.simulation.test_simulation import AFA, DEVICES, RULES, SCAFFOLD, Small, run
 
 if TYPE_CHECKING:
@@ -38,13 +38,13 @@ PARAMETERS = 18  # of Small's model
 
 
 def by_hand(*sets: str, update: str, model: str) -> tuple[Model, dict[int, Floats]]:
-    """What server and devices compute, as in a live run: the model, and what devices remember."""
+    """What the live trainer's code and the rule compute: the model, and what devices remember."""
     settings = read(None, list(sets))
     task, rule = Small(), settings.rule.build(DEVICES)
     sent, published = format_of(update), format_of(model)
     progress = Progress(State(0, initial(task, settings.run.seed, controls=rule.controls)))
     layout, memory = progress.state.model.layout, dict[int, np.ndarray]()
-    module = task.model()
+    trainer = Learner(lambda: task, 1, "cpu")
 
     def given() -> tuple[int, Model]:
         """What devices get of the newest version."""
@@ -65,16 +65,13 @@ def by_hand(*sets: str, update: str, model: str) -> tuple[Model, dict[int, Float
             steps=event.steps, epochs=event.epochs, solver=settings.solver, cancelled=lambda: False,
             control=base.controls if rule.controls else None, device_control=c_i,
         )  # fmt: skip
-        vector.load(base, module)
-        trained = task.train(module, task.device_data(event.device), work)
-        answer = Model(layout)
-        vector.read(module, answer)
-        trained = as_sent(trained, answer, base, c_i, rule.sends, NoCompression())
-        if sent.of_changes:
-            _, memory[event.device] = fed_back(answer, memory.get(event.device), sent)
-        else:
-            seed = event.seed if rule.sends == "model" else None
-            sent.decode(sent.encoded(answer, seed=seed), answer)
+        answer, start = Model(layout), Start(version, "none", base, c_i)
+        learned = trainer.train(start, work, answer, rule.sends, sent, memory.get(event.device))
+        if learned.unsent is not None:
+            memory[event.device] = learned.unsent
+        if not sent.is_plain:
+            sent.decode(learned.update.buffer, answer)
+        trained = learned.trained
         upload = Upload(
             task=f"task-{event.n}", attempt="1", device=event.device, trainer="t", tau=version,
             base="none", layout=layout.signature, digest="none", size=1, samples=trained.samples,
@@ -98,7 +95,7 @@ def by_hand(*sets: str, update: str, model: str) -> tuple[Model, dict[int, Float
         (SCAFFOLD, "int4+zstd", "bf16"),
     ],
 )
-def test_simulation_computes_what_server_and_devices_do(
+def test_simulation_computes_what_trainers_and_rule_do(
     sets: tuple[str, ...], update: str, model: str
 ) -> None:
     about = (
