@@ -76,6 +76,8 @@ class Cell:
     paper: float | None = None
     repeats: int | None = None
     """None: as many as the experiment's"""
+    beside: str | None = None
+    """label of the cell that it is compared with, repeat by repeat"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,6 +232,24 @@ class Results:
         """The mean curve's y at x = ``value``, interpolated linearly between kept versions."""
         xs, ys, _ = self.curve(cell, x, y)
         return float(np.interp(value, xs, ys))
+
+    def late(self, cell: str, y: str) -> dict[int, float]:
+        """Each repeat's mean of y over the last third of the measurements, by repeat.
+
+        A single measurement says more about its moment than about its cell.
+        """
+        found = {row.repeat: self.curves[cell, row.repeat][y] for row in self.of(cell)}
+        return {n: float(values[-max(1, len(values) // 3) :].mean()) for n, values in found.items()}
+
+    def differences(self, cell: str, other: str, y: str) -> Series:
+        """What a cell's late y is above another's, for every repeat that both have.
+
+        Raises ConfigError if there is none.
+        """
+        here, there = self.late(cell, y), self.late(other, y)
+        if not here.keys() & there.keys():
+            raise ConfigError(f"no repeat of both {cell!r} and {other!r}")
+        return np.array([here[n] - there[n] for n in here if n in there])
 
 
 def falling(results: Results, cell: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
@@ -16,12 +16,15 @@ from fedstream.experiments.reproduction import (
     Panel,
     Picture,
     Results,
+    Series,
     SweepPanel,
     TooShort,
 )
 from fedstream.observe.curves import STYLE
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
 
@@ -105,7 +108,8 @@ def table(experiment: Experiment, results: Results) -> str:
             f"| {spread(results, cell.label, 'last')} | {difference} | {len(runs)}"
             f"{f' ({failed} diverged)' if failed else ''} |"
         )
-    lines += ["", *_agreement(experiment, results, far), *_claims(experiment, results)]
+    lines += ["", *_agreement(experiment, results, far), *_beside(experiment, results)]
+    lines += _claims(experiment, results)
     return "\n".join(lines).rstrip() + "\n"
 
 
@@ -133,6 +137,32 @@ def _agreement(experiment: Experiment, results: Results, far: set[str]) -> list[
     return [f"{said}{'; not: ' + '; '.join(sorted(far)) if far else ''}.", ""]
 
 
+def _beside(experiment: Experiment, results: Results) -> list[str]:
+    """The cells that are compared with others, repeat by repeat; nothing if there are none."""
+    of = experiment.metric
+    pairs = [
+        (cell, cell.beside)
+        for cell in experiment.cells
+        if cell.beside is not None and results.of(cell.label) and results.of(cell.beside)
+    ]
+    if not pairs:
+        return []
+    found = [
+        f"| {cell.label} | {mean_and_deviation(list(results.late(cell.label, of).values()))} "
+        f"| {other} | {mean_and_deviation(list(results.late(other, of).values()))} "
+        f"| {mean_and_deviation(results.differences(cell.label, other, of), sign='+')} |"
+        for cell, other in pairs
+    ]
+    said = (
+        f"{of[0].upper()}{of[1:]} over the last third of the measurements, mean ± standard "
+        "deviation over the repeats. Differences are between repeats of the same number."
+    )
+    return [
+        "## Repeat by repeat", "", said, "",
+        "| cell | late | beside | late | difference |", "|---|---|---|---|---|", *found, "",
+    ]  # fmt: skip
+
+
 def _claims(experiment: Experiment, results: Results) -> list[str]:
     if absent := missing(experiment, results):
         return ["## Claims", "", f"Not judged: {len(absent)} cells were not run yet."]
@@ -155,6 +185,16 @@ def spread(results: Results, cell: str, of: Of) -> str:
     """Mean and deviation."""
     mean, deviation = results.mean(cell, of), results.deviation(cell, of)
     return _figure(mean) + ("" if math.isnan(deviation) else f" ± {_figure(deviation)}")
+
+
+def mean_and_deviation(values: Sequence[float] | Series, *, sign: Literal["", "+"] = "") -> str:
+    """Mean and deviation of some values, with four decimal places; only the mean of a single one.
+
+    ``sign``: '+' for differences.
+    """
+    deviation = f" ± {np.std(values, ddof=1):.4f}" if len(values) > 1 else ""
+    mean = round(float(np.mean(values)), 4) + 0.0  # which turns -0.0 into 0.0
+    return f"{mean:{sign}.4f}{deviation}"
 
 
 def _figure(value: float) -> str:

@@ -40,7 +40,7 @@ from fedstream.experiments.running import (
     run_job,
     thinned,
 )
-from fedstream.experiments.showing import DIFFERENCES, TABLE, show, table
+from fedstream.experiments.showing import DIFFERENCES, TABLE, mean_and_deviation, show, table
 from fedstream.simulation import VersionMade
 
 TASK = """
@@ -307,6 +307,44 @@ def test_cell_outside_the_tolerance_is_named(tiny: Experiment, tmp_path: Path) -
     text = table(far, results)
     assert "Within 0.02 of the paper: 0 of 1 cells; not: fast." in text
     assert f"**{results.mean('fast') - 0.1:+.4f}**" in text
+
+
+def beside(accuracies: dict[str, list[list[float]]]) -> Results:
+    """Results with these measurements, a list for each repeat."""
+    rows, curves = [], {}
+    for cell, repeats in accuracies.items():
+        for repeat, values in enumerate(repeats):
+            rows.append(
+                Row(cell, repeat, 1.0, "", "finished", 9, 9, 9, 1.0, 9, 0, 1.0, 1, 1.0, 1.0)
+            )
+            curves[cell, repeat] = {"accuracy": np.array(values)}
+    return Results(rows, curves, 1.0)
+
+
+def test_cells_are_compared_repeat_by_repeat(tiny: Experiment) -> None:
+    results = beside(
+        {
+            "fast": [[0.0, 0.0, 0.0, 0.0, 0.4, 0.6], [0.0, 0.0, 0.7]],  # late: .5, .7
+            "slow": [[0.0, 0.9, 0.4], [0.0, 0.9, 0.5], [0.0, 0.9, 0.1]],
+        }
+    )
+    assert results.late("fast", "accuracy") == pytest.approx({0: 0.5, 1: 0.7})
+    np.testing.assert_allclose(results.differences("fast", "slow", "accuracy"), [0.1, 0.2])
+    fast, slow = tiny.cells
+    text = table(replace(tiny, cells=(replace(fast, beside="slow"), slow), claims=claims), results)
+    row = "| fast | 0.6000 ± 0.1414 | slow | 0.3333 ± 0.2082 | +0.1500 ± 0.0707 |"
+    assert row in text.splitlines()
+    assert "## Repeat by repeat" not in table(tiny, results)
+
+
+def test_single_repeat_has_a_difference_without_a_deviation(tiny: Experiment) -> None:
+    results = beside({"fast": [[0.5]], "slow": [[0.75], [0.25]]})
+    fast, slow = tiny.cells
+    text = table(replace(tiny, cells=(fast, replace(slow, beside="fast"))), results)
+    assert "| slow | 0.5000 ± 0.3536 | fast | 0.5000 | +0.2500 |" in text.splitlines()
+    assert mean_and_deviation([-1e-9], sign="+") == "+0.0000"
+    with pytest.raises(ConfigError, match="no repeat of both 'slow' and 'none'"):
+        results.differences("slow", "none", "accuracy")
 
 
 def test_curves_are_thinned_and_average_losses_in_between() -> None:
