@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import subprocess
@@ -49,6 +50,17 @@ _run_numbers = count(1)
 def pytest_configure(config: pytest.Config) -> None:
     """Nobody starts a process unmarked."""
     config.pluginmanager.register(Processes())
+
+
+def pytest_collection() -> None:
+    """Collects tests but no garbage: there is none, and to look for it doubles the time."""
+    gc.disable()
+
+
+def pytest_collection_finish() -> None:
+    """Whatever there is by now stays."""
+    gc.freeze()
+    gc.enable()
 
 
 def _versions() -> dict[str, Path]:
