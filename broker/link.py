@@ -7,6 +7,7 @@ replies there are. A model's bytes are received where they belong, without a cop
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections.abc import Callable, Sequence
 from math import inf
 from typing import Any, cast
@@ -18,6 +19,7 @@ from fedstream.broker.errors import ReplyTooLarge
 
 READ = 1 << 18  # bytes taken from a connection at once
 _STAGED = 1 << 16  # the same while bulks are received; what is beyond goes straight to its place
+_SENT = 1 << 20  # bytes that the system takes at once: a chunk
 _LINE = 1 << 16  # bytes of a line at most; none of Redis's is nearly as long
 _NOT_YET = object()
 _END = b"\r\n"
@@ -131,6 +133,11 @@ class Link(asyncio.BufferedProtocol):
         self._bulks: Bulks | None = None
         self._direct = False  # the last buffer handed out was the bulks' own
         self.received = 0  # replies in the last exchange
+        sock = transport.get_extra_info("socket")
+        if sock is not None and sock.family == socket.AF_UNIX:
+            # By default it takes 200 KB, and Redis wakes up for each part of what is longer. TCP's
+            # buffers grow by themselves.
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SENT)
         transport.pause_reading()
         transport.set_protocol(self)
         transport.resume_reading()

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from typing import Any
 
 import pytest
 
-from fedstream.broker.client import Client
+from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.commands import Command
 from fedstream.broker.errors import Foreign
 from fedstream.broker.keys import Keys
 from fedstream.broker.link import Bulks
+from fedstream.local.redis_server import RedisServer
 from tests.support import wait_until
 
 LONG = bytes(range(256)) * 320  # 80 KiB: received past the staging buffer
@@ -104,3 +106,18 @@ async def test_closed_connection_is_noticed_while_idle(client: Client, keys: Key
         await other
     await wait_until(lambda: not link.is_open)
     assert await client.call("PING") == b"PONG"
+
+
+@pytest.mark.process
+async def test_unix_socket_takes_a_chunk_at_once() -> None:
+    """Otherwise it takes 200 KB, and Redis wakes up for each part of what is longer."""
+    with RedisServer() as server:
+        mine = Client(RedisSettings(url=server.url))
+        await mine.call("PING")
+        [link] = mine._idle
+        own = link._transport.get_extra_info("socket")
+        assert own.family == socket.AF_UNIX
+        with socket.socket(socket.AF_UNIX) as usual:
+            before = usual.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+        assert own.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) > before
+        await mine.close()
