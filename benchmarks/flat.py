@@ -107,8 +107,10 @@ class Deployment:
             alive: Any = self._client.zcard(run + "alive")
             opened: Any = self._client.hlen(run + "open")
             owned: Any = self._client.hlen(run + "owners")
+            waiting: Any = self._client.xlen(run + "triggers")  # tasks not handed out yet
             return bool(
-                alive == cell.trainers and opened >= 0.9 * cell.tasks and self._version() >= 100
+                waiting < 10
+                and alive == cell.trainers and opened >= 0.9 * cell.tasks and self._version() >= 100
                 and (not cell.owned or owned == cell.devices)
             )  # fmt: skip
 

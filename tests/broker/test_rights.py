@@ -19,14 +19,15 @@ import pytest
 from fedstream.broker import rights, scripts
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BrokerError, ConfigError
-from fedstream.broker.keys import Keys
-from fedstream.broker.messages import Dead
+from fedstream.broker.keys import POOL, Keys
+from fedstream.broker.ledger.trainer import Outbox
+from fedstream.broker.messages import Dead, Heartbeat, Presence, decode
 from fedstream.broker.scripts import Script
 from fedstream.observe import status
 from fedstream.operate import acl, presence
 from tests.broker.guarded import KEYS, OF_SITES, PASSWORDS, RUN, SITES, Guarded, guarded, needs_7
 from tests.broker.pipeline import Pipeline, finished, lines, pipeline, reached
-from tests.support import EveryRole, wait_until
+from tests.support import EveryRole, Hand, wait_until
 
 pytestmark = pytest.mark.process
 
@@ -225,6 +226,33 @@ async def test_rights_of_the_previous_release_still_work_for_devices(
         finally:
             await admin.call("ACL", "SETUSER", "updater", "+rename")
             await admin.call("DEL", KEYS.tokens, c_1, KEYS.staged(1, digest))
+
+
+@needs_7
+async def test_trainer_may_read_whether_its_list_is_on_the_register(module_redis: Guarded) -> None:
+    """And with that sends heartbeats; of another site's trainers it learns nothing."""
+    async with (
+        module_redis.client("admin") as admin,
+        module_redis.client("coordinator") as coordinator,
+        module_redis.client("trainer") as trainer,
+    ):
+        hand = Hand(coordinator, KEYS, EveryRole(coordinator, KEYS, "coordinator-1"))
+        before = set(await admin.call("KEYS", KEYS.prefix + "*"))
+        outbox, owns, said = Outbox(trainer, KEYS, POOL), tuple(range(150)), []
+        try:
+            await hand.ledger.prepare([POOL])
+            for _ in range(2):
+                assert await outbox.announce("t", owns)
+                [entry] = await hand.heard()
+                kind = decode(entry.data, Presence, Heartbeat).kind
+                said.append((kind, await hand.hear(POOL, entry)))
+            assert said == [("presence", "heard"), ("heartbeat", "heard")]
+            with pytest.raises(BrokerError, match="refuses"):
+                await trainer.call("GET", KEYS.owned("north/t"))
+            with pytest.raises(BrokerError, match="refuses"):
+                await trainer.call("SET", KEYS.owned("t"), "x")
+        finally:
+            await admin.call("DEL", *set(await admin.call("KEYS", KEYS.prefix + "*")) - before)
 
 
 @needs_7
