@@ -38,6 +38,7 @@ class Delivery:
         self._expire_s = expire_s
         self._context = context
         self._metrics = metrics
+        self._rng = random.Random()  # seeding one takes longer than sending an answer's commands
 
     async def send(
         self,
@@ -55,7 +56,7 @@ class Delivery:
         """
         key = self._keys.update(answer.blob) if isinstance(answer, Upload) else ""
         unwritten, feedback = True, tuple[str, ...]()
-        backoff = Backoff(rng=random.Random())
+        backoff = Backoff(rng=self._rng)
         while True:
             ahead: Sequence[Command] = ()
             try:
