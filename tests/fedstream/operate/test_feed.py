@@ -57,12 +57,18 @@ def live(redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path) -> Any:
     return live
 
 
-def recorded_run(folder: Path, rule: Any) -> tuple[Scribe, np.ndarray[Any, Any]]:
-    """A run with updates of every staleness, in two segments; and its version 0."""
+def recorded_run(folder: Path, rule: Any, *formats: str) -> tuple[Scribe, np.ndarray[Any, Any]]:
+    """A run with updates of every staleness, in two segments; and its version 0.
+
+    ``formats``: of the updates, by turns; none: f32.
+    """
     scribe = Scribe(folder, rule, layout=LAYOUT)
     begin = scribe.progress.state.model.floats.copy()
     for n in range(24):
-        scribe.update(late=n % 4 if isinstance(rule, FedAsyncSettings) else 0)
+        scribe.update(
+            late=n % 4 if isinstance(rule, FedAsyncSettings) else 0,
+            format=formats[n % len(formats)] if formats else "f32",
+        )
         if n == 10:
             scribe.refuse()
             scribe.segment(epoch=2)
@@ -72,11 +78,24 @@ def recorded_run(folder: Path, rule: Any) -> tuple[Scribe, np.ndarray[Any, Any]]
     return scribe, begin
 
 
-@pytest.mark.parametrize("rule", [FedAsyncSettings(), FedAvgSettings(clients_per_round=4)])
+@pytest.mark.parametrize(
+    ("rule", "formats"),
+    [
+        (FedAsyncSettings(), ()),
+        (FedAvgSettings(clients_per_round=4), ()),
+        (FedAsyncSettings(), ("int8", "f32", "bf16+zstd")),
+    ],
+)
 async def test_live_updater_makes_the_same_versions(
-    rule: Any, live: Any, redis: RedisSettings, keys: Keys, hand: Hand, tmp_path: Path
+    rule: Any,
+    formats: tuple[str, ...],
+    live: Any,
+    redis: RedisSettings,
+    keys: Keys,
+    hand: Hand,
+    tmp_path: Path,
 ) -> None:
-    scribe, begin = recorded_run(tmp_path / "journal", rule)
+    scribe, begin = recorded_run(tmp_path / "journal", rule, *formats)
     coordinator, updater = live(scribe, begin)
     feeder = Feeder(redis, keys, tmp_path / "journal", speed=1000)
     async with running(coordinator, context()), running(updater, context()):
