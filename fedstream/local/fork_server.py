@@ -182,7 +182,8 @@ def _serve_in_fork(channel: int, mask: set[signal.Signals | int]) -> NoReturn:
         nothing = os.open(os.devnull, os.O_RDWR)
         for number in (0, 1):
             os.dup2(nothing, number)
-        os.close(nothing)
+        if nothing > 2:  # else one of the standard files was closed
+            os.close(nothing)
         if not sys.flags.safe_path:
             del sys.path[0]  # a user's redis.py must not shadow ours
         os.environ.pop(parent.VARIABLE, None)
