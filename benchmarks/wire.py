@@ -100,7 +100,7 @@ def pipeline(size: int, update: str, model: str) -> dict[str, float]:
         "STRATEGY__BUFFER_SIZE": "1",
     }  # fmt: skip
     with RedisServer() as server, tempfile.TemporaryDirectory() as journal, _configured(**settings):
-        versions = 1000 if size < 1_000_000 else 30
+        versions = 600 if size < 1_000_000 else 24
         run = Pipeline(
             server.url, size, versions, Path(journal), task="benchmarks.wire:task"
         ).measure()  # fmt: skip
