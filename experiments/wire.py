@@ -82,7 +82,7 @@ def _claims(results: Results, *, cells: Sequence[Cell]) -> list[JudgedClaim]:
             JudgedClaim(
                 f"{cell.label}: at most {most:g} less accurate than float32.",
                 bool(lost.mean() >= -most),
-                f"{mean_and_deviation(lost, sign='+')} over {len(lost)} seeds.",
+                f"{mean_and_deviation(lost, sign='+')}; seeds: {len(lost)}.",
             )
         )
     return found
@@ -91,8 +91,10 @@ def _claims(results: Results, *, cells: Sequence[Cell]) -> list[JudgedClaim]:
 def _panel(strategy: str, updates: Sequence[str], low: float, high: float) -> Panel:
     return Panel(
         strategy,
-        {update: f"{strategy}, {update}" for update in ("f32", *updates)}
-        | {f"int8, models {model}": _both(strategy, model) for model in ("bf16", "int8")},
+        # Those of all strategies come first, and so have the same colours everywhere.
+        {update: f"{strategy}, {update}" for update in ("f32", *_FEDASYNC)}
+        | {f"int8, models {model}": _both(strategy, model) for model in ("bf16", "int8")}
+        | {update: f"{strategy}, {update}" for update in updates if update not in _FEDASYNC},
         x="updates",
         xlabel="updates",
         ylabel="test accuracy",
