@@ -4,16 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 
 from fedstream.broker import blobs
 from fedstream.broker.client import Client
+from fedstream.broker.encoded import Encoded
 from fedstream.broker.errors import BlobMissing
-from fedstream.broker.layout import Model
-from fedstream.broker.messages import Upload
+from fedstream.broker.layout import Layout, Model, Payload
+from fedstream.broker.messages import Upload, Version
 from fedstream.broker.records import Commit
 from fedstream.trainer.vector import layout_of
-from tests.support import Hand, context, running, wait_until
+from fedstream.wire import format_of
+from fedstream.wire.given import given, room_for
+from tests.support import Hand, context, model_of, running, wait_until
 from tests.trainer.adding import Adds, Make, answers
 
 
@@ -50,6 +54,71 @@ async def test_version_with_the_same_bits_is_another_version(hand: Hand, make: M
         last = (await answers(hand, 2))[-1]
     assert isinstance(last, Upload)
     assert last.tau == 1
+
+
+async def published(hand: Hand, number: int, name: str, *floats: float) -> Version:
+    """A version is published in a format."""
+    one = given(model_of(hand.layout, *floats), format_of(name), version=number, sends="model")
+    assert one.encoded is not None
+    version = (await hand.publish(number, *floats, write=False)).model_copy(
+        update={"format": name, "given": one.digest, "size": one.encoded.size}
+    )
+    key = hand.keys.model(version.blob)
+    await blobs.write(hand.client, key, one.payload, expire_s=60, encoded=one.encoded)
+    commit = Commit(version=version, held=(), mean_staleness=0.0)
+    assert (await hand.ledger.commit(hand.updater.token, commit)).what == "done"
+    return version
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8", "int8+zstd"])
+async def test_device_trains_from_the_copy_that_it_was_given(
+    hand: Hand, make: Make, name: str
+) -> None:
+    await hand.create()
+    values = [1.23 - n / 7 for n in range(hand.layout.floats)]
+    version = await published(hand, 1, name, *values)
+    async with running(make(), context()):
+        await hand.open()
+        await hand.dispatch()
+        [upload] = await answers(hand)
+    assert isinstance(upload, Upload)
+    assert (upload.tau, upload.base) == (1, version.given)
+    assert upload.base == await hand.ledger.given(1) != version.digest
+    copy, trained = await hand.model(version), Model(hand.layout)
+    assert 0 < np.abs(copy.floats - values).max() < 0.02
+    key = hand.keys.update(upload.blob)
+    await blobs.read(hand.client, key, trained, digest=upload.digest, chunks=upload.chunks)
+    assert trained.floats.tolist() == (copy.floats + np.float32(1)).tolist()  # as Adds does
+
+
+async def test_unknown_format_is_waited_for(
+    hand: Hand, make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of a later release: this one trains again from the next version that it can read."""
+    tried: list[str] = []
+
+    def noted(encoded: Encoded, layout: Layout) -> Payload:
+        tried.append(encoded.format)
+        return room_for(encoded, layout)
+
+    monkeypatch.setattr("fedstream.wire.newest.room_for", noted)
+    await hand.create()
+    strange = await hand.publish(1, 2.0)
+    strange = strange.model_copy(update={"format": "fp4", "given": "unknown"})
+    assert strange.encoded is not None
+    await hand.client.call("HSET", hand.keys.model(strange.blob), "encoded", strange.encoded.text)
+    commit = Commit(version=strange, held=(), mean_staleness=0.0)
+    assert (await hand.ledger.commit(hand.updater.token, commit)).what == "done"
+    async with running(make(), context()) as trainer:
+        await hand.open()
+        await hand.dispatch()
+        await wait_until(lambda: len(tried) > 1)
+        assert not trainer.done()
+        assert set(tried) == {"fp4"}
+        await hand.commit(2)
+        [upload] = await answers(hand)
+    assert isinstance(upload, Upload)
+    assert upload.tau == 2
 
 
 async def test_partially_read_model_is_never_trained_on(
