@@ -285,10 +285,11 @@ class Client:
     def _taken_over(self, connection: Connection) -> Link:
         """The link of a connection whose handshake redis-py has done."""
         reader, writer = connection._reader, connection._writer  # noqa: SLF001
-        if reader is None or writer is None or reader.at_eof():
-            raise exceptions.ConnectionError("Connection closed by server.")
+        if reader is None or writer is None or reader.at_eof() or writer.transport.is_closing():
+            raise exceptions.ConnectionError("Connection closed by server.")  # or reset
+        link = Link(writer, _AsyncHiredisParser.parse_error, self._buffer)
         connection._reader = connection._writer = None  # noqa: SLF001
-        return Link(writer, _AsyncHiredisParser.parse_error, self._buffer)
+        return link
 
     async def _opened(self, place: Address | None, options: dict[str, Any]) -> Connection:
         if place is not None and self._path is None:

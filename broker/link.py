@@ -21,6 +21,7 @@ READ = 1 << 18  # bytes taken from a connection at once
 _STAGED = 1 << 16  # the same while bulks are received; what is beyond goes straight to its place
 _SENT = 1 << 20  # bytes that the system takes at once: a chunk
 _LINE = 1 << 16  # bytes of a line at most; none of Redis's is nearly as long
+_CLOSED = "Connection closed by server."
 _NOT_YET = object()
 _END = b"\r\n"
 
@@ -163,6 +164,8 @@ class Link(asyncio.BufferedProtocol):
         Raises TimeoutError after ``seconds``, ReplyTooLarge, or OSError: the connection must then
         be aborted, as also if this is cancelled.
         """
+        if not self.is_open:  # nothing would ever tell us so again
+            raise ConnectionError(_CLOSED)
         loop = asyncio.get_running_loop()
         self._waiter = waiter = loop.create_future()
         self._expected, self._left = expected, most
@@ -236,11 +239,11 @@ class Link(asyncio.BufferedProtocol):
 
     def eof_received(self) -> None:
         """Redis has closed the connection."""
-        self._fail(ConnectionError("Connection closed by server."))
+        self._fail(ConnectionError(_CLOSED))
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is closed."""
-        self._fail(exc or ConnectionError("Connection closed by server."))
+        self._fail(exc or ConnectionError(_CLOSED))
 
     def _fail(self, error: Exception) -> None:
         if self._waiter is not None and not self._waiter.done():

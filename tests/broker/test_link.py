@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import struct
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+import uvloop
+from redis.asyncio.connection import Connection
 
-from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.client import Client, RedisSettings, _transport
 from fedstream.broker.commands import Command
-from fedstream.broker.errors import Foreign
+from fedstream.broker.errors import Foreign, Unavailable
 from fedstream.broker.keys import Keys
 from fedstream.broker.link import Bulks
+from fedstream.broker.places import Address
 from fedstream.local.redis_server import RedisServer
 from tests.support import wait_until
 
@@ -93,6 +98,41 @@ async def test_connection_that_says_something_unasked_is_not_used_again(client: 
     link.buffer_updated(7)
     assert not link.is_open
     assert await client.call("ECHO", "mine") == b"mine"
+
+
+async def test_exchange_on_a_closed_connection_fails_at_once(client: Client) -> None:
+    await client.call("PING")
+    [link] = client._idle
+    link.abort()
+    await asyncio.sleep(0)  # its protocol has been told, and is not told again
+    with pytest.raises(ConnectionError, match="closed"):
+        await link.exchange([b"*1\r\n$4\r\nPING\r\n"], 1, seconds=1)
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_connection_that_is_reset_after_its_handshake_is_unavailable(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    async def reset(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        linger = struct.pack("ii", 1, 0)  # at once, which is a reset
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        writer.transport.abort()
+
+    class Slow(Client):
+        async def _opened(self, place: Address | None, options: dict[str, Any]) -> Connection:
+            connection = await super()._opened(place, options)
+            await wait_until(_transport(connection).is_closing)
+            return connection
+
+    async def ask() -> None:
+        async with await asyncio.start_server(reset, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            mine = Slow(RedisSettings(url=f"redis://127.0.0.1:{port}", timeout_s=2))
+            with pytest.raises(Unavailable, match="Connection closed by server"):
+                await mine.call("PING")
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(ask())
 
 
 async def test_closed_connection_is_noticed_while_idle(client: Client, keys: Keys) -> None:
