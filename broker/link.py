@@ -166,6 +166,8 @@ class Link(asyncio.BufferedProtocol):
         """
         if not self.is_open:  # nothing would ever tell us so again
             raise ConnectionError(_CLOSED)
+        if not expected:
+            return []
         loop = asyncio.get_running_loop()
         self._waiter = waiter = loop.create_future()
         self._expected, self._left = expected, most
@@ -235,6 +237,8 @@ class Link(asyncio.BufferedProtocol):
             if reply is _NOT_YET:
                 return False
             replies.append(reply)
+        if reader.has_data():
+            raise ValueError("more replies than commands")
         return True
 
     def eof_received(self) -> None:

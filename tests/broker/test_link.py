@@ -100,9 +100,25 @@ async def test_connection_that_says_something_unasked_is_not_used_again(client: 
     assert await client.call("ECHO", "mine") == b"mine"
 
 
+async def test_surplus_reply_in_the_same_read_is_not_the_next_callers(
+    client: Client, keys: Keys
+) -> None:
+    await client.call("PING")
+    [link] = client._idle
+    waiting = asyncio.create_task(client.call("BLPOP", keys.run, 5, wait_s=5))
+    await wait_until(lambda: not client._idle)
+    link.get_buffer(-1)[:14] = b"+PONG\r\n+PONG\r\n"
+    link.buffer_updated(14)
+    with pytest.raises(Unavailable, match="more replies than commands"):
+        await waiting
+    assert not link.is_open
+    assert await client.call("ECHO", "mine") == b"mine"
+
+
 async def test_exchange_on_a_closed_connection_fails_at_once(client: Client) -> None:
     await client.call("PING")
     [link] = client._idle
+    assert await link.exchange([], 0, seconds=1) == []
     link.abort()
     await asyncio.sleep(0)  # its protocol has been told, and is not told again
     with pytest.raises(ConnectionError, match="closed"):
