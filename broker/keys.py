@@ -83,7 +83,10 @@ class Keys:
         return f"{self.tasks}:{owner if '/' in owner else f'{POOL}/{owner}'}"
 
     def owned(self, trainer: str) -> str:
-        """The digest of the list of devices registered for a trainer (see :func:`member`)."""
+        """The digest of the list of devices registered for a trainer (see :func:`member`).
+
+        Before it, until when heartbeats may do for the list, in ms since 1970.
+        """
         return f"{self.prefix}owned:{trainer if '/' in trainer else f'{POOL}/{trainer}'}"
 
     def leader(self, role: str) -> str:

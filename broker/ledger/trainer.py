@@ -102,7 +102,7 @@ class Outbox:
         )
         if waiting > _UNHEARD:
             return False
-        if digest is not None and noted == [digest.encode()]:
+        if digest is not None and (noted[0] or b"").partition(b" ")[2] == digest.encode():
             await self.say(Heartbeat(trainer=trainer, owns=digest, device=device, answers=answers))
             return True
         await self.say(

@@ -6,7 +6,7 @@
 -- events.
 --
 -- If the trainer gives a digest of its list, and a repetition would change nothing, the digest is
--- noted for a while (`owned`): until then heartbeats will do.
+-- noted (`owned`): while the note is there, heartbeats will do. See `note_list`.
 --
 -- Tasks for its new devices that are still unclaimed in the pool move to it: they were dispatched
 -- before it came, and no other trainer has the data.
@@ -98,7 +98,7 @@ end
 
 note_devices(changed)
 if a.digest and not waits then
-  redis.call('SET', key.owned, a.digest, 'PX', LIST_HOLDS_MS)
+  note_list(a.digest, now_ms() + LIST_HOLDS_MS)
 else
   redis.call('UNLINK', key.owned)
 end

@@ -1,7 +1,8 @@
 -- keys: stream alive owners working owned counts rates
 -- Hears from a trainer whose devices are on the register, with the list that it names by its digest.
--- If they aren't, or somebody else's list took its place, the note is withdrawn by which a trainer
--- knows that heartbeats will do: then it sends its list. ARGV: the heartbeat, what to keep of it.
+-- Then the note lives on by which the trainer knows that heartbeats will do. If they aren't, or
+-- another list took its place, the note is withdrawn: then the trainer sends its list. ARGV: the
+-- heartbeat, what to keep of it.
 local a = cmsgpack.unpack(ARGV[1])
 guard()
 if not take(key.stream, a.group, a.entry) then return 'repeated' end
@@ -17,6 +18,10 @@ if is_alive then
 end
 -- The register may have been moved aside as a whole, if somebody put a foreign value in its place.
 local is_there = redis.call('EXISTS', key.owners) == 1
-if is_alive and is_there and redis.call('GET', key.owned) == a.owns then return 'heard' end
+local till_ms, digest = string.match(redis.call('GET', key.owned) or '', '^(%d+) (.*)$')
+if is_alive and is_there and digest == a.owns then
+  note_list(digest, tonumber(till_ms))
+  return 'heard'
+end
 redis.call('UNLINK', key.owned)
 return 'unknown'

@@ -1,6 +1,7 @@
 local EVENTS_KEPT, VERSIONS_TOLD, ENDED_KEPT = 10000, 10000, 20000
 local LINEAGE_KEPT = 4096
 local CHANGES_KEPT, DEVICES_NAMED = 10000, 100
+local NOTE_HOLDS_MS = 5000
 local SITE_TOLD = 100 -- events per second and site, of kinds that it can cause without limit
 
 -- Fails if Redis is out of memory, before anything is done.
@@ -32,6 +33,23 @@ local function note_devices(devices)
   if #devices == 0 then return end
   local named = #devices > DEVICES_NAMED and '*' or table.concat(devices, ' ')
   redis.call('XADD', key.changes, 'MAXLEN', '~', CHANGES_KEPT, '*', 'd', named)
+end
+
+local function now_ms()
+  local now = redis.call('TIME')
+  return now[1] * 1000 + math.floor(now[2] / 1000)
+end
+
+-- Notes the digest of a trainer's list, until `till_ms`, and only for two heartbeats and a half: each
+-- renews the note. So a trainer whose heartbeats an earlier release doesn't read sends its list
+-- before it counts as silent.
+local function note_list(digest, till_ms)
+  local left_ms = math.min(NOTE_HOLDS_MS, till_ms - now_ms())
+  if left_ms > 0 then
+    redis.call('SET', key.owned, string.format('%.0f %s', till_ms, digest), 'PX', left_ms)
+  else
+    redis.call('UNLINK', key.owned)
+  end
 end
 
 -- Acknowledges and deletes an entry; false if that was done before.

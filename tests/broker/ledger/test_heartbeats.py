@@ -10,10 +10,13 @@ from fedstream.broker.client import Client
 from fedstream.broker.keys import Keys, member
 from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.messages import Heartbeat, Presence, decode
+from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.trainer.service import _HEARTBEAT_S
 from tests.support import Hand
 
 MANY = tuple(range(2, 2500, 2))
 SITE = "north"
+SILENCE_S = CoordinatorSettings().trainer_silence_s
 
 
 class Owner:
@@ -56,13 +59,38 @@ async def test_list_is_sent_once(owner: Owner, client: Client, keys: Keys) -> No
     assert await owned(owner.hand) == {"north/edge": [*MANY]}
     [about] = (await owner.hand.ledger.trainers()).values()
     assert (about["owns"], about["device"], about["answers"]) == ([*MANY], 4, 2)
-    assert 0 < await client.call("PTTL", keys.owned("north/edge")) <= 60_000
 
 
 async def test_heartbeat_keeps_a_trainer_alive(owner: Owner, client: Client, keys: Keys) -> None:
     await client.call("ZADD", keys.alive, 1.5, "north/edge")
     assert await owner.announces() == "beat heard"
     assert await owner.hand.ledger.silent(30) == []
+
+
+async def test_trainer_whose_heartbeats_nobody_reads_sends_its_list_in_time(
+    owner: Owner, client: Client, keys: Keys
+) -> None:
+    """After a rollback the coordinator buries them, and strikes off who seems silent."""
+    note = keys.owned("north/edge")
+    for _ in range(2):
+        left_ms = await client.call("PTTL", note)
+        assert 2000 * _HEARTBEAT_S < left_ms + 100 <= 1000 * (SILENCE_S - 2 * _HEARTBEAT_S)
+        await client.call("PEXPIRE", note, 900)
+        assert await owner.announces() == "beat heard"  # and renews the note
+
+
+async def test_list_is_sent_again_after_a_minute(owner: Owner, client: Client, keys: Keys) -> None:
+    note = keys.owned("north/edge")
+    till_ms, _, digest = (await client.call("GET", note)).partition(b" ")
+    seconds, _ = await client.call("TIME")
+    assert 50 < int(till_ms) / 1000 - int(seconds) <= 61
+    for left_ms in (1500, -1):
+        seconds, micros = await client.call("TIME")
+        till = int(seconds) * 1000 + int(micros) // 1000 + left_ms
+        await client.call("SET", note, b"%d %s" % (till, digest))
+        assert await owner.announces() == "beat heard"
+        assert await client.call("PTTL", note) <= max(0, left_ms)
+    assert await owner.announces() == "list heard"
 
 
 async def test_another_list_takes_the_place_of_the_first(owner: Owner) -> None:
