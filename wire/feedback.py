@@ -18,21 +18,35 @@ if TYPE_CHECKING:
     from fedstream.wire.formats import Format
 
 
+# A memory may be so many times as long as the update that it is added to, for each share sent. At
+# most 2 times are left of updates of one length (Error Feedback Fixes SignSGD, Karimireddy et al.
+# 2019, lemma 3); more is what an outlier left, which its receiver refused.
+_MOST = 10.0
+
+
 def fed_back(
     update: Model, memory: Floats | None, how: Format
 ) -> tuple[npt.NDArray[np.uint8], Floats]:
     """Encode an update together with what the device's last one lost.
 
     ``update``'s parameters become what their receiver decodes. ``memory``: what was lost so far, as
-    long as the parameters; None: nothing. Returns the bytes, and what is lost now. If the update is
-    not finite, its receiver refuses it, and the memory stays as it was.
+    long as the parameters; None: nothing. It is dropped if it is far larger than the update.
+    Returns the bytes, and what is lost now. If the update is not finite, its receiver refuses it,
+    and the memory stays as it was.
     """
+    if memory is not None and not _norm(memory) <= _MOST / how.share * _norm(update.parameters):
+        memory = None
     if memory is not None:
         update.parameters[:] += memory
     wanted = update.parameters.copy()
     data = how.encoded(update)
-    if not np.isfinite(wanted).all():
-        kept = memory if memory is not None else np.zeros_like(wanted)
-        return data, kept
-    how.decode(data, update)
-    return data, np.subtract(wanted, update.parameters, out=wanted)
+    if np.isfinite(wanted).all():
+        how.decode(data, update)
+        lost = np.subtract(wanted, update.parameters, out=wanted)
+        if np.isfinite(lost).all():  # else its receiver refuses what was rounded to infinity
+            return data, lost
+    return data, memory if memory is not None else np.zeros_like(wanted)
+
+
+def _norm(values: Floats) -> float:
+    return float(np.linalg.norm(values))

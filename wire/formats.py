@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Encoding = Literal["f32", "bf16", "int8", "int4", "topk"]
 ENCODINGS: tuple[Encoding, ...] = get_args(Encoding)
 
-_NAME = re.compile(r"(f32|bf16|int8|int4|topk:(0\.\d{1,9}|1))(\+zstd)?")
+_NAME = re.compile(r"(f32|bf16|int8|int4|topk:(0\.[0-9]{1,9}|1))(\+zstd)?")
 
 
 @dataclass(frozen=True, slots=True)

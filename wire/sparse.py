@@ -3,8 +3,8 @@
     uint32 k ++ bfloat16[k] values ++ k gaps
 
 A gap is the number of values left out before a kept one, in LEB128: seven bits to a byte, the
-lowest first, the highest bit set in all bytes but the last. So indices rise by construction: none
-is there twice.
+lowest first, the highest bit set in all bytes but the last, and no more bytes than it takes. So
+indices rise by construction: none is there twice.
 
 top_k of *Sparsified SGD with Memory* (Stich, Cordonnier, Jaggi 2018), definition 2.2.
 """
@@ -20,12 +20,15 @@ from fedstream.wire import bf16
 from fedstream.wire.refused import Undecodable
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     import numpy.typing as npt
 
     from fedstream.broker.layout import Floats
 
 _HEAD = 4  # bytes of k
 _LONGEST = 5  # bytes of a gap: 35 bits
+_AT_ONCE = 1 << 16  # bytes of gaps
 
 
 def kept(count: int, share: float) -> int:
@@ -36,7 +39,9 @@ def kept(count: int, share: float) -> int:
 def nbytes_between(count: int, share: float) -> tuple[int, int]:
     """The fewest and the most bytes that ``count`` values take if at most ``share`` are kept."""
     k = kept(count, share)
-    return _HEAD, _HEAD + k * (2 + _LONGEST)
+    # A gap takes a second byte from 128 on, a third from 16,384 on: at most one for each 128 left
+    # out.
+    return _HEAD, _HEAD + k * 3 + (count - k) // 128
 
 
 def encode(values: Floats, share: float) -> npt.NDArray[np.uint8]:
@@ -63,13 +68,23 @@ def decode(data: npt.NDArray[np.uint8], share: float, into: Floats) -> None:
     split = _HEAD + bf16.nbytes(k)
     if data.size < split:
         raise Undecodable(reasons.WIRE_LENGTH, f"{data.size} bytes for {k} values")
-    places = np.cumsum(_gaps(data[split:], k) + 1) - 1
-    if k and places[-1] >= into.size:
-        raise Undecodable(reasons.WIRE_INDEX, f"place {places[-1]} of {into.size} values")
-    values = np.empty(k, np.float32)
-    bf16.decode(data[_HEAD:split], values)
+    halves, gaps = data[_HEAD:split], data[split:]
     into[:] = 0
-    into[places] = values
+    found, last = 0, -1
+    # In parts, as whole numbers of 64 bits take far more memory than the bytes.
+    for part in _parts(gaps):
+        places = np.cumsum(_gaps(part) + 1) + last
+        if found + places.size > k:
+            break
+        if places[-1] >= into.size:
+            raise Undecodable(reasons.WIRE_INDEX, f"place {places[-1]} of {into.size} values")
+        values = np.empty(places.size, np.float32)
+        bf16.decode(halves[2 * found : 2 * (found + places.size)], values)
+        into[places] = values
+        found, last = found + places.size, int(places[-1])
+    ends = int(np.count_nonzero(gaps < 128))
+    if ends != k or (gaps.size and gaps[-1] >= 128):
+        raise Undecodable(reasons.WIRE_LENGTH, f"{ends} places for {k} values")
 
 
 def _largest(values: Floats, k: int) -> npt.NDArray[np.int64]:
@@ -98,17 +113,32 @@ def _leb128(numbers: npt.NDArray[np.int64]) -> npt.NDArray[np.uint8]:
     return table[used]
 
 
-def _gaps(data: npt.NDArray[np.uint8], k: int) -> npt.NDArray[np.int64]:
-    """The k gaps. Raises Undecodable if there are fewer or more, or one is too long."""
+def _parts(data: npt.NDArray[np.uint8]) -> Iterator[npt.NDArray[np.uint8]]:
+    """The bytes of gaps, some whole gaps at a time; not those of an unfinished one at the end.
+
+    Raises Undecodable for a gap that is longer than any of ours.
+    """
+    at = 0
+    while at < data.size:
+        some = data[at : at + _AT_ONCE]
+        ends = np.flatnonzero(some < 128)
+        if not ends.size:
+            if some.size > _LONGEST:
+                raise Undecodable(reasons.WIRE_INDEX, f"a gap of {some.size} bytes or more")
+            return
+        yield some[: ends[-1] + 1]
+        at += int(ends[-1]) + 1
+
+
+def _gaps(data: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """Whole gaps. Raises Undecodable if one has more bytes than it needs, or than any of ours."""
     ends = np.flatnonzero(data < 128)
-    if ends.size != k or (data.size and data[-1] >= 128):
-        raise Undecodable(reasons.WIRE_LENGTH, f"{ends.size} places for {k} values")
-    starts = np.concatenate([[0], ends[:-1] + 1]).astype(np.int64)[:k]
+    starts = np.concatenate([[0], ends[:-1] + 1])
     lengths = ends - starts + 1
-    longest = int(lengths.max(initial=0))
-    if longest > _LONGEST:
-        raise Undecodable(reasons.WIRE_INDEX, f"a gap of {longest} bytes")
-    gaps = data[starts].astype(np.int64) & 127
+    longest = int(lengths.max())
+    if longest > _LONGEST or (data[ends[lengths > 1]] == 0).any():
+        raise Undecodable(reasons.WIRE_INDEX, "a gap with more bytes than it needs")
+    gaps: npt.NDArray[np.int64] = data[starts].astype(np.int64) & 127
     for place in range(1, longest):
         there = np.flatnonzero(lengths > place)
         gaps[there] |= (data[starts[there] + place].astype(np.int64) & 127) << 7 * place

@@ -12,12 +12,14 @@ if row.err or not row[1] then
   return 'over'
 end
 if size ~= '0' and redis.call('HEXISTS', key.update, 'size') == 0 then return 'unwritten' end
+-- Before anything is written: it fails if the site's user has no right to it.
+local unsent = staged and redis.call('EXISTS', staged) == 1
 redis.call('XADD', inbox, '*', 'm', answer)
 redis.call('PEXPIRE', key.update, expire_ms)
 redis.call('XACK', key.tasks, group, entry)
 redis.call('XDEL', key.tasks, entry)
 if kept then
   redis.call('UNLINK', kept) -- this update had it added
-  if redis.call('EXISTS', staged) == 1 then redis.call('RENAME', staged, kept) end
+  if unsent then redis.call('RENAME', staged, kept) end
 end
 return 'said'

@@ -35,6 +35,7 @@ class Tables(TypedDict, total=False):
     updater: ConfigTable
     trainer: ConfigTable
     evaluator: ConfigTable
+    wire: ConfigTable
     simulation: ConfigTable
     sinks: Sequence[ConfigTable]
     tracing: ConfigTable

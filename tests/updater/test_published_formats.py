@@ -12,8 +12,8 @@ from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.errors import BlobMissing, ConfigError
 from fedstream.broker.layout import Model
-from fedstream.broker.messages import Version
-from fedstream.journal import segments
+from fedstream.broker.messages import RoundEnd, Version
+from fedstream.journal import RoundClosed, segments
 from fedstream.journal.replay import Replayer
 from fedstream.strategies import FedAvgSettings
 from fedstream.updater.service import Updater
@@ -85,10 +85,20 @@ async def test_devices_are_known_by_what_they_were_given(make: Any, hand: Hand, 
         await hand.reaches(2)
 
 
-async def test_rounds_are_published_encoded_too(make: Any, hand: Hand, folder: Path) -> None:
-    await makes(hand, make(FedAvgSettings(), published_as="int8"))
-    [version] = await hand.published()
-    assert (version.version, version.format) == (0, "int8")
+async def test_rounds_are_published_encoded_too(
+    make: Any, hand: Hand, client: Client, folder: Path
+) -> None:
+    """A round that ends early, with half of its updates."""
+    async with running(make(FedAvgSettings(clients_per_round=2), published_as="int8"), context()):
+        await hand.join()
+        await hand.admitted(*UPDATES[0])
+        await client.call("XADD", hand.keys.queue, "*", "m", RoundEnd(version=0).encode())
+        await hand.reaches(1)
+    [_, version] = await hand.published()
+    closed = records(folder)[-1]
+    assert isinstance(closed, RoundClosed)
+    assert (version.format, version.given) == ("int8", closed.given)
+    assert closed.given not in (None, closed.digest)
 
 
 @pytest.mark.parametrize("restarts", [False, True])

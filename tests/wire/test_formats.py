@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -163,6 +164,22 @@ def test_an_update_that_is_not_finite_leaves_the_memory_alone() -> None:
     assert after.tobytes() == before.tobytes()
 
 
+def test_infinity_made_by_rounding_is_not_remembered() -> None:
+    update = model_of(np.array([3.4e38, 1.0, 2.0], np.float32))  # no bfloat16 is as large
+    _, lost = fed_back(update, None, format_of("topk:1"))
+    assert np.isfinite(lost).all()
+
+
+@pytest.mark.parametrize("name", ["int4", "topk:0.1"])
+def test_what_an_outlier_left_is_dropped(name: str) -> None:
+    """Its receiver refused it, and must not get it piece by piece with later updates."""
+    outlier, usual = model_of(drawn(500) * np.float32(1e6)), drawn(500, seed=1)
+    _, memory = fed_back(outlier, None, format_of(name))
+    update = model_of(usual)
+    fed_back(update, memory, format_of(name))
+    assert np.abs(update.parameters).max() <= np.abs(usual).max() * 1.01
+
+
 # hostile bytes
 
 
@@ -173,7 +190,8 @@ def refused(name: str, data: bytes, count: int = 1000) -> str:
 
 
 @pytest.mark.parametrize("name", ["", "f16", "int8 ", "topk", "topk:0", "topk:0.0", "topk:1.5",
-                                  "topk:nan", "topk:0.1234567891", "int8+gzip", "F32"])  # fmt: skip
+                                  "topk:nan", "topk:0.\u0663", "topk:0.1234567891", "int8+gzip",
+                                  "F32"])  # fmt: skip
 def test_unknown_formats_are_refused(name: str) -> None:
     with pytest.raises(Undecodable, match="none of ours: f32, bf16, int8, int4, topk") as caught:
         format_of(name)
@@ -209,6 +227,21 @@ def test_places_beyond_the_end_are_refused() -> None:
     assert refused("topk:0.1", sparse(2, b"\x00" + bytes([0xE7, 0x07]))) == reasons.WIRE_INDEX
     assert refused("topk:0.1", sparse(1, b"\xff" * 4 + b"\x7f")) == reasons.WIRE_INDEX
     assert refused("topk:0.1", sparse(1, b"\x80" * 9 + b"\x00")) == reasons.WIRE_INDEX
+    padded = b"\x80\x00"  # zero in two bytes
+    assert refused("topk:0.1", sparse(1, padded)) == reasons.WIRE_INDEX
+
+
+def test_places_across_parts_are_found_and_take_little_memory() -> None:
+    count = 400_000  # more gaps than are decoded at once
+    how, values = format_of("topk:1"), np.ones(count, np.float32)
+    data, found = how.encoded(model_of(values)), Model(layout_of(count))
+    tracemalloc.start()
+    try:
+        how.decode(data, found)
+        assert tracemalloc.get_traced_memory()[1] < 3 * found.buffer.nbytes
+    finally:
+        tracemalloc.stop()
+    assert (found.parameters == 1).all()
 
 
 def test_more_values_than_the_share_are_refused() -> None:
