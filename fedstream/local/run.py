@@ -41,6 +41,7 @@ from fedstream.observe.observer import Observer
 from fedstream.observe.occupied import occupied
 from fedstream.observe.recall import recall
 from fedstream.runtime.backoff import pause
+from fedstream.runtime.plugins import words
 from fedstream.runtime.signals import Stop
 from fedstream.settings.parts import doubts
 from fedstream.settings.recording import CONFIG
@@ -286,8 +287,13 @@ class LocalRun:
             started=self._started, restarts=self._supervisor.restarts,
         )  # fmt: skip
         numbers = report.summary(facts, history, view)
-        picture = None if view is None else await self._painter.png(self._drawn(view))
-        code, files = how.code, list[str]()
+        code, files, picture = how.code, list[str](), None
+        if view is not None:
+            try:
+                picture = await self._painter.png(self._drawn(view))
+            except Exception as error:  # whatever matplotlib raises: the other files matter more
+                self._display.say(f"{request.out / report.CURVES}: cannot be drawn: {words(error)}")
+                code = code or 1
         try:
             for name in results.write(request, subject, numbers, history, view, model, picture):
                 files.append(str(request.out / name))

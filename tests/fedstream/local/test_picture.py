@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 
 import pytest
@@ -48,3 +49,17 @@ async def test_picture_that_was_drawn_ahead_is_used_unless_it_has_changed(
 
 async def test_picture_of_a_run_that_ended_unexpectedly_is_drawn_at_its_end() -> None:
     assert (await Painter().png(drawn())).startswith(b"\x89PNG")
+
+
+async def test_what_cannot_be_imported_is_told_by_drawing_alone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody would retrieve another task's exception: asyncio prints its traceback."""
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    picture = Painter()
+    picture.get_ready()
+    picture.begin(drawn())
+    with pytest.raises(ImportError):
+        await picture.png(drawn())
+    assert picture._ready is not None
+    await picture._ready

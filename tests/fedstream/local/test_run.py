@@ -18,6 +18,7 @@ from fedstream.broker.ledger.sinks import Cursor, SinksLedger
 from fedstream.local import run
 from fedstream.local.ending import Ending
 from fedstream.local.lives import Interpreters
+from fedstream.local.picture import Drawn
 from fedstream.local.preflight import Subject
 from fedstream.local.request import RunRequest
 from fedstream.local.run import LocalRun
@@ -116,6 +117,28 @@ async def test_unwritable_files_do_not_hide_the_result(
     assert (code, numbers["state"]) == (1, "finished")
     assert shown == [[str(asked.out / "summary.json")]]
     assert f"{asked.out}: cannot be written: No space left on device" in capsys.readouterr().err
+
+
+async def test_picture_that_cannot_be_drawn_costs_no_other_file(
+    asked: RunRequest, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    running = Running(asked)
+    shown: list[Sequence[str]] = []
+    monkeypatch.setattr(running._display, "result", lambda _, files: shown.append(files))
+    monkeypatch.setattr(running._observer, "view", view())
+
+    def broken(_: object) -> bytes:
+        raise RuntimeError("no font")
+
+    monkeypatch.setattr(Drawn, "png", broken)
+    running._end(Ending("finished", "version 3 reached"))
+    code, numbers = await asyncio.wait_for(running.live(Stop()), 30)
+    assert (code, numbers["state"]) == (1, "finished")
+    written = ("summary.json", "metrics.csv", "journal", "run.toml", "logs")
+    assert shown == [[str(asked.out / name) for name in written]]
+    assert (asked.out / "summary.json").is_file()
+    said = f"{asked.out / 'curves.png'}: cannot be drawn: RuntimeError: no font at "
+    assert said in capsys.readouterr().err
 
 
 async def test_measurements_are_in_the_table_while_the_run_goes_on(
