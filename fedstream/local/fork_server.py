@@ -27,6 +27,7 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from pathlib import Path
 from runpy import run_module
 from typing import NoReturn
 
@@ -163,7 +164,7 @@ def fork() -> tuple[socket.socket, ForkedServer]:
     before = signal.pthread_sigmask(signal.SIG_BLOCK, BOTH)
     pid = os.fork()
     if pid == 0:
-        ours.detach()
+        ours.close()
         _serve_in_fork(theirs.detach(), before)
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
     theirs.close()
@@ -178,7 +179,10 @@ def _serve_in_fork(channel: int, mask: set[signal.Signals | int]) -> NoReturn:
             signal.signal(one, signal.SIG_DFL)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         os.dup2(channel, 3)
-        os.closerange(4, os.sysconf("SC_OPEN_MAX"))
+        for number in [int(file.name) for file in Path("/proc/self/fd").iterdir()]:
+            if number > 3:
+                with suppress(OSError):  # the listing itself was one of them
+                    os.close(number)
         nothing = os.open(os.devnull, os.O_RDWR)
         for number in (0, 1):
             os.dup2(nothing, number)

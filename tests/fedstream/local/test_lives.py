@@ -132,6 +132,8 @@ async def main():
         assert os.getsid(server) == server != os.getsid(0)
         open_files = [os.readlink(file) for file in pathlib.Path(f"/proc/{server}/fd").iterdir()]
         assert str(pathlib.Path(held.name).resolve()) not in open_files, open_files
+        our_end = os.readlink(f"/proc/self/fd/{launcher._server._channel.fileno()}")
+        assert our_end not in open_files, open_files
         os.kill(server, 9)
         while not launcher._server.ended:
             await asyncio.sleep(0.01)
@@ -139,6 +141,17 @@ async def main():
         assert await life.wait() == 0, log.read_text()
         assert launcher._server._process.args[0] == sys.executable  # not a fork of this, by now
 
+def unlimited(name, sysconf=os.sysconf):
+    return -1 if name == "SC_OPEN_MAX" else sysconf(name)
+
+def one_by_one(low, high):  # what os.closerange does where the system cannot
+    for number in range(low, high):
+        try:
+            os.close(number)
+        except OSError:
+            pass
+
+os.sysconf, os.closerange = unlimited, one_by_one
 process.take()
 held = open("held", "w")
 asyncio.run(main())
@@ -147,7 +160,8 @@ asyncio.run(main())
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forking is safe on Linux alone")
 def test_command_becomes_the_fork_server_itself(tmp_path: Path) -> None:
-    """It has imported most already. Nothing of what it has opened is left to the services."""
+    """It has imported most already. Nothing of what it has opened is left to the services, also
+    where the number of open files has no limit."""
     ended = subprocess.run(
         [sys.executable, "-c", FORKS_ITSELF], cwd=tmp_path, stderr=subprocess.PIPE, check=False
     )
