@@ -50,6 +50,7 @@ def _run(channel: IO[bytes]) -> int:
 
     teller = Teller(channel)
     try:
+        # Before the request is read, which may import a rule of the user's; the caller has checked.
         with new_launcher() as launcher:
             end_with_parent()  # by a thread, and only a process with one thread can be forked
             code, _ = run(request_of(sys.stdin.read()), teller, launcher)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+from pathlib import Path
+
 import numpy as np
 import pytest
 from torch import nn
@@ -55,6 +58,16 @@ def test_all_errors_are_told_at_once_with_their_parameter() -> None:
         'solver.lr = "x" (from solver=): must be a valid number',
     ]
     assert caught.value.__cause__ is None  # nobody has to read pydantic's
+
+
+def test_a_misspelt_key_is_told_before_a_process_or_a_folder_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That process imports torch before it reads its request."""
+    monkeypatch.setattr(subprocess, "Popen", None)
+    with pytest.raises(ConfigError, match=r"did you mean strategy\.alpha\?"):
+        fedstream.run(set={"strategy.alhpa": 1}, out=tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(
