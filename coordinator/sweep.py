@@ -28,7 +28,7 @@ from fedstream.runtime.service import Context
 from fedstream.runtime.tasks import LeaseSettings
 
 _SWEEP_S = 1.0
-_SEARCH_S = 5.0  # between two searches for open tasks without an entry
+_SEARCH_S = 5.0  # between two searches through all open tasks for those without an entry
 _DEAF_S = 3.0  # without a sweep: trainers may have gone unheard
 
 
@@ -62,7 +62,7 @@ class Sweep:
         self._metrics = RunMetrics(context.registry)
         self.ended = 0.0  # when the last sweep did, in seconds since 1970
         self._hears_since = 0.0
-        self._searched = 0.0  # when last, for open tasks without an entry
+        self._searched = 0.0  # when the last whole search for open tasks without an entry ended
         self._without_entry: dict[str, str] = {}  # what the last whole search found
         self._found: dict[str, str] = {}  # and the present one so far
         self._task_at = b"0"  # the cursor of the search through open tasks
@@ -148,8 +148,8 @@ class Sweep:
             )  # fmt: skip
 
     async def _find_lost(self) -> None:
-        """Give up open tasks whose entry was deleted, looking at some of them at a time."""
-        if time.monotonic() - self._searched < _SEARCH_S:
+        """Give up open tasks whose entry was deleted, looking at some of them in each sweep."""
+        if self._task_at == b"0" and time.monotonic() - self._searched < _SEARCH_S:
             return
         lost, found, self._task_at = await self._ledger.find_lost(
             self._without_entry, self._task_at
@@ -157,7 +157,7 @@ class Sweep:
         self._found |= found
         if self._task_at == b"0":
             self._without_entry, self._found = self._found, {}
-        self._searched = time.monotonic()
+            self._searched = time.monotonic()
         if lost:
             self._context.log.warning("open tasks without an entry: given up", tasks=lost)
 

@@ -11,6 +11,7 @@ from fedstream.broker import custody
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import Foreign, Unavailable
 from fedstream.broker.keys import COORDINATORS, TRAINERS, Keys
+from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.streams import Group
 from fedstream.coordinator import sweep
 from fedstream.coordinator.service import Coordinator
@@ -329,6 +330,34 @@ async def test_search_for_lost_tasks_looks_at_all_of_them_in_parts(
         assert (lost, steps > 1) == (given_up, True)
         seen = found or seen
     assert seen.keys() == tasks
+
+
+async def test_parts_of_a_search_follow_one_another_at_every_sweep(
+    run: Hand, redis: RedisSettings, client: Client, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else a lost task among 10,000 would stay open for minutes."""
+    await run.open(3000)
+    find, leases = CoordinatorLedger.find_lost, CoordinatorLedger.leases
+    at, sweeps = list[bytes](), list[int]()
+
+    async def finds(self: CoordinatorLedger, seen: Any, cursor: bytes) -> Any:
+        monkeypatch.setattr(sweep, "_SEARCH_S", 1e9)
+        lost, found, after = await find(self, seen, cursor)
+        at.append(after)
+        return lost, found, after
+
+    async def sweeps_on(self: CoordinatorLedger, *arguments: Any) -> Any:
+        sweeps.append(len(at))
+        return await leases(self, *arguments)
+
+    monkeypatch.setattr(CoordinatorLedger, "find_lost", finds)
+    monkeypatch.setattr(CoordinatorLedger, "leases", sweeps_on)
+    async with running(make(redis, keys), context()):
+        await wait_until(lambda: b"0" in at)
+        done = len(sweeps)
+        await wait_until(lambda: len(sweeps) > done + 5)
+    assert at.index(b"0") == len(at) - 1 > 0  # the next search waits
+    assert sweeps[: len(at)] == [*range(1, len(at) + 1)]
 
 
 async def test_owners_that_are_not_registered_are_found_in_parts(
