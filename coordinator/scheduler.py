@@ -153,17 +153,18 @@ class Scheduler:
 
     async def _look_after(
         self, before: Tally, wait_ms: int, opening: Pending[int] | None
-    ) -> tuple[int, Tally]:
-        """Open tasks, wait for events, and look at what changed: how many opened, and the look."""
+    ) -> tuple[int, Tally, bool]:
+        """Open tasks, wait for events, and look at what changed.
+
+        Returns how many tasks opened, the look, and whether the mirror followed it.
+        """
         is_old = time.monotonic() - self._whole_at >= _WHOLE_S
         opened, tally, changes = await self._ledger.changes_after(
             before, None if is_old else self._mirror.place, block_ms=wait_ms, opening=opening
         )
         if changes.all_tasks:
             self._whole_at = time.monotonic()
-        if not self._mirror.follow(tally, changes, time.time()):
-            tally = await self._look_at_all()
-        return opened, tally
+        return opened, tally, self._mirror.follow(tally, changes, time.time())
 
     async def _gather(self, seen: Tally) -> None:
         """Let more happen before the next look, if that makes no trainer wait."""
@@ -202,7 +203,7 @@ class Scheduler:
         wait_ms, now = BLOCK_MS, time.time()
         if todo.wake_at is not None:
             wait_ms = min(BLOCK_MS, max(1, int((todo.wake_at - now) * 1000)))
-        opened, view = await self._look_after(view, wait_ms, opening)
+        opened, view, followed = await self._look_after(view, wait_ms, opening)
         if opened:
             self._metrics.triggered.inc(opened)
             self._last = todo.last
@@ -210,7 +211,8 @@ class Scheduler:
                 self._context.trace(
                     "triggered", at=now, task=trigger.task, device=trigger.device, why=trigger.why
                 )
-        return view
+        # Only after what was opened is accounted for, as this look may fail.
+        return view if followed else await self._look_at_all()
 
     async def _planned(self, seen: Situation) -> Plan:
         planned = partial(

@@ -17,6 +17,7 @@ from fedstream.broker.lease import Lease
 from fedstream.broker.ledger.scheduler import SchedulerLedger
 from fedstream.broker.messages import CloseRound, GiveUp, RoundEnd, Trigger, Withdraw
 from fedstream.broker.records import Changes, Commit, End, Run, Tally
+from fedstream.coordinator.mirror import Mirror
 from fedstream.coordinator.policies import Anarchic, InFlight, Poisson, Policy
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings, vectors
@@ -144,6 +145,34 @@ async def test_what_the_log_does_not_tell_is_found_in_time(
         await run.client.pipeline([("MULTI",), *script, ("EXEC",)])
         await wait_until(lambda: known() == [after.task])
         assert await call("HLEN", key) == 1
+
+
+async def test_opened_tasks_count_even_if_the_look_after_them_fails(
+    make: Any, run: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As it can if the mirror must look at everything again."""
+    follow, look = Mirror.follow, SchedulerLedger.changes
+    followed, looked = [True, False], [True, False]  # at the start, and after tasks were opened
+
+    def follows(self: Mirror, *seen: Any) -> bool:
+        return follow(self, *seen) and (not followed or followed.pop(0))
+
+    async def looks(self: SchedulerLedger, *place: Any) -> tuple[Tally, Changes]:
+        if looked and not looked.pop(0):
+            raise Unavailable("cut off")
+        return await look(self, *place)
+
+    monkeypatch.setattr(Mirror, "follow", follows)
+    monkeypatch.setattr(SchedulerLedger, "changes", looks)
+    about = context()
+    async with running(make(InFlight(n=3)), about):
+        await are_open(run, 3)
+        await wait_until(lambda: not looked)
+        await give_up(run, (await run.ledger.look()).open[0])
+        await wait_until(lambda: counted(about, "fedstream_tasks_triggered_total") >= 1)
+        await are_open(run, 3)
+        await run.announce("ann")  # what it opened it counts when its wait is over
+        await wait_until(lambda: counted(about, "fedstream_tasks_triggered_total") == 4)
 
 
 @pytest.mark.parametrize("policy", [InFlight(n=9, mean_delay_s=0.5), Poisson(rate=2.0)])
