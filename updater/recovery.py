@@ -245,6 +245,10 @@ class Recovery:
         if head.given != head.digest:
             # Redis has what devices were given of it: less than the version, so it is another.
             version, digest, made_at = version + 1, model.digest(), time.time()
+            if run.state != "finished" and version >= run.versions:
+                run = replace(
+                    run, state="finished", why=f"version {version} reached", finished=made_at
+                )  # fmt: skip
         ended, counts = await self.ledger.ended(), (await self.ledger.tally()).counts
         # The devices' vectors are as good as before; a batch begins anew.
         vectors = await self._recalled(run, vectors)

@@ -210,6 +210,30 @@ async def test_adopted_copy_is_another_version(
     await makes(hand, make(published_as=name), UPDATES[0])  # from then on a journal like any other
 
 
+@pytest.mark.parametrize("versions", [2, 3])
+async def test_adopted_copy_can_be_the_last_version(
+    make: Any, hand: Hand, folder: Path, versions: int
+) -> None:
+    """It ends a run that was to have one more, and a finished run stays finished."""
+    about = {"published_as": "bf16", "versions": versions}
+    await makes(hand, make(**about), *UPDATES[:2])
+    before = await hand.ledger.run()
+    assert before.state == ("finished" if versions == 2 else "running")
+    shutil.rmtree(folder)
+    for adopt in (True, False):  # and when it starts again
+        async with running(make(**about, adopt=adopt), context()):
+            await hand.reaches(3)
+
+            async def is_over() -> bool:
+                return (await hand.ledger.run()).state == "finished"
+
+            await wait_until(is_over)
+        run = await hand.ledger.run()
+        assert (run.versions, run.why) == (versions, f"version {versions} reached")
+        assert await hand.version() == 3
+    assert segments(folder)[-1].standing.finished == run.why
+
+
 async def test_adopted_exact_copy_keeps_its_number(make: Any, hand: Hand, folder: Path) -> None:
     await makes(hand, make(published_as="f32+zstd"), *UPDATES)
     last = (await hand.published())[-1]
