@@ -44,6 +44,7 @@ Decided: TypeAlias = "tuple[Pending[Any], Callable[[Any], None]]"
 
 LARGEST = 1 << 18  # bytes of an entry in a site's inbox
 _EVENTS = 10  # per second and site
+_LAYOUT_S = 1.0  # between two looks whether there is another run, with another layout
 _TEXT = 8000  # characters
 
 
@@ -73,6 +74,7 @@ class Entries:
         )  # fmt: skip
         self._idle: set[str] = set()  # trainers without devices that were reported
         self._layout: Layout | None = None  # of the run, once an encoded update needed it
+        self._layout_at = 0.0  # when it was read last
 
     def of_triggers(self, entry: Entry) -> Decided:
         """Turn a trigger into a task, close a round, or give up overdue tasks.
@@ -130,7 +132,12 @@ class Entries:
             return None, error.reason
         if how.of_changes and answer.sends == "model":
             return None, reasons.WIRE_FORMAT
-        if self._layout is None or self._layout.signature != answer.layout:
+        # A run's layout never changes, but there may be another run of this name by now. A site can
+        # name foreign layouts without end, and reading the run holds up all other messages.
+        is_other = self._layout is not None and self._layout.signature != answer.layout
+        now = time.monotonic()
+        if self._layout is None or (is_other and now - self._layout_at >= _LAYOUT_S):
+            self._layout_at = now
             with suppress(NoRun):
                 self._layout = (await self._ledger.run()).layout
         if self._layout is None or self._layout.signature != answer.layout:

@@ -8,10 +8,21 @@ import pytest
 from structlog.testing import capture_logs
 
 from fedstream.broker.client import RedisSettings
+from fedstream.broker.commands import Command
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import Keys
+from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.ledger.trainer import Outbox
-from fedstream.broker.messages import OWNED, Assignment, Dead, Event, Presence, Trigger
+from fedstream.broker.messages import (
+    OWNED,
+    Assignment,
+    Dead,
+    Event,
+    Presence,
+    Trigger,
+    Upload,
+)
+from fedstream.broker.records import Run
 from fedstream.coordinator.entries import LARGEST
 from fedstream.coordinator.service import Coordinator
 from fedstream.coordinator.settings import CoordinatorSettings
@@ -143,6 +154,44 @@ async def test_only_a_sites_errors_are_relayed_and_rate_limited(
     assert len(rows) == 2
     for _, fields in rows:
         assert "must not send event" in Dead.decode(fields[1]).reason
+
+
+async def test_foreign_layouts_of_encoded_updates_do_not_read_the_run_each_time(
+    run: Hand, redis: RedisSettings, keys: Keys, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only now and then, in case there is another run of this name."""
+    read, reads = CoordinatorLedger.run, list[int]()
+
+    async def reading(self: CoordinatorLedger) -> Run:
+        reads.append(1)
+        return await read(self)
+
+    def says(n: int, layout: str) -> list[Command]:
+        answers = [
+            Upload(
+                task=f"{layout}-{i}", attempt="a", device=3, trainer="edge", tau=0, base="b",
+                layout=layout, digest="d", size=8, samples=1, steps=1, lr=0.1, format="bf16",
+            )
+            for i in range(n)
+        ]  # fmt: skip
+        return [("XADD", keys.inbox(NORTH), "*", "m", one.encode()) for one in answers]
+
+    monkeypatch.setattr(CoordinatorLedger, "run", reading)
+    monkeypatch.setattr("fedstream.coordinator.entries._LAYOUT_S", 1e9)
+    async with running(make(redis, keys), context()):
+        await heard(run, 1)
+        before = len(reads)
+        await run.client.pipeline(says(20, run.layout.signature))
+        await heard(run, 2)
+        assert len(reads) == before + 1
+        await run.client.pipeline(says(20, "foreign"))
+        await heard(run, 3)
+        assert len(reads) == before + 1
+        monkeypatch.setattr("fedstream.coordinator.entries._LAYOUT_S", 0.0)
+        await run.client.pipeline(says(1, "other"))
+        await heard(run, 4)
+        assert len(reads) == before + 2
+    assert (await strays(run))["unknown task"] == 41
 
 
 async def test_announcements_are_rate_limited_per_second(
