@@ -12,6 +12,7 @@ import gc
 import os
 import signal
 import sys
+from contextlib import suppress
 
 import torch  # noqa: F401  (before the forks, which share its pages)
 
@@ -34,18 +35,24 @@ def _serve(words: str) -> int:
 def main() -> None:
     """Fork, and wait for the end."""
     gc.freeze()
-    pids = []
-    for words in sys.argv[1:]:
-        pid = os.fork()
-        if not pid:
-            os._exit(_serve(words))
-        pids.append(pid)
+    pids: list[int] = []
 
     def stop(number: int, _frame: object) -> None:
         for pid in pids:
-            os.kill(pid, number)
+            with suppress(ProcessLookupError):  # it has ended by itself
+                os.kill(pid, number)
 
+    # Held back until all are there, for the signal must reach each of them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
     signal.signal(signal.SIGTERM, stop)
+    for words in sys.argv[1:]:
+        pid = os.fork()
+        if not pid:
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
+            os._exit(_serve(words))
+        pids.append(pid)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     print(*pids, flush=True)
     for pid in pids:
         os.waitpid(pid, 0)
