@@ -119,7 +119,7 @@ async def test_error_feedback_needs_nothing_that_redis_denies(
                 view = await finished(operator, KEYS)
             assert view.reasons("refused") == {}
             names = await admin.call("KEYS", KEYS.workspace("*", "*"))
-            kept = {name.decode().rpartition(":")[2].rpartition(".")[0] for name in names}
+            kept = {name.decode().rpartition(":")[2].partition(".")[0] for name in names}
         denied = await admin.call("ACL", "LOG")
         await EveryRole(admin, KEYS, "test").purge()
     assert denied == []
