@@ -46,6 +46,7 @@ def status(name: str, view: Tally) -> dict[str, Any]:
         "published": head.time,
         "epoch": head.epoch,
         "digest": head.digest,
+        "published_as": head.encoded.format if head.encoded else "f32",
         "mean_staleness": head.mean_staleness,
         "buffered_now": head.buffered,
         "tasks": {"issued": view.issued, **view.outcomes, "open": view.tasks},

@@ -62,7 +62,9 @@ class _Answer(BaseModel):
     buffered_now: int
     kept_versions: int
     dead_letters: int
-    quarantined: list[int] = []  # absent if the coordinator is of an older release
+    # The next two are absent if the coordinator is of an older release.
+    quarantined: list[int] = []
+    published_as: str = "f32"
     trainers: int
     register_: dict[str, dict[str, Any]] = Field(alias="register")  # BaseModel has a `register`
 
@@ -156,7 +158,7 @@ def _rows(about: Mapping[str, Any]) -> list[tuple[str, str]]:
     rows = [
         ("run", f"{about['run']}, {state}"),
         ("task", f"{about['task']}, {about['devices']} devices"),
-        ("model", f"{about['parameters']:,} parameters, {about['model_bytes']:,} bytes"),
+        ("model", _model(about)),
         ("strategy", about["strategy"]),
         ("version", f"{about['version']} of {about['versions']}, at {clock(about['published'])}"),
         ("staleness", f"{about['mean_staleness']:.2f}, moving average"),
@@ -178,6 +180,12 @@ def _rows(about: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("trainers", f"{about['trainers']} alive"),
     ]
     return rows
+
+
+def _model(about: Mapping[str, Any]) -> str:
+    size = f"{about['parameters']:,} parameters, {about['model_bytes']:,} bytes"
+    copy = about.get("published_as", "f32")
+    return size if copy == "f32" else f"{size}, published as {copy}"
 
 
 def trainers(register: Mapping[str, Mapping[str, Any]]) -> Table:

@@ -13,6 +13,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.encoded import Encoded
 from fedstream.broker.keys import Keys
 from fedstream.broker.records import Head
 from fedstream.coordinator.app import status
@@ -186,3 +187,12 @@ def test_status_shows_what_http_says() -> None:
         assert part in shown
     assert "3 in the queue" in shown
     assert "trainer-1" in shown
+    assert "published as" not in shown  # as it is
+
+
+def test_status_names_the_format_in_which_models_are_published() -> None:
+    head = replace(view().head, encoded=Encoded("bf16+zstd", 9, "d"))
+    about = status("demo", view(head=head)) | {"register": {}}
+    assert "16 bytes, published as bf16+zstd" in text_of(page.page(about))
+    del about["published_as"]  # an older coordinator's answer
+    assert "published as" not in text_of(page.page(about))
