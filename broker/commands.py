@@ -31,7 +31,7 @@ def encoded(commands: Sequence[Command]) -> list[Buffer]:
     parts: list[Buffer] = []
     small: list[bytes] = []
     for command in commands:
-        if not any(isinstance(argument, memoryview) for argument in command):
+        if memoryview not in map(type, command):  # nothing can be derived from it
             small.append(hiredis.pack_command(tuple(command)))  # type: ignore[arg-type]  # a stub of one element
             continue
         small.append(b"*%d\r\n" % len(command))

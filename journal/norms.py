@@ -69,7 +69,7 @@ class Norms:
     def _limit(self, n: int, size: float, factor: float, own: tuple[Floats, ...]) -> float:
         if not size:
             return 0.0
-        middle = median(row[n] for row in self.last) if len(self.last) >= _FEWEST else 0.0
+        middle = median([row[n] for row in self.last]) if len(self.last) >= _FEWEST else 0.0
         if not middle:
             return _FIRST[n] * max(*map(norm, own), math.sqrt(own[0].size))
         usual = factor * middle

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -37,7 +37,9 @@ class Progress:
 
     def with_sizes(self, counted: Counted) -> Progress:
         """With one more update's sizes counted towards what is usual; () counts none."""
-        return replace(self, norms=self.norms.grown(counted)) if counted else self
+        if not counted:
+            return self
+        return Progress(self.state, self.held, self.mean_staleness, self.norms.grown(counted))
 
 
 @dataclass(frozen=True, slots=True)

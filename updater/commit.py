@@ -80,7 +80,7 @@ class Commits:
                 publish = None  # Redis already has this version
             else:
                 state = state.caught_up()
-        with self.metrics.seconds.labels("publish").time():
+        with self.metrics.timed("publish"):
             device = None if end is None or end.weight is None else end.device  # of a used update
             # The device needs its vector before it gets another task.
             if device is not None and not await self.hand_out(change.after, strategy, {device}):

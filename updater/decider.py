@@ -102,7 +102,7 @@ class Decider:
             await self.intake.unfetch(entry)
             return _refused(entry, upload, state.progress, refusal, state.besides)
         try:
-            with self.metrics.seconds.labels("fetch").time():
+            with self.metrics.timed("fetch"):
                 update = await self.intake.fetched(entry, upload, state.layout, state.ends)
         except BlobMissing:
             # Unless it is awaited, Redis fell back to before the update was admitted, so it may
@@ -139,14 +139,14 @@ class Decider:
         state: RunState,
     ) -> Change:
         """Check an update's content, and mix it in. It is decoded into ``update`` first."""
-        before, seconds, unused = state.progress, self.metrics.seconds, (update, spare)
+        before, timed, unused = state.progress, self.metrics.timed, (update, spare)
         if sent is not update:
             try:
-                with seconds.labels("decode").time():
+                with timed("decode"):
                     format_of(upload.format).decode(sent.buffer, update)
             except Undecodable as error:
                 return _refused(entry, upload, before, error.reason, state.besides, used=unused)
-        with seconds.labels("check").time():
+        with timed("check"):
             refusal, sizes = refusals.by_content(
                 upload, state.strategy, update, before,
                 max_norm=self.max_norm, norm_factor=self.norm_factor,
@@ -154,7 +154,7 @@ class Decider:
         before = before.with_sizes(sizes)
         if refusal:
             return _refused(entry, upload, before, refusal, state.besides, sizes, unused)
-        with seconds.labels("mix").time():
+        with timed("mix"):
             step = take(state.strategy, before, upload, update, spare)
         if step.decision is None or step.decision.outcome == "dropped":
             return _refused(entry, upload, before, reasons.TOO_STALE, state.besides, sizes, unused)
@@ -201,10 +201,10 @@ class Decider:
         if step.made is None:
             return None, None, None
         model = step.after.state.model
-        with self.metrics.seconds.labels("digest").time():
+        with self.metrics.timed("digest"):
             digest = model.digest()
         number, epoch = step.after.state.version, self.lease.number
-        with self.metrics.seconds.labels("encode").time():
+        with self.metrics.timed("encode"):
             version, given = version_of(
                 model, self.format, state.strategy.sends,
                 version=number, time=time.time(), epoch=epoch, parent=number - 1, digest=digest,

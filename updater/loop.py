@@ -130,7 +130,7 @@ class Loop:
             await self.intake.read_ahead(self.state.layout, self.state.ends)
             await self.commits.write_ahead(changes[0], self.state)
         finally:
-            with self.metrics.seconds.labels("journal").time():
+            with self.metrics.timed("journal"):
                 positions = await appending
             # Fewer if the disk is full: the rest is retried, which raises if nothing fits.
             self.unwritten = changes[len(positions) :]

@@ -426,7 +426,7 @@ class Recovery:
             made=state.made, rounds=state.ends.controls,
             quarantines=state.quarantines.taken, quarantined=state.quarantines.groups,
         )  # fmt: skip
-        with self.metrics.seconds.labels("checkpoint").time():
+        with self.metrics.timed("checkpoint"):
             left = await self.recorder.begin(
                 head, standing, *models, vectors=state.progress.state.memory.devices,
                 after=after.path if after else None,
