@@ -20,9 +20,10 @@ from fedstream.runtime.backoff import pause
 from fedstream.trainer.choices import Solvers, chosen
 from fedstream.trainer.devices import DeviceSettings, behaviour
 from fedstream.trainer.hanging import returns
+from fedstream.trainer.newest import Newest
 from fedstream.trainer.saved_work import SavedWork
 from fedstream.trainer.solvers import Cancelled, Work
-from fedstream.trainer.start import Newest, Start
+from fedstream.trainer.start import Start
 
 if TYPE_CHECKING:
     from concurrent.futures import Executor

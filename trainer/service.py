@@ -42,11 +42,11 @@ from fedstream.trainer.feedback import Feedback
 from fedstream.trainer.initiative import Initiative
 from fedstream.trainer.leases import Leases
 from fedstream.trainer.metrics import TrainerMetrics
+from fedstream.trainer.newest import Newest
 from fedstream.trainer.patience import Patience
 from fedstream.trainer.saved_work import SavedWork
 from fedstream.trainer.settings import InitiativeSettings, TrainerSettings
 from fedstream.trainer.solvers import Cancelled, SolverSettings
-from fedstream.trainer.start import Newest
 from fedstream.wire import F32
 
 if TYPE_CHECKING:
