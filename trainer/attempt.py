@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from concurrent.futures import Executor
 
     from fedstream.broker.layout import Floats, Model, Payload
+    from fedstream.broker.ledger.trainer import TakenTask
     from fedstream.broker.records import Run
     from fedstream.runtime.service import Context
     from fedstream.trainer.failures import Failures
@@ -67,10 +68,14 @@ class Workshop:
 class Attempt:
     """One attempt at a task."""
 
-    def __init__(self, task: Assignment, lost: asyncio.Event, shop: Workshop) -> None:
+    def __init__(
+        self, task: Assignment, taken: TakenTask, lost: asyncio.Event, shop: Workshop
+    ) -> None:
         """``lost``: set when the lease is lost."""
         self.id = secrets.token_hex(6)
         self.saved = shop.saved_work(task.task)
+        self._again = taken.again
+        self._newest = taken.newest  # version; None: not known any more
         self.update: Payload | None = None  # to be uploaded with the answer
         self.unsent: Floats | None = None  # of the update, for the device's next one
         self._task = task
@@ -117,6 +122,7 @@ class Attempt:
         except Exception as error:
             if start.saved is not None and isinstance(error, _OF_NO_USE):
                 await self.saved.reject(error)
+                self._again, self._newest = False, None
                 return await self.answer()
             await shop.failures.raised(error, task, start.version)
             return self._give_up(reasons.raised(error))
@@ -128,11 +134,12 @@ class Attempt:
 
     async def _start(self) -> Start:
         """The task's workspace, left by any replica; without one, the newest version."""
-        layout = self._shop.run.layout.without_controls()
-        saved, head = await self.saved.read(layout)
-        if saved is not None:
-            return Start.resumed(saved, layout)
-        return await self._shop.newest.start(self._task.device, head)
+        if self._again:
+            layout = self._shop.run.layout.without_controls()
+            saved = await self.saved.read(layout)
+            if saved is not None:
+                return Start.resumed(saved, layout)
+        return await self._shop.newest.start(self._task.device, self._newest)
 
     def _work(self, start: Start) -> Work:
         task, shop = self._task, self._shop
@@ -210,6 +217,7 @@ class Attempt:
     async def _until_eligible(self) -> None:
         """Wait until the device may train. Raises Cancelled."""
         while not self._shop.is_eligible(self._task.device):
+            self._newest = None  # another one, by then
             await pause(self._stop, _LOOK_S)
             if self._is_cancelled():
                 raise Cancelled

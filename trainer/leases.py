@@ -11,12 +11,14 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Literal
 
 from fedstream.broker.errors import FedstreamError
-from fedstream.broker.streams import Entry, Group
+from fedstream.broker.ledger.trainer import TakenTask
 from fedstream.runtime.backoff import pause
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
 
+    from fedstream.broker.ledger.trainer import TrainerLedger
+    from fedstream.broker.streams import Entry, Group
     from fedstream.runtime.service import Context
     from fedstream.runtime.tasks import LeaseSettings
 
@@ -24,16 +26,19 @@ if TYPE_CHECKING:
 class Leases:
     """One trainer's leases, at most one at a time."""
 
-    def __init__(self, group: Group, settings: LeaseSettings, context: Context) -> None:
+    def __init__(
+        self, group: Group, ledger: TrainerLedger, settings: LeaseSettings, context: Context
+    ) -> None:
         self._group = group
+        self._ledger = ledger
         self._settings = settings
         self._context = context
         # Why we may hold tasks that we don't know of.
         self._unsure: Literal["crash", "trouble"] | None = "crash"
         self._swept = 0.0
 
-    async def next(self) -> Entry | None:
-        """Take an entry: our own from before, one that another trainer lost, or a new one.
+    async def next(self) -> TakenTask | None:
+        """Take a task: our own from before, one that another trainer lost, or a new one.
 
         None if there is none within a second. Until :meth:`settle` is called, the trainer may hold
         it without knowing.
@@ -45,23 +50,24 @@ class Leases:
             entries, _ = await self._group.claim(
                 idle_ms=0, most=most, own=True, quiet=why == "trouble", count=1
             )
+            taken = TakenTask(entries[0], again=True) if entries else None
         else:
-            entries = await self._lapsed() or await self._group.read()
-        if not entries:
+            taken = await self._lapsed() or await self._ledger.take(self._group)
+        if taken is None:
             self.settle()
-            return None
-        return entries[0]
+        return taken
 
-    async def _lapsed(self) -> list[Entry]:
-        """An entry whose lease has expired, looked for at a quarter of the lease."""
+    async def _lapsed(self) -> TakenTask | None:
+        """A task whose lease has expired, looked for at a quarter of the lease."""
         if time.monotonic() - self._swept <= self._settings.seconds / 4:
-            return []
+            return None
         entries, _ = await self._group.claim(
             idle_ms=round(self._settings.seconds * 1000), most=self._settings.attempts, count=1
         )
         if not entries:
             self._swept = time.monotonic()
-        return entries
+            return None
+        return TakenTask(entries[0], again=True)
 
     @asynccontextmanager
     async def held(self, entry: Entry) -> AsyncIterator[asyncio.Event]:

@@ -38,7 +38,7 @@ class Newest:
     async def start(self, device: int, newest: Head | None) -> Start:
         """A start from the newest version, with what the strategy remembers of the device.
 
-        ``newest``: which one that is; None: the run is gone from Redis.
+        ``newest``: which one that is; None: not known.
         """
         head, model = await self._read(newest)
         control: Floats | None = None
@@ -55,7 +55,7 @@ class Newest:
         """Read the newest version; if it vanishes meanwhile, it was superseded, so try again."""
         with self._metrics.timed("download"):
             while True:
-                if head is None:
+                if head is None and (head := await self._ledger.head()) is None:
                     raise Unavailable(f"run {self._keys.name!r} is gone from Redis")
                 if self._version is not None and self._version[0].given == head.given:
                     # A new version may have the same bits.

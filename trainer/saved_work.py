@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from fedstream.broker.client import Client
     from fedstream.broker.layout import Layout
     from fedstream.broker.ledger.trainer import TrainerLedger
-    from fedstream.broker.records import Head
     from fedstream.trainer.settings import TrainerSettings
 
 # Share of Redis's memory above which no workspace is kept. The scheduler lets models and updates
@@ -44,30 +43,27 @@ class SavedWork:
         self._log = log
         self._exists = False  # this attempt read or saved it
 
-    async def read(self, layout: Layout) -> tuple[Workspace | None, Head | None]:
-        """The workspace, if there is a usable one, and the newest version as of now.
-
-        ``layout`` is that of the workspace's models.
-        """
+    async def read(self, layout: Layout) -> Workspace | None:
+        """The workspace, if there is a usable one; ``layout`` is that of its models."""
         # Other trainers of the site may write anything there, so don't read beyond the size limit.
         most = self._settings.workspace_bytes
-        data, head = await self._ledger.begin(self._key, most=most)
+        data = await workspaces.read(self._client, self._key, most=most)
         if not data:
-            return None, head
+            return None
         if len(data) > most:
             self._unusable(BadMessage(f"a workspace of more than {most} bytes"))
-            return None, head
+            return None
         try:
             workspace = Workspace.decode(data)
             workspace.models(layout)
         except FedstreamError as error:
             self._unusable(error)
-            return None, head
+            return None
         self._exists = True
         self._log.info(
             "continuing from a workspace", version=workspace.version, step=workspace.step
         )
-        return workspace, head
+        return workspace
 
     async def save(self, workspace: Workspace | None) -> None:
         """Save a workspace, if training left one."""

@@ -28,7 +28,7 @@ from fedstream.broker.layout import Model
 from fedstream.broker.ledger.trainer import Outbox, TrainerLedger
 from fedstream.broker.messages import Assignment, Upload
 from fedstream.broker.records import Run
-from fedstream.broker.streams import Entry, Group
+from fedstream.broker.streams import Group
 from fedstream.runtime.backoff import Backoff, pause
 from fedstream.runtime.participation import ParticipationGroup
 from fedstream.runtime.service import Context, repeat
@@ -50,6 +50,7 @@ from fedstream.trainer.solvers import Cancelled, SolverSettings
 from fedstream.wire import F32
 
 if TYPE_CHECKING:
+    from fedstream.broker.ledger.trainer import TakenTask
     from fedstream.trainer.learner import Learner
     from fedstream.trainer.task import Task
     from fedstream.wire import Format
@@ -223,7 +224,8 @@ class Trainer:
             self._client, self._keys, self._outbox, self._group.stream,
             self._settings.blob_expiry_s, shop.context, shop.metrics,
         )  # fmt: skip
-        return _Shift(shop, Leases(self._group, self._lease, shop.context), delivery, self._client)
+        leases = Leases(self._group, self._ledger, self._lease, shop.context)
+        return _Shift(shop, leases, delivery, self._client)
 
     def _initiative(
         self, settings: InitiativeSettings, shop: Workshop, shift: _Shift
@@ -271,26 +273,26 @@ class _Shift:
         await self._shop.failures.rest()
         if self._context.stop.is_set():
             return
-        entry = await self._leases.next()
-        if entry is None:
+        taken = await self._leases.next()
+        if taken is None:
             return
         try:
-            task = Assignment.decode(entry.data)
+            task = Assignment.decode(taken.entry.data)
         except BadMessage as error:
-            await self._delivery.bury(entry, str(error))
+            await self._delivery.bury(taken.entry, str(error))
             return
         with bound_contextvars(task=task.task, device=task.device):
             self.task = task
             try:
-                await self._perform(entry, task)
+                await self._perform(taken, task)
             finally:
                 self.task = None
 
-    async def _perform(self, entry: Entry, task: Assignment) -> None:
+    async def _perform(self, taken: TakenTask, task: Assignment) -> None:
         """Carry out a task, from fetching the model to sending the answer."""
-        log, metrics = self._context.log, self._shop.metrics
+        log, metrics, entry = self._context.log, self._shop.metrics, taken.entry
         async with self._leases.held(entry) as lost:
-            attempt = Attempt(task, lost, self._shop)
+            attempt = Attempt(task, taken, lost, self._shop)
             self._context.trace("taken", attempt=attempt.id)
             try:
                 answer = await attempt.answer()

@@ -10,18 +10,20 @@ from __future__ import annotations
 import os
 import socket
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from fedstream.broker import blobs, workspaces
+from fedstream.broker import blobs
 from fedstream.broker.client import Client
 from fedstream.broker.commands import Command
 from fedstream.broker.digest import digest_of
+from fedstream.broker.errors import BrokerError
 from fedstream.broker.keys import TRAINERS, Keys, member
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.reading import MemoryUse
 from fedstream.broker.messages import Dead, Event, GiveUp, Heartbeat, Presence, Trigger, Upload
 from fedstream.broker.records import Head, mapping
 from fedstream.broker.scripts import Script
-from fedstream.broker.streams import Entry
+from fedstream.broker.streams import BLOCK_MS, Entry, Group, given, lost, reading
 
 FINISH = Script("finish_task")
 _UNHEARD = 10_000  # inbox entries above which trainers skip their announcements
@@ -50,19 +52,35 @@ RIGHTS = Rights(
 )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class TakenTask:
+    """A task that a trainer has taken."""
+
+    entry: Entry
+    newest: Head | None = None  # the newest version at that moment; None: not known
+    again: bool = False  # a trainer had it before, and may have left a workspace
+
+
 class TrainerLedger(MemoryUse):
     """The run as trainers see it."""
 
-    async def begin(self, workspace: str, *, most: int) -> tuple[bytes, Head | None]:
-        """Read what a task may begin with: its workspace, and the newest version.
-
-        ``workspace`` is the key. b"" if there is no workspace; of one of more than ``most`` bytes,
-        the first ``most + 1``. No version before the run's first.
-        """
-        saved, head = await self._client.pipeline(
-            [workspaces.reading(workspace, most=most), ("HGETALL", self.keys.head)]
-        )
-        return saved, Head.parsed(mapping(head)) if head else None
+    async def take(self, group: Group, *, block_ms: int = BLOCK_MS) -> TakenTask | None:
+        """Take a task that no trainer had before; None if there is none within ``block_ms``."""
+        try:
+            # Redis reads the head once it has an entry to deliver.
+            reply, head = await self._client.pipeline(
+                [reading([group], count=1, block_ms=block_ms), ("HGETALL", self.keys.head)],
+                wait_s=block_ms / 1000,
+            )
+        except BrokerError as error:
+            if not lost(error):
+                raise
+            await group.ensure()
+            return None
+        entry = next((entry for _, entry in given([group], reply)), None)
+        if entry is None:
+            return None
+        return TakenTask(entry, Head.parsed(mapping(head)) if head else None)
 
 
 class Outbox:

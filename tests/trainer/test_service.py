@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
 
 import pytest
 
 from fedstream.broker import blobs
 from fedstream.broker.client import RedisSettings
+from fedstream.broker.commands import Command
 from fedstream.broker.errors import FedstreamError, LayoutMismatch
 from fedstream.broker.layout import Model
 from fedstream.broker.messages import Presence, Upload
@@ -41,6 +45,34 @@ async def test_task_becomes_an_update_of_the_newest_version(
     assert await hand.client.call("PTTL", hand.keys.update(upload.blob)) > 0
     assert await pending(hand) == 0
     assert task.controls == [(None, None)]  # its strategy knows none
+
+
+async def test_task_takes_three_exchanges_with_redis(hand: Hand, make: Make) -> None:
+    """A small model's: it is taken along with the newest version, started, and answered."""
+    await hand.create()
+    trainer = make()
+    asked: list[list[str]] = []
+    pipeline = trainer._client.pipeline
+
+    async def noted(commands: Sequence[Command], **how: Any) -> list[Any]:
+        names = [str(name) for name, *_ in commands]
+        if names[0] not in ("XLEN", "XADD") and names != ["EVALSHA"]:  # announcements, claims
+            asked.append(names)
+        return await pipeline(commands, **how)
+
+    trainer._client.pipeline = noted  # type: ignore[method-assign]
+    async with running(trainer, context()):
+        for number in (1, 2):
+            await hand.open()
+            await hand.dispatch()
+            await answers(hand, number)
+            await hand.commit(number)
+            await wait_until(lambda: asked[-1][0] == "XREADGROUP")
+    took = ["XREADGROUP", "HGETALL"]
+    one = [took, ["HGET", "HGET"], ["MULTI", "HSET", "PEXPIRE", "EXEC", "EVALSHA"]]
+    first, last = asked.index(one[1]), len(asked) - 1 - asked[::-1].index(one[2])
+    done = [names for names, _ in groupby(asked[first - 1 : last + 1])]  # many waits are one
+    assert done == [*one, *one]
 
 
 @pytest.mark.usefixtures("pauses")
