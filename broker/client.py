@@ -1,4 +1,4 @@
-"""The only contact with redis-py: connections, commands, pipelines, scripts, and their errors.
+"""The only contact with redis-py: connections, commands, pipelines, scripts.
 
 redis-py's ``Redis`` object retries commands whose reply was lost, which would repeat an ``XADD``
 and strand entries that an ``XREADGROUP`` delivered. So this client drives redis-py's *connections*
@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Any, cast
@@ -27,38 +27,18 @@ from redis.asyncio.connection import Connection, parse_url
 from redis.crc import key_slot
 
 from fedstream.broker.commands import ASKING, Argument, Command, asking, encoded
-from fedstream.broker.errors import (
-    BrokerError,
-    ConfigError,
-    Foreign,
-    NoScript,
-    OutOfMemory,
-    ReplyTooLarge,
-    Unavailable,
-)
+from fedstream.broker.errors import BrokerError, ConfigError, ReplyTooLarge
+from fedstream.broker.failures import is_elsewhere, meaning
 from fedstream.broker.link import READ, Link
 from fedstream.broker.places import Address, Cluster, Guide, Sentinels
 from fedstream.broker.settings import RedisSettings, check_files
+from fedstream.broker.started import Started
 
 __all__ = ["Client", "RedisSettings"]
 
 _ASKED_S = 2.0  # time-out for asking one sentinel or cluster node
+_BROKEN = (exceptions.RedisError, OSError, TimeoutError)  # what a connection fails with
 _HOPS = 4  # redirects to follow before giving up
-_DENIED = re.compile(r"\b(NOPERM|WRONGPASS) |The user executing the script can't|ACL failure")
-# MISCONF: a snapshot failed. BUSY: a script has run for too long. Errors raised inside a script
-# don't start with the code.
-_PASSING = re.compile(r"\b(NOREPLICAS|MISCONF|BUSY|TRYAGAIN|CLUSTERDOWN|MASTERDOWN|LOADING) ")
-# Errors that mean this is now the wrong node, including those raised inside scripts by Redis 7,
-# later releases and Valkey. UNBLOCKED: the stream we blocked on is gone, or the node was demoted.
-_ELSEWHERE = (
-    exceptions.AskError,
-    exceptions.ReadOnlyError,
-    exceptions.ClusterDownError,
-    exceptions.MasterDownError,
-)
-_ELSEWHERE_TOO = re.compile(
-    r"\b(UNBLOCKED|READONLY) |ttempted to (access a non|execute a .* while the cluster)"
-)
 # Options allowed in a URL. redis-py also accepts options that take an object, but keeps the text
 # as it is and fails later with a traceback.
 _OPTIONS = {
@@ -68,11 +48,7 @@ _OPTIONS = {
     "ssl_certfile", "ssl_keyfile", "ssl_password", "ssl_cert_reqs", "ssl_check_hostname",
     "ssl_ciphers",
 }  # fmt: skip
-_SAID = (exceptions.ResponseError, exceptions.AuthenticationError)
 _OF_THE_URL = {"connection_class", "host", "port"}  # redis-py accepts them as options too
-# A key of the wrong type, or a stream whose last id is so high that nothing can be appended.
-_FOREIGN = re.compile(r"WRONGTYPE |exhausted the last possible ID|equal or smaller than the target")
-_UNTRUSTED = re.compile(r"certificate verify failed: ([^(]+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,16 +126,16 @@ class Client:
 
         ``wait_s``: seconds the command itself may block.
         """
-        return (await self.pipeline((command,), wait_s=wait_s))[0]
+        return (await self._exchange((command,), wait_s))[0]
 
-    async def pipeline(
+    def pipeline(
         self,
         commands: Sequence[Command],
         *,
         wait_s: float = 0.0,
         most: float = inf,
         into: memoryview | None = None,
-    ) -> list[Any]:
+    ) -> Coroutine[Any, Any, list[Any]]:
         """Send several commands in one write and return their replies.
 
         Raises the first error among the replies. ``wait_s``: seconds the commands may block.
@@ -169,26 +145,80 @@ class Client:
         reply is returned as usual; the bytes of the others go into this buffer, one after the
         other, and their lengths are returned. What exceeds the buffer is dropped.
         """
-        once: _Elsewhere | None = None
-        hops = 0
-        while True:
-            replies = await self._exchange(commands, wait_s, most, once, into)
-            failure = next((r for r in replies if isinstance(r, exceptions.ResponseError)), None)
-            if failure is None:
-                return replies
-            undone = not any(_is_done(c, r) for c, r in zip(commands, replies, strict=True))
-            # MovedError is a subclass of AskError
-            if undone and isinstance(failure, exceptions.AskError) and self._guide and hops < _HOPS:
-                hops += 1
-                once = self._sent_on(failure)
-                continue
-            translated = self._translated(failure)
-            if _is_elsewhere(failure):
-                # Without a guide, the host name may resolve to another node by now: a Kubernetes
-                # Service, a managed Redis.
-                self._lost = True
-                self._forget(None if self._guide else self._place)
-            raise translated from failure
+        return self._exchange(commands, wait_s, most, into)
+
+    async def start(
+        self, commands: Sequence[Command], *, wait_s: float, most: float = inf
+    ) -> Started:
+        """Send several commands in one write, of which the last may block for ``wait_s``.
+
+        Returns as soon as the others' replies are there; the last one's is waited for by
+        :meth:`Started.last`. ``most`` is as for :meth:`pipeline`. If one of the others fails, this
+        waits for the last reply too, and does what :meth:`pipeline` would.
+        """
+        generation = self._generation
+        early: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
+        seconds = self._timeout_s
+        link = self._rested()
+        if link is None:
+            link, seconds = await self._new(seconds)
+        try:
+            whole = link.exchange(
+                encoded(commands), len(commands), seconds=seconds, most=most, early=early,
+                wait_s=wait_s,
+            )  # fmt: skip
+            replies = await early
+        except BaseException as error:
+            self._give_up(link, error, commands, most, generation)
+            raise
+
+        async def rest() -> list[Any]:
+            try:
+                replies = await whole
+                if link.has_erred:
+                    _raise_passing(replies)
+            except BaseException as error:
+                self._give_up(link, error, commands, most, generation)
+                raise
+            self._put_back(link, generation)
+            if link.has_erred:
+                return await self._corrected(commands, replies, wait_s, most)
+            return replies
+
+        if not (link.has_erred and any(isinstance(reply, Exception) for reply in replies)):
+            return Started(replies, link, rest)
+        replies = await rest()  # raises, or another node has executed them
+
+        async def known() -> list[Any]:
+            return replies
+
+        return Started(replies[:-1], None, known)
+
+    async def _corrected(
+        self,
+        commands: Sequence[Command],
+        replies: list[Any],
+        wait_s: float,
+        most: float,
+        into: memoryview | None = None,
+        hops: int = 0,
+    ) -> list[Any]:
+        """Raise the first error among replies, or follow it to the right node: its replies."""
+        failure = next((r for r in replies if isinstance(r, exceptions.ResponseError)), None)
+        if failure is None:  # or it is within a reply
+            return replies
+        undone = not any(_is_done(c, r) for c, r in zip(commands, replies, strict=True))
+        # MovedError is a subclass of AskError
+        if undone and isinstance(failure, exceptions.AskError) and self._guide and hops < _HOPS:
+            once = self._sent_on(failure)
+            return await self._exchange(commands, wait_s, most, into, once, hops + 1)
+        translated = self._translated(failure)
+        if is_elsewhere(failure):
+            # Without a guide, the host name may resolve to another node by now: a Kubernetes
+            # Service, a managed Redis.
+            self._lost = True
+            self._forget(None if self._guide else self._place)
+        raise translated from failure
 
     def _sent_on(self, failure: exceptions.AskError) -> _Elsewhere | None:
         """Follow a redirect: the node for this exchange alone, or None if the slot has moved."""
@@ -207,54 +237,38 @@ class Client:
     async def _exchange(
         self,
         commands: Sequence[Command],
-        wait_s: float,
-        most: float,
-        once: _Elsewhere | None = None,
+        wait_s: float = 0.0,
+        most: float = inf,
         into: memoryview | None = None,
+        once: _Elsewhere | None = None,
+        hops: int = 0,
     ) -> list[Any]:
-        """Send commands and return the replies, errors included.
+        """Send commands and return the replies.
 
-        ``once``: a node for this exchange alone.
+        ``once``: a node for this exchange alone. ``hops``: redirects that were followed to it.
         """
-        link: Link | None = None
         sent = tuple(asking(commands)) if once and once.asking else commands
         generation = self._generation
         seconds = self._timeout_s + wait_s
+        link = None if once else self._rested()
+        if link is None:
+            link, seconds = await self._new(seconds, once)
         try:
-            if once is not None or (link := self._rested()) is None:
-                began = time.monotonic()
-                async with asyncio.timeout(seconds):
-                    link = await self._connected(once.place if once else None)
-                seconds -= time.monotonic() - began
             replies = await link.exchange(
                 encoded(sent), len(sent), seconds=seconds, most=most, into=into
             )
-            # Such as LOADING: redis-py takes it for the connection's error.
-            for reply in replies:
-                if isinstance(reply, exceptions.ConnectionError):
-                    raise reply
-        except ReplyTooLarge as error:
-            _drop(link)
-            asked = sent[link.received][0] if link else ""
-            raise ReplyTooLarge(f"more than {most} bytes with the reply to {asked!r}") from error
-        except (exceptions.RedisError, OSError, TimeoutError) as error:
-            _drop(link)
-            translated = self._translated(error)
-            self._lost = True
-            if self._guide is not None and generation == self._generation:
-                self._forget()
-            raise translated from error
-        except BaseException:  # cancelled: a late reply must not reach the next caller
-            _drop(link)
+            if link.has_erred:
+                _raise_passing(replies)
+        except BaseException as error:
+            self._give_up(link, error, sent, most, generation)
             raise
-        if self._closed or once is not None or generation != self._generation:
-            _drop(link)
-        else:
-            self._idle.append(link)
-        if sent is commands:
-            return replies
-        kept = zip(sent, replies, strict=True)
-        return [reply for command, reply in kept if command is not ASKING]
+        self._put_back(link, generation, once)
+        if sent is not commands:
+            kept = zip(sent, replies, strict=True)
+            replies = [reply for command, reply in kept if command is not ASKING]
+        if link.has_erred:
+            return await self._corrected(commands, replies, wait_s, most, into, hops)
+        return replies
 
     def _rested(self) -> Link | None:
         """An idle connection that Redis has not closed since (its ``timeout`` setting)."""
@@ -262,8 +276,57 @@ class Client:
             link = self._idle.pop()
             if link.is_open:
                 return link
-            _drop(link)
+            link.abort()
         return None
+
+    async def _new(self, seconds: float, once: _Elsewhere | None = None) -> tuple[Link, float]:
+        """Connect within so many seconds; return how many are left.
+
+        ``once``: a node for one exchange, instead of the current one.
+        """
+        began = time.monotonic()
+        generation = self._generation
+        try:
+            async with asyncio.timeout(seconds):
+                link = await self._connected(once.place if once else None)
+        except _BROKEN as error:
+            raise self._lost_redis(error, generation) from error
+        return link, seconds - (time.monotonic() - began)
+
+    def _put_back(self, link: Link, generation: int, once: _Elsewhere | None = None) -> None:
+        """Keep a link whose exchange is over, or close it if it leads to another node."""
+        if self._closed or once is not None or generation != self._generation:
+            link.abort()
+        else:
+            self._idle.append(link)
+
+    def _give_up(
+        self,
+        link: Link,
+        error: BaseException,
+        sent: Sequence[Command],
+        most: float,
+        generation: int,
+    ) -> None:
+        """Close a link whose exchange failed, at once, and raise what that means.
+
+        Returns if it was cancelled. Unsent data is discarded: the caller may reuse its memory, or
+        no longer want the commands executed; and a late reply must not reach the next caller.
+        """
+        link.abort()
+        if isinstance(error, ReplyTooLarge):
+            asked = sent[link.received][0]
+            raise ReplyTooLarge(f"more than {most} bytes with the reply to {asked!r}") from error
+        if isinstance(error, _BROKEN):
+            raise self._lost_redis(error, generation) from error
+
+    def _lost_redis(self, error: Exception, generation: int) -> BrokerError:
+        """What the failure of a connection of this generation means."""
+        translated = self._translated(error)
+        self._lost = True
+        if self._guide is not None and generation == self._generation:
+            self._forget()
+        return translated
 
     async def _connected(self, place: Address | None = None) -> Link:
         """Connect to ``place``, by default to the current node."""
@@ -331,45 +394,7 @@ class Client:
         self._idle.clear()
 
     def _translated(self, error: Exception, address: str = "") -> BrokerError:
-        if isinstance(error, BrokerError):
-            return error
-        if type(error) is exceptions.ConnectionError and isinstance(error.__cause__, _SAID):
-            error = error.__cause__  # on Unix sockets, redis-py wraps errors of its handshake
-        text = _words(error)
-        where = f"Redis at {address or self.address}"
-        denied = (exceptions.AuthenticationError, exceptions.NoPermissionError)
-        if isinstance(error, denied) or _DENIED.search(text):
-            if isinstance(error, exceptions.AuthenticationError):
-                text += " (redis.username, redis.password; FEDSTREAM_REDIS__PASSWORD)"
-            else:
-                text += " (a user's rights are for one role and one run: run.name)"
-            return BrokerError(f"{where} refuses: {text}")
-        if isinstance(error, exceptions.NoScriptError):
-            return NoScript(f"{where} does not know our scripts yet: a coordinator loads them")
-        if _FOREIGN.search(text):
-            return Foreign(
-                f"{where}: a key of the run holds a foreign value ({text}): a coordinator logs "
-                "which one and moves it aside"
-            )
-        if isinstance(error, exceptions.OutOfMemoryError) or "OOM " in text:
-            return OutOfMemory(f"{where} is full: {text}")
-        if untrusted := _UNTRUSTED.search(text):
-            return BrokerError(
-                f"{where} is not trusted: {untrusted[1].strip()}: its certificate must be for this "
-                "address, and redis.tls.ca must name its authority"
-            )
-        if isinstance(error, exceptions.AskError) and self._guide is None:
-            return BrokerError(f"{where} is a node of a cluster: set redis.cluster = true")
-        passing = (
-            exceptions.ConnectionError,  # BusyLoadingError among them
-            exceptions.TimeoutError,
-            exceptions.TryAgainError,
-            OSError,
-            TimeoutError,
-        )
-        if isinstance(error, passing) or _is_elsewhere(error) or _PASSING.search(text):
-            return Unavailable(f"{where} does not answer: {text}")
-        return BrokerError(f"{where}: {text}")
+        return meaning(error, address or self.address, is_guided=self._guide is not None)
 
     def hurry(self, seconds: float) -> None:
         """Cap the time-out at ``seconds`` from now on, so that a good-bye can't delay shutdown."""
@@ -438,31 +463,19 @@ async def _disconnect(
     await connection.disconnect(nowait=True)
 
 
-def _drop(link: Link | None) -> None:
-    """Close a link at once.
-
-    Unsent data is discarded: the caller that gave up may reuse its memory, or no longer want the
-    command executed.
-    """
-    if link is not None:
-        link.abort()
-
-
-def _words(error: Exception) -> str:
-    return str(error) or type(error).__name__
-
-
-def _is_elsewhere(error: Exception) -> bool:
-    """Whether the error says that this is not, or no longer, the right node."""
-    return isinstance(error, _ELSEWHERE) or bool(_ELSEWHERE_TOO.search(str(error)))
-
-
 async def _check_role(connection: Connection) -> None:
     """Raise ReadOnlyError unless this is the master: a sentinel's answer may be stale."""
     await connection.send_command("ROLE", check_health=False)
     role, *_ = await connection.read_response(disconnect_on_error=False)
     if role != b"master":
         raise exceptions.ReadOnlyError(f"it is not a master but a {role.decode()} now")
+
+
+def _raise_passing(replies: Sequence[Any]) -> None:
+    """Raise what redis-py takes for the connection's error, such as LOADING."""
+    for reply in replies:
+        if isinstance(reply, exceptions.ConnectionError):
+            raise reply
 
 
 def _is_done(command: Command, reply: Any) -> bool:

@@ -124,16 +124,21 @@ class Link(asyncio.BufferedProtocol):
         """
         self._writer = writer  # kept: when it goes, it closes the connection
         self._transport = transport = cast(asyncio.Transport, writer.transport)
+        self._loop = asyncio.get_running_loop()
         self._error = error
         self._buffer = buffer
-        self._reader = hiredis.Reader(replyError=error, notEnoughData=_NOT_YET)
-        self._waiter: asyncio.Future[None] | None = None  # None: no exchange
+        self._reader = hiredis.Reader(replyError=self._erred, notEnoughData=_NOT_YET)
+        self._waiter: asyncio.Future[list[Any]] | None = None  # None: no exchange
+        self._early: asyncio.Future[list[Any]] | None = None  # None: nobody waits for it, or done
+        self._timer: asyncio.TimerHandle | None = None
+        self._wait_s = 0.0  # seconds that the last command may block
         self._replies: list[Any] = []
         self._expected = 0
         self._left = inf  # bytes that the replies may still have
         self._bulks: Bulks | None = None
         self._direct = False  # the last buffer handed out was the bulks' own
-        self.received = 0  # replies in the last exchange
+        self.received = 0  # replies in the last exchange that failed
+        self.has_erred = False  # an error is among the replies of the last exchange
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family == socket.AF_UNIX:
             # By default it takes 200 KB, and Redis wakes up for each part of what is longer. TCP's
@@ -148,7 +153,7 @@ class Link(asyncio.BufferedProtocol):
         """Whether another exchange can be tried."""
         return not self._transport.is_closing()
 
-    async def exchange(
+    def exchange(
         self,
         data: Sequence[Buffer],
         expected: int,
@@ -156,41 +161,42 @@ class Link(asyncio.BufferedProtocol):
         seconds: float,
         most: float = inf,
         into: memoryview | None = None,
-    ) -> list[Any]:
-        """Send encoded commands and return so many replies; error replies among them.
+        early: asyncio.Future[list[Any]] | None = None,
+        wait_s: float = 0.0,
+    ) -> asyncio.Future[list[Any]]:
+        """Send encoded commands; the future gets so many replies, error replies among them.
 
         ``most``: limit in bytes on all replies together, accurate to one read. ``into``: for
         commands that all reply with a bulk: receives all but the first, as :class:`Bulks` says.
-        Raises TimeoutError after ``seconds``, ReplyTooLarge, or OSError: the connection must then
-        be aborted, as also if this is cancelled.
+        The future gets a TimeoutError after ``seconds``, ReplyTooLarge, or an OSError: the
+        connection must then be aborted, as also if the future is cancelled. Raises ConnectionError.
+
+        ``early``: gets all replies but the last as soon as they are there, or the same error. The
+        last one may then come ``wait_s`` later than ``seconds``.
         """
-        if not self.is_open:  # nothing would ever tell us so again
+        if self._transport.is_closing():  # nothing would ever tell us so again
             raise ConnectionError(_CLOSED)
+        waiter: asyncio.Future[list[Any]] = self._loop.create_future()
         if not expected:
-            return []
-        loop = asyncio.get_running_loop()
-        self._waiter = waiter = loop.create_future()
-        self._expected, self._left = expected, most
-        self._replies = replies = []
-        if into is not None:
-            self._bulks = Bulks(expected, into, self._error)
-            self._replies = replies = self._bulks.replies
-        timer = loop.call_later(seconds, self._fail, TimeoutError())
-        try:
-            if len(data) == 1:
-                self._transport.write(data[0])
-            else:
-                self._transport.writelines(data)
-            await waiter
-        finally:
-            timer.cancel()
-            self._waiter = self._bulks = None  # their memory is the caller's again
-            self._replies, self.received = [], len(replies)
-        return replies
+            waiter.set_result([])
+            return waiter
+        self._waiter, self._early, self._wait_s = waiter, early, wait_s
+        self._expected, self._left, self.has_erred = expected, most, False
+        if into is None:
+            self._replies = []
+        else:
+            self._bulks = Bulks(expected, into, self._erred)
+            self._replies = self._bulks.replies
+        self._timer = self._loop.call_later(seconds, self._overdue)
+        if len(data) == 1:
+            self._transport.write(data[0])
+        else:
+            self._transport.writelines(data)
+        return waiter
 
     def abort(self) -> None:
         """Close the connection at once; what was not sent is dropped."""
-        self._bulks = None
+        self._over()
         self._transport.abort()
 
     # what the transport calls
@@ -216,8 +222,15 @@ class Link(asyncio.BufferedProtocol):
         except (ValueError, hiredis.HiredisError) as error:
             self._fail(ConnectionError(f"not Redis's protocol: {error}"))
             return
+        replies = self._replies
+        early = self._early
+        if early is not None and len(replies) >= self._expected - 1:
+            self._early = None
+            if not early.done():
+                early.set_result(replies[: self._expected - 1])
         if complete:
-            waiter.set_result(None)
+            self._over()
+            waiter.set_result(replies)
         elif self._left <= 0:
             self._fail(ReplyTooLarge())
 
@@ -249,6 +262,31 @@ class Link(asyncio.BufferedProtocol):
         """The connection is closed."""
         self._fail(exc or ConnectionError(_CLOSED))
 
+    def _erred(self, text: str) -> Exception:
+        """Make an exception from an error reply."""
+        self.has_erred = True
+        return self._error(text)
+
+    def _overdue(self) -> None:
+        """The exchange's time is up, unless only the command that may block is outstanding."""
+        if self._wait_s and self._early is None:
+            self._timer = self._loop.call_later(self._wait_s, self._overdue)
+            self._wait_s = 0.0
+        else:
+            self._fail(TimeoutError())
+
     def _fail(self, error: Exception) -> None:
-        if self._waiter is not None and not self._waiter.done():
-            self._waiter.set_exception(error)
+        """Give the error to who waits. It was raised for nobody, if the exchange was given up."""
+        waiting, self.received = (self._early, self._waiter), len(self._replies)
+        self._over()
+        for future in waiting:
+            if future is not None and not future.done():
+                future.set_exception(error)
+                future.exception()  # asyncio would log it, if nobody asked for this one
+
+    def _over(self) -> None:
+        """End the exchange: its memory is the caller's again."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._waiter = self._early = self._timer = self._bulks = None
+        self._replies = []

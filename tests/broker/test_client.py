@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from contextlib import suppress
 
-import hiredis
 import pytest
 
 from fedstream.broker.client import Client, RedisSettings
@@ -18,6 +16,7 @@ from fedstream.broker.errors import (
     Unavailable,
 )
 from fedstream.broker.keys import Keys
+from tests.broker.node import Node
 from tests.support import Proxy, full, wait_until
 
 
@@ -291,41 +290,6 @@ async def test_a_closed_client_keeps_no_connection(redis: RedisSettings, client:
         return await connections() == 0
 
     await wait_until(none_left)
-
-
-class Node:
-    """Says of a cluster's node what it is told to say, and remembers what it was asked."""
-
-    def __init__(self, **replies: bytes) -> None:
-        self.replies = replies
-        self.asked: list[str] = []
-        self._serving: set[asyncio.Task[object]] = set()
-
-    async def __aenter__(self) -> Node:
-        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
-        self.port: int = self._server.sockets[0].getsockname()[1]
-        return self
-
-    async def __aexit__(self, *_error: object) -> None:
-        self._server.close()
-        await self._server.wait_closed()
-        await asyncio.gather(*self._serving)
-        await asyncio.sleep(0)  # what was aborted is closed now
-
-    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        serving = asyncio.current_task()
-        assert serving is not None
-        self._serving.add(serving)
-        parser = hiredis.Reader()
-        with suppress(ConnectionError):
-            while data := await reader.read(1 << 16):
-                parser.feed(data)
-                while (command := parser.gets()) is not False:
-                    name = command[0].decode().lower()
-                    self.asked.append(name)
-                    writer.write(self.replies.get(name, b"+OK\r\n"))
-                await writer.drain()
-        writer.transport.abort()
 
 
 async def test_partly_executed_command_is_not_repeated_at_another_node() -> None:

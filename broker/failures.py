@@ -1,0 +1,81 @@
+"""What the errors of Redis and of connections mean to the services, as pure functions."""
+
+from __future__ import annotations
+
+import re
+
+from redis import exceptions
+
+from fedstream.broker.errors import BrokerError, Foreign, NoScript, OutOfMemory, Unavailable
+
+_DENIED = re.compile(r"\b(NOPERM|WRONGPASS) |The user executing the script can't|ACL failure")
+# MISCONF: a snapshot failed. BUSY: a script has run for too long. Errors raised inside a script
+# don't start with the code.
+_PASSING = re.compile(r"\b(NOREPLICAS|MISCONF|BUSY|TRYAGAIN|CLUSTERDOWN|MASTERDOWN|LOADING) ")
+# Errors that mean this is now the wrong node, including those raised inside scripts by Redis 7,
+# later releases and Valkey. UNBLOCKED: the stream we blocked on is gone, or the node was demoted.
+_ELSEWHERE = (
+    exceptions.AskError,
+    exceptions.ReadOnlyError,
+    exceptions.ClusterDownError,
+    exceptions.MasterDownError,
+)
+_ELSEWHERE_TOO = re.compile(
+    r"\b(UNBLOCKED|READONLY) |ttempted to (access a non|execute a .* while the cluster)"
+)
+_SAID = (exceptions.ResponseError, exceptions.AuthenticationError)
+# A key of the wrong type, or a stream whose last id is so high that nothing can be appended.
+_FOREIGN = re.compile(r"WRONGTYPE |exhausted the last possible ID|equal or smaller than the target")
+_UNTRUSTED = re.compile(r"certificate verify failed: ([^(]+)")
+
+
+def meaning(error: Exception, address: str, *, is_guided: bool) -> BrokerError:
+    """What a node's error, or a connection's, means to the services.
+
+    ``address``: of the node, for the message. ``is_guided``: whether sentinels or a cluster say
+    which node to use.
+    """
+    if isinstance(error, BrokerError):
+        return error
+    if type(error) is exceptions.ConnectionError and isinstance(error.__cause__, _SAID):
+        error = error.__cause__  # on Unix sockets, redis-py wraps errors of its handshake
+    text = str(error) or type(error).__name__
+    where = f"Redis at {address}"
+    denied = (exceptions.AuthenticationError, exceptions.NoPermissionError)
+    if isinstance(error, denied) or _DENIED.search(text):
+        if isinstance(error, exceptions.AuthenticationError):
+            text += " (redis.username, redis.password; FEDSTREAM_REDIS__PASSWORD)"
+        else:
+            text += " (a user's rights are for one role and one run: run.name)"
+        return BrokerError(f"{where} refuses: {text}")
+    if isinstance(error, exceptions.NoScriptError):
+        return NoScript(f"{where} does not know our scripts yet: a coordinator loads them")
+    if _FOREIGN.search(text):
+        return Foreign(
+            f"{where}: a key of the run holds a foreign value ({text}): a coordinator logs "
+            "which one and moves it aside"
+        )
+    if isinstance(error, exceptions.OutOfMemoryError) or "OOM " in text:
+        return OutOfMemory(f"{where} is full: {text}")
+    if untrusted := _UNTRUSTED.search(text):
+        return BrokerError(
+            f"{where} is not trusted: {untrusted[1].strip()}: its certificate must be for this "
+            "address, and redis.tls.ca must name its authority"
+        )
+    if isinstance(error, exceptions.AskError) and not is_guided:
+        return BrokerError(f"{where} is a node of a cluster: set redis.cluster = true")
+    passing = (
+        exceptions.ConnectionError,  # BusyLoadingError among them
+        exceptions.TimeoutError,
+        exceptions.TryAgainError,
+        OSError,
+        TimeoutError,
+    )
+    if isinstance(error, passing) or is_elsewhere(error) or _PASSING.search(text):
+        return Unavailable(f"{where} does not answer: {text}")
+    return BrokerError(f"{where}: {text}")
+
+
+def is_elsewhere(error: Exception) -> bool:
+    """Whether the error says that this is not, or no longer, the right node."""
+    return isinstance(error, _ELSEWHERE) or bool(_ELSEWHERE_TOO.search(str(error)))
