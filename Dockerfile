@@ -31,6 +31,7 @@ COPY coordinator coordinator
 COPY experiments experiments
 COPY fedstream fedstream
 COPY journal journal
+COPY protocol protocol
 COPY runtime runtime
 COPY strategies strategies
 COPY trainer trainer

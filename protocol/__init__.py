@@ -1,0 +1,6 @@
+"""What a gateway and its devices tell each other over HTTPS, version 1 of the protocol.
+
+Bodies are JSON (:mod:`fedstream.protocol.messages`), some headers have a syntax of their own
+(:mod:`fedstream.protocol.headers`), and a device that enrols or asks for a token signs its request
+(:mod:`fedstream.protocol.signatures`). Pure: no sockets, no clock, no Redis.
+"""

@@ -1,0 +1,79 @@
+"""Headers with a syntax of their own: structured fields (RFC 9651), retries and tokens.
+
+Uploads follow draft-ietf-httpbis-resumable-upload: Upload-Length, Upload-Offset and Upload-Limit
+are integers, Upload-Complete a boolean.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from fedstream.broker.errors import FedstreamError
+
+CONTENT_TYPE: Final = "application/json"
+PARTIAL: Final = "application/partial-upload"  # a part of an upload
+PROBLEM: Final = "application/problem+json"  # a wrong offset (RFC 9457)
+
+LENGTH: Final = "Upload-Length"
+OFFSET: Final = "Upload-Offset"
+COMPLETE: Final = "Upload-Complete"
+LIMIT: Final = "Upload-Limit"
+REPORT: Final = "Update-Report"
+FORMAT: Final = "Fedstream-Format"
+
+REPORT_CHARS: Final = 2000  # of the header Update-Report
+
+_INTEGER = re.compile(r"0|[1-9][0-9]{0,14}")  # a structured integer has at most 15 digits
+_LIMIT = re.compile(r"max-size=(0|[1-9][0-9]{0,14})")
+_BEARER = re.compile(r"Bearer ([A-Za-z0-9_-]+\.[A-Za-z0-9_-]+\.[A-Za-z0-9_-]+)")
+_TOKEN_CHARS = 1000
+
+
+class BadHeader(FedstreamError):
+    """A header's value that is not of its syntax."""
+
+
+def integer(name: str, value: str) -> int:
+    """A number of bytes, at least 0. Raises BadHeader."""
+    if not _INTEGER.fullmatch(value):
+        raise BadHeader(f"{name}: {value[:40]!r} is not a number of bytes")
+    return int(value)
+
+
+def boolean(name: str, value: str) -> bool:
+    """``?1`` or ``?0``. Raises BadHeader."""
+    if value not in ("?0", "?1"):
+        raise BadHeader(f"{name}: {value[:40]!r} is neither ?0 nor ?1")
+    return value == "?1"
+
+
+def as_boolean(value: bool) -> str:
+    """A boolean as a structured field."""
+    return "?1" if value else "?0"
+
+
+def limit(value: str) -> int:
+    """The most bytes that an upload may have, of Upload-Limit. Raises BadHeader."""
+    found = _LIMIT.fullmatch(value)
+    if found is None:
+        raise BadHeader(f"{LIMIT}: {value[:40]!r} is not of the form max-size=BYTES")
+    return int(found[1])
+
+
+def as_limit(most: int) -> str:
+    """Upload-Limit for at most so many bytes."""
+    return f"max-size={most}"
+
+
+def bearer(value: str) -> str:
+    """The token in Authorization. Raises BadHeader."""
+    found = _BEARER.fullmatch(value) if len(value) <= _TOKEN_CHARS else None
+    if found is None:
+        raise BadHeader("Authorization: expected Bearer and a token")
+    return found[1]
+
+
+def as_bearer(token: str) -> str:
+    """Authorization with a token."""
+    return f"Bearer {token}"

@@ -1,0 +1,230 @@
+"""What gateway and devices say: JSON bodies, and the report of an update in its header.
+
+Frozen and strict: a number is no text, and nothing is infinite. Unknown fields are ignored and new
+ones need a default, so that devices and gateways of different releases understand each other; any
+other change needs another version of the protocol, with routes of its own.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Final, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.messages import Sends, first_wrong
+
+BODY: Final = 1 << 16  # most bytes of a JSON body
+WAIT_S: Final = 50.0  # longest that a check-in may wait for a task
+
+# Ids of tasks stand in URLs; fedstream's own are UUIDs.
+TaskId = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
+AttemptId = Annotated[str, Field(pattern=r"^[0-9a-f]{12}$")]
+Nonce = Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{22,64}$")]
+Sha256 = Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+FormatName = Annotated[str, Field(pattern=r"^[a-z0-9.:+]{1,40}$")]  # a wire format's
+Whole = Annotated[int, Field(ge=0, lt=1 << 53)]  # that any JSON reader keeps exact
+AtLeastOne = Annotated[int, Field(ge=1, lt=1 << 53)]
+Seed = Annotated[int, Field(ge=0, lt=1 << 64)]
+Finite = Annotated[float, Field(allow_inf_nan=False)]
+NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+UrlPath = Annotated[str, Field(pattern=r"^/[A-Za-z0-9._~/-]{1,400}$")]  # a path on the gateway
+Text = Annotated[str, Field(max_length=1000)]
+
+
+class BadBody(FedstreamError):
+    """JSON that is not the expected message."""
+
+
+class Body(BaseModel):
+    """Base of all messages."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore", strict=True)
+
+    def encode(self) -> bytes:
+        """The message as JSON, ASCII only, so that it fits into a header too."""
+        return self.model_dump_json(by_alias=True, ensure_ascii=True).encode()
+
+    @classmethod
+    def decode(cls, data: bytes | str) -> Self:
+        """Parse a message. Raises BadBody, which names the field."""
+        if len(data) > BODY:
+            raise BadBody(f"{len(data)} bytes of JSON: at most {BODY} are read")
+        try:
+            return cls.model_validate_json(data)
+        except ValidationError as error:
+            raise BadBody(first_wrong(error).removeprefix(": ")[:300]) from None
+
+
+class Nothing(Body):
+    """A body without fields: ``{}``."""
+
+
+class Problem(Body):
+    """Why a request was refused."""
+
+    error: Text  # a sentence for people
+    reason: Annotated[str, Field(max_length=60)]  # for programs: one of a closed set
+
+
+# enrolment and access
+
+
+class Enrolment(Body):
+    """``POST /v1/devices``: an invite and the key of the device that has it."""
+
+    invite: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{22,64}$")]
+    public_key: Annotated[str, Field(min_length=1, max_length=400)]  # PEM
+
+
+class Enrolled(Body):
+    """The number that the device has from now on."""
+
+    device: Whole
+    run: Annotated[str, Field(min_length=1, max_length=200)]
+
+
+class Access(Body):
+    """``POST /v1/token``: what the device shows with every other request."""
+
+    token: Annotated[str, Field(max_length=1000)]
+    expires_in: AtLeastOne  # seconds
+
+
+# tasks
+
+
+class CheckIn(Body):
+    """``POST /v1/check-in``: a device asks for a task, and waits for one."""
+
+    nonce: Nonce  # the same nonce gets the same answer
+    eligible: bool = True
+    wait_s: Annotated[float, Field(ge=0, le=WAIT_S, allow_inf_nan=False)] = WAIT_S
+    # Formats of models that it can read, the best first.
+    formats: Annotated[tuple[FormatName, ...], Field(max_length=16)] = ("f32",)
+    has: Sha256 | None = None  # digest of the model that it has
+
+
+class OfferedTask(Body):
+    """What to train: how long, and with which seed."""
+
+    id: TaskId
+    device: Whole
+    seed: Seed
+    steps: AtLeastOne | None = None
+    epochs: AtLeastOne | None = None
+    seconds: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
+    deadline: Finite | None = None  # seconds since 1970; after that no answer counts
+
+
+class OfferedModel(Body):
+    """What to train from."""
+
+    version: Whole
+    digest: Sha256  # of its bytes
+    size: Whole  # bytes
+    format: FormatName
+    url: UrlPath
+
+
+class ExpectedUpdate(Body):
+    """What to send back."""
+
+    url: UrlPath
+    sends: Sends
+    format: FormatName
+    layout: Sha256  # the signature of the run's
+    most: AtLeastOne  # bytes
+
+
+class Offer(Body):
+    """A task for a device, of which it makes this attempt."""
+
+    task: OfferedTask
+    attempt: AttemptId
+    model: OfferedModel
+    update: ExpectedUpdate
+    heartbeat_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
+
+
+class Beat(Body):
+    """``POST /v1/tasks/{task}/heartbeat``: the device is still at work."""
+
+    attempt: AttemptId
+
+
+class Advice(Body):
+    """Whether to go on with a task, and why not."""
+
+    go_on: bool
+    why: Literal["given up", "too stale", "run over"] | None = None
+
+    @model_validator(mode="after")
+    def _agree(self) -> Advice:
+        if self.go_on == (self.why is not None):
+            raise ValueError("why says why not to go on")
+        return self
+
+
+class Surrender(Body):
+    """``POST /v1/tasks/{task}/give-up``: the device will not finish a task."""
+
+    attempt: AttemptId
+    reason: Annotated[
+        str, Field(pattern=r"^(dropped out|deadline passed|round over|raised [A-Za-z0-9_.]{1,80})$")
+    ]
+
+
+# updates
+
+
+class UpdateReport(Body):
+    """The header ``Update-Report``: what an update is, and how it was trained."""
+
+    digest: Sha256  # of the bytes that are sent
+    samples: Whole  # in the device's data
+    steps: Whole  # as performed
+    lr: Finite
+    loss: Finite | None = None  # mean over the steps
+    seconds: NotNegative = 0.0  # that the device took
+    tau: Whole  # the version that it trained from
+    base: Sha256  # the digest of that
+    layout: Sha256  # the signature of the model's
+    format: FormatName = "f32"
+
+
+class Receipt(Body):
+    """What became of an update."""
+
+    state: Literal["admitted", "received", "refused", "given up"]
+    reason: Annotated[str, Field(max_length=200)] | None = None
+
+
+class WrongOffset(Body):
+    """A part that does not begin where the upload has got to (RFC 9457's form)."""
+
+    model_config = ConfigDict(
+        frozen=True, extra="ignore", strict=True, validate_by_name=True, serialize_by_alias=True
+    )
+
+    type: str = "https://iana.org/assignments/http-problem-types#mismatching-upload-offset"
+    title: str = "offset from request does not match offset of resource"
+    expected: Annotated[Whole, Field(alias="expected-offset")]
+    provided: Annotated[Whole, Field(alias="provided-offset")]
+
+
+BODIES: Final[tuple[type[Body], ...]] = (
+    Nothing, Problem, Enrolment, Enrolled, Access, CheckIn, Offer, Beat, Advice, Surrender,
+    UpdateReport, Receipt, WrongOffset,
+)  # fmt: skip
+
+
+def schemas() -> dict[str, Any]:
+    """The messages' JSON schemas by name, for OpenAPI; they refer to ``#/components/schemas``."""
+    from pydantic.json_schema import models_json_schema
+
+    _, found = models_json_schema(
+        [(body, "validation") for body in BODIES],
+        ref_template="#/components/schemas/{model}",
+    )
+    return dict(found["$defs"])

@@ -1,0 +1,194 @@
+"""JSON bodies and headers: what both ends agree on, and what neither lets through."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import jsonschema
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedstream.broker.messages import task_id
+from fedstream.protocol import headers, messages
+from fedstream.protocol.messages import (
+    BODIES,
+    BODY,
+    Advice,
+    BadBody,
+    Body,
+    CheckIn,
+    Offer,
+    Surrender,
+    UpdateReport,
+    WrongOffset,
+)
+
+DIGEST = "ab" * 32
+OFFER: dict[str, Any] = {
+    "task": {
+        "id": task_id(1_763_884_800_000), "device": 17, "seed": (1 << 63) - 1, "steps": 10,
+        "epochs": None, "seconds": None, "deadline": None,
+    },
+    "attempt": "0123456789ab",
+    "model": {
+        "version": 3, "digest": DIGEST, "size": 1000, "format": "int8+zstd",
+        "url": f"/v1/models/{DIGEST}",
+    },
+    "update": {
+        "url": "/v1/tasks/t/updates/0123456789ab", "sends": "delta", "format": "topk:0.1",
+        "layout": DIGEST, "most": 2000,
+    },
+    "heartbeat_s": 5.0,
+}  # fmt: skip
+CHECK_IN: dict[str, Any] = {
+    "nonce": "n" * 22, "eligible": True, "wait_s": 50, "formats": ["f32"], "has": None,
+}  # fmt: skip
+REPORT: dict[str, Any] = {
+    "digest": DIGEST, "samples": 5, "steps": 10, "lr": 0.1, "loss": None, "seconds": 1.5,
+    "tau": 3, "base": DIGEST, "layout": DIGEST, "format": "f32",
+}  # fmt: skip
+SAMPLES: dict[str, dict[str, Any]] = {
+    "Nothing": {},
+    "Problem": {"error": "too old", "reason": "clock"},
+    "Enrolment": {"invite": "i" * 32, "public_key": "-----BEGIN PUBLIC KEY-----"},
+    "Enrolled": {"device": 17, "run": "demo"},
+    "Access": {"token": "a.b.c", "expires_in": 600},
+    "CheckIn": CHECK_IN,
+    "Offer": OFFER,
+    "Beat": {"attempt": "0123456789ab"},
+    "Advice": {"go_on": False, "why": "too stale"},
+    "Surrender": {"attempt": "0123456789ab", "reason": "raised ValueError"},
+    "UpdateReport": REPORT,
+    "Receipt": {"state": "refused", "reason": "too stale"},
+    "WrongOffset": {
+        "type": "https://iana.org/assignments/http-problem-types#mismatching-upload-offset",
+        "title": "offset from request does not match offset of resource",
+        "expected-offset": 100, "provided-offset": 0,
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_a_message_is_read_as_it_was_written(body: type[Body]) -> None:
+    sample = SAMPLES[body.__name__]
+    message = body.decode(json.dumps(sample))
+    assert json.loads(message.encode()) == sample
+    assert body.decode(message.encode()) == message
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_fields_of_later_releases_are_ignored(body: type[Body]) -> None:
+    sample = SAMPLES[body.__name__]
+    assert body.decode(json.dumps({**sample, "later": [1]})) == body.decode(json.dumps(sample))
+
+
+@pytest.mark.parametrize("body", BODIES)
+def test_schemas_describe_the_messages(body: type[Body]) -> None:
+    """For OpenAPI, whose readers know nothing of pydantic."""
+    defs = {"components": {"schemas": messages.schemas()}}
+    schema = {**defs, "$ref": f"#/components/schemas/{body.__name__}"}
+    jsonschema.validate(SAMPLES[body.__name__], schema)
+    if SAMPLES[body.__name__]:
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate([], schema)
+
+
+@pytest.mark.parametrize(
+    ("body", "wrong", "where"),
+    [
+        (CheckIn, {"wait_s": 51}, "wait_s"),
+        (CheckIn, {"wait_s": -1}, "wait_s"),
+        (CheckIn, {"wait_s": "1"}, "wait_s"),
+        (CheckIn, {"wait_s": float("nan")}, "wait_s"),
+        (CheckIn, {"eligible": 1}, "eligible"),
+        (CheckIn, {"nonce": "n" * 21}, "nonce"),
+        (CheckIn, {"nonce": "n" * 21 + "\n"}, "nonce"),
+        (CheckIn, {"formats": ["f32"] * 17}, "formats"),
+        (CheckIn, {"formats": ["../f32"]}, "formats.0"),
+        (CheckIn, {"has": DIGEST.upper()}, "has"),
+        (UpdateReport, {"samples": -1}, "samples"),
+        (UpdateReport, {"samples": 1.0}, "samples"),
+        (UpdateReport, {"steps": 1 << 53}, "steps"),
+        (UpdateReport, {"lr": float("inf")}, "lr"),
+        (UpdateReport, {"loss": float("nan")}, "loss"),
+        (UpdateReport, {"seconds": -0.1}, "seconds"),
+        (UpdateReport, {"digest": DIGEST + "0"}, "digest"),
+        (UpdateReport, {"base": ""}, "base"),
+        (Surrender, {"reason": "because"}, "reason"),
+        (Surrender, {"reason": "raised my hand"}, "reason"),
+        (Surrender, {"attempt": "../../../x"}, "attempt"),
+        (Offer, {"attempt": 123456789012}, "attempt"),
+        (Offer, {"task": {**OFFER["task"], "id": "a/b"}}, "task.id"),
+        (Offer, {"model": {**OFFER["model"], "url": "https://elsewhere/"}}, "model.url"),
+        (Advice, {"go_on": True}, "why says why not"),
+        (Advice, {"why": None}, "why says why not"),
+    ],
+)
+def test_what_is_out_of_bounds_is_refused(
+    body: type[Body], wrong: dict[str, Any], where: str
+) -> None:
+    """The error names the field, and does not repeat what was sent."""
+    with pytest.raises(BadBody, match=where):
+        body.decode(json.dumps({**SAMPLES[body.__name__], **wrong}))
+
+
+@given(st.binary(max_size=200) | st.text(max_size=200))
+def test_what_is_no_json_is_refused_with_a_sentence(data: bytes | str) -> None:
+    with pytest.raises(BadBody):
+        Offer.decode(data)
+
+
+def test_long_and_deep_bodies_are_refused() -> None:
+    with pytest.raises(BadBody, match="at most 65536"):
+        CheckIn.decode(b" " * (BODY + 1))
+    with pytest.raises(BadBody):
+        CheckIn.decode(b"[" * BODY)
+
+
+def test_a_body_is_ascii() -> None:
+    """So that a report fits into a header."""
+    problem = messages.Problem(error="h\u00f6chstens \u2014 60 s", reason="clock")
+    assert problem.encode().isascii()
+    assert messages.Problem.decode(problem.encode()) == problem
+
+
+def test_an_offset_that_does_not_fit_has_the_drafts_names() -> None:
+    assert json.loads(WrongOffset(expected=100, provided=0).encode()) == SAMPLES["WrongOffset"]
+
+
+# headers
+
+
+@given(st.integers(0, 10**15 - 1))
+def test_numbers_of_bytes_survive_their_header(value: int) -> None:
+    assert headers.integer("Upload-Length", str(value)) == value
+    assert headers.limit(headers.as_limit(value)) == value
+
+
+@pytest.mark.parametrize(
+    "value", ["", "-1", "+1", "1.0", "01", "1_000", " 1", "1\n", "\u0661", "1" * 16, "0x10"]
+)
+def test_what_is_no_number_of_bytes_is_refused(value: str) -> None:
+    """Python's int would take most of these."""
+    with pytest.raises(headers.BadHeader, match="Upload-Offset"):
+        headers.integer("Upload-Offset", value)
+    with pytest.raises(headers.BadHeader):
+        headers.limit(f"max-size={value}")
+
+
+def test_booleans_are_structured_fields() -> None:
+    for value in (True, False):
+        assert headers.boolean("Upload-Complete", headers.as_boolean(value)) is value
+    for wrong in ("", "1", "true", "?2", "?1 "):
+        with pytest.raises(headers.BadHeader, match="Upload-Complete"):
+            headers.boolean("Upload-Complete", wrong)
+
+
+def test_a_token_is_found_in_its_header_only() -> None:
+    assert headers.bearer(headers.as_bearer("a.b-_.c")) == "a.b-_.c"
+    for wrong in ("", "a.b.c", "bearer a.b.c", "Bearer  a.b.c", "Bearer a.b", "Basic a.b.c",
+                  "Bearer a.b.c\n", "Bearer a.b." + "c" * 1000):  # fmt: skip
+        with pytest.raises(headers.BadHeader, match="Authorization"):
+            headers.bearer(wrong)
