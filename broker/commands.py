@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import hiredis
 
 Buffer = bytes | memoryview
 Argument = bytes | memoryview | str | int | float
-Command = Sequence[Argument]
+Command = tuple[Argument, ...]
 
 ASKING: Command = ("ASKING",)  # ahead of a command to a node that imports its slot
+
+
+# hiredis's stub takes tuples of one element only.
+_packed = cast("Callable[[Command], bytes]", hiredis.pack_command)
 
 
 def asking(commands: Sequence[Command]) -> Iterator[Command]:
@@ -28,20 +33,30 @@ def encoded(commands: Sequence[Command]) -> list[Buffer]:
 
     A 44 MB model would otherwise be copied twice.
     """
+    for command in commands:
+        if memoryview in map(type, command):
+            return _in_parts(commands)
+    return [b"".join(map(_packed, commands))]
+
+
+def _in_parts(commands: Sequence[Command]) -> list[Buffer]:
+    """Encode commands, with memory views as parts of their own."""
     parts: list[Buffer] = []
     small: list[bytes] = []
     for command in commands:
-        if memoryview not in map(type, command):  # nothing can be derived from it
-            small.append(hiredis.pack_command(tuple(command)))  # type: ignore[arg-type]  # a stub of one element
-            continue
         small.append(b"*%d\r\n" % len(command))
-        for argument in command:
+        done = 0
+        for at, argument in enumerate(command):
             if isinstance(argument, memoryview):
-                small.append(b"$%d\r\n" % argument.nbytes)
+                small += (_arguments(command[done:at]), b"$%d\r\n" % argument.nbytes)
                 parts += (b"".join(small), argument)
                 small = [b"\r\n"]
-            else:
-                # Pack the argument as a command of its own, then strip the array header.
-                small.append(hiredis.pack_command((argument,)).removeprefix(b"*1\r\n"))
+                done = at + 1
+        small.append(_arguments(command[done:]))
     parts.append(b"".join(small))
     return parts
+
+
+def _arguments(some: Command) -> bytes:
+    """Some arguments of a command, without the header that says how many there are."""
+    return _packed(some).partition(b"\r\n")[2]

@@ -130,7 +130,9 @@ class Link(asyncio.BufferedProtocol):
         self._reader = hiredis.Reader(replyError=self._erred, notEnoughData=_NOT_YET)
         self._waiter: asyncio.Future[list[Any]] | None = None  # None: no exchange
         self._early: asyncio.Future[list[Any]] | None = None  # None: nobody waits for it, or done
-        self._timer: asyncio.TimerHandle | None = None
+        self._until = 0.0  # when the exchange has taken too long, on the loop's clock
+        self._alarm: asyncio.TimerHandle | None = None
+        self._rings = inf  # when the alarm does; infinity: there is none
         self._wait_s = 0.0  # seconds that the last command may block
         self._replies: list[Any] = []
         self._expected = 0
@@ -139,6 +141,7 @@ class Link(asyncio.BufferedProtocol):
         self._direct = False  # the last buffer handed out was the bulks' own
         self.received = 0  # replies in the last exchange that failed
         self.has_erred = False  # an error is among the replies of the last exchange
+        self.is_open = True  # another exchange can be tried
         sock = transport.get_extra_info("socket")
         if sock is not None and sock.family == socket.AF_UNIX:
             # By default it takes 200 KB, and Redis wakes up for each part of what is longer. TCP's
@@ -147,11 +150,6 @@ class Link(asyncio.BufferedProtocol):
         transport.pause_reading()
         transport.set_protocol(self)
         transport.resume_reading()
-
-    @property
-    def is_open(self) -> bool:
-        """Whether another exchange can be tried."""
-        return not self._transport.is_closing()
 
     def exchange(
         self,
@@ -174,7 +172,7 @@ class Link(asyncio.BufferedProtocol):
         ``early``: gets all replies but the last as soon as they are there, or the same error. The
         last one may then come ``wait_s`` later than ``seconds``.
         """
-        if self._transport.is_closing():  # nothing would ever tell us so again
+        if not self.is_open:  # nothing would ever tell us so again
             raise ConnectionError(_CLOSED)
         waiter: asyncio.Future[list[Any]] = self._loop.create_future()
         if not expected:
@@ -187,7 +185,9 @@ class Link(asyncio.BufferedProtocol):
         else:
             self._bulks = Bulks(expected, into, self._erred)
             self._replies = self._bulks.replies
-        self._timer = self._loop.call_later(seconds, self._overdue)
+        self._until = until = self._loop.time() + seconds
+        if until < self._rings:
+            self._ring_at(until)
         if len(data) == 1:
             self._transport.write(data[0])
         else:
@@ -196,6 +196,7 @@ class Link(asyncio.BufferedProtocol):
 
     def abort(self) -> None:
         """Close the connection at once; what was not sent is dropped."""
+        self._close()
         self._over()
         self._transport.abort()
 
@@ -214,7 +215,7 @@ class Link(asyncio.BufferedProtocol):
         """Take the bytes that were received."""
         waiter = self._waiter
         if waiter is None or waiter.done():
-            self._transport.abort()  # nobody asked for these
+            self.abort()  # nobody asked for these
             return
         self._left -= nbytes
         try:
@@ -245,7 +246,7 @@ class Link(asyncio.BufferedProtocol):
             return bulks.is_complete
         reader, replies = self._reader, self._replies
         reader.feed(self._buffer, 0, count)  # type: ignore[arg-type]  # any buffer will do
-        while len(replies) < self._expected:
+        for _ in range(self._expected - len(replies)):
             reply = reader.gets()
             if reply is _NOT_YET:
                 return False
@@ -256,10 +257,11 @@ class Link(asyncio.BufferedProtocol):
 
     def eof_received(self) -> None:
         """Redis has closed the connection."""
-        self._fail(ConnectionError(_CLOSED))
+        self.connection_lost(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         """The connection is closed."""
+        self._close()
         self._fail(exc or ConnectionError(_CLOSED))
 
     def _erred(self, text: str) -> Exception:
@@ -267,13 +269,36 @@ class Link(asyncio.BufferedProtocol):
         self.has_erred = True
         return self._error(text)
 
-    def _overdue(self) -> None:
-        """The exchange's time is up, unless only the command that may block is outstanding."""
-        if self._wait_s and self._early is None:
-            self._timer = self._loop.call_later(self._wait_s, self._overdue)
+    def _ring_at(self, time: float) -> None:
+        """Have the alarm ring at a time of the loop's clock, and no sooner.
+
+        Exchanges are far shorter than their time-outs. So an exchange does not stop the alarm when
+        it is over: it rings at most once in a time-out, and then waits for a later exchange's end.
+        """
+        if self._alarm is not None:
+            self._alarm.cancel()
+        self._rings = time
+        self._alarm = self._loop.call_at(time, self._ring)
+
+    def _ring(self) -> None:
+        """End the exchange if its time is up."""
+        self._alarm, self._rings = None, inf
+        if self._waiter is None:
+            return
+        if self._wait_s and self._early is None and self._until <= self._loop.time():
+            self._until += self._wait_s  # only the command that may block is outstanding
             self._wait_s = 0.0
+        if self._until > self._loop.time():
+            self._ring_at(self._until)
         else:
             self._fail(TimeoutError())
+
+    def _close(self) -> None:
+        """Let nobody use the connection again."""
+        self.is_open = False
+        if self._alarm is not None:
+            self._alarm.cancel()
+            self._alarm, self._rings = None, inf
 
     def _fail(self, error: Exception) -> None:
         """Give the error to who waits. It was raised for nobody, if the exchange was given up."""
@@ -286,7 +311,5 @@ class Link(asyncio.BufferedProtocol):
 
     def _over(self) -> None:
         """End the exchange: its memory is the caller's again."""
-        if self._timer is not None:
-            self._timer.cancel()
-        self._waiter = self._early = self._timer = self._bulks = None
+        self._waiter = self._early = self._bulks = None
         self._replies = []

@@ -75,9 +75,10 @@ class Script:
 
         The pipeline raises NoScript if Redis doesn't have the script.
         """
-        named = [*(keys[name] for name in self.keys), *rest]
+        named = map(keys.__getitem__, self.keys)
         prefix = (keys["prefix"],) if self.undeclared else ()
-        return ("EVALSHA", self._sha, len(named), *named, *arguments, *prefix)
+        count = len(self.keys) + len(rest)
+        return ("EVALSHA", self._sha, count, *named, *rest, *arguments, *prefix)
 
     async def __call__(
         self,

@@ -39,7 +39,7 @@ def verdict(reply: Sequence[bytes]) -> tuple[str, str]:
     return what.decode(), why.decode()
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Pending(Generic[T]):
     """A pending change: await it alone, or send its command with others in one pipeline."""
 
@@ -83,7 +83,7 @@ class Ledger:
         ahead: Sequence[Command] = (),
         **keys: str,
     ) -> Any:
-        named = {**self.keys.__dict__, **keys}
+        named = {**self.keys.__dict__, **keys} if keys else self.keys.__dict__
         return await script(self._client, named, *arguments, rest=rest, ahead=ahead)
 
     def _pending(
@@ -94,7 +94,7 @@ class Ledger:
         rest: Sequence[str] = (),
         **more: str,
     ) -> Pending[T]:
-        keys = {**self.keys.__dict__, **more}
+        keys = {**self.keys.__dict__, **more} if more else self.keys.__dict__
         return Pending(
             script.command(keys, *arguments, rest=rest), parsed,
             partial(script, self._client, keys, *arguments, rest=rest),

@@ -151,6 +151,28 @@ def test_connection_that_is_reset_after_its_handshake_is_unavailable(
         runner.run(ask())
 
 
+async def test_alarm_of_an_earlier_exchange_does_not_end_a_later_one(
+    client: Client, keys: Keys
+) -> None:
+    client.hurry(0.2)
+    await client.call("PING")
+    [link] = client._idle
+    alarm = link._alarm
+    assert alarm is not None
+    assert await client.call("BLPOP", keys.run, 0.5, wait_s=20) is None
+    assert client._idle == [link]
+    assert link._alarm is not alarm  # it rang meanwhile
+    # Between exchanges it rings for nobody, and is not set again.
+    client.hurry(0.05)
+    await client.call("PING")
+    await wait_until(lambda: link._alarm is None)
+    assert await client.call("PING") == b"PONG"
+    assert client._idle == [link]
+    # A connection that was closed leaves none behind.
+    link.abort()
+    assert link._alarm is None
+
+
 async def test_closed_connection_is_noticed_while_idle(client: Client, keys: Keys) -> None:
     await client.call("PING")
     [link] = client._idle
