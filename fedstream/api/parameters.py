@@ -31,6 +31,7 @@ class Tables(TypedDict, total=False):
     participation: Sequence[ConfigTable]
     scheduler: ConfigTable
     coordinator: ConfigTable
+    gateway: ConfigTable
     lease: ConfigTable
     updater: ConfigTable
     trainer: ConfigTable

@@ -15,6 +15,7 @@ from pydantic import Field, model_validator
 
 from fedstream.broker.client import RedisSettings
 from fedstream.broker.keys import check_name
+from fedstream.coordinator.gateway.settings import GatewaySettings
 from fedstream.coordinator.policies import InFlight, Policy
 from fedstream.coordinator.rounds import Rounds
 from fedstream.coordinator.scheduler import SchedulerSettings
@@ -72,6 +73,7 @@ class Settings(Section):
     participation: tuple[ParticipationGroup, ...] = ()  # rate and length of some devices' tasks
     scheduler: SchedulerSettings = SchedulerSettings()
     coordinator: CoordinatorSettings = CoordinatorSettings()
+    gateway: GatewaySettings = GatewaySettings()
     lease: LeaseSettings = LeaseSettings()
     updater: UpdaterSettings = UpdaterSettings()
     journal: JournalSettings = JournalSettings()
@@ -196,7 +198,12 @@ class Settings(Section):
         if redis.tls is not None:
             files = {key: str(Path(path).absolute()) for key, path in redis.tls if path is not None}
             redis = redis.model_copy(update={"tls": redis.tls.model_copy(update=files)})
-        return self.model_copy(update={"run": run, "task": task, "redis": redis})
+        tls = {"tls_cert": self.gateway.tls_cert, "tls_key": self.gateway.tls_key}
+        files = {key: str(Path(path).absolute()) for key, path in tls.items() if path is not None}
+        gateway = self.gateway.model_copy(update=files)
+        return self.model_copy(
+            update={"run": run, "task": task, "redis": redis, "gateway": gateway}
+        )
 
 
 _OPTIONS = {  # command-line options and the keys they set

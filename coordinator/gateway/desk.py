@@ -1,0 +1,228 @@
+"""Who is present at a gateway, who waits for a task, and whose task is whose. No I/O, no clock.
+
+A device is present from its check-in until it was away for ``away_s``, and while it has a task. A
+task is held until its answer was sent, or until its device was away for ``lease_s``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fedstream.coordinator.gateway.refusals import Refusal
+
+if TYPE_CHECKING:
+    import asyncio
+
+    from fedstream.broker.messages import Assignment
+    from fedstream.broker.streams import Entry
+
+_ATTEMPT = 12  # hexadecimal digits
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A task in hand: its entry is ours, in the stream it was sent to."""
+
+    task: Assignment
+    entry: Entry
+    stream: str
+
+    @property
+    def attempt(self) -> str:
+        """The one attempt at this task that the device makes.
+
+        It follows from the entry, so that a device may go on with it after the gateway restarted,
+        or at another replica.
+        """
+        text = f"{self.task.task} {self.entry.id}"
+        return hashlib.sha256(text.encode()).hexdigest()[:_ATTEMPT]
+
+
+class NotHeld(Refusal):
+    """No such task is in hand for this device: it is over, or another's, or was never sent."""
+
+    def __init__(self, task: str) -> None:
+        super().__init__(404, "unknown task", f"task {task[:64]!r} is not in hand for this device")
+
+
+@dataclass(slots=True)
+class _Seat:
+    """A device that is present."""
+
+    heard: float  # when its last request ended, monotonic seconds
+    tasks: list[Held] = field(default_factory=list)  # in the order in which they came
+    poll: asyncio.Future[bool] | None = None  # that waits: True: look again, False: go
+    nonce: str = ""  # of the last check-in that was answered
+    answer: bytes | None = None  # to it; None: no task
+
+
+class Desk:
+    """The devices that are present and the tasks in hand.
+
+    ``now`` is in monotonic seconds everywhere.
+    """
+
+    def __init__(self, *, away_s: float, lease_s: float, most: int) -> None:
+        """``most``: devices present at once."""
+        self._away_s = away_s
+        self._lease_s = lease_s
+        self._most = most
+        self._seats: dict[int, _Seat] = {}  # least recently heard first
+        self._held: dict[str, Held] = {}  # by task
+        self._listed: tuple[int, ...] | None = ()
+        self.polls = 0  # check-ins that wait
+
+    # devices
+
+    def arrive(self, device: int, now: float) -> None:
+        """Note a request of an eligible device, which is present from now on.
+
+        Raises Refusal if too many are.
+        """
+        if device not in self._seats and len(self._seats) >= self._most:
+            raise Refusal(
+                503, "busy", f"{self._most} devices are present: try again later",
+                retry_after_s=self._away_s,
+            )  # fmt: skip
+        self._sit(device, now)
+
+    def heard(self, device: int, now: float) -> None:
+        """Note a request of a device, if it is present."""
+        if device in self._seats:
+            self._sit(device, now)
+
+    def leave(self, device: int) -> None:
+        """Note that a device is not eligible. It stays while it has a task, unheard."""
+        seat = self._seats.get(device)
+        if seat is not None:
+            self._release(seat)
+            if not seat.tasks:
+                self._remove(device)
+
+    def present(self) -> tuple[int, ...]:
+        """The devices that are present; the same object while they are the same."""
+        if self._listed is None:
+            self._listed = tuple(self._seats)
+        return self._listed
+
+    def answered(self, device: int, nonce: str) -> tuple[bool, bytes | None]:
+        """Whether this check-in was answered before, and with which offer (None: no task)."""
+        seat = self._seats.get(device)
+        if seat is None or not nonce or seat.nonce != nonce:
+            return False, None
+        return True, seat.answer
+
+    def answer(self, device: int, nonce: str, offer: bytes | None) -> None:
+        """Note the answer to a device's check-in, to be repeated."""
+        if (seat := self._seats.get(device)) is not None:
+            seat.nonce, seat.answer = nonce, offer
+
+    # check-ins that wait
+
+    def park(self, device: int, poll: asyncio.Future[bool], now: float) -> None:
+        """Let a device's check-in wait; one that waits already has to go."""
+        seat = self._sit(device, now)
+        self._release(seat)
+        seat.poll = poll
+        self.polls += 1
+
+    def unpark(self, device: int, poll: asyncio.Future[bool]) -> None:
+        """End the wait of a check-in, if it still waits."""
+        seat = self._seats.get(device)
+        if seat is not None and seat.poll is poll:
+            self._release(seat)
+
+    def release_all(self) -> None:
+        """Send all check-ins away that wait."""
+        for seat in self._seats.values():
+            self._release(seat)
+
+    def _release(self, seat: _Seat, *, look: bool = False) -> None:
+        if seat.poll is None:
+            return
+        if not seat.poll.done():
+            seat.poll.set_result(look)
+        seat.poll = None
+        self.polls -= 1
+
+    # tasks
+
+    def __len__(self) -> int:
+        """The number of tasks in hand."""
+        return len(self._held)
+
+    def __contains__(self, task: str) -> bool:
+        """Whether a task is in hand, by its id."""
+        return task in self._held
+
+    def __iter__(self) -> Iterator[Held]:
+        """The tasks in hand."""
+        return iter(tuple(self._held.values()))
+
+    def hold(self, held: Held, now: float) -> None:
+        """Take a task in hand, until its device comes for it. A check-in that waits may look."""
+        device = held.task.device
+        self.ended(held.task.task)  # if it was sent again, in another entry
+        seat = self._seats.get(device) or self._sit(device, now)
+        self._held[held.task.task] = held
+        seat.tasks.append(held)
+        self._release(seat, look=True)
+
+    def first(self, device: int) -> Held | None:
+        """The task that a device is to do now: the oldest of those in hand for it."""
+        seat = self._seats.get(device)
+        return seat.tasks[0] if seat is not None and seat.tasks else None
+
+    def held(self, task: str, device: int) -> Held:
+        """A task in hand for this device. Raises NotHeld."""
+        found = self._held.get(task)
+        if found is None or found.task.device != device:
+            raise NotHeld(task)
+        return found
+
+    def ended(self, task: str) -> None:
+        """Let go of a task: its answer was sent, or somebody else ended or took it."""
+        held = self._held.pop(task, None)
+        if held is not None:
+            self._seats[held.task.device].tasks.remove(held)
+
+    # time
+
+    def gone(self, now: float) -> list[Held]:
+        """Let devices go that are away, and return the tasks of those that stay away.
+
+        These are to be given up, and stay in hand until they are. A device whose check-in waits is
+        not away.
+        """
+        given_up: list[Held] = []
+        least_s = min(self._away_s, self._lease_s)
+        for device, seat in tuple(self._idle(now - least_s)):
+            if seat.poll is not None:
+                continue
+            if not seat.tasks and now - seat.heard >= self._away_s:
+                self._remove(device)
+            elif now - seat.heard >= self._lease_s:
+                given_up += seat.tasks
+        return given_up
+
+    def _idle(self, since: float) -> Iterable[tuple[int, _Seat]]:
+        for device, seat in self._seats.items():
+            if seat.heard > since:
+                return
+            yield device, seat
+
+    def _sit(self, device: int, now: float) -> _Seat:
+        seat = self._seats.pop(device, None)
+        if seat is None:
+            seat = _Seat(now)
+            self._listed = None
+        seat.heard = now
+        self._seats[device] = seat
+        return seat
+
+    def _remove(self, device: int) -> None:
+        del self._seats[device]
+        self._listed = None

@@ -1,0 +1,80 @@
+"""The table ``[gateway]``."""
+
+from __future__ import annotations
+
+import ssl
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field, model_validator
+
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.keys import POOL, check_name
+from fedstream.broker.messages import OWNED
+from fedstream.runtime.config import Positive, Section
+
+
+class GatewaySettings(Section):
+    """Whom a gateway serves, for how long it waits for devices, and its limits on them."""
+
+    site: str = "gateway"  # its replicas share a Redis user; not the pool
+    devices: Annotated[int, Field(ge=1, le=OWNED)] = 20_000  # present at once, at this replica
+    away_s: Positive = 60.0  # without a request, a device without a task is no longer present
+    lease_s: Positive = 120.0  # without a request, a device's tasks are given up
+    poll_s: Annotated[float, Field(ge=0, le=50)] = 50.0  # longest that a check-in waits for a task
+    retry_s: tuple[Positive, Positive] = (1.0, 10.0)  # when to check in again: between these
+    heartbeat_s: Positive = 5.0  # between two heartbeats of a device that trains
+    connections: Annotated[int, Field(ge=1)] = 25_000  # simultaneous; each waiting device has one
+    downloads: Annotated[int, Field(ge=1)] = 256  # simultaneous, of models
+    model_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # of models kept in memory
+    body_s: Positive = 15.0  # in which a JSON body must arrive
+    device_rate: Positive = 20.0  # requests per second of a device
+    address_rate: Positive = 500.0  # requests per second from an address
+    proxies: Annotated[int, Field(ge=0)] = 0  # ours, in front, that add to X-Forwarded-For
+    tls_cert: str | None = None  # PEM: the certificate and those that signed it
+    tls_key: str | None = None  # PEM, without a password
+    drain_s: Positive = 20.0
+
+    @model_validator(mode="after")
+    def _agree(self) -> GatewaySettings:
+        try:
+            check_name("gateway.site", self.site)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+        if self.site == POOL:
+            raise ValueError(
+                f"gateway.site = {POOL!r}: devices are not trusted as the operator's own trainers "
+                "are; name another site, and list it in coordinator.sites"
+            )
+        least, most = self.retry_s
+        if least > most:
+            raise ValueError(f"gateway.retry_s = [{least:g}, {most:g}]: the first is the shorter")
+        if self.away_s <= most:
+            raise ValueError(
+                f"gateway.away_s = {self.away_s:g} must be above gateway.retry_s = "
+                f"[{least:g}, {most:g}]: a device that waits to check in again is not away"
+            )
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("gateway.tls_cert and gateway.tls_key go together: set both or none")
+        return self
+
+    def tls(self) -> ssl.SSLContext | None:
+        """What to serve TLS with; None: plain HTTP. Raises ConfigError if a file can't be used."""
+        if self.tls_cert is None or self.tls_key is None:
+            return None
+        for key, file in (("tls_cert", self.tls_cert), ("tls_key", self.tls_key)):
+            try:
+                Path(file).read_bytes()
+            except OSError as error:
+                raise ConfigError(f"gateway.{key} = {file!r}: {error.strerror}") from error
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        context.set_alpn_protocols(["http/1.1"])
+        try:
+            context.load_cert_chain(self.tls_cert, self.tls_key, password="")
+        except (OSError, ValueError) as error:  # SSLError is an OSError
+            raise ConfigError(
+                f"gateway.tls_cert = {self.tls_cert!r} with gateway.tls_key = {self.tls_key!r}: "
+                f"not a certificate in PEM and its key without a password: {error}"
+            ) from error
+        return context

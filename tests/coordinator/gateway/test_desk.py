@@ -1,0 +1,231 @@
+"""The desk: who is present, who waits, and whose task is whose."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedstream.broker.messages import Assignment
+from fedstream.broker.streams import Entry
+from fedstream.coordinator.gateway.desk import Desk, Held, NotHeld
+from fedstream.coordinator.gateway.refusals import Refusal
+
+AWAY_S, LEASE_S = 10.0, 30.0
+
+
+def desk(most: int = 100) -> Desk:
+    return Desk(away_s=AWAY_S, lease_s=LEASE_S, most=most)
+
+
+def task(name: str, device: int, entry: str = "1-0") -> Held:
+    return Held(Assignment(task=name, device=device, seed=0), Entry(entry, b""), "tasks")
+
+
+def poll() -> asyncio.Future[bool]:
+    return asyncio.get_running_loop().create_future()
+
+
+def test_device_is_present_until_it_was_away() -> None:
+    one = desk()
+    one.arrive(3, 0.0)
+    assert one.present() == (3,)
+    one.heard(3, 6.0)
+    assert one.gone(15.9) == []
+    assert one.present() == (3,)
+    one.gone(16.0)
+    assert one.present() == ()
+
+
+def test_list_of_those_present_is_the_same_object_until_it_changes() -> None:
+    """An announcement's digest is computed once for each list."""
+    one = desk()
+    one.arrive(3, 0.0)
+    one.arrive(1, 0.0)
+    before = one.present()
+    one.heard(3, 5.0)
+    one.arrive(1, 6.0)
+    assert one.present() is before
+    one.arrive(2, 6.0)
+    assert set(one.present()) == {1, 2, 3}
+
+
+def test_present_devices_are_limited() -> None:
+    one = desk(most=2)
+    one.arrive(1, 0.0)
+    one.arrive(2, 0.0)
+    with pytest.raises(Refusal) as refused:
+        one.arrive(3, 0.0)
+    assert (refused.value.status, refused.value.reason) == (503, "busy")
+    one.arrive(1, 1.0)  # it has its seat
+
+
+def test_device_with_a_task_stays_until_its_lease_ends() -> None:
+    one = desk()
+    one.arrive(3, 0.0)
+    held = task("a", 3)
+    one.hold(held, 0.0)
+    assert one.gone(LEASE_S - 0.1) == []
+    assert one.present() == (3,)
+    assert one.gone(LEASE_S) == [held]
+    assert "a" in one, "until it was given up"
+    one.ended("a")
+    one.gone(LEASE_S)
+    assert one.present() == ()
+
+
+def test_task_of_an_absent_device_is_kept_for_it() -> None:
+    one = desk()
+    one.hold(task("a", 3), 0.0)
+    assert one.present() == (3,)
+    one.arrive(3, 20.0)
+    assert one.first(3) == task("a", 3)
+    assert one.gone(LEASE_S + 19.0) == []
+
+
+def test_ineligible_device_does_not_prolong_its_task() -> None:
+    one = desk()
+    one.arrive(3, 0.0)
+    held = task("a", 3)
+    one.hold(held, 1.0)
+    one.leave(3)
+    assert one.present() == (3,)
+    assert one.gone(LEASE_S) == [held]
+
+
+def test_ineligible_device_without_a_task_is_gone_at_once() -> None:
+    one = desk()
+    one.arrive(3, 0.0)
+    one.leave(3)
+    assert one.present() == ()
+
+
+def test_tasks_of_a_device_are_done_in_order() -> None:
+    one = desk()
+    one.arrive(3, 0.0)
+    one.hold(task("a", 3), 0.0)
+    one.hold(task("b", 3, "2-0"), 0.0)
+    assert one.first(3) == task("a", 3)
+    one.ended("a")
+    assert one.first(3) == task("b", 3, "2-0")
+    one.ended("b")
+    assert one.first(3) is None
+    one.ended("b")
+
+
+def test_task_that_was_sent_again_replaces_the_one_before() -> None:
+    one = desk()
+    one.arrive(3, 0.0)
+    first, second = task("a", 3, "1-0"), task("a", 3, "2-0")
+    one.hold(first, 0.0)
+    one.hold(second, 0.0)
+    assert list(one) == [second]
+    assert one.first(3) == second
+    assert first.attempt != second.attempt
+    assert second.attempt == task("a", 3, "2-0").attempt, "also after a restart"
+
+
+def test_another_devices_task_is_not_found() -> None:
+    one = desk()
+    one.hold(task("a", 3), 0.0)
+    assert one.held("a", 3) == task("a", 3)
+    for name, device in (("a", 4), ("b", 3)):
+        with pytest.raises(NotHeld):
+            one.held(name, device)
+
+
+async def test_task_wakes_the_check_in_that_waits() -> None:
+    one = desk()
+    waits, other = poll(), poll()
+    one.park(3, waits, 0.0)
+    one.park(4, other, 0.0)
+    one.hold(task("a", 3), 1.0)
+    assert waits.result() is True
+    assert not other.done()
+    assert one.polls == 1
+    one.release_all()
+    assert other.result() is False
+    assert one.polls == 0
+
+
+async def test_newest_check_in_of_a_device_waits_alone() -> None:
+    one = desk()
+    older, newer = poll(), poll()
+    one.park(3, older, 0.0)
+    one.park(3, newer, 1.0)
+    assert older.result() is False
+    one.unpark(3, older)  # as its handler ends
+    assert one.polls == 1
+    one.unpark(3, newer)
+    assert one.polls == 0
+
+
+async def test_device_that_waits_is_not_away() -> None:
+    one = desk()
+    waits = poll()
+    one.park(3, waits, 0.0)
+    assert one.gone(LEASE_S * 2) == []
+    assert one.present() == (3,)
+    one.unpark(3, waits)
+    one.gone(LEASE_S * 2)
+    assert one.present() == ()
+
+
+def test_answer_is_repeated_for_its_nonce_alone() -> None:
+    one = desk()
+    one.arrive(3, 0.0)
+    assert one.answered(3, "n") == (False, None)
+    one.answer(3, "n", b"offer")
+    assert one.answered(3, "n") == (True, b"offer")
+    assert one.answered(3, "m") == (False, None)
+    assert one.answered(4, "n") == (False, None)
+    one.answer(3, "m", None)
+    assert one.answered(3, "n") == (False, None)
+    assert one.answered(3, "m") == (True, None)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(["arrive", "heard", "leave", "hold", "ended", "gone"]),
+        st.integers(0, 3),
+        st.sampled_from("abc"),
+        st.floats(0, 20),
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS)
+def test_desk_agrees_with_itself_whatever_happens(
+    steps: list[tuple[str, int, str, float]],
+) -> None:
+    """Each task is in hand once, for a device that is present; nobody stays for ever."""
+    one, now, places = desk(), 0.0, dict[str, int]()
+    for what, device, name, later in steps:
+        now += later
+        match what:
+            case "arrive":
+                one.arrive(device, now)
+            case "heard":
+                one.heard(device, now)
+            case "leave":
+                one.leave(device)
+            case "hold":
+                one.hold(task(name, device), now)
+                places[name] = device
+            case "ended":
+                one.ended(name)
+                places.pop(name, None)
+            case "gone":
+                for held in one.gone(now):
+                    one.ended(held.task.task)
+                    del places[held.task.task]
+        assert {held.task.task: held.task.device for held in one} == places
+        assert set(places.values()) <= set(one.present())
+        assert len(set(one.present())) == len(one.present())
+    for _ in range(2):
+        for held in one.gone(now + 2 * LEASE_S):
+            one.ended(held.task.task)
+    assert (len(one), one.present()) == (0, ())
