@@ -19,7 +19,7 @@ from fedstream.broker.messages import Assignment, GiveUp, Upload
 from fedstream.runtime.backoff import pause
 from fedstream.trainer.choices import Solvers, chosen
 from fedstream.trainer.devices import DeviceSettings, behaviour
-from fedstream.trainer.hanging import returns
+from fedstream.trainer.hanging import Guard
 from fedstream.trainer.newest import Newest
 from fedstream.trainer.saved_work import SavedWork
 from fedstream.trainer.solvers import Cancelled, Work
@@ -160,25 +160,25 @@ class Attempt:
         shop = self._shop
         while True:
             try:
-                training = asyncio.get_running_loop().run_in_executor(
-                    shop.thread, shop.learner.train, start, work, shop.out, shop.run.sends,
-                    shop.wire, unsent,
-                )  # fmt: skip
-                patience_s = shop.settings.drain_s
-                if not await returns(training, self._is_cancelled, patience_s=patience_s):
-                    # The drain waits as long again; then the process ends, hung thread or not.
-                    shop.context.log.error(
-                        "training hangs: this trainer exits and must be restarted",
-                        told_to_stop_s=patience_s,
-                    )
-                    self._stop.set()
-                return await training
+                with Guard(self._is_cancelled, self._hangs, patience_s=shop.settings.drain_s):
+                    return await asyncio.get_running_loop().run_in_executor(
+                        shop.thread, shop.learner.train, start, work, shop.out, shop.run.sends,
+                        shop.wire, unsent,
+                    )  # fmt: skip
             except Cancelled as stopped:
                 if self._is_cancelled():
                     raise
                 await self.saved.save(stopped.workspace)
                 work = replace(work, resume=stopped.workspace)
                 await self._until_eligible()
+
+    def _hangs(self) -> None:
+        # The drain waits as long again; then the process ends, hung thread or not.
+        self._shop.context.log.error(
+            "training hangs: this trainer exits and must be restarted",
+            told_to_stop_s=self._shop.settings.drain_s,
+        )
+        self._stop.set()
 
     # what the answer says
 

@@ -116,6 +116,8 @@ class Behaviour:
 
 def behaviour(settings: DeviceSettings, device: int, seed: int) -> Behaviour:
     """What ``device`` does in the task with this ``seed``; depends on the arguments only."""
+    if settings.dropout == 0.0 and isinstance(settings.latency, NoLatency):
+        return Behaviour(0.0, drops_out=False)  # nothing to draw
     # a text seed is hashed, so that neighbouring seeds and devices draw independently
     draw = random.Random(f"{seed}/{device}")
     drops_out = draw.random() < settings.dropout  # drawn first: independent of the latency kind

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import time
+from bisect import bisect_left
+from contextlib import AbstractContextManager
+from itertools import accumulate
 from typing import TYPE_CHECKING, Literal
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 if TYPE_CHECKING:
-    from contextlib import AbstractContextManager
+    from collections.abc import Iterator
+
+PartOfTask = Literal["download", "training", "upload"]
 
 # Histogram buckets: from a small model's download to an hour of training.
 _SECONDS = (
@@ -24,10 +33,8 @@ class TrainerMetrics:
             "fedstream_trainer_tasks", "Tasks, by what became of them here.", ["end"],
             registry=registry,
         )  # fmt: skip
-        self._seconds = Histogram(
-            "fedstream_task_seconds", "How long a task took.", ["part"], registry=registry,
-            buckets=_SECONDS,
-        )  # fmt: skip
+        self._seconds: dict[str, _Durations] = {}
+        registry.register(_Seconds(self._seconds))
 
         self.from_zero = Counter(
             "fedstream_trainer_feedback_from_zero",
@@ -41,10 +48,58 @@ class TrainerMetrics:
 
     def took(self, seconds: float) -> None:
         """Record how long a whole task took."""
-        self._seconds.labels("whole").observe(seconds)
+        self._of("whole").add(seconds)
 
     def timed(
         self, part: Literal["download", "training", "upload"]
-    ) -> AbstractContextManager[object]:
+    ) -> AbstractContextManager[None]:
         """Record how long a part of a task takes: the block inside."""
-        return self._seconds.labels(part).time()
+        return self._of(part)
+
+    def _of(self, part: PartOfTask | Literal["whole"]) -> _Durations:
+        found = self._seconds.get(part)
+        if found is None:
+            found = self._seconds[part] = _Durations()
+        return found
+
+
+class _Durations(AbstractContextManager[None]):
+    """How long a part of a task took, each time, in buckets.
+
+    Four are observed for each task. A child of prometheus_client's Histogram takes twenty calls for
+    each.
+    """
+
+    __slots__ = ("began", "counts", "sum")
+
+    def __init__(self) -> None:
+        self.began = self.sum = 0.0
+        self.counts = [0] * (len(_SECONDS) + 1)  # of each bucket; the last one has no bound
+
+    def __enter__(self) -> None:
+        self.began = time.perf_counter()
+
+    def __exit__(self, *error: object) -> None:
+        self.add(time.perf_counter() - self.began)
+
+    def add(self, seconds: float) -> None:
+        self.sum += seconds
+        self.counts[bisect_left(_SECONDS, seconds)] += 1
+
+
+class _Seconds(Collector):
+    """Shows the parts at each scrape."""
+
+    def __init__(self, parts: dict[str, _Durations]) -> None:
+        self._parts = parts
+
+    def collect(self) -> Iterator[Metric]:
+        family = HistogramMetricFamily(
+            "fedstream_task_seconds", "How long a task took.", labels=["part"]
+        )
+        bounds = [*map(floatToGoString, _SECONDS), "+Inf"]
+        for name, part in tuple(self._parts.items()):  # a thread may add one
+            family.add_metric(
+                [name], [*zip(bounds, accumulate(part.counts), strict=True)], part.sum
+            )
+        yield family

@@ -19,7 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from aiohttp import web
-from structlog.contextvars import bound_contextvars
+from structlog.contextvars import bind_contextvars, reset_contextvars
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BadMessage, ConfigError, FedstreamError, LayoutMismatch, NoRun
@@ -281,12 +281,13 @@ class _Shift:
         except BadMessage as error:
             await self._delivery.bury(taken.entry, str(error))
             return
-        with bound_contextvars(task=task.task, device=task.device):
-            self.task = task
-            try:
-                await self._perform(taken, task)
-            finally:
-                self.task = None
+        self.task = task
+        unbound = bind_contextvars(task=task.task, device=task.device)
+        try:
+            await self._perform(taken, task)
+        finally:
+            self.task = None
+            reset_contextvars(**unbound)
 
     async def _perform(self, taken: TakenTask, task: Assignment) -> None:
         """Carry out a task, from fetching the model to sending the answer."""

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,7 +17,7 @@ from torch.utils.data import Dataset, TensorDataset
 
 from fedstream.broker.messages import Withdraw
 from fedstream.runtime.tasks import LeaseSettings
-from fedstream.trainer.hanging import returns
+from fedstream.trainer.hanging import Guard
 from fedstream.trainer.settings import TrainerSettings
 from fedstream.trainer.solvers import Trained, Work
 from fedstream.trainer.task import Task
@@ -87,10 +88,18 @@ async def test_slow_training_is_not_taken_for_hanging(
                 training.set_result(None)
             return True
 
-    assert await returns(training, cancelled, patience_s=3600.0)
-    assert not await returns(
-        asyncio.get_running_loop().create_future(), lambda: True, patience_s=0.01
-    )
+    hanging = asyncio.Event()
+    with Guard(cancelled, hanging.set, patience_s=3600.0):
+        await training
+    with Guard(lambda: True, hanging.set, patience_s=0.01):
+        await asyncio.sleep(0)  # comes back before anybody looks
+    assert not hanging.is_set()
+    times: list[float] = []
+    with Guard(lambda: True, lambda: times.append(time.monotonic()), patience_s=0.02):
+        began = time.monotonic()
+        await wait_until(lambda: times)
+        await asyncio.sleep(0.02)
+    assert [at - began >= 0.02 for at in times] == [True]
 
 
 @pytest.mark.process
