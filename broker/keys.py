@@ -13,6 +13,7 @@ from fedstream.broker.errors import ConfigError
 COORDINATORS = "coordinators"  # the group that reads `triggers` and every `inbox:<site>`
 TRAINERS = "trainers"  # the group that reads `tasks` and every `tasks:<site>/<owner>`
 POOL = "pool"  # the operator's own site: its trainers serve all unowned devices
+GATEWAY = "gateway"  # the site of a run's gateway, unless it is configured otherwise
 
 _NAME = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{0,62}")
 
@@ -120,6 +121,33 @@ class Keys:
     def workspace(self, site: str, task: str) -> str:
         """The saved progress of an interrupted task, for a trainer of its site to resume."""
         return f"{self.prefix}workspace:{site}/{task}"
+
+    def enrolled(self, site: str) -> str:
+        """The devices that a gateway knows: device -> its public key, and when it enrolled."""
+        return f"{self._gateway(site)}devices"
+
+    def invites(self, site: str) -> str:
+        """Who may enrol at a gateway: device -> the digest of its invite, and until when."""
+        return f"{self._gateway(site)}invites"
+
+    def revoked(self, site: str) -> str:
+        """The devices that a gateway turns away: device -> since when."""
+        return f"{self._gateway(site)}revoked"
+
+    def enrolments(self, site: str) -> str:
+        """A text that changes whenever a gateway's devices do, so that what is known is known."""
+        return f"{self._gateway(site)}changed"
+
+    def secret(self, site: str) -> str:
+        """What the replicas of a gateway sign tokens with."""
+        return f"{self._gateway(site)}secret"
+
+    def nonce(self, site: str, nonce: str) -> str:
+        """A nonce that a gateway has seen, for as long as its request would be accepted."""
+        return f"{self._gateway(site)}nonce:{nonce}"
+
+    def _gateway(self, site: str) -> str:
+        return f"{self.prefix}gateway:{site}:"
 
     def quarantine(self, key: str) -> str:
         """The key to which a foreign value under ``key`` is moved."""

@@ -11,6 +11,9 @@ inbox, take the site's tasks, write the site's updates, and write and read the s
 Beyond that it can read the run's record, the newest version, the models, and a strategy's state of
 the devices that the site was sent tasks for. It can't load scripts: services do that. It can't
 read, claim or delete an inbox entry or an update, not even its own.
+
+A gateway is such a trainer of a site of its own, and keeps the register of the devices that
+enrolled at it. Its replicas share a user.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
-from fedstream.broker.keys import POOL, Keys
+from fedstream.broker.keys import GATEWAY, POOL, Keys
 from fedstream.broker.ledger import (
     coordinator,
     evaluator,
+    gateway,
     operator,
     scheduler,
     sinks,
@@ -44,11 +48,16 @@ RIGHTS = {
     "updater": updater.RIGHTS,
     "evaluator": evaluator.RIGHTS,
     "trainer": trainer.RIGHTS,
+    "gateway": gateway.RIGHTS,
     "sinks": sinks.RIGHTS,
     "operator": operator.RIGHTS,
 }
 ROLES = tuple(RIGHTS)
-OPTIONAL = ("sinks",)  # roles that many runs do without: a user only for those with a password
+# Roles that many runs do without: a user only for those with a password.
+OPTIONAL = ("gateway", "sinks")
+
+# The sites whose users have the name of their role alone.
+_OWN = {"trainer": POOL, "gateway": GATEWAY}
 
 # Rights of Redis's own processes where sentinels are used, from Redis's documentation; they are not
 # limited to our keys. A user is created only for those with a password.
@@ -70,8 +79,12 @@ def commands(rights: Rights) -> list[str]:
     return sorted(found)
 
 
-def rights_of(role: str, site: str = POOL) -> list[Rights]:
-    """A role's rights, for trainers those of one site: the role's own, then its selectors."""
+def rights_of(role: str, site: str | None = None) -> list[Rights]:
+    """A role's rights: its own, then its selectors.
+
+    ``site``: whose, for trainers and gateways; None: the pool, or a run's only gateway.
+    """
+    site = site or (GATEWAY if role == "gateway" else POOL)
     tasks = ("tasks", f"tasks:{POOL}/*") if site == POOL else (f"tasks:{site}/*",)
 
     def named(names: Iterable[str]) -> tuple[str, ...]:
@@ -86,10 +99,10 @@ def rights_of(role: str, site: str = POOL) -> list[Rights]:
     ]
 
 
-def rules(role: str, run: str, site: str = POOL) -> str:
+def rules(role: str, run: str, site: str | None = None) -> str:
     """A role's rights in a run as ACL rules, to be placed after the user's password.
 
-    ``site``: the site, for trainers.
+    ``site``: the site, for trainers and gateways.
     """
     first, *apart = (_rules(one, Keys(run).prefix) for one in rights_of(role, site))
     return " ".join(["resetkeys resetchannels", first, *(f"({one})" for one in apart)])
@@ -104,17 +117,23 @@ def _rules(rights: Rights, prefix: str) -> str:
     return " ".join([*keys, "-@all", *(f"+{command}" for command in commands(rights))])
 
 
-def user_of(site: str) -> str:
-    """The name of the user that a site's trainers share."""
-    return "trainer" if site == POOL else f"trainer-{site}"
+def user_of(site: str, role: str = "trainer") -> str:
+    """The name of the user that a site's trainers, or the replicas of its gateway, share."""
+    return role if site == _OWN[role] else f"{role}-{site}"
 
 
-def acl(run: str, passwords: dict[str, str], sites: Mapping[str, str] | None = None) -> str:
+def acl(
+    run: str,
+    passwords: dict[str, str],
+    sites: Mapping[str, str] | None = None,
+    gateways: Mapping[str, str] | None = None,
+) -> str:
     """An ACL file for a server dedicated to this run, with a user for each role and site.
 
-    ``passwords`` are by role; ``sites`` gives those of sites other than the pool, by site. The file
-    contains only their hashes. There is also a user ``health``, which can only send PING (not
-    answered while a script hangs) and has no password, since a probe can't supply one.
+    ``passwords`` are by role; ``sites`` gives those of sites other than the pool, by site, and
+    ``gateways`` those of gateways whose site has another name than the role. The file contains only
+    their hashes. There is also a user ``health``, which can only send PING (not answered while a
+    script hangs) and has no password, since a probe can't supply one.
     """
     # Nobody can log in as `default`, but Redis loads the append-only file with its rights: without
     # them it drops what scripts wrote (redis/redis#14541).
@@ -124,9 +143,10 @@ def acl(run: str, passwords: dict[str, str], sites: Mapping[str, str] | None = N
             digest = hashlib.sha256(passwords[name].encode()).hexdigest()
             may = rules(name, run) if name in RIGHTS else f"resetkeys -@all {PARTS[name]}"
             lines.append(f"user {name} on #{digest} {may}")
-    for site, password in (sites or {}).items():
-        digest = hashlib.sha256(password.encode()).hexdigest()
-        lines.append(f"user {user_of(site)} on #{digest} {rules('trainer', run, site)}")
+    for role, named in (("trainer", sites or {}), ("gateway", gateways or {})):
+        for site, password in named.items():
+            digest = hashlib.sha256(password.encode()).hexdigest()
+            lines.append(f"user {user_of(site, role)} on #{digest} {rules(role, run, site)}")
     lines.append("user health on nopass resetkeys resetchannels -@all +ping")
     return "\n".join(lines) + "\n"
 

@@ -1,12 +1,14 @@
-"""What operators do in Redis: they look, retry dead letters, and delete a run."""
+"""What operators do in Redis: they look, retry dead letters, admit devices, and delete a run."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import secrets
+from collections.abc import AsyncIterator, Mapping, Sequence
 
 from fedstream.broker import blobs, lease, streams
 from fedstream.broker.commands import Command
 from fedstream.broker.ledger import scheduler, trainer
+from fedstream.broker.ledger.gateway import Registration
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.plumbing import packed, verdict
 from fedstream.broker.ledger.reading import LOOK, Models, Register, Watch
@@ -16,6 +18,8 @@ from fedstream.broker.scripts import Script
 MAY = Script("may")  # asked by `doctor`
 _RETRY = Script("retry")
 _SET_QUARANTINE = Script("set_quarantine")
+_INVITE = Script("invite")
+_SET_ACCESS = Script("set_access")
 
 # For status, top and doctor, for repairs (dead) and for purge. `replay --redis` acts as scheduler
 # and trainer.
@@ -26,14 +30,14 @@ RIGHTS = Rights(
         "scan", "exists", "type", "ttl", "pttl", "time", "info", "dbsize", "config|get",
         "acl|whoami", "acl|dryrun", "acl|getuser", "acl|log", "memory|usage", "client|list",
         "slowlog|get",
-        "get", "hget", "hgetall", "hlen", "hmget", "hkeys", "hvals", "zrange", "zcard",
+        "get", "hget", "hgetall", "hlen", "hmget", "hkeys", "hscan", "hvals", "zrange", "zcard",
         "zscore", "zrangebyscore", "xlen", "xrange", "xrevrange", "xread", "xpending",
         "xinfo|stream", "xinfo|groups", "xinfo|consumers", "xadd", "xdel", "xgroup|create",
         "xreadgroup", "unlink", "hincrby", *blobs.WRITES,
         "rename", "zlexcount",  # by hand: bring back what was put aside, count a site's letters
     ),
     scripts=(
-        LOOK, MAY, _RETRY, _SET_QUARANTINE,
+        LOOK, MAY, _RETRY, _SET_QUARANTINE, _INVITE, _SET_ACCESS,
         *lease.SCRIPTS, scheduler.TRIGGER, streams.CLAIM, trainer.FINISH,
     ),
 )  # fmt: skip
@@ -69,6 +73,71 @@ class OperatorLedger(Watch, Models, Register):
             "devices": list(wanted.devices), "release": wanted.release, "most": QUARANTINED,
         }  # fmt: skip
         return verdict(await self._run(_SET_QUARANTINE, packed(about), wanted.encode()))
+
+    async def invite(
+        self, site: str, invites: Mapping[int, str], *, seconds: float
+    ) -> tuple[str, str]:
+        """Invite devices to enrol at a site's gateway, all or none. Returns a verdict and a detail.
+
+        ``invites``: the digest of each device's. 'invited' (the detail is until when, in ms since
+        1970), or else nothing was done: 'none' (no such run), 'finished' (the run), 'unknown' or
+        'revoked' (the detail is that device).
+        """
+        about = {
+            "devices": list(invites), "digests": list(invites.values()),
+            "holds_ms": round(seconds * 1000),
+        }  # fmt: skip
+        return verdict(
+            await self._run(
+                _INVITE, packed(about),
+                invites=self.keys.invites(site), revoked=self.keys.revoked(site),
+            )
+        )  # fmt: skip
+
+    async def set_access(
+        self, site: str, devices: Sequence[int], *, admit: bool
+    ) -> tuple[str, list[int]]:
+        """Have a site's gateway turn devices away, or admit them again.
+
+        Returns a verdict and devices: 'set' (those that were not so already), 'unknown' (that the
+        run lacks) or 'none' (no such run).
+        """
+        about = {"devices": list(devices), "admit": admit, "stamp": secrets.token_hex(16)}
+        reply = await self._run(
+            _SET_ACCESS, packed(about),
+            invites=self.keys.invites(site), revoked=self.keys.revoked(site),
+            changed=self.keys.enrolments(site),
+        )  # fmt: skip
+        what, changed = verdict(reply)
+        return what, [int(device) for device in changed.split()]
+
+    async def access(
+        self, site: str
+    ) -> tuple[dict[int, Registration], dict[int, float], dict[int, float]]:
+        """A gateway's devices: registrations, until when others are invited, since when revoked.
+
+        In seconds since 1970, by Redis's clock. Devices that change meanwhile may be missing.
+        """
+        enrolled, invites, revoked = [
+            {int(name): value async for name, value in self._fields(key)}
+            for key in (
+                self.keys.enrolled(site), self.keys.invites(site), self.keys.revoked(site)
+            )
+        ]  # fmt: skip
+        return (
+            {device: Registration.parsed(value) for device, value in enrolled.items()},
+            {device: int(value.split()[1]) / 1000 for device, value in invites.items()},
+            {device: int(value) / 1000 for device, value in revoked.items()},
+        )
+
+    async def _fields(self, key: str) -> AsyncIterator[tuple[bytes, bytes]]:
+        cursor = b"0"
+        while True:
+            cursor, flat = await self._client.call("HSCAN", key, cursor, "COUNT", 1000)
+            for name, value in zip(flat[::2], flat[1::2], strict=True):
+                yield name, value
+            if cursor == b"0":
+                return
 
     async def ends(self, tasks: Sequence[str]) -> list[str]:
         """Look up what became of tasks: 'open', an outcome, or '' if forgotten.

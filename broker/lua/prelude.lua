@@ -277,6 +277,16 @@ local function keep(chunks)
   if chunks then redis.call('HSET', key.blob, 'chunks', chunks) end
 end
 
+-- Why an operator's command about these devices can't be obeyed, and a detail; nil if it can.
+local function why_not(devices)
+  local state, n = unpack(redis.call('HMGET', key.run, 'state', 'devices'))
+  if not state then return 'none', '' end
+  if state ~= 'running' then return 'finished', '' end
+  for _, device in ipairs(devices) do
+    if device >= tonumber(n) then return 'unknown', tostring(device) end
+  end
+end
+
 -- How many control entries about quarantines these packed ones have taken, or 0.
 local function quarantines_taken(packed)
   return packed and cmsgpack.unpack(packed).taken or 0

@@ -2,12 +2,8 @@
 -- Adds an operator's control entry to the queue: the updater takes it in order with the updates.
 -- ARGV: the devices and whether they are to be released; the entry.
 local a = cmsgpack.unpack(ARGV[1])
-local state, devices = unpack(redis.call('HMGET', key.run, 'state', 'devices'))
-if not state then return {'none', ''} end
-if state ~= 'running' then return {'finished', ''} end
-for _, device in ipairs(a.devices) do
-  if device >= tonumber(devices) then return {'unknown', tostring(device)} end
-end
+local wrong, detail = why_not(a.devices)
+if wrong then return {wrong, detail} end
 guard()
 if not a.release then
   local packed, n = redis.call('HGET', key.head, 'quarantines'), #a.devices

@@ -9,7 +9,7 @@ from typing import Annotated
 from pydantic import Field, model_validator
 
 from fedstream.broker.errors import ConfigError
-from fedstream.broker.keys import POOL, check_name
+from fedstream.broker.keys import GATEWAY, POOL, check_name
 from fedstream.broker.messages import OWNED
 from fedstream.runtime.config import Positive, Section
 
@@ -17,7 +17,7 @@ from fedstream.runtime.config import Positive, Section
 class GatewaySettings(Section):
     """Whom a gateway serves, for how long it waits for devices, and its limits on them."""
 
-    site: str = "gateway"  # its replicas share a Redis user; not the pool
+    site: str = GATEWAY  # its replicas share a Redis user; not the pool
     devices: Annotated[int, Field(ge=1, le=OWNED)] = 20_000  # present at once, at this replica
     away_s: Positive = 60.0  # without a request, a device without a task is no longer present
     lease_s: Positive = 120.0  # without a request, a device's tasks are given up

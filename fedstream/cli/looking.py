@@ -251,6 +251,10 @@ def acl(
 
     Without --site, the sites are those in coordinator.sites. The trainers of a site hospital-a
     share the user trainer-hospital-a, whose password is FEDSTREAM_PASSWORD_SITE_HOSPITAL_A.
+
+    If gateway.site is among the sites, the replicas of that gateway share the user gateway, with
+    FEDSTREAM_PASSWORD_GATEWAY. A gateway of another site, such as clinics, is the user
+    gateway-clinics, with FEDSTREAM_PASSWORD_SITE_CLINICS.
     """
     from fedstream.coordinator.sites import served
     from fedstream.operate import acl as page
@@ -258,8 +262,10 @@ def acl(
     settings = settings_of(config)
     name = check_name("--run", run) if run else settings.run.name
     known = served(settings.coordinator.sites, settings.coordinator.trusted_sites)
-    sites = site or [one for one in known if one != POOL]
-    text = page.file_of(name, os.environ, sites)
+    named = site or [one for one in known if one != POOL]
+    gateways = [one for one in named if one == settings.gateway.site]
+    trainers = [one for one in named if one not in gateways]
+    text = page.file_of(name, os.environ, trainers, gateways)
     if out is None:
         verbatim(text)
     else:

@@ -13,7 +13,7 @@ import msgpack
 
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BrokerError
-from fedstream.broker.keys import POOL, Keys
+from fedstream.broker.keys import Keys
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.operator import MAY
 from fedstream.broker.rights import ROLES, commands
@@ -30,7 +30,7 @@ _SAMPLES: dict[str, tuple[str, ...]] = {
     "exec": (), "exists": ("K",), "get": ("K",), "hdel": ("K", "x"), "hexists": ("K", "x"),
     "hget": ("K", "x"), "hgetall": ("K",), "hincrby": ("K", "x", "1"), "hkeys": ("K",),
     "hlen": ("K",), "hmget": ("K", "x"), "hset": ("K", "x", "x"), "hstrlen": ("K", "x"),
-    "hscan": ("K", "0"), "hvals": ("K",), "getrange": ("K", "0", "0"),
+    "hscan": ("K", "0"), "hsetnx": ("K", "x", "x"), "hvals": ("K",), "getrange": ("K", "0", "0"),
     "info": ("memory",), "memory|usage": ("K",), "multi": (), "persist": ("K",),
     "pexpire": ("K", "1"), "ping": (), "pttl": ("K",), "rename": ("K", "K"), "role": (),
     "sadd": ("K", "x"), "scan": ("0",), "script|kill": (), "smembers": ("K",),
@@ -68,7 +68,7 @@ def _whole(command: str, key: str) -> tuple[str, ...]:
     return (*command.upper().split("|"), *arguments)
 
 
-def required(role: str, keys: Keys, redis: RedisSettings, site: str = POOL) -> list[Asked]:
+def required(role: str, keys: Keys, redis: RedisSettings, site: str | None = None) -> list[Asked]:
     """Everything a role must be allowed: each command on one of its keys, and each key."""
     return [asked for one in parts(role, site) for asked in _required(one, keys, redis)]
 
@@ -104,9 +104,9 @@ def rights_of(user: str, keys: Keys, redis: RedisSettings) -> tuple[str, list[As
     """Required rights of a user, of a role or shared by all services, as (purpose, rights)."""
     if user in ROLES:
         return f"fedstream {user}", required(user, keys, redis)
-    if user.startswith("trainer-"):
-        site = user.removeprefix("trainer-")
-        return f"fedstream trainer of site {site}", required("trainer", keys, redis, site)
+    role, _, site = user.partition("-")
+    if role in ("trainer", "gateway") and site:
+        return f"fedstream {role} of site {site}", required(role, keys, redis, site)
     services = (role for role in ROLES if role != "operator")
     everything = (asked for role in services for asked in required(role, keys, redis))
     return "every service", list({asked.command: asked for asked in everything}.values())

@@ -9,20 +9,28 @@ from contextlib import suppress
 from pathlib import Path
 
 from fedstream.broker.errors import ConfigError
-from fedstream.broker.keys import POOL, check_name
+from fedstream.broker.keys import GATEWAY, POOL, check_name
 from fedstream.broker.rights import OPTIONAL, PARTS, ROLES, acl
 
 _PREFIX = "FEDSTREAM_PASSWORD_"
 
 
-def file_of(run: str, environ: Mapping[str, str], sites: Sequence[str] = ()) -> str:
+def file_of(
+    run: str,
+    environ: Mapping[str, str],
+    sites: Sequence[str] = (),
+    gateways: Sequence[str] = (),
+) -> str:
     """Text of the ACL file, with passwords from the environment. Raises ConfigError.
 
-    ``sites`` get a user each. The pool must not be among them: it uses the trainer role's user.
+    ``sites`` get a user each, of the trainers there. The pool must not be among them: it uses the
+    trainer role's user. ``gateways``: the sites of gateways, likewise; that of the site 'gateway'
+    is the role's user.
     """
     given = {role: environ.get(_PREFIX + role.upper(), "") for role in (*ROLES, *PARTS)}
     named: dict[str, str] = {}
-    for site in sites:
+    own = [site for site in gateways if site != GATEWAY]
+    for site in (*sites, *own):
         check_name("--site", site)
         if site == POOL:
             raise ConfigError(
@@ -34,7 +42,8 @@ def file_of(run: str, environ: Mapping[str, str], sites: Sequence[str] = ()) -> 
                 f"--site {site}: its password would be read from {place}, which is {twin}'s"
             )
         named[site] = environ.get(place, "")
-    needed = (role for role in ROLES if role not in OPTIONAL)
+    needed = [role for role in ROLES if role not in OPTIONAL]
+    needed += ["gateway"] if GATEWAY in gateways else []
     missing = [_PREFIX + role.upper() for role in needed if not given[role]]
     missing += [variable(site) for site, password in named.items() if not password]
     if missing:
@@ -42,7 +51,10 @@ def file_of(run: str, environ: Mapping[str, str], sites: Sequence[str] = ()) -> 
             f"{', '.join(missing)}: not set in the environment; every role and every site needs a "
             "password"
         )
-    return acl(run, {role: password for role, password in given.items() if password}, named)
+    return acl(
+        run, {role: password for role, password in given.items() if password},
+        {site: named[site] for site in sites}, {site: named[site] for site in own},
+    )  # fmt: skip
 
 
 def variable(site: str) -> str:

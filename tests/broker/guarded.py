@@ -1,4 +1,6 @@
-"""A Redis with the users of `fedstream acl`: of each role, and of the sites north and south."""
+"""A Redis with the users of `fedstream acl`: of each role, of the sites north and south, and of a
+second gateway, clinics.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,8 @@ KEYS = Keys(RUN)
 PASSWORDS = {f"FEDSTREAM_PASSWORD_{role.upper()}": f"of-{role}" for role in rights.ROLES}
 SITES = ("north", "south")
 OF_SITES = {f"FEDSTREAM_PASSWORD_SITE_{site.upper()}": f"of-trainer-{site}" for site in SITES}
+GATEWAYS = ("gateway", "clinics")
+OF_GATEWAYS = {"FEDSTREAM_PASSWORD_SITE_CLINICS": "of-gateway-clinics"}
 
 needs_7 = pytest.mark.skipif(redis_7() is None, reason="%R~ and %W~ came with Redis 7")
 
@@ -52,7 +56,8 @@ def guarded(folder: Path) -> Iterator[Guarded]:
     file = folder / "users.acl"
     acl.write(
         file,
-        acl.file_of(RUN, PASSWORDS | OF_SITES, SITES) + "user admin on >of-admin ~* &* +@all\n",
+        acl.file_of(RUN, PASSWORDS | OF_SITES | OF_GATEWAYS, SITES, GATEWAYS)
+        + "user admin on >of-admin ~* &* +@all\n",
     )
     with redis(folder / "redis", "--aclfile", str(file)) as server:
         yield Guarded(server.port)

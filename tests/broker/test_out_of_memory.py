@@ -17,6 +17,7 @@ from fedstream.broker.client import Client
 from fedstream.broker.custody import mend, some_keys
 from fedstream.broker.errors import OutOfMemory
 from fedstream.broker.keys import TRAINERS, Keys
+from fedstream.broker.ledger.gateway import GatewayLedger
 from fedstream.broker.messages import (
     CloseRound,
     Event,
@@ -236,6 +237,18 @@ async def tell(hand: Hand) -> Step:
     return lambda: hand.ledger.tell(Event(what="error", service="t", time=1.0))
 
 
+async def invite(hand: Hand) -> Step:
+    await hand.create()
+    return lambda: hand.ledger.invite("gateway", {3: "ab"}, seconds=60)
+
+
+async def enrol(hand: Hand) -> Step:
+    await hand.create()
+    await hand.ledger.invite("gateway", {3: "ab"}, seconds=60)
+    gateway = GatewayLedger(hand.client, hand.keys, "g", "gateway")
+    return lambda: gateway.enrol(3, "ab", "a key", "n", nonce_s=60)
+
+
 SCENES = {
     "trigger": trigger,
     "dispatch": dispatch,
@@ -256,6 +269,8 @@ SCENES = {
     "bury": bury,
     "retry": retry,
     "set_quarantine": set_quarantine,
+    "invite": invite,
+    "enrol": enrol,
     "announce": announce,
     "beat": beat,
     "relay": relay,
@@ -281,6 +296,7 @@ NEEDS_NONE = {
     "renew",
     "retire",
     "scan",
+    "set_access",
     "yield",
 }
 
@@ -332,4 +348,5 @@ async def test_freeing_memory_works_when_redis_is_full(hand: Hand, client: Clien
         assert names
         await client.call("DEL", hand.keys.leader("updater"))  # it ran out: nobody was quicker
         assert await hand.updater.hold()
+        assert await hand.ledger.set_access("gateway", [3], admit=False) == ("set", [3])
     await hand.balanced()

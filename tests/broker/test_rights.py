@@ -25,7 +25,18 @@ from fedstream.broker.messages import Dead, Heartbeat, Presence, decode
 from fedstream.broker.scripts import Script
 from fedstream.observe import status
 from fedstream.operate import acl, presence
-from tests.broker.guarded import KEYS, OF_SITES, PASSWORDS, RUN, SITES, Guarded, guarded, needs_7
+from tests.broker.guarded import (
+    GATEWAYS,
+    KEYS,
+    OF_GATEWAYS,
+    OF_SITES,
+    PASSWORDS,
+    RUN,
+    SITES,
+    Guarded,
+    guarded,
+    needs_7,
+)
 from tests.broker.pipeline import Pipeline, finished, lines, pipeline, reached
 from tests.support import EveryRole, Hand, wait_until
 
@@ -271,7 +282,7 @@ async def test_probe_may_only_ping(
 
 def test_every_script_belongs_to_a_role_with_its_commands() -> None:
     named = {script.name for one in rights.RIGHTS.values() for script in one.scripts}
-    named |= {"renew", "release"}  # trainers', whose commands are listed
+    named |= {"renew", "release", "enrol"}  # trainers' and gateways', whose commands are listed
     there = {path.name.removesuffix(".lua") for path in scripts._LUA.iterdir()} - {"prelude"}
     assert named == there
     allowed = rights.commands(rights.RIGHTS["coordinator"])
@@ -329,8 +340,29 @@ def test_each_site_gets_its_own_user() -> None:
     )
     for name, line in users.items():
         assert ("+eval " in line, "+script|load" in line) == (
-            False, name in rights.ROLES and name not in ("trainer", "sinks")
+            False, name in rights.ROLES and name not in ("trainer", "gateway", "sinks")
         )  # fmt: skip
+
+
+def test_each_gateway_gets_its_own_user() -> None:
+    """The one of the site 'gateway' is the role's; a trainer's site has no part in it."""
+    text = acl.file_of(RUN, PASSWORDS | OF_GATEWAYS, gateways=GATEWAYS)
+    users = {line.split()[1]: line for line in text.splitlines()}
+    assert "gateway:gateway:devices" in users["gateway"]
+    assert "gateway:clinics:devices" in users["gateway-clinics"]
+    assert users["gateway"].split()[4:] == [
+        word.replace("clinics", "gateway") for word in users["gateway-clinics"].split()[4:]
+    ]
+    assert not any("gateway:" in line for name, line in users.items() if "gateway" not in name)
+
+
+def test_a_gateway_among_the_sites_needs_its_password() -> None:
+    given = {name: value for name, value in PASSWORDS.items() if not name.endswith("GATEWAY")}
+    assert "user gateway" not in acl.file_of(RUN, given)
+    with pytest.raises(ConfigError, match="FEDSTREAM_PASSWORD_GATEWAY: not set"):
+        acl.file_of(RUN, given, gateways=["gateway"])
+    with pytest.raises(ConfigError, match="FEDSTREAM_PASSWORD_SITE_CLINICS: not set"):
+        acl.file_of(RUN, PASSWORDS, gateways=["clinics"])
 
 
 @pytest.mark.parametrize(

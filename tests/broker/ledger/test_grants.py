@@ -12,6 +12,7 @@ from fedstream.broker import custody, lease, streams
 from fedstream.broker.ledger import operator, scheduler, trainer
 from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.ledger.evaluator import EvaluatorLedger
+from fedstream.broker.ledger.gateway import ENROL, GatewayLedger
 from fedstream.broker.ledger.operator import OperatorLedger
 from fedstream.broker.ledger.plumbing import Ledger
 from fedstream.broker.ledger.scheduler import SchedulerLedger
@@ -27,6 +28,7 @@ CLASSES: dict[str, tuple[type, ...]] = {
     "updater": (UpdaterLedger,),
     "evaluator": (EvaluatorLedger,),
     "trainer": (TrainerLedger, Outbox),
+    "gateway": (GatewayLedger, TrainerLedger, Outbox),
     "sinks": (SinksLedger,),
     "operator": (OperatorLedger,),
 }
@@ -90,7 +92,10 @@ def commands_of(some: tuple[type, ...]) -> set[str]:
     return {word.lower() for word in found - OPTIONS}
 
 
-@pytest.mark.parametrize("role", [role for role in ROLES if role != "trainer"])
+LOADS_NONE = {"trainer", "gateway"}  # they may not load scripts, so rights name theirs by command
+
+
+@pytest.mark.parametrize("role", [role for role in ROLES if role not in LOADS_NONE])
 def test_roles_scripts_match_its_rights(role: str) -> None:
     used = scripts_of(CLASSES[role]) | {script.name for script in BESIDES.get(role, ())}
     assert sorted(script.name for script in RIGHTS[role].scripts) == sorted(used)
@@ -110,6 +115,13 @@ def test_a_trainers_script_sends_what_is_listed_for_trainers() -> None:
     assert scripts_of(CLASSES["trainer"]) == {"finish_task"}
     for script in (trainer.FINISH, Script("claim"), Script("renew"), Script("release")):
         assert {"evalsha", *sent_by(script)} <= listed
+
+
+def test_a_gateways_script_sends_what_is_listed_for_gateways() -> None:
+    listed = {command for one in rights_of("gateway") for command in commands(one)}
+    assert scripts_of(CLASSES["gateway"]) == {"finish_task", "enrol"}
+    assert {"evalsha", *sent_by(ENROL)} <= listed
+    assert {command for one in rights_of("trainer") for command in commands(one)} < listed
 
 
 def sent_by(script: Script) -> set[str]:

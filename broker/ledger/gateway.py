@@ -1,0 +1,142 @@
+"""What gateways do in Redis beside a site's trainer: they know devices, nonces and outcomes.
+
+A gateway enrols whom an operator invited. It can't invite, and it can't admit a device again that
+an operator revoked: it may read who is, and no more. The replicas of one gateway share a site, and
+with it a Redis user; another site's devices, nonces and secret are out of reach.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, cast
+
+import msgpack
+
+from fedstream.broker.client import Client
+from fedstream.broker.keys import Keys
+from fedstream.broker.ledger import trainer
+from fedstream.broker.ledger.grants import Rights
+from fedstream.broker.ledger.plumbing import word
+from fedstream.broker.ledger.reading import MemoryUse
+from fedstream.broker.scripts import Script
+
+ENROL = Script("enrol")
+
+# All that a site's trainer may do, and more. Like trainers, gateways may not load scripts.
+RIGHTS = Rights(
+    reads=(*trainer.RIGHTS.reads, "admitted", "ended", "gateway:{site}:revoked"),
+    commands=(*trainer.RIGHTS.commands, "hget", "hexists", "zrangebylex"),
+    apart=(
+        *trainer.RIGHTS.apart,
+        Rights(
+            both=(
+                "gateway:{site}:devices", "gateway:{site}:invites", "gateway:{site}:changed",
+                "gateway:{site}:secret", "gateway:{site}:nonce:*",
+            ),
+            commands=("evalsha", "get", "set", "hget", "hset", "hdel", "time"),
+        ),
+    ),
+)  # fmt: skip
+
+Enrolling = Literal["enrolled", "again", "revoked", "used", "unknown", "expired", "replayed"]
+
+
+@dataclass(frozen=True)
+class Registration:
+    """A device that has enrolled."""
+
+    key: str  # its public key, PEM
+    invite: str  # digest of the invite that it came with
+    at: int  # ms since 1970, Redis's clock
+
+    @classmethod
+    def parsed(cls, packed: bytes) -> Registration:
+        """As `enrol` packed it."""
+        found = msgpack.unpackb(packed)
+        return cls(found["key"], found["invite"], int(found["at"]))
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What has become of a task so far: the attempt that was admitted, and how the task ended."""
+
+    admitted: str | None = None  # in the queue now
+    attempt: str = ""  # that ended it; '' if none did
+    outcome: str | None = None  # None: it has not ended, or long ago
+    reason: str = ""
+
+
+class GatewayLedger(MemoryUse):
+    """The run as a gateway sees it."""
+
+    def __init__(self, client: Client, keys: Keys, service: str, site: str) -> None:
+        super().__init__(client, keys, service)
+        self._site = site
+        self._enrolled, self._revoked = keys.enrolled(site), keys.revoked(site)
+        self._changed = keys.enrolments(site)
+
+    async def enrol(
+        self, device: int, invite: str, key: str, nonce: str, *, nonce_s: float
+    ) -> Enrolling:
+        """Enrol an invited device with its public key.
+
+        ``invite``: its digest. ``nonce_s``: how long the nonce is remembered. Returns 'enrolled';
+        'again' (with the same invite and key, which changes nothing); or why not: 'revoked' (the
+        device), 'used' (the invite, by another key), 'unknown' or 'expired' (the invite),
+        'replayed' (the nonce).
+        """
+        reply = await self._run(
+            ENROL, device, invite, key, round(nonce_s * 1000), self._revoked,
+            invites=self.keys.invites(self._site), enrolled=self._enrolled, changed=self._changed,
+            nonce=self.keys.nonce(self._site, nonce),
+        )  # fmt: skip
+        return cast("Enrolling", word(reply))
+
+    async def registration(self, device: int) -> tuple[Registration | None, bool]:
+        """Look up a device: its registration, if it has enrolled, and whether it is revoked."""
+        packed, revoked = await self._client.pipeline(
+            [("HGET", self._enrolled, device), ("HEXISTS", self._revoked, device)]
+        )
+        return (Registration.parsed(packed) if packed else None), bool(revoked)
+
+    async def changed(self) -> bytes | None:
+        """A text that differs once a device has enrolled, been revoked, or been admitted again."""
+        found: bytes | None = await self._client.call("GET", self._changed)
+        return found
+
+    async def take_nonce(self, nonce: str, *, seconds: float) -> bool:
+        """Note a nonce for so long; False if it was there, so this request is a copy."""
+        key = self.keys.nonce(self._site, nonce)
+        taken = await self._client.call("SET", key, "", "NX", "PX", round(seconds * 1000))
+        return taken is not None
+
+    async def secret(self, fresh: bytes) -> bytes:
+        """What this site signs tokens with; ``fresh`` becomes it if there is none."""
+        key = self.keys.secret(self._site)
+        _, found = await self._client.pipeline([("SET", key, fresh, "NX"), ("GET", key)])
+        return bytes(found)
+
+    async def fates(self, tasks: Sequence[str]) -> list[Fate]:
+        """Look up what has become of tasks; of the newest 20,000 that ended Redis knows how."""
+        asked = [
+            command
+            for task in tasks
+            for command in (
+                ("HGET", self.keys.admitted, task),
+                ("ZRANGEBYLEX", self.keys.ended, f"[{task}|", f"[{task}}}", "LIMIT", 0, 1),
+            )
+        ]
+        replies = await self._client.pipeline(asked) if asked else []
+        return [
+            _fate(admitted, ended)
+            for admitted, ended in zip(replies[::2], replies[1::2], strict=True)
+        ]
+
+
+def _fate(admitted: bytes | None, ended: Sequence[bytes]) -> Fate:
+    attempt = admitted.decode() if admitted is not None else None
+    if not ended:
+        return Fate(attempt)
+    _, by, outcome, reason = ended[0].decode().split("|", 3)
+    return Fate(attempt, by, outcome, reason)
