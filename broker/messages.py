@@ -20,7 +20,7 @@ import re
 import reprlib
 import secrets
 import struct
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self, TypeVar, overload
 
 import msgpack
@@ -58,21 +58,28 @@ class Message(BaseModel):
 
     kind: ClassVar[str]
 
-    def encode(self) -> bytes:
-        """The message as the bytes of a stream entry."""
-        fields = {name: value for name, value in self.__dict__.items() if value is not None}
-        packed = msgpack.packb(
-            {"v": SCHEMA, "k": self.kind, **fields},
-            default=_plain,
-            unicode_errors="replace",  # a user's file name may not be valid text
-        )
-        assert isinstance(packed, bytes)  # noqa: S101  (packb's type is Any)
-        return packed
+    def encode(self, **instead: object) -> bytes:
+        """The message as the bytes of a stream entry; ``instead``: other values for some fields."""
+        return _encoded(self.kind, {**self.__dict__, **instead} if instead else self.__dict__)
 
     @classmethod
     def decode(cls, data: bytes) -> Self:
         """Decode a message of this kind. Raises BadMessage."""
         return decode(data, cls)
+
+
+def _encoded(kind: str, fields: Mapping[str, object]) -> bytes:
+    packed = msgpack.packb(
+        {
+            "v": SCHEMA,
+            "k": kind,
+            **{name: value for name, value in fields.items() if value is not None},
+        },
+        default=_plain,
+        unicode_errors="replace",  # a user's file name may not be valid text
+    )
+    assert isinstance(packed, bytes)  # noqa: S101  (packb's type is Any)
+    return packed
 
 
 def _plain(value: object) -> dict[str, Any]:
@@ -94,10 +101,8 @@ class Assignment(Message):
     version: Count | None = None  # rounds: train from this version
     deadline: float | None = None  # rounds: seconds since 1970 after which no answer counts
 
-    @classmethod
-    def of(cls, trigger: Trigger) -> Assignment:
-        """What a trigger asks for."""
-        return cls(**{name: getattr(trigger, name) for name in cls.model_fields})
+
+_ASSIGNED = tuple(Assignment.model_fields)
 
 
 class Trigger(Assignment):
@@ -106,6 +111,11 @@ class Trigger(Assignment):
     kind: ClassVar[str] = "trigger"
     why: str = ""
     origin: Name = "scheduler"  # or the trainer that asked for it
+
+    def assignment(self) -> bytes:
+        """The task that it asks for, as the bytes of a stream entry."""
+        mine = self.__dict__
+        return _encoded(Assignment.kind, {name: mine[name] for name in _ASSIGNED})
 
 
 class CloseRound(Message):
@@ -322,11 +332,14 @@ def decode(data: bytes, /, *kinds: type[Message]) -> Message:
         raise BadMessage("not a message: expected a map with the schema version 'v'")
     if fields["v"] not in READS:
         raise BadMessage(f"schema {fields['v']}, but this release reads {_listed(READS)}")
-    cls = next((kind for kind in kinds if kind.kind == fields.get("k")), None)
-    if cls is None:
+    named = fields.get("k")
+    for cls in kinds:
+        if cls.kind == named:
+            break
+    else:
         expected = " or ".join(kind.kind for kind in kinds)
         # reprlib, since foreign data may be very long, or nested too deeply for repr().
-        raise BadMessage(f"a message of kind {reprlib.repr(fields.get('k'))}, expected {expected}")
+        raise BadMessage(f"a message of kind {reprlib.repr(named)}, expected {expected}")
     try:
         return cls.model_validate(fields)
     except ValidationError as error:

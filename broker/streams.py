@@ -50,6 +50,8 @@ def _entries(rows: Any) -> list[Entry]:
 
 def _entry(id_: bytes, fields: list[bytes], size: int | None = None) -> Entry:
     """An entry from a reply; ``size`` is given if Redis left out its fields."""
+    if size is None and len(fields) == 2 and fields[0] == b"m":  # as all but foreign ones are
+        return Entry(id_.decode(), fields[1], 1 + len(fields[1]))
     data = dict(zip(fields[::2], fields[1::2], strict=True)).get(b"m", b"")
     return Entry(id_.decode(), data, sum(map(len, fields)) if size is None else size)
 
@@ -110,14 +112,14 @@ class Group:
         """
         try:
             reply = await self._client.call(
-                *reading([self], count=count, block_ms=block_ms), wait_s=block_ms / 1000
+                *reading((self,), count=count, block_ms=block_ms), wait_s=block_ms / 1000
             )
         except BrokerError as error:
             if not lost(error):
                 raise
             await self.ensure()
             return []
-        return [entry for _, entry in given([self], reply)]
+        return [entry for _, rows in reply or () for entry in _entries(rows)]
 
     async def claim(
         self, *, idle_ms: int, most: int, own: bool = False, quiet: bool = False, count: int = 10

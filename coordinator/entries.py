@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from prometheus_client import Counter
@@ -64,14 +64,15 @@ class Entries:
         self._settings = settings
         self._context = context
         self._anarchic = anarchic
-        self._answers = Counter(
+        # Both know their labels: verdicts and reasons are closed sets.
+        self._answers = cache(Counter(
             "fedstream_answers", "Trainers' answers, by admission's verdict.",
             ["verdict", "reason"], registry=context.registry,
-        )  # fmt: skip
-        self._dispatched = Counter(
+        ).labels)  # fmt: skip
+        self._dispatched = cache(Counter(
             "fedstream_tasks_dispatched", "Triggers, by what became of them.", ["verdict"],
             registry=context.registry,
-        )  # fmt: skip
+        ).labels)  # fmt: skip
         self._idle: set[str] = set()  # trainers without devices that were reported
         self._layout: Layout | None = None  # of the run, once an encoded update needed it
         self._layout_at = 0.0  # when it was read last
@@ -192,7 +193,7 @@ class Entries:
         self, message: Trigger | CloseRound | Withdraw, at: float, verdict: str
     ) -> None:
         """``at``: when it was decided, in seconds since 1970, before the wait for more entries."""
-        self._dispatched.labels(verdict).inc()
+        self._dispatched(verdict).inc()
         if isinstance(message, Trigger):
             what = "dispatched" if verdict == "sent" else "not dispatched"
             self._context.trace(
@@ -203,7 +204,7 @@ class Entries:
         self, answer: Upload | GiveUp, trainer: str, at: float, decided: tuple[str, str]
     ) -> None:
         verdict, reason = decided
-        self._answers.labels(verdict, reason).inc()
+        self._answers(verdict, reason).inc()
         if verdict in ("admitted", "given_up"):
             why: dict[str, Any] = {"reason": reason} if reason else {}
             self._context.trace(

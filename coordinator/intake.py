@@ -49,7 +49,8 @@ class EntryIntake:
         self._sites = dict(inboxes)
         self._attempts = attempts
         self.groups = (triggers, *inboxes)
-        self._count = max(1, min(64, _READ // _USUAL // len(self.groups)))  # entries of each
+        count = max(1, min(64, _READ // _USUAL // len(self.groups)))  # entries of each
+        self._next = reading(self.groups, count=count, block_ms=BLOCK_MS)
         # Groups in which we may hold entries that we don't know of, and why: a crash before this
         # start counts as a delivery, a failure of Redis since then does not.
         self._unsure = dict.fromkeys(self.groups, "crash")
@@ -64,11 +65,14 @@ class EntryIntake:
         if self._unsure:
             await self._recover()
             return
-        with self._unless_lost(*self.groups):
-            read, self._read = self._read, []
+        read, self._read = self._read, []
+        try:
             self._read = await self._decided(read)
             if self._context.stop.is_set():
                 await self._one_by_one(self._read)
+        except FedstreamError:
+            self.distrust()
+            raise
 
     async def _recover(self) -> None:
         """Handle our pending entries: delivered to us, but never acknowledged.
@@ -118,10 +122,7 @@ class EntryIntake:
         decisions = await self._decisions(read)
         try:
             *replies, news = await self._client.pipeline(
-                [
-                    *(decision.command for decision, _ in decisions),
-                    reading(self.groups, count=self._count, block_ms=BLOCK_MS),
-                ],
+                [*[decision.command for decision, _ in decisions], self._next],
                 wait_s=BLOCK_MS / 1000, most=_READ,
             )  # fmt: skip
         except BrokerError as error:

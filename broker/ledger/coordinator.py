@@ -12,7 +12,6 @@ from fedstream.broker.ledger.letters import BURY, Letters
 from fedstream.broker.ledger.plumbing import Pending, packed, verdict, word
 from fedstream.broker.ledger.reading import LOOK, MemoryUse, Models, Overview, Register
 from fedstream.broker.messages import (
-    Assignment,
     CloseRound,
     Event,
     GiveUp,
@@ -83,9 +82,8 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
             "group": COORDINATORS, "entry": entry.id, "task": trigger.task,
             "device": trigger.device,
         }  # fmt: skip
-        task = Assignment.of(trigger).encode()
         return self._pending(
-            _DISPATCH, word, packed(about), task, trigger.encode(), stream=self.keys.triggers
+            _DISPATCH, word, packed(about), trigger.assignment(), stream=self.keys.triggers
         )
 
     def take_up(
@@ -103,10 +101,10 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
             "device": trigger.device, "site": site, "rate": rate, "limit": limit,
             "anarchic": anarchic,
         }  # fmt: skip
-        task = Assignment.of(trigger).encode()
         return self._pending(
-            _DISPATCH, word, packed(about), task, trigger.encode(), stream=self.keys.inbox(site)
-        )
+            _DISPATCH, word, packed(about), trigger.assignment(), trigger.encode(),
+            stream=self.keys.inbox(site),
+        )  # fmt: skip
 
     def close_round(self, entry: Entry, closing: CloseRound) -> Pending[str]:
         """Give up a round's unanswered tasks and tell the updater through the queue."""
@@ -183,11 +181,9 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
             about["give_up"] = reason = reasons.of_giving_up(answer.reason)
             if reason != answer.reason:
                 event["text"] = answer.reason
-            said: Upload | GiveUp = answer
-            blob = f"{site}/{answer.task}.{answer.attempt}"
+            said = answer.encode()
         else:
-            said = answer.model_copy(update={"site": site, "handed": None, "trainer": name})
-            blob = said.blob
+            said = answer.encode(site=site, handed=None, trainer=name)
             about |= {
                 "tau": answer.tau, "base": answer.base, "layout": answer.layout,
                 "size": answer.size, "size_limit": size_limit, "unfit": unfit,
@@ -198,8 +194,9 @@ class CoordinatorLedger(Overview, Models, Register, Letters, MemoryUse):
             if chunks is None:
                 shortest, longest, chunks = blobs.CHUNK, blobs.CHUNK, blobs.chunks_of(answer.size)
             about |= {"chunks": chunks, "shortest": shortest, "longest": longest}
+        blob = f"{site}/{answer.task}.{answer.attempt}"
         return self._pending(
-            _ADMIT, verdict, packed(about), said.encode(), packed(event),
+            _ADMIT, verdict, packed(about), said, packed(event),
             rest=[self.keys.update(blob), self.keys.queued(blob)], stream=self.keys.inbox(site),
         )  # fmt: skip
 

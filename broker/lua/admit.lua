@@ -5,13 +5,17 @@
 -- blob's key as its site wrote it, and its key once admitted, where no site can change what the
 -- updater will read. For untrusted sites, staleness counts from the newest version at the time the
 -- task was handed out.
-local a, event = cmsgpack.unpack(ARGV[1]), cmsgpack.unpack(ARGV[3])
+local a = cmsgpack.unpack(ARGV[1])
 local blob, admitted = KEYS[first_rest], KEYS[first_rest + 1]
 guard()
 if not take(key.stream, a.group, a.entry) then return {'repeated', ''} end
 
+local function event()
+  return cmsgpack.unpack(ARGV[3]) -- only here: most answers are admitted, without one
+end
+
 local function astray(why)
-  stray(a.site, a.task, why, event)
+  stray(a.site, a.task, why, event())
   redis.call('UNLINK', blob)
   return {'stray', why}
 end
@@ -22,8 +26,11 @@ local function again()
   return {'admitted', ''}
 end
 
+local staleness -- of an update from a version that is known
 local function refused(why)
-  end_task(a.task, a.attempt, 'refused', why, event)
+  local told = event()
+  told.staleness = staleness
+  end_task(a.task, a.attempt, 'refused', why, told)
   redis.call('UNLINK', blob)
   return {'refused', why}
 end
@@ -66,19 +73,19 @@ if first then return astray(reasons.ANSWERED_TWICE) end
 
 if task.device ~= a.device then return refused(reasons.ANOTHER_DEVICE) end
 if a.give_up then
-  end_task(a.task, a.attempt, 'given_up', a.give_up, event)
+  end_task(a.task, a.attempt, 'given_up', a.give_up, event())
   return {'given_up', a.give_up}
 end
 local state, layout, size, max_staleness =
   unpack(redis.call('HMGET', key.run, 'state', 'layout', 'size', 'max_staleness'))
 local head = tonumber(redis.call('HGET', key.head, 'version') or '-1')
 if state ~= 'running' then
-  end_task(a.task, a.attempt, 'given_up', reasons.RUN_FINISHED, event)
+  end_task(a.task, a.attempt, 'given_up', reasons.RUN_FINISHED, event())
   redis.call('UNLINK', blob)
   return {'given_up', reasons.RUN_FINISHED}
 end
 local since = a.trusted and a.tau or task.handed
-event.staleness = a.tau <= head and head - since or nil
+staleness = a.tau <= head and head - since or nil
 if a.layout ~= layout then return refused(reasons.LAYOUT) end
 if a.size > a.size_limit then return refused(reasons.TOO_LARGE) end
 if a.unfit ~= '' then return refused(a.unfit) end

@@ -183,7 +183,7 @@ def test_task_and_attempt_cannot_name_another_blob_or_outcome(task: str, attempt
 
 def test_a_task_asks_for_what_its_trigger_asked_for() -> None:
     trigger = Trigger(task="a", device=1, seed=2, steps=3, version=4, deadline=5.0, why="round")
-    task = Assignment.of(trigger)
+    task = Assignment.decode(trigger.assignment())
     shared = Assignment.model_fields.keys()
     assert task.model_dump() == {k: v for k, v in trigger.model_dump().items() if k in shared}
 

@@ -98,7 +98,7 @@ async def test_trigger_becomes_a_task_and_its_answer_is_queued(make: Any, run: H
     async with running(make(), watched):
         triggers = await run.open(2)
         (first, one), (second, two) = await tasks(run, 2)
-        assert [one, two] == [Assignment.of(trigger) for trigger in triggers]
+        assert [one, two] == [Assignment.decode(trigger.assignment()) for trigger in triggers]
         upload = await run.trained(one)
         gone = GiveUp(
             task=two.task, attempt="1", device=two.device, trainer="t", reason="dropped out"

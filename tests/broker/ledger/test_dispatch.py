@@ -17,7 +17,7 @@ async def test_a_trigger_becomes_a_task_of_the_pool(hand: Hand) -> None:
     [trigger] = await hand.open(device=3, steps=7, epochs=None, seed=2**62)
     assert await hand.dispatch() == ["sent"]
     [(_, task)] = await hand.take()
-    assert task == Assignment.of(trigger)
+    assert task == Assignment.decode(trigger.assignment())
     assert (await hand.ledger.look()).triggers == 0
 
 

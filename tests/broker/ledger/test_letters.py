@@ -174,7 +174,7 @@ async def test_endless_junk_of_a_site_is_only_partly_kept(
     assert await client.call("XLEN", keys.inbox("north")) == 0
     [trigger] = await hand.open(device=3)
     await hand.dispatch()
-    await says(b"about a task", Assignment.of(trigger))
+    await says(b"about a task", Assignment.decode(trigger.assignment()))
     assert await letters(hand) == [("inbox:north", "x")]
     assert (await hand.ledger.look()).outcomes["dead"] == 1
 

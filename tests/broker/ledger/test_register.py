@@ -176,7 +176,7 @@ async def test_disowning_a_device_takes_it_from_nobody_else(
     await hand.create()
     await hand.announce("ann", 1, 2)
     await hand.announce("bob", 2, 3)
-    await client.call("XADD", keys.tasks, "*", "m", Assignment.of(hand.trigger(device=3)).encode())
+    await client.call("XADD", keys.tasks, "*", "m", hand.trigger(device=3).assignment())
     await hand.announce("bob", 3)
     assert await hand.ledger.owners() == {1: "ann", 2: "ann", 3: "bob"}
     assert await client.call("XLEN", keys.tasks) == 1

@@ -157,7 +157,7 @@ async def test_operator_user_can_inspect_and_repair(
         [trigger] = await hand.open()
         await hand.dispatch()
         [(entry, _)] = await hand.take()
-        task = Assignment.of(trigger)
+        task = Assignment.decode(trigger.assignment())
         await hand.ledger.bury(hand.keys.tasks, TRAINERS, entry, "crashed", task=task)
     where = ("--redis", operator, "--run", hand.keys.name)
     asked: list[tuple[str, ...]] = [

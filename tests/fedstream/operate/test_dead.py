@@ -57,7 +57,7 @@ async def crashing(hand: Hand, **changes: Any) -> Trigger:
     [trigger] = await hand.open(**changes)
     await hand.dispatch()
     [(entry, _)] = await hand.take()
-    task = Assignment.of(trigger)
+    task = Assignment.decode(trigger.assignment())
     reason = "crashed its trainers"
     assert await hand.ledger.bury(hand.keys.tasks, TRAINERS, entry, reason, task=task, deliveries=3)
     return trigger
