@@ -17,6 +17,7 @@ from fedstream.broker.ledger.coordinator import CoordinatorLedger
 from fedstream.broker.messages import Assignment, Dead, GiveUp, Trigger, Upload
 from fedstream.broker.streams import BLOCK_MS, PARTS, Entry, Group, given, lost, reading
 from fedstream.coordinator.entries import LARGEST, Decided, Entries
+from fedstream.coordinator.gathering import Gathering
 from fedstream.coordinator.sites import Site
 from fedstream.runtime.service import Context
 
@@ -55,6 +56,12 @@ class EntryIntake:
         # start counts as a delivery, a failure of Redis since then does not.
         self._unsure = dict.fromkeys(self.groups, "crash")
         self._read: list[Given] = []  # and not yet decided on
+        self._gathering = Gathering()
+        self._open = (0, 0)  # tasks and trainers, when they were last counted
+
+    def saw(self, tasks: int, trainers: int) -> None:
+        """Take note of how many tasks are open, and how many trainers are alive."""
+        self._open = (tasks, trainers)
 
     def distrust(self) -> None:
         """Look for pending entries in every group: one may have been replaced."""
@@ -66,6 +73,9 @@ class EntryIntake:
             await self._recover()
             return
         read, self._read = self._read, []
+        if read:
+            answers = sum(group in self._sites for group, _ in read)
+            await self._gathering.more(*self._open, answers)
         try:
             self._read = await self._decided(read)
             if self._context.stop.is_set():

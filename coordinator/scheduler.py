@@ -29,6 +29,7 @@ from fedstream.broker.messages import CloseRound, Withdraw
 from fedstream.broker.reasons import Overdue
 from fedstream.broker.records import Run, Tally
 from fedstream.broker.streams import BLOCK_MS
+from fedstream.coordinator.gathering import Gathering
 from fedstream.coordinator.metrics import SchedulerMetrics
 from fedstream.coordinator.mirror import Mirror
 from fedstream.coordinator.policies import Policy, PolicySettings
@@ -46,11 +47,6 @@ _ASK_AGAIN_S = 10.0  # for the end of a round, or tasks to be given up, if the r
 # Between two looks at all open tasks and owned devices. In case changes escaped both the log and a
 # comparison of the numbers: a release that doesn't know the log may have swapped one for another.
 _WHOLE_S = 60.0
-# Where so many tasks are open for each trainer, none waits for the next one: then versions that
-# follow one another within a moment share a look, and their tasks a script and a wake-up of the
-# coordinator.
-_AMPLE = 4
-_GATHER_S = 0.005
 _BUDGET_HOLDS_S = 10.0  # then Redis's limit is read again: an operator may have raised it
 
 
@@ -108,7 +104,8 @@ class Scheduler:
         self._asked: tuple[int, tuple[str, ...], float] = (-1, (), 0.0)
         self._given_up: dict[str, float] = {}  # overdue tasks: when giving up was last asked
         self._held = ""
-        self._gathered = 0.0  # when gathering last ended
+        self._gathering = Gathering()
+        self._issued = 0  # tasks, at the last look
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """None of its own."""
@@ -139,7 +136,8 @@ class Scheduler:
             if seen.run.state == "finished":
                 await pause(self._context.stop, 0.5)
             else:
-                await self._gather(seen)
+                done, self._issued = seen.issued - self._issued, seen.issued
+                await self._gathering.more(seen.tasks, seen.trainers, done)
                 self._seen = await self._decide(seen)
         except NoRun:
             await pause(self._context.stop, 0.2)
@@ -165,13 +163,6 @@ class Scheduler:
         if changes.all_tasks:
             self._whole_at = time.monotonic()
         return opened, tally, self._mirror.follow(tally, changes, time.time())
-
-    async def _gather(self, seen: Tally) -> None:
-        """Let more happen before the next look, if that makes no trainer wait."""
-        left_s = self._gathered + _GATHER_S - time.monotonic()
-        if left_s > 0 and seen.tasks >= _AMPLE * seen.trainers > 0:
-            await pause(self._context.stop, left_s)
-        self._gathered = time.monotonic()
 
     async def _decide(self, view: Tally) -> Tally:
         """Carry out the plan, wait for events or the next planning time, return the new look."""

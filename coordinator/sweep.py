@@ -189,5 +189,6 @@ class Sweep:
             view = await self._ledger.tally()
         except NoRun:  # the updater has not created it yet
             return Seen(time.time(), memory, limit)
+        self._intake.saw(view.tasks, view.trainers)
         event_ms = view.told[self._keys.events].partition("-")[0]
         return Seen(time.time(), memory, limit, view, training, int(event_ms) / 1000)

@@ -3,40 +3,69 @@
 from __future__ import annotations
 
 import asyncio
-from types import SimpleNamespace
-from typing import Any
+import time
 
 import pytest
 
-from fedstream.broker.client import RedisSettings
-from fedstream.broker.keys import Keys
-from fedstream.coordinator import scheduler as module
-from fedstream.coordinator.policies import InFlight
-from fedstream.coordinator.scheduler import Scheduler, SchedulerSettings
+from fedstream.coordinator.gathering import Gathering
+
+
+class Clock:
+    """A clock that runs only while somebody sleeps."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 100.0
+        monkeypatch.setattr(time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(asyncio, "sleep", self.sleep)
+
+    async def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    async def waited(self, gathering: Gathering, tasks: int, trainers: int, done: int = 1) -> float:
+        began = self.now
+        await gathering.more(tasks, trainers, done)
+        return self.now - began
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    return Clock(monkeypatch)
+
+
+async def paced(clock: Clock, each_s: float) -> Gathering:
+    """After many tasks, one each so many seconds."""
+    gathering = Gathering()
+    for _ in range(500):
+        clock.now += each_s
+        await gathering.more(1, 1, 1)
+    return gathering
 
 
 @pytest.mark.parametrize(
-    ("tasks", "trainers", "waits"),
-    [(8, 2, True), (7, 2, False), (1, 0, False), (4, 1, True), (0, 1, False)],
+    ("tasks", "trainers", "seconds"),
+    [(8, 2, 0.004), (16, 2, 0.008), (7, 2, 0.0), (1, 0, 0.0), (4, 1, 0.002), (1000, 2, 0.02)],
 )
-async def test_looks_gather_only_while_tasks_are_ample(
-    monkeypatch: pytest.MonkeyPatch, tasks: int, trainers: int, waits: bool
+async def test_an_eighth_of_ample_tasks_is_gathered(
+    clock: Clock, tasks: int, trainers: int, seconds: float
 ) -> None:
-    pauses: list[float] = []
+    gathering = await paced(clock, 0.004)
+    assert await clock.waited(gathering, tasks, trainers, done=0) == pytest.approx(seconds)
 
-    async def pause(_: asyncio.Event, seconds: float) -> bool:
-        pauses.append(seconds)
-        return False
 
-    monkeypatch.setattr(module, "pause", pause)
-    scheduler = Scheduler(
-        SchedulerSettings(), InFlight(n=4), keys=Keys("gathering"), redis=RedisSettings(),
-        name="scheduler-0", seed=7,
-    )  # fmt: skip
-    scheduler._context = SimpleNamespace(stop=asyncio.Event())  # type: ignore[assignment]
-    seen: Any = SimpleNamespace(tasks=tasks, trainers=trainers)
-    await scheduler._gather(seen)
-    assert pauses == []  # it has rested
-    await scheduler._gather(seen)
-    assert bool(pauses) == waits
-    assert all(0 < seconds <= module._GATHER_S for seconds in pauses)
+async def test_waits_are_counted_from_the_last_one(clock: Clock) -> None:
+    gathering = await paced(clock, 0.004)
+    clock.now += 0.003
+    assert await clock.waited(gathering, 16, 2, done=0) == pytest.approx(0.005)
+    clock.now += 0.5
+    assert await clock.waited(gathering, 16, 2, done=0) == 0
+
+
+async def test_nothing_is_gathered_before_the_pace_is_known(clock: Clock) -> None:
+    assert await clock.waited(Gathering(), 16, 2) == 0
+
+
+async def test_pace_follows_the_newest_tasks(clock: Clock) -> None:
+    gathering = await paced(clock, 0.004)
+    clock.now += 0.128 / 4  # 64 tasks, four times as fast as it was 0.002
+    await gathering.more(1, 1, 64)
+    assert await clock.waited(gathering, 16, 2, done=0) == pytest.approx(16 / 8 * 0.0005)
