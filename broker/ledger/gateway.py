@@ -100,10 +100,16 @@ class GatewayLedger(MemoryUse):
         )
         return (Registration.parsed(packed) if packed else None), bool(revoked)
 
-    async def changed(self) -> bytes | None:
-        """A text that differs once a device has enrolled, been revoked, or been admitted again."""
-        found: bytes | None = await self._client.call("GET", self._changed)
-        return found
+    async def state(self) -> tuple[bytes | None, bytes | None]:
+        """What is to be looked at again and again, in one exchange.
+
+        A text that differs once a device has enrolled, been revoked, or been admitted again; and
+        what this site signs tokens with. Either is None if there is none yet.
+        """
+        changed, secret = await self._client.pipeline(
+            [("GET", self._changed), ("GET", self.keys.secret(self._site))]
+        )
+        return changed, secret
 
     async def take_nonce(self, nonce: str, *, seconds: float) -> bool:
         """Note a nonce for so long; False if it was there, so this request is a copy."""

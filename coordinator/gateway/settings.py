@@ -6,7 +6,7 @@ import ssl
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import Field, model_validator
+from pydantic import Field, SecretStr, model_validator
 
 from fedstream.broker.errors import ConfigError
 from fedstream.broker.keys import GATEWAY, POOL, check_name
@@ -27,6 +27,8 @@ class GatewaySettings(Section):
     connections: Annotated[int, Field(ge=1)] = 25_000  # simultaneous; each waiting device has one
     downloads: Annotated[int, Field(ge=1)] = 256  # simultaneous, of models
     model_bytes: Annotated[int, Field(ge=0)] = 256 << 20  # of models kept in memory
+    # What tokens are signed with; None: the replicas agree on one in Redis.
+    secret: Annotated[Annotated[SecretStr, Field(min_length=32)] | None, Field(exclude=True)] = None
     body_s: Positive = 15.0  # in which a JSON body must arrive
     device_rate: Positive = 20.0  # requests per second of a device
     address_rate: Positive = 500.0  # requests per second from an address

@@ -96,7 +96,7 @@ async def test_a_device_that_lost_its_key_is_invited_again(
     """Its old key ends, and replicas notice. So does its old invite."""
     await invited(hand)
     await enrol(gateway, "n1")
-    before = await gateway.changed()
+    before = (await gateway.state())[0]
     await invited(hand, digest=SECOND)
     registration, _ = await gateway.registration(3)
     assert registration
@@ -105,7 +105,7 @@ async def test_a_device_that_lost_its_key_is_invited_again(
     registration, _ = await gateway.registration(3)
     assert registration
     assert registration.key == "new key"
-    assert await gateway.changed() != before
+    assert (await gateway.state())[0] != before
     assert await enrol(gateway, "n3") == "unknown"
 
 
@@ -138,22 +138,22 @@ async def test_a_revoked_device_stays_revoked_until_it_is_admitted(
     await invited(hand)
     await enrol(gateway, "n1")
     await invited(hand, digest=SECOND)
-    before = await gateway.changed()
+    before = (await gateway.state())[0]
     assert await hand.ledger.set_access(SITE, [3, 4], admit=False) == ("set", [3, 4])
     assert await hand.ledger.set_access(SITE, [3, 5], admit=False) == ("set", [5])
     registration, revoked = await gateway.registration(3)
     assert registration
     assert revoked
-    assert await gateway.changed() != before
+    assert (await gateway.state())[0] != before
     assert await enrol(gateway, "n2") == "revoked"
     assert await enrol(gateway, "n3", invite=SECOND) == "revoked"
     assert await hand.ledger.invite(SITE, {2: "ab", 3: "ab"}, seconds=60) == ("revoked", "3")
 
-    changed = await gateway.changed()
+    changed = (await gateway.state())[0]
     assert await hand.ledger.set_access(SITE, [3], admit=True) == ("set", [3])
     assert await hand.ledger.set_access(SITE, [3], admit=True) == ("set", [])
     assert await gateway.registration(3) == (registration, False)
-    assert await gateway.changed() != changed
+    assert (await gateway.state())[0] != changed
     assert await enrol(gateway, "n4", invite=SECOND) == "unknown", "it was withdrawn"
 
 
@@ -281,7 +281,7 @@ async def test_a_gateways_user_may_do_all_that_its_ledger_does(
         assert (await gateway.registration(3))[0]
         assert await gateway.take_nonce("m", seconds=60)
         assert await gateway.secret(b"secret") == b"secret"
-        assert await gateway.changed()
+        assert (await gateway.state())[0]
         assert await desk.set_access(site, [3], admit=False) == ("set", [3])
         assert (await gateway.registration(3))[1]
         assert (await desk.access(site))[2].keys() == {3}

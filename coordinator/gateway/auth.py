@@ -1,0 +1,221 @@
+"""Who a device is: enrolment, tokens, and whose request a request is.
+
+A device proves once every ten minutes, by a signature, that it has the key that it enrolled with,
+and gets a token (JWT, HS256) for its other requests. The token is for one device and its key, one
+run and one gateway; it ends early if the device is revoked or enrols with another key.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Sequence
+from email.utils import formatdate
+from typing import TYPE_CHECKING, Final
+
+import jwt
+from aiohttp import hdrs, web
+
+from fedstream.broker.digest import digest_of
+from fedstream.coordinator.gateway.bodies import body_of
+from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.coordinator.gateway.registry import Registry
+from fedstream.protocol import headers
+from fedstream.protocol.headers import BadHeader
+from fedstream.protocol.messages import Access, Body, Enrolled, Enrolment, Nothing
+from fedstream.protocol.signatures import (
+    WINDOW_S,
+    BadKey,
+    BadSignature,
+    PublicKey,
+    Signature,
+    pem_of,
+    public_key,
+    read,
+)
+
+if TYPE_CHECKING:
+    from fedstream.broker.ledger.gateway import Enrolling, GatewayLedger, Registration
+    from fedstream.coordinator.gateway.settings import GatewaySettings
+
+DEVICES: Final = "/v1/devices"
+TOKEN: Final = "/v1/token"  # noqa: S105  (a path)
+TOKEN_S: Final = 600
+
+_ALGORITHM = "HS256"
+_SKEW_S = 5.0  # between the clocks of two replicas
+# As long as a request would be accepted: its clock may be ahead of ours, and behind.
+_NONCE_S = 2 * WINDOW_S + 10.0
+_INVITE = re.compile(r"(0|[1-9][0-9]{0,9})-[A-Za-z0-9_-]{22,53}")
+_DEVICE = re.compile(r"0|[1-9][0-9]{0,9}")
+_SIGNED = ("Content-Digest", "Signature-Input", "Signature")
+
+_WHY_NOT: dict[Enrolling, str] = {
+    "unknown": "no such invite: it was for another run, or a newer one took its place",
+    "expired": "this invite has expired: ask for another",
+    "used": "this invite was used, with another key: ask for another",
+}
+
+
+class Auth:
+    """The routes of enrolment and tokens, and the check that all others begin with."""
+
+    def __init__(
+        self,
+        ledger: GatewayLedger,
+        settings: GatewaySettings,
+        *,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``clock``: seconds since 1970."""
+        secret = settings.secret
+        self._ledger = ledger
+        self._registry = Registry(
+            ledger, secret=None if secret is None else secret.get_secret_value().encode()
+        )
+        self._run = ledger.keys.name
+        self._audience = f"{self._run}/{settings.site}"
+        self._body_s = settings.body_s
+        self._clock = clock
+
+    def routes(self) -> Sequence[web.RouteDef]:
+        """The two routes that need no token."""
+        return web.post(DEVICES, self.enrol), web.post(TOKEN, self.token)
+
+    # signed requests
+
+    async def enrol(self, request: web.Request) -> web.Response:
+        """Make the device of an invite out of a public key. Raises Refusal."""
+        signature, body = await self._signed(request, DEVICES)
+        if signature.device is not None:
+            raise Refusal(401, "signature", 'a device that enrols signs with keyid="new"')
+        said = Enrolment.decode(body)
+        try:
+            key = public_key(said.public_key)
+        except BadKey as error:
+            raise Refusal(400, "key", str(error)) from error
+        _verify(signature, key, DEVICES, body)
+        invite = _INVITE.fullmatch(said.invite)
+        if invite is None:
+            raise Refusal(403, "invite", "not an invite of `fedstream devices invite`")
+        device, digest = int(invite[1]), digest_of(said.invite.encode())
+        verdict = await self._ledger.enrol(
+            device, digest, pem_of(key), signature.nonce, nonce_s=_NONCE_S
+        )
+        match verdict:
+            case "enrolled" | "again":
+                status = 201 if verdict == "enrolled" else 200
+                return _json(Enrolled(device=device, run=self._run), status)
+            case "revoked":
+                raise _revoked(403)
+            case "replayed":
+                raise _replayed()
+            case _:
+                raise Refusal(403, "invite", _WHY_NOT[verdict])
+
+    async def token(self, request: web.Request) -> web.Response:
+        """Give a device a token for its other requests. Raises Refusal."""
+        signature, body = await self._signed(request, TOKEN)
+        device = signature.device
+        if device is None:
+            raise Refusal(401, "signature", "keyid must be the device's number")
+        Nothing.decode(body)
+        # Not from the registry's memory: a device may have enrolled just now.
+        registration, revoked = await self._ledger.registration(device)
+        if registration is None:
+            raise Refusal(401, "unknown device", f"device {device} has not enrolled in this run")
+        _verify(signature, public_key(registration.key), TOKEN, body)
+        if revoked:
+            raise _revoked(401)
+        if not await self._ledger.take_nonce(signature.nonce, seconds=_NONCE_S):
+            raise _replayed()
+        now = int(self._clock())
+        claims = {
+            "sub": str(device), "aud": self._audience, "iat": now, "exp": now + TOKEN_S,
+            "key": _thumbprint(registration),
+        }  # fmt: skip
+        made = jwt.encode(claims, await self._registry.secret(), _ALGORITHM)
+        return _json(Access(token=made, expires_in=TOKEN_S))
+
+    async def _signed(self, request: web.Request, path: str) -> tuple[Signature, bytes]:
+        """A request's signature, not verified yet, and its body. Raises Refusal."""
+        if request.raw_path != path:  # a query, or another spelling: neither would be signed
+            raise Refusal(401, "signature", f"a signed request goes to {path}, as it is")
+        if any(len(request.headers.getall(name, ())) > 1 for name in _SIGNED):
+            raise Refusal(401, "signature", f"{', '.join(_SIGNED)}: each once")
+        try:
+            signature = read(request.headers)
+        except BadSignature as error:
+            raise Refusal(401, "signature", str(error)) from error
+        now = self._clock()
+        if abs(now - signature.created) > WINDOW_S:
+            date = formatdate(now, usegmt=True)
+            raise Refusal(
+                401, "clock",
+                f"signed at {signature.created}, which is more than {WINDOW_S} s from the "
+                f"gateway's time, {int(now)} ({date}): set the clock",
+                headers={hdrs.DATE: date},
+            )  # fmt: skip
+        return signature, await body_of(request, within_s=self._body_s)
+
+    # all other requests
+
+    async def device_of(self, request: web.Request) -> int:
+        """The device that a request's token is for. Raises Refusal, Unavailable."""
+        given = request.headers.getall(hdrs.AUTHORIZATION, ())
+        if len(given) != 1:
+            raise _untrusted("send Authorization: Bearer with the token of /v1/token")
+        try:
+            token = headers.bearer(given[0])
+        except BadHeader as error:
+            raise _untrusted(str(error)) from error
+        device, key = self._claimed(token, await self._registry.secret())
+        registration = await self._registry.get(device)
+        if registration is None or key != _thumbprint(registration):
+            raise _untrusted("the device was revoked, or has enrolled with another key")
+        return device
+
+    def _claimed(self, token: str, secret: bytes) -> tuple[int, object]:
+        """The device and key that a token of ours is for. Raises Refusal."""
+        try:
+            claims = jwt.decode(
+                token, secret, algorithms=[_ALGORITHM], audience=self._audience, leeway=_SKEW_S,
+                options={"require": ["sub", "aud", "iat", "exp", "key"], "strict_aud": True},
+            )  # fmt: skip
+        except jwt.ExpiredSignatureError as error:
+            raise _untrusted("the token has expired: ask for another at /v1/token") from error
+        except jwt.InvalidTokenError as error:
+            raise _untrusted("not a token of this gateway and run") from error
+        if not _DEVICE.fullmatch(claims["sub"]):
+            raise _untrusted("not a token of a device")
+        return int(claims["sub"]), claims["key"]
+
+
+def _verify(signature: Signature, key: PublicKey, path: str, body: bytes) -> None:
+    try:
+        signature.verify(key, method="POST", path=path, body=body)
+    except BadSignature as error:
+        raise Refusal(401, "signature", str(error)) from error
+
+
+def _thumbprint(registration: Registration) -> str:
+    return digest_of(registration.key.encode())
+
+
+def _untrusted(text: str) -> Refusal:
+    return Refusal(401, "token", text, headers={hdrs.WWW_AUTHENTICATE: 'Bearer realm="fedstream"'})
+
+
+def _revoked(status: int) -> Refusal:
+    return Refusal(status, "revoked", "the operator has revoked this device")
+
+
+def _replayed() -> Refusal:
+    return Refusal(401, "nonce", "this nonce was used: sign every request anew")
+
+
+def _json(message: Body, status: int = 200) -> web.Response:
+    return web.Response(
+        body=message.encode(), status=status, content_type=headers.CONTENT_TYPE,
+        headers={hdrs.CACHE_CONTROL: "no-store"},
+    )  # fmt: skip

@@ -1,0 +1,55 @@
+"""A gateway's part that knows who a device is, and a device for it."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from aiohttp import web
+from aiohttp.test_utils import TestClient, TestServer
+
+from fedstream.broker.ledger.gateway import GatewayLedger
+from fedstream.coordinator.gateway.auth import Auth
+from fedstream.coordinator.gateway.settings import GatewaySettings
+from tests.coordinator.gateway.phones import (
+    SITE,
+    Phone,
+    Replica,
+    answering,
+    invite,
+)
+from tests.support import Hand
+
+
+@pytest.fixture
+async def replica(hand: Hand) -> AsyncIterator[Replica]:
+    """Starts replicas of a gateway for a run of ten devices."""
+    await hand.create()
+    clients: list[TestClient[web.Request, web.Application]] = []
+
+    async def start(site: str = SITE, secret: str | None = None, **about: Any) -> Phone:
+        ledger = GatewayLedger(hand.client, about.pop("keys", hand.keys), "gateway-0", site)
+        settings = GatewaySettings.model_validate({"site": site, "secret": secret, "body_s": 0.2})
+        auth = Auth(ledger, settings, **about)
+
+        async def who(request: web.Request) -> web.Response:
+            return web.json_response(await auth.device_of(request))
+
+        app = web.Application(middlewares=[answering])
+        app.add_routes([*auth.routes(), web.get("/who", who)])
+        clients.append(TestClient(TestServer(app)))
+        await clients[-1].start_server()
+        return Phone(clients[-1])
+
+    yield start
+    for one in clients:
+        await one.close()
+
+
+@pytest.fixture
+async def phone(replica: Replica, hand: Hand) -> Phone:
+    """A device with an invite, at a gateway."""
+    found: Phone = await replica()
+    await invite(hand)
+    return found
