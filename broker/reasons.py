@@ -89,7 +89,7 @@ _ERRORS = frozenset(
     for one in vars(space).values()
     if isinstance(one, type) and issubclass(one, Exception)
 ) | {"OutOfMemoryError", "AcceleratorError", "LinAlgError"}  # torch's
-_OF_TRAINERS = frozenset({DROPPED_OUT, DEADLINE_PASSED, ROUND_OVER})
+_OF_TRAINERS = frozenset({DROPPED_OUT, DEADLINE_PASSED, ROUND_OVER, RUN_FINISHED})
 
 
 def sends(what: Literal["model", "delta"]) -> str:

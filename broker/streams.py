@@ -16,10 +16,12 @@ from fedstream.broker.errors import BrokerError
 from fedstream.broker.scripts import Script
 
 BLOCK_MS = 1000
+RENEWED = 1000  # entries whose leases one script renews
 PARTS = 16  # limit on the bytes of one claim, as a multiple of the largest entry
 
 CLAIM = Script("claim")
 _RENEW = Script("renew")
+_RENEW_ALL = Script("renew_all")
 REAP = Script("reap")
 _RELEASE = Script("release")
 
@@ -147,6 +149,14 @@ class Group:
         return bool(
             await _RENEW(self._client, {"stream": self.stream}, self.group, self.consumer, entry.id)
         )
+
+    async def renew_all(self, entries: Sequence[str]) -> set[str]:
+        """Renew the leases on many entries, given by id: those that are still this consumer's."""
+        key = {"stream": self.stream}
+        parts = [entries[at : at + RENEWED] for at in range(0, len(entries), RENEWED)]
+        commands = [_RENEW_ALL.command(key, self.group, self.consumer, *part) for part in parts]
+        replies = await self._client.pipeline(commands) if commands else ()
+        return {id_.decode() for reply in replies for id_ in reply}
 
     async def release(self, entry: Entry) -> bool:
         """Hand an entry back for anyone to claim at once; False if it is another consumer's.

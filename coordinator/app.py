@@ -195,7 +195,7 @@ class App:
         with self._downloads.place():
             layout = (await self._ledger.run()).layout
             body = await self._downloads.body(layout, version, kept[version], digest)
-            return await send(request, body, headers)
+            return await send(request, memoryview(body.data), headers)
 
 
 def _ranges(versions: Iterable[int]) -> str:

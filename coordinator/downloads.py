@@ -100,15 +100,16 @@ class Downloads:
             return body
 
 
-async def send(request: web.Request, body: _Body, headers: dict[str, str]) -> web.StreamResponse:
-    """Send a body slice by slice, as the client reads it. The connection aborts slow readers."""
-    response = web.StreamResponse(headers=headers)
+async def send(
+    request: web.Request, data: memoryview, headers: dict[str, str], status: int = 200
+) -> web.StreamResponse:
+    """Send bytes slice by slice, as the client reads them. The connection aborts slow readers."""
+    response = web.StreamResponse(status=status, headers=headers)
     response.content_type = "application/octet-stream"
-    response.content_length = len(body.data)
+    response.content_length = len(data)
     await response.prepare(request)
     if request.method != "HEAD":
-        whole = memoryview(body.data)
-        for at in range(0, len(whole), _SLICE):
-            await response.write(whole[at : at + _SLICE])
+        for at in range(0, len(data), _SLICE):
+            await response.write(data[at : at + _SLICE])
     await response.write_eof()
     return response

@@ -12,7 +12,7 @@ from fedstream.runtime import process, signals
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-SERVICES = ("coordinator", "scheduler", "updater", "trainer", "evaluator", "sinks")
+SERVICES = ("coordinator", "scheduler", "updater", "trainer", "evaluator", "sinks", "gateway")
 
 
 def main() -> None:

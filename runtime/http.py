@@ -2,7 +2,7 @@
 
 A service has two ports. Its own routes (only the coordinator has any) are on ``http.port``. Probes
 and metrics are on ``http.health_port``, with a separate connection limit, so that filling the first
-port can't get a service restarted.
+port can't get a service restarted. The first may speak TLS, the second never does.
 
 aiohttp closes connections on which no complete request arrives in time, limits the size of lines
 and headers, and applies back-pressure to clients that send too fast. It neither limits the number
@@ -22,6 +22,7 @@ from fedstream.broker.errors import FedstreamError
 from fedstream.runtime.config import Section
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 
     from structlog.typing import FilteringBoundLogger
@@ -32,6 +33,7 @@ _CLOSE_S = 2.0  # for requests still being answered when the service has ended
 _LINGER_S = 2.0  # for the unread rest of a request's body
 _HEADERS = 64  # of a request, each of at most 8 KiB
 _HEALTH_CONNECTIONS = 64
+_BODY = 1 << 16  # bytes of a request's body that a handler reads as a whole
 _FULL = b'{"error": "too many connections: try again later"}'
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json; charset=utf-8\r\n"
@@ -185,7 +187,7 @@ def application(
             response.force_close()
             response.headers["Connection"] = "close"
 
-    app = web.Application(middlewares=[_as_json])
+    app = web.Application(middlewares=[_as_json], client_max_size=_BODY)
     app.add_routes(routes)
     app.on_response_prepare.append(end_connection)
     return app
@@ -193,12 +195,19 @@ def application(
 
 @asynccontextmanager
 async def listening(
-    app: web.Application, http: HttpSettings, port: int, most: int, log: FilteringBoundLogger
+    app: web.Application,
+    http: HttpSettings,
+    port: int,
+    most: int,
+    log: FilteringBoundLogger,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[int]:
     """Serve the application inside the block, which gets the port. Raises FedstreamError.
 
     ``most``: concurrent connections; any more get a 503 and are closed.
     """
+    # A client that is slow to agree on TLS has as long as for a request.
+    handshake_s = None if tls is None else http.idle_s
     loop = asyncio.get_running_loop()
     runner = web.AppRunner(app, shutdown_timeout=_CLOSE_S)
     await runner.setup()
@@ -210,7 +219,9 @@ async def listening(
     async with AsyncExitStack() as stack:
         stack.push_async_callback(runner.cleanup)
         try:
-            server = await loop.create_server(connected, http.host, port)
+            server = await loop.create_server(
+                connected, http.host, port, ssl=tls, ssl_handshake_timeout=handshake_s
+            )
         except (OSError, UnicodeError) as error:  # UnicodeError: not a valid host name
             reason = getattr(error, "strerror", None) or error
             raise FedstreamError(
@@ -227,8 +238,12 @@ async def serving(
     http: HttpSettings,
     is_stopping: Callable[[], bool],
     log: FilteringBoundLogger,
+    tls: ssl.SSLContext | None = None,
 ) -> AsyncIterator[None]:
-    """Serve a service's routes and its health inside the block. Raises FedstreamError."""
+    """Serve a service's routes, with ``tls`` if given, and its health inside the block.
+
+    Raises FedstreamError.
+    """
     async with AsyncExitStack() as stack:
         # Opened first and closed last: probes see the start and the drain.
         app = application(health, is_stopping)
@@ -236,7 +251,7 @@ async def serving(
         ports = {"health_port": await stack.enter_async_context(at)}
         if routes:
             app = application(routes, is_stopping)
-            at = listening(app, http, http.port, http.connections, log)
+            at = listening(app, http, http.port, http.connections, log, tls)
             ports["port"] = await stack.enter_async_context(at)
         log.info("serving", host=http.host, **ports)
         yield

@@ -24,6 +24,7 @@ from fedstream.runtime.signals import Stop
 from fedstream.runtime.tracing import Spans, TracingSettings
 
 if TYPE_CHECKING:
+    import ssl
     from collections.abc import Awaitable, Callable, Iterator, Sequence
 
     from aiohttp import web
@@ -162,8 +163,9 @@ def serve(
     name: str,
     drain_s: float,
     tracing: TracingSettings | None = None,
+    tls: ssl.SSLContext | None = None,
 ) -> int:
-    """Run a service as this process and return the exit code.
+    """Run a service as this process and return the exit code. ``tls``: for its own routes.
 
     Stop order, on SIGTERM, SIGINT or when the service returns:
 
@@ -186,7 +188,9 @@ def serve(
         if tracing is not None and tracing.endpoint is not None:
             spans = Spans(tracing, run=run, role=service.role, name=name)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_live(service, http, logger, drain_s, traces=log.traces, spans=spans))
+            runner.run(
+                _live(service, http, logger, drain_s, traces=log.traces, spans=spans, tls=tls)
+            )
     except (Exception, asyncio.CancelledError) as error:
         return _report(error, logger)
     finally:
@@ -224,6 +228,7 @@ async def _live(
     *,
     traces: bool,
     spans: Spans | None,
+    tls: ssl.SSLContext | None,
 ) -> None:
     stop = asyncio.Event()
     context = Context(stop, Health(), CollectorRegistry(), log, traces, spans)
@@ -238,7 +243,7 @@ async def _live(
         # Not in the handler itself: it may interrupt a log call.
         signals.listen(lambda name: loop.call_soon_threadsafe(begin_stop, name))
         own, health = service.routes(), routes(context.health, context.registry)
-        async with serving(own, health, http, stop.is_set, log):
+        async with serving(own, health, http, stop.is_set, log, tls):
             clean = await _drained(service, context, drain_s)
     if not clean:
         # A normal exit would wait for threads, and a hanging thread may be the reason.

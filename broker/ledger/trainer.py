@@ -66,21 +66,29 @@ class TrainerLedger(MemoryUse):
 
     async def take(self, group: Group, *, block_ms: int = BLOCK_MS) -> TakenTask | None:
         """Take a task that no trainer had before; None if there is none within ``block_ms``."""
+        entries, head = await self.take_some(group, count=1, block_ms=block_ms)
+        return TakenTask(entries[0], head) if entries else None
+
+    async def take_some(
+        self, group: Group, *, count: int, block_ms: int = BLOCK_MS
+    ) -> tuple[list[Entry], Head | None]:
+        """Take at most ``count`` tasks that no trainer had before, with the newest version then.
+
+        No tasks if there are none within ``block_ms``; no version before the run's first.
+        """
         try:
             # Redis reads the head once it has an entry to deliver.
             reply, head = await self._client.pipeline(
-                [reading([group], count=1, block_ms=block_ms), ("HGETALL", self.keys.head)],
+                [reading([group], count=count, block_ms=block_ms), ("HGETALL", self.keys.head)],
                 wait_s=block_ms / 1000,
             )
         except BrokerError as error:
             if not lost(error):
                 raise
             await group.ensure()
-            return None
-        entry = next((entry for _, entry in given([group], reply)), None)
-        if entry is None:
-            return None
-        return TakenTask(entry, Head.parsed(mapping(head)) if head else None)
+            return [], None
+        entries = [entry for _, entry in given([group], reply)]
+        return entries, Head.parsed(mapping(head)) if head else None
 
 
 class Outbox:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from fedstream.coordinator.gateway.refusals import Refusal
 
@@ -19,16 +19,20 @@ if TYPE_CHECKING:
     from fedstream.broker.messages import Assignment
     from fedstream.broker.streams import Entry
 
+# Why a check-in's wait ends: there is a task; there was none in time; a newer one took its place.
+Woken: TypeAlias = Literal["look", "nothing", "replaced"]
+
 _ATTEMPT = 12  # hexadecimal digits
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Held:
     """A task in hand: its entry is ours, in the stream it was sent to."""
 
     task: Assignment
     entry: Entry
     stream: str
+    tau: int | None = None  # the version that it was offered with last; None: not by us
 
     @property
     def attempt(self) -> str:
@@ -54,7 +58,7 @@ class _Seat:
 
     heard: float  # when its last request ended, monotonic seconds
     tasks: list[Held] = field(default_factory=list)  # in the order in which they came
-    poll: asyncio.Future[bool] | None = None  # that waits: True: look again, False: go
+    poll: asyncio.Future[Woken] | None = None  # that waits
     nonce: str = ""  # of the last check-in that was answered
     answer: bytes | None = None  # to it; None: no task
 
@@ -122,14 +126,14 @@ class Desk:
 
     # check-ins that wait
 
-    def park(self, device: int, poll: asyncio.Future[bool], now: float) -> None:
+    def park(self, device: int, poll: asyncio.Future[Woken], now: float) -> None:
         """Let a device's check-in wait; one that waits already has to go."""
         seat = self._sit(device, now)
-        self._release(seat)
+        self._release(seat, "replaced")
         seat.poll = poll
         self.polls += 1
 
-    def unpark(self, device: int, poll: asyncio.Future[bool]) -> None:
+    def unpark(self, device: int, poll: asyncio.Future[Woken]) -> None:
         """End the wait of a check-in, if it still waits."""
         seat = self._seats.get(device)
         if seat is not None and seat.poll is poll:
@@ -140,11 +144,11 @@ class Desk:
         for seat in self._seats.values():
             self._release(seat)
 
-    def _release(self, seat: _Seat, *, look: bool = False) -> None:
+    def _release(self, seat: _Seat, why: Woken = "nothing") -> None:
         if seat.poll is None:
             return
         if not seat.poll.done():
-            seat.poll.set_result(look)
+            seat.poll.set_result(why)
         seat.poll = None
         self.polls -= 1
 
@@ -169,7 +173,7 @@ class Desk:
         seat = self._seats.get(device) or self._sit(device, now)
         self._held[held.task.task] = held
         seat.tasks.append(held)
-        self._release(seat, look=True)
+        self._release(seat, "look")
 
     def first(self, device: int) -> Held | None:
         """The task that a device is to do now: the oldest of those in hand for it."""

@@ -51,7 +51,7 @@ app.add_typer(dead.app, name="dead", no_args_is_help=True, rich_help_panel="Insp
 _add(
     "Run one service",
     services.coordinator, services.scheduler, services.updater, services.trainer,
-    services.evaluator, services.sinks,
+    services.evaluator, services.sinks, services.gateway,
 )  # fmt: skip
 
 

@@ -89,6 +89,11 @@ def evaluator(config: Config = None, sets: Sets = None, name: ServiceName = None
     _serve("evaluator", config, sets, name)
 
 
+def gateway(config: Config = None, sets: Sets = None, name: ServiceName = None) -> None:
+    """Serve devices outside the cluster over HTTPS; the name must stay the same."""
+    _serve("gateway", config, sets, name)
+
+
 def sinks(config: Config = None, sets: Sets = None, name: ServiceName = None) -> None:
     """Write the run to the trackers in \\[\\[sinks]]: TensorBoard, MLflow, Weights & Biases."""
     _serve("sinks", config, sets, name)

@@ -234,6 +234,20 @@ def _sinks(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
     return service, DRAIN_S
 
 
+def _gateway(settings: Settings, keys: Keys, name: str) -> tuple[Service, float]:
+    try:
+        from fedstream.coordinator.gateway.service import Gateway
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"the gateway needs the package {error.name}: pip install 'fedstream[gateway]'"
+        ) from error
+    service = Gateway(
+        settings.gateway, settings.lease, keys=keys, redis=settings.redis, name=name,
+        update=settings.wire.of_updates,
+    )  # fmt: skip
+    return service, settings.gateway.drain_s
+
+
 _BUILDERS: dict[str, Callable[[Settings, Keys, str], tuple[Service, float]]] = {
     "coordinator": _coordinator,
     "scheduler": _scheduler,
@@ -241,6 +255,7 @@ _BUILDERS: dict[str, Callable[[Settings, Keys, str], tuple[Service, float]]] = {
     "trainer": _trainer,
     "evaluator": _evaluator,
     "sinks": _sinks,
+    "gateway": _gateway,
 }
 ROLES = tuple(_BUILDERS)
 
@@ -248,7 +263,11 @@ ROLES = tuple(_BUILDERS)
 def serve_role(role: str, settings: Settings, name: str) -> int:
     """Run a service in this process until told to stop; returns the exit code."""
     service, drain_s = _BUILDERS[role](settings, Keys(settings.run.name), name)
+    http, tls = settings.http, None
+    if role == "gateway":
+        http = http.model_copy(update={"connections": settings.gateway.connections})
+        tls = settings.gateway.tls()
     return serve(
-        service, http=settings.http, log=settings.log, run=settings.run.name, name=name,
-        drain_s=drain_s, tracing=settings.tracing,
+        service, http=http, log=settings.log, run=settings.run.name, name=name,
+        drain_s=drain_s, tracing=settings.tracing, tls=tls,
     )  # fmt: skip

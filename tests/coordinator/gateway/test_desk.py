@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from fedstream.broker.messages import Assignment
 from fedstream.broker.streams import Entry
-from fedstream.coordinator.gateway.desk import Desk, Held, NotHeld
+from fedstream.coordinator.gateway.desk import Desk, Held, NotHeld, Woken
 from fedstream.coordinator.gateway.refusals import Refusal
 
 AWAY_S, LEASE_S = 10.0, 30.0
@@ -24,7 +24,7 @@ def task(name: str, device: int, entry: str = "1-0") -> Held:
     return Held(Assignment(task=name, device=device, seed=0), Entry(entry, b""), "tasks")
 
 
-def poll() -> asyncio.Future[bool]:
+def poll() -> asyncio.Future[Woken]:
     return asyncio.get_running_loop().create_future()
 
 
@@ -142,11 +142,11 @@ async def test_task_wakes_the_check_in_that_waits() -> None:
     one.park(3, waits, 0.0)
     one.park(4, other, 0.0)
     one.hold(task("a", 3), 1.0)
-    assert waits.result() is True
+    assert waits.result() == "look"
     assert not other.done()
     assert one.polls == 1
     one.release_all()
-    assert other.result() is False
+    assert other.result() == "nothing"
     assert one.polls == 0
 
 
@@ -155,7 +155,7 @@ async def test_newest_check_in_of_a_device_waits_alone() -> None:
     older, newer = poll(), poll()
     one.park(3, older, 0.0)
     one.park(3, newer, 1.0)
-    assert older.result() is False
+    assert older.result() == "replaced"
     one.unpark(3, older)  # as its handler ends
     assert one.polls == 1
     one.unpark(3, newer)

@@ -1,0 +1,120 @@
+"""The run and its newest version, as a gateway has last read them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import TYPE_CHECKING
+
+from fedstream.broker.errors import ConfigError, NoRun
+from fedstream.coordinator.gateway.refusals import Refusal
+
+if TYPE_CHECKING:
+    from fedstream.broker.ledger.trainer import TrainerLedger
+    from fedstream.broker.records import Head, Run
+    from fedstream.wire import Format
+
+_REMEMBERED = 64  # newest versions whose models may still be asked for
+_WAIT_S = 2.0  # for a run that is being made
+
+
+class Current:
+    """The run and its newest version. Nothing is known before the run was read once."""
+
+    def __init__(self, ledger: TrainerLedger, update: Format) -> None:
+        """``update``: the format that devices send updates in, if they can."""
+        self._ledger = ledger
+        self._update = update
+        self._known: dict[str, Head] = {}  # by digest as given, the newest last
+        self._looking: asyncio.Task[None] | None = None
+        self._run: Run | None = None
+        self._head: Head | None = None
+
+    @property
+    def run(self) -> Run:
+        """The run's record. Raises Refusal before it was read."""
+        if self._run is None:
+            raise self._not_begun()
+        return self._run
+
+    @property
+    def head(self) -> Head:
+        """The newest version. Raises Refusal before there is one."""
+        if self._head is None:
+            raise self._not_begun()
+        return self._head
+
+    def _not_begun(self) -> Refusal:
+        text = f"run {self._ledger.keys.name!r} has not begun yet"
+        return Refusal(503, "unavailable", text, retry_after_s=_WAIT_S)
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is a run with a model."""
+        return self._run is not None and self._head is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run is finished."""
+        return self._run is not None and self._run.state == "finished"
+
+    async def look(self) -> None:
+        """Read both again; who asks meanwhile gets what is being read.
+
+        Raises ConfigError if devices can't take part in this run.
+        """
+        if self._looking is None:
+            self._looking = asyncio.create_task(self._look(), name="look")
+            self._looking.add_done_callback(self._looked)
+        await asyncio.shield(self._looking)
+
+    def _looked(self, looking: asyncio.Task[None]) -> None:
+        self._looking = None
+        if not looking.cancelled():
+            looking.exception()  # whoever asked has it, unless all have gone
+
+    async def _look(self) -> None:
+        try:
+            run = await self._ledger.run()
+        except NoRun:
+            self._run = self._head = None
+            self._known.clear()
+            return
+        if self._run is None or run.created != self._run.created:
+            self._check(run)
+            self._known.clear()
+        self._run = run
+        self.saw(await self._ledger.head())
+
+    def saw(self, head: Head | None) -> None:
+        """Note the newest version, read with something else."""
+        self._head = head
+        if head is None:
+            return
+        self._known.pop(head.given, None)
+        self._known[head.given] = head
+        while len(self._known) > _REMEMBERED:
+            del self._known[next(iter(self._known))]
+
+    async def version_of(self, digest: str) -> Head | None:
+        """The version whose model has this digest, if it is one of the newest."""
+        if digest not in self._known:
+            await self.look()
+        return self._known.get(digest)
+
+    def forget(self, digest: str) -> None:
+        """Note that a version's model is gone."""
+        self._known.pop(digest, None)
+
+    def _check(self, run: Run) -> None:
+        name = self._ledger.keys.name
+        if run.layout.controls:
+            raise ConfigError(
+                f"run {name!r} was made with strategy {run.strategy!r}, whose control variates a "
+                "gateway does not give to devices: use another strategy for devices over HTTPS"
+            )
+        if run.sends == "model" and self._update.of_changes:
+            raise ConfigError(
+                f"wire.update = {self._update.name!r}: run {name!r} was made with strategy "
+                f"{run.strategy!r}, which takes models, and {self._update.kind} is too coarse for "
+                "them: use bf16 or int8"
+            )

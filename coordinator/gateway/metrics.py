@@ -1,0 +1,40 @@
+"""Metrics of a gateway; names and meanings are in docs/reference/metrics.md."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from prometheus_client import CollectorRegistry, Counter, Gauge
+
+from fedstream.coordinator.gateway.refusals import REFUSALS
+
+if TYPE_CHECKING:
+    from fedstream.coordinator.gateway.desk import Desk
+    from fedstream.coordinator.gateway.models import ModelCopies
+
+
+class GatewayMetrics:
+    """What a gateway does and whom it serves."""
+
+    def __init__(self, registry: CollectorRegistry, desk: Desk, models: ModelCopies) -> None:
+        gauges = {
+            "devices": ("Devices present.", lambda: len(desk.present())),
+            "polls": ("Check-ins that wait for a task.", lambda: desk.polls),
+            "tasks": ("Tasks in hand.", lambda: len(desk)),
+            "downloads": ("Model downloads in progress.", lambda: models.downloads),
+        }
+        for name, (about, value) in gauges.items():
+            Gauge(f"fedstream_gateway_{name}", about, registry=registry).set_function(value)
+        self.offered = Counter(
+            "fedstream_gateway_offered", "Offers of tasks to devices.", registry=registry
+        )
+        self._refused = Counter(
+            "fedstream_gateway_refused", "Requests answered with an error.", ["reason"],
+            registry=registry,
+        )  # fmt: skip
+        for reason in REFUSALS:
+            self._refused.labels(reason)
+
+    def refused(self, reason: str) -> None:
+        """Count a refusal."""
+        self._refused.labels(reason).inc()

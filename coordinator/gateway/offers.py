@@ -1,0 +1,82 @@
+"""What a device is told: the offer of a task, and whether to go on with it. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fedstream.broker import reasons
+from fedstream.protocol.messages import Advice, ExpectedUpdate, Offer, OfferedModel, OfferedTask
+from fedstream.wire import F32
+
+if TYPE_CHECKING:
+    from fedstream.broker.messages import Assignment
+    from fedstream.broker.records import Head, Run
+    from fedstream.coordinator.gateway.desk import Held
+    from fedstream.wire import Format
+
+GO_ON = Advice(go_on=True)
+
+
+def offer(held: Held, run: Run, head: Head, update: Format, *, heartbeat_s: float) -> Offer:
+    """The offer of a task, to be trained from the newest version; ``update``: format to send."""
+    task, encoded = held.task, head.encoded
+    return Offer(
+        task=OfferedTask(
+            id=task.task, device=task.device, seed=task.seed, steps=task.steps,
+            epochs=task.epochs, seconds=task.seconds, deadline=task.deadline,
+        ),
+        attempt=held.attempt,
+        model=OfferedModel(
+            version=head.version, digest=head.given, format=model_format(head),
+            size=encoded.size if encoded else run.layout.nbytes, url=f"/v1/models/{head.given}",
+        ),
+        update=ExpectedUpdate(
+            url=f"/v1/tasks/{task.task}/updates/{held.attempt}", sends=run.sends,
+            format=update.name, layout=run.layout.signature, most=update.sizes(run.layout)[1],
+        ),
+        heartbeat_s=heartbeat_s,
+    )  # fmt: skip
+
+
+def model_format(head: Head) -> str:
+    """The name of the format that a version's model is published in."""
+    return head.encoded.format if head.encoded else F32.name
+
+
+def format_for(formats: Sequence[str], wanted: Format) -> Format:
+    """The format in which a device is to send updates: the wanted one if it can, else float32.
+
+    ``formats``: those that the device knows; ``topk`` stands for any share.
+    """
+    kind = f"{wanted.kind}{'+zstd' if wanted.zstd else ''}"
+    return wanted if {wanted.name, kind} & {*formats} else F32
+
+
+def overdue(task: Assignment, head: Head, now: float) -> str | None:
+    """The reason to give a task up although its device is there; None: there is none.
+
+    ``now``: seconds since 1970.
+    """
+    if task.deadline is not None and now > task.deadline:
+        return reasons.DEADLINE_PASSED
+    if task.version is not None and task.version != head.version:
+        return reasons.ROUND_OVER
+    return None
+
+
+def advice(held: Held, attempt: str, run: Run, head: Head, now: float) -> Advice:
+    """What a device hears that works on a task. ``now``: seconds since 1970."""
+    if run.state == "finished":
+        return Advice(go_on=False, why="run over")
+    if attempt != held.attempt or overdue(held.task, head, now) is not None:
+        return Advice(go_on=False, why="given up")
+    # Untrusted sites' staleness counts from the hand-out, which was no later than the offer.
+    if (
+        run.max_staleness is not None
+        and held.tau is not None
+        and held.task.version is None
+        and head.version - held.tau > run.max_staleness
+    ):
+        return Advice(go_on=False, why="too stale")
+    return GO_ON

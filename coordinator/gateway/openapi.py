@@ -1,0 +1,192 @@
+"""The protocol as an OpenAPI document (3.1), served at ``/v1/openapi.json``."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from fedstream.coordinator.gateway.refusals import REFUSALS
+from fedstream.protocol.messages import schemas
+
+_JSON: Final = "application/json"
+_TASK: Final = {
+    "name": "task", "in": "path", "required": True, "schema": {"type": "string"},
+}  # fmt: skip
+_ATTEMPT: Final = {
+    "name": "attempt", "in": "path", "required": True,
+    "schema": {"type": "string", "pattern": "^[0-9a-f]{12}$"},
+}  # fmt: skip
+_DIGEST: Final = {
+    "name": "digest", "in": "path", "required": True,
+    "schema": {"type": "string", "pattern": "^[0-9a-f]{64}$"},
+}  # fmt: skip
+
+
+def _body(schema: str) -> dict[str, Any]:
+    return {_JSON: {"schema": {"$ref": f"#/components/schemas/{schema}"}}}
+
+
+def _says(about: str, schema: str | None = None, *headers: str) -> dict[str, Any]:
+    said: dict[str, Any] = {"description": about}
+    if schema is not None:
+        said["content"] = _body(schema)
+    if headers:
+        said["headers"] = {name: {"schema": {"type": "string"}} for name in headers}
+    return said
+
+
+def _asks(schema: str) -> dict[str, Any]:
+    return {"required": True, "content": _body(schema)}
+
+
+def _header(name: str, *, required: bool = False) -> dict[str, Any]:
+    return {"name": name, "in": "header", "required": required, "schema": {"type": "string"}}
+
+
+_PROBLEMS: Final = {"default": _says("refused; `reason` is one of a closed set", "Problem")}
+_SIGNED: Final[dict[str, Any]] = {
+    "security": [],
+    "parameters": [
+        _header(name, required=True) for name in ("Content-Digest", "Signature-Input", "Signature")
+    ],
+}
+_BYTES: Final = {"content": {"application/octet-stream": {"schema": {"type": "string"}}}}
+_RECEIPTS: Final = {
+    "200": _says("the whole update has arrived, and was admitted", "Receipt"),
+    "202": _says("it has arrived, and nobody has decided yet: repeat the request", "Receipt"),
+    "422": _says("it has arrived, and was refused, or its task is given up", "Receipt"),
+    "409": _says("another offset", "WrongOffset"),
+}
+_MODEL: Final[dict[str, Any]] = {
+    "parameters": [
+        _DIGEST, *(_header(name) for name in ("Range", "If-Range", "If-None-Match")),
+    ],
+    "responses": {
+        "200": {**_says("the model", None, "ETag", "Fedstream-Format"), **_BYTES},
+        "206": {**_says("a part of it", None, "ETag", "Content-Range"), **_BYTES},
+        "304": _says("the device has it"),
+        "404": _says("it is not among the newest: check in again", "Problem"),
+        "416": _says("no such bytes", "Problem", "Content-Range"),
+        **_PROBLEMS,
+    },
+}  # fmt: skip
+_PATHS: Final[dict[str, dict[str, dict[str, Any]]]] = {
+    "/v1/devices": {
+        "post": {
+            "summary": "Enrol: an invite and a public key become a device's number",
+            **_SIGNED,
+            "requestBody": _asks("Enrolment"),
+            "responses": {
+                "201": _says("enrolled", "Enrolled"),
+                "200": _says("enrolled before, with the same invite and key", "Enrolled"),
+                **_PROBLEMS,
+            },
+        }
+    },
+    "/v1/token": {
+        "post": {
+            "summary": "Get a token, which all other requests show",
+            **_SIGNED,
+            "requestBody": _asks("Nothing"),
+            "responses": {"200": _says("a token", "Access"), **_PROBLEMS},
+        }
+    },
+    "/v1/check-in": {
+        "post": {
+            "summary": "Ask for a task, and wait for one",
+            "requestBody": _asks("CheckIn"),
+            "responses": {
+                "200": _says("a task", "Offer"),
+                "204": _says("none: check in again after Retry-After", None, "Retry-After"),
+                "410": _says("the run is finished", "Problem"),
+                **_PROBLEMS,
+            },
+        }
+    },
+    "/v1/models/{digest}": {
+        "get": {"summary": "Download a model, or a part of it", **_MODEL},
+        "head": {"summary": "Ask how large a model is", **_MODEL},
+    },
+    "/v1/tasks/{task}/heartbeat": {
+        "post": {
+            "summary": "Say that the device still works on a task",
+            "parameters": [_TASK],
+            "requestBody": _asks("Beat"),
+            "responses": {"200": _says("whether to go on", "Advice"), **_PROBLEMS},
+        }
+    },
+    "/v1/tasks/{task}/give-up": {
+        "post": {
+            "summary": "Say that the device will not finish a task",
+            "parameters": [_TASK],
+            "requestBody": _asks("Surrender"),
+            "responses": {"200": _says("given up, now or before", "Nothing"), **_PROBLEMS},
+        }
+    },
+    "/v1/tasks/{task}/updates/{attempt}": {
+        "post": {
+            "summary": "Begin to upload an update: none of it, a first part, or all",
+            "parameters": [
+                _TASK, _ATTEMPT, _header("Upload-Length", required=True),
+                _header("Upload-Complete", required=True), _header("Update-Report", required=True),
+            ],
+            "requestBody": _BYTES,
+            "responses": {
+                "201": _says("begun", None, "Location", "Upload-Offset", "Upload-Limit"),
+                **_RECEIPTS,
+                **_PROBLEMS,
+            },
+        },
+        "head": {
+            "summary": "Ask how much of an upload has arrived",
+            "parameters": [_TASK, _ATTEMPT],
+            "responses": {
+                "204": _says("so much", None, "Upload-Offset", "Upload-Complete"),
+                **_PROBLEMS,
+            },
+        },
+        "patch": {
+            "summary": "Go on with an upload",
+            "parameters": [
+                _TASK, _ATTEMPT, _header("Upload-Offset", required=True),
+                _header("Upload-Complete", required=True),
+            ],
+            "requestBody": {
+                "content": {"application/partial-upload": {"schema": {"type": "string"}}}
+            },
+            "responses": {
+                "204": _says("arrived; more is to come", None, "Upload-Offset"),
+                **_RECEIPTS,
+                **_PROBLEMS,
+            },
+        },
+    },
+    "/v1/openapi.json": {
+        "get": {
+            "summary": "Read this document",
+            "security": [],
+            "responses": {"200": _says("this document"), **_PROBLEMS},
+        }
+    },
+}  # fmt: skip
+
+
+def document() -> dict[str, Any]:
+    """The whole document."""
+    found = schemas()
+    found["Problem"]["properties"]["reason"]["enum"] = list(REFUSALS)
+    return {
+        "openapi": "3.1.0",
+        "info": {
+            "title": "fedstream gateway",
+            "version": "1",
+            "description": "How devices outside the cluster take part in a run.",
+        },
+        "paths": _PATHS,
+        "components": {
+            "schemas": found,
+            "securitySchemes": {
+                "token": {"type": "http", "scheme": "bearer", "bearerFormat": "JWT"}
+            },
+        },
+        "security": [{"token": []}],
+    }

@@ -1,0 +1,179 @@
+"""The gateway: devices over HTTPS, served as the trainer of a site of its own.
+
+Any number of replicas serve one run, each with a stable name; a replica that restarts takes up the
+tasks that it had. What devices get is what a trainer gets, and nothing that they say is trusted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+from aiohttp import web
+
+from fedstream.broker.client import Client, RedisSettings
+from fedstream.broker.errors import FedstreamError
+from fedstream.broker.keys import TRAINERS, Keys, member
+from fedstream.broker.ledger.trainer import Outbox, TrainerLedger
+from fedstream.broker.streams import Group
+from fedstream.coordinator.gateway.app import GatewayApp, Opened
+from fedstream.coordinator.gateway.current import Current
+from fedstream.coordinator.gateway.desk import Desk
+from fedstream.coordinator.gateway.metrics import GatewayMetrics
+from fedstream.coordinator.gateway.models import ModelCopies
+from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.coordinator.gateway.tasks import Tasks
+from fedstream.runtime.backoff import pause
+from fedstream.runtime.service import Context, repeat
+
+if TYPE_CHECKING:
+    from fedstream.coordinator.gateway.app import DeviceOf
+    from fedstream.coordinator.gateway.settings import GatewaySettings
+    from fedstream.runtime.tasks import LeaseSettings
+    from fedstream.wire import Format
+
+_LOOK_S = 1.0  # between two looks at the run, and at who is away
+_ANNOUNCE_S = 2.0  # between two announcements of the same devices
+_CHANGED_S = 0.2  # between two announcements if they change
+_CHANGED_PER_S = 20_000  # devices named in announcements, well below coordinator.announce_rate
+_GOODBYE_S = 2.0  # so that a hanging Redis can't outlast the drain
+
+
+async def nobody(_request: web.Request) -> int:
+    """In place of a check who makes a request: it is refused."""
+    raise Refusal(401, "token", "this gateway takes no devices yet")
+
+
+class Gateway:
+    """The service. Replicas differ only in ``name``."""
+
+    role = "gateway"
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        lease: LeaseSettings,
+        *,
+        keys: Keys,
+        redis: RedisSettings,
+        name: str,
+        update: Format,
+        device_of: DeviceOf = nobody,
+    ) -> None:
+        """``update``: the format that devices send updates in, if they can. ``device_of``: who
+        makes a request.
+        """
+        self._settings = settings
+        self._lease = lease
+        self._keys = keys
+        self._name = name
+        self._client = Client(redis, name, loads_scripts=False)
+        self._ledger = TrainerLedger(self._client, keys, name)
+        self._outbox = Outbox(self._client, keys, settings.site)
+        stream = keys.tasks_of(member(settings.site, name))
+        self._group = Group(self._client, stream, TRAINERS, name)
+        self._desk = Desk(
+            away_s=settings.away_s, lease_s=settings.lease_s, most=settings.devices
+        )  # fmt: skip
+        self._current = Current(self._ledger, update)
+        self._models = ModelCopies(self._client, keys, self._current, settings)
+        self._app = GatewayApp(
+            settings, self._desk, self._current, self._models, update=update, device_of=device_of
+        )
+        self._announced: tuple[int, ...] = ()
+        self._announced_at = 0.0
+        self._heard = True  # whether anybody reads our announcements
+
+    def routes(self) -> Sequence[web.AbstractRouteDef]:
+        """The routes of the protocol, for devices."""
+        return self._app.routes()
+
+    async def run(self, context: Context) -> None:
+        """Work until stopped. Tasks in hand stay ours: the replica of our name takes them up."""
+        context.watch(self._client)
+        metrics = GatewayMetrics(context.registry, self._desk, self._models)
+        tasks = Tasks(
+            self._desk, self._current, self._group, self._ledger, self._outbox, self._keys,
+            self._lease, context, name=self._name,
+        )  # fmt: skip
+        if self._settings.tls_cert is None:
+            context.log.warning(
+                "no gateway.tls_cert: devices are served plain HTTP, so put a proxy in front that "
+                "ends TLS"
+            )
+        try:
+            await repeat(context, "run", partial(self._join, context))
+            if context.stop.is_set():
+                return
+            self._app.open(Opened(context, tasks, metrics))
+            within_s = max(30.0, self._lease.seconds)
+            async with asyncio.TaskGroup() as group:
+                for name, step in (
+                    ("run", partial(self._look, context)),
+                    ("tasks", tasks.take),
+                    ("leases", partial(self._renew, context, tasks)),
+                    ("devices", partial(self._sweep, context, tasks)),
+                    ("heartbeat", partial(self._announce, context, tasks)),
+                ):
+                    group.create_task(repeat(context, name, step, within_s=within_s))
+                group.create_task(self._end_waits(context))
+        finally:
+            await self._leave(context)
+            await self._client.close()
+
+    async def _join(self, context: Context) -> bool:
+        """Wait for the run; True once there is one. Raises ConfigError if devices can't join it."""
+        await self._current.look()
+        if self._current.has_begun:
+            return True
+        await pause(context.stop, 0.2)
+        return False
+
+    async def _look(self, context: Context) -> None:
+        """Follow the run and its newest version."""
+        await self._current.look()
+        if self._current.is_over:
+            self._desk.release_all()
+        await pause(context.stop, _LOOK_S)
+
+    async def _renew(self, context: Context, tasks: Tasks) -> None:
+        await tasks.renew()
+        await pause(context.stop, self._lease.seconds / 4)
+
+    async def _sweep(self, context: Context, tasks: Tasks) -> None:
+        await tasks.sweep()
+        await pause(context.stop, _LOOK_S)
+
+    async def _announce(self, context: Context, tasks: Tasks) -> None:
+        """Announce who is present: soon after a change, and every two seconds in any case."""
+        present, now = self._desk.present(), time.monotonic()
+        if present is not self._announced or now - self._announced_at >= _ANNOUNCE_S:
+            if present:
+                heard = await self._outbox.announce(self._name, present, answers=tasks.answers)
+                if self._heard and not heard:
+                    context.log.warning(
+                        "no coordinator reads what this gateway says, so its devices get no tasks: "
+                        "is its site in coordinator.sites?", site=self._settings.site,
+                    )  # fmt: skip
+                self._heard = heard
+            elif self._announced:
+                await self._outbox.goodbye(self._name)  # a site's trainer without devices is none
+            self._announced, self._announced_at = present, now
+        await pause(context.stop, max(_CHANGED_S, len(present) / _CHANGED_PER_S))
+
+    async def _end_waits(self, context: Context) -> None:
+        await context.stop.wait()
+        self._desk.release_all()
+
+    async def _leave(self, context: Context) -> None:
+        """Say good-bye if no task is in hand; otherwise its devices come back to us."""
+        if not self._announced or len(self._desk):
+            return
+        self._client.hurry(_GOODBYE_S)
+        try:
+            await self._outbox.goodbye(self._name)
+        except FedstreamError as error:
+            context.log.warning("could not announce that it is leaving", reason=str(error))

@@ -1,0 +1,132 @@
+"""A replica's tasks: how it takes them, keeps their leases, and gives up those of lost devices."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from fedstream.broker import reasons
+from fedstream.broker.errors import BadMessage
+from fedstream.broker.messages import OWNED, Assignment, Dead, GiveUp
+from fedstream.coordinator.gateway.desk import Held
+
+if TYPE_CHECKING:
+    from fedstream.broker.keys import Keys
+    from fedstream.broker.ledger.trainer import Outbox, TrainerLedger
+    from fedstream.broker.streams import Entry, Group
+    from fedstream.coordinator.gateway.current import Current
+    from fedstream.coordinator.gateway.desk import Desk
+    from fedstream.runtime.service import Context
+    from fedstream.runtime.tasks import LeaseSettings
+
+_AT_ONCE = 256  # tasks taken with one read
+
+
+class Tasks:
+    """The tasks of one replica, from its stream to the desk and, given up, to the inbox."""
+
+    def __init__(
+        self,
+        desk: Desk,
+        current: Current,
+        group: Group,
+        ledger: TrainerLedger,
+        outbox: Outbox,
+        keys: Keys,
+        lease: LeaseSettings,
+        context: Context,
+        *,
+        name: str,
+    ) -> None:
+        self._desk = desk
+        self._current = current
+        self._group = group
+        self._ledger = ledger
+        self._outbox = outbox
+        self._keys = keys
+        self._lease = lease
+        self._context = context
+        self._name = name
+        self._unsure = True  # whether there may be tasks of ours that we don't know of
+        self._swept = 0.0
+        self.answers = 0
+
+    async def take(self) -> None:
+        """Take new tasks, or those that we had before a restart or the loss of a reply."""
+        unsure, self._unsure = self._unsure, True  # until proven otherwise
+        head = None
+        if unsure:
+            # Quiet: it is devices that work on tasks, so our crash does not speak against one.
+            await self._group.ensure()
+            entries, _ = await self._group.claim(
+                idle_ms=0, most=self._lease.attempts, own=True, quiet=True, count=OWNED
+            )
+            await self._current.look()
+        elif not (entries := await self._lapsed()):
+            entries, head = await self._ledger.take_some(self._group, count=_AT_ONCE)
+            if entries:
+                self._current.saw(head)
+        now = time.monotonic()
+        known = {held.entry.id for held in self._desk} if unsure else set()
+        for entry in entries:
+            if entry.id not in known:
+                await self._hold(entry, now)
+        self._unsure = False
+
+    async def _lapsed(self) -> list[Entry]:
+        """Tasks of ours that another replica took over and then lost, at a quarter of the lease."""
+        if time.monotonic() - self._swept <= self._lease.seconds / 4:
+            return []
+        self._swept = time.monotonic()
+        entries, _ = await self._group.claim(
+            idle_ms=round(self._lease.seconds * 1000), most=self._lease.attempts, quiet=True,
+            count=_AT_ONCE,
+        )  # fmt: skip
+        return entries
+
+    async def _hold(self, entry: Entry, now: float) -> None:
+        try:
+            task = Assignment.decode(entry.data)
+        except BadMessage as error:
+            await self._bury(entry, str(error))
+            return
+        self._context.trace("taken", task=task.task, device=task.device)
+        self._desk.hold(Held(task, entry, self._group.stream), now)
+
+    async def renew(self) -> None:
+        """Renew all leases together; tasks whose lease is lost are over for their devices."""
+        before = list(self._desk)
+        ours = await self._group.renew_all([held.entry.id for held in before])
+        for held in before:
+            if held.entry.id not in ours and held.task.task in self._desk:
+                self._context.log.info("lease lost", task=held.task.task, device=held.task.device)
+                self._desk.ended(held.task.task)
+
+    async def sweep(self) -> None:
+        """Give up the tasks of devices that stay away, and all tasks once the run is over."""
+        for held in self._desk.gone(time.monotonic()):
+            await self.give_up(held, reasons.DROPPED_OUT)
+        if self._current.is_over:
+            for held in self._desk:
+                await self.give_up(held, reasons.RUN_FINISHED)
+
+    async def give_up(self, held: Held, reason: str) -> None:
+        """Say that a device will not finish a task, and let go of it."""
+        task = held.task
+        answer = GiveUp(
+            task=task.task, attempt=held.attempt, device=task.device, trainer=self._name,
+            reason=reason,
+        )  # fmt: skip
+        said = await self._outbox.answer(held.stream, held.entry, answer)
+        self._desk.ended(task.task)
+        if said == "said":
+            self.answers += 1
+            self._context.trace("gave up", task=task.task, device=task.device, reason=reason)
+
+    async def _bury(self, entry: Entry, reason: str) -> None:
+        """Have a coordinator move an entry to ``dead``."""
+        dead = Dead(
+            stream=self._group.stream.removeprefix(self._keys.prefix), entry=entry.id,
+            reason=reason, time=time.time(), deliveries=1, data=entry.data,
+        )  # fmt: skip
+        await self._outbox.answer(self._group.stream, entry, dead)

@@ -1,0 +1,159 @@
+"""A gateway on a real port, with a coordinator beside it, and devices that say who they are."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import aiohttp
+import structlog
+from aiohttp import web
+
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.keys import member
+from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.coordinator.gateway.service import Gateway
+from fedstream.coordinator.gateway.settings import GatewaySettings
+from fedstream.coordinator.service import Coordinator
+from fedstream.coordinator.settings import CoordinatorSettings
+from fedstream.protocol.messages import Offer
+from fedstream.runtime.http import HttpSettings, application, listening
+from fedstream.runtime.service import Context
+from fedstream.runtime.tasks import LeaseSettings
+from fedstream.wire import F32, Format
+from tests.support import Hand, context, running, wait_until
+
+SITE = "gateway"
+
+
+async def by_header(request: web.Request) -> int:
+    """Who makes a request, as it says: its proof is tested elsewhere."""
+    if "Device" not in request.headers:
+        raise Refusal(401, "token", "no token")
+    return int(request.headers["Device"])
+
+
+@dataclass
+class Answer:
+    """What a gateway said."""
+
+    status: int
+    headers: dict[str, str]
+    body: bytes
+    json: Any = None
+
+    @property
+    def offer(self) -> Offer:
+        """The task that was offered."""
+        assert self.status == 200, (self.status, self.body)
+        return Offer.decode(self.body)
+
+
+@dataclass
+class Place:
+    """One replica of a gateway, and its devices' requests."""
+
+    url: str
+    gateway: Gateway
+    context: Context
+    session: aiohttp.ClientSession
+    work: asyncio.Task[None] = field(repr=False)
+
+    async def ask(
+        self, method: str, path: str, device: int | None = None, **options: Any
+    ) -> Answer:
+        """Any request, by a device."""
+        about = dict(options.pop("headers", {}))
+        if device is not None:
+            about["Device"] = str(device)
+        async with self.session.request(
+            method, self.url + path, headers=about, **options
+        ) as answer:
+            body = await answer.read()
+            is_json = "json" in answer.headers.get("Content-Type", "")
+            found = {name.title(): value for name, value in answer.headers.items()}
+            return Answer(
+                answer.status, found, body, await answer.json() if is_json and body else None
+            )
+
+    async def check_in(self, device: int, *, nonce: str = "", **said: Any) -> Answer:
+        """A device asks for a task; by default it does not wait for one."""
+        body = {"nonce": nonce or secrets.token_urlsafe(16), "wait_s": 0, **said}
+        return await self.ask("POST", "/v1/check-in", device, json=body)
+
+    async def beat(self, device: int, offer: Offer) -> Answer:
+        """A device's heartbeat."""
+        path = f"/v1/tasks/{offer.task.id}/heartbeat"
+        return await self.ask("POST", path, device, json={"attempt": offer.attempt})
+
+    async def give_up(self, device: int, offer: Offer, reason: str = "dropped out") -> Answer:
+        """A device gives its task up."""
+        path = f"/v1/tasks/{offer.task.id}/give-up"
+        said = {"attempt": offer.attempt, "reason": reason}
+        return await self.ask("POST", path, device, json=said)
+
+
+@asynccontextmanager
+async def serving(
+    hand: Hand,
+    redis: RedisSettings,
+    name: str = "gw-0",
+    *,
+    task_lease_s: float = 15.0,
+    update: Format = F32,
+    is_open: bool = True,
+    **settings: Any,
+) -> AsyncIterator[Place]:
+    """A gateway on a free port; ``is_open``: once it serves the run, which is there."""
+    one = GatewaySettings(**{"retry_s": (1.0, 2.0), **settings})
+    gateway = Gateway(
+        one, LeaseSettings(seconds=task_lease_s), keys=hand.keys, redis=redis, name=name,
+        update=update, device_of=by_header,
+    )  # fmt: skip
+    its = context()
+    http = HttpSettings(connections=one.connections)
+    app = application(gateway.routes(), its.stop.is_set)
+    async with AsyncExitStack() as stack:
+        log = structlog.get_logger()
+        at = listening(app, http, 0, http.connections, log, one.tls())
+        port = await stack.enter_async_context(at)
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        work = await stack.enter_async_context(running(gateway, its))
+        if is_open:
+            await wait_until(lambda: gateway._app._opened)
+        yield Place(f"http://127.0.0.1:{port}", gateway, its, session, work)
+
+
+@asynccontextmanager
+async def coordinating(
+    hand: Hand, redis: RedisSettings, **settings: Any
+) -> AsyncIterator[Coordinator]:
+    """A coordinator that serves the gateway's site."""
+    one = CoordinatorSettings(**{"sites": ("pool", SITE), **settings})
+    service = Coordinator(one, LeaseSettings(), keys=hand.keys, redis=redis, name="c-0")
+    async with running(service, context()):
+        yield service
+
+
+async def owned_by(hand: Hand, device: int, name: str | None) -> None:
+    """Waits until a device is owned by the replica ``name``, or by nobody."""
+    owner = None if name is None else member(SITE, name)
+
+    async def is_so() -> bool:
+        return (await hand.ledger.owners()).get(device) == owner
+
+    await wait_until(is_so, what=f"device {device} owned by {owner}")
+
+
+async def ends(hand: Hand, what: str, reason: str, count: int = 1) -> None:
+    """Waits until so many tasks have ended in this way, and checks that the counts add up."""
+
+    async def is_so() -> bool:
+        return (await hand.ledger.tally()).reasons(what).get(reason, 0) == count
+
+    await wait_until(is_so, what=f"{count} {what}: {reason}")
+    await hand.balanced()

@@ -1,0 +1,187 @@
+"""Model downloads: whole, in part, by many at once, and while newer versions come."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from fedstream.broker import blobs
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.encoded import Encoded
+from fedstream.broker.layout import Payload
+from fedstream.broker.messages import Version
+from fedstream.coordinator.gateway.models import byte_range
+from fedstream.coordinator.gateway.refusals import Refusal
+from fedstream.wire import format_of
+from tests.coordinator.gateway.places import serving
+from tests.support import Hand, layout_of, model_of, wait_until
+
+
+async def test_model_is_served_as_it_was_published(redis: RedisSettings, hand: Hand) -> None:
+    hand.layout = layout_of(blobs.CHUNK // 4 + 100)  # two chunks
+    version = await hand.create()
+    async with serving(hand, redis) as place:
+        url = f"/v1/models/{version.digest}"
+        whole = await place.ask("GET", url, 3)
+        assert (whole.status, len(whole.body)) == (200, hand.layout.nbytes)
+        assert hashlib.sha256(whole.body).hexdigest() == version.digest
+        assert whole.headers["Etag"] == f'"{version.digest}"'
+        assert whole.headers["Fedstream-Format"] == "f32"
+        assert "immutable" in whole.headers["Cache-Control"]
+        head = await place.ask("HEAD", url, 3)
+        assert (head.status, head.body) == (200, b"")
+        assert int(head.headers["Content-Length"]) == hand.layout.nbytes
+        assert (await place.ask("GET", url)).status == 401
+
+
+async def test_cut_download_goes_on(redis: RedisSettings, hand: Hand) -> None:
+    hand.layout = layout_of(1000)
+    await hand.create()
+    version = await hand.publish(1, 3.0)
+    assert await hand.commit(1, write=False, version=version) == "done"
+    model = bytes(model_of(hand.layout, 3.0).buffer.data)
+    async with serving(hand, redis) as place:
+        url, tag = f"/v1/models/{version.digest}", f'"{version.digest}"'
+
+        async def part(asked: str, **more: str) -> tuple[int, bytes, str | None]:
+            about = {"Range": asked, **{name.replace("_", "-"): v for name, v in more.items()}}
+            answer = await place.ask("GET", url, 3, headers=about)
+            return answer.status, answer.body, answer.headers.get("Content-Range")
+
+        assert await part("bytes=1000-") == (206, model[1000:], "bytes 1000-3999/4000")
+        assert await part("bytes=0-0") == (206, model[:1], "bytes 0-0/4000")
+        assert await part("bytes=-8") == (206, model[-8:], "bytes 3992-3999/4000")
+        assert await part("bytes=1-", If_Range=tag) == (206, model[1:], "bytes 1-3999/4000")
+        assert await part("bytes=1-", If_Range='"other"') == (200, model, None)
+        assert await part("bytes=0-1,5-6") == (200, model, None)
+        status, _, there = await part("bytes=4000-")
+        assert (status, there) == (416, "bytes */4000")
+        for known in (tag, f'"x", W/{tag}', "*"):
+            answer = await place.ask("GET", url, 3, headers={"If-None-Match": known})
+            assert (answer.status, answer.body) == (304, b"")
+        answer = await place.ask("GET", url, 3, headers={"If-None-Match": '"x"'})
+        assert answer.body == model
+
+
+async def test_compressed_model_is_served_as_its_blob(redis: RedisSettings, hand: Hand) -> None:
+    hand.layout = layout_of(1000)
+    await hand.create()
+    how, model = format_of("int8+zstd"), model_of(hand.layout, 3.0)
+    payload = Payload(how.encoded(model))
+    inside = hashlib.sha256(format_of("int8").encoded(model).data).hexdigest()
+    encoded = Encoded(how.name, payload.buffer.nbytes, inside)
+    version = Version(
+        version=1, time=1.0, epoch=1, parent=0, digest=model.digest(), blob="1.x",
+        size=encoded.size, format=how.name, given=inside,
+    )  # fmt: skip
+    key = hand.keys.model("1.x")
+    await blobs.write(hand.client, key, payload, expire_s=60, encoded=encoded)
+    assert await hand.commit(1, write=False, version=version) == "done"
+    async with serving(hand, redis) as place:
+        answer = await place.ask("GET", f"/v1/models/{inside}", 3)
+        assert (answer.status, answer.body) == (200, bytes(payload.buffer.data))
+        assert answer.headers["Fedstream-Format"] == "int8+zstd"
+        assert answer.headers["Etag"] == f'"{inside}"'
+
+
+async def test_many_readers_share_one_copy(
+    redis: RedisSettings, hand: Hand, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hand.layout = layout_of(1000)
+    version = await hand.create()
+    reads: list[str] = []
+    read = blobs.read
+
+    async def counting(*arguments: object, **options: object) -> None:
+        reads.append(str(arguments[1]))
+        await asyncio.sleep(0.05)  # so that all ask meanwhile
+        await read(*arguments, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("fedstream.coordinator.gateway.models.blobs.read", counting)
+    async with serving(hand, redis) as place:
+        url = f"/v1/models/{version.digest}"
+        answers = await asyncio.gather(*(place.ask("GET", url, n) for n in range(9)))
+        assert {answer.status for answer in answers} == {200}
+        assert (await place.ask("GET", url, 3)).status == 200
+        assert len(reads) == 1
+        assert place.gateway._models.downloads == 0
+
+
+async def test_models_in_memory_have_a_budget(redis: RedisSettings, hand: Hand) -> None:
+    hand.layout = layout_of(1000)
+    versions = [await hand.create()]
+    for number in (1, 2, 3):
+        versions.append(await hand.publish(number, float(number)))
+        assert await hand.commit(number, write=False, version=versions[-1]) == "done"
+    async with serving(hand, redis, model_bytes=2 * hand.layout.nbytes + 1) as place:
+        models, current = place.gateway._models, place.gateway._current
+        newest = await hand.ledger.head()
+        assert newest
+        for version in versions[:-1]:
+            current.saw(
+                replace(newest, version=version.version, digest=version.digest, blob=version.blob)
+            )
+        await current.look()
+        for version in (*versions, versions[0]):
+            answer = await place.ask("GET", f"/v1/models/{version.digest}", 3)
+            assert hashlib.sha256(answer.body).hexdigest() == version.digest
+            assert len(models._copies) <= 2
+        assert list(models._copies) == [versions[3].digest, versions[0].digest]
+
+
+async def test_model_that_is_gone_is_superseded(redis: RedisSettings, hand: Hand) -> None:
+    version = await hand.create()
+    async with serving(hand, redis) as place:
+        for digest in ("0" * 64, "latest", "%2e%2e%2fkeys"):
+            answer = await place.ask("GET", f"/v1/models/{digest}", 3)
+            assert (answer.status, answer.json["reason"]) == (404, "superseded")
+        await hand.commit(1)
+        await hand.client.call("UNLINK", hand.keys.model(version.blob))
+        answer = await place.ask("GET", f"/v1/models/{version.digest}", 3)
+        assert (answer.status, answer.json["reason"]) == (404, "superseded")
+
+
+async def test_excess_download_is_told_to_come_again(redis: RedisSettings, hand: Hand) -> None:
+    hand.layout = layout_of(10 << 20)  # so many bytes that no kernel takes them all
+    version = await hand.create()
+    url = f"/v1/models/{version.digest}"
+    async with serving(hand, redis, downloads=1) as place:
+        async with place.session.get(place.url + url, headers={"Device": "3"}) as reading:
+            assert reading.status == 200
+            answer = await place.ask("GET", url, 4)
+            assert (answer.status, answer.json["reason"]) == (503, "busy")
+            assert int(answer.headers["Retry-After"]) >= 2
+            assert (await place.ask("HEAD", url, 4)).status == 200
+            assert len(await reading.read()) == hand.layout.nbytes
+        await wait_until(lambda: not place.gateway._models.downloads)
+        assert (await place.ask("GET", url, 4)).status == 200
+
+
+@given(st.integers(0, 20), st.integers(0, 20), st.integers(1, 10))
+def test_ranges_are_pythons_slices(begin: int, end: int, size: int) -> None:
+    data = bytes(range(size))
+
+    def cut(asked: str) -> bytes | None:
+        try:
+            part = byte_range(asked, size)
+        except Refusal:
+            return None
+        return data if part is None else data[slice(*part)]
+
+    assert cut(f"bytes={begin}-") == (data[begin:] or None)
+    whole = data if end < begin else data[begin : end + 1] or None
+    assert cut(f"bytes={begin}-{end}") == whole
+    assert cut(f"bytes=-{end}") == (data[-end:] if end else None)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    ["", "bytes", "bytes=", "bytes=-", "bytes=a-b", "lines=1-2", "bytes=1-2,4-", "bytes=1--2"],
+)
+def test_unreadable_range_is_ignored(asked: str) -> None:
+    assert byte_range(asked, 10) is None

@@ -1,0 +1,366 @@
+"""A gateway between real devices' requests and a real run."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+
+from fedstream.broker import reasons
+from fedstream.broker.client import RedisSettings
+from fedstream.broker.errors import ConfigError
+from fedstream.broker.keys import member
+from fedstream.broker.messages import Trigger, Withdraw
+from fedstream.broker.records import NO_QUARANTINES
+from fedstream.wire import format_of
+from tests.coordinator.gateway.places import SITE, coordinating, ends, owned_by, serving
+from tests.support import Hand, counted, layout_of, wait_until
+
+
+async def test_device_that_waits_gets_its_task(redis: RedisSettings, hand: Hand) -> None:
+    version = await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        waiting = asyncio.create_task(place.check_in(3, wait_s=50))
+        await owned_by(hand, 3, "gw-0")
+        [trigger] = await hand.open(device=3, epochs=None, steps=7)
+        offer = (await waiting).offer
+        assert (offer.task.id, offer.task.device, offer.task.steps) == (trigger.task, 3, 7)
+        assert offer.task.epochs is offer.task.seconds is offer.task.deadline is None
+        assert offer.model.digest == version.digest
+        assert (offer.model.version, offer.model.size) == (0, hand.layout.nbytes)
+        assert offer.update.layout == hand.layout.signature
+        assert (offer.update.sends, offer.update.format) == ("model", "f32")
+        assert offer.update.most == hand.layout.nbytes
+        assert offer.update.url == f"/v1/tasks/{trigger.task}/updates/{offer.attempt}"
+        assert (await place.beat(3, offer)).json == {"go_on": True, "why": None}
+        assert (await place.give_up(3, offer, "raised ValueError")).json == {}
+        await ends(hand, "given_up", "raised ValueError")
+        assert (await place.give_up(3, offer)).json == {}, "the same again"
+        await ends(hand, "given_up", "raised ValueError")
+        assert (await place.beat(3, offer)).json == {"go_on": False, "why": "given up"}
+        assert (await place.check_in(3)).status == 204
+
+
+async def test_task_is_kept_for_a_device_that_does_not_wait(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        first = await place.check_in(3)
+        assert first.status == 204
+        assert first.headers["Retry-After"] in ("1", "2")
+        await owned_by(hand, 3, "gw-0")
+        triggers = await hand.open(2, device=3)
+        await wait_until(lambda: len(place.gateway._desk) == 2)
+        await hand.commit(1)  # a newer version by now
+        offer = (await place.check_in(3)).offer
+        assert (offer.task.id, offer.model.version) == (triggers[0].task, 1)
+        again = (await place.check_in(3)).offer
+        assert (again.task.id, again.attempt) == (offer.task.id, offer.attempt)
+        await place.give_up(3, offer)
+        assert (await place.check_in(3)).offer.task.id == triggers[1].task
+
+
+async def test_same_nonce_gets_the_same_answer(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        one, two = "a" * 22, "b" * 22
+        assert (await place.check_in(3, nonce=one)).status == 204
+        await owned_by(hand, 3, "gw-0")
+        await hand.open(device=3)
+        await wait_until(lambda: len(place.gateway._desk))
+        assert (await place.check_in(3, nonce=one)).status == 204
+        offered = await place.check_in(3, nonce=two)
+        await hand.commit(1)
+        assert (await place.check_in(3, nonce=two)).body == offered.body
+        await place.give_up(3, offered.offer)
+        assert (await place.check_in(3, nonce=two)).body == offered.body
+        assert counted(place.context, "fedstream_gateway_offered_total") == 1
+
+
+async def test_newer_check_in_of_a_device_waits_in_the_place_of_the_older(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    """A device whose connection was cut asks again; the older request is nobody's any more."""
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        nonce = "a" * 22
+        older = asyncio.create_task(place.check_in(3, nonce=nonce, wait_s=50))
+        await wait_until(lambda: place.gateway._desk.polls == 1)
+        newer = asyncio.create_task(place.check_in(3, nonce=nonce, wait_s=50))
+        assert (await older).status == 204
+        await owned_by(hand, 3, "gw-0")
+        [trigger] = await hand.open(device=3)
+        assert (await newer).offer.task.id == trigger.task
+
+
+async def test_silent_device_loses_its_task_and_then_its_place(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis, away_s=2.5, lease_s=3.0) as place:
+        await place.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        await hand.open(device=3)
+        await ends(hand, "given_up", reasons.DROPPED_OUT)
+        await owned_by(hand, 3, None)
+
+
+async def test_ineligible_device_is_asked_no_more(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        await place.check_in(3)
+        await place.check_in(4)
+        await owned_by(hand, 3, "gw-0")
+        assert (await place.check_in(3, eligible=False, wait_s=50)).status == 204
+        await owned_by(hand, 3, None)
+        await owned_by(hand, 4, "gw-0")
+
+
+async def test_restarted_replica_takes_up_its_tasks(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    async with coordinating(hand, redis):
+        async with serving(hand, redis) as place:
+            await place.check_in(3)
+            await owned_by(hand, 3, "gw-0")
+            [trigger] = await hand.open(device=3)
+            offer = (await place.check_in(3, wait_s=50)).offer
+        async with serving(hand, redis) as place:
+            again = (await place.check_in(3, wait_s=50)).offer
+            assert (again.task.id, again.attempt) == (trigger.task, offer.attempt)
+            assert (await place.beat(3, offer)).json["go_on"]
+            await place.give_up(3, offer)
+            await ends(hand, "given_up", reasons.DROPPED_OUT)
+
+
+async def test_restarts_do_not_make_a_task_poison(redis: RedisSettings, hand: Hand) -> None:
+    """It is devices that work on it, so the gateway's own crashes don't speak against it."""
+    await hand.create()
+    async with coordinating(hand, redis):
+        async with serving(hand, redis) as place:
+            await place.check_in(3)
+            await owned_by(hand, 3, "gw-0")
+            await hand.open(device=3)
+            await wait_until(lambda: len(place.gateway._desk))
+        for _ in range(5):
+            async with serving(hand, redis) as place:
+                await wait_until(lambda: len(place.gateway._desk))
+        async with serving(hand, redis) as place:
+            assert (await place.check_in(3, wait_s=50)).status == 200
+
+
+async def test_stop_answers_waiting_devices_at_once(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        waiting = asyncio.create_task(place.check_in(3, wait_s=50))
+        await wait_until(lambda: place.gateway._desk.polls)
+        await owned_by(hand, 3, "gw-0")
+        begun = time.monotonic()
+        place.context.stop.set()
+        answer = await waiting
+        assert time.monotonic() - begun < 1
+        assert (answer.status, answer.headers["Connection"]) == (204, "close")
+        await place.work
+        await owned_by(hand, 3, None)  # it said good-bye: no task was in hand
+
+
+async def test_task_in_hand_outlasts_a_stop(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    async with coordinating(hand, redis):
+        async with serving(hand, redis) as place:
+            await place.check_in(3)
+            await owned_by(hand, 3, "gw-0")
+            [trigger] = await hand.open(device=3)
+            await wait_until(lambda: len(place.gateway._desk))
+            place.context.stop.set()
+            await place.work
+        assert (await hand.ledger.owners())[3] == member(SITE, "gw-0")
+        async with serving(hand, redis) as place:
+            assert (await place.check_in(3, wait_s=50)).offer.task.id == trigger.task
+
+
+async def test_finished_run_sends_devices_home(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        await place.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        await hand.open(device=3)
+        offer = (await place.check_in(3, wait_s=50)).offer
+        waiting = asyncio.create_task(place.check_in(4, wait_s=50))
+        await wait_until(lambda: place.gateway._desk.polls)
+        await hand.commit(1, finish="done")
+        assert ((await waiting).status, (await waiting).json["reason"]) == (410, "run over")
+        assert (await place.beat(3, offer)).json == {"go_on": False, "why": "run over"}
+        assert (await place.check_in(3)).status == 410
+        await ends(hand, "given_up", reasons.RUN_FINISHED)
+        view = await hand.ledger.look()
+        assert view.open == ()
+
+
+async def test_task_of_a_round_that_ended_is_not_offered(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        await place.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        await hand.open(device=3, version=0, deadline=time.time() + 600)
+        await wait_until(lambda: len(place.gateway._desk))
+        offer = (await place.check_in(3)).offer
+        assert offer.task.deadline is not None
+        await hand.commit(1)
+        assert (await place.check_in(3)).status == 204
+        await ends(hand, "given_up", reasons.ROUND_OVER)
+        assert (await place.beat(3, offer)).json == {"go_on": False, "why": "given up"}
+
+
+async def test_heartbeat_ends_a_task_whose_deadline_has_passed(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        await place.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        deadline = time.time() + 1.0
+        await hand.open(device=3, version=0, deadline=deadline)
+        offer = (await place.check_in(3, wait_s=50)).offer
+        await wait_until(lambda: time.time() > deadline)
+        assert (await place.beat(3, offer)).json == {"go_on": False, "why": "given up"}
+        await ends(hand, "given_up", reasons.DEADLINE_PASSED)
+
+
+async def test_withdrawn_task_is_over_for_its_device(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis, task_lease_s=1.0) as place:
+        await place.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        [trigger] = await hand.open(device=3)
+        offer = (await place.check_in(3, wait_s=50)).offer
+        assert (await place.beat(3, offer)).json["go_on"]
+        await hand.ledger.ask(Withdraw(tasks=(trigger.task,), why=reasons.TIMED_OUT))
+        await ends(hand, "given_up", reasons.TIMED_OUT)
+
+        async def is_over() -> bool:
+            return (await place.beat(3, offer)).json == {"go_on": False, "why": "given up"}
+
+        await wait_until(is_over)
+
+
+async def test_device_hears_that_its_task_is_too_stale(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create(max_staleness=1)
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        await place.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        await hand.open(device=3)
+        offer = (await place.check_in(3, wait_s=50)).offer
+        await hand.commit(1)
+        await place.gateway._current.look()
+        assert (await place.beat(3, offer)).json["go_on"]
+        await hand.commit(2)
+        await place.gateway._current.look()
+        assert (await place.beat(3, offer)).json == {"go_on": False, "why": "too stale"}
+
+
+async def test_quarantined_device_is_not_kept_waiting(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        await place.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        barred = NO_QUARANTINES.quarantined([3], "odd", 1.0, 0)
+        await hand.commit(1, quarantines=barred)
+        await place.gateway._current.look()
+        assert (await place.check_in(3, wait_s=50)).status == 204
+        await owned_by(hand, 3, None)
+
+
+async def test_another_devices_task_is_refused_and_left_alone(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        await place.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        await hand.open(device=3)
+        offer = (await place.check_in(3, wait_s=50)).offer
+        for answer in (await place.beat(4, offer), await place.give_up(4, offer)):
+            assert (answer.status, answer.json["reason"]) == (404, "unknown task")
+        assert (await place.beat(3, offer)).json["go_on"]
+        refused = counted(place.context, "fedstream_gateway_refused_total", reason="unknown task")
+        assert refused == 2
+
+
+async def test_device_that_the_run_does_not_have_is_refused(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    await hand.create()
+    async with serving(hand, redis) as place:
+        answer = await place.check_in(10)
+        assert (answer.status, answer.json["reason"]) == (403, "unknown device")
+
+
+async def test_gateway_waits_for_the_run(redis: RedisSettings, hand: Hand) -> None:
+    async with serving(hand, redis, is_open=False) as place:
+        answer = await place.check_in(3)
+        assert (answer.status, answer.json["reason"]) == (503, "unavailable")
+        assert int(answer.headers["Retry-After"]) >= 2
+        await hand.create()
+
+        async def is_served() -> bool:
+            return (await place.check_in(3)).status == 204
+
+        await wait_until(is_served)
+
+
+@pytest.mark.parametrize(
+    ("about", "update", "said"),
+    [
+        ({"strategy": "scaffold"}, "f32", "control variates"),
+        ({"sends": "model"}, "int4", "too coarse"),
+    ],
+)
+async def test_run_that_devices_cannot_take_part_in_ends_the_gateway(
+    redis: RedisSettings, hand: Hand, about: dict[str, Any], update: str, said: str
+) -> None:
+    if about.get("strategy") == "scaffold":
+        hand.layout = layout_of(4).with_controls()
+    await hand.create(**about)
+    with pytest.raises(ConfigError, match=said):
+        async with serving(hand, redis, update=format_of(update), is_open=False) as place:
+            await place.work
+
+
+@pytest.mark.parametrize(
+    ("formats", "expected"),
+    [(["f32"], "f32"), (["f32", "int8+zstd"], "int8+zstd"), (["f32", "int8"], "f32")],
+)
+async def test_updates_are_asked_for_in_a_format_that_the_device_knows(
+    redis: RedisSettings, hand: Hand, formats: list[str], expected: str
+) -> None:
+    await hand.create()
+    how = format_of("int8+zstd")
+    async with coordinating(hand, redis), serving(hand, redis, update=how) as place:
+        await place.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        await hand.open(device=3)
+        offer = (await place.check_in(3, wait_s=50, formats=formats)).offer
+        assert offer.update.format == expected
+        assert offer.update.most == format_of(expected).sizes(hand.layout)[1]
+        answer = await place.check_in(3, formats=["bf16"])
+        assert (answer.status, answer.json["reason"]) == (406, "format")
+
+
+async def test_unreadable_task_is_buried(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        await place.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        stream = hand.keys.tasks_of(member(SITE, "gw-0"))
+        await hand.client.call("XADD", stream, "*", "m", b"junk")
+
+        async def is_buried() -> bool:
+            return bool((await hand.ledger.tally()).dead)
+
+        await wait_until(is_buried)
+        [trigger] = await hand.open(device=3)
+        assert isinstance(trigger, Trigger)
+        assert (await place.check_in(3, wait_s=50)).offer.task.id == trigger.task
