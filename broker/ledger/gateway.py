@@ -18,7 +18,7 @@ from fedstream.broker.keys import Keys
 from fedstream.broker.ledger import trainer
 from fedstream.broker.ledger.grants import Rights
 from fedstream.broker.ledger.plumbing import word
-from fedstream.broker.ledger.reading import MemoryUse
+from fedstream.broker.ledger.trainer import TakesTasks
 from fedstream.broker.scripts import Script
 
 ENROL = Script("enrol")
@@ -67,7 +67,7 @@ class Fate:
     reason: str = ""
 
 
-class GatewayLedger(MemoryUse):
+class GatewayLedger(TakesTasks):
     """The run as a gateway sees it."""
 
     def __init__(self, client: Client, keys: Keys, service: str, site: str) -> None:

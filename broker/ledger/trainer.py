@@ -61,8 +61,8 @@ class TakenTask:
     again: bool = False  # a trainer had it before, and may have left a workspace
 
 
-class TrainerLedger(MemoryUse):
-    """The run as trainers see it."""
+class TakesTasks(MemoryUse):
+    """Taking tasks, as trainers and gateways do."""
 
     async def take(self, group: Group, *, block_ms: int = BLOCK_MS) -> TakenTask | None:
         """Take a task that no trainer had before; None if there is none within ``block_ms``."""
@@ -89,6 +89,10 @@ class TrainerLedger(MemoryUse):
             return [], None
         entries = [entry for _, entry in given([group], reply)]
         return entries, Head.parsed(mapping(head)) if head else None
+
+
+class TrainerLedger(TakesTasks):
+    """The run as trainers see it."""
 
 
 class Outbox:

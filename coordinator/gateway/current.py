@@ -9,7 +9,7 @@ from fedstream.broker.errors import ConfigError, NoRun
 from fedstream.coordinator.gateway.refusals import Refusal
 
 if TYPE_CHECKING:
-    from fedstream.broker.ledger.trainer import TrainerLedger
+    from fedstream.broker.ledger.gateway import GatewayLedger
     from fedstream.broker.records import Head, Run
     from fedstream.wire import Format
 
@@ -20,7 +20,7 @@ _WAIT_S = 2.0  # for a run that is being made
 class Current:
     """The run and its newest version. Nothing is known before the run was read once."""
 
-    def __init__(self, ledger: TrainerLedger, update: Format) -> None:
+    def __init__(self, ledger: GatewayLedger, update: Format) -> None:
         """``update``: the format that devices send updates in, if they can."""
         self._ledger = ledger
         self._update = update

@@ -17,7 +17,8 @@ from aiohttp import web
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import FedstreamError
 from fedstream.broker.keys import TRAINERS, Keys, member
-from fedstream.broker.ledger.trainer import Outbox, TrainerLedger
+from fedstream.broker.ledger.gateway import GatewayLedger
+from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.streams import Group
 from fedstream.coordinator.gateway.app import GatewayApp, Opened
 from fedstream.coordinator.gateway.current import Current
@@ -71,7 +72,7 @@ class Gateway:
         self._keys = keys
         self._name = name
         self._client = Client(redis, name, loads_scripts=False)
-        self._ledger = TrainerLedger(self._client, keys, name)
+        self._ledger = GatewayLedger(self._client, keys, name, settings.site)
         self._outbox = Outbox(self._client, keys, settings.site)
         stream = keys.tasks_of(member(settings.site, name))
         self._group = Group(self._client, stream, TRAINERS, name)

@@ -12,7 +12,8 @@ from fedstream.coordinator.gateway.desk import Held
 
 if TYPE_CHECKING:
     from fedstream.broker.keys import Keys
-    from fedstream.broker.ledger.trainer import Outbox, TrainerLedger
+    from fedstream.broker.ledger.gateway import GatewayLedger
+    from fedstream.broker.ledger.trainer import Outbox
     from fedstream.broker.streams import Entry, Group
     from fedstream.coordinator.gateway.current import Current
     from fedstream.coordinator.gateway.desk import Desk
@@ -30,7 +31,7 @@ class Tasks:
         desk: Desk,
         current: Current,
         group: Group,
-        ledger: TrainerLedger,
+        ledger: GatewayLedger,
         outbox: Outbox,
         keys: Keys,
         lease: LeaseSettings,

@@ -282,7 +282,12 @@ async def test_probe_may_only_ping(
 
 def test_every_script_belongs_to_a_role_with_its_commands() -> None:
     named = {script.name for one in rights.RIGHTS.values() for script in one.scripts}
-    named |= {"renew", "release", "enrol"}  # trainers' and gateways', whose commands are listed
+    named |= {
+        "renew",
+        "renew_all",
+        "release",
+        "enrol",
+    }  # trainers' and gateways', whose commands are listed
     there = {path.name.removesuffix(".lua") for path in scripts._LUA.iterdir()} - {"prelude"}
     assert named == there
     allowed = rights.commands(rights.RIGHTS["coordinator"])

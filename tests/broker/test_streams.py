@@ -11,6 +11,7 @@ import pytest
 from fedstream.broker.client import Client, RedisSettings
 from fedstream.broker.errors import BrokerError, Unavailable
 from fedstream.broker.keys import TRAINERS, Keys
+from fedstream.broker.scripts import load_all
 from fedstream.broker.streams import PARTS, Entry, Group, Reader, given, reading
 from tests.support import wait_until
 
@@ -269,6 +270,24 @@ async def test_renewing_keeps_an_entry_and_counts_no_delivery(
     assert await ann.renew(entry)
     assert await bob.claim(idle_ms=lease_ms, most=3) == ([], [])
     assert [times for _, times in (await deliveries(client, ann)).values()] == [1]
+
+
+async def test_many_leases_are_renewed_together_but_not_those_that_are_lost(
+    client: Client, ann: Group, bob: Group, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("fedstream.broker.streams.RENEWED", 2)
+    await load_all(client)
+    ids = await add(client, ann.stream, *"abcde")
+    await ann.read(count=5)
+    await bob.claim(idle_ms=0, most=9, count=1)  # a, which is bob's now
+    await client.call("XACK", ann.stream, ann.group, ids[1])  # b, which is done
+    assert await ann.renew_all(ids) == set(ids[2:])
+    assert await bob.renew_all([]) == set()
+    owners = await deliveries(client, ann)
+    assert owners[ids[0].encode()] == (b"bob", 2)
+    assert {owners[one.encode()] for one in ids[2:]} == {(b"ann", 1)}
+    await client.call("DEL", ann.stream)
+    assert await ann.renew_all(ids) == set()
 
 
 async def test_lost_lease_cannot_be_renewed(client: Client, ann: Group, bob: Group) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
+import ssl
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import pytest
 import structlog
+import trustme
 from aiohttp import web
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
@@ -93,13 +95,14 @@ def get(path: str, *more: str) -> bytes:
 
 
 @asynccontextmanager
-async def site(**settings: Any) -> AsyncIterator[Site]:
+async def site(tls: ssl.SSLContext | None = None, **settings: Any) -> AsyncIterator[Site]:
     """A service that listens."""
     made = Site()
     health = health_routes(Health(), CollectorRegistry())
     http = HttpSettings(**settings)
     with capture_logs() as lines:
-        at = serving(made.routes(), health, http, lambda: made.stopping, structlog.get_logger())
+        log = structlog.get_logger()
+        at = serving(made.routes(), health, http, lambda: made.stopping, log, tls)
         async with at:
             [line] = [line for line in lines if line["event"] == "serving"]
             made.ports = {name: line[name] for name in ("port", "health_port")}
@@ -236,6 +239,24 @@ async def test_many_half_sent_requests_affect_neither_probes_nor_memory() -> Non
         assert (await http.said(get("/short")))[0] == 503
         for probe in ("/livez", "/readyz"):
             assert (await http.said(get(probe), "health_port"))[0] == 200
+
+
+async def test_own_port_speaks_tls_and_probes_do_not() -> None:
+    authority = trustme.CA()
+    context, trusting = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.create_default_context()
+    authority.issue_cert("127.0.0.1").configure_cert(context)
+    authority.configure_trust(trusting)
+    async with site(tls=context, idle_s=0.5) as made:
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", made.ports["port"], ssl=trusting
+        )
+        writer.write(get("/short"))
+        assert (await answer(reader))[0] == 200
+        writer.close()
+        assert (await made.said(get("/livez"), "health_port"))[0] == 200
+        silent, other = await made.connected()  # never begins to agree on TLS
+        assert await is_closed(silent)
+        other.close()
 
 
 async def test_probes_are_only_on_their_own_port() -> None:

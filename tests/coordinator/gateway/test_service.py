@@ -241,7 +241,7 @@ async def test_withdrawn_task_is_over_for_its_device(redis: RedisSettings, hand:
         await ends(hand, "given_up", reasons.TIMED_OUT)
 
         async def is_over() -> bool:
-            return (await place.beat(3, offer)).json == {"go_on": False, "why": "given up"}
+            return bool((await place.beat(3, offer)).json == {"go_on": False, "why": "given up"})
 
         await wait_until(is_over)
 

@@ -1,0 +1,171 @@
+"""What a device's mistakes get: an answer that says what was wrong, and nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+from aiohttp import web
+
+from fedstream.broker.client import RedisSettings
+from fedstream.coordinator.gateway.openapi import document
+from fedstream.coordinator.gateway.refusals import REFUSALS
+from fedstream.protocol.messages import BODY
+from tests.coordinator.gateway.places import Place, coordinating, owned_by, serving
+from tests.support import Hand, counted, full, wait_until
+
+NONCE = b"a" * 22
+TIRED = b'{"attempt": "0123456789ab", "reason": "tired"}'
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "reason"),
+    [
+        ("POST", "/v1/check-in", b"", 400, "malformed"),
+        ("POST", "/v1/check-in", b"{}", 400, "malformed"),
+        ("POST", "/v1/check-in", b'{"nonce": "short"}', 400, "malformed"),
+        ("POST", "/v1/check-in", b"\xff\xfe", 400, "malformed"),
+        ("POST", "/v1/check-in", b"[" * 50_000, 400, "malformed"),
+        ("POST", "/v1/check-in", b'{"nonce": "%b", "wait_s": 1e999}' % NONCE, 400, "malformed"),
+        ("POST", "/v1/check-in", b" " * (BODY + 1), 413, "too large"),
+        ("POST", "/v1/tasks/x/heartbeat", b'{"attempt": "../../.."}', 400, "malformed"),
+        ("POST", "/v1/tasks/x/give-up", TIRED, 400, "malformed"),
+        ("GET", "/v1/check-in", b"", 405, "method"),
+        ("DELETE", "/v1/models/" + "0" * 64, b"", 405, "method"),
+        ("GET", "/", b"", 404, "no such route"),
+        ("GET", "/v1/../../etc/passwd", b"", 404, "no such route"),
+        ("GET", "/v1/models/a/b", b"", 404, "no such route"),
+        ("PROPFIND", "/v1/coffee", b"", 404, "no such route"),
+    ],
+)  # fmt: skip
+async def test_mistake_is_answered_and_counted(
+    redis: RedisSettings, hand: Hand, method: str, path: str, body: bytes, status: int, reason: str
+) -> None:
+    await hand.create()
+    async with serving(hand, redis) as place:
+        answer = await place.ask(method, path, 3, data=body)
+        assert (answer.status, answer.json["reason"]) == (status, reason)
+        assert answer.json["error"]
+        assert counted(place.context, "fedstream_gateway_refused_total", reason=reason) == 1
+        assert (await place.check_in(3)).status == 204
+
+
+async def test_body_without_an_announced_length_is_bounded_too(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    await hand.create()
+
+    async def endless() -> Any:
+        for _ in range(100):
+            yield b" " * 1024
+
+    async with serving(hand, redis) as place:
+        answer = await place.ask("POST", "/v1/check-in", 3, data=endless())
+        assert (answer.status, answer.json["reason"]) == (413, "too large")
+
+
+async def test_slow_body_is_not_waited_for(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    async with serving(hand, redis, body_s=0.3) as place:
+        host, _, port = place.url.removeprefix("http://").partition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(
+            b"POST /v1/check-in HTTP/1.1\r\nHost: here\r\nDevice: 3\r\nContent-Length: 99\r\n\r\n{"
+        )
+        said = await asyncio.wait_for(reader.read(), 30)  # to the end: the connection is closed
+        assert said.startswith(b"HTTP/1.1 408 ")
+        assert b'"too slow"' in said
+        writer.close()
+
+
+async def test_requests_have_quotas_of_a_device_and_of_an_address(
+    redis: RedisSettings, hand: Hand
+) -> None:
+    await hand.create()
+    async with serving(hand, redis, device_rate=1.0, address_rate=5.0) as place:
+        said = [(await place.check_in(3)).status for _ in range(4)]
+        assert said[:2] == [204, 204]
+        assert 429 in said
+        assert (await place.check_in(4)).status == 204
+
+        async def is_limited() -> bool:
+            answer = await place.ask("GET", "/v1/openapi.json")
+            return answer.status == 429 and answer.json["reason"] == "too many requests"
+
+        await wait_until(is_limited)
+
+
+async def test_proxies_say_whose_request_it_is(redis: RedisSettings, hand: Hand) -> None:
+    """Only as far as they are ours: what a client adds in front is its own invention."""
+    await hand.create()
+    async with serving(hand, redis, proxies=2, address_rate=0.01) as place:
+
+        async def status(chain: str) -> int:
+            about = {"X-Forwarded-For": chain}
+            return (await place.ask("GET", "/v1/openapi.json", headers=about)).status
+
+        assert [await status(f"{n}.0.0.0, 7.7.7.7, 10.0.0.1") for n in range(3)] == [200, 200, 429]
+        assert await status("8.8.8.8, 10.0.0.1") == 200
+
+
+async def test_outage_of_redis_is_a_503(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    async with coordinating(hand, redis), serving(hand, redis) as place:
+        await place.check_in(3)
+        await owned_by(hand, 3, "gw-0")
+        await hand.open(device=3)
+        offer = (await place.check_in(3, wait_s=50)).offer
+        async with full(hand.client):
+            answer = await place.give_up(3, offer)
+            assert (answer.status, answer.json["reason"]) == (503, "unavailable")
+            assert int(answer.headers["Retry-After"]) >= 2
+            assert (await place.beat(3, offer)).json["go_on"], "it was not given up"
+        assert (await place.give_up(3, offer)).status == 200
+
+
+async def test_too_many_devices_are_turned_away(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    async with serving(hand, redis, devices=1) as place:
+        assert (await place.check_in(3)).status == 204
+        answer = await place.check_in(4)
+        assert (answer.status, answer.json["reason"]) == (503, "busy")
+        assert (await place.check_in(3)).status == 204
+
+
+# the document
+
+
+async def described(place: Place) -> dict[str, set[str]]:
+    answer = await place.ask("GET", "/v1/openapi.json")
+    paths = answer.json["paths"]
+    return {path: {method.upper() for method in paths[path]} for path in paths}
+
+
+async def test_document_describes_the_routes(redis: RedisSettings, hand: Hand) -> None:
+    await hand.create()
+    async with serving(hand, redis) as place:
+        there: dict[str, set[str]] = {}
+        for route in place.gateway.routes():
+            assert isinstance(route, web.RouteDef)
+            if route.method == "*":
+                continue
+            methods = {route.method, "HEAD"} if route.kwargs.get("allow_head") else {route.method}
+            there.setdefault(route.path, set()).update(methods)
+        there["/v1/openapi.json"].remove("HEAD")
+        said = await described(place)
+        assert {path: methods for path, methods in said.items() if path in there} == there
+
+
+def test_document_resolves_and_lists_every_reason() -> None:
+    whole = document()
+    schemas = whole["components"]["schemas"]
+    text = json.dumps(whole)
+    named = {part.split('"')[0] for part in text.split("#/components/schemas/")[1:]}
+    assert named <= schemas.keys()
+    assert schemas["Problem"]["properties"]["reason"]["enum"] == list(REFUSALS)
+    for path, methods in whole["paths"].items():
+        for about in methods.values():
+            given = {one["name"] for one in about.get("parameters", ()) if one["in"] == "path"}
+            assert given == {part[1:-1] for part in path.split("/") if part.startswith("{")}
