@@ -33,7 +33,6 @@ _CLOSE_S = 2.0  # for requests still being answered when the service has ended
 _LINGER_S = 2.0  # for the unread rest of a request's body
 _HEADERS = 64  # of a request, each of at most 8 KiB
 _HEALTH_CONNECTIONS = 64
-_BODY = 1 << 16  # bytes of a request's body that a handler reads as a whole
 _FULL = b'{"error": "too many connections: try again later"}'
 _REFUSAL = (
     b"HTTP/1.1 503 Service Unavailable\r\nContent-Type: application/json; charset=utf-8\r\n"
@@ -187,7 +186,7 @@ def application(
             response.force_close()
             response.headers["Connection"] = "close"
 
-    app = web.Application(middlewares=[_as_json], client_max_size=_BODY)
+    app = web.Application(middlewares=[_as_json])
     app.add_routes(routes)
     app.on_response_prepare.append(end_connection)
     return app

@@ -19,12 +19,12 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from fedstream.broker.errors import FedstreamError
 from fedstream.coordinator.gateway import offers, openapi
+from fedstream.coordinator.gateway.bodies import body_of
 from fedstream.coordinator.gateway.quotas import Quota
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.protocol import headers
 from fedstream.protocol.headers import BadHeader
 from fedstream.protocol.messages import (
-    BODY,
     Advice,
     BadBody,
     Beat,
@@ -118,15 +118,7 @@ class GatewayApp:
 
     async def said(self, request: web.Request, kind: type[B]) -> B:
         """A request's JSON body. Raises Refusal, BadBody."""
-        if (request.content_length or 0) > BODY:
-            raise _too_large()
-        try:
-            async with asyncio.timeout(self._settings.body_s):
-                return kind.decode(await request.read())
-        except TimeoutError as error:
-            raise Refusal(
-                408, "too slow", f"the body did not arrive within {self._settings.body_s:g} s"
-            ) from error
+        return kind.decode(await body_of(request, within_s=self._settings.body_s))
 
     # tasks
 
@@ -273,8 +265,6 @@ class GatewayApp:
             except (BadBody, BadHeader, HttpProcessingError, ClientPayloadError) as error:
                 text = " ".join(str(error).split())[:300]
                 return self._refused(Refusal(400, "malformed", text or "malformed request"))
-            except web.HTTPRequestEntityTooLarge:
-                return self._refused(_too_large())
             except FedstreamError as error:
                 if error.retriable:
                     return self._refused(self._not_yet())
@@ -332,10 +322,6 @@ _UNREAD = (408, 413)
 def _end(poll: asyncio.Future[Woken]) -> None:
     if not poll.done():
         poll.set_result("nothing")
-
-
-def _too_large() -> Refusal:
-    return Refusal(413, "too large", f"a JSON body may have {BODY} bytes")
 
 
 def _json(message: Body) -> web.Response:

@@ -21,11 +21,11 @@ from fedstream.broker.ledger.gateway import GatewayLedger
 from fedstream.broker.ledger.trainer import Outbox
 from fedstream.broker.streams import Group
 from fedstream.coordinator.gateway.app import GatewayApp, Opened
+from fedstream.coordinator.gateway.auth import Auth
 from fedstream.coordinator.gateway.current import Current
 from fedstream.coordinator.gateway.desk import Desk
 from fedstream.coordinator.gateway.metrics import GatewayMetrics
 from fedstream.coordinator.gateway.models import ModelCopies
-from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.tasks import Tasks
 from fedstream.runtime.backoff import pause
 from fedstream.runtime.service import Context, repeat
@@ -43,11 +43,6 @@ _CHANGED_PER_S = 20_000  # devices named in announcements, well below coordinato
 _GOODBYE_S = 2.0  # so that a hanging Redis can't outlast the drain
 
 
-async def nobody(_request: web.Request) -> int:
-    """In place of a check who makes a request: it is refused."""
-    raise Refusal(401, "token", "this gateway takes no devices yet")
-
-
 class Gateway:
     """The service. Replicas differ only in ``name``."""
 
@@ -62,10 +57,10 @@ class Gateway:
         redis: RedisSettings,
         name: str,
         update: Format,
-        device_of: DeviceOf = nobody,
+        device_of: DeviceOf | None = None,
     ) -> None:
         """``update``: the format that devices send updates in, if they can. ``device_of``: who
-        makes a request.
+        makes a request; None: the device whose token it has.
         """
         self._settings = settings
         self._lease = lease
@@ -81,16 +76,18 @@ class Gateway:
         )  # fmt: skip
         self._current = Current(self._ledger, update)
         self._models = ModelCopies(self._client, keys, self._current, settings)
+        self._auth = Auth(self._ledger, settings)
         self._app = GatewayApp(
-            settings, self._desk, self._current, self._models, update=update, device_of=device_of
-        )
+            settings, self._desk, self._current, self._models,
+            update=update, device_of=device_of or self._auth.device_of,
+        )  # fmt: skip
         self._announced: tuple[int, ...] = ()
         self._announced_at = 0.0
         self._heard = True  # whether anybody reads our announcements
 
     def routes(self) -> Sequence[web.AbstractRouteDef]:
         """The routes of the protocol, for devices."""
-        return self._app.routes()
+        return self._app.routes(*self._auth.routes())
 
     async def run(self, context: Context) -> None:
         """Work until stopped. Tasks in hand stay ours: the replica of our name takes them up."""
