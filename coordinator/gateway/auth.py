@@ -18,6 +18,7 @@ from aiohttp import hdrs, web
 
 from fedstream.broker.digest import digest_of
 from fedstream.coordinator.gateway.bodies import body_of
+from fedstream.coordinator.gateway.invites import device_in
 from fedstream.coordinator.gateway.refusals import Refusal
 from fedstream.coordinator.gateway.registry import Registry
 from fedstream.protocol import headers
@@ -46,7 +47,6 @@ _ALGORITHM = "HS256"
 _SKEW_S = 5.0  # between the clocks of two replicas
 # As long as a request would be accepted: its clock may be ahead of ours, and behind.
 _NONCE_S = 2 * WINDOW_S + 10.0
-_INVITE = re.compile(r"(0|[1-9][0-9]{0,9})-[A-Za-z0-9_-]{22,53}")
 _DEVICE = re.compile(r"0|[1-9][0-9]{0,9}")
 _SIGNED = ("Content-Digest", "Signature-Input", "Signature")
 
@@ -95,10 +95,9 @@ class Auth:
         except BadKey as error:
             raise Refusal(400, "key", str(error)) from error
         _verify(signature, key, DEVICES, body)
-        invite = _INVITE.fullmatch(said.invite)
-        if invite is None:
+        device, digest = device_in(said.invite), digest_of(said.invite.encode())
+        if device is None:
             raise Refusal(403, "invite", "not an invite of `fedstream devices invite`")
-        device, digest = int(invite[1]), digest_of(said.invite.encode())
         verdict = await self._ledger.enrol(
             device, digest, pem_of(key), signature.nonce, nonce_s=_NONCE_S
         )

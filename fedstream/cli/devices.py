@@ -1,4 +1,7 @@
-"""The commands of `fedstream devices`; fedstream/operate/devices.py does the work."""
+"""The commands of `fedstream devices`.
+
+fedstream/operate/devices.py and fedstream/operate/enrolment.py do the work.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +9,13 @@ from typing import Annotated
 
 import typer
 
-from fedstream.cli.options import AsJson, Config, RunName, Url, ask
+from fedstream.broker.keys import check_name
+from fedstream.cli.options import AsJson, Config, RunName, Url, ask, settings_of
 from fedstream.terminal import verbatim
 
-app = typer.Typer(help="List devices, put them into quarantine, or release them.")
+app = typer.Typer(
+    help="List devices, put them into quarantine, and say which may come to a gateway."
+)
 
 DeviceNumbers = Annotated[
     list[int], typer.Argument(metavar="DEVICE", min=0, help="numbers of devices")
@@ -17,6 +23,10 @@ DeviceNumbers = Annotated[
 Wait = Annotated[
     float,
     typer.Option(metavar="SECONDS", min=0, help="how long to wait for the updater to take it"),
+]
+GatewaySite = Annotated[
+    str | None,
+    typer.Option("--site", metavar="NAME", help="the gateway's site; default: gateway.site"),
 ]
 
 
@@ -98,3 +108,103 @@ def _set(
     )  # fmt: skip
     if not page.tell(answer):
         raise typer.Exit(1)
+
+
+# who may come to a gateway
+
+
+@app.command("invite")
+def devices_invite(
+    devices: DeviceNumbers,
+    expires: Annotated[
+        str, typer.Option(metavar="DURATION", help="how long the invites hold: 30m, 12h, 7d")
+    ] = "7d",
+    site: GatewaySite = None,
+    config: Config = None,
+    redis: Url = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """Let devices enrol at the gateway: one invite for each, shown only now.
+
+    A new invite takes the place of one that was not used. A device that has enrolled may do so
+    again with a new invite; its old key then ends.
+    """
+    from fedstream.observe import report
+    from fedstream.operate import enrolment as page
+
+    seconds, at = page.seconds_of(expires), _site(site, config)
+    made = ask(
+        config, redis, run,
+        lambda client, keys: page.invite(client, keys, at, devices, seconds=seconds),
+    )  # fmt: skip
+    if as_json:
+        verbatim(report.as_json({"until": made.till, "invites": made.invites}) + "\n")
+    else:
+        page.tell_invites(made)
+
+
+@app.command("enrolled")
+def devices_enrolled(
+    site: GatewaySite = None,
+    config: Config = None,
+    redis: Url = None,
+    run: RunName = None,
+    as_json: AsJson = False,
+) -> None:
+    """List the devices that have enrolled at the gateway, are invited, or are revoked."""
+    from fedstream.observe import report
+    from fedstream.operate import enrolment as page
+
+    at = _site(site, config)
+    found = ask(config, redis, run, lambda client, keys: page.read(client, keys, at))
+    if as_json:
+        verbatim(report.as_json(page.plain(found)) + "\n")
+    else:
+        page.show(found)
+
+
+@app.command("revoke")
+def devices_revoke(
+    devices: DeviceNumbers,
+    site: GatewaySite = None,
+    config: Config = None,
+    redis: Url = None,
+    run: RunName = None,
+) -> None:
+    """Turn devices away at the gateway, and withdraw their invites, until `admit`.
+
+    Their tokens end within about two seconds, and their tasks are given up when they have not been
+    heard from for gateway.lease_s. What they sent before counts: to refuse that too, use
+    `quarantine`.
+    """
+    _set_access(devices, site, config, redis, run, admit=False)
+
+
+@app.command("admit")
+def devices_admit(
+    devices: DeviceNumbers,
+    site: GatewaySite = None,
+    config: Config = None,
+    redis: Url = None,
+    run: RunName = None,
+) -> None:
+    """Admit revoked devices again, with the keys that they enrolled with."""
+    _set_access(devices, site, config, redis, run, admit=True)
+
+
+def _set_access(
+    devices: list[int], site: str | None, config: Config, redis: Url, run: RunName, *, admit: bool
+) -> None:
+    from fedstream.operate import enrolment as page
+
+    at = _site(site, config)
+    changed = ask(
+        config, redis, run,
+        lambda client, keys: page.set_access(client, keys, at, devices, admit=admit),
+    )  # fmt: skip
+    page.tell_access(devices, changed, admit=admit)
+
+
+def _site(given: str | None, config: Config) -> str:
+    return settings_of(config).gateway.site if given is None else check_name("--site", given)

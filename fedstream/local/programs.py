@@ -39,8 +39,8 @@ def programs(
 def environment(environ: Mapping[str, str], settings: Settings, redis_url: str) -> dict[str, str]:
     """Environment of the services, without overrides: the resolved configuration contains those.
 
-    Redis URL, passwords and token are passed here, because `ps` must not show them, and passwords
-    and token are written to no file.
+    Redis URL, passwords, token and secret are passed here, because `ps` must not show them; only
+    the URL is also written to a file.
     """
     kept = {
         name: value
@@ -51,6 +51,7 @@ def environment(environ: Mapping[str, str], settings: Settings, redis_url: str) 
     secrets = {
         "FEDSTREAM_REDIS__PASSWORD": redis.password,
         "FEDSTREAM_HTTP__TOKEN": settings.http.token,
+        "FEDSTREAM_GATEWAY__SECRET": settings.gateway.secret,
     }
     if redis.sentinel is not None:
         secrets["FEDSTREAM_REDIS__SENTINEL__PASSWORD"] = redis.sentinel.password

@@ -462,6 +462,20 @@ def test_quarantine(reader: Open) -> None:
         ]
 
 
+def test_gateway(reader: Open) -> None:
+    with reader("docs/how-to/gateway.md") as page:
+        run = page.begin()
+        page.wait(run, r"version [1-9]\d* of")
+        page.follow()
+        said = {command.split()[2]: text for command, text in page.said.items()}
+        invited = re.findall(r"^device (\d): \1-[\w-]{32}$", said["invite"], re.MULTILINE)
+        listed = re.findall(r"^ *(\d)  invited ", said["enrolled"], re.MULTILINE)
+        assert invited == listed == ["3", "4"]
+        assert "revoked: device 3\n" in said["revoke"]
+        assert "admitted: device 3\n" in said["admit"]
+        page.shell.interrupt()
+
+
 @needs_redis_7
 def test_kubernetes(reader: Open) -> None:
     with deployed(reader, "docs/how-to/kubernetes.md") as page:
